@@ -1,6 +1,10 @@
 # Every target sets up what it needs in .venv/ and works from a fresh clone; nothing has to be activated.
-BIN := .venv/bin
-READY := .venv/.ready
+# `make test TORCH=2.14.1 PYTHON=python3.13`: a torch or a Python that the command names has an environment of its own.
+# Another torch may want another setuptools, so the pin of that gives way as well.
+chosen_python := $(if $(filter undefined default,$(origin PYTHON)),,-python$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'))
+VENV := .venv$(if $(TORCH),-torch$(TORCH))$(chosen_python)
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
 # Processes that share the tests, whose time is mostly waiting.
 TEST_WORKERS ?= 4
 # For each decoder of `make fuzz`.
@@ -13,10 +17,11 @@ setup: $(READY)
 
 $(BIN)/python:
 	$(if $(PYTHON),,$(error no Python 3.11 or newer with venv was found; install one, or name it: make PYTHON=/path/to/python))
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 
 $(READY): pyproject.toml constraints.txt tools/generate_proto.py tools/link_for_type_checkers.py | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -e '.[examples,dev]' -c constraints.txt
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/; /^setuptools==/d)' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet -e '.[examples,dev]' -c $(VENV)/constraints.txt
 	$(BIN)/python tools/link_for_type_checkers.py
 	$(BIN)/python tools/generate_proto.py --install
 	touch $@
@@ -75,4 +80,4 @@ fuzz: $(READY)  ## the decoders by atheris, FUZZ_S seconds each, and a living wo
 	RPCDIST_TEST_FULL=1 $(BIN)/pytest tests/attacks/test_live_fuzzing.py
 
 clean:
-	rm -rf .venv build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-torch* .venv-python* build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -24,15 +24,16 @@ from rpcdist.collectives.rendezvous import rendezvous as rendezvous
 _MODULES = {
     "..errors": "DistBackendError DistError DistNetworkError DistStoreError QueueEmptyError StoreTimeout",
     "._group.backend_contract": "BackendBase GroupContext",
+    "._group.operation_hooks": "HookOpName PostHookArgs PreHookArgs",
     "._api.coalesced": "all_gather_coalesced all_reduce_coalesced",
     "._api.operations": (
         "all_gather all_gather_into_tensor all_gather_single all_reduce all_to_all all_to_all_single "
-        "barrier broadcast gather monitored_barrier reduce reduce_scatter reduce_scatter_single "
-        "reduce_scatter_tensor scatter"
+        "barrier broadcast gather gather_into_tensor gather_single monitored_barrier reduce reduce_scatter "
+        "reduce_scatter_single reduce_scatter_tensor scatter"
     ),
     "._api.group_queries": (
-        "GroupMember get_backend get_backend_config get_global_rank get_group_rank get_pg_count "
-        "get_process_group_ranks get_rank get_world_size group is_initialized"
+        "GroupMember get_backend get_backend_config get_backend_impl get_global_rank get_group_rank get_pg_count "
+        "get_process_group_ranks get_rank get_world_size group is_initialized set_timeout"
     ),
     "._api.growing_groups": "grow_group",
     "._api.default_group": "close_stores destroy_process_group get_node_local_rank init_process_group",
@@ -50,7 +51,8 @@ _MODULES = {
     "._operations.reduce_ops": "_make_nccl_premul_sum reduce_op supports_complex",
     "._api.split_groups": "shrink_group split_group",
     "._api.torch_names": (
-        "GroupName ProcessGroupGloo _all_gather_base _coalescing_manager _reduce_scatter_base breakpoint"
+        "GroupName ProcessGroupGloo ProcessGroupNCCL ProcessGroupNCCL2 ProcessGroupNCCLLazy _all_gather_base "
+        "_coalescing_manager _reduce_scatter_base breakpoint"
     ),
     "._stores.store_base": "Store",
     "._stores.file_store": "FileStore",
@@ -110,6 +112,9 @@ if TYPE_CHECKING:
     from rpcdist.collectives._api.torch_names import *
     from rpcdist.collectives._group.backend_contract import GroupBackend
     from rpcdist.collectives._group.backend_contract import GroupContext as GroupContext
+    from rpcdist.collectives._group.operation_hooks import HookOpName as HookOpName
+    from rpcdist.collectives._group.operation_hooks import PostHookArgs as PostHookArgs
+    from rpcdist.collectives._group.operation_hooks import PreHookArgs as PreHookArgs
     from rpcdist.collectives._operations.operation import ReduceOp as ReduceOp
     from rpcdist.collectives._operations.reduce_ops import make_premul_sum
     from rpcdist.collectives._operations.reduce_ops import reduce_op as reduce_op

@@ -118,6 +118,7 @@ class NcclBackend(GroupBackend):
             reporter = Reporter() if self._watch is None else self._watch.reporter
         recorder = context.process.recorder
         self._watchdog = NcclWatchdog(state, self._runtime, self._communicator, recorder, reporter)
+        self.abort_hooks = self._watchdog.abort_hooks
         if self._watch is None:
             self._watchdog.opened()
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Final, Protocol
@@ -13,7 +13,9 @@ import torch
 from rpcdist.collectives._api.group_methods import LowerCaseOperations
 from rpcdist.collectives._group.backend_binding import BackendBinding
 from rpcdist.collectives._group.backend_contract import GroupBackend
+from rpcdist.collectives._group.operation_hooks import OperationHooks, PostHookArgs, PreHookArgs
 from rpcdist.collectives._operations.lowering import Place
+from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError, RpcdistError
 from rpcdist.time_limits import GROUP_TIMEOUT_S
 
@@ -24,6 +26,9 @@ __all__ = ["ProcessGroup", "SplitGroup"]
 
 CPU_BACKENDS: Final = frozenset({"tcp", "gloo", "mpi"})
 """Backends that reach CPU memory only: tensors of other devices are staged in it."""
+
+
+_INSTEAD: Final = "call grow_group, shrink_group or new_group, or use ElasticDataParallel (docs/collectives.md)"
 
 
 class SplitGroup(Protocol):
@@ -111,6 +116,7 @@ class ProcessGroup(LowerCaseOperations):
         self._split = split
         self._closed = False
         self._numbers: Counter[str] = Counter()
+        self._hooks = OperationHooks()
         self.options = options
         self.bound_device_id = device
 
@@ -222,6 +228,8 @@ class ProcessGroup(LowerCaseOperations):
         """The backend for a device."""
         return self.binding(torch.device(device).type).backend
 
+    get_backend = backend
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the limit of the operations that start from now on."""
         if not isinstance(timeout, timedelta):
@@ -234,6 +242,79 @@ class ProcessGroup(LowerCaseOperations):
         """World ranks of the members that are known to be gone, and why."""
         lost_ranks = [backend.lost_ranks() for backend in self._distinct_backends()]
         return {self._ranks[rank]: reason for lost in lost_ranks for rank, reason in lost.items()}
+
+    # ------------------------------------------------------------ hooks
+
+    def register_pre_hook(self, hook_id: int, hook: Callable[[PreHookArgs], object]) -> None:
+        """Calls `hook` before each operation of this rank, on the caller's thread; it must not change the tensors.
+
+        What it raises reaches the caller, and the operation does not start. A hook of the same id is replaced.
+        """
+        self._hooks.pre[hook_id] = hook
+        self._use_hooks()
+
+    def unregister_pre_hook(self, hook_id: int) -> None:
+        """Forgets a hook, if there is one of that id."""
+        self._hooks.pre.pop(hook_id, None)
+        self._use_hooks()
+
+    def register_post_hook(self, hook_id: int, hook: Callable[[PostHookArgs], object]) -> None:
+        """Calls `hook` when an asynchronous operation has started, or a blocking one is done, on the caller's thread.
+
+        What it raises reaches the caller; the operation goes on.
+        """
+        self._hooks.post[hook_id] = hook
+        self._use_hooks()
+
+    def unregister_post_hook(self, hook_id: int) -> None:
+        """Forgets a hook, if there is one of that id."""
+        self._hooks.post.pop(hook_id, None)
+        self._use_hooks()
+
+    def _use_hooks(self) -> None:
+        for binding in self._bindings.values():
+            binding.hooks = self._hooks if self._hooks.pre or self._hooks.post else None
+
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], object]) -> None:
+        """Calls `hook` once when the group fails or is aborted, before its operations fail: to write down what was so.
+
+        It runs on the thread that finds the failure, perhaps one that watches over the ranks, so it must be short. What
+        it raises is logged.
+
+        Raises:
+            ConfigError: a backend of the group calls no hooks.
+        """
+        for hooks in self._abort_hooks("register_abort_hook"):
+            hooks[hook_id] = hook
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        """Forgets a hook, if there is one of that id. Raises ConfigError as `register_abort_hook`."""
+        for hooks in self._abort_hooks("unregister_abort_hook"):
+            hooks.pop(hook_id, None)
+
+    def _abort_hooks(self, what: str) -> list[dict[int, Callable[[], object]]]:
+        backends = self._distinct_backends()
+        unable = [backend.name for backend in backends if backend.abort_hooks is None]
+        if unable:
+            raise ConfigError(f"Backend {unable[0]} does not support {what}")
+        return [backend.abort_hooks for backend in backends if backend.abort_hooks is not None]
+
+    # ------------------------------------------------------------ what torch's groups can and these cannot
+
+    supports_reconfigure: Final = False
+    supports_window: Final = False
+
+    def get_reconfigure_handle(self) -> str:
+        """Refused, see `reconfigure`."""
+        raise ConfigError(f"Backend {self._backend_name} does not support get_reconfigure_handle: {_INSTEAD}")
+
+    def reconfigure(self, opts: object) -> Work:
+        """Refused: a group keeps its ranks. Raises ConfigError that names what makes groups of other ranks."""
+        raise ConfigError(f"Backend {self._backend_name} does not support reconfigure: {_INSTEAD}")
+
+    def new_window(self, tensor: torch.Tensor | None = None) -> object:
+        """Refused, as by torch's Gloo: there is no memory that other ranks write to. Raises ConfigError."""
+        raise ConfigError(f"Backend {self._backend_name} does not support new_window; use send and recv")
 
     # ------------------------------------------------------------ the end
 

@@ -79,6 +79,10 @@ class TorchWork(_Work):  # type: ignore[misc]  # see _Work
     def result(self) -> list[torch.Tensor]:
         return [tensor for work in self._works for tensor in work.result()]
 
+    @property
+    def timeout(self) -> timedelta:
+        return max(work.timeout for work in self._works)
+
     def synchronize(self) -> None:
         for work in self._works:
             work.synchronize()
@@ -122,6 +126,16 @@ def _forward(name: str, split: _Split | None = None) -> Callable[..., TorchWork]
     return method
 
 
+def _delegate(name: str) -> Callable[..., Any]:
+    """A method that calls our group's method `name`."""
+
+    def method(self: TorchProcessGroup, *arguments: Any, **named: Any) -> Any:
+        return getattr(self.group, name)(*arguments, **named)
+
+    method.__name__ = name
+    return method
+
+
 def _for_each_dtype(tensors: Sequence[torch.Tensor], opts: object = None) -> Iterator[tuple[object, ...]]:
     by_kind: dict[tuple[torch.dtype, str], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -156,6 +170,8 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
     supports_splitting = False
     supports_shrinking = False
     supports_time_estimate = False
+    supports_reconfigure = False
+    supports_window = False
 
     def __init__(self, store: torch_distributed.Store, group: ProcessGroup, name: str) -> None:
         super().__init__(group.rank(), group.size())  # this form, without the store, lets C++ call what we override
@@ -211,6 +227,8 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
         self._group.binding(torch.device(device).type)  # raises for one that the group does not carry
         return self
 
+    get_backend = _get_backend
+
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return False
 
@@ -234,6 +252,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
     all_gather_single_coalesced = _forward("all_gather_single", _for_each_pair)
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     gather = _forward("gather")
+    gather_single = gather_into_tensor = _forward("gather_single")
     scatter = _forward("scatter")
     reduce_scatter = _forward("reduce_scatter")
     reduce_scatter_single = _reduce_scatter_base = _forward("reduce_scatter_single")
@@ -245,6 +264,18 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
     recv = _forward("recv")
     recv_anysource = _forward("recv_anysource")
     barrier = _forward("barrier")
+
+    # ------------------------------------------------------------ hooks; refusals that name what to do
+
+    register_pre_hook = _delegate("register_pre_hook")
+    unregister_pre_hook = _delegate("unregister_pre_hook")
+    register_post_hook = _delegate("register_post_hook")
+    unregister_post_hook = _delegate("unregister_post_hook")
+    register_abort_hook = _delegate("register_abort_hook")
+    unregister_abort_hook = _delegate("unregister_abort_hook")
+    get_reconfigure_handle = _delegate("get_reconfigure_handle")
+    reconfigure = _delegate("reconfigure")
+    new_window = _delegate("new_window")
 
     # ------------------------------------------------------------ the end
 

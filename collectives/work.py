@@ -37,7 +37,12 @@ class Work:
         title: names the operation in errors, e.g. "all_reduce #41 of group 'default'"; made text by `str` when needed.
         result: the output tensors.
         callbacks: runs the callbacks of futures; without it, those of each future have a thread of their own.
+
+    Attributes:
+        limit_s: the operation's own limit, in seconds; 0 where there is none.
     """
+
+    limit_s: float = 0.0
 
     def __init__(
         self, title: object, result: list[torch.Tensor] | None = None, *, callbacks: Callbacks | None = None
@@ -163,6 +168,11 @@ class Work:
         """The output tensors; waits until they are there. Raises like `wait`."""
         self.wait()
         return self._result
+
+    @property
+    def timeout(self) -> timedelta:
+        """The operation's own limit, not that of `wait`; 0 where there is none."""
+        return timedelta(seconds=self.limit_s)
 
     def synchronize(self) -> None:
         """Like `wait`; on devices with streams, makes the current stream wait."""

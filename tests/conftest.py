@@ -31,6 +31,11 @@ hypothesis.settings.load_profile("automatic" if os.environ.get("CI") else "devel
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # what a shell starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# The same as in pyproject.toml for programs that tests start, whose output some tests read to the letter.
+os.environ["PYTHONWARNINGS"] = ",".join(
+    filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:This process:DeprecationWarning"])
+)
+
 LOOP_FACTORIES: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
 if sys.platform != "win32":
     import uvloop

@@ -38,6 +38,7 @@ def init_process_group(
     pg_options: object | None = None,
     device_id: torch.device | int | None = None,
     _ranks: Sequence[int] | None = None,
+    enable_reconfigure: bool = False,
 ) -> None:
     """Makes the default group, of all processes of the job; blocks until all of them have come.
 
@@ -57,6 +58,7 @@ def init_process_group(
         pg_options: for the backend.
         device_id: the one device that this process works on.
         _ranks: accepted for scripts written for torch, without effect.
+        enable_reconfigure: refused: see `ProcessGroup.reconfigure`.
 
     Raises:
         ConfigError: there is a default group already, or an argument is wrong or missing.
@@ -68,6 +70,11 @@ def init_process_group(
     if world.default is not None:
         raise ConfigError("trying to initialize the default process group twice!")
     _check_rendezvous(init_method, store, rank, world_size)
+    if enable_reconfigure:
+        raise ConfigError(
+            "enable_reconfigure is not supported: no backend here can change a group's ranks. Leave it out, and call "
+            "grow_group or shrink_group when ranks come or go"
+        )
     device = _device(device_id)
     name = Backend(_backend_name(backend, device))
     config = BackendConfig(name)

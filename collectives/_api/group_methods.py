@@ -131,6 +131,14 @@ class LowerCaseOperations:
         binding = self._binding_of(tensor)
         return _submit(binding, lowering.gather(binding.place, outputs, tensor, given.rootRank), given)
 
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> Work:
+        """The inputs of all ranks in one tensor of the root; on the others `output` is not used, and may be empty."""
+        given = _options(GatherOptions, opts, "rootRank")
+        binding = self._binding_of(input)
+        return _submit(binding, lowering.gather_single(binding.place, output, input, given.rootRank), given)
+
+    gather_into_tensor = gather_single
+
     def scatter(
         self,
         output_tensors: Tensors,
@@ -240,7 +248,7 @@ class LowerCaseOperations:
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Waits for all ranks; its error names those that did not come, all of them in either case."""
         given = _options(BarrierOptions, None, timeout=timeout)
-        self.binding(self.object_device).submit(lowering.barrier(), False, given.timeout_s)
+        self.binding(self.object_device).carry_out(lowering.barrier(), False, given.timeout_s)
 
 
 def _either(opts: object, named: object) -> object:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Final
 
+import torch
+
+from rpcdist.collectives._group.backend_contract import GroupBackend
 from rpcdist.collectives._group.world import NON_GROUP_MEMBER, Group, current_world, group_or_default
 from rpcdist.collectives.backends import Backend
 from rpcdist.collectives.process_group import ProcessGroup
+from rpcdist.errors import ConfigError
 
 __all__ = [
     "GroupMember",
     "get_backend",
     "get_backend_config",
+    "get_backend_impl",
     "get_global_rank",
     "get_group_rank",
     "get_pg_count",
@@ -20,6 +26,7 @@ __all__ = [
     "get_world_size",
     "group",
     "is_initialized",
+    "set_timeout",
 ]
 
 
@@ -86,6 +93,47 @@ def get_backend(group: Group = None) -> Backend:
 def get_backend_config(group: Group = None) -> str:
     """Which backend carries which type of device, e.g. "cpu:tcp,cuda:nccl"."""
     return group_or_default(group).backend_config
+
+
+def get_backend_impl(group: Group | str = None, device: torch.device | str | None = None) -> GroupBackend:
+    """What carries out a group's operations, for what a backend has beyond the contract.
+
+    Args:
+        group: the default group by default; also its `group_name`.
+        device: whose tensors it carries; by default the device that the group is bound to, or any where there is one
+            backend for all.
+
+    Raises:
+        ConfigError: the group has several backends and no `device` was given, or none for that device, or this rank is
+            not in it.
+    """
+    if isinstance(group, str):
+        if group not in current_world().groups:
+            raise ConfigError(f"this process has no group of the name {group!r}")
+        group = current_world().groups[group]
+    pg = group_or_default(group)
+    if device is None:
+        device = pg.bound_device_id
+    if device is not None:
+        return pg.backend(device)
+    first, *others = pg.device_types or ("cpu",)  # without a backend, the CPU's error says so
+    backend = pg.backend(first)
+    if any(pg.backend(other) is not backend for other in others):
+        raise ConfigError(
+            f"Process group has multiple backend implementations ({pg.backend_config}); pass the device argument to "
+            "select one."
+        )
+    return backend
+
+
+def set_timeout(timeout: timedelta, group: Group = None) -> None:
+    """Sets the limit of a group's operations that start from now on, on this rank: with all its backends.
+
+    Raises:
+        ConfigError: this rank is not in the group.
+        TypeError: `timeout` is not a `timedelta`.
+    """
+    group_or_default(group).set_timeout(timeout)
 
 
 def get_pg_count() -> int:

@@ -1,14 +1,23 @@
 """Collectives of Python objects: pickled, moved as bytes, and unpickled on the caller's thread.
 
 Unpickling runs code that the sender chooses. The other ranks have proven the job token before a group exists, so this
-is for peers that may run anything here anyhow; do not hand out the token to others. Objects of RPC (RRefs) do not
-travel here.
+is for peers that may run anything here anyhow; do not hand out the token to others.
+
+With `weights_only`, which all ranks of a call pass alike, `torch.save` writes the objects and
+`torch.load(weights_only=True)` reads them: tensors, numbers, strings, containers of these, Python's errors, and types
+that `torch.serialization.add_safe_globals` was told of. Nothing else arrives, and no code of the sender's choice runs.
+
+Objects of RPC (RRefs) do not travel here.
 """
 
 from __future__ import annotations
 
+import builtins
+import io
 import pickle
+import traceback
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -30,17 +39,17 @@ __all__ = [
 Device = torch.device | str
 
 
-def all_gather_object(object_list: list[object], obj: object, group: Group = None) -> None:
+def all_gather_object(object_list: list[object], obj: object, group: Group = None, weights_only: bool = False) -> None:
     """Puts the object of rank i into `object_list[i]`, which has at least as many places as the group has ranks."""
     pg = member_group(group, "all_gather_object")
     if pg is None:
         return
     _check_length(object_list, pg, "object_list")
-    data = _pickled(obj, pg.object_device)
+    data = _pickled(obj, pg.object_device, weights_only)
     sizes = _gather_sizes(data, pg)
     parts = list(data.new_empty(len(sizes) * max(sizes)).chunk(len(sizes)))
     operations.all_gather(parts, _padded(data, max(sizes)), group=pg)
-    object_list[: len(sizes)] = [_unpickled(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+    object_list[: len(sizes)] = [_unpickled(part[:size], weights_only) for part, size in zip(parts, sizes, strict=True)]
 
 
 def gather_object(
@@ -49,6 +58,7 @@ def gather_object(
     dst: int | None = None,
     group: Group = None,
     group_dst: int | None = None,
+    weights_only: bool = False,
 ) -> None:
     """Puts the object of rank i into `object_gather_list[i]` on rank `dst` (0 by default); the others pass no list."""
     pg = member_group(group, "gather_object")
@@ -60,14 +70,16 @@ def gather_object(
         raise ConfigError("Argument ``gather_list`` must be specified on destination rank.")
     if object_gather_list and not is_root:
         raise ConfigError("Argument ``gather_list`` must NOT be specified on non-destination ranks.")
-    data = _pickled(obj, pg.object_device)
+    data = _pickled(obj, pg.object_device, weights_only)
     if is_root and object_gather_list:
         _check_length(object_gather_list, pg, "object_gather_list")
     sizes = _gather_sizes(data, pg)
     parts = list(data.new_empty(len(sizes) * max(sizes)).chunk(len(sizes))) if is_root else None
     operations.gather(_padded(data, max(sizes)), parts, group=pg, group_dst=root)
     if parts is not None and object_gather_list is not None:
-        object_gather_list[: len(sizes)] = [_unpickled(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+        object_gather_list[: len(sizes)] = [
+            _unpickled(part[:size], weights_only) for part, size in zip(parts, sizes, strict=True)
+        ]
 
 
 def broadcast_object_list(
@@ -76,6 +88,7 @@ def broadcast_object_list(
     group: Group = None,
     device: Device | None = None,
     group_src: int | None = None,
+    weights_only: bool = False,
 ) -> None:
     """Replaces the objects in the list by those of rank `src` (0 by default); all lists have the same length.
 
@@ -85,6 +98,7 @@ def broadcast_object_list(
         group: the default group by default.
         device: where the bytes travel; the CPU where the group has a backend for it.
         group_src: rank in the group, instead of `src`.
+        weights_only: see above; equal on all ranks.
     """
     pg = member_group(group, "broadcast_object_list")
     if pg is None:
@@ -94,7 +108,7 @@ def broadcast_object_list(
         raise ConfigError("object_list is empty; it needs at least one place, and as many on all ranks")
     where = pg.object_device if device is None else device
     if pg.rank() == root:
-        sizes, data = _join(object_list, where)
+        sizes, data = _join(object_list, where, weights_only)
         operations.broadcast(sizes, group=pg, group_src=root)
         operations.broadcast(data, group=pg, group_src=root)
         return
@@ -102,7 +116,7 @@ def broadcast_object_list(
     operations.broadcast(sizes, group=pg, group_src=root)
     data = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=where)
     operations.broadcast(data, group=pg, group_src=root)
-    object_list[:] = _parted(sizes, data)
+    object_list[:] = _parted(sizes, data, weights_only)
 
 
 def scatter_object_list(
@@ -111,6 +125,7 @@ def scatter_object_list(
     src: int | None = None,
     group: Group = None,
     group_src: int | None = None,
+    weights_only: bool = False,
 ) -> None:
     """Puts `scatter_object_input_list[i]` of rank `src` (0 by default) into the first place of rank i's output list."""
     pg = member_group(group, "scatter_object_list")
@@ -133,14 +148,14 @@ def scatter_object_list(
             raise ConfigError(
                 f"scatter_object_input_list has {len(scatter_object_input_list)} objects for {pg.size()} ranks"
             )
-        parts = [_pickled(each, where) for each in scatter_object_input_list]
+        parts = [_pickled(each, where, weights_only) for each in scatter_object_input_list]
         largest = max(part.numel() for part in parts)
         operations.scatter(
             own_size, [own_size.new_tensor([part.numel(), largest]) for part in parts], group=pg, group_src=root
         )
         data = torch.empty(largest, dtype=torch.uint8, device=where)
         operations.scatter(data, [_padded(part, largest) for part in parts], group=pg, group_src=root)
-    scatter_object_output_list[0] = _unpickled(data[: int(own_size[0])])
+    scatter_object_output_list[0] = _unpickled(data[: int(own_size[0])], weights_only)
 
 
 def send_object_list(
@@ -150,6 +165,7 @@ def send_object_list(
     device: Device | None = None,
     group_dst: int | None = None,
     use_batch: bool = False,
+    weights_only: bool = False,
 ) -> None:
     """Sends objects to one rank, which calls `recv_object_list` with a list of the same length and `use_batch`.
 
@@ -160,6 +176,7 @@ def send_object_list(
         device: where the bytes travel; the CPU where the group has a backend for it.
         group_dst: rank in the group, instead of `dst`.
         use_batch: send through `batch_isend_irecv`, for backends that connect differently then.
+        weights_only: see above; as the receiver says.
     """
     pg = member_group(group, "send_object_list")
     if pg is None:
@@ -167,7 +184,7 @@ def send_object_list(
     peer = resolve_group_rank(pg, dst, group_dst)
     if not object_list:
         raise ConfigError("object_list is empty; it needs at least one object")
-    for tensor in _join(object_list, pg.object_device if device is None else device):
+    for tensor in _join(object_list, pg.object_device if device is None else device, weights_only):
         if use_batch:
             batch_isend_irecv([P2POp(isend, tensor, group=pg, group_peer=peer)])[0].wait()
         else:
@@ -181,6 +198,7 @@ def recv_object_list(
     device: Device | None = None,
     group_src: int | None = None,
     use_batch: bool = False,
+    weights_only: bool = False,
 ) -> int:
     """Replaces the objects in the list by those that another rank sends with `send_object_list`.
 
@@ -191,6 +209,7 @@ def recv_object_list(
         device: where the bytes travel; the CPU where the group has a backend for it.
         group_src: rank in the group, instead of `src`.
         use_batch: as the sender says.
+        weights_only: see above; as the sender says.
 
     Returns:
         The sender's rank in the world; -1 on a rank that is not in the group.
@@ -206,7 +225,7 @@ def recv_object_list(
     sender = _receive(sizes, pg, peer, use_batch)
     data = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=where)
     _receive(data, pg, sender, use_batch)
-    object_list[:] = _parted(sizes, data)
+    object_list[:] = _parted(sizes, data, weights_only)
     return pg.world_rank(sender)
 
 
@@ -221,13 +240,39 @@ def _receive(tensor: torch.Tensor, pg: ProcessGroup, peer: int | None, use_batch
 # ---------------------------------------------------------------- bytes
 
 
-def _pickled(value: object, device: Device) -> torch.Tensor:
+def _pickled(value: object, device: Device, weights_only: bool) -> torch.Tensor:
     """At least one byte: no pickle is empty."""
-    return torch.frombuffer(bytearray(pickle.dumps(value, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8).to(device)
+    if weights_only:
+        file = io.BytesIO()
+        torch.save(value, file)
+        data = file.getvalue()
+    else:
+        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 
-def _unpickled(data: torch.Tensor) -> object:
-    return pickle.loads(data.cpu().contiguous().numpy().data)
+def _unpickled(data: torch.Tensor, weights_only: bool) -> object:
+    content = data.cpu().contiguous().numpy().data
+    if (content[: len(_SAVED)] == _SAVED) != weights_only:
+        said, other = ("False", "True") if weights_only else ("True", "False")
+        raise ConfigError(f"an object was sent with weights_only={said} and is received with {other}; pass the same")
+    if not weights_only:
+        return pickle.loads(content)
+    _admit_errors()
+    return torch.load(io.BytesIO(content), weights_only=True)
+
+
+_SAVED = b"PK\x03\x04"
+"""How `torch.save` begins; no pickle does."""
+
+
+@cache
+def _admit_errors() -> None:
+    """Lets `torch.load` make Python's own errors and their tracebacks as text, as torch does since 2.14."""
+    kinds = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, BaseException)]
+    python_2_names = [(kind, f"exceptions.{kind.__name__}") for kind in kinds]  # what torch.save writes
+    texts = [traceback.StackSummary, traceback.FrameSummary]
+    torch.serialization.add_safe_globals([*kinds, *python_2_names, *texts])
 
 
 def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
@@ -238,14 +283,14 @@ def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
     return padded
 
 
-def _join(values: Sequence[object], device: Device) -> tuple[torch.Tensor, torch.Tensor]:
-    parts = [_pickled(each, device) for each in values]
+def _join(values: Sequence[object], device: Device, weights_only: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = [_pickled(each, device, weights_only) for each in values]
     sizes = torch.tensor([part.numel() for part in parts], dtype=torch.int64, device=device)
     return sizes, parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _parted(sizes: torch.Tensor, data: torch.Tensor) -> list[object]:
-    return [_unpickled(part) for part in data.split(sizes.tolist())]
+def _parted(sizes: torch.Tensor, data: torch.Tensor, weights_only: bool) -> list[object]:
+    return [_unpickled(part, weights_only) for part in data.split(sizes.tolist())]
 
 
 def _gather_sizes(data: torch.Tensor, pg: ProcessGroup) -> list[int]:

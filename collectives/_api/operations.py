@@ -37,6 +37,8 @@ __all__ = [
     "barrier",
     "broadcast",
     "gather",
+    "gather_into_tensor",
+    "gather_single",
     "monitored_barrier",
     "reduce",
     "reduce_scatter",
@@ -153,6 +155,45 @@ def gather(
     _check_list_at(pg.rank() == root, outputs, "gather_list", "destination")
     binding = _binding(pg, tensor, *outputs)
     return binding.run(lowering.gather(binding.place, outputs, tensor, root), async_op)
+
+
+def gather_single(
+    tensor: torch.Tensor,
+    gather_tensor: torch.Tensor | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """The same with one output on rank `dst`, concatenated or stacked: (size * n, ...) or (size, n, ...).
+
+    Nothing is copied when both are contiguous. The other ranks' `gather_tensor` is not used.
+    """
+    check_tensor(tensor, "tensor")
+    pg = member_group(group, "gather_single")
+    if pg is None:
+        return None
+    root = resolve_root(pg, dst, group_dst)
+    if pg.rank() != root:
+        gather_tensor = None
+    elif gather_tensor is None:
+        raise ConfigError("gather_tensor must be specified on the destination rank")
+    else:
+        check_tensor(gather_tensor, "gather_tensor")
+    binding = _binding(pg, tensor) if gather_tensor is None else _binding(pg, tensor, gather_tensor)
+    return binding.run(lowering.gather_single(binding.place, gather_tensor, tensor, root), async_op)
+
+
+def gather_into_tensor(
+    tensor: torch.Tensor,
+    gather_tensor: torch.Tensor | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Another name of `gather_single`."""
+    return gather_single(tensor, gather_tensor, dst, group, async_op, group_dst)
 
 
 def scatter(

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NewType
+from typing import NewType, NoReturn
 
 import torch
 
@@ -20,11 +20,15 @@ from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.constants import default_pg_timeout
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.work import Work
+from rpcdist.errors import ConfigError
 from rpcdist.time_limits import DEBUGGER_LIMIT_S
 
 __all__ = [
     "GroupName",
     "ProcessGroupGloo",
+    "ProcessGroupNCCL",
+    "ProcessGroupNCCL2",
+    "ProcessGroupNCCLLazy",
     "_all_gather_base",
     "_coalescing_manager",
     "_reduce_scatter_base",
@@ -58,6 +62,36 @@ class ProcessGroupGloo(metaclass=_GlooNames):
 
     Groups of the backend `tcp`, which answers to the name "gloo", are instances of it. End one by `shutdown()`.
     """
+
+
+class _NcclNames(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return cls.__name__ == "ProcessGroupNCCL" and isinstance(instance, ProcessGroup) and instance.name() == "nccl"
+
+    def __call__(cls, *_: object, **__: object) -> NoReturn:
+        raise ConfigError(
+            f"{cls.__name__} is a class of torch's, of which there are no objects here; make the group by "
+            "init_process_group('nccl') or new_group(backend='nccl') (docs/nccl.md)"
+        )
+
+    @property
+    def Options(cls) -> NoReturn:
+        raise ConfigError(
+            f"{cls.__name__}.Options are options of torch's communicator; pg_options here are "
+            "rpcdist.collectives.nccl.NcclOptions (docs/nccl.md)"
+        )
+
+
+class ProcessGroupNCCL(metaclass=_NcclNames):
+    """torch's class, for `isinstance`: groups of the backend `nccl` are instances of it. It makes none."""
+
+
+class ProcessGroupNCCL2(metaclass=_NcclNames):
+    """torch's class (2.14), for `isinstance`: no group is an instance of it."""
+
+
+class ProcessGroupNCCLLazy(metaclass=_NcclNames):
+    """torch's class (2.14), for `isinstance`: no group is an instance of it."""
 
 
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = DEBUGGER_LIMIT_S) -> None:

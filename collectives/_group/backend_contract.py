@@ -66,11 +66,13 @@ class GroupBackend(ABC):
         context: what it was made from.
         runs_parts: whether it has `run_part`.
         reduces_many: whether ALL_REDUCE takes any number of tensors, instead of one; known once it is made.
+        abort_hooks: what it calls when the group fails, before operations do; None where it calls nothing.
     """
 
     name: ClassVar[str]
     runs_parts: ClassVar[bool] = False
     reduces_many: bool = False
+    abort_hooks: dict[int, Callable[[], object]] | None = None
     context: GroupContext
 
     @abstractmethod

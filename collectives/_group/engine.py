@@ -25,6 +25,7 @@ from rpcdist.collectives._group.callbacks import Callbacks
 from rpcdist.collectives._group.flight_records import FlightRecorder
 from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure
 from rpcdist.collectives._group.job import Job, OperationTitle, record_of
+from rpcdist.collectives._group.operation_hooks import run_abort_hooks
 from rpcdist.collectives._group.reporting import Reporter
 from rpcdist.collectives._group.state import (
     Action,
@@ -270,6 +271,7 @@ class Engine(StateKeeper):
     def _act(self, action: Action) -> None:
         match action:
             case FailOperations(failure):
+                run_abort_hooks(self.abort_hooks, self.state.group)
                 self._waker.wake()  # jobs that wait in the queue fail when their turn comes
                 self._on_failure(failure)
             case TellRanks(failure):

@@ -54,6 +54,7 @@ class EngineBackend(GroupBackend):
     def __init__(self, context: GroupContext, engine: Engine, messages: Messages) -> None:
         self.context = context
         self._engine = engine
+        self.abort_hooks = engine.abort_hooks
         self._messages = messages
         self._recorder = context.process.recorder
         self._log = MessageLog(context.name, context.ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rpcdist.collectives._group.group_failure import GroupFailure
 from rpcdist.collectives._group.state import (
@@ -25,10 +25,12 @@ class StateKeeper(ABC):
 
     Attributes:
         state: read by others, changed by the keeper only.
+        abort_hooks: called, each once, when the group fails and before its operations do, on any thread.
     """
 
     def __init__(self, state: GroupState) -> None:
         self.state = state
+        self.abort_hooks: dict[int, Callable[[], object]] = {}
 
     @abstractmethod
     def _handle(self, event: Event) -> Sequence[Action]:

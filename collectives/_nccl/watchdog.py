@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from rpcdist.collectives._group.flight_records import FlightRecorder
 from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure
+from rpcdist.collectives._group.operation_hooks import run_abort_hooks
 from rpcdist.collectives._group.reporting import Reporter
 from rpcdist.collectives._group.state import (
     Action,
@@ -121,6 +122,7 @@ class NcclWatchdog(StateKeeper):
         for action in actions:  # WakeRunning and NoteDeparture: the thread looks at every operation soon anyway
             match action:
                 case FailOperations(failure):
+                    run_abort_hooks(self.abort_hooks, self.state.group)
                     for work in works:
                         work.fail(failure.error(work.title))
                 case TellRanks(failure):

@@ -30,6 +30,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "gather",
+    "gather_single",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_single",
@@ -48,11 +49,12 @@ class Place(NamedTuple):
 
 
 class Lowered(NamedTuple):
-    """The arguments of `GroupBackend.submit`; `result` are the caller's output tensors."""
+    """The arguments of `GroupBackend.submit`; `result` are the caller's output tensors, and `given` the inputs."""
 
     operation: Operation
     finish: Callable[[], None] | None
     result: list[torch.Tensor]
+    given: Sequence[torch.Tensor]
 
 
 def all_reduce(place: Place, tensor: torch.Tensor, op: object) -> Lowered:
@@ -60,10 +62,11 @@ def all_reduce(place: Place, tensor: torch.Tensor, op: object) -> Lowered:
     _check_reduces(reduce_op, tensor, "all_reduce")
     if not place.staged and not tensor.requires_grad and is_dense(tensor) and tensor.dtype in _KNOWN:
         own = (tensor,)  # the usual case, which needs no copies
-        return Lowered(Operation(Kind.ALL_REDUCE, own, own, reduce_op, factor=factor), None, [tensor])
+        return Lowered(Operation(Kind.ALL_REDUCE, own, own, reduce_op, factor=factor), None, [tensor], own)
     copies = Copies(place.staged)
     dense = (copies.update(tensor),)
-    return Lowered(Operation(Kind.ALL_REDUCE, dense, dense, reduce_op, factor=factor), copies.finish(), [tensor])
+    operation = Operation(Kind.ALL_REDUCE, dense, dense, reduce_op, factor=factor)
+    return Lowered(operation, copies.finish(), [tensor], [tensor])
 
 
 def all_reduce_many(place: Place, tensors: Sequence[torch.Tensor], op: object) -> Lowered:
@@ -76,7 +79,8 @@ def all_reduce_many(place: Place, tensors: Sequence[torch.Tensor], op: object) -
             raise ConfigError(f"tensors that are reduced together have one dtype; found {dtype} and {tensor.dtype}")
     copies = Copies(place.staged)
     dense = tuple([copies.update(tensor) for tensor in tensors])
-    return Lowered(Operation(Kind.ALL_REDUCE, dense, dense, reduce_op, factor=factor), copies.finish(), list(tensors))
+    operation = Operation(Kind.ALL_REDUCE, dense, dense, reduce_op, factor=factor)
+    return Lowered(operation, copies.finish(), list(tensors), tensors)
 
 
 def all_reduce_coalesced(place: Place, tensors: list[torch.Tensor], op: object) -> Lowered:
@@ -98,7 +102,7 @@ def all_reduce_coalesced(place: Place, tensors: list[torch.Tensor], op: object) 
         if put_back is not None:
             put_back()
 
-    return Lowered(Operation(Kind.ALL_REDUCE, (flat,), (flat,), reduce_op, factor=factor), finish, tensors)
+    return Lowered(Operation(Kind.ALL_REDUCE, (flat,), (flat,), reduce_op, factor=factor), finish, tensors, tensors)
 
 
 def reduce(place: Place, tensor: torch.Tensor, root: int, op: object) -> Lowered:
@@ -107,14 +111,14 @@ def reduce(place: Place, tensor: torch.Tensor, root: int, op: object) -> Lowered
     _check_reduces(reduce_op, tensor, "reduce")
     copies = Copies(place.staged)
     dense = (copies.update(tensor, copy_back=place.rank == root),)
-    return Lowered(Operation(Kind.REDUCE, dense, dense, reduce_op, root, factor), copies.finish(), [tensor])
+    return Lowered(Operation(Kind.REDUCE, dense, dense, reduce_op, root, factor), copies.finish(), [tensor], [tensor])
 
 
 def broadcast(place: Place, tensor: torch.Tensor, root: int) -> Lowered:
     checks.check_group_rank(root, place.size, "broadcast")
     copies = Copies(place.staged, moves_only=True)
     dense = (copies.update(tensor, copy_back=place.rank != root),)
-    return Lowered(Operation(Kind.BROADCAST, dense, dense, root=root), copies.finish(), [tensor])
+    return Lowered(Operation(Kind.BROADCAST, dense, dense, root=root), copies.finish(), [tensor], [tensor])
 
 
 def all_gather(place: Place, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Lowered:
@@ -123,7 +127,7 @@ def all_gather(place: Place, outputs: list[torch.Tensor], tensor: torch.Tensor) 
     for target in targets:
         checks.check_same_count(target, source.numel(), "all_gather", "tensor_list", "`tensor`")
     inputs = separate((source,), targets, (0, place.rank))
-    return Lowered(Operation(Kind.ALL_GATHER, inputs, tuple(targets)), copies.finish(), outputs)
+    return Lowered(Operation(Kind.ALL_GATHER, inputs, tuple(targets)), copies.finish(), outputs, [tensor])
 
 
 def all_gather_single(place: Place, output: torch.Tensor, tensor: torch.Tensor) -> Lowered:
@@ -136,7 +140,7 @@ def all_gather_single(place: Place, output: torch.Tensor, tensor: torch.Tensor) 
     )
     targets = _split(target, [count] * place.size)
     inputs = separate((source,), targets, (0, place.rank))
-    return Lowered(Operation(Kind.ALL_GATHER, inputs, targets), copies.finish(), [output])
+    return Lowered(Operation(Kind.ALL_GATHER, inputs, targets), copies.finish(), [output], [tensor])
 
 
 def gather(place: Place, outputs: list[torch.Tensor], tensor: torch.Tensor, root: int) -> Lowered:
@@ -148,7 +152,24 @@ def gather(place: Place, outputs: list[torch.Tensor], tensor: torch.Tensor, root
     for target in targets:
         checks.check_same_count(target, source.numel(), "gather", "gather_list", "`tensor`")
     inputs = separate((source,), targets)
-    return Lowered(Operation(Kind.GATHER, inputs, tuple(targets), root=root), copies.finish(), outputs)
+    return Lowered(Operation(Kind.GATHER, inputs, tuple(targets), root=root), copies.finish(), outputs, [tensor])
+
+
+def gather_single(place: Place, output: torch.Tensor | None, tensor: torch.Tensor, root: int) -> Lowered:
+    """The root's output is the inputs of all ranks, concatenated or stacked; the others have none."""
+    checks.check_group_rank(root, place.size, "gather_single")
+    if output is None or place.rank != root:
+        copies, (source,) = _read_and_write(place, [tensor], [])
+        return Lowered(Operation(Kind.GATHER, (source,), (), root=root), copies.finish(), [], [tensor])
+    _check_one_dtype("gather_single", output, tensor)
+    copies, (source, target) = _read_and_write(place, [tensor], [output])
+    count = source.numel()
+    checks.check_same_count(
+        target, count * place.size, "gather_single", "gather_tensor", f"{place.size} times `tensor`"
+    )
+    targets = _split(target, [count] * place.size)
+    inputs = separate((source,), targets)
+    return Lowered(Operation(Kind.GATHER, inputs, targets, root=root), copies.finish(), [output], [tensor])
 
 
 def scatter(place: Place, output: torch.Tensor, tensors: list[torch.Tensor], root: int) -> Lowered:
@@ -160,7 +181,7 @@ def scatter(place: Place, output: torch.Tensor, tensors: list[torch.Tensor], roo
     for source in sources:
         checks.check_same_count(source, target.numel(), "scatter", "scatter_list", "`tensor`")
     inputs = separate(sources, (target,))
-    return Lowered(Operation(Kind.SCATTER, inputs, (target,), root=root), copies.finish(), [output])
+    return Lowered(Operation(Kind.SCATTER, inputs, (target,), root=root), copies.finish(), [output], tensors)
 
 
 def reduce_scatter(place: Place, output: torch.Tensor, tensors: list[torch.Tensor], op: object) -> Lowered:
@@ -172,7 +193,7 @@ def reduce_scatter(place: Place, output: torch.Tensor, tensors: list[torch.Tenso
     checks.check_same_count(target, own, "reduce_scatter", "output", f"`input_list[{place.rank}]`")
     inputs = separate(sources, (target,), (place.rank, 0))
     operation = Operation(Kind.REDUCE_SCATTER, inputs, (target,), reduce_op, factor=factor)
-    return Lowered(operation, copies.finish(), [output])
+    return Lowered(operation, copies.finish(), [output], tensors)
 
 
 def reduce_scatter_single(place: Place, output: torch.Tensor, tensor: torch.Tensor, op: object) -> Lowered:
@@ -187,7 +208,7 @@ def reduce_scatter_single(place: Place, output: torch.Tensor, tensor: torch.Tens
     )
     inputs = separate(_split(source, [count] * place.size), (target,), (place.rank, 0))
     operation = Operation(Kind.REDUCE_SCATTER, inputs, (target,), reduce_op, factor=factor)
-    return Lowered(operation, copies.finish(), [output])
+    return Lowered(operation, copies.finish(), [output], [tensor])
 
 
 def all_to_all(place: Place, outputs: list[torch.Tensor], tensors: list[torch.Tensor]) -> Lowered:
@@ -195,7 +216,7 @@ def all_to_all(place: Place, outputs: list[torch.Tensor], tensors: list[torch.Te
     checks.check_num_tensors(tensors, place.size, "all_to_all", "input_tensor_list")
     copies, dense = _read_and_write(place, tensors, outputs)
     sources, targets = dense[: place.size], dense[place.size :]
-    return Lowered(_all_to_all(place, sources, targets), copies.finish(), outputs)
+    return Lowered(_all_to_all(place, sources, targets), copies.finish(), outputs, tensors)
 
 
 def all_to_all_single(
@@ -209,11 +230,11 @@ def all_to_all_single(
     copies, (source, target) = _read_and_write(place, [tensor], [output])
     sources = _split(source, _counts(tensor, source, input_splits, place.size, "input"))
     targets = _split(target, _counts(output, target, output_splits, place.size, "output"))
-    return Lowered(_all_to_all(place, sources, targets), copies.finish(), [output])
+    return Lowered(_all_to_all(place, sources, targets), copies.finish(), [output], [tensor])
 
 
 def barrier() -> Lowered:
-    return Lowered(Operation(Kind.BARRIER), None, [])
+    return Lowered(Operation(Kind.BARRIER), None, [], ())
 
 
 def _all_to_all(place: Place, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Operation:

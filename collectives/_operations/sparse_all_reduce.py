@@ -52,11 +52,11 @@ def all_reduce_sparse(
     exchange = _Exchange(place.rank, place.size, tensor, place.staged)
     facts = exchange.facts_operation()
     if run_part is not None:
-        lowered = Lowered(facts, lambda: exchange.go_on(run_part), [tensor])
+        lowered = Lowered(facts, lambda: exchange.go_on(run_part), [tensor], ())
         return submit(lowered, async_op)
 
     def run(operation: Operation) -> None:
-        submit(Lowered(operation, None, []), False)
+        submit(Lowered(operation, None, [], ()), False)
 
     run(facts)
     exchange.go_on(run)

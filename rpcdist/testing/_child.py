@@ -101,13 +101,14 @@ def _redirect_output(path: str) -> None:
 
 
 def _die_with(lifeline: Connection[Any, Any]) -> None:
-    """Has the kernel kill this process when the test's process ends, even while it hangs in C.
+    """Has the kernel kill this process when the test's process ends, even while it hangs in C, and what it forked.
 
     `PR_SET_PDEATHSIG` does not help: the parent is the fork server, which lives as long as its workers.
     """
+    os.setpgid(0, 0)
     descriptor = lifeline.fileno()
     if hasattr(fcntl, "F_SETSIG"):  # Linux; elsewhere a hung worker stays
-        fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(descriptor, fcntl.F_SETOWN, -os.getpid())  # the whole group
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([descriptor], [], [], 0)[0]:
@@ -116,10 +117,7 @@ def _die_with(lifeline: Connection[Any, Any]) -> None:
 
 def _carry_out_next(connection: Connection[Any, Any]) -> None:
     """Keeps nothing: what a worker holds is what its functions stored."""
-    try:
-        connection.poll(None)
-    except KeyboardInterrupt:
-        return  # Ctrl-C in the terminal is meant for the test's process, which ends this one
+    connection.poll(None)
     request: CallRequest = unpack(connection.recv_bytes())
     connection.send_bytes(pack(Outcome(request.number, _outcome_of(request.packed))))
 

@@ -62,6 +62,7 @@ class InProcessCluster:
         self._ranks = {name: rank for rank, name in enumerate(names)}
         self._agents: dict[str, Agent] = {}
         self._threads = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="rpcdist-testing")
+        self._calls: set[Future[Any]] = set()
         self._nodes: dict[str, MemoryNode] = {}
         try:
             self._in_threads(self._start, names)
@@ -96,7 +97,7 @@ class InProcessCluster:
 
     def begin(self, name: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> Future[T]:
         """Calls a function as this worker, on a thread of its own, and does not wait."""
-        return self._threads.submit(self.run, name, function, *args, **kwargs)
+        return self._in_thread(self.run, name, function, *args, **kwargs)
 
     def join(self, name: str, rank: int) -> None:
         """One more worker joins, or one in the place of another that died."""
@@ -124,12 +125,18 @@ class InProcessCluster:
         self._in_threads(leave, names or self.names)
 
     def close(self) -> None:
-        """Ends everything at once; idempotent, bounded."""
+        """Ends everything at once; idempotent. Calls that `begin` began and that still run get a limited time to end.
+
+        Raises:
+            AssertionError: such a call did not end. Its thread goes on, and Python waits for it when it exits.
+        """
         for agent in list(self._agents.values()):
             _end(agent)
         self._agents.clear()
-        self._threads.shutdown()
+        _, running = wait(list(self._calls), LIMIT_S)
+        self._threads.shutdown(wait=not running)
         self.network.close()
+        assert not running, f"{len(running)} calls of workers did not end within {LIMIT_S} s after their workers"
 
     def _agent(self, name: str) -> Agent:
         if name not in self._agents:
@@ -152,10 +159,17 @@ class InProcessCluster:
 
     def _in_threads(self, function: Callable[[str], None], names: Iterable[str]) -> None:
         """Calls it for all names at once: joining and leaving wait for the others. Raises the first error."""
-        calls = [self._threads.submit(function, name) for name in names]
-        wait(calls)
-        for call in calls:
+        calls = {name: self._in_thread(function, name) for name in names}
+        _, running = wait(calls.values(), LIMIT_S)
+        assert not running, f"{[name for name in calls if calls[name] in running]} did not finish within {LIMIT_S} s"
+        for call in calls.values():
             call.result()
+
+    def _in_thread(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Future[T]:
+        call = self._threads.submit(function, *args, **kwargs)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return call
 
 
 def _end(agent: Agent) -> None:

@@ -5,6 +5,7 @@ For what a `Worker` cannot show: how a program starts and ends, what it prints, 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -21,7 +22,9 @@ __all__ = ["Program", "free_port"]
 
 
 class Program:
-    """A Python program; the end of the `with` block kills it if it still runs.
+    """A Python program; the end of the `with` block kills what still runs of it and of the processes that it started.
+
+    It leads a process group of its own, which Ctrl-C in a terminal does not reach.
 
     Args:
         code: the source; common indentation does not matter.
@@ -43,6 +46,7 @@ class Program:
             text=True,
             env={name: value for name, value in variables.items() if value is not None},
             cwd="/",
+            process_group=0,
         )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, name="output of a program", daemon=True)
@@ -52,10 +56,10 @@ class Program:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
+        with contextlib.suppress(ProcessLookupError):  # the group has nobody left; while it has, its number is taken
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(LIMIT_S)
-        self._reader.join(LIMIT_S)
+        self._read_to_the_end(LIMIT_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -75,14 +79,23 @@ class Program:
             status = self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the program did not end within {limit_s} s; its output:\n{self.output}") from None
-        self._reader.join(LIMIT_S)
-        while not self._lines.empty():
-            self.output += self._lines.get()
+        self._read_to_the_end(limit_s)
         return status
 
     def signal(self, number: signal.Signals) -> None:
         """Sends it a signal."""
         self.process.send_signal(number)
+
+    def _read_to_the_end(self, limit_s: float) -> None:
+        """Fails when a process that outlives the program holds its output: closing that would wait for the process."""
+        self._reader.join(limit_s)
+        while not self._lines.empty():
+            self.output += self._lines.get()
+        if self._reader.is_alive():
+            raise AssertionError(
+                f"the program ended with status {self.process.returncode}, and {limit_s} s later another process still "
+                f"holds its output, which is:\n{self.output}"
+            )
 
     def _read(self) -> None:
         assert self.process.stdout is not None

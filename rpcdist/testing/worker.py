@@ -16,6 +16,8 @@ import atexit
 import contextlib
 import os
 import signal
+import socket
+import struct
 import time
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import Connection, wait
@@ -98,6 +100,7 @@ class Worker:
         self._outcomes: dict[int, bytes] = {}
         context = forking.context()
         self._connection, theirs = context.Pipe()
+        _limit_waits(self._connection)
         lifeline, self._lifeline = context.Pipe(duplex=False)
         setup = _child.Setup(str(output), dict(environment))
         self._process = context.Process(target=_child.serve, args=(theirs, lifeline, setup), name=f"worker {name}")
@@ -114,12 +117,21 @@ class Worker:
     # ------------------------------------------------------------ calls
 
     def begin(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Pending[T]:
-        """Tells the worker to call a function, and does not wait."""
+        """Tells the worker to call a function, and does not wait for the call.
+
+        Raises:
+            WorkerTimeout: a stopped or busy worker did not take arguments that are too large for the pipe.
+        """
         self._num_begun += 1
         packed = _child.pack((function, args, kwargs))
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `result` says that the process has ended
+        what = f"{self.name}: {getattr(function, '__qualname__', function)}"
+        try:
             self._connection.send_bytes(_child.pack(_child.CallRequest(self._num_begun, packed)))
-        return Pending(self, self._num_begun, f"{self.name}: {getattr(function, '__qualname__', function)}{args}")
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # `result` says that the process has ended
+        except BlockingIOError:
+            raise WorkerTimeout(f"{what}: {self!r} did not take {len(packed)} bytes of arguments in time") from None
+        return Pending(self, self._num_begun, f"{what}{args}")
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Tells the worker to call a function, and waits for the result."""
@@ -174,7 +186,10 @@ class Worker:
         return code
 
     def end(self, limit_s: float = END_LIMIT_S) -> None:
-        """Ends the process: an idle one by itself, a busy or stopped one by SIGKILL after the limit. Idempotent."""
+        """Ends the process: an idle one by itself, a busy or stopped one by SIGKILL after the limit. Idempotent.
+
+        Processes that it forked and that hold what they inherited are killed.
+        """
         if self._connection.closed:
             return
         self._connection.close()
@@ -237,6 +252,8 @@ class Worker:
             outcome: _child.Outcome = _child.unpack(self._connection.recv_bytes())
         except (EOFError, ConnectionResetError):
             raise WorkerEnded(f"{self!r} has ended, with status {self.wait()}") from None
+        except BlockingIOError:  # a stopped process, or a dead one whose child holds the connection
+            raise WorkerTimeout(f"{self!r} stopped in the middle of an answer") from None
         self._num_answered = outcome.number
         self._outcomes[outcome.number] = outcome.packed
 
@@ -255,6 +272,14 @@ class Worker:
 
     def _tail(self) -> str:
         return f"output of {self!r}:\n{self.output()[-OUTPUT_TAIL_CHARS:]}"
+
+
+def _limit_waits(connection: Connection[Any, Any]) -> None:
+    """Has the kernel end a read or write that makes no progress for `LIMIT_S`, with a `BlockingIOError`."""
+    limit = struct.pack("ll", int(LIMIT_S), int(LIMIT_S % 1 * 1e6))
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 _running: Final[set[Worker]] = set()

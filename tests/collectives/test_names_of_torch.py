@@ -1,4 +1,8 @@
-"""The names and signatures of torch, module by module: what is missing or differs here is listed, with the reason."""
+"""The names and signatures of torch, module by module: what is missing or differs here is listed, with the reason.
+
+They are compared with the torch that is installed. Names that came after the oldest torch that the package takes are
+listed with the version, so that the lists fit each of them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import inspect
 import pdb
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -93,7 +97,7 @@ def parameter_names(function: Any) -> list[str] | None:
 def test_every_name_of_torch_is_here_or_listed(pair: str) -> None:
     theirs, ours = map(quietly_imported, pair.split())
     missing = {name for name in public_names(theirs) if not name.startswith("_") and not hasattr(ours, name)}
-    assert missing == set(MISSING[pair])
+    assert missing == of_this_torch(pair, MISSING[pair])
 
 
 @pytest.mark.parametrize("pair", sorted(MISSING))
@@ -110,6 +114,39 @@ def test_functions_take_the_arguments_of_torch(pair: str) -> None:
         if wanted is not None and got is not None and got[: len(wanted)] != wanted:
             different.add(name)
     assert different == set(DIFFERENT_SIGNATURES.get(pair, {}))
+
+
+INSTALLED = tuple(map(int, torch.__version__.split(".")[:2]))
+
+SINCE: dict[str, dict[str, tuple[int, int]]] = {
+    f"{TORCH} rpcdist.collectives": {
+        **dict.fromkeys(("all_gather_single", "reduce_scatter_single"), (2, 13)),
+        **dict.fromkeys(("gather_into_tensor", "gather_single", "get_backend_impl", "set_timeout"), (2, 14)),
+    },
+    "ProcessGroup": dict.fromkeys(
+        (
+            *("all_gather_single", "all_gather_single_coalesced", "all_to_all_single", "reduce_scatter_single"),
+            *("reduce_scatter_single_coalesced", "use_pg_for_symm_mem_rendezvous"),
+        ),
+        (2, 13),
+    )
+    | dict.fromkeys(
+        (
+            *("gather_into_tensor", "gather_single", "get_backend", "get_reconfigure_handle", "new_window"),
+            *("reconfigure", "register_abort_hook", "register_post_hook", "register_pre_hook", "supports_reconfigure"),
+            *("supports_window", "unregister_abort_hook", "unregister_post_hook", "unregister_pre_hook"),
+        ),
+        (2, 14),
+    ),
+    "Work": {"timeout": (2, 14)},
+}
+"""By the key of the lists, the version that brought a name."""
+
+
+def of_this_torch(key: str, names: Iterable[str]) -> set[str]:
+    """Those of the listed names that the installed torch should have."""
+    since = SINCE.get(key, {})
+    return {name for name in names if since.get(name, INSTALLED) <= INSTALLED}
 
 
 CLASSES: dict[str, tuple[type, type, dict[str, str]]] = {
@@ -147,7 +184,17 @@ ON_INSTANCES = {"bound_device_id"}
 def test_every_method_of_torch_is_here_or_listed(name: str) -> None:
     theirs, ours, listed = CLASSES[name]
     missing = {each for each in vars(theirs) if not each.startswith("_") and not hasattr(ours, each)} - ON_INSTANCES
-    assert missing == set(listed)
+    assert missing == of_this_torch(name, listed)
+
+
+@pytest.mark.parametrize("key", sorted(SINCE))
+def test_versions_of_names(key: str) -> None:
+    theirs, ours = CLASSES[key][:2] if key in CLASSES else map(quietly_imported, key.split())
+    listed = CLASSES[key][2] if key in CLASSES else MISSING[key]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of deprecated names
+        assert {name for name in SINCE[key] if hasattr(theirs, name)} == of_this_torch(key, SINCE[key])
+        assert {name for name in SINCE[key] if not hasattr(ours, name)} <= set(listed)
 
 
 @pytest.mark.parametrize("name", sorted(CLASSES))

@@ -22,6 +22,7 @@ from rpcdist.testing import RankPool
     [
         "collectives",
         "objects_and_messages",
+        "hooks_and_limits",
         "subgroups",
         "functional",
         "mismatch",

@@ -5,10 +5,13 @@ Each function takes the rank and the number of ranks, runs with torch's default 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import rpcdist.collectives.torch_backend
-from rpcdist.errors import CollectiveMismatch
+from rpcdist.errors import CollectiveMismatch, ConfigError
 
 __all__ = ["run"]
 
@@ -75,7 +78,41 @@ def collectives(rank: int, size: int) -> None:
     dist.gather(everyone[rank], outputs if rank == 0 else None, dst=0)
     dist.scatter(part, list(everyone) if rank == 1 else None, src=1)
     assert torch.equal(part, everyone[rank])
+    if hasattr(dist, "gather_single"):  # torch 2.14
+        single = torch.zeros(size, 2, 3) if rank == 1 else None
+        dist.gather_single(everyone[rank], single, dst=1)
+        assert single is None or torch.equal(single, torch.stack(everyone))
     dist.barrier()
+
+
+def hooks_and_limits(rank: int, size: int) -> None:
+    """Methods of groups that torch has had since 2.14; ours has them with every torch."""
+    group: Any = dist.group.WORLD
+    names: list[str] = []
+    group.register_pre_hook(1, lambda args: names.append(f"before {args.name.name}"))
+    group.register_post_hook(1, lambda args: names.append(f"after {args.name.name}"))
+    dist.all_reduce(torch.ones(1))
+    dist.barrier()
+    assert names == ["before ALLREDUCE", "after ALLREDUCE", "before BARRIER", "after BARRIER"]
+    group.unregister_pre_hook(1)
+    group.unregister_post_hook(1)
+    group.set_timeout(timedelta(seconds=30))
+    work: Any = dist.all_reduce(torch.ones(1), async_op=True)
+    assert work.wait() and work.timeout == timedelta(seconds=30) and len(names) == 4
+    assert group.get_backend(torch.device("cpu")) is group
+    assert not group.supports_reconfigure and not group.supports_window
+    for refused in (group.get_reconfigure_handle, group.new_window, lambda: group.reconfigure(None)):
+        with pytest.raises(ConfigError, match="does not support"):
+            refused()
+    group.register_abort_hook(1, lambda: names.append("abort"))
+    group.unregister_abort_hook(1)
+    if hasattr(dist, "get_backend_impl"):
+        assert dist.get_backend_impl() is group and dist.get_backend_impl(device=torch.device("cpu")) is group
+    gathered: list[object] = [None] * size
+    all_gather_object: Any = dist.all_gather_object
+    if "weights_only" in inspect.signature(all_gather_object).parameters:
+        all_gather_object(gathered, {"rank": rank}, weights_only=True)
+        assert gathered == [{"rank": other} for other in range(size)]
 
 
 def objects_and_messages(rank: int, size: int) -> None:

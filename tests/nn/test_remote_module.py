@@ -180,7 +180,7 @@ def test_no_cycle_keeps_the_module_alive(cluster: Cluster) -> None:
         gc.enable()
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")
 def test_with_an_interface_the_owner_compiles_it(cluster: Cluster) -> None:
     module = _RemoteModule("worker1", functions.Scripted, _module_interface_cls=functions.ScriptedInterface)
     torch.testing.assert_close(module.forward(X, 3), X * 8)

@@ -21,6 +21,7 @@ from rpcdist.deadline import NEVER, Deadline, current_deadline
 from rpcdist.errors import BlockingInLoop, Cancelled, ConfigError, DeadlineExceeded, NotInitialized
 from rpcdist.rpc._executors.user_loop import LoopKind, UserLoop
 from rpcdist.rpc.future import Future
+from rpcdist.testing.limits import UNIT_S
 
 # -- outcomes ----------------------------------------------------------------------------------------------------------
 
@@ -327,5 +328,5 @@ def test_a_forked_child_is_refused() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     """
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600 * UNIT_S, check=False)
     assert ended.returncode == 0, ended.stderr

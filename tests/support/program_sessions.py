@@ -64,7 +64,7 @@ def start(*command: str | Path, cwd: Path | None = None) -> Iterator[subprocess.
     finally:
         for member in session_members(process.pid):
             member.kill()
-        process.communicate()
+        process.communicate(timeout=LIMIT_S)
 
 
 def session_members(session: int) -> list[psutil.Process]:

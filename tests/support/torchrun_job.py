@@ -5,6 +5,7 @@ Each finds what its predecessors left in these processes and in the store of tor
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from docs_programs import environment
+
+from rpcdist.testing.limits import END_LIMIT_S
 
 __all__ = ["Program", "Ran", "run_under_torchrun"]
 
@@ -77,6 +80,9 @@ def run_under_torchrun(
             said, _ = job.communicate(timeout=limit_s)
         except BaseException:
             job.terminate()  # the agent ends its ranks
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.wait(END_LIMIT_S)
+            job.kill()  # an agent that hangs; the kernel ends its ranks with it
             raise
     assert job.returncode == 0, said
     return [_ran(folder / str(number), program.world_size) for number, program in enumerate(programs)]

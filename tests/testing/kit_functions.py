@@ -36,6 +36,15 @@ def variable(name: str) -> str | None:
     return os.environ.get(name)
 
 
+def fork_a_child() -> int:
+    """The process id of a forked child that stays."""
+    child = os.fork()
+    if child == 0:
+        while True:
+            signal.pause()
+    return child
+
+
 def write(text: str) -> None:
     print(text)
 

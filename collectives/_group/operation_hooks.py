@@ -1,0 +1,119 @@
+"""Functions that a program has called around each operation of a group; names and arguments are torch's (2.14)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from rpcdist.collectives._operations.operation import Kind, Operation
+from rpcdist.collectives.work import Work
+
+__all__ = ["HookOpName", "OperationHooks", "PostHookArgs", "PreHookArgs", "hook_name", "run_abort_hooks"]
+
+logger = logging.getLogger(__name__)
+
+
+class HookOpName(IntEnum):
+    """The kinds of operation that hooks are told of; torch's numbers."""
+
+    SEND = 0
+    RECV = 1
+    BROADCAST = 2
+    ALLREDUCE = 3
+    REDUCE = 4
+    ALLGATHER = 5
+    REDUCE_SCATTER = 6
+    ALLTOALL = 7
+    BARRIER = 8
+    SCATTER = 9
+    GATHER = 10
+    SPLIT = 11
+    NEW_WINDOW = 12
+    UNKNOWN = 13
+
+
+_BY_KIND = {kind: HookOpName[kind.name.replace("ALL_", "ALL").replace("ALLTO_", "ALLTO")] for kind in Kind}
+
+
+def hook_name(operation: Operation) -> HookOpName:
+    """What hooks call an operation."""
+    return _BY_KIND[operation.kind]
+
+
+@dataclass(frozen=True, slots=True)
+class PreHookArgs:
+    """What a pre-hook is told, before an operation starts.
+
+    Attributes:
+        name: the kind of operation.
+        async_op: whether the caller gets Work to wait for; always for messages.
+        input_tensors: the caller's, which an operation in place also writes to.
+        output_tensors: the caller's; none of an operation in place.
+        root: the root's or the peer's rank in the group; -1 where there is none.
+        op_id: the same for the post-hooks of the operation.
+    """
+
+    name: HookOpName
+    async_op: bool
+    input_tensors: list[torch.Tensor]
+    output_tensors: list[torch.Tensor]
+    root: int
+    op_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class PostHookArgs:
+    """What a post-hook is told, once an asynchronous operation has started or a blocking one is done."""
+
+    name: HookOpName
+    async_op: bool
+    work: Work | None
+    op_id: int
+
+
+class OperationHooks:
+    """The hooks of one group. Any thread may change them while others run operations.
+
+    Attributes:
+        pre: called before each operation, by the id of each.
+        post: called after it.
+    """
+
+    def __init__(self) -> None:
+        self.pre: dict[int, Callable[[PreHookArgs], object]] = {}
+        self.post: dict[int, Callable[[PostHookArgs], object]] = {}
+        self._num_operations = 0
+
+    def around(
+        self,
+        name: HookOpName,
+        async_op: bool,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        root: int,
+        run: Callable[[], Work],
+    ) -> Work:
+        """Runs an operation between the pre-hooks and the post-hooks; what a hook raises reaches the caller."""
+        op_id, self._num_operations = self._num_operations, self._num_operations + 1
+        for pre in list(self.pre.values()):
+            pre(PreHookArgs(name, async_op, inputs, outputs, root, op_id))
+        work = run()
+        for post in list(self.post.values()):
+            post(PostHookArgs(name, async_op, work, op_id))
+        return work
+
+
+def run_abort_hooks(hooks: dict[int, Callable[[], object]], group: str) -> None:
+    """Calls each hook once and forgets it: a group fails once. What a hook raises is logged."""
+    for hook_id in list(hooks):
+        hook = hooks.pop(hook_id, None)
+        if hook is None:
+            continue  # another thread has called it
+        try:
+            hook()
+        except Exception:
+            logger.exception("abort hook %d of group %r failed", hook_id, group)
