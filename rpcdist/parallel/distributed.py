@@ -262,8 +262,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             return
         if in_distributed_context() and not self._capture_handles:
             self._capture_handles += install_capture_hooks(self.reducer.parameters, self.reducer)
-        self.reducer.arm()
-        watch_outputs(output, partial(_outputs_reached, weakref.ref(self.reducer)))
+        self.reducer.arm(watch_outputs(output, partial(_outputs_reached, weakref.ref(self.reducer))))
 
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:

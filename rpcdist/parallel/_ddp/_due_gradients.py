@@ -155,6 +155,11 @@ class DueGradients:
             raise UnexpectedGradient(index, 1, 0)
         self.unaveraged.add(index)
 
+    @property
+    def in_graph(self) -> frozenset[int]:
+        """The parameters that the static graph of this rank uses, once its first iteration has ended."""
+        return frozenset() if self._expected is None else self._expects
+
     def uses(self, index: int) -> bool:
         """Whether this rank may contribute something to a parameter in this iteration."""
         if not self.tracks or index in self.unaveraged or index in self._captured:

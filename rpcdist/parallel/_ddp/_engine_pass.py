@@ -19,11 +19,16 @@ from rpcdist.parallel._ddp._tensor_tree import find_tensors
 __all__ = ["AccumulationNodes", "adds_to_leaves", "watch_outputs"]
 
 
-def watch_outputs(value: object, reached: Callable[[], None]) -> None:
-    """Calls a function, on the engine's thread, when a pass comes to tensors in a value, before it goes further."""
+def watch_outputs(value: object, reached: Callable[[], None]) -> bool:
+    """Calls a function, on the engine's thread, when a pass comes to tensors in a value, before it goes further.
+
+    Returns:
+        Whether there are such tensors.
+    """
     nodes = {tensor.grad_fn for tensor in find_tensors(value)} - {None}
     for node in nodes:
         node.register_prehook(partial(_reached, reached))  # type: ignore[union-attr]
+    return bool(nodes)
 
 
 def _reached(reached: Callable[[], None], _: tuple[torch.Tensor, ...]) -> None:

@@ -82,6 +82,8 @@ class Reducer:
         self._source: GradientSource | None = None
         self._pass: object | None = None  # stands for the backward pass that runs
         self._is_differentiated = False  # gradients of the outputs have a graph, whose passes may avoid the outputs
+        self._is_watched = False
+        self._has_reached = False  # whether the running pass is one of the forward pass, as far as is known
         self._num_unused_forwards = 0
         self.use_group(group)
 
@@ -163,11 +165,16 @@ class Reducer:
             notice = self._notices.post(self.iteration, missing, final=True)
             raise UnusedParameters(notice.rank, missing, self.iteration, self.options.rule)
 
-    def arm(self) -> None:
-        """Expects the gradients of a backward pass."""
+    def arm(self, watched: bool) -> None:
+        """Expects the gradients of a backward pass.
+
+        Args:
+            watched: whether `outputs_reached` will be called in it.
+        """
         with self._lock:
             self._source = self._pass = None
             self._is_differentiated = False
+            self._is_watched = watched
             if self._due.is_open:
                 self._num_unused_forwards += 1
             else:
@@ -209,6 +216,7 @@ class Reducer:
                 self._is_differentiated = True
             if self._pass is None and (self._due.is_open or self._syncs()):
                 self._begin_pass(adds=False)
+            self._has_reached = True
 
     def _begin_pass(self, adds: bool) -> None:
         """A pass begins.
@@ -230,6 +238,7 @@ class Reducer:
         elif not (self._due.is_open and isinstance(self._source, DistributedPass)):  # it may take several calls
             self._source = DistributedPass()
         self._pass = running = object()
+        self._has_reached = self._is_differentiated or not self._is_watched
         assert self._source is not None
         self._source.at_end(partial(self._pass_ended, running))
 
@@ -241,6 +250,8 @@ class Reducer:
             self._pass = None
             if not self._due.is_open:
                 return
+            if self.options.static and self._due.ends_with_pass and not self._has_reached:
+                return  # a penalty of the parameters alone; the graph that is static is that of the outputs
             if self._due.end_pass():
                 self._finish()
             elif self._due.has_begun:
@@ -374,15 +385,14 @@ class Reducer:
         """The parameters that some rank has used, where there may be others, which keep their gradients."""
         if not self._due.tracks or self._due.static_use is not None:
             return self._due.static_use
-        mine = [member.index for member in self._members if self._contributes(member)]
+        flags = torch.zeros(2, len(self.parameters), dtype=torch.int32, device=self.parameters[0].tensor.device)
+        flags[0, [member.index for member in self._members if self._contributes(member)]] = 1
+        flags[1, sorted(self._due.in_graph)] = 1
         if not self.options.skip_unused:
-            flags = torch.zeros(len(self.parameters), dtype=torch.int32, device=self.parameters[0].tensor.device)
-            flags[mine] = 1
             collectives.all_reduce(flags, group=self.group)
-            mine = flags.nonzero().flatten().tolist()
-        used = frozenset(mine)
+        used, in_graph = (frozenset(row.nonzero().flatten().tolist()) for row in flags)
         if self.options.static:
-            self._due.static_use = used
+            self._due.static_use = in_graph
         return used
 
     def _contributes(self, member: BucketEntry) -> bool:
@@ -407,7 +417,7 @@ class Reducer:
         """Takes part in one iteration of other ranks with gradients of zero; see `DistributedDataParallel.join`."""
         with self._lock:
             self.rebuild()
-            self.arm()
+            self.arm(watched=False)
             self._source = NoPass()
             self._due.missing.clear()
             for bucket in self.buckets:
