@@ -19,7 +19,7 @@ from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp._bucket_assignment import BucketCaps
 from rpcdist.parallel._ddp._buffer_hook import BufferHook, BufferHookLocation
-from rpcdist.parallel._ddp._comm_hook import CommHook, RegisteredHook, check_comm_hook
+from rpcdist.parallel._ddp._comm_hook import CommHook, RegisteredHook, check_comm_hook, refuse_complex
 from rpcdist.parallel._ddp._ddp_arguments import choose_sync, group_of_mesh, member_group
 from rpcdist.parallel._ddp._ddp_errors import DataParallelError
 from rpcdist.parallel._ddp._delayed_reduction import DelayedReduction
@@ -420,6 +420,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         check_comm_hook(hook)
         if self.reducer.hook is not None:
             raise DataParallelError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        refuse_complex(hook, {named.tensor.dtype for named in self.reducer.parameters})
         hook, state = adapt_hook(hook, state, self.process_group)
         self.reducer.use_hook(RegisteredHook(hook, state, leaves_equal_bits(hook)))
 

@@ -111,7 +111,9 @@ class Net(nn.Module):
         block, mode = self.blocks[number], self.program.checkpoints[number]
         if mode == "none":
             return torch.tanh(block(hidden))
-        found: torch.Tensor = checkpoint(lambda rows: torch.tanh(block(rows)), hidden, use_reentrant=mode == "reentrant")
+        found: torch.Tensor = checkpoint(
+            lambda rows: torch.tanh(block(rows)), hidden, use_reentrant=mode == "reentrant"
+        )
         return found
 
 
@@ -198,7 +200,7 @@ def differentiate(model: Any, net: Net, batch: MicroBatch, use: Use, rows: torch
     elif recipe == "inputs":
         gradients = torch.autograd.grad(loss, trained, retain_graph=True, allow_unused=True)
         reached = [parameter for parameter, found in zip(trained, gradients, strict=True) if found is not None]
-        loss.backward(inputs=reached[batch.chosen[0] % len(reached) :])
+        loss.backward(inputs=reached[batch.chosen[0] % len(reached) :] if reached else None)
     elif recipe == "norm":
         (loss + net.scale.norm()).backward()
     elif recipe == "norm apart":
@@ -240,7 +242,9 @@ def draw(seed: int, size: int) -> Program:
         return random_.randrange(num_heads), random_.randint(0, depth) if random_.random() < 0.3 else depth
 
     def use() -> Use:
-        path = tuple(range(num_blocks)) if complete else tuple(random_.choices(range(num_blocks), k=random_.randint(0, 4)))
+        path = (
+            tuple(range(num_blocks)) if complete else tuple(random_.choices(range(num_blocks), k=random_.randint(0, 4)))
+        )
         if complete:
             outputs = tuple((head, num_blocks) for head in range(num_heads))
         else:

@@ -45,9 +45,7 @@ class UnusedParameters(DataParallelError):
         rule: which parameters were to get gradients.
     """
 
-    def __init__(
-        self, rank: int, parameters: Sequence[str], iteration: int, rule: DueRule = DueRule.EVERY
-    ) -> None:
+    def __init__(self, rank: int, parameters: Sequence[str], iteration: int, rule: DueRule = DueRule.EVERY) -> None:
         super().__init__(rank, tuple(parameters), iteration, rule)
         self.rank = rank
         self.parameters = tuple(parameters)
