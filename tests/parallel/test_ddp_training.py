@@ -128,9 +128,7 @@ def test_buckets_and_reductions_are_in_a_profile(rank_pool: RankPool) -> None:
 
 @pytest.mark.parametrize("hook", ["", "allreduce_hook"])
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}])
-def test_optimizers_in_backward_step_with_the_average(
-    rank_pool: RankPool, options: dict[str, bool], hook: str
-) -> None:
+def test_optimizers_in_backward_step_with_the_average(rank_pool: RankPool, options: dict[str, bool], hook: str) -> None:
     for found in rank_pool.run(2, ddp_ranks.step_in_backward, rank_pool.new_file(), options, hook):
         assert max(found) < 1e-12
 
