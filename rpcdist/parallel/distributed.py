@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -116,6 +117,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             raise ConfigError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
             )
+        self.device_mesh = device_mesh
         self.mixed_precision = mixed_precision
         self._precision = MixedPrecision.of(mixed_precision)
         self.process_group = member_group(group_of_mesh(device_mesh, process_group))
@@ -235,6 +237,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             UnevenInputs: see `join`.
         """
         trains = torch.is_grad_enabled()
+        began_ns = time.time_ns()
         if trains and self.require_backward_grad_sync:
             self.reducer.check_finished()
         Join.notify_join_context(self)
@@ -250,6 +253,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         if self._syncs_buffers(BufferHookLocation.POST_FORWARD):
             self._sync_buffers()
         self._expect_backward(output, trains)
+        self.reducer.forward_began_ns, self.reducer.forward_ended_ns = began_ns, time.time_ns()
         return output
 
     def _expect_backward(self, output: Any, trains: bool) -> None:

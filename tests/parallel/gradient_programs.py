@@ -1,4 +1,4 @@
-"""Random small models and training steps, which give the same gradients in one process and under data parallel training.
+"""Random small models and steps, which give the same gradients in one process and under data parallel training.
 
 A program is drawn from a seed: a module with branches, shared, frozen and unused parameters, several outputs and
 checkpoints, and steps of micro-batches, each with one of the ways in which losses are differentiated. The reference
@@ -281,7 +281,7 @@ def draw(seed: int, size: int) -> Program:
         num_heads,
         shares=random_.random() < 0.3,
         frozen=tuple(random_.sample(range(num_parameters), random_.choice([0, 0, 1]))),
-        # Where the ranks differ, a reentrant one is an error on some of them, and takes the group's timeout on the others.
+        # Where ranks differ, a reentrant one is an error on some of them, and the others wait for the timeout.
         checkpoints=tuple(
             random_.choice(["none"] * 6 + ["other"] * 2 + ["reentrant"] * (not by_rank)) for _ in range(num_blocks)
         ),
