@@ -468,7 +468,7 @@ def logging_data(rank: int, size: int) -> list[Any]:
     found: list[Any] = []
     for skip in (False, True):
         module = ddp_models.Branches()
-        options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": skip, "bucket_cap_mb": 0.0001}
+        options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": skip, "bucket_cap_mb": 288 / 2**20}
         model = DistributedDataParallel(module, **options)  # type: ignore[arg-type]
         for _ in range(2):
             ddp_models.loss_of(model(torch.randn(4, 8), True).values["scores"][0]).backward()
