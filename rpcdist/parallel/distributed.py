@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,24 +21,31 @@ from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp._bucket_assignment import BucketCaps
 from rpcdist.parallel._ddp._buffer_hook import BufferHook, BufferHookLocation
-from rpcdist.parallel._ddp._comm_hook import CommHook, RegisteredHook, check_comm_hook
+from rpcdist.parallel._ddp._comm_hook import CommHook, RegisteredHook, check_comm_hook, refuse_complex
 from rpcdist.parallel._ddp._ddp_arguments import choose_sync, group_of_mesh, member_group
-from rpcdist.parallel._ddp._ddp_errors import DataParallelError
+from rpcdist.parallel._ddp._ddp_errors import DataParallelError, list_names
 from rpcdist.parallel._ddp._delayed_reduction import DelayedReduction
 from rpcdist.parallel._ddp._devices import choose_device, move_to
+from rpcdist.parallel._ddp._engine_pass import watch_outputs
 from rpcdist.parallel._ddp._finite_check import CheckFinite
-from rpcdist.parallel._ddp._gradient_hooks import install_accumulation_hooks, install_capture_hooks
+from rpcdist.parallel._ddp._gradient_hooks import HookOrder, install_accumulation_hooks, install_capture_hooks
 from rpcdist.parallel._ddp._gradient_sources import in_distributed_context
 from rpcdist.parallel._ddp._join_hook import DataParallelJoinHook, count_ranks, highest_rank
 from rpcdist.parallel._ddp._logging_data import logging_data
 from rpcdist.parallel._ddp._mixed_precision import MixedPrecision
-from rpcdist.parallel._ddp._parameters import Named, broadcast_tensors, has_buffers, named_buffers, trainable, verify
+from rpcdist.parallel._ddp._parameters import (
+    Named,
+    broadcast_tensors,
+    frozen,
+    has_buffers,
+    named_buffers,
+    trainable,
+    verify,
+)
 from rpcdist.parallel._ddp._reducer import Reducer
 from rpcdist.parallel._ddp._reducer_options import ReducerOptions
-from rpcdist.parallel._ddp._tensor_tree import find_tensors
 from rpcdist.parallel._ddp._torch_hooks import adapt_hook
 from rpcdist.parallel._ddp._torch_methods import TorchMethods
-from rpcdist.parallel._ddp._used_parameters import reached_leaves, watch_outputs
 from rpcdist.parallel.algorithms import Join, Joinable
 from rpcdist.parallel.comm_hooks import BuiltinCommHookType, average_in, builtin_hook, leaves_equal_bits
 from rpcdist.parallel.sync_batch_norm import adopt_sync_batch_norms
@@ -59,7 +69,8 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         init_sync: compare the ranks' models, and copy rank 0's values to the other ranks, in the constructor.
         process_group: the ranks; the default group by default.
         bucket_cap_mb: size in MiB from which a bucket is reduced; 25 by default, and 1 for the first one.
-        find_unused_parameters: parameters may stay without gradients; every iteration determines which.
+        find_unused_parameters: parameters may stay without gradients; every backward pass determines which, and
+            averages what was added since the last one.
         check_reduction: kept for scripts.
         gradient_as_bucket_view: small gradients are views of communication buffers, which saves their copies while they
             are kept between iterations (`zero_grad(set_to_none=False)`). Large gradients are reduced in place anyway.
@@ -116,6 +127,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             raise ConfigError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
             )
+        self.device_mesh = device_mesh
         self.mixed_precision = mixed_precision
         self._precision = MixedPrecision.of(mixed_precision)
         self.process_group = member_group(group_of_mesh(device_mesh, process_group))
@@ -147,6 +159,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         parameters = self._trainable()
         tensors = [parameter.tensor for parameter in parameters]
         self._input_device = choose_device(tensors, device_ids, output_device)
+        self._frozen = frozen(module, self.parameters_to_ignore)
         self.device_ids = None if self._input_device is None else [self._input_device]
         self.output_device = output_device
         self.device = tensors[0].device
@@ -197,13 +210,14 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             skip_unused=self.skip_all_reduce_unused_params,
             check_finite=self.check_finite,
         )
-        self.reducer = Reducer(parameters, self.process_group, options)
+        self.reducer = Reducer(parameters, self.process_group, options, partial(_syncs, weakref.ref(self)))
         wire_dtype = self._precision.wire_dtype
         if wire_dtype is not None and any(parameter.tensor.dtype is not wire_dtype for parameter in parameters):
             hook = average_in(wire_dtype, self.process_group)
             self.reducer.use_hook(RegisteredHook(hook, None, leaves_equal_bits=True))
         self._capture_handles: list[RemovableHandle] = []
         self._handles = install_accumulation_hooks(parameters, self.reducer)
+        self._hook_order = HookOrder(parameters, self._handles)
         weakref.finalize(self, _remove, self._handles, self._capture_handles)  # the module may be wrapped again
 
     def _broadcast_states(self, group_src: int, buffers: bool) -> None:
@@ -216,7 +230,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not collectives.group.WORLD:
             raise ConfigError("only a DistributedDataParallel of the default group can be pickled or copied")
-        left_out = ("process_group", "reducer", "_handles", "_capture_handles")
+        left_out = ("process_group", "reducer", "_handles", "_capture_handles", "_hook_order")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -231,9 +245,11 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
 
         Raises:
             UnusedParameters: the last backward pass left parameters without gradients.
+            DataParallelError: a parameter that was frozen when the module was wrapped requires a gradient now.
             UnevenInputs: see `join`.
         """
         trains = torch.is_grad_enabled()
+        began_ns = time.time_ns()
         if trains and self.require_backward_grad_sync:
             self.reducer.check_finished()
         Join.notify_join_context(self)
@@ -248,22 +264,29 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             output = self._precision.run(self.module, self._ignored_by_module(), inputs, kwargs)
         if self._syncs_buffers(BufferHookLocation.POST_FORWARD):
             self._sync_buffers()
-        return self._expect_backward(output, trains)
+        self._expect_backward(output, trains)
+        self.reducer.forward_began_ns, self.reducer.forward_ended_ns = began_ns, time.time_ns()
+        return output
 
-    def _expect_backward(self, output: Any, trains: bool) -> Any:
+    def _expect_backward(self, output: Any, trains: bool) -> None:
         """Arms the reducer for the backward pass of the output."""
         self.require_forward_param_sync = trains and self.require_backward_grad_sync
         if self._delayed is not None:
             self._delayed.enabled = self.require_forward_param_sync
+        if any(map(_requires_grad, self._frozen.values())):
+            raise DataParallelError(
+                "parameters that were frozen when the module was wrapped require gradients now, which nothing would "
+                f"average: {list_names([name for name, each in self._frozen.items() if each.requires_grad])}. Wrap the "
+                "module again after unfreezing"
+            )
         if not self.require_forward_param_sync:
-            return output
+            if trains:
+                self.reducer.pause()
+            return
         if in_distributed_context() and not self._capture_handles:
             self._capture_handles += install_capture_hooks(self.reducer.parameters, self.reducer)
-        used = None
-        if self.find_unused_parameters and not self.static_graph:
-            used = reached_leaves(find_tensors(output))
-        self.reducer.arm(used)
-        return watch_outputs(output, self.reducer.outputs_reached) if self.reducer.watches_outputs else output
+        self._hook_order.keep()
+        self.reducer.arm(watch_outputs(output, partial(_outputs_reached, weakref.ref(self.reducer))))
 
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:
@@ -385,6 +408,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
     def _count_syncing(self) -> None:
         """Sets the divisor of this iteration's gradients."""
         self.reducer.divide_by = None
+        self.reducer.joins = self._join_config.enable
         if self._join_config.enable:
             num_syncing = count_ranks(self.require_backward_grad_sync, self.process_group, self.device)
             if not self._divide_by_initial_world_size:
@@ -401,6 +425,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             self.reducer.shadow()
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
+        self.reducer.end_shadows()
         self._broadcast_states(self._highest_rank(is_last_joiner), self.forward_sync_buffers)
 
     def _highest_rank(self, candidate: bool) -> int:
@@ -414,12 +439,16 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         Args:
             state: first argument of the hook.
             hook: `hook(state, bucket)` gets a `GradBucket`, and returns a future of a tensor of the same number of
-                elements: the gradients for all ranks, averaged by the hook. Buckets of sparse gradients do not go
-                through hooks. torch's own hooks work as well; their state may be None, or hold a group of ours.
+                elements and dtype: the gradients for all ranks, averaged by the hook. Buckets of sparse gradients do
+                not go through hooks. torch's own hooks work as well; their state may be None, or hold a group of ours.
+
+        Raises:
+            ConfigError: it takes other arguments, or would drop the imaginary parts of complex gradients.
         """
         check_comm_hook(hook)
         if self.reducer.hook is not None:
             raise DataParallelError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        refuse_complex(hook, {named.tensor.dtype for named in self.reducer.parameters})
         hook, state = adapt_hook(hook, state, self.process_group)
         self.reducer.use_hook(RegisteredHook(hook, state, leaves_equal_bits(hook)))
 
@@ -463,8 +492,22 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         self.reducer.use_group(new_process_group)
 
 
+_requires_grad = attrgetter("requires_grad")
+
 _active_module: ContextVar[DistributedDataParallel | None] = ContextVar("rpcdist_active_ddp_module", default=None)
 """The module whose forward pass runs on this thread or task."""
+
+
+def _syncs(reference: weakref.ref[DistributedDataParallel]) -> bool:
+    """Whether backward passes of a model average now."""
+    model = reference()
+    return model is not None and model.require_backward_grad_sync
+
+
+def _outputs_reached(reference: weakref.ref[Reducer]) -> None:
+    reducer = reference()
+    if reducer is not None:
+        reducer.outputs_reached()
 
 
 def _remove(*lists: list[RemovableHandle]) -> None:
