@@ -309,9 +309,10 @@ class _Process:
         rank, key, entry = self.me.wish.rank, _here(self.number, self.me.wish.rank), _encoded(self.me)
         if (found := cast(bytes, (yield CompareSet(key, b"", entry)))) != entry:
             before = _arrival(found)
-            if self._has_my_rank(before) and before.ticket not in (GAVE_UP, self.me.ticket):
-                self.twice = rank
-                yield Set((_twice_key(self.number),), (str(rank).encode(),))
+            if self._has_my_rank(before) and before.ticket != GAVE_UP:
+                if self.owner is not None:  # else it may have died long ago
+                    self.twice = rank
+                    yield Set((_twice_key(self.number),), (str(rank).encode(),))
                 if before.ticket > self.me.ticket:
                     return Displaced()
             yield Set((key,), (entry,))
