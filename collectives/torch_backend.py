@@ -91,7 +91,8 @@ class TorchWork(_Work):  # type: ignore[misc]  # see _Work
     def source_rank(self) -> int:
         return self._works[0].source_rank()
 
-    _source_rank = source_rank
+    def _source_rank(self) -> int:
+        return self.source_rank()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         futures = [work.get_future() for work in self._works]
