@@ -12,6 +12,7 @@ The import also replaces `torch.distributed.monitored_barrier`, which refuses ou
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import FunctionType
@@ -20,6 +21,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as torch_distributed
 
+from rpcdist.collectives._group.arrival import agree
 from rpcdist.collectives._group.creation import open_group
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
@@ -94,7 +96,8 @@ class TorchWork(_Work):  # type: ignore[misc]  # see _Work
     def source_rank(self) -> int:
         return self._works[0].source_rank()
 
-    _source_rank = source_rank
+    def _source_rank(self) -> int:
+        return self.source_rank()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         futures = [work.get_future() for work in self._works]
@@ -305,12 +308,19 @@ def _make_group(
 ) -> TorchProcessGroup:
     """What torch calls to make a group: `given` says which ranks, and brings the store."""
     ranks = tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
+    name, backend = f"torch {given.group_id}", default_backend()
+    # torch gives groups of one name the same keys: those of the next initialisation and of the next start, and those
+    # that the members of two parents make at once.
+    members = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
+    store = PrefixStore(f"attempt_{job_attempt()}/{members}", TorchStoreAdapter(given.store))
+    timeout_s = given.timeout.total_seconds()
+    own = agree(store, ranks[given.group_rank], ranks, f"group {name!r}", timeout_s, f"backend {backend}", fresh=False)
     group = open_group(
-        f"torch {given.group_id}",
+        name,
         given.group_rank,
         ranks,
-        PrefixStore(f"attempt_{job_attempt()}", TorchStoreAdapter(given.store)),  # torch's prefixes do not name it
-        backend=default_backend(),
+        own,
+        backend=backend,
         timeout=given.timeout,
         options=options,
         device=None,
@@ -333,6 +343,29 @@ def _monitored_barrier(
 
 
 _torch_monitored_barrier: Final = torch_distributed.distributed_c10d.monitored_barrier
+
+
+def _all_gather_into_tensor_out(
+    tensor: torch.Tensor, group_size: int, group_name: Any, *, out: torch.Tensor
+) -> torch.Tensor:
+    """`_c10d_functional.all_gather_into_tensor_out` for our groups: torch calls it past the methods in Python.
+
+    It stands in front of torch's own kernel, which serves the other groups as before.
+    """
+    group = group_name
+    if isinstance(group_name, str):
+        group = torch_distributed.distributed_c10d._resolve_process_group(group_name)
+    # Other kinds of tensors stand for real ones while a program is traced.
+    if not isinstance(group, TorchProcessGroup) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        with torch._C._AutoDispatchBelowAutograd():
+            return _functional.all_gather_into_tensor_out(tensor, group_size, group_name, out=out)  # type: ignore[no-any-return]
+    torch._C._distributed_c10d._register_work(out, group.all_gather_single(out, tensor))
+    return out
+
+
+_functional: Final[Any] = torch.ops._c10d_functional
+_library: Final = torch.library.Library("_c10d_functional", "IMPL")  # it takes its kernels back when it is dropped
+_library.impl("all_gather_into_tensor_out", _all_gather_into_tensor_out, "Autograd")
 
 
 def as_torch_group(group: ProcessGroup) -> TorchProcessGroup:

@@ -17,7 +17,7 @@ from collectives_ranks import LIMIT_S, run_ranks
 import rpcdist.collectives as c
 from rpcdist.collectives import HashStore, ProcessGroup, Store
 from rpcdist.collectives._group.world import World, current_world, use_world
-from rpcdist.errors import CollectiveMismatch, GroupAborted, StoreTimeout
+from rpcdist.errors import CollectiveMismatch, GroupAborted, RendezvousError, StoreTimeout
 
 
 def total(group: ProcessGroup | None, rank: int) -> float:
@@ -240,14 +240,22 @@ def test_an_attempt_that_failed_can_be_repeated() -> None:
     assert in_threads(3, on_rank) == [None] * 3
 
 
-def test_two_processes_of_one_rank_are_told_so() -> None:
+@pytest.mark.parametrize("shared", [0, 1])
+def test_two_processes_of_one_rank_are_told_so(shared: int) -> None:
+    """Without waiting where the first rank came twice: the earlier process may be left from an earlier start."""
     store = HashStore(LIMIT_S)
 
-    def on_rank(rank: int) -> None:
-        with pytest.raises(StoreTimeout, match=r"rank 1 has not come .* Several processes came as rank 0"):
-            start(0, 2, store, 0.3)
+    def on_rank(place: int) -> None:
+        start(shared if place < 2 else 0, 3 if shared else 2, store, LIMIT_S if place == 0 and not shared else 0.4)
 
-    assert in_threads(2, on_rank) == [None] * 2
+    errors = in_threads(3 if shared else 2, on_rank)
+    late = [str(error) for error in errors if isinstance(error, StoreTimeout)]
+    earlier = [str(error) for error in errors if isinstance(error, RendezvousError)]
+    assert len(late) + len(earlier) == len(errors) and len(earlier) <= 1, errors
+    assert all(f"rank {1 + shared} has not come" in text for text in late)
+    assert all(f"another process has come as rank {shared} after this one" in text for text in earlier)
+    several = [text for text in late if text.endswith(f"Several processes came as rank {shared}: each needs its own.")]
+    assert (earlier and several) if not shared else (earlier or several), errors
 
 
 def test_a_new_process_takes_the_place_of_one_that_died() -> None:
@@ -453,3 +461,52 @@ def test_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert c.get_node_local_rank(1) == 1
     with pytest.raises(RuntimeError, match="LOCAL_RANK is not in the environment"):
         c.get_node_local_rank()
+
+
+def test_members_of_several_groups_cut_them_at_once() -> None:
+    """Each parent names its own subgroups, however many it makes; the world's next group is the same for all."""
+
+    def on_rank(rank: int) -> list[object]:
+        own, _ = c.new_subgroups_by_enumeration([[0, 2, 4], [1, 3]])
+        cut, every = c.new_subgroups(1, group=own)
+        again, _ = c.new_subgroups(own.size(), group=own)
+        both, _ = c.new_subgroups(5)
+        totals = [total(group, 1) for group in (own, cut, again, both, c.new_group())]
+        return [cut.ranks, len(every), *totals]
+
+    outcomes = run_ranks(5, on_rank)
+    assert outcomes == [[(rank,), 3 - rank % 2, 3 - rank % 2, 1, 3 - rank % 2, 5, 5] for rank in range(5)]
+
+
+def test_who_is_through_finds_the_default_group_on_all_ranks() -> None:
+    store = HashStore(LIMIT_S)
+    worlds = [World() for _ in range(4)]
+
+    def on_rank(rank: int) -> None:
+        for _ in range(10):
+            with use_world(worlds[rank]):
+                start(rank, 4, store)
+                assert all(world.default is not None for world in worlds)
+                c.barrier()
+                c.destroy_process_group()
+
+    assert in_threads(4, on_rank) == [None] * 4
+
+
+def test_a_rank_that_is_not_through_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore(LIMIT_S)
+    begin = World.begin
+
+    def fail_on_rank_1(world: World, default: ProcessGroup, own: Store) -> None:
+        if default.rank() == 1:
+            raise KeyboardInterrupt
+        begin(world, default, own)
+
+    monkeypatch.setattr(World, "begin", fail_on_rank_1)
+
+    def on_rank(rank: int) -> None:
+        start(rank, 2, store, 0.5)
+
+    first, second = in_threads(2, on_rank)
+    assert isinstance(first, StoreTimeout) and "it is not set on rank 1 after 0.5 s" in str(first)
+    assert isinstance(second, KeyboardInterrupt)

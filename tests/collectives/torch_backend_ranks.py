@@ -162,6 +162,10 @@ def functional(rank: int, size: int) -> None:
     assert both[0].tolist() == both[1].tolist() == reduced.tolist()
     gathered = functions.all_gather_into_tensor_coalesced([everyone[rank], everyone[rank] + 1], group)
     assert torch.equal(gathered[1] + 0, torch.cat(everyone) + 1)
+    for each in (group, dist.new_group(backend="gloo")):  # torch's own groups are served as before
+        out = torch.empty(2 * size)
+        pending = torch.ops._c10d_functional.all_gather_into_tensor_out(everyone[rank], size, each.group_name, out=out)
+        assert torch.equal(torch.ops._c10d_functional.wait_tensor(pending), torch.cat(everyone))
 
 
 def mismatch(rank: int, size: int) -> None:
