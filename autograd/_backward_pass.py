@@ -44,7 +44,7 @@ from rpcdist.autograd._wire_format import decode_begin_options, decode_events, e
 from rpcdist.errors import DeadlineExceeded
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values import LargeBuffer
-from rpcdist.rpc._values.failures import text_of, traceback_of
+from rpcdist.rpc._values.exceptions import set_cause, text_of, traceback_of
 
 __all__ = ["BackwardPass"]
 
@@ -375,7 +375,7 @@ class BackwardPass(PassTurns):
         if not issubclass(type(exc), BackwardError | DeadlineExceeded):  # a user's exception may break `isinstance`
             me = self._sender.id
             error = BackwardError(me, self._sender.name_of(me), type(exc).__qualname__, text_of(exc))
-            error.__cause__ = exc
+            set_cause(error, exc)
         self.abort(error, traceback_of(exc))
 
     def abort(self, error: BaseException, text: str = "") -> None:

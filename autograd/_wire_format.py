@@ -9,7 +9,7 @@ from rpcdist.autograd._autograd_errors import BackwardError
 from rpcdist.autograd._outbox import MergedMessage
 from rpcdist.autograd._pass_events import ChildDone, Decided, PassEvent, PassOptions, PeerBegan, Verdicts
 from rpcdist.deadline import Deadline
-from rpcdist.rpc._values.failures import text_of
+from rpcdist.rpc._values.exceptions import text_of
 
 __all__ = [
     "decode_begin_options",

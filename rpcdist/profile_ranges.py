@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from torch.autograd import profiler
 from torch.autograd.profiler import record_function
-from torch.futures import Future
 
-__all__ = ["is_profiling", "record_function", "record_until_done"]
+__all__ = ["is_profiling", "record_function"]
 
 
 def is_profiling() -> bool:
@@ -19,7 +18,3 @@ def is_profiling() -> bool:
     return profiler._is_profiler_enabled
 
 
-def record_until_done(name: str, future: Future[object]) -> None:
-    """A range that begins now, and ends with the future, on any thread."""
-    with record_function(name) as current:
-        current._call_end_callbacks_on_future(future)

@@ -15,7 +15,7 @@ from typing import Any
 from rpcdist._proto import rref_pb2
 from rpcdist.errors import WorkerLost
 from rpcdist.rpc._rref import actions, events
-from rpcdist.rpc._rref.handles import Dropped, Handle, HandleState, OwnerValue, failed_future, fresh_copy
+from rpcdist.rpc._rref.handles import Dropped, Handle, HandleState, OwnerValue, failed_future
 from rpcdist.rpc._rref.host import RRefHost
 from rpcdist.rpc._rref.identifiers import Incarnation, ReferenceShare, RRefId, UniqueId
 from rpcdist.rpc._rref.messages import Reason, UserDeleted
@@ -190,7 +190,7 @@ class RRefTables:
     def set_error(self, state: HandleState, error: Exception) -> list[Callable[[], object]]:
         """The first error stays; returns whom to call without the lock. [Note: kept errors]"""
         if state.error is None:
-            state.error = fresh_copy(error)
+            state.error = copied(error)
         return state.take_waiters()
 
     def _fail_value(self, action: actions.FailValue, effects: list[Callable[[], object]]) -> None:

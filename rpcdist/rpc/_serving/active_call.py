@@ -10,10 +10,11 @@ from rpcdist.deadline import NEVER, Deadline
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._peers.network import MessageSink
-from rpcdist.rpc._rref.handles import OwnerValue, fresh_copy
+from rpcdist.rpc._rref.handles import OwnerValue
 from rpcdist.rpc._rref.identifiers import ReferenceShare, UniqueId
 from rpcdist.rpc._rref.protobuf import id_from_pb
 from rpcdist.rpc._serving.producers import Producer
+from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import LONGEST_TIMEOUT_S
 from rpcdist.transport.wire_messages import CompactCall, NamedReference
@@ -34,8 +35,8 @@ class ActiveCall:
     Attributes:
         session: where it came from, and where the reply goes.
         id: the caller's number of it.
-        function: its name; empty for one that was pickled, and where only a value is fetched.
-        function_pickle: of a function without a name.
+        function: its name; empty for one by value, and where only a value is fetched.
+        is_by_value: the function has no name, and stands behind its arguments.
         arguments: not decoded yet; None if the function takes none.
         deadline: its caller's.
         cancelled: its caller does not want the result any more.
@@ -59,9 +60,9 @@ class ActiveCall:
         "deadline",
         "entry",
         "function",
-        "function_pickle",
         "handle",
         "id",
+        "is_by_value",
         "is_chained",
         "producer",
         "result",
@@ -77,7 +78,7 @@ class ActiveCall:
         self.session = session
         self.id = id
         self.function = function
-        self.function_pickle: bytes | None = None
+        self.is_by_value = False
         self.arguments = arguments
         self.deadline = deadline
         self.result: ReferenceShare | None = None
@@ -115,8 +116,7 @@ class ActiveCall:
         deadline = Deadline.after(call.timeout_us / 1e6) if call.timeout_us else NEVER
         active = cls(session, call.id, call.function, arguments, deadline)
         active.counts_as_idle = call.counts_as_idle
-        if call.HasField("function_pickle"):
-            active.function_pickle = call.function_pickle
+        active.is_by_value = call.by_value
         if call.HasField("result"):
             active.result = ReferenceShare(id_from_pb(call.result.rref), id_from_pb(call.result.fork))
         for named in ("fetch", "on"):
@@ -130,13 +130,13 @@ class ActiveCall:
         assert self.target is not None
         error = self.target.exception()
         if error is not None:
-            raise fresh_copy(error)
+            raise copied(error)
         return self.target.value()
 
     @property
     def is_fetch(self) -> bool:
         """Whether nothing is called, and the value of a reference is the result."""
-        return self.value is not None and not self.function and self.function_pickle is None
+        return self.value is not None and not self.function and not self.is_by_value
 
     @property
     def is_plain(self) -> bool:
@@ -157,7 +157,7 @@ class ActiveCall:
     def what(self) -> str:
         if self.function:
             return self.function
-        return "function_pickle" if self.function_pickle is not None else "fetch" if self.value is not None else "?"
+        return "a function by value" if self.is_by_value else "fetch" if self.value is not None else "?"
 
     def cancel(self) -> None:
         """Stops what runs; any thread."""
