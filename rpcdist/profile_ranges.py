@@ -16,5 +16,3 @@ __all__ = ["is_profiling", "record_function"]
 def is_profiling() -> bool:
     """Whether a profiler runs in this process, on whatever thread."""
     return profiler._is_profiler_enabled
-
-

@@ -488,7 +488,9 @@ def _complete_child(child: Future[S], callback: Callable[[Future[T]], S], parent
 def _as_runtime_error(error: BaseException) -> BaseException:
     if issubclass(type(error), RuntimeError):
         return error
-    wrapped = RpcdistError(f"Got the following error when running the callback: {type(error).__name__}: {text_of(error)}")
+    wrapped = RpcdistError(
+        f"Got the following error when running the callback: {type(error).__name__}: {text_of(error)}"
+    )
     wrapped.__cause__ = error
     wrapped.__traceback__ = get_traceback(error)  # the log of an unread error shows where it came from
     return wrapped

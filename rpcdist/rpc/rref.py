@@ -24,6 +24,7 @@ from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.host import CreationOutcome, RRefHome
 from rpcdist.rpc._rref.proxy import KnownMethod, RRefProxy, method_name
+from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo

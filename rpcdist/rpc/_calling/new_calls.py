@@ -129,7 +129,10 @@ class NewCalls:
         pending.on = on
         pending.is_bound = result is not None or on is not None or context is not None
         if name is None:
-            return (pending, *self._in_protobuf(pending, None, self._by_value(func, args, kwargs, to), context_id, result))
+            return (
+                pending,
+                *self._in_protobuf(pending, None, self._by_value(func, args, kwargs, to), context_id, result),
+            )
         written = self._marshal.write((args, kwargs), to) if args or kwargs else None
         if len(name) * 4 <= MAX_NAME_BYTES:
             compact = (NOTHING, None) if written is None else self._marshal.compact(written, context)
@@ -173,8 +176,8 @@ class NewCalls:
         """The function behind its arguments: what it holds (tensors, references) travels as they do."""
         if not self._marshal.allow_pickle:
             raise SerializationError(
-                f"{getattr(func, '__qualname__', repr(func))!r} has no name under which the callee finds it, and pickle "
-                "is off here; define it at the top level of a module that both sides can import"
+                f"{getattr(func, '__qualname__', repr(func))!r} has no name under which the callee finds it, and "
+                "pickle is off here; define it at the top level of a module that both sides can import"
             )
         return self._marshal.write((args, kwargs, func), to)
 

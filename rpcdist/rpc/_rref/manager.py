@@ -23,6 +23,7 @@ from rpcdist.rpc._rref.protobuf import decode_messages, id_from_pb, id_to_pb
 from rpcdist.rpc._rref.report import LiveRRef, counts, is_held, leaks, live_rrefs
 from rpcdist.rpc._rref.rref_token import Token
 from rpcdist.rpc._rref.tables import RRefTables, WhenThere
+from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import RREF_RELEASE_LIMIT_S
 from rpcdist.transport.fork import check_not_forked

@@ -22,6 +22,7 @@ from rpcdist.rpc._rref.messages import Reason, UserDeleted
 from rpcdist.rpc._rref.problems import Losses, replaced
 from rpcdist.rpc._rref.protobuf import encode_deletions, encode_message
 from rpcdist.rpc._rref.protocol import RRefProtocol
+from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
 from rpcdist.transport.fork import check_not_forked
 

@@ -120,9 +120,7 @@ def fill_pickled(
     return large
 
 
-def _complete(
-    parts: PlainWriter | PickledParts, externals: Externals | None, on_tensors: OnTensors | None
-) -> None:
+def _complete(parts: PlainWriter | PickledParts, externals: Externals | None, on_tensors: OnTensors | None) -> None:
     """What happens when all of a value has been encoded, and nothing of it can fail any more."""
     if parts.externals:
         _externalize(parts.externals, externals)

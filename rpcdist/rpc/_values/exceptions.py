@@ -180,7 +180,9 @@ def _pickles_itself(cls: type) -> bool:
 
 def _has_own_constructor(cls: type) -> bool:
     """Whether calling the class runs code of its author, in whatever way that was written."""
-    return any("__call__" in vars(meta) for meta in type(cls).__mro__ if meta is not type and meta is not object) or any(
+    return any(
+        "__call__" in vars(meta) for meta in type(cls).__mro__ if meta is not type and meta is not object
+    ) or any(
         not isinstance(vars(base).get("__init__"), WrapperDescriptorType | None)
         or not isinstance(vars(base).get("__new__"), BuiltinFunctionType | None)
         for base in cls.__mro__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -104,7 +105,7 @@ def failure_of(
     try:
         return failure, fill(failure.exception, trials.usable(exc, MAX_EXCEPTION_BYTES))
     except BaseException as why:
-        problem = described("the reason", lambda: cut(repr(why)))  # noqa: B023 - called at once
+        problem = cut(described("the reason", partial(repr, why)))
     for limit in PART_BYTES:
         try:
             shortened = _Shortened(exc, trials, limit)
@@ -298,7 +299,7 @@ def exception_of(failure: rpc_pb2.Failure, decode: Callable[[], object] | None =
             raise
         except BaseException as why:  # [Note: hostile exceptions]
             exc = None
-            failure.text += f" (it could not be rebuilt here: {described('the reason', lambda: repr(why))})"  # noqa: B023
+            failure.text += f" (it could not be rebuilt here: {described('the reason', partial(repr, why))})"
     if exc is None:
         exc = _substitute(failure)
     if not issubclass(type(exc), Exception):  # SystemExit or KeyboardInterrupt there must not end this process

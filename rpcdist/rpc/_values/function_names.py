@@ -11,7 +11,7 @@ import functools
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -22,7 +22,6 @@ from rpcdist.rpc._values.pickled import NOT_ON_CALLEE
 
 __all__ = ["FunctionLookupError", "decode_function", "function_name", "function_reference", "unwrap"]
 
-_TORCH_HOMES = ("torch", "torch.nn.functional", "torch.linalg", "torch.special", "torch.fft", "torch.sparse")
 _DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 
 
@@ -80,7 +79,8 @@ def function_name(func: Callable[..., Any]) -> str | None:
     special = None if type(func) is types.FunctionType else _special_name(func)
     if special is not None and _resolves_to(special, func):
         return special
-    for name in (_plain_name(func), *_other_names(func)):
+    # The second: torch's `F.max_pool2d` and `unique` are local functions of `boolean_dispatch`, by their qualified name.
+    for name in (_plain_name(func), f"{getattr(func, '__module__', None)}:{getattr(func, '__name__', None)}"):
         if _resolves_to(name, func):
             return "__main__:" + name.partition(":")[2] if name.startswith("__mp_main__:") else name
     return None
@@ -171,17 +171,6 @@ def _special_name(func: Any) -> str | None:
     if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return f"torch:ops.{func}"
     return None
-
-
-def _other_names(func: Any) -> Iterator[str]:
-    """Where a function may be found whose qualified name does not lead back: `F.max_pool2d` is one of
-    `boolean_dispatch`, as its name says; `torch.nn.init.xavier_normal` is what a decorator made in another module.
-    """
-    module, name = getattr(func, "__module__", None), getattr(func, "__name__", None)
-    if isinstance(module, str) and isinstance(name, str):
-        yield f"{module}:{name}"
-        if module.partition(".")[0] == "torch":
-            yield from (f"{home}:{name}" for home in _TORCH_HOMES)
 
 
 def _resolves_to(name: str, func: object) -> bool:

@@ -179,14 +179,21 @@ class _ObjectReducer:
         return NotImplemented
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
-        if tensor.layout is torch.strided and not tensor.is_nested and tensor.dtype in DTYPE_CODES:
+        reduced = self._reduced(tensor)
+        attributes = _attributes_of(tensor)
+        if attributes and reduced is not NotImplemented:  # torch's own way keeps them
+            return (*reduced, attributes, None, None, _set_attributes)
+        return reduced
+
+    def _reduced(self, tensor: torch.Tensor) -> Any:
+        is_in_table = tensor.layout is torch.strided or tensor.layout is torch.sparse_coo
+        if is_in_table and not tensor.is_nested and tensor.dtype in DTYPE_CODES:
             self.parts.tensors.append(tensor)
             return tensor_, (len(self.parts.tensors) - 1,)
+        if type(tensor) is Parameter:
+            return Parameter, (tensor.detach(), tensor.requires_grad)
         if tensor.dtype in _QUANTIZED and not tensor.is_nested:
             return _reduce_quantized(tensor)
-        if tensor.layout is torch.sparse_coo and tensor.dtype in DTYPE_CODES:
-            self.parts.tensors.append(tensor)
-            return tensor_, (len(self.parts.tensors) - 1,)
         # torch takes the others apart into strided tensors and storages, and forgets that a sparse one required grad.
         if tensor.requires_grad and tensor.layout is not torch.strided:
             return _requiring_grad, (tensor.detach(),)
@@ -267,6 +274,15 @@ def external_(index: int) -> object:
     raise SerializationError(
         f"remote reference {index} belongs to a value of rpcdist, and can be read only as its part"
     )
+
+
+def _attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Of parameters and buffers, as in torch; those of another tensor stay behind."""
+    return vars(tensor) if type(tensor) is Parameter or hasattr(tensor, "_is_buffer") else {}
+
+
+def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+    vars(tensor).update(attributes)
 
 
 def _requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
