@@ -220,7 +220,7 @@ class BackwardPass(PassTurns):
             return job()
         except BaseException as exc:
             self.fail(exc)  # also for a `sys.exit` in a hook: the other workers wait for this one
-            if not isinstance(exc, Exception):
+            if not issubclass(type(exc), Exception):
                 raise
             return None
 
@@ -276,7 +276,7 @@ class BackwardPass(PassTurns):
                     self._sender.send(to, message, self, large, self._links.get(to))
         except BaseException as exc:
             self.fail(exc)
-            if not isinstance(exc, Exception):
+            if not issubclass(type(exc), Exception):
                 raise
         if ends:
             self._end(None)

@@ -39,7 +39,7 @@ class ActiveCall:
         is_by_value: the function has no name, and stands behind its arguments.
         arguments: not decoded yet; None if the function takes none.
         deadline: its caller's.
-        cancelled: its caller does not want the result any more.
+        cancelled_at: when its caller said that it does not want the result, on the monotonic clock; infinity for never.
         handle: of the user loop, while a coroutine runs; of an actor, while the call waits for its turn or runs there.
         producer: of the stream that is its result.
         result: for `remote()`: the share that its caller has of the result.
@@ -55,7 +55,7 @@ class ActiveCall:
     __slots__ = (
         "arguments",
         "autograd",
-        "cancelled",
+        "cancelled_at",
         "counts_as_idle",
         "deadline",
         "entry",
@@ -84,7 +84,7 @@ class ActiveCall:
         self.result: ReferenceShare | None = None
         self.value: ReferenceShare | None = None
         self.counts_as_idle = False
-        self.cancelled = False
+        self.cancelled_at = NEVER.at
         self.handle: Cancellable | None = None
         self.producer: Producer | None = None
         self.entry: OwnerValue | None = None
@@ -154,6 +154,16 @@ class ActiveCall:
         return not self.counts_as_idle and not self.is_abandoned
 
     @property
+    def cancelled(self) -> bool:
+        """Its caller does not want the result any more."""
+        return self.cancelled_at < NEVER.at
+
+    @property
+    def unwanted_since(self) -> float:
+        """When its caller gave up, or will, on the monotonic clock; infinity for never."""
+        return min(self.cancelled_at, self.deadline.at)
+
+    @property
     def what(self) -> str:
         if self.function:
             return self.function
@@ -161,7 +171,7 @@ class ActiveCall:
 
     def cancel(self) -> None:
         """Stops what runs; any thread."""
-        self.cancelled = True
+        self.cancelled_at = min(self.cancelled_at, time.monotonic())
         if self.producer is not None:
             self.producer.cancel()
         if self.handle is not None:

@@ -46,7 +46,7 @@ from rpcdist.rpc._serving.active_call import ActiveCall
 from rpcdist.rpc._serving.active_calls import ActiveCalls
 from rpcdist.rpc._serving.answers import Answers
 from rpcdist.rpc._serving.callables import Callables
-from rpcdist.rpc._serving.decoded_arguments import decoded_call
+from rpcdist.rpc._serving.decoded_call import decoded_call
 from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer
 from rpcdist.rpc._values import ReceiveBuffer
 from rpcdist.rpc.functions import ASYNC_MARK, runs_where_read

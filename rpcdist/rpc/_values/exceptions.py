@@ -15,6 +15,7 @@ left alone when they are sent; a copy within this process never runs code of the
 from __future__ import annotations
 
 import copyreg
+import inspect
 import traceback
 from collections.abc import Callable
 from types import BuiltinFunctionType, MemberDescriptorType, TracebackType, WrapperDescriptorType
@@ -181,7 +182,7 @@ def _pickles_itself(cls: type) -> bool:
 def _has_own_constructor(cls: type) -> bool:
     """Whether calling the class runs code of its author, in whatever way that was written."""
     return any(
-        "__call__" in vars(meta) for meta in type(cls).__mro__ if meta is not type and meta is not object
+        "__call__" in vars(meta) for meta in inspect.getmro(type(cls)) if meta is not type and meta is not object
     ) or any(
         not isinstance(vars(base).get("__init__"), WrapperDescriptorType | None)
         or not isinstance(vars(base).get("__new__"), BuiltinFunctionType | None)

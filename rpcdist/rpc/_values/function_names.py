@@ -79,7 +79,7 @@ def function_name(func: Callable[..., Any]) -> str | None:
     special = None if type(func) is types.FunctionType else _special_name(func)
     if special is not None and _resolves_to(special, func):
         return special
-    # The second: torch's `F.max_pool2d` and `unique` are local functions of `boolean_dispatch`, by their qualified name.
+    # The second name: by its qualified one, `F.max_pool2d` is a local function of `boolean_dispatch`.
     for name in (_plain_name(func), f"{getattr(func, '__module__', None)}:{getattr(func, '__name__', None)}"):
         if _resolves_to(name, func):
             return "__main__:" + name.partition(":")[2] if name.startswith("__mp_main__:") else name
