@@ -52,7 +52,7 @@ class _Ends:
 _ends: Final = _Ends()
 
 
-class record_function:  # noqa: N801 - torch's name
+class record_function:
     """A range while a `with` block lasts: torch's, but safe where the profiler ends before the block."""
 
     __slots__ = ("_began", "_range")

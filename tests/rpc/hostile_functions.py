@@ -271,9 +271,13 @@ async def async_items(kind: str) -> AsyncIterator[int]:
 
 @rpc.functions.async_execution
 def fail_in_future(kind: str) -> torch.futures.Future[Any]:
-    done: torch.futures.Future[Any] = torch.futures.Future()
-    done.set_result(None)
-    return done.then(lambda _: fail(kind))
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    error = raised(kind)
+    if issubclass(type(error), Exception):
+        future.set_exception(error)  # type: ignore[arg-type]
+        return future
+    future.set_result(None)  # torch takes no other error; it makes a RuntimeError of what a callback raises
+    return future.then(lambda _: fail(kind))
 
 
 @rpc.functions.async_execution

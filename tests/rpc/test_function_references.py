@@ -98,6 +98,11 @@ NAMED = [
     (torch.Tensor.add_, "torch._C:TensorBase.add_"),
     (torch.nn.functional.relu, "torch.nn.functional:relu"),
     (torch.nn.functional.gelu, "torch._C._nn:gelu"),
+    (torch.nn.functional.max_pool2d, "torch.nn.functional:max_pool2d"),
+    (torch.nn.functional.adaptive_max_pool2d, "torch.nn.functional:adaptive_max_pool2d"),
+    (torch.nn.functional.fractional_max_pool3d, "torch.nn.functional:fractional_max_pool3d"),
+    (torch.unique, "torch.functional:unique"),
+    (torch.unique_consecutive, "torch.functional:unique_consecutive"),
     (torch.linalg.norm, "torch._C._linalg:linalg_norm"),
     (torch.fft.fft, "torch._C._fft:fft_fft"),
     (torch.ops.aten.add, "torch:ops.aten.add"),
@@ -112,6 +117,17 @@ def test_names_lead_back(function: Any, name: str) -> None:
     assert function_reference(function) == name
     found = decode_function(name)
     assert found is function or found == function
+
+
+@pytest.mark.parametrize(
+    "module", [torch, torch.nn.functional, torch.linalg, torch.fft, torch.special, nn.init, nn.utils, torch.func]
+)
+def test_every_public_function_of_torch_has_a_name(module: types.ModuleType) -> None:
+    names = getattr(module, "__all__", None) or [name for name in dir(module) if not name.startswith("_")]
+    found = [getattr(module, name, None) for name in names]
+    kinds = (types.FunctionType, types.BuiltinFunctionType)
+    nameless = [function for function in found if isinstance(function, kinds) and function_reference(function) is None]
+    assert nameless == []
 
 
 class Countdown:

@@ -11,7 +11,7 @@ import functools
 import importlib
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -79,8 +79,7 @@ def function_name(func: Callable[..., Any]) -> str | None:
     special = None if type(func) is types.FunctionType else _special_name(func)
     if special is not None and _resolves_to(special, func):
         return special
-    # The second name: by its qualified one, `F.max_pool2d` is a local function of `boolean_dispatch`.
-    for name in (_plain_name(func), f"{getattr(func, '__module__', None)}:{getattr(func, '__name__', None)}"):
+    for name in (_plain_name(func), *_other_names(func)):
         if _resolves_to(name, func):
             return "__main__:" + name.partition(":")[2] if name.startswith("__mp_main__:") else name
     return None
@@ -171,6 +170,18 @@ def _special_name(func: Any) -> str | None:
     if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return f"torch:ops.{func}"
     return None
+
+
+def _other_names(func: Any) -> Iterator[str]:
+    """Where a function is found whose qualified name does not lead back, as some of torch's do not.
+
+    By its qualified name, `F.max_pool2d` is a local function of `boolean_dispatch`; once torch has compiled something,
+    `torch.manual_seed` is a wrapper of the function in `torch.random`.
+    """
+    module, name = getattr(func, "__module__", None), getattr(func, "__name__", None)
+    if isinstance(module, str) and isinstance(name, str):
+        yield f"{module}:{name}"
+        yield f"{module.partition('.')[0]}:{name}"
 
 
 def _resolves_to(name: str, func: object) -> bool:

@@ -247,6 +247,8 @@ class _ValueUnpickler(pickle.Unpickler):
         elif module == "__mp_main__":
             # The script of a spawned process; here it is the script as well.
             module = "__main__"
+        elif module == "torch._utils" and name == "_rebuild_tensor_v3":
+            return _rebuild_tensor_v3
         elif module == _CLASS_STATE.__module__ and name == _CLASS_STATE.__name__:
             return _leave_class if self._is_trial else _set_class_state
         return super().find_class(module, name)
@@ -307,6 +309,11 @@ def _reduce_storage(storage: torch.UntypedStorage) -> Any:
 def _storage(flat: torch.Tensor) -> torch.UntypedStorage:
     storage = flat.untyped_storage()
     return storage if storage.nbytes() == flat.nbytes else flat.clone().untyped_storage()
+
+
+def _rebuild_tensor_v3(storage: torch.UntypedStorage, *rest: Any) -> torch.Tensor:
+    """torch's, for subclasses of dtypes that have no typed storage: it wants one all the same."""
+    return torch._utils._rebuild_tensor_v3(_typed_storage(storage, torch.uint8), *rest)  # type: ignore[no-any-return]
 
 
 def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
