@@ -40,8 +40,8 @@ class _Ends:
         """Has torch's profilers tell this from now on; they look the function up when they end."""
         with self.lock:
             if self._disable is None:
-                self._disable = profiler._disable_profiler  # type: ignore[attr-defined]
-                profiler._disable_profiler = self._disabled  # type: ignore[attr-defined]
+                self._disable = profiler._disable_profiler
+                profiler._disable_profiler = self._disabled
 
     def _disabled(self) -> Any:
         with self.lock:

@@ -84,35 +84,35 @@ class SetstateRaises(Exception):
 
 
 class GetstateRaises(Exception):
-    __getstate__ = refuse  # type: ignore[assignment]
+    __getstate__ = refuse
 
 
 class ClassRaises(Exception):
-    __class__ = property(refuse)  # type: ignore[assignment]
+    __class__ = property(refuse)
 
 
 class CauseRaises(Exception):
-    __cause__ = property(refuse)  # type: ignore[assignment]
-    __context__ = property(refuse)  # type: ignore[assignment]
-    __suppress_context__ = property(refuse)  # type: ignore[assignment]
+    __cause__ = property(refuse)
+    __context__ = property(refuse)
+    __suppress_context__ = property(refuse)
 
 
 class TracebackRaises(Exception):
-    __traceback__ = property(refuse)  # type: ignore[assignment]
-    with_traceback = refuse  # type: ignore[assignment]
+    __traceback__ = property(refuse)
+    with_traceback = refuse
 
 
 class NotesAreHostile(Exception):
-    __notes__ = property(refuse)  # type: ignore[assignment]
-    add_note = refuse  # type: ignore[assignment]
+    __notes__ = property(refuse)
+    add_note = refuse
 
 
 class ArgsRaise(Exception):
-    args = property(refuse)  # type: ignore[assignment]
+    args = property(refuse)
 
 
 class DictRaises(Exception):
-    __dict__ = property(refuse)  # type: ignore[assignment]
+    __dict__ = property(refuse)
 
 
 class CompareRaises(Exception):
@@ -274,7 +274,7 @@ def fail_in_future(kind: str) -> torch.futures.Future[Any]:
     future: torch.futures.Future[Any] = torch.futures.Future()
     error = raised(kind)
     if issubclass(type(error), Exception):
-        future.set_exception(error)  # type: ignore[arg-type]
+        future.set_exception(error)
         return future
     future.set_result(None)  # torch takes no other error; it makes a RuntimeError of what a callback raises
     return future.then(lambda _: fail(kind))

@@ -173,14 +173,15 @@ def test_parts_that_cannot_be_sent_stay_behind_and_are_named() -> None:
 
 
 class Logged(Exception):
-    def __init__(self, message: str, log: object) -> None:
+    def __init__(self, message: str, log: Any) -> None:
         super().__init__(message)
         self.log = log
 
 
 @pytest.mark.parametrize("size", [100, 32_000, 33_000, 200_000, 3_000_000])
 def test_texts_of_any_everyday_length_arrive_whole(size: int) -> None:
-    for log in ("x" * size, b"x" * size, ["x" * size], {"log": "x" * size}, torch.zeros(size)):
+    logs: list[Any] = ["x" * size, b"x" * size, ["x" * size], {"log": "x" * size}, torch.zeros(size)]
+    for log in logs:
         arrived, failure = sent(Logged("y" * size, log))
         assert type(arrived) is Logged and str(arrived) == "y" * size
         assert torch.equal(arrived.log, log) if isinstance(log, torch.Tensor) else arrived.log == log
@@ -293,7 +294,8 @@ def test_a_copy_keeps_causes_and_no_frames() -> None:
     twin: Any = copied(caught.value)
     assert twin.__traceback__ is None and isinstance(twin.__cause__, ExceptionGroup)
     assert twin.__cause__.__traceback__ is None and twin.__cause__.exceptions[0].__traceback__ is None
-    assert caught.value.__cause__ is not twin.__cause__ and caught.value.__cause__.__traceback__ is not None
+    cause = caught.value.__cause__
+    assert cause is not None and cause is not twin.__cause__ and cause.__traceback__ is not None
     circle, other = ValueError(1), ValueError(2)
     circle.__cause__, other.__cause__ = other, circle
     assert str(copied(circle)) == "1"

@@ -15,6 +15,7 @@ from torch import nn
 from rpcdist import autograd, rpc
 from rpcdist.errors import CallRefused, SerializationError
 from rpcdist.rpc._marshal import marshal as marshal_module
+from rpcdist.rpc._values import codec
 from rpcdist.testing import InProcessCluster
 
 GLOBAL = torch.nn.Parameter(torch.full((3,), 2.0))
@@ -36,7 +37,7 @@ def program(source: str) -> dict[str, Any]:
 def holders(weight: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
     """Functions that use a tensor which is not their argument."""
     model = nn.Linear(3, 1, bias=False)
-    model.weight = weight  # type: ignore[assignment]
+    model.weight = weight
     held = program("def of_globals(): return (GLOBAL * GLOBAL).sum()")
     held["GLOBAL"] = weight
 
@@ -59,7 +60,7 @@ def holders(weight: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
         "function in a closure": (lambda inner: lambda: inner())(lambda: (weight * weight).sum()),
         "default": with_default,
         "globals": held["of_globals"],
-        "coroutine": later,  # type: ignore[dict-item]
+        "coroutine": later,
         "async_execution": in_future,
     }
 
@@ -101,7 +102,7 @@ def test_of_a_view_in_a_closure_its_own_bytes_travel(
     cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    fill = marshal_module.fill_value
+    fill = codec.fill_value
 
     def watched(value: Any, *args: Any, **kwargs: Any) -> Any:
         large = fill(value, *args, **kwargs)
@@ -120,7 +121,7 @@ def test_what_shares_memory_with_an_argument_does_so_there(cluster: InProcessClu
 
     def write(given: torch.Tensor) -> list[float]:
         given[0] = 7.0
-        return x.tolist()  # type: ignore[no-any-return]
+        return x.tolist()
 
     with cluster.use("a"):
         assert rpc.rpc_sync("b", write, (x,)) == [7.0, 0.0, 0.0, 0.0]
@@ -222,7 +223,7 @@ def test_exceptions_of_a_notebook_arrive_as_they_were(cluster: InProcessCluster)
         assert frozen.value.order == cell["Order"](8)
         with pytest.raises(ExceptionGroup) as group:
             rpc.rpc_sync("b", cell["many"])
-    first, second = group.value.exceptions
+    first, second = list[Any](group.value.exceptions)
     assert type(first) is cell["OutOfStock"] and first.item == "pears" and second.args == (cell["Order"](9),)
 
 

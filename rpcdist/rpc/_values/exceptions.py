@@ -151,15 +151,20 @@ def text_of(exc: BaseException) -> str:
 
 def traceback_of(exc: BaseException) -> str:
     """The traceback with the text, cut in the middle; raises nothing."""
-    text = described("", lambda: "".join(traceback.format_exception(exc)))
+    text = described("", lambda: _cut_in_the_middle("".join(traceback.format_exception(exc))))
     if text.startswith("< failed: "):  # the text, notes or attributes of one of them; the frames are not the user's
         frames = described("formatting the traceback", lambda: "".join(traceback.format_tb(get_traceback(exc))))
         name = described("the name of the type", lambda: type(exc).__qualname__)
         text = f"Traceback (most recent call last):\n{frames}{name}: {text_of(exc)}\n"
-    if len(text) <= MAX_TEXT:
-        return text
-    rest = text[MAX_TEXT // 2 :]  # the frames are at the beginning, and a long message at the end
-    return f"{cut(text, MAX_TEXT // 2)} ...{rest[-MAX_TEXT // 2 :]}"
+    return text
+
+
+def _cut_in_the_middle(text: str) -> str:
+    """The frames are at the beginning, and a long message is at the end."""
+    half = MAX_TEXT // 2
+    return (
+        text if len(text) <= MAX_TEXT else f"{text[:half]}... [{len(text) - 2 * half} characters cut] ...{text[-half:]}"
+    )
 
 
 # ---------------------------------------------------------------- taking apart, and copying

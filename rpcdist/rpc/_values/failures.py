@@ -47,6 +47,7 @@ MAX_EXCEPTION_BYTES: Final = 16 << 20
 PART_BYTES: Final = (1 << 20, 64 << 10, 1 << 10)  # how far the parts are cut, until the whole is small enough
 MAX_DEPTH: Final = 8  # containers and groups within an exception of which parts are cut
 MAX_REPR: Final = 1000
+_TEXTS: Final = (str, bytes, bytearray)
 MAX_TRIALS: Final = 1000
 """So many parts of an exception are tried; those behind them are cut."""
 
@@ -146,9 +147,11 @@ class _Trials:
         _check_usable(found)
         return parts
 
-    def fits(self, part: object, limit_bytes: int) -> bool:
+    def fits(self, part: Any, limit_bytes: int) -> bool:
         """Whether a part of an exception can be sent."""
         self.left -= 1
+        if any(type(one) in _TEXTS and len(one) > limit_bytes for one in (part if type(part) is tuple else (part,))):
+            return False  # as nearly always; the others have to be pickled
         try:
             self._both_ways(part, limit_bytes)
         except BaseException:
