@@ -44,7 +44,7 @@ from rpcdist.autograd._wire_format import decode_begin_options, decode_events, e
 from rpcdist.errors import DeadlineExceeded
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values import LargeBuffer
-from rpcdist.rpc._values.failures import text_of, traceback_of
+from rpcdist.rpc._values.exceptions import set_cause, text_of, traceback_of
 
 __all__ = ["BackwardPass"]
 
@@ -220,7 +220,7 @@ class BackwardPass(PassTurns):
             return job()
         except BaseException as exc:
             self.fail(exc)  # also for a `sys.exit` in a hook: the other workers wait for this one
-            if not isinstance(exc, Exception):
+            if not issubclass(type(exc), Exception):
                 raise
             return None
 
@@ -276,7 +276,7 @@ class BackwardPass(PassTurns):
                     self._sender.send(to, message, self, large, self._links.get(to))
         except BaseException as exc:
             self.fail(exc)
-            if not isinstance(exc, Exception):
+            if not issubclass(type(exc), Exception):
                 raise
         if ends:
             self._end(None)
@@ -375,7 +375,7 @@ class BackwardPass(PassTurns):
         if not issubclass(type(exc), BackwardError | DeadlineExceeded):  # a user's exception may break `isinstance`
             me = self._sender.id
             error = BackwardError(me, self._sender.name_of(me), type(exc).__qualname__, text_of(exc))
-            error.__cause__ = exc
+            set_cause(error, exc)
         self.abort(error, traceback_of(exc))
 
     def abort(self, error: BaseException, text: str = "") -> None:

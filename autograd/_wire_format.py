@@ -10,7 +10,7 @@ from rpcdist.autograd._outbox import MergedMessage
 from rpcdist.autograd._pass_events import ChildDone, Decided, PassEvent, PassOptions, PeerBegan, Verdicts
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ProtocolViolation
-from rpcdist.rpc._values.failures import text_of
+from rpcdist.rpc._values.exceptions import text_of
 
 __all__ = [
     "check_verdicts",

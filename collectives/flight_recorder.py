@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from rpcdist.collectives._group.flight_records import Record, label
 from rpcdist.collectives._group.world import current_world
+from rpcdist.profile_ranges import record_function
 
 __all__ = ["Record", "dump", "entries", "record_comm"]
 
@@ -34,7 +33,7 @@ def record_comm(name: str) -> Iterator[None]:
     """Names the operations that are called inside: in the flight recorder, and as a range in torch's profiler."""
     token = label.set(name)
     try:
-        with torch.profiler.record_function(name):
+        with record_function(name):
             yield
     finally:
         label.reset(token)

@@ -3,15 +3,24 @@
 While no profiler runs in this process, a place that has a range asks for one attribute and does nothing else. A
 profiler records the thread that started it, and with `_ExperimentalConfig(profile_all_threads=True)` all threads, which
 is where handlers and asynchronous operations run.
+
+[Note: ranges and the end of a profiler] torch frees the memory of a range when the profiler ends, and writes the
+range's end to it all the same when that comes later, even from the destructor of the range. So a range ends with its
+block, on its thread, and one that its profiler did not outlive is never ended: its object is given up for good.
 """
 
 from __future__ import annotations
 
-from torch.autograd import profiler
-from torch.autograd.profiler import record_function
-from torch.futures import Future
+import ctypes
+import threading
+from typing import Any, Final
 
-__all__ = ["is_profiling", "record_function", "record_until_done"]
+from torch.autograd import profiler
+
+__all__ = ["is_profiling", "record_function"]
+
+_forget: Final = ctypes.pythonapi.Py_IncRef
+_forget.argtypes, _forget.restype = (ctypes.py_object,), None
 
 
 def is_profiling() -> bool:
@@ -19,7 +28,46 @@ def is_profiling() -> bool:
     return profiler._is_profiler_enabled
 
 
-def record_until_done(name: str, future: Future[object]) -> None:
-    """A range that begins now, and ends with the future, on any thread."""
-    with record_function(name) as current:
-        current._call_end_callbacks_on_future(future)
+class _Ends:
+    """Counts the ends of profilers: of each before torch frees its memory."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # held while the count changes, and while a range ends
+        self.count = 0
+        self._disable: Any = None
+
+    def watch(self) -> None:
+        """Has torch's profilers tell this from now on; they look the function up when they end."""
+        with self.lock:
+            if self._disable is None:
+                self._disable = profiler._disable_profiler
+                profiler._disable_profiler = self._disabled
+
+    def _disabled(self) -> Any:
+        with self.lock:
+            self.count += 1
+        return self._disable()
+
+
+_ends: Final = _Ends()
+
+
+class record_function:
+    """A range while a `with` block lasts: torch's, but safe where the profiler ends before the block."""
+
+    __slots__ = ("_began", "_range")
+
+    def __init__(self, name: str) -> None:
+        _ends.watch()
+        self._range = profiler.record_function(name)
+
+    def __enter__(self) -> None:
+        self._began = _ends.count
+        self._range.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        with _ends.lock:
+            if self._began == _ends.count:
+                self._range.__exit__(None, None, None)
+            else:
+                _forget(self._range)

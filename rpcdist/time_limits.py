@@ -159,6 +159,7 @@ __all__ = [
     "UNARY_DRAIN_LIMIT_S",
     "UNEXPECTED_SOCKET_LIMIT_S",
     "UNREAD_STREAM_LIMIT_S",
+    "UNWANTED_CALL_LIMIT_S",
 ]
 
 # ------------------------------------------------------------ Detecting death
@@ -331,6 +332,9 @@ RREF_RELEASE_LIMIT_S: Final = 1.0
 """When all workers have left, an owner waits this long for the last word of those who held its values."""
 UNREAD_STREAM_LIMIT_S: Final = 5.0
 """When all workers have called `shutdown`: a stream from which nobody has read this long is closed, and logged."""
+UNWANTED_CALL_LIMIT_S: Final = 60.0
+"""A `shutdown` waits this long for a handler whose caller has given up, by its deadline or by `cancel`; measured by the
+callee, from then on or from the beginning of its wait. Then the call is named in the log, and given up."""
 LEAVE_CONNECT_LIMIT_S: Final = 1.0
 """A worker that leaves tries this long to tell the coordinator, which otherwise notices by itself."""
 GENERATORS_LIMIT_S: Final = 1.0

@@ -118,10 +118,10 @@ class SegmentNews(_message.Message):
     def __init__(self, withdrawn: _Optional[_Iterable[int]] = ..., kept: _Optional[_Iterable[int]] = ..., unread: _Optional[_Iterable[_Union[UnreadLoan, _Mapping]]] = ...) -> None: ...
 
 class Call(_message.Message):
-    __slots__ = ("id", "function", "function_pickle", "fetch", "arguments", "timeout_us", "result", "autograd_context", "on", "counts_as_idle")
+    __slots__ = ("id", "function", "by_value", "fetch", "arguments", "timeout_us", "result", "autograd_context", "on", "counts_as_idle")
     ID_FIELD_NUMBER: _ClassVar[int]
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
-    FUNCTION_PICKLE_FIELD_NUMBER: _ClassVar[int]
+    BY_VALUE_FIELD_NUMBER: _ClassVar[int]
     FETCH_FIELD_NUMBER: _ClassVar[int]
     ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_US_FIELD_NUMBER: _ClassVar[int]
@@ -131,7 +131,7 @@ class Call(_message.Message):
     COUNTS_AS_IDLE_FIELD_NUMBER: _ClassVar[int]
     id: int
     function: str
-    function_pickle: bytes
+    by_value: bool
     fetch: RRefFetch
     arguments: _value_pb2.Value
     timeout_us: int
@@ -139,7 +139,7 @@ class Call(_message.Message):
     autograd_context: int
     on: RRefFetch
     counts_as_idle: bool
-    def __init__(self, id: _Optional[int] = ..., function: _Optional[str] = ..., function_pickle: _Optional[bytes] = ..., fetch: _Optional[_Union[RRefFetch, _Mapping]] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., timeout_us: _Optional[int] = ..., result: _Optional[_Union[_value_pb2.RRefFork, _Mapping]] = ..., autograd_context: _Optional[int] = ..., on: _Optional[_Union[RRefFetch, _Mapping]] = ..., counts_as_idle: bool = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., function: _Optional[str] = ..., by_value: bool = ..., fetch: _Optional[_Union[RRefFetch, _Mapping]] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., timeout_us: _Optional[int] = ..., result: _Optional[_Union[_value_pb2.RRefFork, _Mapping]] = ..., autograd_context: _Optional[int] = ..., on: _Optional[_Union[RRefFetch, _Mapping]] = ..., counts_as_idle: bool = ...) -> None: ...
 
 class CallQuestion(_message.Message):
     __slots__ = ("id",)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary
 
@@ -117,18 +116,27 @@ class LocalOptimizer:
             self.optim.step()
 
     def zero_grad(self, set_to_none: bool) -> None:
-        with self._alone("zero_grad"):
+        self._begin_alone("zero_grad")
+        try:
             self.optim.zero_grad(set_to_none)
+        finally:
+            self._lock.release()
 
     def state_dict(self) -> dict[str, Any]:
         """A copy on the CPU, which can be sent without a device map; loading moves it to the parameters' device."""
-        with self._alone("state_dict"):
+        self._begin_alone("state_dict")
+        try:
             state: dict[str, Any] = _copied(self.optim.state_dict())
+        finally:
+            self._lock.release()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        with self._alone("load_state_dict"):
+        self._begin_alone("load_state_dict")
+        try:
             self.optim.load_state_dict(_copied(state_dict))  # a caller on this worker must not share the state
+        finally:
+            self._lock.release()
 
     def norm(self, context_id: int, norm_type: float) -> float:
         """The norm of all gradients of the context here, as if they were one vector."""
@@ -139,15 +147,6 @@ class LocalOptimizer:
     def scale(self, context_id: int, factor: float) -> None:
         """Multiplies the gradients of the context here."""
         _retrieve_context(context_id).gradients.scale(self._parameters, factor)
-
-    @contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
-        """Holds the lock."""
-        self._begin_alone(what)
-        try:
-            yield
-        finally:
-            self._lock.release()
 
     def _begin_alone(self, what: str) -> None:
         """Takes the lock, for which it waits as long as the call may take."""

@@ -15,6 +15,7 @@ from rpcdist.rpc import Future, WorkerInfo
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._current import current_agent
+from rpcdist.rpc._values.exceptions import add_note, text_of
 
 __all__ = ["OwnerCall", "ask_owners", "ask_owners_async"]
 
@@ -122,12 +123,12 @@ def _error_in(what: str, calls: Sequence[OwnerCall], results: Sequence[Any]) -> 
         return None
     failed = [(call.owner.name, r.error) for call, r in zip(calls, results, strict=True) if isinstance(r, _CallFailed)]
     owner, error = failed[0]
-    if isinstance(error, WorkerLost) and not isinstance(error, OwnerLost):
+    if type(error) is WorkerLost:  # a user's exception may break `isinstance`
         lost = OwnerLost(error.worker, what, error.last_seen_s, error.reason)
         lost.__cause__ = error
         error = lost
     finished = [call.owner.name for call, r in zip(calls, results, strict=True) if not isinstance(r, _CallFailed)]
-    error.add_note(f"{what} failed on worker {owner!r}; it was done on: {', '.join(finished) or 'no worker'}")
+    add_note(error, f"{what} failed on worker {owner!r}; it was done on: {', '.join(finished) or 'no worker'}")
     for other, other_error in failed[1:]:
-        error.add_note(f"it failed on worker {other!r}, too: {type(other_error).__name__}: {other_error}")
+        add_note(error, f"it failed on worker {other!r}, too: {type(other_error).__name__}: {text_of(other_error)}")
     return error

@@ -43,6 +43,7 @@ from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._futures.failure import Failure, raise_failure
 from rpcdist.rpc._futures.interrupt import acquire
 from rpcdist.rpc._futures.taking import TakingObserver
+from rpcdist.rpc._values.exceptions import described, get_traceback, set_traceback, text_of, traceback_of
 from rpcdist.waiters import wake_threadsafe
 
 __all__ = ["Future"]
@@ -197,7 +198,8 @@ class Future(torch.futures.Future[T]):
             self._failure.seen = True
         try:
             # Each wait starts from the traceback that the error came with, or it would grow.
-            raise error.with_traceback(self._traceback)
+            set_traceback(error, self._traceback)
+            raise error
         finally:
             del error, self  # [Note: frames]
 
@@ -344,8 +346,8 @@ class Future(torch.futures.Future[T]):
         try:
             result = decode()
         except BaseException as error:
-            if error.__traceback__ is not None:
-                error.__traceback__ = error.__traceback__.tb_next
+            if (frames := get_traceback(error)) is not None:
+                set_traceback(error, frames.tb_next)
             self._finish_error(error)
         else:
             self._finish_result(result)
@@ -364,7 +366,7 @@ class Future(torch.futures.Future[T]):
             self._run_callbacks()
 
     def _finish_error(self, error: BaseException) -> None:
-        self._traceback: TracebackType | None = error.__traceback__
+        self._traceback: TracebackType | None = get_traceback(error)
         self._failure = failure = Failure(error)
         if self.is_quiet:
             failure.seen = True
@@ -445,15 +447,15 @@ class Future(torch.futures.Future[T]):
                 _Base.wait(self)
             callback(self)
         except BaseException as error:
-            logger.error("Got the following error when running the callback: %r", error, exc_info=error)
-            if isinstance(error, KeyboardInterrupt):  # the callback ran by chance when the user pressed Ctrl-C
+            logger.error("Got the following error when running the callback: %s", traceback_of(error))
+            if issubclass(type(error), KeyboardInterrupt):  # the callback ran by chance when the user pressed Ctrl-C
                 raise
 
     def __repr__(self) -> str:
         if not self._finished:
             state = "pending"
         elif self._error is not None:
-            state = f"failed: {self._error!r}"
+            state = f"failed: {described('its repr', partial(repr, self._error))}"
         else:
             state = f"done: {type(self._result).__name__}"
         return f"<Future {state}>"
@@ -474,19 +476,21 @@ def _complete_child(child: Future[S], callback: Callable[[Future[T]], S], parent
     try:
         result = callback(parent)
     except BaseException as error:
-        if error.__traceback__ is not None:
-            error.__traceback__ = error.__traceback__.tb_next  # this frame holds both futures
+        if (frames := get_traceback(error)) is not None:
+            set_traceback(error, frames.tb_next)  # this frame holds both futures
         child._fail(_as_runtime_error(error))
-        if isinstance(error, KeyboardInterrupt):
+        if issubclass(type(error), KeyboardInterrupt):
             raise
     else:
         child._complete(result)
 
 
 def _as_runtime_error(error: BaseException) -> BaseException:
-    if isinstance(error, RuntimeError):
+    if issubclass(type(error), RuntimeError):
         return error
-    wrapped = RpcdistError(f"Got the following error when running the callback: {type(error).__name__}: {error}")
+    wrapped = RpcdistError(
+        f"Got the following error when running the callback: {type(error).__name__}: {text_of(error)}"
+    )
     wrapped.__cause__ = error
-    wrapped.__traceback__ = error.__traceback__  # the log of an unread error shows where it came from
+    wrapped.__traceback__ = get_traceback(error)  # the log of an unread error shows where it came from
     return wrapped

@@ -21,9 +21,10 @@ from rpcdist.errors import NotInitialized, RRefError, WorkerLost
 from rpcdist.rpc._calling.result_streams import Stream
 from rpcdist.rpc._current import agent_or_none, current_agent
 from rpcdist.rpc._rref import proxied
-from rpcdist.rpc._rref.handles import Handle, fresh_copy
+from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.host import CreationOutcome, RRefHome
 from rpcdist.rpc._rref.proxy import KnownMethod, RRefProxy, method_name
+from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo
@@ -178,7 +179,7 @@ class PyRRef(Generic[T]):
     def _wait_for_value(self, timeout: float) -> T:
         state = self._handle.state
         if state.error is not None:
-            raise fresh_copy(state.error)
+            raise copied(state.error)
         assert state.value is not None  # the caller has asked is_owner()
         deadline = current_deadline.get()
         if timeout != UNSET_RPC_TIMEOUT:

@@ -103,7 +103,7 @@ calls = st.builds(
     function=st.sampled_from(["builtins:len", "torch:zeros", "os:getpid", "", ":", "a" * 5000]) | st.text(max_size=20),
     arguments=values,
     timeout_us=numbers,
-    function_pickle=st.sampled_from([b"", b"no pickle"]),
+    by_value=st.booleans(),
 )
 messages = st.one_of(
     st.builds(rpc_pb2.Message, call=calls, transfer=numbers, large=st.lists(numbers, max_size=4)),

@@ -58,12 +58,12 @@ def call_by_name(to: str, name: str) -> Any:
     """A call of a function that the caller would not name so."""
     from rpcdist.rpc._calling import new_calls
 
-    honest: Any = new_calls.encode_function  # type: ignore[attr-defined]
-    new_calls.encode_function = lambda *args, **kwargs: name  # type: ignore[attr-defined]
+    honest: Any = new_calls.function_reference  # type: ignore[attr-defined]
+    new_calls.function_reference = lambda *args, **kwargs: name  # type: ignore[attr-defined]
     try:
         return rpc.rpc_sync(to, pid)
     finally:
-        new_calls.encode_function = honest  # type: ignore[attr-defined]
+        new_calls.function_reference = honest  # type: ignore[attr-defined]
 
 
 def _refuse_to_be_built(*args: Any) -> Any:

@@ -12,11 +12,10 @@ import adversary_functions as functions
 import pytest
 import rpc_victim_functions
 from peer_timeouts import CALM_S, UNIT_S
+from values_helpers import fail
 
 from rpcdist import rpc
-from rpcdist._proto import rpc_pb2
 from rpcdist.errors import RpcdistError, SerializationError
-from rpcdist.rpc._values.failures import exception_of, failure_of
 from rpcdist.testing import RpcWorld, WorkerPool
 from rpcdist.transport.io_loop import IoLoop
 
@@ -28,8 +27,7 @@ KINDS = ("half a surrogate pair", "str exits", "no attributes", "constructor exi
 def test_any_exception_has_a_form_that_can_be_sent(kind: str) -> None:
     with pytest.raises(BaseException) as caught:
         functions.raise_hostile(kind)
-    sent = failure_of(caught.value, "w").SerializeToString()
-    arrived = exception_of(rpc_pb2.Failure.FromString(sent))
+    arrived = fail(caught.value).arrived()
     assert isinstance(arrived, Exception) and not isinstance(arrived, SystemExit)
 
 

@@ -12,7 +12,7 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import Cancelled, DeadlineExceeded, RemoteError
 from rpcdist.rpc._calling.call_table import PendingCall
 from rpcdist.rpc._calling.creations import WITHHELD, Creation, ValueSink
-from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedNone
+from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedFailure, ArrivedNone
 from rpcdist.rpc._rref.identifiers import ReferenceShare, UniqueId
 
 SHARE = ReferenceShare(UniqueId(1, 2, 3), UniqueId(1, 4, 3))
@@ -24,7 +24,7 @@ class Told:
     def __init__(self) -> None:
         self.heard: list[Any] = []
         self.jobs: list[tuple[Callable[..., object], tuple[object, ...]]] = []
-        self.creation = Creation(SHARE, self, self.submit, may_unpickle=True)
+        self.creation = Creation(SHARE, self, self.submit)
 
     def on_created(self, share: ReferenceShare) -> None:
         self.heard.append(share)
@@ -68,7 +68,7 @@ def test_the_future_that_is_asked_for_afterwards_is_done(told: Told) -> None:
 @pytest.mark.parametrize("asked_before", [False, True])
 def test_a_failure_is_told_in_the_pool(told: Told, asked_before: bool) -> None:
     future = told.creation.future() if asked_before else None
-    failure = rpc_pb2.Failure(type_name="ValueError", text="bad", worker="w1")
+    failure = ArrivedFailure(rpc_pb2.Failure(type_name="ValueError", text="bad", worker="w1"))
     told.creation.replied(failure, None, told.jobs)
     assert told.heard == []
     told.run()
@@ -112,7 +112,7 @@ def begun(told: Told, has_message: bool = True, timeout_s: float = 5.0) -> tuple
     session: Any = Conversation(has_message)
     call.session = session
     told.creation.began(call, lambda: True)
-    return call, ValueSink(told.creation, may_unpickle=True)
+    return call, ValueSink(told.creation)
 
 
 def outcome(value_sink: ValueSink, call: PendingCall) -> object:
@@ -151,11 +151,28 @@ def test_a_value_of_none_is_not_a_value_that_was_withheld(told: Told, payload: o
 def test_a_failure_reaches_who_waits_for_the_value_and_the_reference(told: Told) -> None:
     call, value_sink = begun(told)
     assert told.creation.want_value(value_sink, 5.0) is call
-    told.creation.replied(rpc_pb2.Failure(type_name="ValueError", text="bad", worker="w1"), None, told.jobs)
-    with pytest.raises(RemoteError, match="bad"):
-        outcome(value_sink, call)
+    failure = ArrivedFailure(rpc_pb2.Failure(type_name="ValueError", text="bad", worker="w1"))
+    told.creation.replied(failure, None, told.jobs)
     told.run()
+    with pytest.raises(RemoteError, match="bad") as raised:
+        outcome(value_sink, call)
     assert isinstance(told.heard[0][1], RemoteError)
+    assert raised.value is not told.heard[0][1]  # two threads would write their frames into it
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt("in __setstate__"), SystemExit(3), ValueError("hostile")])
+def test_a_failure_that_cannot_be_unpickled_ends_the_creation_all_the_same(told: Told, error: BaseException) -> None:
+    class Broken(ArrivedFailure):
+        def exception(self) -> Exception:
+            raise error
+
+    call, value_sink = begun(told)
+    assert told.creation.want_value(value_sink, 5.0) is call
+    told.creation.replied(Broken(rpc_pb2.Failure()), None, told.jobs)
+    told.run()
+    with pytest.raises(type(error)):
+        outcome(value_sink, call)
+    assert told.heard == [(SHARE, error)]
 
 
 @pytest.mark.parametrize("how", ["failed", "cancelled"])
@@ -185,7 +202,7 @@ def test_who_gives_up_leaves_the_call_alone(told: Told) -> None:
 def test_one_waits_for_the_value_that_comes_with_the_reply_and_others_fetch_it(told: Told) -> None:
     call, value_sink = begun(told)
     assert told.creation.want_value(value_sink, 5.0) is call
-    assert told.creation.want_value(ValueSink(told.creation, may_unpickle=True), 5.0) is None
+    assert told.creation.want_value(ValueSink(told.creation), 5.0) is None
 
 
 @pytest.mark.parametrize("why", ["it has left", "it may take longer", "it has ended", "it is in a context"])

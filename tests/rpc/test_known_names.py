@@ -8,7 +8,7 @@ import types
 import pytest
 
 from rpcdist.rpc._values import known_names
-from rpcdist.rpc._values.function_names import encode_function
+from rpcdist.rpc._values.function_names import function_reference
 from rpcdist.rpc._values.known_names import KnownNames
 
 MODULE = "module_of_known_names"
@@ -24,7 +24,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 def noted(func: object) -> KnownNames:
     names = KnownNames()
-    names.note(func, encode_function(func))  # type: ignore[arg-type]
+    names.note(func, function_reference(func))  # type: ignore[arg-type]
     return names
 
 
@@ -57,12 +57,6 @@ def test_what_holds_something_or_lies_deeper_is_not_kept(module: types.ModuleTyp
         names = KnownNames()
         names.note(func, f"{MODULE}:something")
         assert names.find(func) is None
-
-
-def test_a_pickle_is_no_name(module: types.ModuleType) -> None:
-    names = KnownNames()
-    names.note(module.work, b"pickle")
-    assert names.find(module.work) is None
 
 
 def test_the_number_of_names_is_bounded(module: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

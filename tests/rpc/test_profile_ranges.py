@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from rpcdist import profile_ranges, rpc
 from rpcdist.parallel.pipeline import Pipeline
 from rpcdist.parallel.pipeline._receivers import push
-from rpcdist.testing import InProcessCluster
+from rpcdist.testing import UNIT_S, InProcessCluster
 
 
 @pytest.fixture
@@ -63,6 +65,45 @@ def test_calls_and_handlers_are_in_a_profile(cluster: InProcessCluster, all_thre
     assert found[f"rpc to 'server' of {__name__}:double_later"] == 1
     handlers = {key: count for key, count in found.items() if key.startswith("handler")}
     assert handlers.get(f"handler of {__name__}:double", 0) == (3 if all_threads else 0)
+
+
+def slow(duration_s: float) -> torch.Tensor:
+    time.sleep(duration_s)  # what is tried is a handler that outlives a profiler
+    return torch.ones(2) * 2
+
+
+@pytest.mark.parametrize("all_threads", [False, True])
+def test_calls_and_handlers_may_outlive_the_profiler_and_end_under_the_next_one(
+    cluster: InProcessCluster, all_threads: bool
+) -> None:
+    """torch writes the end of a range to where it was, also when that memory is freed or another profiler's."""
+    with cluster.use("trainer"):
+        for _ in range(3):
+            with profiler(all_threads) as first:
+                futures = [rpc.rpc_async("server", slow, (0.02 * UNIT_S * (1 + n % 3),)) for n in range(9)]
+            with profiler(all_threads) as second:
+                for _ in range(300):
+                    torch.ones(3) + 1
+            assert counts(first)[f"rpc to 'server' of {__name__}:slow"] == 9
+            second.key_averages()
+            assert all(future.wait().tolist() == [2.0, 2.0] for future in futures)
+
+
+def test_a_range_that_its_profiler_did_not_outlive_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    leave = torch.autograd.profiler.record_function.__exit__
+
+    def left(self: torch.autograd.profiler.record_function, *error: Any) -> None:
+        ended.append(self.name)
+        leave(self, *error)
+
+    monkeypatch.setattr(torch.autograd.profiler.record_function, "__exit__", left)
+    with profiler(all_threads=True) as first, profile_ranges.record_function("inside"):
+        outlives = profile_ranges.record_function("outlives")
+        outlives.__enter__()
+    with profiler(all_threads=True):
+        outlives.__exit__()
+    assert ended == ["inside"] and {each.key for each in first.key_averages()} >= {"inside", "outlives"}
 
 
 def test_a_call_that_fails_ends_its_range(cluster: InProcessCluster) -> None:

@@ -148,7 +148,7 @@ def deadly_messages(path: Path) -> list[rpc_pb2.Message]:
     body = pickle.dumps(Touch(path), 5)
     value = value_pb2.Value(encoding=value_pb2.Value.PICKLE, body=body)
     return [
-        rpc_pb2.Message(call=rpc_pb2.Call(id=1, function_pickle=body)),
+        rpc_pb2.Message(call=rpc_pb2.Call(id=1, by_value=True, arguments=value)),
         rpc_pb2.Message(call=rpc_pb2.Call(id=2, function="builtins:print", arguments=value)),
         rpc_pb2.Message(reply=rpc_pb2.Reply(id=1, value=value)),
         rpc_pb2.Message(reply=rpc_pb2.Reply(id=1, failure=rpc_pb2.Failure(exception=value))),

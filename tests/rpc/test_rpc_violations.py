@@ -124,7 +124,11 @@ def test_messages_that_make_no_sense_harm_nobody(world: RpcWorld, address: str) 
         rpc_pb2.Call(id=3, function="no colon"),
         rpc_pb2.Call(id=4, function="os:no_such_function"),
         rpc_pb2.Call(id=5, function=":"),
-        rpc_pb2.Call(id=6, function_pickle=b"no pickle"),
+        rpc_pb2.Call(id=6, by_value=True),
+        rpc_pb2.Call(
+            id=15, by_value=True, arguments=value_pb2.Value(encoding=value_pb2.Value.PICKLE, body=b"no pickle")
+        ),
+        rpc_pb2.Call(id=16, by_value=True, arguments=value_pb2.Value(body=b"\x01")),
         rpc_pb2.Call(id=7, function="os:getpid", arguments=value_pb2.Value(body=b"no value")),
         rpc_pb2.Call(
             id=8, function="os:getpid", arguments=value_pb2.Value(encoding=value_pb2.Value.PICKLE, body=b"no pickle")
@@ -150,14 +154,14 @@ def test_messages_that_make_no_sense_harm_nobody(world: RpcWorld, address: str) 
             got: dict[int, rpc_pb2.Reply] = {}
             with suppress(TimeoutError):
                 async with asyncio.timeout(3.0):
-                    while len(got) < 14:
+                    while len(got) < 16:
                         found = messages_of(await client.call.read())
                         got.update({m.reply.id: m.reply for m in found if m.HasField("reply")})
             client.call.cancel()
             return got
 
     got = run_on_loop(run())
-    assert sorted(got) == list(range(1, 15))
+    assert sorted(got) == list(range(1, 17))
     assert all(reply.HasField("failure") and reply.failure.text for reply in got.values()), got
 
 

@@ -13,7 +13,8 @@ from rpc_functions import add
 
 from rpcdist import rpc
 from rpcdist.errors import DeadlineExceeded, NotInitialized, RpcdistError
-from rpcdist.testing import InProcessCluster
+from rpcdist.rpc._membership import leaving
+from rpcdist.testing import InProcessCluster, eventually
 
 SHORT_S = UNIT_S
 entered = threading.Event()
@@ -118,4 +119,43 @@ def test_shutdown_with_a_timeout_names_the_call_that_does_not_end(cluster: InPro
     errors = [future.exception(LIMIT_S) for future in leaving]
     assert any("enter_and_wait" in str(error) for error in errors), errors
     assert isinstance(held.exception(LIMIT_S), RpcdistError)
+    cluster.close()
+
+
+@pytest.mark.parametrize("how", ["deadline", "cancel"])
+def test_shutdown_gives_up_a_handler_that_never_ends_when_its_caller_has(
+    cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    monkeypatch.setattr(leaving, "UNWANTED_CALL_LIMIT_S", SHORT_S)
+    with cluster.use("a"):
+        if how == "deadline":
+            with pytest.raises(DeadlineExceeded):
+                rpc.rpc_sync("b", enter_and_wait, timeout=0.1)
+        else:
+            future = rpc.rpc_async("b", enter_and_wait)
+            assert entered.wait(LIMIT_S)
+            future.cancel()
+    everybody = [cluster.begin(name, rpc.shutdown) for name in cluster.names]
+    eventually(lambda: "shutdown of b gives up <call" in caplog.text)
+    assert "enter_and_wait" in caplog.text and "waits no longer" in caplog.text
+    released.set()  # its thread, for which the pool waits
+    for future_ in everybody:
+        future_.result(LIMIT_S)
+    cluster.close()
+
+
+def test_shutdown_gives_up_no_call_that_somebody_waits_for(
+    cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaving, "UNWANTED_CALL_LIMIT_S", 0.0)
+    with cluster.use("a"):
+        future = rpc.rpc_async("b", enter_and_wait)
+    assert entered.wait(LIMIT_S)
+    everybody = [cluster.begin(name, rpc.shutdown) for name in cluster.names]
+    with pytest.raises(TimeoutError):
+        everybody[1].result(SHORT_S)
+    released.set()
+    assert future.wait(LIMIT_S) is None
+    for each in everybody:
+        each.result(LIMIT_S)
     cluster.close()

@@ -214,7 +214,7 @@ SCRIPT = """
     import multiprocessing, sys
     from rpcdist._proto import value_pb2
     from rpcdist.rpc._values import decode, encode_into
-    from rpcdist.rpc._values.function_names import encode_function
+    from rpcdist.rpc._values.function_names import function_reference
 
     class Own:
         pass
@@ -228,7 +228,7 @@ SCRIPT = """
         return value.SerializeToString()
 
     def child(connection):
-        connection.send((encoded([Own(), own]), encode_function(own), encoded(own, by_value=True)))
+        connection.send((encoded([Own(), own]), function_reference(own), encoded(own, by_value=True)))
 
     if __name__ == "__main__":
         context = multiprocessing.get_context("spawn")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from rpcdist._proto import value_pb2
+from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.rpc._values import Externals, LargeBuffer, decode, encode_into
+from rpcdist.rpc._values.codec import fill_pickled
+from rpcdist.rpc._values.failures import exception_of, failure_of
 
-__all__ = ["Box", "Boxes", "Encoded", "encode", "round_trip", "wire"]
+__all__ = ["Box", "Boxes", "Encoded", "Failed", "encode", "fail", "round_trip", "wire"]
 
 
 class Encoded(NamedTuple):
@@ -62,3 +64,22 @@ def round_trip(obj: object, **options: Any) -> tuple[Encoded, Any]:
     encoded = encode(obj, **options)
     large = [buffer.copy() for buffer in encoded.large]
     return encoded, decode(wire(encoded), large, plain_only=options.get("plain_only", False))
+
+
+class Failed(NamedTuple):
+    """A failure on its way out, and the buffers that are not in it."""
+
+    failure: rpc_pb2.Failure
+    large: list[LargeBuffer]
+
+    def arrived(self, may_unpickle: bool = True) -> Exception:
+        """The exception at the caller."""
+        failure = rpc_pb2.Failure.FromString(self.failure.SerializeToString())
+        large = [buffer.copy() for buffer in self.large]
+        has_original = may_unpickle and failure.HasField("exception")
+        return exception_of(failure, (lambda: decode(failure.exception, large)) if has_original else None)
+
+
+def fail(exc: BaseException, **options: Any) -> Failed:
+    """What a worker "w" sends of an exception."""
+    return Failed(*failure_of(exc, "w", fill_pickled, **options))

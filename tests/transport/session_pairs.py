@@ -31,7 +31,7 @@ class Bytes(OutgoingBuffer):
 def call(id: int, body: bytes = b"") -> rpc_pb2.Message:
     message = rpc_pb2.Message()
     message.call.id = id
-    message.call.function_pickle = body
+    message.call.arguments.body = body
     return message
 
 

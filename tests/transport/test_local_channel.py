@@ -19,7 +19,7 @@ import pytest
 import transport_nodes
 from transport_nodes import LIMIT_S, TOKEN, UNIT_S, Memory, Nodes, Recorder, is_local, open_link
 
-from rpcdist._proto import handshake_pb2, rpc_pb2
+from rpcdist._proto import handshake_pb2, rpc_pb2, value_pb2
 from rpcdist.errors import AuthenticationFailed, ConfigError, ConnectFailed
 from rpcdist.ids import Identity
 from rpcdist.transport import Node, connector
@@ -254,7 +254,7 @@ def framed(data: bytes) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 
-CALL = frame(rpc_pb2.Message(call=rpc_pb2.Call(id=1, function_pickle=b"cos\nabort\n(tR.")))
+CALL = frame(rpc_pb2.Message(call=rpc_pb2.Call(id=1, arguments=value_pb2.Value(body=b"cos\nabort\n(tR."))))
 
 
 @pytest.mark.parametrize(

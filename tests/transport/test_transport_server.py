@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from transport_nodes import LIMIT_S, UNIT_S, Memory, Nodes, Recorder, kind_of, open_link
 
-from rpcdist._proto import membership_pb2, rpc_pb2
+from rpcdist._proto import membership_pb2, rpc_pb2, value_pb2
 from rpcdist.errors import (
     AuthenticationFailed,
     BlockingInLoop,
@@ -218,7 +218,7 @@ def test_a_message_that_is_larger_than_an_envelope(nodes: Nodes) -> None:
     recorder = Recorder()
     server.handle_role("echo", recorder)
     link = open_link(client, server)
-    call = rpc_pb2.Call(id=1, function_pickle=b"x" * (9 << 20))
+    call = rpc_pb2.Call(id=1, arguments=value_pb2.Value(body=b"x" * (9 << 20)))
     link.session.send(rpc_pb2.Message(call=call), [Memory(b"beside it")])
     assert recorder.wait()[0].call == call and recorder.buffers == [[b"beside it"]]
 

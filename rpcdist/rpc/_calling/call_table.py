@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
-from rpcdist._proto import rpc_pb2, value_pb2
+from rpcdist._proto import value_pb2
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import DeadlineExceeded
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._calling.in_flight import InFlightBytes
+from rpcdist.rpc._marshal.arrived_value import ArrivedFailure
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.handles import HandleState
@@ -50,7 +51,7 @@ GATHERING = CallFlags(is_repeatable=True, counts_as_work=False)
 class ReplySink(Protocol):
     """What is done with the outcome of a call."""
 
-    def replied(self, failure: rpc_pb2.Failure | None, payload: object, jobs: list[PoolJob]) -> None:
+    def replied(self, failure: ArrivedFailure | None, payload: object, jobs: list[PoolJob]) -> None:
         """The reply came; called on the thread that read it, or that made a call to oneself; it must not run user code.
 
         Args:

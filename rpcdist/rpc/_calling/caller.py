@@ -11,7 +11,7 @@ from typing import Any
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import BlockingInLoop, Cancelled, RpcdistError, TransportError, WorkerLost
-from rpcdist.profile_ranges import is_profiling, record_function, record_until_done
+from rpcdist.profile_ranges import is_profiling, record_function
 from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._calling.arguments import num_bytes_of
 from rpcdist.rpc._calling.call_table import INFINITE, CallTable, PendingCall
@@ -113,7 +113,7 @@ class Caller:
         """Calls a function, and waits for its result. `on`: see `NewCalls`."""
         if asyncio._get_running_loop() is not None:
             raise BlockingInLoop("rpc_sync")
-        reply_sink = SyncReplySink(self._marshal.allow_pickle)
+        reply_sink = SyncReplySink()
         to = self._resolve(to, timeout_s)
         call, message, large = self._new_calls.of_function(to, func, args, kwargs, timeout_s, reply_sink, on=on)
         if is_profiling():
@@ -136,13 +136,9 @@ class Caller:
         self, to: int, func: Callable[..., Any], args: Any, timeout_s: float = UNSET_RPC_TIMEOUT
     ) -> Callable[[], Any]:
         """`sync` in two parts: makes the call, and returns what waits for its result, for a thread that will do so."""
-        reply_sink = SyncReplySink(self._marshal.allow_pickle)
+        reply_sink = SyncReplySink()
         call, message, large = self._new_calls.of_function(to, func, args, None, timeout_s, reply_sink)
-        if is_profiling():
-            with record_function(call.what()):  # until it is sent: what is waited for later is no time of the call
-                self._send_in_turn(call, message, large)
-        else:
-            self._send_in_turn(call, message, large)
+        self._start_in_turn(call, message, large)
         return lambda: reply_sink.wait(call, self)
 
     def start(
@@ -160,9 +156,7 @@ class Caller:
         sink = self._sink(future)
         call, message, large = self._new_calls.of_function(to, func, args, kwargs, timeout_s, sink, on=on)
         self._expect(future, call)
-        if is_profiling():
-            record_until_done(call.what(), future)
-        self._send_in_turn(call, message, large)
+        self._start_in_turn(call, message, large)
         return future
 
     def remote(
@@ -177,7 +171,7 @@ class Caller:
         on: HandleState | None = None,
     ) -> Creation:
         """Asks a worker to run a function and keep its result under the ids of `share`. `on`: see `NewCalls`."""
-        creation = Creation(share, listener, self._submit, self.allow_pickle)
+        creation = Creation(share, listener, self._submit)
         call, message, large = self._new_calls.of_function(to, func, args, kwargs, timeout_s, creation, share, on)
         self._send_in_turn(call, message, large)
         creation.began(call, partial(self.cancel, call, None))
@@ -187,7 +181,7 @@ class Caller:
         """The value of a `remote()`, if its message can be made to ask for that, too; else `WITHHELD`. Waits for it."""
         if asyncio._get_running_loop() is not None or current_autograd.get() is not None:
             return WITHHELD
-        value_sink = ValueSink(creation, self._marshal.allow_pickle)
+        value_sink = ValueSink(creation)
         try:
             call = creation.want_value(value_sink, self.rpc_timeout_s or INFINITE)
         except BaseException:  # Ctrl-C
@@ -199,7 +193,7 @@ class Caller:
         """The value of a remote reference, from its owner; waits for it."""
         if asyncio._get_running_loop() is not None:
             raise BlockingInLoop("to_here()", "await rref")
-        reply_sink = SyncReplySink(self._marshal.allow_pickle)
+        reply_sink = SyncReplySink()
         call, message, large = self._new_calls.of_fetch(owner, share, timeout_s, reply_sink)
         session = self._router.session_with(owner)
         return reply_sink.wait(call, self, partial(self._send, call, message, large), session)
@@ -214,7 +208,7 @@ class Caller:
 
     def gather(self, to: int, name: str, args: tuple[Any, ...], timeout_s: float) -> Any:
         """Calls a function that every worker serves under this name, and that waits for other workers; blocks."""
-        reply_sink = SyncReplySink(self._marshal.allow_pickle)
+        reply_sink = SyncReplySink()
         call, message, large = self._new_calls.of_gathering(to, name, args, timeout_s, reply_sink)
         return reply_sink.wait(call, self, partial(self._send, call, message, large))
 
@@ -225,6 +219,15 @@ class Caller:
         self._expect(future, call)
         self._send(call, message, large)
         return future
+
+    def _start_in_turn(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
+        if is_profiling():
+            # Until it is sent. Where the result comes, on whatever thread, the profiler may have ended: its memory is
+            # freed then, and ending the range would write to it.
+            with record_function(call.what()):
+                self._send_in_turn(call, message, large)
+        else:
+            self._send_in_turn(call, message, large)
 
     def _send_in_turn(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         """Sends a call when there is room for its bytes; see `in_flight`. Waits for that, except on an event loop."""
@@ -275,7 +278,7 @@ class Caller:
         return worker_id
 
     def _sink(self, future: Future[Any]) -> FutureReplySink:
-        return FutureReplySink(future, self._submit, self._marshal.allow_pickle)
+        return FutureReplySink(future, self._submit)
 
     def _expect(self, future: Future[Any], call: PendingCall) -> None:
         """Before the call is sent: a future that is complete lets go of both, which hold it."""
@@ -344,11 +347,13 @@ class Caller:
             if reply.HasField("value"):
                 payload = self._marshal.arrived(reply.value, buffers, session.peer)
             elif reply.HasField("failure"):
-                failure = reply.failure
+                failure = self._marshal.arrived_failure(reply.failure, buffers, session.peer)
         call = self.calls.take_answered(id, session)
         if call is None:  # it timed out or was cancelled here, or another worker was asked
             if payload is not None:
                 payload.discard()
+            elif failure is not None:
+                failure.discard()
             elif is_stream:
                 session.send(rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=id)))
             return

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol
 
-from rpcdist._proto import rpc_pb2
 from rpcdist.errors import Cancelled
 from rpcdist.rpc._calling.call_table import PendingCall
 from rpcdist.rpc._calling.reply_sinks import Submit, SyncReplySink
-from rpcdist.rpc._marshal.arrived_value import Arrived
+from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedFailure
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._rref.identifiers import ReferenceShare
-from rpcdist.rpc._values.failures import exception_of
+from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
 
 __all__ = ["WITHHELD", "Creation", "CreationListener", "ValueSink"]
@@ -42,7 +41,6 @@ class Creation:
         share: the reference, and the share of it that this worker will have.
         listener: is told the outcome.
         submit: gives functions that may run code of users to the pool.
-        may_unpickle: whether an exception may be unpickled.
     """
 
     __slots__ = (
@@ -53,17 +51,15 @@ class Creation:
         "_has_ended",
         "_listener",
         "_lock",
-        "_may_unpickle",
         "_share",
         "_submit",
         "_value_sink",
     )
 
-    def __init__(self, share: ReferenceShare, listener: CreationListener, submit: Submit, may_unpickle: bool) -> None:
+    def __init__(self, share: ReferenceShare, listener: CreationListener, submit: Submit) -> None:
         self._share = share
         self._listener = listener
         self._submit = submit
-        self._may_unpickle = may_unpickle
         self._lock = threading.Lock()  # around all below
         self._call: PendingCall | None = None  # this and the next: None when it has ended
         self._cancel: Callable[[], bool] | None = None  # ends it
@@ -72,12 +68,10 @@ class Creation:
         self._has_ended = False
         self._error: BaseException | None = None
 
-    def replied(self, failure: rpc_pb2.Failure | None, payload: object, jobs: list[PoolJob]) -> None:
+    def replied(self, failure: ArrivedFailure | None, payload: object, jobs: list[PoolJob]) -> None:
         value_sink = self._take_value_sink()
         if failure is not None:
-            jobs.append((self._fail_with, (failure,)))
-            if value_sink is not None:
-                value_sink.replied(failure, None, jobs)
+            jobs.append((self._fail_with, (failure, value_sink)))
             return
         self._listener.on_created(self._share)
         future = self._end(None)
@@ -99,8 +93,17 @@ class Creation:
             value_sink, self._value_sink = self._value_sink, None
             return value_sink
 
-    def _fail_with(self, failure: rpc_pb2.Failure) -> None:
-        self.fail(exception_of(failure, may_unpickle=self._may_unpickle))
+    def _fail_with(self, failure: ArrivedFailure, value_sink: ValueSink | None) -> None:
+        exc: BaseException
+        try:
+            exc = failure.exception()
+        except BaseException as why:  # of the user's `__setstate__`, Ctrl-C included: it ends the creation all the same
+            exc = why
+        try:
+            self.fail(exc)
+        finally:
+            if value_sink is not None:
+                value_sink.failed(copied(exc))
 
     def fail(self, exc: BaseException) -> None:
         """The call failed, or could not be made; not on the I/O loop."""
@@ -184,8 +187,8 @@ class ValueSink(SyncReplySink):
 
     __slots__ = ("_creation",)
 
-    def __init__(self, creation: Creation, may_unpickle: bool) -> None:
-        super().__init__(may_unpickle)
+    def __init__(self, creation: Creation) -> None:
+        super().__init__()
         self._creation = creation
 
     def cancel(self, call: PendingCall, exc: BaseException | None) -> bool:

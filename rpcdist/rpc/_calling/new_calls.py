@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import NEVER, Deadline, checked_timeout, current_deadline
+from rpcdist.errors import SerializationError
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.arguments import by_keyword, name_value, positional
 from rpcdist.rpc._calling.call_table import (
@@ -28,7 +29,7 @@ from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, called_method
 from rpcdist.rpc._values import LargeBuffer
 from rpcdist.rpc._values.compact import CompactValue
-from rpcdist.rpc._values.function_names import encode_function, unwrap
+from rpcdist.rpc._values.function_names import function_reference, unwrap
 from rpcdist.rpc._values.known_names import KnownNames
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.transport.wire_messages import MAX_NAME_BYTES, CompactCall
@@ -112,23 +113,28 @@ class NewCalls:
         kwargs = {} if kwargs is None else by_keyword(kwargs)
         if type(func) is not FunctionType:
             func, args, kwargs = unwrap(func, args, kwargs)
-        name: str | bytes | None = self._names.find(func)
+        name = self._names.find(func)
         if name is None:
-            name = encode_function(func, by_value=self._marshal.by_value)
-            if not self._marshal.by_value:
+            name = function_reference(func, by_value=self._marshal.by_value)
+            if name is not None and not self._marshal.by_value:
                 self._names.note(func, name)
         context, context_id = (None, 0) if current_autograd.get() is None else _join_autograd(to)
         if on is not None and func in CALLS_OF_METHODS:
             what = f"the method {called_method(args)}()"
         else:
-            what = name if isinstance(name, str) else getattr(func, "__qualname__", repr(func))
+            what = getattr(func, "__qualname__", repr(func)) if name is None else name
         describe = partial(self._describe, to, what)
         pending = PendingCall(self._owner, self._next_id(), to, describe, deadline, timeout_s, reply_sink, USER_CALL)
         pending.autograd = context
         pending.on = on
         pending.is_bound = result is not None or on is not None or context is not None
+        if name is None:
+            return (
+                pending,
+                *self._in_protobuf(pending, None, self._by_value(func, args, kwargs, to), context_id, result),
+            )
         written = self._marshal.write((args, kwargs), to) if args or kwargs else None
-        if isinstance(name, str) and len(name) * 4 <= MAX_NAME_BYTES:
+        if len(name) * 4 <= MAX_NAME_BYTES:
             compact = (NOTHING, None) if written is None else self._marshal.compact(written, context)
             if compact is not None:
                 value, history = compact
@@ -166,10 +172,19 @@ class NewCalls:
         pending.forks = forks or None
         return pending, message, large
 
+    def _by_value(self, func: Callable[..., Any], args: object, kwargs: object, to: int) -> Written:
+        """The function behind its arguments: what it holds (tensors, references) travels as they do."""
+        if not self._marshal.allow_pickle:
+            raise SerializationError(
+                f"{getattr(func, '__qualname__', repr(func))!r} has no name under which the callee finds it, and "
+                "pickle is off here; define it at the top level of a module that both sides can import"
+            )
+        return self._marshal.write((args, kwargs, func), to)
+
     def _in_protobuf(
         self,
         pending: PendingCall,
-        name: str | bytes,
+        name: str | None,
         written: Written | None,
         context_id: int,
         result: ReferenceShare | None,
@@ -177,10 +192,10 @@ class NewCalls:
         """The message of a call that has parts which the compact form does not know, and its large buffers."""
         message = rpc_pb2.Message()
         call = message.call
-        if isinstance(name, str):
-            call.function = name
+        if name is None:
+            call.by_value = True
         else:
-            call.function_pickle = name
+            call.function = name
         call.autograd_context = context_id
         if result is not None:
             name_value(call.result, result)
@@ -192,8 +207,8 @@ class NewCalls:
                 large, forks = self._marshal.fill(call.arguments, written, pending.autograd)
             except Exception as exc:
                 assert isinstance(written.obj, tuple)
-                args, kwargs = written.obj
-                self._marshal.explain(exc, written, f"in an {pending.what()}", args=args, kwargs=kwargs)
+                parts = dict(zip(("args", "kwargs", "function"), written.obj, strict=False))
+                self._marshal.explain(exc, written, f"in an {pending.what()}", **parts)
                 raise
             pending.forks = forks or None
         return message, large

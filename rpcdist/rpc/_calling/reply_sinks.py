@@ -7,16 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from rpcdist._proto import rpc_pb2
 from rpcdist.errors import Cancelled
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.call_table import PendingCall
 from rpcdist.rpc._executors.blocking import blocking, hooks
 from rpcdist.rpc._futures.interrupt import acquire
-from rpcdist.rpc._marshal.arrived_value import Arrived
+from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedFailure
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
-from rpcdist.rpc._values.failures import exception_of
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import THREAD_GRACE_S
 
@@ -36,12 +34,12 @@ class Submit(Protocol):
     def __call__(self, function: Callable[..., object], /, *arguments: object) -> None: ...
 
 
-def result_of(failure: rpc_pb2.Failure | None, payload: object, may_unpickle: bool) -> object:
+def result_of(failure: ArrivedFailure | None, payload: object) -> object:
     """The value of a reply; raises what the callee raised. Runs user code: never on the I/O loop."""
     if isinstance(payload, Arrived):
         return payload.decode()
     if failure is not None:
-        raise exception_of(failure, may_unpickle=may_unpickle)
+        raise failure.exception()
     return payload  # a stream, or None
 
 
@@ -58,19 +56,18 @@ class SyncReplySink:
     connection of the call, or, if another thread does, sleeps on the lock.
     """
 
-    __slots__ = ("_error", "_failure", "_lock", "_may_unpickle", "_payload", "_session", "_thread")
+    __slots__ = ("_error", "_failure", "_lock", "_payload", "_session", "_thread")
 
-    def __init__(self, may_unpickle: bool) -> None:
+    def __init__(self) -> None:
         self._lock = allocate_lock()
         self._lock.acquire()
-        self._may_unpickle = may_unpickle
-        self._failure: rpc_pb2.Failure | None = None
+        self._failure: ArrivedFailure | None = None
         self._payload: object = None
         self._error: BaseException | None = None
         self._thread = 0  # the one that waits
         self._session: MessageSink | None = None  # where the thread may be reading
 
-    def replied(self, failure: rpc_pb2.Failure | None, payload: object, jobs: list[PoolJob]) -> None:
+    def replied(self, failure: ArrivedFailure | None, payload: object, jobs: list[PoolJob]) -> None:
         self._failure = failure
         self._payload = payload
         self._lock.release()
@@ -121,7 +118,7 @@ class SyncReplySink:
                 raise error
             finally:
                 del error  # it holds this frame, and with it the arguments: a cycle, in which references would live on
-        return result_of(self._failure, self._payload, self._may_unpickle)
+        return result_of(self._failure, self._payload)
 
     def _wait(self, call: PendingCall, send: Callable[[], object] | None, session: MessageSink | None) -> bool:
         if session is None and send is not None:
@@ -138,20 +135,21 @@ class SyncReplySink:
 class FutureReplySink:
     """A future. Its value is decoded by a thread that waits for it, or in the pool; callbacks run in the pool."""
 
-    __slots__ = ("_may_unpickle", "_submit", "future")
+    __slots__ = ("_submit", "future")
 
-    def __init__(self, future: Future[Any], submit: Submit, may_unpickle: bool) -> None:
+    def __init__(self, future: Future[Any], submit: Submit) -> None:
         self.future = future
         self._submit = submit
-        self._may_unpickle = may_unpickle
 
-    def replied(self, failure: rpc_pb2.Failure | None, payload: object, jobs: list[PoolJob]) -> None:
+    def replied(self, failure: ArrivedFailure | None, payload: object, jobs: list[PoolJob]) -> None:
         future = self.future
-        if future._deliver(partial(result_of, failure, payload, self._may_unpickle)):
+        if future._deliver(partial(result_of, failure, payload)):
             context = payload.autograd if isinstance(payload, Arrived) else None
             jobs.append((future._settle, ()) if context is None else (_settle_inside, (context, future)))
         elif future.cancelled() and isinstance(payload, Arrived):
             payload.discard()
+        elif future.cancelled() and failure is not None:
+            failure.discard()
 
     def failed(self, exc: BaseException) -> None:
         self._submit(self.future._fail, exc)

@@ -22,12 +22,11 @@ from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistE
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._calling.call_table import PendingCall
 from rpcdist.rpc._futures.interrupt import longest_sleep_s
-from rpcdist.rpc._marshal.arrived_value import ArrivedValue
+from rpcdist.rpc._marshal.arrived_value import ArrivedFailure, ArrivedValue
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.buffers import ReceiveBuffer
-from rpcdist.rpc._values.failures import exception_of
 from rpcdist.waiters import wake_threadsafe
 
 __all__ = ["DEFAULT_WINDOW", "Stream", "StreamState", "StreamTable"]
@@ -57,7 +56,6 @@ class StreamState:
         window: int,
         grant: Callable[[int], None],
         cancel: Callable[[], None],
-        may_unpickle: bool = True,
     ) -> None:
         self.autograd: CallContext | None = None
         self.id = id
@@ -69,8 +67,7 @@ class StreamState:
         self._items: deque[ArrivedValue] = deque()
         self._ended = False
         self._exhausted = False  # the consumer has been told that it ended
-        self._failure: BaseException | rpc_pb2.Failure | None = None
-        self._may_unpickle = may_unpickle
+        self._failure: BaseException | ArrivedFailure | None = None
         self._condition = threading.Condition()
         self._async_waiters: list[asyncio.Future[None]] = []
         self._readers = 0
@@ -89,13 +86,16 @@ class StreamState:
             self._items.append(item)
             self._notify()
 
-    def end(self, failure: BaseException | rpc_pb2.Failure | None) -> None:
+    def end(self, failure: BaseException | ArrivedFailure | None) -> None:
         """No more items come. Idempotent; any thread."""
         with self._condition:
             if not self._ended:
                 self._ended = True
                 self._failure = failure
                 self._notify()
+                return
+        if isinstance(failure, ArrivedFailure):
+            failure.discard()
 
     def _notify(self) -> None:
         self._condition.notify_all()
@@ -173,9 +173,7 @@ class StreamState:
         It is not kept: once raised, its traceback holds the stream's object, whose finalizer holds this state.
         """
         failure, self._failure = self._failure, None
-        if isinstance(failure, rpc_pb2.Failure):
-            return exception_of(failure, may_unpickle=self._may_unpickle)
-        return failure
+        return failure.exception() if isinstance(failure, ArrivedFailure) else failure
 
     def cancel(self) -> None:
         """Ends the stream from this side; the producer's generator is closed. Idempotent."""
@@ -184,12 +182,14 @@ class StreamState:
         closed = Cancelled(f"the stream of {self.what} was closed by its consumer")
         self.end(closed)
         with self._condition:
-            items = list(self._items)
+            items, failure = list(self._items), self._failure
             self._items.clear()
             if items:  # its end may have come before, but whoever reads on would miss these
                 self._failure = closed
         for item in items:
             item.discard()
+        if isinstance(failure, ArrivedFailure):
+            failure.discard()
 
 
 class Stream(Generic[T]):
@@ -304,7 +304,7 @@ class StreamTable:
             self._pop(id)
             self._send(peer, rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=id)))
 
-        state = StreamState(id, call.what(), DEFAULT_WINDOW, grant, cancel, self._marshal.allow_pickle)
+        state = StreamState(id, call.what(), DEFAULT_WINDOW, grant, cancel)
         state.autograd = call.autograd
         self._streams[id] = (state, session)
         return Stream(state, timeout_s, self._dropped)
@@ -331,7 +331,8 @@ class StreamTable:
             return
         entry = self._pop(end.id)
         if entry is not None:
-            entry[0].end(end.failure if end.HasField("failure") else None)
+            failed = end.HasField("failure")
+            entry[0].end(self._marshal.arrived_failure(end.failure, buffers, session.peer) if failed else None)
 
     def on_broken(self, session: MessageSink, reason: str) -> None:
         """A connection has ended, and the streams that came on it."""

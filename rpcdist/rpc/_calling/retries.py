@@ -124,8 +124,9 @@ class _Retried:
 
     def _is_loss(self, error: BaseException) -> bool:
         """Whether the worker that was called is lost; the function may also raise a `WorkerLost` about another one."""
-        if not isinstance(error, WorkerLost) or isinstance(error, OwnerLost):
+        if not issubclass(type(error), WorkerLost) or issubclass(type(error), OwnerLost):
             return False
+        assert isinstance(error, WorkerLost)
         directory = self._owner.directory
         return error.worker == directory.name_of(directory.resolve(self._call[0]))
 

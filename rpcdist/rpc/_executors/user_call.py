@@ -12,6 +12,7 @@ from typing import Any, Protocol, overload
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import Cancelled, DeadlineExceeded
 from rpcdist.rpc._executors.stateful_coroutine import StatefulCoroutine
+from rpcdist.rpc._values.exceptions import get_traceback, set_traceback
 
 __all__ = ["OnDone", "Start", "UserCall", "UserCallHost"]
 
@@ -125,7 +126,7 @@ class UserCall(Coroutine[Any, Any, None]):
         self._is_over = True
         if self._timer is not None:
             self._timer.cancel()
-        if isinstance(error, asyncio.CancelledError):
+        if error is not None and issubclass(type(error), asyncio.CancelledError):
             error = self._end_reason or Cancelled(f"{self.name} ended with asyncio.CancelledError of its own making")
         on_done = self._on_done
         self._on_done = self._start = self._coroutine = self._timer = None
@@ -163,11 +164,11 @@ class UserCall(Coroutine[Any, Any, None]):
         raise StopIteration
 
     def _conclude(self, outcome: BaseException) -> None:
-        if isinstance(outcome, StopIteration):
+        if type(outcome) is StopIteration:  # a coroutine that raises one has a RuntimeError made of it
             self.end(outcome.value, None)
             return
-        if outcome.__traceback__ is not None:
-            outcome.__traceback__ = outcome.__traceback__.tb_next  # this module's frames explain nothing
+        if (frames := get_traceback(outcome)) is not None:
+            set_traceback(outcome, frames.tb_next)  # this module's frames explain nothing
         self.end(None, outcome)
 
     def close(self) -> None:

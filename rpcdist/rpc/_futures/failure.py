@@ -8,14 +8,13 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import sys
 import traceback
 from typing import NoReturn
 
 from rpcdist.errors import Cancelled, NotInitialized
-from rpcdist.rpc._values.exceptions import copied, pickles_itself
+from rpcdist.rpc._values.exceptions import copied, get_traceback, traceback_of
 
 __all__ = ["Failure", "raise_failure"]
 
@@ -28,15 +27,15 @@ class Failure:
     __slots__ = ("_frames", "_template", "seen")
 
     def __init__(self, error: BaseException) -> None:
-        self._template = _copy_of(error)
+        self._template = copied(error)
         self._frames: traceback.StackSummary | None = None
-        if error.__traceback__ is not None:  # raised in this process; of a remote one the cause has the traceback
-            self._frames = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
-        self.seen = isinstance(error, Cancelled | NotInitialized)  # what this process itself has ended is no news
+        if (frames := get_traceback(error)) is not None:  # of this process; of a remote one the cause has the traceback
+            self._frames = traceback.StackSummary.extract(traceback.walk_tb(frames), lookup_lines=False)
+        self.seen = issubclass(type(error), Cancelled | NotInitialized)  # what this process has ended itself is no news
 
     def raise_copy(self) -> NoReturn:
         self.seen = True
-        raise _copy_of(self._template)
+        raise copied(self._template)
 
     def __repr__(self) -> str:
         return f"<failure {self._template!r}>"
@@ -46,21 +45,7 @@ class Failure:
         if self.seen or sys.is_finalizing():
             return
         frames = "".join(self._frames.format()) if self._frames is not None else ""
-        logger.error("nobody looked at the error of a future:\n%s", frames, exc_info=self._template)
-
-
-def _copy_of(error: BaseException) -> BaseException:
-    """A copy without traceback; the same object where it cannot be copied (then frames may live longer)."""
-    try:
-        twin = copy.copy(error) if pickles_itself(type(error)) else copied(error)
-    except Exception:
-        return error
-    if type(twin) is not type(error) or twin is error:
-        return error
-    cause = error.__cause__
-    if cause is not None and cause.__traceback__ is None:
-        twin.__cause__ = cause
-    return twin
+        logger.error("nobody looked at the error of a future:\n%s%s", frames, traceback_of(self._template))
 
 
 def raise_failure(failure: Failure) -> NoReturn:

@@ -93,14 +93,20 @@ def wait_all(futures: Sequence[torch.futures.Future[T]], timeout: float | None =
         if isinstance(member, Future):
             member.is_quiet = True  # the first error is raised here
     completions = Completions(list(dict.fromkeys(members)), timeout, "wait_all()")
+    error: BaseException | None = None
     try:
         with completions._taking():
             for _ in range(len(completions)):
                 if (error := _error_of(completions._next())) is not None:
-                    raise error
+                    break
     finally:
         completions.close()
-    return [_value_of(member) for member in members]
+    if error is None:
+        return [_value_of(member) for member in members]
+    try:
+        raise error  # not inside: leaving a `contextmanager` sets attributes of the error, which its class may refuse
+    finally:
+        del error
 
 
 def wait_any(futures: Iterable[torch.futures.Future[T]], timeout: float | None = None) -> AnyDone[T]:

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from rpcdist._proto import value_pb2
+from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import CallContext
@@ -16,10 +16,11 @@ from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._rref.rref_token import Token
 from rpcdist.rpc._values import ReceiveBuffer, decode
 from rpcdist.rpc._values.compact import read_compact
+from rpcdist.rpc._values.failures import exception_of
 from rpcdist.rpc.future import Future
 from rpcdist.transport.wire_messages import CompactCall, CompactReply, History
 
-__all__ = ["Arrived", "ArrivedCompact", "ArrivedNone", "ArrivedValue", "OutgoingRRefs"]
+__all__ = ["Arrived", "ArrivedCompact", "ArrivedFailure", "ArrivedNone", "ArrivedValue", "OutgoingRRefs"]
 
 MAX_SHORT_BYTES: Final = 64 * 1024  # of a body; what is decoded on the I/O loop must not hold it up
 
@@ -123,6 +124,30 @@ class ArrivedValue(Arrived):
         tokens, self._tokens = self._tokens, None
         for token in tokens or ():
             self._manager.discard(token)
+
+
+class ArrivedFailure:
+    """Why a call failed at its callee. Make its exception once, or `discard` it; any thread but the I/O loop's.
+
+    Args:
+        failure: what arrived.
+        original: the exception itself; None if there is none, or it must not be unpickled here.
+    """
+
+    __slots__ = ("_failure", "_original")
+
+    def __init__(self, failure: rpc_pb2.Failure, original: Arrived | None = None) -> None:
+        self._failure = failure
+        self._original = original
+
+    def exception(self) -> Exception:
+        """The exception to raise. Runs user code when it is unpickled."""
+        return exception_of(self._failure, None if self._original is None else self._original.decode)
+
+    def discard(self) -> None:
+        """Gives back the remote references that nobody claimed; idempotent."""
+        if self._original is not None:
+            self._original.discard()
 
 
 class ArrivedCompact(Arrived):

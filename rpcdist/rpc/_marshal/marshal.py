@@ -6,6 +6,7 @@ flow back. A share whose message may not have arrived is given back, or its valu
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -16,17 +17,20 @@ from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import CallContext
-from rpcdist.rpc._marshal.arrived_value import ArrivedCompact, ArrivedValue, OutgoingRRefs
+from rpcdist.rpc._marshal.arrived_value import ArrivedCompact, ArrivedFailure, ArrivedValue, OutgoingRRefs
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._values import LargeBuffer, MapDevice, ReceiveBuffer
-from rpcdist.rpc._values.codec import fill_value, write_plain
+from rpcdist.rpc._values.codec import fill_pickled, fill_value, write_plain
 from rpcdist.rpc._values.compact import CompactValue, compact_value
+from rpcdist.rpc._values.exceptions import add_note
 from rpcdist.rpc._values.failures import failure_of
+from rpcdist.rpc._values.pickled import PickledParts
 from rpcdist.rpc._values.plain import PlainWriter
 from rpcdist.rpc._values.refusals import unpicklable_part
 from rpcdist.transport.wire_messages import CompactCall, CompactReply, History, WireMessage
 
+logger = logging.getLogger(__name__)
 __all__ = ["Marshal", "Written"]
 
 
@@ -145,13 +149,16 @@ class Marshal:
 
     def explain(self, exc: BaseException, written: Written, what: str, **parts: object) -> None:
         """Notes on an error of `fill` which part it was, of those given by name, and that it was sent as `what`."""
-        if isinstance(exc, SerializationError):  # says so itself
+        if issubclass(type(exc), SerializationError):  # says so itself
             return
-        for name, part in parts.items():
-            found = unpicklable_part(part, name, written.externals, self.by_value)
-            if found is not None:
-                exc.add_note(f"{found}; it was to be sent {what}.")
-                return
+        try:
+            for name, part in parts.items():
+                found = unpicklable_part(part, name, written.externals, self.by_value)
+                if found is not None:
+                    add_note(exc, f"{found}; it was to be sent {what}.")
+                    return
+        except Exception:  # the search asks objects of the user for their `repr` and attributes
+            logger.debug("which part cannot be sent was not found", exc_info=True)
 
     def why_unpicklable(self, obj: object, name: str) -> str | None:
         """A sentence that names the part of `obj` which no other worker can get, by its path; None if there is none."""
@@ -191,9 +198,39 @@ class Marshal:
         """The value of a compact message; any thread."""
         return ArrivedCompact(message, buffers, sender)
 
-    def failure(self, exc: BaseException) -> rpc_pb2.Failure:
-        """An exception of this worker, for the wire; raises nothing."""
-        return failure_of(exc, self._worker_name)
+    def failure(
+        self, exc: BaseException, session: MessageSink
+    ) -> tuple[rpc_pb2.Failure, list[LargeBuffer], list[value_pb2.RRefFork]]:
+        """An exception of this worker, for a session's peer: its message, and as in `encode`; raises nothing."""
+        to = session.peer.id
+        shared: list[value_pb2.RRefFork] = []
+
+        def fill(value: value_pb2.Value, parts: PickledParts) -> list[LargeBuffer]:
+            externals = OutgoingRRefs(self._rrefs, self._rref_type, to)
+            try:
+                large = fill_pickled(value, parts, externals, self._find_device_map(to, session))
+            except BaseException:
+                self.give_back(externals.forks, to)
+                raise
+            value.rrefs.extend(externals.forks)
+            shared.extend(externals.forks)
+            return large
+
+        known = OutgoingRRefs(self._rrefs, self._rref_type, to)
+        failure, large = failure_of(exc, self._worker_name, fill, externals=known, by_value=self.by_value)
+        return failure, large, shared
+
+    def arrived_failure(
+        self, failure: rpc_pb2.Failure, buffers: Sequence[ReceiveBuffer], sender: Identity
+    ) -> ArrivedFailure:
+        """A failure that came; as `arrived`. Without pickles, only its texts are read."""
+        if not failure.HasField("exception"):
+            return ArrivedFailure(failure)
+        original = self.arrived(failure.exception, buffers, sender)
+        if self.allow_pickle:
+            return ArrivedFailure(failure, original)
+        original.discard()
+        return ArrivedFailure(failure)
 
 
 def _record(context: CallContext, value: value_pb2.Value, to: int, tensors: list[torch.Tensor]) -> None:

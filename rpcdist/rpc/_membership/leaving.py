@@ -34,6 +34,7 @@ from rpcdist.time_limits import (
     SHUTDOWN_REPORT_INTERVAL_S,
     THREAD_GRACE_S,
     UNREAD_STREAM_LIMIT_S,
+    UNWANTED_CALL_LIMIT_S,
 )
 
 __all__ = ["Leaving"]
@@ -154,7 +155,7 @@ class Leaving:
     def _wait_idle(self, deadline: Deadline, all_are_leaving: bool = False) -> None:
         """Waits for calls and handlers of this worker. While all are leaving, also for the streams that it reads."""
         calls, active_calls = self._caller.calls, self._active_calls
-        reported = time.monotonic()
+        began = reported = time.monotonic()
         while True:
             step_s = min(SHUTDOWN_POLL_S, deadline.remaining_s())
             waits = (self._retries.wait_empty, calls.wait_empty, active_calls.wait_idle)
@@ -163,6 +164,11 @@ class Leaving:
                     return
             if all_are_leaving and not len(calls) and active_calls.only_streams:
                 self._streams.close_unread(UNREAD_STREAM_LIMIT_S)
+            for unwanted in active_calls.give_up(began, UNWANTED_CALL_LIMIT_S):
+                logger.error(
+                    "shutdown of %s gives up %s: its caller waits no longer, and it has not ended for %.0f s",
+                    self._me.name, unwanted, UNWANTED_CALL_LIMIT_S,
+                )  # fmt: skip
             left = [repr(call) for call in calls][:5] + active_calls.describe()[:5] + self._streams.describe()[:5]
             if deadline.expired():
                 raise DeadlineExceeded(f"shutdown timed out while calls are outstanding on {self._me.name!r}: {left}")

@@ -6,19 +6,18 @@ until that was noticed there. An `OwnerValue` is the value itself.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from rpcdist.at_end import AtEnd
 from rpcdist.errors import DeadlineExceeded, RRefError
 from rpcdist.rpc._rref.identifiers import Incarnation, RRefId, UniqueId
+from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
 
-__all__ = ["Dropped", "Handle", "HandleState", "OwnerValue", "copy_outcome", "failed_future", "fresh_copy"]
+__all__ = ["Dropped", "Handle", "HandleState", "OwnerValue", "copy_outcome", "failed_future"]
 
-E = TypeVar("E", bound=BaseException)
 Dropped = deque[tuple[RRefId, UniqueId]]
 
 
@@ -36,7 +35,7 @@ class OwnerValue:
         self.future._complete(value)
 
     def fail(self, exc: Exception) -> None:
-        self.future._fail(fresh_copy(exc))
+        self.future._fail(copied(exc))
 
     def wait(self, timeout_s: float | None) -> Any:
         """The value; blocks until it is there. [Note: kept errors]"""
@@ -49,7 +48,7 @@ class OwnerValue:
                 f"{self.rref!r} was not there in time"
             ) from exc
         if error is not None:
-            raise fresh_copy(error)
+            raise copied(error)
         return self.future.value()
 
     def derived(self) -> Future[Any]:
@@ -67,7 +66,7 @@ def copy_outcome(source: Future[Any], target: Future[Any]) -> None:
     """Completes `target` as `source` was, unless it is complete already."""
     error = source.exception()
     if error is not None:
-        target._fail(fresh_copy(error))
+        target._fail(copied(error))
     else:
         target._complete(source.value())
 
@@ -78,22 +77,6 @@ def failed_future(error: Exception) -> Future[Any]:
     future.is_quiet = True
     future._fail(error)
     return future
-
-
-def fresh_copy(error: E) -> E:
-    """The same error to raise again, without a traceback.
-
-    [Note: kept errors] Raising an exception stores the frames that it passes in it, and with them the reference whose
-    use failed. Were it an error that the tables keep, that reference would never be collected: its value would leak.
-    """
-    try:
-        twin = copy.copy(error)
-    except Exception:  # of a class whose arguments are not those of its constructor
-        twin = type(error).__new__(type(error), *error.args)
-        twin.__dict__.update(error.__dict__)
-    twin.__traceback__ = None
-    twin.__cause__ = error.__cause__
-    return twin
 
 
 class HandleState:
@@ -135,7 +118,7 @@ class HandleState:
         if self.deleted:
             raise RRefError(use)
         if self.error is not None:
-            raise fresh_copy(self.error)
+            raise copied(self.error)
 
     def __str__(self) -> str:
         if self.value is not None:

@@ -15,7 +15,7 @@ from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.errors import NotInitialized, RRefError, WorkerLost
 from rpcdist.rpc._rref import actions, events
-from rpcdist.rpc._rref.handles import Handle, HandleState, OwnerValue, failed_future, fresh_copy
+from rpcdist.rpc._rref.handles import Handle, HandleState, OwnerValue, failed_future
 from rpcdist.rpc._rref.host import RRefHost
 from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, ReferenceShare, RRefId, UniqueId
 from rpcdist.rpc._rref.problems import FORK_AFTER_DELETION, GONE, creation_error, owner_lost, replaced
@@ -23,6 +23,7 @@ from rpcdist.rpc._rref.protobuf import decode_messages, id_from_pb, id_to_pb
 from rpcdist.rpc._rref.report import LiveRRef, counts, is_held, leaks, live_rrefs
 from rpcdist.rpc._rref.rref_token import Token
 from rpcdist.rpc._rref.tables import RRefTables, WhenThere
+from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import RREF_RELEASE_LIMIT_S
 from rpcdist.transport.fork import check_not_forked
@@ -79,7 +80,7 @@ class RRefManager:
         event = events.CreateRemote(rref, fork, node)
         handle = self._tables.feed_new(event, rref, fork, node, self._host.name_of(owner))
         if handle.state.error is not None:
-            raise fresh_copy(handle.state.error)
+            raise copied(handle.state.error)
         handle.state.is_serial = is_serial
         return self._wrap(handle), ReferenceShare(rref, fork)
 
@@ -144,7 +145,7 @@ class RRefManager:
         """Has `then` called once for a user's fetch, which may come before its `remote()`.
 
         It is called at once, or on the thread that makes the value, with a future that is done: of the value, or of why
-        there will be none. Others use the same future: raise only a `fresh_copy` of its error.
+        there will be none. Others use the same future: raise only a `copied` of its error.
         """
         if self._tables.closed:
             then(failed_future(RRefError(GONE)))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from rpcdist.errors import Cancelled, DeadlineExceeded, LeaseExpired, OwnerLost, RRefError, WorkerLost
-from rpcdist.rpc._rref.handles import fresh_copy
 from rpcdist.rpc._rref.identifiers import Incarnation
 from rpcdist.rpc._rref.messages import Reason
+from rpcdist.rpc._values.exceptions import copied, text_of
 
 __all__ = ["FORK_AFTER_DELETION", "GONE", "Losses", "creation_error", "describe", "owner_lost", "replaced"]
 
@@ -42,7 +44,7 @@ def owner_lost(exc: WorkerLost, what: str) -> OwnerLost:
     if isinstance(exc, OwnerLost):
         return exc
     error = OwnerLost(exc.worker, what, exc.last_seen_s, exc.reason)
-    error.__cause__ = fresh_copy(exc)
+    error.__cause__ = copied(exc)
     return error
 
 
@@ -78,16 +80,18 @@ def creation_error(exc: BaseException, owner: str) -> Exception:
     An error that the owner reported is raised as it is. If the call itself failed, it is unknown whether the value
     exists.
     """
-    if isinstance(exc, WorkerLost):
+    kind = type(exc)  # a user's exception may break `isinstance`
+    if issubclass(kind, WorkerLost):
+        assert isinstance(exc, WorkerLost)
         error: Exception = OwnerLost(exc.worker, "RRef creation via rpc.remote()", exc.last_seen_s, exc.reason)
-    elif isinstance(exc, DeadlineExceeded):
+    elif issubclass(kind, DeadlineExceeded):
         error = RRefError(
             "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node "
-            f"{owner!r} does not exist: {exc}"
+            f"{owner!r} does not exist: {text_of(exc)}"
         )
-    elif isinstance(exc, Cancelled) or not isinstance(exc, Exception):
-        error = RRefError(f"RRef creation via rpc.remote() on {owner!r} failed: {exc}")
+    elif issubclass(kind, Cancelled) or not issubclass(kind, Exception):
+        error = RRefError(f"RRef creation via rpc.remote() on {owner!r} failed: {text_of(exc)}")
     else:
-        return exc
-    error.__cause__ = fresh_copy(exc)
+        return cast(Exception, exc)
+    error.__cause__ = copied(exc)
     return error

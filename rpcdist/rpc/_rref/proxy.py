@@ -9,8 +9,9 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 from rpcdist.errors import RRefError
 from rpcdist.rpc._rref import proxied
-from rpcdist.rpc._rref.handles import Handle, copy_outcome, fresh_copy
+from rpcdist.rpc._rref.handles import Handle, copy_outcome
 from rpcdist.rpc._rref.host import RRefHome
+from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
 
 __all__ = ["KnownMethod", "Mode", "RRefProxy", "RemoteMethod", "method_name"]
@@ -171,12 +172,12 @@ def _call_when_known(
     def on_known(future: Future[Any]) -> None:
         if (error := future.exception()) is not None:
             rref._forget_question(future)
-            result._fail(fresh_copy(error))
+            result._fail(copied(error))
             return
         try:
             call = _call_now(future.value(), rref, "rpc_async", method, timeout, args, kwargs)
         except Exception as exc:
-            result._fail(fresh_copy(exc))  # without this frame, which has the result
+            result._fail(copied(exc))  # without this frame, which has the result
             return
         result._on_cancel = call.cancel
         call.is_quiet = True

@@ -15,13 +15,14 @@ from typing import Any
 from rpcdist._proto import rref_pb2
 from rpcdist.errors import WorkerLost
 from rpcdist.rpc._rref import actions, events
-from rpcdist.rpc._rref.handles import Dropped, Handle, HandleState, OwnerValue, failed_future, fresh_copy
+from rpcdist.rpc._rref.handles import Dropped, Handle, HandleState, OwnerValue, failed_future
 from rpcdist.rpc._rref.host import RRefHost
 from rpcdist.rpc._rref.identifiers import Incarnation, ReferenceShare, RRefId, UniqueId
 from rpcdist.rpc._rref.messages import Reason, UserDeleted
 from rpcdist.rpc._rref.problems import Losses, replaced
 from rpcdist.rpc._rref.protobuf import encode_deletions, encode_message
 from rpcdist.rpc._rref.protocol import RRefProtocol
+from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
 from rpcdist.transport.fork import check_not_forked
 
@@ -190,7 +191,7 @@ class RRefTables:
     def set_error(self, state: HandleState, error: Exception) -> list[Callable[[], object]]:
         """The first error stays; returns whom to call without the lock. [Note: kept errors]"""
         if state.error is None:
-            state.error = fresh_copy(error)
+            state.error = copied(error)
         return state.take_waiters()
 
     def _fail_value(self, action: actions.FailValue, effects: list[Callable[[], object]]) -> None:

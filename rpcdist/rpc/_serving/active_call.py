@@ -10,10 +10,11 @@ from rpcdist.deadline import NEVER, Deadline
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._peers.network import MessageSink
-from rpcdist.rpc._rref.handles import OwnerValue, fresh_copy
+from rpcdist.rpc._rref.handles import OwnerValue
 from rpcdist.rpc._rref.identifiers import ReferenceShare, UniqueId
 from rpcdist.rpc._rref.protobuf import id_from_pb
 from rpcdist.rpc._serving.producers import Producer
+from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import LONGEST_TIMEOUT_S
 from rpcdist.transport.wire_messages import CompactCall, NamedReference
@@ -34,11 +35,11 @@ class ActiveCall:
     Attributes:
         session: where it came from, and where the reply goes.
         id: the caller's number of it.
-        function: its name; empty for one that was pickled, and where only a value is fetched.
-        function_pickle: of a function without a name.
+        function: its name; empty for one by value, and where only a value is fetched.
+        is_by_value: the function has no name, and stands behind its arguments.
         arguments: not decoded yet; None if the function takes none.
         deadline: its caller's.
-        cancelled: its caller does not want the result any more.
+        cancelled_at: when its caller said that it does not want the result, on the monotonic clock; infinity for never.
         handle: of the user loop, while a coroutine runs; of an actor, while the call waits for its turn or runs there.
         producer: of the stream that is its result.
         result: for `remote()`: the share that its caller has of the result.
@@ -55,14 +56,14 @@ class ActiveCall:
     __slots__ = (
         "arguments",
         "autograd",
-        "cancelled",
+        "cancelled_at",
         "counts_as_idle",
         "deadline",
         "entry",
         "function",
-        "function_pickle",
         "handle",
         "id",
+        "is_by_value",
         "is_chained",
         "producer",
         "result",
@@ -79,13 +80,13 @@ class ActiveCall:
         self.session = session
         self.id = id
         self.function = function
-        self.function_pickle: bytes | None = None
+        self.is_by_value = False
         self.arguments = arguments
         self.deadline = deadline
         self.result: ReferenceShare | None = None
         self.value: ReferenceShare | None = None
         self.counts_as_idle = False
-        self.cancelled = False
+        self.cancelled_at = NEVER.at
         self.handle: Cancellable | None = None
         self.producer: Producer | None = None
         self.entry: OwnerValue | None = None
@@ -118,8 +119,7 @@ class ActiveCall:
         deadline = Deadline.after(call.timeout_us / 1e6) if call.timeout_us else NEVER
         active = cls(session, call.id, call.function, arguments, deadline)
         active.counts_as_idle = call.counts_as_idle
-        if call.HasField("function_pickle"):
-            active.function_pickle = call.function_pickle
+        active.is_by_value = call.by_value
         if call.HasField("result"):
             active.result = ReferenceShare(id_from_pb(call.result.rref), id_from_pb(call.result.fork))
         for named in ("fetch", "on"):
@@ -133,13 +133,13 @@ class ActiveCall:
         assert self.target is not None
         error = self.target.exception()
         if error is not None:
-            raise fresh_copy(error)
+            raise copied(error)
         return self.target.value()
 
     @property
     def is_fetch(self) -> bool:
         """Whether nothing is called, and the value of a reference is the result."""
-        return self.value is not None and not self.function and self.function_pickle is None
+        return self.value is not None and not self.function and not self.is_by_value
 
     @property
     def is_plain(self) -> bool:
@@ -157,10 +157,20 @@ class ActiveCall:
         return not self.counts_as_idle and not self.is_abandoned
 
     @property
+    def cancelled(self) -> bool:
+        """Its caller does not want the result any more."""
+        return self.cancelled_at < NEVER.at
+
+    @property
+    def unwanted_since(self) -> float:
+        """When its caller gave up, or will, on the monotonic clock; infinity for never."""
+        return min(self.cancelled_at, self.deadline.at)
+
+    @property
     def what(self) -> str:
         if self.function:
             return self.function
-        return "function_pickle" if self.function_pickle is not None else "fetch" if self.value is not None else "?"
+        return "a function by value" if self.is_by_value else "fetch" if self.value is not None else "?"
 
     def state(self) -> rpc_pb2.CallState:
         """How far the call is."""
@@ -176,7 +186,7 @@ class ActiveCall:
 
     def cancel(self) -> None:
         """Stops what runs; any thread."""
-        self.cancelled = True
+        self.cancelled_at = min(self.cancelled_at, time.monotonic())
         if self.producer is not None:
             self.producer.cancel()
         if self.handle is not None:

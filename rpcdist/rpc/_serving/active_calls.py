@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from rpcdist.rpc._peers.network import MessageSink
@@ -61,6 +62,14 @@ class ActiveCalls:
 
     def _working(self) -> list[ActiveCall]:
         return [active for active in self if active.counts_as_work]
+
+    def give_up(self, began: float, limit_s: float) -> list[str]:
+        """Forgets the calls that have not ended for so long after their callers gave up, and after `began`."""
+        now = time.monotonic()
+        unwanted = [active for active in self._working() if max(active.unwanted_since, began) + limit_s <= now]
+        for active in unwanted:
+            self.remove(active)
+        return [repr(active) for active in unwanted]
 
     @property
     def only_streams(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.errors import DeadlineExceeded
@@ -171,22 +171,30 @@ class Answers:
             self._calls.remove(active)  # not before: a shutdown that waits for this may close the connections then
 
     def _send_failure(self, active: ActiveCall, exc: BaseException) -> None:
-        if active.arguments is not None:
-            active.arguments.discard()
-        failure = self._marshal.failure(exc)
+        failure, large, forks = self._marshal.failure(exc, active.session)
+        try:
+            if active.arguments is not None:
+                active.arguments.discard()
+            self._log(active, failure)
+            if active.entry is not None:
+                # `SystemExit` of a handler would end the threads of those who ask for the value: they get what callers
+                # get.
+                kept = cast(Exception, exc) if issubclass(type(exc), Exception) else exception_of(failure)
+                self._rrefs.set_error(active.entry, kept)
+        finally:
+            if self._lifetime.is_closed:  # the end of this process says more than what it did to its handlers
+                self._marshal.give_back(forks, active.session.peer.id)
+            else:
+                message = rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.id, failure=failure))
+                self._marshal.send(active.session, message, large, forks)
+
+    def _log(self, active: ActiveCall, failure: rpc_pb2.Failure) -> None:
         called = _called(active)
         if failure.kind == rpc_pb2.Failure.USER and called:
             caller = active.session.peer.name
             error = f"{failure.type_name}: {failure.text}".partition("\n")[0][:MAX_LOGGED_CHARS]
             logger.warning("a call of %s from %s failed on %s: %s", called, caller, self._me.name, error)
             logger.debug("the traceback of that:\n%s", failure.traceback)
-        if active.entry is not None:
-            # `SystemExit` of a handler would end the threads of those who ask for the value: they get what callers get.
-            kept = exc if isinstance(exc, Exception) else exception_of(failure, may_unpickle=False)
-            self._rrefs.set_error(active.entry, kept)
-        if not self._lifetime.is_closed:  # the end of this process says more than what it did to its handlers
-            message = rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.id, failure=failure))
-            active.session.send(message)
 
 
 def _called(active: ActiveCall) -> str:

@@ -31,15 +31,8 @@ class Callables:
         self._worker_name = worker_name
         self._known: dict[str, tuple[str, str]] = {}  # module and function, by the name on the wire
 
-    def find(self, name: str, pickle: bytes | None = None) -> Callable[..., Any]:
-        """Imports or unpickles what is to be called; raises `CallRefused` for what may not be.
-
-        Args:
-            name: "module:qualified.name".
-            pickle: of a function without a name.
-        """
-        if pickle is not None:
-            return self._unpickled(pickle)
+    def find(self, name: str) -> Callable[..., Any]:
+        """What "module:qualified.name" is here, imported if necessary. Raises `CallRefused` if it may not be called."""
         if name in self._always:
             return self._always[name]
         if self._options.allow_functions is not None:
@@ -58,13 +51,13 @@ class Callables:
             self._known[name] = module_name, path
         return function
 
-    def _unpickled(self, pickle: bytes) -> Callable[..., Any]:
+    def check_by_value(self) -> None:
+        """Raises `CallRefused` if functions without a name, which come as values, may not be called."""
         if self._options.allow_functions is not None or not self._options.allow_pickle:
             raise CallRefused(
                 f"worker {self._worker_name!r} accepts functions by name only (allow_functions or "
                 "allow_pickle=False is set there); call a module-level function"
             )
-        return decode_function(pickle)
 
     def _allowed(self, name: str, patterns: tuple[str, ...]) -> Callable[..., Any]:
         module, _, qualname = name.partition(":")

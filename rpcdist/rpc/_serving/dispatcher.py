@@ -47,7 +47,7 @@ from rpcdist.rpc._serving.active_call import ActiveCall
 from rpcdist.rpc._serving.active_calls import ActiveCalls
 from rpcdist.rpc._serving.answers import Answers
 from rpcdist.rpc._serving.callables import Callables
-from rpcdist.rpc._serving.decoded_arguments import decoded_arguments
+from rpcdist.rpc._serving.decoded_call import decoded_call
 from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer
 from rpcdist.rpc._values import ReceiveBuffer
 from rpcdist.rpc.functions import ASYNC_MARK, runs_where_read
@@ -303,10 +303,9 @@ class Dispatcher:
             self._answers.finish(active, value, is_last)
 
     def _invoke(self, active: ActiveCall, is_last: bool) -> None:
-        function = self._callables.find(active.function, active.function_pickle)
-        args, kwargs = decoded_arguments(active, self._actors)
+        function, args, kwargs = decoded_call(active, self._callables, self._actors)
         if is_profiling():
-            with record_function(f"handler of {active.function}"):
+            with record_function(f"handler of {active.what}"):
                 result = function(*args, **kwargs)
         else:
             result = function(*args, **kwargs)
@@ -359,8 +358,7 @@ class Dispatcher:
             active.started = time.monotonic()
             if coroutine is not None:
                 return await coroutine
-            function = self._callables.find(active.function, active.function_pickle)
-            args, kwargs = decoded_arguments(active, self._actors)
+            function, args, kwargs = decoded_call(active, self._callables, self._actors)
             result = function(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
 

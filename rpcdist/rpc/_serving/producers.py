@@ -71,10 +71,12 @@ class StreamSender:
 
     def end(self, exc: BaseException | None) -> None:
         self._ended()
-        end = rpc_pb2.StreamEnd(id=self._id)
-        if exc is not None:
-            end.failure.CopyFrom(self._marshal.failure(exc))
-        self._session.send(rpc_pb2.Message(stream_end=end))
+        if exc is None:
+            self._session.send(rpc_pb2.Message(stream_end=rpc_pb2.StreamEnd(id=self._id)))
+            return
+        failure, large, forks = self._marshal.failure(exc, self._session)
+        message = rpc_pb2.Message(stream_end=rpc_pb2.StreamEnd(id=self._id, failure=failure))
+        self._marshal.send(self._session, message, large, forks)
 
 
 class SyncProducer:

@@ -17,7 +17,7 @@ from rpcdist.rpc._values.rebuild import rebuild_tensors
 from rpcdist.rpc._values.refusals import why_not_plain
 from rpcdist.rpc._values.tensors import MapDevice, UnsupportedTensor, pack_tensors
 
-__all__ = ["OnTensors", "decode", "encode_into", "fill_value", "write_plain"]
+__all__ = ["OnTensors", "decode", "encode_into", "fill_pickled", "fill_value", "write_plain"]
 
 OnTensors = Callable[[list[torch.Tensor]], object]
 """Is given the tensor table of a value; the order is the same at both ends."""
@@ -93,21 +93,39 @@ def fill_value(
             if plain_only:
                 raise SerializationError(why_not_plain(obj, externals))
             value.Clear()
-            large.clear()
-            parts = write_pickle(obj, externals, by_value)
-            value.encoding = value_pb2.Value.PICKLE
-            _fill(value, parts.body, parts, large, map_device)
-            found, tensors = parts.externals, parts.tensors
-        else:
-            found, tensors = writer.externals, writer.tensors
-        if found:
-            _externalize(found, externals)
-        if on_tensors is not None and tensors:
-            on_tensors(tensors)
+            return fill_pickled(value, write_pickle(obj, externals, by_value), externals, map_device, on_tensors)
+        _complete(writer, externals, on_tensors)
     except BaseException:
         value.Clear()
         raise
     return large
+
+
+def fill_pickled(
+    value: value_pb2.Value,
+    parts: PickledParts,
+    externals: Externals | None = None,
+    map_device: MapDevice | None = None,
+    on_tensors: OnTensors | None = None,
+) -> list[LargeBuffer]:
+    """As `encode_into`, for what `write_pickle` has written."""
+    large: list[LargeBuffer] = []
+    try:
+        value.encoding = value_pb2.Value.PICKLE
+        _fill(value, parts.body, parts, large, map_device)
+        _complete(parts, externals, on_tensors)
+    except BaseException:
+        value.Clear()
+        raise
+    return large
+
+
+def _complete(parts: PlainWriter | PickledParts, externals: Externals | None, on_tensors: OnTensors | None) -> None:
+    """What happens when all of a value has been encoded, and nothing of it can fail any more."""
+    if parts.externals:
+        _externalize(parts.externals, externals)
+    if on_tensors is not None and parts.tensors:
+        on_tensors(parts.tensors)
 
 
 def _fill_plainly(

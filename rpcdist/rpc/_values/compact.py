@@ -89,16 +89,15 @@ def compact_tensors(
     num_bytes = 0
     for tensor in tensors:
         code = DTYPE_CODES.get(tensor.dtype)
-        shape = tensor.shape
         if (
             code is None
             or type(tensor) is not torch.Tensor
             or not tensor.is_cpu
-            or tensor.is_nested
+            or tensor.is_nested  # it has no shape
             or not tensor.is_contiguous()
             or tensor.is_complex()  # it may be a conjugate view
             or tensor.is_neg()
-            or len(shape) > MAX_DIMS
+            or len(shape := tensor.shape) > MAX_DIMS
         ):
             return None
         size = tensor.nbytes

@@ -1,21 +1,54 @@
-"""Exceptions taken apart, and put together again without their constructor.
+"""Exceptions of users: read, copied, described and taken apart without running their code.
+
+[Note: hostile exceptions] An exception is an object of the user: its `str`, its attributes, its pickling and its
+constructor may raise anything, `SystemExit` included; a frozen dataclass refuses every attribute that is set, and
+asking `isinstance` runs its `__class__`. Between the failure of a call and its answer none of that may run unguarded:
+the call would never end. So the fields of `BaseException` are read and written by its own descriptors here, types are
+compared with `issubclass(type(exc), ...)`, and texts come from `text_of` and `traceback_of`, which raise nothing.
 
 By default an exception pickles as its type called with `args`. A class with an `__init__(self, status, body)` of its
 own usually gives its base one text, so that call fails at the other end, or makes something else. Here the object is
 made by the builtin class below it, and its `args` and attributes are set. Classes that say how they are pickled are
-left alone.
+left alone when they are sent; a copy within this process never runs code of the class.
 """
 
 from __future__ import annotations
 
 import copyreg
+import inspect
+import traceback
 from collections.abc import Callable
-from types import FunctionType, MemberDescriptorType
-from typing import Any, Final
+from types import BuiltinFunctionType, MemberDescriptorType, TracebackType, WrapperDescriptorType
+from typing import Any, Final, TypeVar, cast
 
 from rpcdist.errors import SerializationError
 
-__all__ = ["WithoutConstructor", "copied", "pickles_itself", "rebuild_exception", "reduce_exception", "restore_state"]
+__all__ = [
+    "State",
+    "add_note",
+    "args_of",
+    "copied",
+    "cut",
+    "described",
+    "get_cause",
+    "get_traceback",
+    "rebuild_exception",
+    "reduce_exception",
+    "reduction_of",
+    "restore_state",
+    "set_cause",
+    "set_traceback",
+    "state_of",
+    "text_of",
+    "traceback_of",
+]
+
+E = TypeVar("E", bound=BaseException)
+State = tuple[dict[str, Any], dict[str, Any]]
+"""What lies in slots of the classes, and in the `__dict__`."""
+
+MAX_TEXT: Final = 64 * 1024  # characters of a traceback or message; a failing call must not become a large one
+MAX_CAUSES: Final = 64  # of one exception, and members of groups, that are copied with it
 
 _PICKLING: Final = frozenset(
     ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
@@ -23,47 +56,50 @@ _PICKLING: Final = frozenset(
 _NOT_SENT: Final = frozenset(("__suppress_context__", "obj"))  # `obj` of an AttributeError is whatever was asked
 _HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that is not one of the interpreter's own
 
-State = tuple[dict[str, Any], dict[str, Any]]
-"""What lies in slots of the classes, and in the `__dict__`."""
+# ---------------------------------------------------------------- fields, past the code of the class
+
+_args, _dict, _cause, _traceback = (
+    cast(Any, vars(BaseException)[name]) for name in ("args", "__dict__", "__cause__", "__traceback__")
+)
 
 
-def pickles_itself(cls: type) -> bool:
-    """Whether a class of exceptions says how its objects are pickled."""
-    return cls in copyreg.dispatch_table or any(
-        base.__flags__ & _HEAP_TYPE and not _PICKLING.isdisjoint(vars(base)) for base in cls.__mro__
-    )
-
-
-def _has_own_constructor(cls: type) -> bool:
-    return any(isinstance(vars(base).get("__init__"), FunctionType) or _new_in_python(base) for base in cls.__mro__)
-
-
-def _new_in_python(base: type) -> bool:
-    return isinstance(vars(base).get("__new__"), FunctionType | staticmethod)
-
-
-def reduce_exception(exc: BaseException) -> Any:
-    """What `__reduce__` should have returned; NotImplemented where the class may be left to pickle."""
-    cls = type(exc)
-    if pickles_itself(cls) or not _has_own_constructor(cls):
-        return NotImplemented
-    return _reduction(cls, _args_of(exc), _state_of(exc))
-
-
-def _reduction(cls: type, args: tuple[Any, ...], state: State) -> tuple[Any, ...]:
-    # The attributes come after the object: one of them may lead back to it.
-    return rebuild_exception, (cls, args), state, None, None, restore_state
-
-
-# Past `__getattribute__` of the class, which belongs to the user and may raise.
-
-
-def _args_of(exc: BaseException) -> tuple[Any, ...]:
-    args: tuple[Any, ...] = vars(BaseException)["args"].__get__(exc)
+def args_of(exc: BaseException) -> tuple[Any, ...]:
+    """`exc.args`."""
+    args: tuple[Any, ...] = _args.__get__(exc)
     return args
 
 
-def _state_of(exc: BaseException) -> State:
+def get_traceback(exc: BaseException) -> TracebackType | None:
+    """`exc.__traceback__`."""
+    found: TracebackType | None = _traceback.__get__(exc)
+    return found
+
+
+def set_traceback(exc: BaseException, frames: TracebackType | None) -> None:
+    """`exc.__traceback__ = frames`."""
+    _traceback.__set__(exc, frames)
+
+
+def get_cause(exc: BaseException) -> BaseException | None:
+    """`exc.__cause__`."""
+    found: BaseException | None = _cause.__get__(exc)
+    return found
+
+
+def set_cause(exc: BaseException, cause: BaseException | None) -> None:
+    """`exc.__cause__ = cause`."""
+    _cause.__set__(exc, cause)
+
+
+def add_note(exc: BaseException, note: str) -> None:
+    """`exc.add_note(note)`; nothing where the exception keeps something else in the place of its notes."""
+    notes = _dict.__get__(exc).setdefault("__notes__", [])
+    if type(notes) is list:
+        notes.append(note)
+
+
+def state_of(exc: BaseException) -> State:
+    """Its attributes; what was never set, and what is None, is left out."""
     slots: dict[str, Any] = {}
     for base in type(exc).__mro__:
         for name, member in vars(base).items():
@@ -74,22 +110,7 @@ def _state_of(exc: BaseException) -> State:
                     continue
                 if value is not None:
                     slots[name] = value
-    return slots, dict(object.__getattribute__(exc, "__dict__"))
-
-
-def rebuild_exception(cls: type, args: tuple[Any, ...]) -> BaseException:
-    """An exception with these arguments, whose constructor was not called."""
-    if not (isinstance(cls, type) and issubclass(cls, BaseException)):
-        raise SerializationError(f"{cls!r} arrived as the class of an exception")
-    builtin: Any = cls
-    while builtin.__flags__ & _HEAP_TYPE:
-        builtin = builtin.__base__  # the base that decides about the memory, where there are several
-    try:
-        exc: BaseException = builtin.__new__(cls, *args)
-    except TypeError:
-        exc = builtin.__new__(cls)
-    vars(BaseException)["args"].__set__(exc, args)
-    return exc
+    return slots, dict(_dict.__get__(exc))
 
 
 def restore_state(exc: BaseException, state: State) -> None:
@@ -103,40 +124,151 @@ def restore_state(exc: BaseException, state: State) -> None:
                     member.__set__(exc, slots[name])
                 except (AttributeError, TypeError):  # read-only: `__new__` has set it
                     continue
-    object.__getattribute__(exc, "__dict__").update(attributes)
+    _dict.__get__(exc).update(attributes)
 
 
-def copied(exc: BaseException) -> BaseException:
-    """A copy without traceback and cause, whose constructor was not called."""
-    twin = rebuild_exception(type(exc), _args_of(exc))
-    restore_state(twin, _state_of(exc))
-    return twin
+# ---------------------------------------------------------------- texts
 
 
-class WithoutConstructor:
-    """Pickles as an exception of which some parts are left out.
+def described(what: str, describe: Callable[[], str]) -> str:
+    """What `describe` returns, in a form that can be sent, or that it failed; raises nothing."""
+    try:
+        # UTF-8 has no half of a surrogate pair, as names of files may have; a subclass of `str` may override all.
+        return str.encode(describe(), "utf-8", "backslashreplace").decode()
+    except BaseException as why:
+        return f"<{what} failed: {type.__repr__(type(why))}>"
 
-    Args:
-        exc: the exception.
-        can_be_sent: says of one argument or attribute whether it stays.
 
-    Attributes:
-        left_out: names of what does not.
+def cut(text: str, limit: int = MAX_TEXT) -> str:
+    """The beginning of a text, with a mark where the rest is missing."""
+    return text if len(text) <= limit else f"{text[:limit]}... [{len(text) - limit} characters cut]"
+
+
+def text_of(exc: BaseException) -> str:
+    """The text of any exception, cut to `MAX_TEXT`; raises nothing."""
+    return described("str() of the exception", lambda: cut(str(exc)))
+
+
+def traceback_of(exc: BaseException) -> str:
+    """The traceback with the text, cut in the middle; raises nothing."""
+    text = described("", lambda: _cut_in_the_middle("".join(traceback.format_exception(exc))))
+    if text.startswith("< failed: "):  # the text, notes or attributes of one of them; the frames are not the user's
+        frames = described("formatting the traceback", lambda: "".join(traceback.format_tb(get_traceback(exc))))
+        name = described("the name of the type", lambda: type(exc).__qualname__)
+        text = f"Traceback (most recent call last):\n{frames}{name}: {text_of(exc)}\n"
+    return text
+
+
+def _cut_in_the_middle(text: str) -> str:
+    """The frames are at the beginning, and a long message is at the end."""
+    half = MAX_TEXT // 2
+    return (
+        text if len(text) <= MAX_TEXT else f"{text[:half]}... [{len(text) - 2 * half} characters cut] ...{text[-half:]}"
+    )
+
+
+# ---------------------------------------------------------------- taking apart, and copying
+
+
+def reduce_exception(exc: BaseException) -> Any:
+    """What `__reduce__` should have returned; NotImplemented where the class may be left to pickle."""
+    cls = type(exc)
+    if _pickles_itself(cls) or not _has_own_constructor(cls):
+        return NotImplemented
+    return reduction_of(exc, args_of(exc), state_of(exc))
+
+
+def _pickles_itself(cls: type) -> bool:
+    return cls in copyreg.dispatch_table or any(
+        base.__flags__ & _HEAP_TYPE and not _PICKLING.isdisjoint(vars(base)) for base in cls.__mro__
+    )
+
+
+def _has_own_constructor(cls: type) -> bool:
+    """Whether calling the class runs code of its author, in whatever way that was written."""
+    return any(
+        "__call__" in vars(meta) for meta in inspect.getmro(type(cls)) if meta is not type and meta is not object
+    ) or any(
+        not isinstance(vars(base).get("__init__"), WrapperDescriptorType | None)
+        or not isinstance(vars(base).get("__new__"), BuiltinFunctionType | None)
+        for base in cls.__mro__
+    )
+
+
+def reduction_of(exc: BaseException, args: tuple[Any, ...], state: State) -> tuple[Any, ...]:
+    """The pickle of an exception with other arguments and attributes than its own.
+
+    The attributes come after the object: one of them may lead back to it.
     """
+    parts = _made_from(exc, args)
+    made = (type(exc), args) if parts is args else (type(exc), args, parts)
+    return rebuild_exception, made, state, None, None, restore_state
 
-    def __init__(self, exc: BaseException, can_be_sent: Callable[[object], bool]) -> None:
-        self.left_out: list[str] = []
-        args = _args_of(exc)
-        if not can_be_sent(args):
-            self.left_out.append("args")
-            args = tuple(part if can_be_sent(part) else f"<{type.__repr__(type(part))}>" for part in args)
-        slots, attributes = (self._sendable(part, can_be_sent) for part in _state_of(exc))
-        self._reduction = _reduction(type(exc), args, (slots, attributes))
 
-    def _sendable(self, attributes: dict[str, Any], can_be_sent: Callable[[object], bool]) -> dict[str, Any]:
-        kept = {name: value for name, value in attributes.items() if can_be_sent(value)}
-        self.left_out += sorted(attributes.keys() - kept.keys())
-        return kept
+def _made_from(exc: BaseException, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What the builtin class below makes the object from. A group keeps its members apart from its `args`."""
+    if not issubclass(type(exc), BaseExceptionGroup):
+        return args
+    message = vars(BaseExceptionGroup)["message"].__get__(exc)
+    if len(args) == 2 and type(args[1]) in (list, tuple) and len(args[1]) == len(_members_of(exc)):
+        return (message, args[1])
+    return (message, _members_of(exc))
 
-    def __reduce__(self) -> Any:
-        return self._reduction
+
+def _members_of(group: BaseException) -> tuple[BaseException, ...]:
+    members: tuple[BaseException, ...] = vars(BaseExceptionGroup)["exceptions"].__get__(group)
+    return members
+
+
+def rebuild_exception(cls: type, args: tuple[Any, ...], made_from: tuple[Any, ...] | None = None) -> BaseException:
+    """An exception with these arguments, whose constructor was not called; see `_made_from`."""
+    if not (isinstance(cls, type) and issubclass(cls, BaseException)):
+        raise SerializationError(f"{cls!r} arrived as the class of an exception")
+    builtin: Any = cls
+    while builtin.__flags__ & _HEAP_TYPE:
+        builtin = builtin.__base__  # the base that decides about the memory, where there are several
+    try:
+        exc: BaseException = builtin.__new__(cls, *(args if made_from is None else made_from))
+    except TypeError:
+        exc = builtin.__new__(cls)
+    _args.__set__(exc, args)
+    return exc
+
+
+def copied(error: E) -> E:
+    """The same error to raise again, without a traceback; its constructor is not called.
+
+    [Note: kept errors] Raising an exception stores the frames that it passes in it, and with them the reference whose
+    use failed. Were it an error that the tables keep, that reference would never be collected: its value would leak.
+    So its causes, and the members of a group, which have such frames as well, are copied, too. An error that cannot be
+    copied is returned as it is.
+    """
+    try:
+        return cast(E, _copy(error, {}))
+    except Exception:
+        return error
+
+
+def _copy(error: BaseException, done: dict[int, BaseException]) -> BaseException:
+    if id(error) in done:
+        return done[id(error)]
+    if len(done) >= MAX_CAUSES:
+        return error
+    args, made_from = args_of(error), None
+    if issubclass(type(error), BaseExceptionGroup):
+        done[id(error)] = error  # a member may lead back here
+        members = [_copy(member, done) for member in _members_of(error)]
+        made_from = (_made_from(error, args)[0], members)
+        if len(args) == 2:
+            args = (args[0], tuple(members) if type(args[1]) is tuple else members)
+    twin = done[id(error)] = rebuild_exception(type(error), args, made_from)
+    slots, attributes = state_of(error)
+    slots.pop("exceptions", None)
+    notes = attributes.get("__notes__")
+    if type(notes) is list:
+        attributes["__notes__"] = list(notes)  # what is noted on one of them does not belong to the other
+    restore_state(twin, (slots, attributes))
+    cause = get_cause(error)
+    if cause is not None:
+        set_cause(twin, cause if get_traceback(cause) is None else _copy(cause, done))
+    return twin

@@ -1,11 +1,13 @@
-"""Exceptions on the wire: the original type and arguments where they can be pickled, else what is left of them."""
+"""Exceptions on the wire: a value like any other, and the texts for those who cannot have it, or only parts of it."""
 
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
+
+import torch
 
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.errors import (
@@ -18,14 +20,39 @@ from rpcdist.errors import (
     RRefError,
     SerializationError,
 )
-from rpcdist.rpc._values import decode, encode_into
-from rpcdist.rpc._values.exceptions import WithoutConstructor, rebuild_exception
+from rpcdist.rpc._values.buffers import LargeBuffer
+from rpcdist.rpc._values.exceptions import (
+    args_of,
+    cut,
+    described,
+    rebuild_exception,
+    reduction_of,
+    restore_state,
+    set_cause,
+    state_of,
+    text_of,
+    traceback_of,
+)
+from rpcdist.rpc._values.externals import Externals
 from rpcdist.rpc._values.function_names import FunctionLookupError
+from rpcdist.rpc._values.pickled import PickledParts, read_pickle, write_pickle
 
-__all__ = ["RemoteTraceback", "exception_of", "failure_of", "text_of", "traceback_of"]
+__all__ = ["Fill", "RemoteTraceback", "exception_of", "failure_of"]
 
 Kind = rpc_pb2.Failure.Kind
-MAX_TEXT: Final = 64 * 1024  # of a traceback or message; a failing call must not become a large one
+
+MAX_EXCEPTION_BYTES: Final = 16 << 20
+"""A failing call must not become one of any size: of a larger exception, the parts are cut."""
+
+PART_BYTES: Final = (1 << 20, 64 << 10, 1 << 10)  # how far the parts are cut, until the whole is small enough
+MAX_DEPTH: Final = 8  # containers and groups within an exception of which parts are cut
+MAX_REPR: Final = 1000
+_TEXTS: Final = (str, bytes, bytearray)
+MAX_TRIALS: Final = 1000
+"""So many parts of an exception are tried; those behind them are cut."""
+
+Fill = Callable[[value_pb2.Value, PickledParts], list[LargeBuffer]]
+"""Puts a pickle into a message, and returns the buffers beside it."""
 
 _KINDS: Final[list[tuple[type[BaseException], rpc_pb2.Failure.Kind]]] = [
     (FunctionNotFound, Kind.NOT_FOUND),
@@ -50,54 +77,115 @@ class RemoteTraceback(Exception):
         return f"\nOn worker {self.worker!r}:\n{self.text}"
 
 
-# [Note: hostile exceptions] An exception is an object of the user: its `str`, its attributes, its pickling and its
-# constructor may raise anything, `SystemExit` included, and its text may hold what UTF-8 does not (half of a surrogate
-# pair, as in names of files). Whoever waits hears of the failure all the same.
+# ---------------------------------------------------------------- at the callee
 
 
-def failure_of(exc: BaseException, worker: str) -> rpc_pb2.Failure:
-    """The wire form of an exception that was raised on `worker`, which is this one; raises nothing."""
+def failure_of(
+    exc: BaseException, worker: str, fill: Fill, *, externals: Externals | None = None, by_value: bool = False
+) -> tuple[rpc_pb2.Failure, list[LargeBuffer]]:
+    """The wire form of an exception that was raised on `worker`, which is this one; raises nothing.
+
+    Args:
+        exc: the exception. See [Note: hostile exceptions].
+        worker: the name of this worker.
+        fill: has tensors, buffers and references travel as those of other values do.
+        externals: knows remote references.
+        by_value: see `write_pickle`.
+    """
     failure = rpc_pb2.Failure(
         kind=_kind_of(exc),
-        type_name=_described("the name of the type", lambda: type(exc).__qualname__),
-        type_module=_described("the module of the type", lambda: type(exc).__module__),
+        type_name=described("the name of the type", lambda: type(exc).__qualname__),
+        type_module=described("the module of the type", lambda: type(exc).__module__),
         text=text_of(exc),
         traceback=traceback_of(exc),
         worker=worker,
     )
     if failure.kind == Kind.NOT_FOUND:
-        return failure  # its type belongs to the callee's machinery; the caller makes its own
+        return failure, []  # its type belongs to the callee's machinery; the caller makes its own
+    trials = _Trials(worker, externals, by_value)
     try:
-        _encode_exception(exc, failure)
+        return failure, fill(failure.exception, trials.usable(exc, MAX_EXCEPTION_BYTES))
     except BaseException as why:
+        problem = cut(described("the reason", partial(repr, why)))
+    for limit in PART_BYTES:
         try:
-            stripped = WithoutConstructor(exc, _can_be_sent)
-            _encode_exception(stripped, failure)
-            if stripped.left_out:
-                failure.traceback += f"\n(these parts of it cannot be sent: {', '.join(stripped.left_out)})"
+            shortened = _Shortened(exc, trials, limit)
+            large = fill(failure.exception, trials.usable(shortened, MAX_EXCEPTION_BYTES))
         except BaseException:
             failure.ClearField("exception")
-            failure.traceback += f"\n(the exception cannot be pickled: {_repr_of(why)})"
-    return failure
+            continue
+        if shortened.left_out:
+            failure.traceback += f"\n(these parts of it cannot be sent: {', '.join(shortened.left_out)})"
+        return failure, large
+    failure.traceback += f"\n(the exception cannot be pickled: {problem})"
+    return failure, []
 
 
-def _encode_exception(exc: BaseException | WithoutConstructor, failure: rpc_pb2.Failure) -> None:
-    large = encode_into(failure.exception, exc, None)
-    if large:
-        raise SerializationError("the exception carries large tensors")
-    # One that pickles may still break at the other end, where `__setstate__` or `__reduce__` of its class say so.
-    _check_usable(decode(failure.exception, (), None))
+def _kind_of(exc: BaseException) -> rpc_pb2.Failure.Kind:
+    if issubclass(type(exc), RpcdistError):
+        for base, kind in _KINDS:
+            if issubclass(type(exc), base):
+                return kind
+    return Kind.USER
 
 
-def _can_be_sent(part: object) -> bool:
-    try:
-        value = value_pb2.Value()
-        large = encode_into(value, part, None)
-        if not large:
-            decode(value, (), None)
-        return not large
-    except BaseException:  # [Note: hostile exceptions]
+class _Trials:
+    """Tries what can be sent: a class that pickles may still break at the other end, where its code says so.
+
+    What is tried is read from the tensors, buffers and references themselves, so nothing is copied.
+    """
+
+    def __init__(self, worker: str, externals: Externals | None, by_value: bool) -> None:
+        self.worker = worker
+        self.left = MAX_TRIALS
+        self._externals = externals
+        self._by_value = by_value
+
+    def usable(self, exc: object, limit_bytes: int) -> PickledParts:
+        """The pickle of an exception; raises if it is too large, or what arrives is not one that can be handled."""
+        parts, found = self._both_ways(exc, limit_bytes)
+        _check_usable(found)
+        return parts
+
+    def fits(self, part: Any, limit_bytes: int) -> bool:
+        """Whether a part of an exception can be sent."""
+        self.left -= 1
+        if any(type(one) in _TEXTS and len(one) > limit_bytes for one in (part if type(part) is tuple else (part,))):
+            return False  # as nearly always; the others have to be pickled
+        try:
+            self._both_ways(part, limit_bytes)
+        except BaseException:
+            return False
+        return True
+
+    def _both_ways(self, obj: object, limit_bytes: int) -> tuple[PickledParts, object]:
+        parts = write_pickle(obj, self._externals, self._by_value)
+        size = len(parts.body) + sum(view.nbytes for view in parts.buffers) + sum(map(_num_bytes, parts.tensors))
+        if size > limit_bytes:
+            raise SerializationError(f"it has {size} bytes, and {limit_bytes} are allowed")
+        return parts, read_pickle(parts.body, parts.tensors, parts.buffers, _Here(parts.externals), is_trial=True)
+
+
+class _Here:
+    """`Externals` of a trial: the references themselves."""
+
+    def __init__(self, objects: list[object]) -> None:
+        self._objects = objects
+
+    def is_external(self, obj: object) -> bool:
         return False
+
+    def externalize(self, obj: object) -> int:
+        raise SerializationError("a trial sends nothing")
+
+    def internalize(self, index: int) -> object:
+        return self._objects[index]
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    if tensor.layout is torch.sparse_coo:
+        return _num_bytes(tensor._indices()) + _num_bytes(tensor._values())
+    return tensor.numel() * tensor.itemsize
 
 
 def _check_usable(exc: object) -> None:
@@ -107,56 +195,120 @@ def _check_usable(exc: object) -> None:
     _ = exc.args, exc.__traceback__, exc.__cause__
 
 
-def _kind_of(exc: BaseException) -> rpc_pb2.Failure.Kind:
-    # Not `isinstance`, which asks the exception for its `__class__`.
-    if issubclass(type(exc), RpcdistError):
-        for base, kind in _KINDS:
-            if issubclass(type(exc), base):
-                return kind
-    return Kind.USER
+class _Shortened:
+    """Pickles as an exception of which some parts are cut, or left out.
+
+    Texts, bytes, lists, dicts and the members of groups are cut at a limit, with a mark. In the place of any other
+    argument stands its `repr`; any other attribute is left out.
+
+    Args:
+        exc: the exception.
+        trials: says what can be sent.
+        limit_bytes: of a part.
+
+    Attributes:
+        left_out: names of what is missing.
+    """
+
+    def __init__(self, exc: BaseException, trials: _Trials, limit_bytes: int, depth: int = 0) -> None:
+        self.left_out: list[str] = []
+        self._trials = trials
+        self._limit_bytes = limit_bytes
+        args = args_of(exc)
+        if not trials.fits(args, limit_bytes):
+            args = tuple(self._item(f"args[{index}]", part, depth) for index, part in enumerate(args))
+        slots, attributes = (self._attributes(part, depth) for part in state_of(exc))
+        self._reduction = reduction_of(exc, args, (slots, attributes))
+
+    def __reduce__(self) -> Any:
+        return self._reduction
+
+    def _attributes(self, attributes: dict[str, Any], depth: int) -> dict[str, Any]:
+        kept = {}
+        for name, value in attributes.items():
+            found, part = self._part(value, depth)
+            if found:
+                kept[name] = part
+            else:
+                self.left_out.append(name)
+        return kept
+
+    def _item(self, name: str, value: object, depth: int) -> object:
+        found, part = self._part(value, depth)
+        if found:
+            return part
+        self.left_out.append(name)
+        return described(f"the repr() of {name}", lambda: cut(repr(value), MAX_REPR))
+
+    def _part(self, value: Any, depth: int) -> tuple[bool, object]:
+        """Whether a part, or the beginning of it, can be sent, and what of it."""
+        kind, limit = type(value), self._limit_bytes
+        if self._trials.fits(value, limit):
+            return True, value
+        if kind is str:
+            return True, cut(value, limit)
+        if kind is bytes or kind is bytearray:
+            return True, value[:limit] + f"... [{len(value) - limit} bytes cut]".encode()
+        if depth >= MAX_DEPTH:
+            return False, None
+        if issubclass(kind, BaseException):
+            return True, self._exception(value, depth + 1)
+        if kind is list or kind is tuple:
+            return True, kind(self._items(value, depth + 1))
+        if kind is dict:
+            pairs = self._items(list(value.items()), depth + 1)
+            return True, dict(pair for pair in pairs if type(pair) is tuple)
+        return False, None
+
+    def _items(self, items: Any, depth: int) -> list[object]:
+        """The items until the limit is reached."""
+        kept: list[object] = []
+        size = 0
+        for index, item in enumerate(items):
+            if size >= self._limit_bytes or self._trials.left <= 0:
+                return [*kept, f"... [{len(items) - index} items cut]"]
+            part = self._item(f"an item of type {type.__repr__(type(item))}", item, depth)
+            size += 64 + (len(part) if isinstance(part, str | bytes | bytearray) else 0)
+            kept.append(part)
+        return kept
+
+    def _exception(self, exc: BaseException, depth: int) -> object:
+        shortened = _Shortened(exc, self._trials, self._limit_bytes, depth)
+        if not self._trials.fits(shortened, MAX_EXCEPTION_BYTES):  # its class
+            name = described("the name of the type", lambda: type(exc).__qualname__)
+            return RemoteError(self._trials.worker, name, text_of(exc), traceback_of(exc))
+        self.left_out += shortened.left_out
+        return shortened
 
 
-def text_of(exc: BaseException) -> str:
-    """The text of any exception, cut to `MAX_TEXT`, without what UTF-8 does not have; raises nothing."""
-    return _described("str() of the exception", lambda: str(exc)[:MAX_TEXT])
+# ---------------------------------------------------------------- at the caller
 
 
-def traceback_of(exc: BaseException) -> str:
-    """The end of the traceback, like `text_of`."""
-    return _described("formatting the traceback", lambda: "".join(traceback.format_exception(exc))[-MAX_TEXT:])
-
-
-def _repr_of(exc: BaseException) -> str:
-    return _described("repr() of the reason", lambda: repr(exc))
-
-
-def _described(what: str, describe: Callable[[], str]) -> str:
-    """What `describe` returns, in a form that can be sent, or that it failed. [Note: hostile exceptions]"""
-    try:
-        return describe().encode("utf-8", "backslashreplace").decode()
-    except BaseException as why:
-        return f"<{what} failed: {type.__repr__(type(why))}>"
-
-
-def exception_of(failure: rpc_pb2.Failure, *, may_unpickle: bool = True) -> Exception:
+def exception_of(failure: rpc_pb2.Failure, decode: Callable[[], object] | None = None) -> Exception:
     """The exception to raise at the caller: the original one with the remote traceback as `__cause__`.
 
-    Runs user code (the exception's constructor): never on the I/O loop.
+    Runs user code (`__setstate__` of the exception): never on the I/O loop.
+
+    Args:
+        failure: what arrived.
+        decode: makes the original exception; None where there is none, or it must not be unpickled.
     """
-    exc: BaseException | None = None
-    if failure.HasField("exception") and may_unpickle:
+    exc: Any = None
+    if decode is not None:
         try:
-            found = decode(failure.exception, (), None)
-            _check_usable(found)
-            exc = found  # type: ignore[assignment]
-        except (Exception, SystemExit, GeneratorExit) as why:  # [Note: hostile exceptions]
-            failure.text += f" (it could not be rebuilt here: {_repr_of(why)})"
-    if not isinstance(exc, BaseException):
+            exc = decode()
+            _check_usable(exc)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as why:  # [Note: hostile exceptions]
+            exc = None
+            failure.text += f" (it could not be rebuilt here: {described('the reason', partial(repr, why))})"
+    if exc is None:
         exc = _substitute(failure)
-    if not isinstance(exc, Exception):  # SystemExit or KeyboardInterrupt there must not end this process
+    if not issubclass(type(exc), Exception):  # SystemExit or KeyboardInterrupt there must not end this process
         exc = _remote_error(failure)
-    exc.__cause__ = RemoteTraceback(failure.worker, failure.traceback)
-    return exc
+    set_cause(exc, RemoteTraceback(failure.worker, failure.traceback))
+    return exc  # type: ignore[no-any-return]
 
 
 def _substitute(failure: rpc_pb2.Failure) -> Exception:
@@ -177,7 +329,9 @@ def _remote_error(failure: rpc_pb2.Failure) -> RemoteError:
         cls = _exception_class(failure.type_module, failure.type_name)
         if cls is not None:
             return _also(cls, args)
-    except (Exception, SystemExit, GeneratorExit):  # the class does not want it, or cannot; [Note: hostile exceptions]
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # the class does not want it, or cannot; [Note: hostile exceptions]
         pass
     return RemoteError(*args)
 
@@ -199,7 +353,7 @@ def _also(cls: type[Exception], args: tuple[str, str, str, str]) -> RemoteError:
     both = type(f"RemoteError_{cls.__name__}", (RemoteError, cls), {"__reduce__": reduce, "__module__": __name__})
     exc = rebuild_exception(both, args)
     assert isinstance(exc, RemoteError)
-    exc.worker, exc.type_name, exc.text, exc.traceback = args
+    restore_state(exc, ({}, dict(zip(("worker", "type_name", "text", "traceback"), args, strict=True))))
     _check_usable(exc)
     str(exc)
     return exc

@@ -1,28 +1,26 @@
-"""How a function travels: as "module:qualified.name" where that names it, else as a pickle.
+"""How a function travels: as "module:qualified.name" where that names it, else as a value beside its arguments.
 
-A name is looked up at every call, so the callee runs what its module holds now. Arguments travel in the value codec,
-which knows tensors and remote references; so `unwrap` first turns what a callable holds (the instance of a bound
-method, the arguments of a `functools.partial`) into arguments, and only a plain function is left to be named.
+A name is looked up at every call, so the callee runs what its module holds now. `unwrap` first turns what a callable
+holds (the instance of a bound method, the arguments of a `functools.partial`) into arguments, and only a plain function
+is left to be named.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import io
-import pickle
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 import torch
 
-from rpcdist.errors import RpcdistError, SerializationError
-from rpcdist.rpc._values.pickled import NOT_ON_CALLEE, send_main_by_value
+from rpcdist.errors import RpcdistError
+from rpcdist.rpc._values.pickled import NOT_ON_CALLEE
 
-__all__ = ["FunctionLookupError", "decode_function", "encode_function", "function_name", "unwrap"]
+__all__ = ["FunctionLookupError", "decode_function", "function_name", "function_reference", "unwrap"]
 
 _DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 
@@ -64,28 +62,16 @@ def unwrap(
             func, args = call, (func, *args)
 
 
-def encode_function(func: Callable[..., Any], *, by_value: bool = False) -> str | bytes:
-    """The name of `func`, or its pickle where no name leads back to it.
+def function_reference(func: Callable[..., Any], *, by_value: bool = False) -> str | None:
+    """The name under which `func` is called at another worker; None where it has to go as a value.
 
     Args:
-        func: best the result of `unwrap`; in a pickle, tensors are copied and remote references refused.
-        by_value: with cloudpickle, for lambdas, local functions, those of `__main__`, and those of modules given to
-            `cloudpickle.register_pickle_by_value`; the others keep going by name.
-
-    Raises:
-        AttributeError, TypeError, pickle.PicklingError: `func` has neither name nor pickle, with a note.
+        func: best the result of `unwrap`.
+        by_value: whether lambdas, local functions, those of `__main__`, and those of modules given to
+            `cloudpickle.register_pickle_by_value` go as values; the others keep going by name.
     """
     name = function_name(func)
-    if name is not None and not (by_value and _goes_by_value(name)):
-        return name
-    try:
-        return _dump(func, by_value)
-    except (AttributeError, TypeError, pickle.PicklingError) as exc:
-        exc.add_note(
-            "rpcdist sends a function by its name. Define it at the top level of a module that both sides can import, "
-            "or let the caller send it by value: RpcOptions(by_value=True)."
-        )
-        raise
+    return None if name is not None and by_value and _goes_by_value(name) else name
 
 
 def function_name(func: Callable[..., Any]) -> str | None:
@@ -93,23 +79,19 @@ def function_name(func: Callable[..., Any]) -> str | None:
     special = None if type(func) is types.FunctionType else _special_name(func)
     if special is not None and _resolves_to(special, func):
         return special
-    name = _plain_name(func)
-    if not _resolves_to(name, func):
-        return None
-    return "__main__:" + name.partition(":")[2] if name.startswith("__mp_main__:") else name
+    for name in (_plain_name(func), *_other_names(func)):
+        if _resolves_to(name, func):
+            return "__main__:" + name.partition(":")[2] if name.startswith("__mp_main__:") else name
+    return None
 
 
-def decode_function(reference: str | bytes) -> Callable[..., Any]:
-    """What `encode_function` sent. Imports the module where necessary, which may block; unpickling runs code of the
-    sender.
+def decode_function(reference: str) -> Callable[..., Any]:
+    """What `function_reference` named. Imports the module where necessary, which may block.
 
     Raises:
         FunctionLookupError: module or name do not exist here, or it is not callable. What the import raises passes
             through.
-        SerializationError: the pickle cannot be read here.
     """
-    if isinstance(reference, bytes):
-        return _load(reference)
     module_name, _, path = reference.partition(":")
     try:
         func = _walk(sys.modules[module_name], path)
@@ -190,6 +172,18 @@ def _special_name(func: Any) -> str | None:
     return None
 
 
+def _other_names(func: Any) -> Iterator[str]:
+    """Where a function is found whose qualified name does not lead back, as some of torch's do not.
+
+    By its qualified name, `F.max_pool2d` is a local function of `boolean_dispatch`; once torch has compiled something,
+    `torch.manual_seed` is a wrapper of the function in `torch.random`.
+    """
+    module, name = getattr(func, "__module__", None), getattr(func, "__name__", None)
+    if isinstance(module, str) and isinstance(name, str):
+        yield f"{module}:{name}"
+        yield f"{module.partition('.')[0]}:{name}"
+
+
 def _resolves_to(name: str, func: object) -> bool:
     """Whether `name` leads back to `func` in this process. Imports nothing."""
     module_name, _, path = name.partition(":")
@@ -208,29 +202,3 @@ def _goes_by_value(name: str) -> bool:
     module_name = name.partition(":")[0]
     registered = cloudpickle.list_registry_pickle_by_value()
     return module_name == "__main__" or any(f"{module_name}.".startswith(f"{parent}.") for parent in registered)
-
-
-class _FunctionUnpickler(pickle.Unpickler):
-    """Finds what belongs to the sender's script in this process's script, which a spawned process calls otherwise."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return super().find_class("__main__" if module == "__mp_main__" else module, name)
-
-
-def _dump(func: Callable[..., Any], by_value: bool) -> bytes:
-    if by_value:
-        send_main_by_value()
-        return cloudpickle.dumps(func, 5)  # type: ignore[no-any-return]
-    return pickle.dumps(func, 5)
-
-
-def _load(data: bytes) -> Callable[..., Any]:
-    try:
-        func = _FunctionUnpickler(io.BytesIO(data)).load()
-    except Exception as exc:
-        advice = f" {NOT_ON_CALLEE}" if isinstance(exc, AttributeError | ImportError) else ""
-        reason = f"{type(exc).__name__}: {exc}.{advice}"
-        raise SerializationError(f"a function that arrived cannot be unpickled here: {reason}") from exc
-    if not callable(func):
-        raise SerializationError(f"what arrived as a function is a {type(func).__name__}, which cannot be called")
-    return func  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ MAX_KNOWN: Final = 4096
 
 
 class KnownNames:
-    """What `encode_function` has returned for functions and classes at the top level of modules. Any thread.
+    """What `function_reference` has returned for functions and classes at the top level of modules. Any thread.
 
     A name holds as long as its module still has the same object there: reloading and patching a module are noticed.
     """
@@ -37,9 +37,9 @@ class KnownNames:
         self._known.pop(func, None)  # deleted or replaced: nothing else would let go of it
         return None
 
-    def note(self, func: object, encoded: str | bytes) -> None:
-        """Keeps what `encode_function` has returned, if it is the name of something at the top level of a module."""
-        if isinstance(encoded, str) and (type(func) is FunctionType or type(func) is type):
+    def note(self, func: object, encoded: str) -> None:
+        """Keeps what `function_reference` has returned, if it is the name of something at the top level of a module."""
+        if type(func) is FunctionType or type(func) is type:
             module, name = func.__module__, func.__qualname__
             if "." not in name:
                 if len(self._known) >= MAX_KNOWN:

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.rpc._values.dtypes import DTYPE_CODES
-from rpcdist.rpc._values.exceptions import reduce_exception
+from rpcdist.rpc._values.exceptions import add_note, reduce_exception, text_of
 from rpcdist.rpc._values.externals import Externals
 
 __all__ = [
@@ -44,6 +44,7 @@ NOT_ON_CALLEE: Final = (
 
 _HERE: Final = __name__
 _QUANTIZED: Final = (torch.quint8, torch.qint8, torch.qint32)  # those that torch makes from integers
+_CLASS_STATE: Final = cloudpickle.cloudpickle._class_setstate
 _reducers: Final[dict[type, Reducer]] = {}
 _by_value_lock: Final = threading.Lock()
 
@@ -106,11 +107,12 @@ def write_pickle(obj: object, source: Externals | None, by_value: bool) -> Pickl
     try:
         pickler.dump(obj)
     except (AttributeError, TypeError, pickle.PicklingError) as exc:
-        exc.add_note(
+        add_note(
+            exc,
             "rpcdist could not pickle a value that was to be sent. Send only data and what both sides can import. "
             "Define functions and classes at the top level of a module, or let the sender send them by value: "
             "RpcOptions(by_value=True). Give classes that hold locks, files or sockets a `__reduce__` or "
-            "`__getstate__`."
+            "`__getstate__`.",
         )
         raise
     except RecursionError as exc:
@@ -122,10 +124,14 @@ def write_pickle(obj: object, source: Externals | None, by_value: bool) -> Pickl
 def read_pickle(
     body: bytes | memoryview,
     tensors: list[torch.Tensor],
-    buffers: Sequence[bytes | ReceiveBuffer],
+    buffers: Sequence[bytes | memoryview | ReceiveBuffer],
     externals: Externals | None,
+    *,
+    is_trial: bool = False,
 ) -> object:
     """The value of a pickle that `write_pickle` made.
+
+    With `is_trial`, this process has made the pickle: the classes in it are here, and stay as they are.
 
     Raises:
         SerializationError: it cannot be rebuilt here; the cause is what the unpickler, or a user's `__setstate__`,
@@ -133,11 +139,11 @@ def read_pickle(
     """
     out_of_band = (buffer.view if isinstance(buffer, ReceiveBuffer) else bytearray(buffer) for buffer in buffers)
     try:
-        return _ValueUnpickler(io.BytesIO(body), tensors, out_of_band, externals).load()
+        return _ValueUnpickler(io.BytesIO(body), tensors, out_of_band, externals, is_trial).load()
     except (Exception, SystemExit, GeneratorExit) as exc:
-        advice = f" {NOT_ON_CALLEE}" if isinstance(exc, AttributeError | ImportError) else ""
+        advice = f" {NOT_ON_CALLEE}" if issubclass(type(exc), AttributeError | ImportError) else ""
         raise SerializationError(
-            f"a value that arrived cannot be unpickled here: {type(exc).__name__}: {exc}.{advice}"
+            f"a value that arrived cannot be unpickled here: {type(exc).__name__}: {text_of(exc)}.{advice}"
         ) from exc
 
 
@@ -173,14 +179,21 @@ class _ObjectReducer:
         return NotImplemented
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
-        if tensor.layout is torch.strided and not tensor.is_nested and tensor.dtype in DTYPE_CODES:
+        reduced = self._reduced(tensor)
+        attributes = _attributes_of(tensor)
+        if attributes and reduced is not NotImplemented:  # torch's own way keeps them
+            return (*reduced, attributes, None, None, _set_attributes)
+        return reduced
+
+    def _reduced(self, tensor: torch.Tensor) -> Any:
+        is_in_table = tensor.layout is torch.strided or tensor.layout is torch.sparse_coo
+        if is_in_table and not tensor.is_nested and tensor.dtype in DTYPE_CODES:
             self.parts.tensors.append(tensor)
             return tensor_, (len(self.parts.tensors) - 1,)
+        if type(tensor) is Parameter:
+            return Parameter, (tensor.detach(), tensor.requires_grad)
         if tensor.dtype in _QUANTIZED and not tensor.is_nested:
             return _reduce_quantized(tensor)
-        if tensor.layout is torch.sparse_coo and tensor.dtype in DTYPE_CODES:
-            self.parts.tensors.append(tensor)
-            return tensor_, (len(self.parts.tensors) - 1,)
         # torch takes the others apart into strided tensors and storages, and forgets that a sparse one required grad.
         if tensor.requires_grad and tensor.layout is not torch.strided:
             return _requiring_grad, (tensor.detach(),)
@@ -216,11 +229,12 @@ class _ValueUnpickler(pickle.Unpickler):
     """Puts the tensors and remote references of the value where its pickle refers to them."""
 
     def __init__(
-        self, file: io.BytesIO, tensors: list[torch.Tensor], buffers: Any, externals: Externals | None
+        self, file: io.BytesIO, tensors: list[torch.Tensor], buffers: Any, externals: Externals | None, is_trial: bool
     ) -> None:
         super().__init__(file, buffers=buffers)
         self._tensors = tensors
         self._externals = externals
+        self._is_trial = is_trial
 
     def find_class(self, module: str, name: str) -> Any:
         if module == _HERE:
@@ -233,7 +247,23 @@ class _ValueUnpickler(pickle.Unpickler):
         elif module == "__mp_main__":
             # The script of a spawned process; here it is the script as well.
             module = "__main__"
+        elif module == "torch._utils" and name == "_rebuild_tensor_v3":
+            return _rebuild_tensor_v3
+        elif module == _CLASS_STATE.__module__ and name == _CLASS_STATE.__name__:
+            return _leave_class if self._is_trial else _set_class_state
         return super().find_class(module, name)
+
+
+def _leave_class(cls: type, *_: object) -> type:
+    return cls
+
+
+def _set_class_state(cls: type, state: Any) -> type:
+    """A class by value comes with its methods. It has them where it was defined, with the globals that belong there."""
+    found: Any = sys.modules.get(cls.__module__)
+    for part in cls.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return cls if found is cls else _CLASS_STATE(cls, state)  # type: ignore[no-any-return]
 
 
 def tensor_(index: int) -> torch.Tensor:
@@ -246,6 +276,15 @@ def external_(index: int) -> object:
     raise SerializationError(
         f"remote reference {index} belongs to a value of rpcdist, and can be read only as its part"
     )
+
+
+def _attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Of parameters and buffers, as in torch; those of another tensor stay behind."""
+    return vars(tensor) if type(tensor) is Parameter or hasattr(tensor, "_is_buffer") else {}
+
+
+def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+    vars(tensor).update(attributes)
 
 
 def _requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
@@ -270,6 +309,11 @@ def _reduce_storage(storage: torch.UntypedStorage) -> Any:
 def _storage(flat: torch.Tensor) -> torch.UntypedStorage:
     storage = flat.untyped_storage()
     return storage if storage.nbytes() == flat.nbytes else flat.clone().untyped_storage()
+
+
+def _rebuild_tensor_v3(storage: torch.UntypedStorage, *rest: Any) -> torch.Tensor:
+    """torch's, for subclasses of dtypes that have no typed storage: it wants one all the same."""
+    return torch._utils._rebuild_tensor_v3(_typed_storage(storage, torch.uint8), *rest)  # type: ignore[no-any-return]
 
 
 def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:

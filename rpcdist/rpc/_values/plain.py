@@ -197,7 +197,7 @@ class PlainWriter:
         return True
 
     def _tensor(self, tensor: torch.Tensor) -> None:
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or (hasattr(tensor, "_is_buffer") and self._may_list_tensors):
             raise NotPlain
         count = len(self.tensors)
         index = self._known.setdefault(id(tensor), count)
@@ -214,7 +214,7 @@ class PlainWriter:
         if count < RUNS_FROM or not self._may_list_tensors or set(map(type, items)) != {torch.Tensor}:
             return False
         self._num_listed += count
-        if self._num_listed > MAX_ITEMS:
+        if self._num_listed > MAX_ITEMS or any([hasattr(item, "_is_buffer") for item in items]):
             return False
         self.lists_tensors = True
         self.body += _write_length(_TENSOR_LIST, count)
@@ -249,6 +249,8 @@ class PlainWriter:
         if kind is bytes:
             self._bytes(item, _BYTES8, _BYTES32, _BYTES_BUFFER)
         elif kind is Parameter:
+            if vars(item) and self._may_list_tensors:  # attributes, which pickle can say
+                raise NotPlain
             self._tensor(item)
         elif kind is complex:
             body += _COMPLEX_FORM.pack(_COMPLEX, item.real, item.imag)

@@ -144,7 +144,9 @@ def _sparse(message: value_pb2.Tensor, table: Sequence[torch.Tensor | None]) -> 
     tensor = torch.sparse_coo_tensor(
         indices, values, tuple(message.shape), check_invariants=False, is_coalesced=parts.coalesced
     )
-    return tensor.requires_grad_(message.requires_grad)
+    return (
+        Parameter(tensor, message.requires_grad) if message.parameter else tensor.requires_grad_(message.requires_grad)
+    )
 
 
 def _rebuild(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from types import FunctionType
+
 import torch
 from torch.nn import Parameter
 
@@ -92,6 +95,19 @@ def _pickles(item: object, externals: Externals | None, by_value: bool) -> bool:
     return True
 
 
+def _held_parts(function: FunctionType) -> list[tuple[object, str]]:
+    """What a function by value takes along."""
+    code = function.__code__
+    parts = [
+        (default, ".default") for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    ]
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not set yet
+            parts.append((cell.cell_contents, f".closure[{name!r}]"))
+    used = [name for name in code.co_names if name in function.__globals__]
+    return parts + [(function.__globals__[name], f".globals[{name!r}]") for name in used]
+
+
 def _picklable_parts(item: object) -> list[tuple[object, str]]:
     if isinstance(item, dict):
         return [(value, f"[{key!r:.40}]") for key, value in item.items()] + [
@@ -103,5 +119,7 @@ def _picklable_parts(item: object) -> list[tuple[object, str]]:
         return [(part, f".item({part!r:.40})") for part in item]
     if isinstance(item, type):
         return []
+    if isinstance(item, FunctionType):
+        return _held_parts(item)
     attributes = getattr(item, "__dict__", None)
     return [(part, f".{name}") for name, part in attributes.items()] if isinstance(attributes, dict) else []

@@ -88,6 +88,7 @@ def pack_tensors(
         if sparse and tensor.layout is torch.sparse_coo:
             message.shape.extend(tensor.shape)
             message.requires_grad = tensor.requires_grad
+            message.parameter = type(tensor) is Parameter
             message.sparse.CopyFrom(sparse[id(tensor)])
             continue
         dtype = tensor.dtype

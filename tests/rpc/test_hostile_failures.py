@@ -1,0 +1,84 @@
+"""Whatever an exception's class does, and however it is raised: the call ends, as what it was or named."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from full_sets import FULL
+from hostile_functions import KINDS, WAYS, Frozen, raised
+from peer_timeouts import CALM_S, LIMIT_S
+
+from rpcdist.autograd import BackwardError
+from rpcdist.errors import Cancelled, RemoteError
+from rpcdist.testing import InProcessCluster
+
+QUICK = ("frozen", "__setattr__ exits", "__class__", "__str__ exits", "__reduce__", "__init__", "a lock", "SystemExit")
+
+
+@pytest.fixture
+def cluster() -> Iterator[InProcessCluster]:
+    with InProcessCluster("caller", "callee", peer_timeout=CALM_S) as cluster:
+        yield cluster  # and everybody leaves, which waits for calls without an end
+
+
+def outcome(cluster: InProcessCluster, way: str, to: str, kind: str) -> BaseException | None:
+    """What the caller gets within the limit."""
+    caught: list[BaseException] = []
+
+    def run() -> None:
+        with cluster.use("caller"):
+            try:
+                WAYS[way](to, kind)
+            except BaseException as error:
+                caught.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive(), f"{way}, {kind}: no end within {LIMIT_S} s"
+    return caught[0] if caught else None
+
+
+# What the language makes of them on the way, before we see them.
+OF_PYTHON = {"StopIteration", "StopAsyncIteration", "CancelledError", "KeyboardInterrupt"}
+# `asyncio.run` of the caller asks the error of its coroutine for its class, and never ends.
+OF_ASYNCIO = {("await", "__class__"), ("async for", "__class__")}
+
+
+def check(way: str, kind: str, error: BaseException | None) -> str:
+    """What is wrong with what the caller got; empty if nothing is."""
+    if error is None:
+        return "no error"
+    expected, got = type(raised(kind)), type(error)
+    if way == "then":  # as torch: a RuntimeError is kept, and others are named by one
+        is_right = got is expected or (issubclass(got, RuntimeError) and expected.__name__ in str(error))
+    elif way == "backward":  # its own hook may end the caller
+        is_right = got is expected or (issubclass(got, BackwardError) and expected.__name__ in str(error))
+    elif way == "async_execution" and not issubclass(expected, Exception):
+        is_right = got is RuntimeError and expected.__name__ in str(error)
+    elif kind in OF_PYTHON and issubclass(got, RuntimeError | Cancelled):
+        is_right = True
+    else:
+        is_remote = issubclass(got, RemoteError) and vars(error).get("type_name") == expected.__qualname__
+        is_right = is_remote or got is expected or (kind == "a local class" and got.__name__ == "Local")
+    if is_right and got is Frozen:
+        is_right = error.__dict__ == {"key": "k"} and error.args == ("k",)
+    return "" if is_right else f"{way}, {kind}: {got.__name__}"
+
+
+@pytest.mark.parametrize("to", ["callee", "caller"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_raise_ends_the_call(cluster: InProcessCluster, way: str, to: str) -> None:
+    kinds = [kind for kind in (KINDS if FULL or way == "rpc_sync" else QUICK) if (way, kind) not in OF_ASYNCIO]
+    wrong = [check(way, kind, outcome(cluster, way, to, kind)) for kind in kinds]
+    assert not any(wrong), list(filter(None, wrong))
+
+
+@pytest.mark.parametrize(
+    "way", ["coroutine", "constructor", "async stream", "async_execution", "coroutine of an actor"]
+)
+def test_every_kind_ends_what_a_loop_or_a_reference_answers(cluster: InProcessCluster, way: str) -> None:
+    wrong = [check(way, kind, outcome(cluster, way, "callee", kind)) for kind in KINDS]
+    assert not any(wrong), list(filter(None, wrong))
