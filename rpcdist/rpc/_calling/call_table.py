@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
-from rpcdist._proto import value_pb2
+from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import DeadlineExceeded
 from rpcdist.rpc._autograd_hooks import CallContext
