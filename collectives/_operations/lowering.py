@@ -102,7 +102,8 @@ def all_reduce_coalesced(place: Place, tensors: list[torch.Tensor], op: object) 
         if put_back is not None:
             put_back()
 
-    return Lowered(Operation(Kind.ALL_REDUCE, (flat,), (flat,), reduce_op, factor=factor), finish, tensors, tensors)
+    own = (flat,)
+    return Lowered(Operation(Kind.ALL_REDUCE, own, own, reduce_op, factor=factor), finish, tensors, tensors)
 
 
 def reduce(place: Place, tensor: torch.Tensor, root: int, op: object) -> Lowered:

@@ -82,7 +82,7 @@ def ops(rank: int) -> list[tuple[str, Callable[[], Any], Seen]]:
     """Calls on rank 0 of 3, and what torch's hooks are told of each."""
     x = torch.tensor(X)
     zeros, flat = [[0.0, 0.0]] * SIZE, [0.0] * 6
-    root = rank == 0
+    root, pair = rank == 0, [x.clone(), x.clone()]
 
     def new(*shape: int) -> torch.Tensor:
         return torch.zeros(*shape)
@@ -113,6 +113,7 @@ def ops(rank: int) -> list[tuple[str, Callable[[], Any], Seen]]:
         ("recv", lambda: message(2, lambda: c.recv(x.clone(), 2)), (name.RECV, True, [], [X], 2)),
         ("recv any", lambda: message(2, lambda: c.recv(x.clone())), (name.RECV, True, [], [X], -1)),
         ("method", lambda: world().allreduce([x.clone()]).wait(), (name.ALLREDUCE, True, [X], [], -1)),
+        ("coalesced", lambda: world().allreduce_coalesced(pair).wait(), (name.ALLREDUCE, True, [X, X], [], -1)),
         ("strided", lambda: c.all_reduce(torch.tensor([X, X]).t()[0]), (name.ALLREDUCE, False, [[1.0, 1.0]], [], -1)),
     ]
 

@@ -15,6 +15,7 @@ import pytest
 
 from rpcdist.testing import InProcessCluster, Program, WorkerEnded, WorkerPool, WorkerTimeout, eventually, worker
 from rpcdist.testing import in_process_cluster as cluster_module
+from rpcdist.testing.limits import LIMIT_S
 
 FORKS = """
     import os, signal, sys
@@ -92,12 +93,18 @@ def test_a_call_that_a_stopped_worker_does_not_take(worker_pool: WorkerPool, mon
 
 
 def test_calls_of_a_cluster_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_module, "LIMIT_S", 0.2)
-    go_on = threading.Event()
+    started, go_on = threading.Event(), threading.Event()
+
+    def stay() -> bool:
+        started.set()
+        return go_on.wait(LIMIT_S)
+
     cluster = InProcessCluster("a")
-    waiting: Future[bool] = cluster.begin("a", go_on.wait, 60)
+    monkeypatch.setattr(cluster_module, "LIMIT_S", 0.2)
+    waiting: Future[bool] = cluster.begin("a", stay)
+    assert started.wait(LIMIT_S)
     with pytest.raises(AssertionError, match=r"1 calls of workers did not end within 0\.2 s"):
         cluster.close()
     go_on.set()
-    assert waiting.result(60)
+    assert waiting.result(LIMIT_S)
     cluster.close()
