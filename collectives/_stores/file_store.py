@@ -76,7 +76,7 @@ class FileStore(Store):
 
 
 def _drop(pid: int, state: _FileState) -> None:
-    """The store is gone. A finalizer may run in the middle of an operation on the same file: it does not wait for it."""
+    """The store is gone. A finalizer may run in the middle of an operation on this file, so it does not wait."""
     try:
         state.close(limit_s=0.0)
     except DistStoreError:
