@@ -352,9 +352,10 @@ def _all_gather_into_tensor_out(
 
     It stands in front of torch's own kernel, which serves the other groups as before.
     """
-    group = group_name
+    group: Any = group_name
     if isinstance(group_name, str):
-        group = torch_distributed.distributed_c10d._resolve_process_group(group_name)
+        resolve: Any = torch_distributed.distributed_c10d._resolve_process_group
+        group = resolve(group_name)
     # Other kinds of tensors stand for real ones while a program is traced.
     if not isinstance(group, TorchProcessGroup) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         with torch._C._AutoDispatchBelowAutograd():

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+import torch
 import torch.distributed as torch_distributed
 
 from rpcdist.collectives._stores.store_base import Store, Timeout
@@ -95,8 +96,8 @@ def _check_size(operation: StoreOperation[object], address: str) -> None:
         for item in argument if isinstance(argument, tuple) else (argument,):
             if isinstance(item, str | bytes) and len(item) > TORCH_TCP_BYTES:
                 raise DistStoreError(
-                    f"{operation.method}() of {len(item)} bytes is more than torch's store at {address} takes for a key "
-                    f"or a value, {TORCH_TCP_BYTES} bytes ({TORCH_TCP_BYTES >> 20} MiB). Use several keys, or a file."
+                    f"{operation.method}() of {len(item)} bytes is more than torch's store at {address} takes for a "
+                    f"key or a value, {TORCH_TCP_BYTES} bytes ({TORCH_TCP_BYTES >> 20} MiB). Use several keys."
                 )
 
 
@@ -109,7 +110,9 @@ def _innermost(store: torch_distributed.Store) -> torch_distributed.Store:
 def _offers(store: torch_distributed.Store) -> Offers:
     """A program's own store, in Python, has the methods that its class defines; those of torch's have them all."""
     kind = type(_innermost(store))
-    classes = [each for each in kind.__mro__ if not each.__module__.startswith("torch._C") and each is not object]
+    torchs: Any = torch._C._distributed_c10d
+    known = (*torch_distributed.Store.__mro__, getattr(torchs, kind.__name__, None))
+    classes = [each for each in kind.__mro__ if each not in known]
     if not classes:
         return lambda name: True
     defined = {name for each in classes for name in vars(each)}

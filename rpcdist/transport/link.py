@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
@@ -109,7 +109,8 @@ class Link:
         path = f"/{PACKAGE}.{service}/{method}"
         with self._calling(path) as metadata:
             pieces = cut(request.SerializeToString(), piece_type)
-            call = self._connection.stream_stream(path)(pieces, timeout=timeout_s, metadata=metadata)
+            method_call: Any = self._connection.stream_stream(path)
+            call = method_call(pieces, timeout=timeout_s, metadata=metadata)
             return reply_type.FromString(await joined(call, piece_type))
 
     @contextmanager

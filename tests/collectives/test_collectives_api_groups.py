@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -510,3 +511,34 @@ def test_a_rank_that_is_not_through_in_time_is_named(monkeypatch: pytest.MonkeyP
     first, second = in_threads(2, on_rank)
     assert isinstance(first, StoreTimeout) and "it is not set on rank 1 after 0.5 s" in str(first)
     assert isinstance(second, KeyboardInterrupt)
+
+
+@pytest.mark.parametrize("base", [Store, torch.distributed.Store], ids=["ours", "torchs"])
+def test_a_programs_own_store_with_few_methods_is_enough(base: Any) -> None:
+    class Own(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.table: dict[str, bytes] = {}
+            self.lock = threading.Lock()
+
+        def set(self, key: str, value: bytes) -> None:
+            self.table[key] = value
+
+        def get(self, key: str) -> bytes:
+            return self.table[key]
+
+        def add(self, key: str, amount: int) -> int:
+            with self.lock:
+                total = int(self.table.get(key, b"0")) + amount
+                self.table[key] = str(total).encode()
+                return total
+
+    store = Own()
+
+    def on_rank(rank: int) -> None:
+        for _ in range(3):
+            start(rank, 2, store)
+            assert total(c.new_group(), rank) == 1
+            c.destroy_process_group()
+
+    assert in_threads(2, on_rank) == [None] * 2

@@ -77,7 +77,6 @@ class UnaryServices:
 
     def _answer(self, path: str, peer: Identity, request_type: type[Message], method: Method, in_pieces: bool) -> Any:
         async def reply_to(request: Any, context: Any) -> Any:
-            self._on_call(context.peer())
             try:
                 return await method(peer, request)
             except RpcdistError as exc:
@@ -87,6 +86,7 @@ class UnaryServices:
                 await context.abort(grpc.StatusCode.INTERNAL, repr(exc))
 
         async def handle(data: bytes, context: Any) -> bytes:
+            self._on_call(context.peer())
             try:
                 request = request_type.FromString(data)
             except DecodeError:
@@ -95,6 +95,7 @@ class UnaryServices:
                 return (await reply_to(request, context)).SerializeToString()  # type: ignore[no-any-return]
 
         async def handle_pieces(pieces: AsyncIterable[bytes], context: Any) -> None:
+            self._on_call(context.peer())
             with self._running():
                 try:
                     request = await joined(pieces, request_type)
