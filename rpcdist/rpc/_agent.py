@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rpcdist import at_exit
 from rpcdist._proto import autograd_pb2, rref_pb2
+from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.collectives import Store
 from rpcdist.errors import NotInitialized
 from rpcdist.ids import Identity
@@ -225,6 +225,7 @@ class Agent:
         )
         self.leader = Leader(me, self.directory, self.router.watch)
         self._departures = Departures(self.directory, self.router.watch)
+        self.serving = StopRequests()
         self._return = CoordinatorReturn(
             coordinator=coordinator,
             directory=self.directory,
@@ -234,6 +235,8 @@ class Agent:
             look_up=look_up,
             world_size=world_size,
             recovery_s=options.peer_timeout,
+            orphan_timeout_s=options.orphan_timeout or float("inf"),
+            on_orphaned=self.serving.orphaned,
             io=io,
             lifetime=lifetime,
         )
@@ -246,7 +249,6 @@ class Agent:
             self._return.is_coordinator,
         )
         self.watch = MembershipWatch(self.pool.submit)
-        self.serving = StopRequests()
         always = {
             **self.actor_names.callables,
             **self.leader.callables,
@@ -302,6 +304,8 @@ class Agent:
         handle(CompactCall, self.dispatcher.on_call)
         handle(CompactReply, self.caller.on_reply)
         handle("cancel", self.dispatcher.on_cancel)
+        handle("call_question", self.dispatcher.on_question)
+        handle("call_state", self.caller.on_state)
         handle("stream_item", self.streams.on_item)
         handle("stream_end", self.streams.on_end)
         handle("stream_credit", self.dispatcher.on_credit)
@@ -324,7 +328,7 @@ class Agent:
         - Whoever frees or fails gatherings comes last: what they wake up must find the dead worker's values gone.
         """
         events, references = self.events, self.rref_home
-        tell_autograd(self.autograd, events, self._lifetime)
+        tell_autograd(self.autograd, events, self._lifetime, self.directory.knows)
         events.broken.listen(self.caller.on_broken)
         events.broken.listen(self.streams.on_broken)
         events.broken.listen(self.dispatcher.on_broken)
@@ -355,7 +359,7 @@ class Agent:
         self.user_loop.start()
         self.pool.start()
         self._restore_torch = replace_torch_functions()
-        at_exit.register(self._abandon)
+        register_at_exit(self._abandon)
         self._interrupts.start()
         network = self.network
         for service, kind, reply in (
@@ -389,7 +393,7 @@ class Agent:
         if self._lifetime.is_closed:
             return
         self._lifetime.is_closed = True
-        at_exit.unregister(self._abandon)
+        unregister_at_exit(self._abandon)
         self.dispatcher.accepting = False
         self._interrupts.stop()
         self._restore_torch()
