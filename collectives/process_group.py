@@ -47,18 +47,6 @@ class SplitGroup(Protocol):
     ) -> ProcessGroup | None: ...
 
 
-class BackendType(Enum):
-    """Kinds of backends, with torch's names and numbers."""
-
-    UNDEFINED = 0
-    GLOO = 1
-    NCCL = 2
-    UCC = 3
-    MPI = 4
-    XCCL = 5
-    CUSTOM = 6
-
-
 class ProcessGroup(LowerCaseOperations):
     """Ranks of the world that run operations together. Made by `init_process_group`, `new_group` and the like.
 
@@ -80,7 +68,16 @@ class ProcessGroup(LowerCaseOperations):
         device: the device that the group is bound to.
     """
 
-    BackendType = BackendType
+    class BackendType(Enum):
+        """Kinds of backends, with torch's names and numbers."""
+
+        UNDEFINED = 0
+        GLOO = 1
+        NCCL = 2
+        UCC = 3
+        MPI = 4
+        XCCL = 5
+        CUSTOM = 6
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from rpcdist.at_end import AtEnd
 
-__all__ = ["register", "unregister"]
+__all__ = ["register_at_exit", "unregister_at_exit"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _armed_in = 0
 """The process whose end calls the actions. A forked child inherits the list, and calls it once it registers more."""
 
 
-def register(action: Callable[[], object]) -> None:
+def register_at_exit(action: Callable[[], object]) -> None:
     """Has `action` called at the end of this process, before those registered earlier; any thread."""
     global _armed_in
     _actions.append(action)
@@ -37,7 +37,7 @@ def register(action: Callable[[], object]) -> None:
         _arm(os.getpid())
 
 
-def unregister(action: Callable[[], object]) -> None:
+def unregister_at_exit(action: Callable[[], object]) -> None:
     """Takes back what was registered, if it was."""
     while action in _actions:
         _actions.remove(action)

@@ -20,7 +20,7 @@ PRINTS = """
         print("early callback")
 
     atexit.register(early)
-    from rpcdist import at_exit
+    from rpcdist.at_exit import register_at_exit, unregister_at_exit
 
     def fails():
         print("fails")
@@ -29,8 +29,8 @@ PRINTS = """
     def use():
         withdrawn = partial(print, "withdrawn")
         for action in (partial(print, "last"), withdrawn, fails, partial(print, "first")):
-            at_exit.register(action)
-        at_exit.unregister(withdrawn)
+            register_at_exit(action)
+        unregister_at_exit(withdrawn)
         atexit.register(print, "late callback")
 """
 
@@ -61,13 +61,13 @@ def test_a_child_that_was_forked_leaves_the_actions_to_its_parent() -> None:
 CHILD = """
 import atexit, multiprocessing, multiprocessing.util, sys
 from functools import partial
-from rpcdist import at_exit
+from rpcdist.at_exit import register_at_exit
 
 def child():
     multiprocessing.util.Finalize(None, print, ("finalizer",), exitpriority=-5)
     atexit.register(print, "callback")
     for name in ("last", "first"):
-        at_exit.register(partial(print, name))
+        register_at_exit(partial(print, name))
 
 if __name__ == "__main__":
     process = multiprocessing.get_context(sys.argv[1]).Process(target=child)

@@ -8,7 +8,7 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from rpcdist import at_exit
+from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.collectives._group.flight_records import FlightRecorder
 from rpcdist.time_limits import GROUP_EXIT_LIMIT_S
 
@@ -73,8 +73,8 @@ class LocalProcess:
         Call it once the backend uses the transport: what is registered later runs earlier, and closing needs it.
         """
         with self._lock:
-            at_exit.unregister(self._at_exit)
-            at_exit.register(self._at_exit)
+            unregister_at_exit(self._at_exit)
+            register_at_exit(self._at_exit)
             self._open_backends.add(backend)
 
     def close_backends(self) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from rpcdist import at_exit
+from rpcdist.at_exit import register_at_exit
 
 __all__ = ["DROPPED_STORES", "DroppedStores"]
 
@@ -53,4 +53,4 @@ class DroppedStores:
 DROPPED_STORES: Final = DroppedStores()
 """Those of this process; finalizers have nobody else to turn to."""
 
-at_exit.register(DROPPED_STORES.at_exit)
+register_at_exit(DROPPED_STORES.at_exit)

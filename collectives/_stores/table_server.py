@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from rpcdist import at_exit
 from rpcdist._proto import store_pb2
+from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.collectives._stores.shared_table import SharedTable
 from rpcdist.collectives._stores.store_service import StoreService
 from rpcdist.errors import DeadlineExceeded, DistNetworkError, RpcdistError, TransportError
@@ -46,10 +46,10 @@ class _Serving:
 
     def start(self, timeout_s: float) -> None:
         self._node.add_service(DESCRIPTOR, self.service.methods(), timeout_s, self.address)
-        at_exit.register(self.end_calls)  # scripts written for torch close no stores
+        register_at_exit(self.end_calls)  # scripts written for torch close no stores
 
     def end(self) -> None:
-        at_exit.unregister(self.end_calls)
+        unregister_at_exit(self.end_calls)
         self.end_calls()
         try:
             self._node.stop_serving(self.address)

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rpcdist import at_exit
 from rpcdist._proto import autograd_pb2, rref_pb2
+from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.collectives import Store
 from rpcdist.errors import NotInitialized
 from rpcdist.ids import Identity
@@ -359,7 +359,7 @@ class Agent:
         self.user_loop.start()
         self.pool.start()
         self._restore_torch = replace_torch_functions()
-        at_exit.register(self._abandon)
+        register_at_exit(self._abandon)
         self._interrupts.start()
         network = self.network
         for service, kind, reply in (
@@ -393,7 +393,7 @@ class Agent:
         if self._lifetime.is_closed:
             return
         self._lifetime.is_closed = True
-        at_exit.unregister(self._abandon)
+        unregister_at_exit(self._abandon)
         self.dispatcher.accepting = False
         self._interrupts.stop()
         self._restore_torch()

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.descriptor import ServiceDescriptor
 
-from rpcdist import at_exit
+from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.ids import Identity, new_incarnation
 from rpcdist.time_limits import (
     ADD_SERVICE_LIMIT_S,
@@ -250,7 +250,7 @@ class Node:
         self._num_shares = 1
         self.io.start()
         fork.mark_running()
-        at_exit.register(self._stop)
+        register_at_exit(self._stop)
         return self
 
     def share(self) -> bool:
@@ -266,7 +266,7 @@ class Node:
             self._num_shares -= 1
             if self._num_shares != 0:
                 return
-        at_exit.unregister(self._stop)
+        unregister_at_exit(self._stop)
         fork.mark_stopped()
         self._stop()
 

@@ -33,7 +33,7 @@ from contextvars import Context
 from functools import partial
 from typing import NamedTuple
 
-from rpcdist import at_exit
+from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ForkedProcess, NotInitialized, PoolExhausted
 from rpcdist.rpc._executors import blocking
@@ -142,7 +142,7 @@ class ThreadPool:
         self._is_start_failure_logged = False
         self._held = HeldAnswers(self._watch_held_answers, self._report)
         fork.register(self)
-        at_exit.register(self.close)
+        register_at_exit(self.close)
 
     def start(self) -> None:
         """Starts the thread that stays, if one does; the others are started for jobs."""
@@ -204,7 +204,7 @@ class ThreadPool:
         Returns:
             What still runs or never ran, as text for humans; it is logged, too, with the places where threads hang.
         """
-        at_exit.unregister(self.close)
+        unregister_at_exit(self.close)
         if self._stopping:
             return []
         self._refusal = self._refusal or NotInitialized
@@ -476,7 +476,7 @@ class ThreadPool:
         self._workers, self._idle, self._blocked = set(), [], set()
         self._queue = deque()
         self._held.after_fork_in_child()
-        at_exit.unregister(self.close)
+        unregister_at_exit(self.close)
 
 
 def _usable_cores() -> int:

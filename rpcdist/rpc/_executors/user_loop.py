@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
 from typing import Any, Final, Literal, TypeVar
 
-from rpcdist import at_exit
+from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.deadline import NEVER, Deadline
 from rpcdist.errors import Cancelled, ConfigError, ForkedProcess, NotInitialized
 from rpcdist.rpc._executors.stateful_coroutine import StatefulCoroutine
@@ -63,7 +63,7 @@ class UserLoop:
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()
-        at_exit.register(self.close)
+        register_at_exit(self.close)
 
     def on_thread(self) -> bool:
         """Whether the caller runs on this loop's thread."""
@@ -162,7 +162,7 @@ class UserLoop:
         Returns:
             What refused to end, as text for humans; it is logged, too. Its submitters got `Cancelled`.
         """
-        at_exit.unregister(self.close)
+        unregister_at_exit(self.close)
         if self._refusal is not None:
             return []
         self._refusal = NotInitialized
@@ -210,7 +210,7 @@ class UserLoop:
         self._refusal = ForkedProcess
         self._calls = set()
         self._inbox = deque()
-        at_exit.unregister(self.close)
+        unregister_at_exit(self.close)
 
 
 def _task_factory(
