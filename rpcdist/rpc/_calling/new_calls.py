@@ -29,6 +29,7 @@ from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, called_method
 from rpcdist.rpc._values import LargeBuffer
 from rpcdist.rpc._values.compact import CompactValue
+from rpcdist.rpc._values.exceptions import add_note
 from rpcdist.rpc._values.function_names import function_reference, unwrap
 from rpcdist.rpc._values.known_names import KnownNames
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
@@ -209,6 +210,12 @@ class NewCalls:
                 assert isinstance(written.obj, tuple)
                 parts = dict(zip(("args", "kwargs", "function"), written.obj, strict=False))
                 self._marshal.explain(exc, written, f"in an {pending.what()}", **parts)
+                if name is None and not self._marshal.by_value:
+                    add_note(
+                        exc,
+                        "rpcdist sends a function by its name. Define it at the top level of a module that both sides "
+                        "can import, or let the caller send it by value: RpcOptions(by_value=True).",
+                    )
                 raise
             pending.forks = forks or None
         return message, large
