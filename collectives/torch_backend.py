@@ -23,10 +23,10 @@ import torch.distributed as torch_distributed
 from rpcdist.collectives._group.creation import open_group
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
+from rpcdist.collectives._torch.torch_work import TorchWork, keep_what_torch_holds
 from rpcdist.collectives.backends import default_backend
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.rendezvous import job_attempt
-from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError
 
 __all__ = ["NAME", "TorchProcessGroup", "TorchWork", "as_torch_group", "register"]
@@ -43,70 +43,7 @@ _LENT: Final = "rpcdist group "  # names what `as_torch_group` makes
 _Split = Callable[..., Iterator[tuple[object, ...]]]
 
 # torch's stubs describe overloads of its C++ classes, which no single Python method can have.
-_Work: Any = torch._C._distributed_c10d.Work
 _ProcessGroup: Any = torch._C._distributed_c10d.ProcessGroup
-
-
-class TorchWork(_Work):  # type: ignore[misc]  # see _Work
-    """Our Work, one or several, where torch expects its own.
-
-    Args:
-        works: at least one; it is done when all of them are.
-    """
-
-    def __init__(self, *works: Work) -> None:
-        super().__init__()
-        self._works = works
-
-    def __repr__(self) -> str:
-        return f"<TorchWork {', '.join(map(repr, self._works))}>"
-
-    def wait(self, timeout: timedelta | float = timedelta(0)) -> bool:
-        """Blocks until it is done; 0 leaves the limit to the operations' own."""
-        for work in self._works:
-            work.wait(timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        return all(work.is_success() for work in self._works)
-
-    def exception(self) -> BaseException | None:
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
-
-    def result(self) -> list[torch.Tensor]:
-        return [tensor for work in self._works for tensor in work.result()]
-
-    def synchronize(self) -> None:
-        for work in self._works:
-            work.synchronize()
-
-    def block_current_stream(self) -> None:
-        for work in self._works:
-            work.block_current_stream()
-
-    def source_rank(self) -> int:
-        return self._works[0].source_rank()
-
-    _source_rank = source_rank
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        futures = [work.get_future() for work in self._works]
-        return futures[0] if len(futures) == 1 else futures[0].then(lambda _: _flatten(futures))
-
-    def get_future_result(self) -> torch.futures.Future[int]:
-        futures = [work.get_future_result() for work in self._works]
-        return futures[0] if len(futures) == 1 else torch.futures.collect_all(futures).then(_worst)
-
-
-def _flatten(futures: Sequence[torch.futures.Future[list[torch.Tensor]]]) -> list[torch.Tensor]:
-    return [tensor for future in futures for tensor in future.wait()]
-
-
-def _worst(done: torch.futures.Future[list[torch.futures.Future[int]]]) -> int:
-    return max(future.value() for future in done.value())
 
 
 def _forward(name: str, split: _Split | None = None) -> Callable[..., TorchWork]:
@@ -331,6 +268,7 @@ def register() -> None:
     """Makes the name known to torch; importing this module has done it already. Idempotent."""
     torch_distributed.Backend.register_backend(NAME, _make_group, extended_api=True, devices=_DEVICES)
     _hide_from_compiler(TorchProcessGroup, TorchWork)
+    keep_what_torch_holds()
     for module in (torch_distributed, torch_distributed.distributed_c10d):
         module.monitored_barrier = _monitored_barrier  # type: ignore[attr-defined]  # the stub of a module has no names
 
