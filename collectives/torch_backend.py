@@ -23,6 +23,7 @@ import torch.distributed as torch_distributed
 from rpcdist.collectives._group.creation import open_group
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
+from rpcdist.collectives._torch.functional_ops import serve_functional_ops
 from rpcdist.collectives._torch.torch_work import TorchWork, keep_what_torch_holds
 from rpcdist.collectives.backends import default_backend
 from rpcdist.collectives.process_group import ProcessGroup
@@ -269,6 +270,7 @@ def register() -> None:
     torch_distributed.Backend.register_backend(NAME, _make_group, extended_api=True, devices=_DEVICES)
     _hide_from_compiler(TorchProcessGroup, TorchWork)
     keep_what_torch_holds()
+    serve_functional_ops(TorchProcessGroup, _DEVICES)
     for module in (torch_distributed, torch_distributed.distributed_c10d):
         module.monitored_barrier = _monitored_barrier  # type: ignore[attr-defined]  # the stub of a module has no names
 

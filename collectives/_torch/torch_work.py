@@ -26,7 +26,6 @@ __all__ = ["TorchWork", "held", "keep_what_torch_holds"]
 
 # torch's stubs describe overloads of its C++ classes, which no single Python method can have.
 _c10d: Any = torch._C._distributed_c10d
-_Future: Any = torch._C.Future
 
 
 class TorchWork(_c10d.Work):  # type: ignore[misc]  # see _c10d
@@ -121,16 +120,9 @@ def held(work: object) -> Any:
     return _lender.lend(work) if isinstance(work, TorchWork) else work
 
 
-def _with_errors(future: Any) -> Any:
-    """A future of the same value that fails for C++ code as well, which takes an error set by Python for a value."""
-    return _Future.then(future, _Future.value)
-
-
 def keep_what_torch_holds() -> None:
-    """Has the functions of torch that keep a Work or a future get ones that need no Python object. Idempotent."""
-    reducer = _c10d.Reducer
-    _change(reducer, "_set_forward_pass_work_handle", lambda self, work, static: (self, held(work), static))
-    _change(reducer, "_install_post_backward_futures", lambda self, futures: (self, [*map(_with_errors, futures)]))
+    """Has the functions of torch that keep a Work get one that owns both halves. Idempotent."""
+    _change(_c10d.Reducer, "_set_forward_pass_work_handle", lambda self, work, static: (self, held(work), static))
     _change(_c10d, "_register_work", lambda tensor, work: (tensor, held(work)))
 
 

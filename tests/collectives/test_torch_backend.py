@@ -28,6 +28,7 @@ from rpcdist.testing import RankPool
         "watched_barrier",
         "again",
         "ddp_compiled",
+        "ddp_joined",
     ],
 )
 def test_torch_runs_on_our_groups(rank_pool: RankPool, name: str) -> None:

@@ -62,6 +62,9 @@ def run_test(tests: ModuleType, test: str, ranks: int, limit_s: float) -> Outcom
         ranks: how many processes.
         limit_s: seconds after which the test counts as hung.
     """
+    method = getattr(tests.DistributedTest._DistTestBase, test)
+    if getattr(method, "__unittest_skip__", False):
+        return Outcome(test, "skipped", 0.0, method.__unittest_skip_why__)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="c10dtest_") as name:
         folder = Path(name)

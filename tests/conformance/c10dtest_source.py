@@ -76,7 +76,7 @@ def _import(name: str, change: Callable[[ast.Module], ast.Module]) -> ModuleType
     module = ModuleType(_OWN_NAMES[name])
     module.__dict__.update(__file__=spec.origin, ask_for_ranks=ask_for_ranks)
     sys.modules[module.__name__] = module
-    exec(compile(ast.fix_missing_locations(tree), spec.origin, "exec"), module.__dict__)
+    exec(compile(ast.fix_missing_locations(tree), spec.origin, "exec", dont_inherit=True), module.__dict__)
     return module
 
 
