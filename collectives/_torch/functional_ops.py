@@ -21,7 +21,7 @@ def serve_functional_ops(group_type: type, devices: Sequence[str]) -> None:
     """Gives these operations kernels of ours for groups of a type; other groups keep torch's. Idempotent."""
     if _libraries:
         return
-    library = torch.library.Library(_NAMESPACE, "IMPL")  # noqa: TOR901  # ends with the process
+    library = torch.library.Library(_NAMESPACE, "IMPL")  # ends with the process
     _libraries.append(library)
     for name, position, ours in (("all_gather_into_tensor_out", 2, _all_gather_out), ("batch_p2p_ops", 4, _batch_p2p)):
         for device in devices:

@@ -26,23 +26,27 @@ from typing import Any
 
 from rpctest_fleet import GRACE_S, OUTPUT_TAIL_CHARS, Outcome
 
-__all__ = ["prepare", "run_test"]
+__all__ = ["preload", "prepare", "run_test"]
 
 # What a rank exits with when the test raised, or when something around it did.
 _FAILED = 10
 _POLL_S = 0.05
 
 
+def preload() -> None:
+    """Imports what torch's own harness needs and takes seconds; before `prepare`, as it needs torch's own names."""
+    import torch._dynamo.test_case
+    import torch.testing._internal.distributed.multi_threaded_pg  # noqa: F401
+
+
 def prepare(peer: str) -> ModuleType:
-    """Imports the tests into this process, with what takes the place of Gloo.
+    """Imports the tests into this process, with what takes the place of Gloo; once in a process.
 
     Args:
         peer: `torch` for Gloo itself, `compat` for rpcdist in the place of torch.distributed, or `backend` for torch's
             groups on rpcdist.
     """
     import c10dtest_source
-    import torch._dynamo.test_case  # torch's own harness needs torch's names
-    import torch.testing._internal.distributed.multi_threaded_pg  # noqa: F401  # likewise
 
     if peer == "compat":
         import rpcdist.compat
@@ -111,7 +115,7 @@ def _statuses(folder: Path, ranks: int) -> list[int | None]:
 
 
 def _judge(tests: ModuleType, test: str, folder: Path, ranks: int, ended: bool) -> Outcome:
-    """torch's rule: a test passes whose ranks all exit with 0, and is skipped when rank 0 exits with a code for that."""
+    """torch's rule: a test whose ranks all exit with 0 passed; a code of rank 0 may say that it is skipped."""
     statuses = _statuses(folder, ranks)
     skips = {skip.exit_code: skip.message for skip in tests.TEST_SKIPS.values()}
     if all(status == 0 for status in statuses):
@@ -140,8 +144,8 @@ def _lead_session(tests: ModuleType, test: str, ranks: int, folder: Path) -> Non
             "WORLD_SIZE": str(ranks),
             "TEMP_DIR": str(folder),
             "MASTER_ADDR": "127.0.0.1",
-            "INIT_METHOD": f"file://{folder}/init_dir/shared_init_file",
         }
+        vars(tests)["INIT_METHOD"] = f"file://{folder}/init_dir/shared_init_file"  # it was read from the environment
         (folder / "rendezvous").touch()
         running = {_start_rank(tests, test, rank, folder): rank for rank in range(ranks)}
         while running:

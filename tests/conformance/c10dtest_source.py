@@ -107,6 +107,11 @@ class _OnCpu(ast.NodeTransformer):
         node.decorator_list = decorators
         return node
 
+    def visit_Compare(self, node: ast.Compare) -> ast.Compare:
+        if _name(node.left) == "BACKEND":
+            node.left = ast.Constant("gloo")  # what a test does differently for others is not for ours
+        return node
+
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
         name = _name(node.func)

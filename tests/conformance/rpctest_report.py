@@ -69,7 +69,7 @@ def write_page(outcomes: Pairs, num_starts: int) -> None:
 
 
 def replace_section(name: str, text: str) -> None:
-    """Replace what stands in docs/conformance.md between the two comments of this name, and say where it was measured."""
+    """Replace what stands in docs/conformance.md between two comments, and say where it was measured."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     where = f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()} {platform.machine()}"
     body = f"{begin}\nMeasured with {where}.\n\n{text.strip()}\n{end}"

@@ -1,9 +1,10 @@
 """Run torch's own tests of collectives and DDP against rpcdist, and count.
 
+    python tests/conformance/run_c10d_conformance.py                        in both ways, one after the other
     python tests/conformance/run_c10d_conformance.py --peer compat          under rpcdist.compat
     python tests/conformance/run_c10d_conformance.py --peer backend         torch's groups on the backend rpcdist
     python tests/conformance/run_c10d_conformance.py --peer torch --write   Gloo; writes the list of what it passes
-    python tests/conformance/run_c10d_conformance.py --peer compat barrier  the tests whose names contain a word
+    python tests/conformance/run_c10d_conformance.py barrier                the tests whose names contain a word
 
 The exit code is 0 if every test of this run passed that is not listed with a reason.
 """
@@ -14,6 +15,7 @@ import argparse
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -28,13 +30,16 @@ from rpctest_fleet import Outcome
 
 __all__ = ["main"]
 
+SLOWER = 5
+"""A test counts as hung that takes so many times as long as on Gloo when the list was written, and `--limit`."""
+
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("words", nargs="*", help="run the tests whose names contain one of these")
-    parser.add_argument("--peer", choices=("compat", "backend", "torch"), required=True, help="what takes Gloo's place")
+    parser.add_argument("--peer", choices=(*catalogue.WAYS, "torch"), help="what takes Gloo's place")
     parser.add_argument("--limit", type=float, default=120.0, metavar="SECONDS", help="a test that takes longer failed")
     parser.add_argument("--repeat", type=int, default=1, metavar="TIMES", help="run each test so many times")
     parser.add_argument("--details", type=Path, metavar="FILE", help="write what failed tests wrote to this file")
@@ -44,16 +49,37 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
-    tests = fleet.prepare(options.peer)
-    if options.peer == "torch":
+    fleet.preload()
+    statuses = [in_own_process(peer, options) for peer in ([options.peer] if options.peer else catalogue.WAYS)]
+    return max(statuses)
+
+
+def in_own_process(peer: str, options: argparse.Namespace) -> int:
+    """What takes Gloo's place does so for a whole process."""
+    sys.stdout.flush()
+    process = os.fork()
+    if process == 0:
+        status = 1
+        try:
+            status = run(peer, options)
+        except Exception:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def run(peer: str, options: argparse.Namespace) -> int:
+    tests = fleet.prepare(peer)
+    if peer == "torch":
         return measure_baseline(tests, options)
-    outcomes = []
-    for entry, outcome in reported(run_entries(tests, selected(catalogue.load(), options.words), options), options):
-        outcomes.append((entry, outcome))
-    print(report.table(options.peer, outcomes))
+    entries = selected(catalogue.load(), options.words)
+    outcomes = list(reported(run_entries(tests, entries, options), peer, options))
+    print(report.table(peer, outcomes))
     if options.write:
-        report.write_section(options.peer, outcomes)
-    return 1 if report.unexplained(options.peer, outcomes) else 0
+        report.write_section(peer, outcomes)
+    return 1 if report.unexplained(peer, outcomes) else 0
 
 
 def selected(entries: Iterable[Entry], words: list[str]) -> list[Entry]:
@@ -65,19 +91,24 @@ def run_entries(
 ) -> Iterator[tuple[Entry, Outcome]]:
     for entry in entries:
         for _ in range(options.repeat):
-            outcome = fleet.run_test(tests, entry.name, entry.ranks, options.limit)
+            outcome = fleet.run_test(tests, entry.name, entry.ranks, max(options.limit, SLOWER * entry.seconds))
             if outcome.failed:
                 break
         yield entry, outcome
 
 
-def reported(pairs: Iterable[tuple[Entry, Outcome]], options: argparse.Namespace) -> Iterator[tuple[Entry, Outcome]]:
-    """The same pairs, with a line printed for each, and what failed tests wrote kept in a file."""
-    with options.details.open("w") if options.details else contextlib.nullcontext() as details:
+def reported(
+    pairs: Iterable[tuple[Entry, Outcome]], peer: str, options: argparse.Namespace
+) -> Iterator[tuple[Entry, Outcome]]:
+    """The same pairs, with a line printed for each, and what failed tests wrote added to a file."""
+    with options.details.open("a") if options.details else contextlib.nullcontext() as details:
         for number, (entry, outcome) in enumerate(pairs, 1):
-            print(f"{number:4}  {outcome.status:8} {outcome.seconds:6.1f} s  {entry.ranks}  {entry.name}", flush=True)
+            print(
+                f"{number:4}  {outcome.status:8} {outcome.seconds:6.1f} s  {peer} {entry.ranks}  {entry.name}",
+                flush=True,
+            )
             if details and outcome.failed:
-                print(f"##### {outcome.name}: {outcome.status}\n{outcome.details}\n", file=details, flush=True)
+                print(f"##### {peer} {outcome.name}: {outcome.status}\n{outcome.details}\n", file=details, flush=True)
             yield entry, outcome
 
 
@@ -89,7 +120,7 @@ def measure_baseline(tests: ModuleType, options: argparse.Namespace) -> int:
     names = sorted(name for name in dir(base) if name.startswith("test_"))
     entries = selected((Entry(name, c10dtest_source.ranks_asked_for(tests, name)) for name in names), options.words)
     passed, skipped = [], {}
-    for entry, outcome in reported(_with_ranks_that_fit(tests, entries, options), options):
+    for entry, outcome in reported(_with_ranks_that_fit(tests, entries, options), "torch", options):
         if outcome.status == "passed":
             passed.append(Entry(entry.name, entry.ranks, round(outcome.seconds, 1)))
         else:
