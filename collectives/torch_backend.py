@@ -100,6 +100,8 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
         self._store = store
         self._group = group
         self._names = [name, ""]  # and a description
+        _open_groups.difference_update([known for known in list(_open_groups) if not known.group.device_types])
+        _open_groups.add(self)
 
     def __repr__(self) -> str:
         return f"<TorchProcessGroup of {self._group!r}>"
@@ -187,10 +189,16 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
     # ------------------------------------------------------------ the end
 
     def abort(self) -> None:
+        _open_groups.discard(self)
         self._group.abort()
 
     def shutdown(self) -> None:
+        _open_groups.discard(self)
         self._group.shutdown()
+
+
+_open_groups: Final[set[TorchProcessGroup]] = set()
+"""Until they end, since C++ code of torch that holds a group does not hold its Python object, see [Note: halves]."""
 
 
 def _hide_from_compiler(*classes: type) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rpcdist.collectives.torch_backend
 from rpcdist.collectives._group.callbacks import Callbacks, fail_future
 from rpcdist.collectives._torch.torch_work import TorchWork, held
-from rpcdist.collectives.process_group import ProcessGroup
-from rpcdist.collectives.torch_backend import TorchProcessGroup, as_torch_group
+from rpcdist.collectives.torch_backend import TorchProcessGroup
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveTimeout
 
@@ -148,16 +148,28 @@ def test_a_future_that_failed_raises_where_python_asks() -> None:
             ask()
 
 
-def test_a_lent_group_lives_until_it_is_destroyed(alone: None) -> None:
-    """torch's C++ code finds it by its name when the program has dropped torch's half of it."""
+def test_a_group_that_only_torch_holds_lives_until_it_is_destroyed(alone: None) -> None:
     world = dist.group.WORLD
     assert isinstance(world, TorchProcessGroup)
-    group: ProcessGroup = world.group
-    name = as_torch_group(group).group_name
-    del world
+    lent = TorchProcessGroup(dist.HashStore(), world.group, "lent")
+    kept = weakref.ref(lent)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    c10d._register_process_group("lent", lent)
+    reducer = c10d.Reducer([parameter], [[0]], [2**20, 2**20], lent)
+    del lent
     gc.collect()
-    assert name == as_torch_group(group).group_name
-    assert ops.wait_tensor(ops.all_reduce(torch.ones(1), "sum", dist.group.WORLD.group_name)).item() == 1.0  # type: ignore[union-attr]
+    assert ops.wait_tensor(ops.all_reduce(torch.ones(1), "sum", "lent")).item() == 1.0
+    reducer.prepare_for_forward()
+    loss = parameter.sum()
+    reducer.prepare_for_backward([loss])
+    loss.backward()
+    assert parameter.grad is not None and parameter.grad.tolist() == [1.0, 1.0]
+    world.group.shutdown()
+    c10d._unregister_process_group("lent")
+    del reducer
+    TorchProcessGroup(dist.HashStore(), world.group, "another")
+    gc.collect()
+    assert kept() is None
 
 
 assert rpcdist.collectives.torch_backend.NAME == "rpcdist"
