@@ -14,7 +14,7 @@ import torch
 
 from rpcdist.collectives._api.operations import all_gather_single, barrier, reduce_scatter_single
 from rpcdist.collectives._group.creation import open_group
-from rpcdist.collectives._group.world import Group, current_world, default_group, member_group
+from rpcdist.collectives._group.world import Group, current_world, default_group, group_or_default, member_group
 from rpcdist.collectives._operations.operation import ReduceOp
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.constants import default_pg_timeout
@@ -27,6 +27,7 @@ __all__ = [
     "ProcessGroupGloo",
     "_all_gather_base",
     "_coalescing_manager",
+    "_get_pg_config",
     "_reduce_scatter_base",
     "breakpoint",
 ]
@@ -58,6 +59,18 @@ class ProcessGroupGloo(metaclass=_GlooNames):
 
     Groups of the backend `tcp`, which answers to the name "gloo", are instances of it. End one by `shutdown()`.
     """
+
+
+def _get_pg_config(group: ProcessGroup | None = None) -> dict[str, object]:
+    """What a group is: its names, its backends, its size, and its ranks in the world."""
+    pg = group_or_default(group)
+    return {
+        "pg_name": pg.group_name,
+        "pg_desc": pg.group_desc,
+        "backend_config": pg.backend_config,
+        "pg_size": pg.size(),
+        "ranks": list(pg.ranks),
+    }
 
 
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = DEBUGGER_LIMIT_S) -> None:
