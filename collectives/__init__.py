@@ -45,8 +45,7 @@ _MODULES = {
     "._operations.reduce_ops": "_make_nccl_premul_sum reduce_op supports_complex",
     "._api.split_groups": "shrink_group split_group",
     "._api.torch_names": (
-        "GroupName ProcessGroupGloo _all_gather_base _coalescing_manager _get_pg_config _reduce_scatter_base "
-        "breakpoint"
+        "GroupName ProcessGroupGloo _all_gather_base _coalescing_manager _get_pg_config _reduce_scatter_base breakpoint"
     ),
     "._stores.store_base": "Store",
     "._stores.file_store": "FileStore",

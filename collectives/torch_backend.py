@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -23,6 +22,7 @@ import torch.distributed as torch_distributed
 from rpcdist.collectives._group.creation import open_group
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
+from rpcdist.collectives._torch.compiler import hide_from_compiler
 from rpcdist.collectives._torch.functional_ops import serve_functional_ops
 from rpcdist.collectives._torch.torch_work import TorchWork, keep_what_torch_holds
 from rpcdist.collectives.backends import default_backend
@@ -201,20 +201,6 @@ _open_groups: Final[set[TorchProcessGroup]] = set()
 """Until they end, since C++ code of torch that holds a group does not hold its Python object, see [Note: halves]."""
 
 
-def _hide_from_compiler(*classes: type) -> None:
-    """Makes `torch.compile` run the methods of the classes, and what these call, as they are.
-
-    torch's C++ code calls them in the middle of compiled programs. Its compiler would trace them, and from there the
-    engine of the group. `torch.compiler.disable` does the same, but imports the compiler.
-    """
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-    for attribute in (attribute for cls in classes for attribute in vars(cls).values()):
-        function = attribute.fget if isinstance(attribute, property) else attribute
-        if isinstance(function, FunctionType):
-            frames.set_code_exec_strategy(function.__code__, skip)
-
-
 def _make_group(
     given: torch._C._distributed_c10d._DistributedBackendOptions, options: object | None = None
 ) -> TorchProcessGroup:
@@ -276,7 +262,7 @@ def as_torch_group(group: ProcessGroup) -> TorchProcessGroup:
 def register() -> None:
     """Makes the name known to torch; importing this module has done it already. Idempotent."""
     torch_distributed.Backend.register_backend(NAME, _make_group, extended_api=True, devices=_DEVICES)
-    _hide_from_compiler(TorchProcessGroup, TorchWork)
+    hide_from_compiler(TorchProcessGroup, TorchWork)
     keep_what_torch_holds()
     serve_functional_ops(TorchProcessGroup, _DEVICES)
     for module in (torch_distributed, torch_distributed.distributed_c10d):

@@ -24,13 +24,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rpctest_fleet import GRACE_S, OUTPUT_TAIL_CHARS, Outcome
+from rpctest_fleet import GRACE_S, Outcome
 
 __all__ = ["preload", "prepare", "run_test"]
 
 # What a rank exits with when the test raised, or when something around it did.
 _FAILED = 10
 _POLL_S = 0.05
+# Of what a rank wrote: stacks are long, and begin with where it was.
+_OUTPUT_CHARS = 8000
 
 
 def preload() -> None:
@@ -129,7 +131,7 @@ def _judge(tests: ModuleType, test: str, folder: Path, ranks: int, ended: bool) 
     parts = []
     for rank, status in enumerate(statuses):
         how = "did not end" if status is None else f"exit status {status}"
-        parts.append(f"--- rank {rank}: {how} ---\n{outputs[rank][-OUTPUT_TAIL_CHARS:]}")
+        parts.append(f"--- rank {rank}: {how} ---\n{outputs[rank][-_OUTPUT_CHARS:]}")
     return Outcome(test, kind, 0.0, "\n".join(parts))
 
 
