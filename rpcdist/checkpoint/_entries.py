@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from rpcdist.errors import ConfigError, RpcdistError
@@ -50,10 +51,10 @@ def entries_of(key: str, value: object) -> Entries:
     """The entries of a value.
 
     Raises:
-        ConfigError: two of them would have one key.
+        ConfigError: two of them would have one key, or a tensor is of a kind that a checkpoint does not have.
     """
     if isinstance(value, Tensor):
-        return {key: value.detach()}
+        return {key: _plain(key, value)}
     if isinstance(value, nn.Module):
         return _of_module(key, value)
     entries: Entries = {}
@@ -102,9 +103,52 @@ def _is_stateful(value: object) -> TypeGuard[Stateful]:
 
 def _of_module(key: str, module: nn.Module) -> Entries:
     return {
-        f"{key}.{name}": entry.detach() if isinstance(entry, Tensor) else entry
+        f"{key}.{name}": _plain(f"{key}.{name}", entry) if isinstance(entry, Tensor) else entry
         for name, entry in module.state_dict().items()
     }
+
+
+def _plain(key: str, tensor: Tensor) -> Tensor:
+    """The tensor of an entry, without its graph.
+
+    Raises:
+        ConfigError: it is of a kind that a checkpoint does not have.
+    """
+    problem = _unsupported(tensor)
+    if problem:
+        raise ConfigError(
+            f"{key!r} is {problem}; checkpoint.save() does not support that. Save a dense tensor of numbers (to_dense, "
+            "dequantize), or several, and make this one from them after checkpoint.load()"
+        )
+    return tensor.detach()
+
+
+def _unsupported(tensor: Tensor) -> str:
+    """What a tensor is that cannot be saved; empty if it can."""
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        return "a lazy parameter or buffer, which has no values before the first forward pass"
+    if not type(tensor).__module__.startswith("torch.distributed.") and type(tensor.detach()) is not Tensor:
+        return f"a {type(tensor).__name__}, a subclass of torch.Tensor"  # e.g. fake, masked, and jagged tensors
+    if tensor.is_meta:
+        return "a tensor on the meta device, which has no values"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.is_quantized:
+        return f"a quantized tensor ({tensor.dtype})"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}"
+    return "" if _has_numbers(tensor.dtype) else f"a tensor of {tensor.dtype}"
+
+
+def _has_numbers(dtype: torch.dtype) -> bool:
+    """Whether torch computes with a dtype; there are some of bits, and of integers below a byte, only by name."""
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        return True
+    try:
+        torch.iinfo(dtype)
+    except TypeError:
+        return False
+    return True
 
 
 def _taken_apart(key: str, value: Any, tensors: Entries) -> Any:
@@ -112,7 +156,7 @@ def _taken_apart(key: str, value: Any, tensors: Entries) -> Any:
     if isinstance(value, Tensor):
         if key in tensors:
             raise ConfigError(f"two tensors of the state would have the key {key!r}: rename one")
-        tensors[key] = value.detach()
+        tensors[key] = _plain(key, value)
         return TensorAt(key)
     if type(value) is dict:
         return {name: _taken_apart(f"{key}.{name}", item, tensors) for name, item in value.items()}

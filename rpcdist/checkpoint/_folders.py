@@ -79,18 +79,26 @@ def publish(folder: Path, path: Path) -> None:
     _remove_all_but(path, folder)
 
 
+_OF_FILES = "inline_container"  # in what torch's writer of files says when the disk fails
+
+
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """Turns what a disk that is full or broken raises into an error that names it; torch's is about a position.
 
     Raises:
-        CheckpointError: something could not be written into the folder.
+        CheckpointError: something could not be written into the folder, or not be turned into bytes.
     """
     try:
         yield
     except RpcdistError:
         raise
     except Exception as exc:
+        if not (isinstance(exc, OSError) or (isinstance(exc, RuntimeError) and _OF_FILES in str(exc))):
+            raise CheckpointError(
+                f"a value of the checkpoint at {folder} cannot be turned into bytes ({type(exc).__name__}: "
+                f"{str(exc)[:300]}): leave it out, or save something that stands for it. What was there before is whole"
+            ) from exc
         raise CheckpointError(
             f"writing the checkpoint into {folder} failed ({type(exc).__name__}: {str(exc)[:300]}); its disk has "
             f"{_free_mib(folder)}. What was there before is whole: make room, and save again"

@@ -155,8 +155,6 @@ class _SavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        if isinstance(object, Tensor) and object.is_meta:
-            raise ConfigError(f"{write_item.index.fqn!r} is a tensor on the meta device, which has no values to save")
         try:
             return super().transform_object(write_item, object)
         except Exception as exc:

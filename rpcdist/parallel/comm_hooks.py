@@ -86,12 +86,23 @@ def average_in(dtype: torch.dtype, process_group: ProcessGroup) -> CommHook:
     """A hook that adds up in a dtype and divides then, as torch's mixed precision; for `DistributedDataParallel`."""
 
     def hook(_: object, bucket: GradBucket) -> TensorFuture:
-        work = collectives.all_reduce(bucket.buffer().to(dtype), group=process_group, async_op=True)
+        numbers = _real(bucket.buffer())
+        work = collectives.all_reduce(numbers.to(dtype), group=process_group, async_op=True)
         assert work is not None
         size = process_group.size()
-        return work.get_future().then(lambda done: bucket.buffer().copy_(_first(done).div_(size)))
+
+        def divide(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            numbers.copy_(_first(done).div_(size))
+            return bucket.buffer()
+
+        return work.get_future().then(divide)
 
     return hook
+
+
+def _real(buffer: torch.Tensor) -> torch.Tensor:
+    """The same memory as real numbers: `.to` of a real dtype drops the imaginary part of complex ones."""
+    return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
 
 
 def noop_hook(_: object, bucket: GradBucket) -> TensorFuture:
@@ -127,11 +138,13 @@ def _first(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
 
 def _average_in(dtype: torch.dtype, group: ProcessGroup | None, bucket: GradBucket) -> TensorFuture:
     buffer = bucket.buffer()
+    numbers = _real(buffer)
 
     def decompress(done: TensorFuture) -> torch.Tensor:
-        return buffer.copy_(done.value())
+        numbers.copy_(done.value())
+        return buffer
 
-    return _average(buffer.to(dtype), group).then(decompress)
+    return _average(numbers.to(dtype), group).then(decompress)
 
 
 def _in_dtype(dtype: torch.dtype, hook: CommHook, name: str) -> CommHook:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,12 @@ from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp._bucket_assignment import BucketCaps
 from rpcdist.parallel._ddp._buffer_hook import BufferHook, BufferHookLocation
-from rpcdist.parallel._ddp._comm_hook import CommHook, RegisteredHook, check_comm_hook
+from rpcdist.parallel._ddp._comm_hook import CommHook, RegisteredHook, check_comm_hook, refuse_complex
 from rpcdist.parallel._ddp._ddp_arguments import choose_sync, group_of_mesh, member_group
 from rpcdist.parallel._ddp._ddp_errors import DataParallelError
 from rpcdist.parallel._ddp._delayed_reduction import DelayedReduction
 from rpcdist.parallel._ddp._devices import choose_device, move_to
+from rpcdist.parallel._ddp._engine_pass import watch_outputs
 from rpcdist.parallel._ddp._finite_check import CheckFinite
 from rpcdist.parallel._ddp._gradient_hooks import install_accumulation_hooks, install_capture_hooks
 from rpcdist.parallel._ddp._gradient_sources import in_distributed_context
@@ -32,10 +34,8 @@ from rpcdist.parallel._ddp._mixed_precision import MixedPrecision
 from rpcdist.parallel._ddp._parameters import Named, broadcast_tensors, has_buffers, named_buffers, trainable, verify
 from rpcdist.parallel._ddp._reducer import Reducer
 from rpcdist.parallel._ddp._reducer_options import ReducerOptions
-from rpcdist.parallel._ddp._tensor_tree import find_tensors
 from rpcdist.parallel._ddp._torch_hooks import adapt_hook
 from rpcdist.parallel._ddp._torch_methods import TorchMethods
-from rpcdist.parallel._ddp._used_parameters import reached_leaves, watch_outputs
 from rpcdist.parallel.algorithms import Join, Joinable
 from rpcdist.parallel.comm_hooks import BuiltinCommHookType, average_in, builtin_hook, leaves_equal_bits
 from rpcdist.parallel.sync_batch_norm import adopt_sync_batch_norms
@@ -197,7 +197,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             skip_unused=self.skip_all_reduce_unused_params,
             check_finite=self.check_finite,
         )
-        self.reducer = Reducer(parameters, self.process_group, options)
+        self.reducer = Reducer(parameters, self.process_group, options, partial(_syncs, weakref.ref(self)))
         wire_dtype = self._precision.wire_dtype
         if wire_dtype is not None and any(parameter.tensor.dtype is not wire_dtype for parameter in parameters):
             hook = average_in(wire_dtype, self.process_group)
@@ -248,22 +248,21 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             output = self._precision.run(self.module, self._ignored_by_module(), inputs, kwargs)
         if self._syncs_buffers(BufferHookLocation.POST_FORWARD):
             self._sync_buffers()
-        return self._expect_backward(output, trains)
+        self._expect_backward(output, trains)
+        return output
 
-    def _expect_backward(self, output: Any, trains: bool) -> Any:
+    def _expect_backward(self, output: Any, trains: bool) -> None:
         """Arms the reducer for the backward pass of the output."""
         self.require_forward_param_sync = trains and self.require_backward_grad_sync
         if self._delayed is not None:
             self._delayed.enabled = self.require_forward_param_sync
         if not self.require_forward_param_sync:
-            return output
+            if trains:
+                self.reducer.pause()
+            return
         if in_distributed_context() and not self._capture_handles:
             self._capture_handles += install_capture_hooks(self.reducer.parameters, self.reducer)
-        used = None
-        if self.find_unused_parameters and not self.static_graph:
-            used = reached_leaves(find_tensors(output))
-        self.reducer.arm(used)
-        return watch_outputs(output, self.reducer.outputs_reached) if self.reducer.watches_outputs else output
+        self.reducer.arm(watch_outputs(output, partial(_outputs_reached, weakref.ref(self.reducer))))
 
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:
@@ -385,6 +384,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
     def _count_syncing(self) -> None:
         """Sets the divisor of this iteration's gradients."""
         self.reducer.divide_by = None
+        self.reducer.joins = self._join_config.enable
         if self._join_config.enable:
             num_syncing = count_ranks(self.require_backward_grad_sync, self.process_group, self.device)
             if not self._divide_by_initial_world_size:
@@ -420,6 +420,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         check_comm_hook(hook)
         if self.reducer.hook is not None:
             raise DataParallelError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        refuse_complex(hook, {named.tensor.dtype for named in self.reducer.parameters})
         hook, state = adapt_hook(hook, state, self.process_group)
         self.reducer.use_hook(RegisteredHook(hook, state, leaves_equal_bits(hook)))
 
@@ -465,6 +466,18 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
 
 _active_module: ContextVar[DistributedDataParallel | None] = ContextVar("rpcdist_active_ddp_module", default=None)
 """The module whose forward pass runs on this thread or task."""
+
+
+def _syncs(reference: weakref.ref[DistributedDataParallel]) -> bool:
+    """Whether backward passes of a model average now."""
+    model = reference()
+    return model is not None and model.require_backward_grad_sync
+
+
+def _outputs_reached(reference: weakref.ref[Reducer]) -> None:
+    reducer = reference()
+    if reducer is not None:
+        reducer.outputs_reached()
 
 
 def _remove(*lists: list[RemovableHandle]) -> None:

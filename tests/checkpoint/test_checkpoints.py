@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from docs_programs import run_page
 from full_sets import FULL_ONLY
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from rpcdist import autograd, checkpoint, rpc
@@ -81,6 +82,79 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert other_scheduler.state_dict() == scheduler.state_dict()
     assert found["step"] == 7 and found["nested"].keys() == {"list", 5, "empty"}
     torch.testing.assert_close(found["nested"], nested, rtol=0, atol=0)
+
+
+class Subclass(Tensor):
+    """Is a tensor, but of a class that the reader of a checkpoint does not know."""
+
+
+def _fake() -> Tensor:
+    with FakeTensorMode():
+        return torch.ones(2)
+
+
+UNSUPPORTED: dict[str, tuple[str, Callable[[], Tensor]]] = {
+    "sparse": ("a tensor of layout torch.sparse_coo", lambda: torch.eye(2).to_sparse()),
+    "rows": ("a tensor of layout torch.sparse_csr", lambda: torch.eye(2).to_sparse_csr()),
+    "mkldnn": ("a tensor of layout torch._mkldnn", lambda: torch.ones(2, 2).to_mkldnn()),
+    "quantized": (
+        r"a quantized tensor \(torch.qint8\)",
+        lambda: torch.quantize_per_tensor(torch.ones(2), 1, 0, torch.qint8),
+    ),
+    "nested": ("a nested tensor", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+    "jagged": (
+        "a NestedTensor, a subclass",
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    ),
+    "meta": ("a tensor on the meta device", lambda: torch.ones(2, device="meta")),
+    "fake": ("a FakeTensor, a subclass", _fake),
+    "subclass": ("a Subclass, a subclass", lambda: torch.ones(2).as_subclass(Subclass)),
+    "bits": ("a tensor of torch.bits8", lambda: torch.ones(2, dtype=torch.uint8).view(torch.bits8)),
+    "small": ("a tensor of torch.uint4", lambda: torch.empty(2, dtype=torch.uint4)),
+}
+
+
+@pytest.mark.parametrize("kind", list(UNSUPPORTED))
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning", "ignore:.*Sparse CSR:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*quantize:DeprecationWarning", "ignore:.*quantize:UserWarning")
+def test_a_tensor_of_a_kind_that_cannot_be_saved_is_named(tmp_path: Path, kind: str) -> None:
+    """Not as a full disk, and not only when it is loaded: alone, in a structure, and in a module."""
+    text, make = UNSUPPORTED[kind]
+    tensor = make()
+    module = nn.Module()
+    module.register_buffer("buffer", tensor)
+    states = {"here": tensor}, {"here": [{"deep": tensor}]}, {"here": module}
+    for state, key in zip(states, ("here", "here.0.deep", "here.buffer"), strict=True):
+        with pytest.raises(ConfigError, match=rf"'{key}' is {text}.* checkpoint.save\(\) does not support that"):
+            checkpoint.save(tmp_path / "checkpoint", state)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lazy_module_that_has_not_run_cannot_be_saved(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'here\.weight' is a lazy parameter or buffer"):
+        checkpoint.save(tmp_path / "checkpoint", {"here": nn.LazyLinear(2)})
+
+
+def test_an_error_of_serialisation_is_not_one_of_the_disk(tmp_path: Path) -> None:
+    with (
+        pytest.raises(
+            CheckpointError, match=r"cannot be turned into bytes \(NotImplementedError: no bytes\)"
+        ) as caught,
+        _folders.writing(tmp_path),
+    ):
+        raise NotImplementedError("no bytes")
+    assert "MiB free" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.uint16, torch.bool])
+def test_numbers_of_every_kind_come_back(tmp_path: Path, dtype: torch.dtype) -> None:
+    value = torch.tensor([1, 0, 1]).to(dtype)
+    if dtype.is_complex:
+        value = (value + 2j).conj()
+    checkpoint.save(tmp_path / "checkpoint", {"value": value})
+    found = torch.zeros_like(value)
+    checkpoint.load(tmp_path / "checkpoint", {"value": found})
+    assert torch.equal(found.cfloat(), value.cfloat())
 
 
 def test_torch_reads_it(tmp_path: Path) -> None:

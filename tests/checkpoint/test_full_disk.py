@@ -57,7 +57,7 @@ def fill_up(patch: pytest.MonkeyPatch, of: str, num_bytes_left: int) -> None:
     patch.setattr(FileSystem, "create_stream", create_stream)
 
 
-def refuse(*_: object) -> None:
+def refuse(*_: object, **__: object) -> None:
     raise FULL
 
 

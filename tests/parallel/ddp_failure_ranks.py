@@ -167,7 +167,7 @@ def use_twice(rank: int, size: int) -> str:
 
 @scenario
 def break_hooks(rank: int, size: int) -> dict[str, str]:
-    """Comm hooks that are none, or do not do what they should."""
+    """Comm hooks that are none, or do not do what they should: in every rank's own process the same."""
 
     def fails(state: object, bucket: comm_hooks.GradBucket) -> torch.futures.Future[torch.Tensor]:
         raise ValueError("no future")
@@ -182,7 +182,28 @@ def break_hooks(rank: int, size: int) -> dict[str, str]:
         future.set_exception(ValueError("later"))  # type: ignore[arg-type]
         return future
 
+    def bringing(make: Callable[[torch.Tensor], object]) -> Callable[..., object]:
+        def hook(state: object, bucket: comm_hooks.GradBucket) -> object:
+            future: torch.futures.Future[object] = torch.futures.Future()
+            future.set_result(make(bucket.buffer()))
+            return future
+
+        return hook
+
     hooks: dict[str, Any] = {
+        "returns none": lambda state, bucket: None,
+        "returns a tensor": lambda state, bucket: bucket.buffer(),
+        "returns a work": lambda state, bucket: collectives.all_reduce(bucket.buffer(), async_op=True),
+        "brings one element": bringing(lambda buffer: buffer.mean(0, keepdim=True)),
+        "brings too many": bringing(lambda buffer: torch.cat([buffer, buffer])),
+        "brings doubles": bringing(torch.Tensor.double),
+        "brings integers": bringing(torch.Tensor.long),
+        "brings complex": bringing(lambda buffer: buffer.to(torch.complex64)),
+        "brings sparse": bringing(torch.Tensor.to_sparse),
+        "brings meta": bringing(lambda buffer: buffer.to("meta")),
+        "brings two": bringing(lambda buffer: [buffer, buffer]),
+        "brings none": bringing(lambda buffer: None),
+        "is never done": lambda state, bucket: torch.futures.Future(),
         "fails": fails,
         "brings a text": brings_text,
         "fails later": fails_later,
@@ -197,6 +218,7 @@ def break_hooks(rank: int, size: int) -> dict[str, str]:
         except Exception as exc:
             found[name] = text_of(exc)
             continue
+        model.process_group.set_timeout(timedelta(seconds=0.5 if name == "is never done" else 30))
         found[name] = train_until_error(model)
     try:
         model = DistributedDataParallel(plain())

@@ -13,7 +13,7 @@ from ddp_ranks import descend, difference, scenario, world
 from torch import nn
 
 from rpcdist import collectives
-from rpcdist.parallel import DistributedDataParallel, comm_hooks
+from rpcdist.parallel import DistributedDataParallel, MixedPrecision, comm_hooks
 
 STEPS = 6
 START = 3  # PowerSGD's first iteration
@@ -163,3 +163,44 @@ def train_once_without_steps(model: Any, rank: int, size: int) -> dict[str, torc
     model.zero_grad()
     ddp_models.loss_of(model(torch.randn(4 * size, 48).chunk(size)[rank])).backward()
     return {name: grad.clone() for name, grad in ddp_models.gradients(model).items()}
+
+
+@scenario
+def complex_gradients(rank: int, size: int) -> dict[str, Any]:
+    """How far complex gradients are from the average under each hook, and the errors of hooks that refuse them."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.real, self.complex = nn.Linear(4, 4), nn.Linear(4, 2, dtype=torch.complex64)
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.complex(self.real(rows.real) + 1j * rows.imag)
+            return out.abs()
+
+    def gradients(options: dict[str, Any], hook: Any) -> torch.Tensor:
+        model = DistributedDataParallel(Mixed(), **options)
+        if hook is not None:
+            model.register_comm_hook(None, hook)
+        generator = torch.Generator().manual_seed(rank)
+        model(torch.randn(3, 4, dtype=torch.complex64, generator=generator)).square().mean().backward()
+        return torch.cat([torch.view_as_real(each.grad + 0j).flatten() for each in model.parameters()])
+
+    theirs = importlib.import_module(f"{TORCH_HOOKS}.default_hooks")
+    hooks: dict[str, Any] = {name: getattr(comm_hooks, name) for name in ("allreduce_hook", "fp16_compress_hook")}
+    hooks |= {name: getattr(comm_hooks, name) for name in ("bf16_compress_hook", "quantization_pertensor_hook")}
+    hooks |= {name: getattr(comm_hooks, name) for name in ("quantization_perchannel_hook", "powerSGD_hook")}
+    hooks["wrapper"] = comm_hooks.fp16_compress_wrapper(comm_hooks.allreduce_hook)
+    hooks["torch"] = theirs.bf16_compress_hook
+    hooks["torch wrapper"] = theirs.fp16_compress_wrapper(theirs.allreduce_hook)
+    hooks["own"] = lambda state, bucket: comm_hooks.noop_hook(state, bucket).then(lambda done: done.value().real)
+    wanted = gradients({}, None)
+    found: dict[str, Any] = {}
+    low = {"mixed_precision": MixedPrecision(reduce_dtype=torch.bfloat16)}
+    for name, hook, options in [*((name, hook, {}) for name, hook in hooks.items()), ("mixed precision", None, low)]:
+        try:
+            found[name] = (gradients(options, hook) - wanted).abs().max().item()
+        except Exception as exc:
+            found[name] = f"{type(exc).__name__}: {exc}"
+    return found

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from rpcdist.collectives import ProcessGroup, ReduceOp, Work
-from rpcdist.errors import CollectiveError, ConfigError
+from rpcdist.errors import CollectiveError
 from rpcdist.parallel._ddp._bucket_wait import BucketWait
 from rpcdist.parallel._ddp._comm_hook import GradBucket, RegisteredHook
 from rpcdist.parallel._ddp._dense_bucket import BucketEntry, DenseBucket
@@ -62,7 +62,7 @@ class BucketReductions:
         self._iteration = 0
         self._divisor = 1.0
         self._works: dict[int, list[Work]] = {}
-        self._futures: dict[int, torch.futures.Future[torch.Tensor]] = {}
+        self._futures: dict[int, tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = {}
 
     def begin(self, iteration: int, divisor: float) -> None:
         """Begins an iteration, whose gradients are divided by `divisor`."""
@@ -111,7 +111,8 @@ class BucketReductions:
         if self._hook is None:
             self._works[bucket.number] = reduce_runs(runs, self._group, self._divisor, asynchronous)
         else:
-            self._futures[bucket.number] = self._hook.hook(self._hook.state, GradBucket(bucket, is_last))
+            shown = GradBucket(bucket, is_last)
+            self._futures[bucket.number] = shown, self._hook.start(shown)
 
     # ------------------------------------------------------------ finishing
 
@@ -128,9 +129,10 @@ class BucketReductions:
             self._finite.after([_values(reduced)])
             deliver(bucket.members, [reduced], True)
             return
-        future = self._futures.pop(bucket.number, None)
-        if future is not None:
-            _take_result(bucket, future)
+        if self._hook is not None and bucket.number in self._futures:
+            result = self._hook.finish(*self._futures.pop(bucket.number), self._group.timeout_s)
+            if result.data_ptr() != bucket.buffer.data_ptr():
+                bucket.buffer.copy_(result)
         self._finite.after(bucket.runs)
         bucket.scatter(deliver)
 
@@ -155,13 +157,3 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 def _named_gradients(bucket: Bucket, gradient_of: GradientOf) -> Iterable[tuple[str, torch.Tensor]]:
     pairs = ((member.name, gradient_of(member)) for member in bucket.members)
     return [(name, gradient) for name, gradient in pairs if gradient is not None]
-
-
-def _take_result(bucket: DenseBucket, future: torch.futures.Future[torch.Tensor]) -> None:
-    """Copies the result of a comm hook's future into the bucket."""
-    result = future.wait()
-    tensor = result[0] if isinstance(result, list | tuple) else result
-    if not isinstance(tensor, torch.Tensor):
-        raise ConfigError(f"a comm hook's future has to bring a tensor, not {type(tensor).__name__}")
-    if tensor.data_ptr() != bucket.buffer.data_ptr():
-        bucket.buffer.copy_(tensor.view(-1))

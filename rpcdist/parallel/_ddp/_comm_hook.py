@@ -1,18 +1,28 @@
-"""Communication hooks of the user, which reduce the gradients of a bucket instead of an average."""
+"""Communication hooks of the user, which reduce the gradients of a bucket instead of an average.
+
+A hook is the user's code: whatever it returns is examined, and an error names it.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import NamedTuple
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 
 from rpcdist.errors import ConfigError
+from rpcdist.parallel._ddp._ddp_errors import list_names
 from rpcdist.parallel._ddp._dense_bucket import DenseBucket
 from rpcdist.parallel._ddp._gradient_layout import view_like
 
-__all__ = ["CommHook", "GradBucket", "RegisteredHook", "check_comm_hook"]
+__all__ = ["CommHook", "GradBucket", "RegisteredHook", "check_comm_hook", "name_of_hook", "refuse_complex"]
+
+KEEP_COMPLEX = ("allreduce_hook", "noop_hook", "post_localSGD_hook")
+"""The hooks of this package and of torch that keep the imaginary part of gradients, by name."""
+OURS_KEEP_COMPLEX = ("bf16_compress_hook", "fp16_compress_hook")
+"""Others of this package that do, and of torch do not."""
 
 
 class GradBucket:
@@ -44,12 +54,24 @@ class GradBucket:
         """The parameters, in the order of `gradients`."""
         return [member.parameter for member in self._bucket.members]
 
+    def names(self) -> list[str]:
+        """The names of the parameters in the module."""
+        return [member.name for member in self._bucket.members]
+
     def is_last(self) -> bool:
         """Whether it is the last bucket of the iteration."""
         return self._is_last
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replaces the tensor that `buffer` returns by a flat one of the same size, perhaps of another dtype."""
+        """Replaces the tensor that `buffer` returns by a flat one of the same size, perhaps of another dtype.
+
+        Raises:
+            ConfigError: it has not as many elements, or is real while the gradients are complex.
+        """
+        if self._bucket.buffer.is_complex() and not buffer.is_complex():
+            raise ConfigError(
+                f"the buffer of bucket {self.index()} is complex; {buffer.dtype} would drop imaginary parts"
+            )
         if buffer.numel() != self._bucket.buffer.numel():
             count = self._bucket.buffer.numel()
             raise ConfigError(f"the buffer of bucket {self.index()} has {count} elements, not {buffer.numel()}")
@@ -76,6 +98,27 @@ def check_comm_hook(hook: object) -> None:
         ) from exc
 
 
+def name_of_hook(hook: object) -> str:
+    """How errors and logging data call a hook."""
+    function = getattr(hook, "func", hook)  # of a functools.partial
+    return str(getattr(function, "__name__", None) or type(function).__name__)
+
+
+def refuse_complex(hook: object, dtypes: Iterable[torch.dtype]) -> None:
+    """Raises ConfigError if a hook of this package or of torch would lose the imaginary part of gradients."""
+    module, name = str(getattr(getattr(hook, "func", hook), "__module__", "")), name_of_hook(hook)
+    is_ours = module.startswith("rpcdist.parallel.")
+    if not (is_ours or module.startswith("torch.distributed.")):
+        return
+    if name in KEEP_COMPLEX or (is_ours and name in OURS_KEEP_COMPLEX):
+        return
+    if any(dtype.is_complex for dtype in dtypes):
+        raise ConfigError(
+            f"the communication hook {name} does not support complex parameters: it would drop the imaginary parts of "
+            "their gradients. Use rpcdist.parallel.comm_hooks.bf16_compress_hook, or no hook"
+        )
+
+
 class RegisteredHook(NamedTuple):
     """A hook in use.
 
@@ -88,3 +131,63 @@ class RegisteredHook(NamedTuple):
     hook: CommHook
     state: object
     leaves_equal_bits: bool
+
+    def start(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Calls the hook.
+
+        Raises:
+            ConfigError: it returned no future.
+        """
+        found: object = self.hook(self.state, bucket)
+        if not isinstance(found, torch._C.Future):
+            what = "None: its `return` is missing" if found is None else f"a {type(found).__name__}"
+            raise self._error(bucket, f"has to return a torch.futures.Future, not {what}")
+        return found  # type: ignore[return-value]  # torch's own class, or the base of it that C++ makes
+
+    def finish(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor], timeout_s: float) -> torch.Tensor:
+        """Waits for what a future of `start` brings: the gradients, flat.
+
+        Raises:
+            ConfigError: it is not a tensor like the bucket's buffer, or does not come.
+        """
+        done = threading.Event()
+        torch._C.Future.add_done_callback(future, lambda _: done.set())
+        if not done.wait(timeout_s):
+            raise self._error(
+                bucket, f"returned a future that was not done within {timeout_s:g} s, the timeout of the group"
+            )
+        result: Any = future.wait()
+        if isinstance(result, list | tuple) and len(result) == 1:
+            result = result[0]
+        problem = _problem_of_result(result, bucket.buffer())
+        if problem:
+            wanted = _describe(bucket.buffer())
+            raise self._error(bucket, f"has to bring a dense tensor like bucket.buffer(), {wanted}; {problem}")
+        flat: torch.Tensor = result.detach().reshape(-1)
+        return flat
+
+    def _error(self, bucket: GradBucket, problem: str) -> ConfigError:
+        return ConfigError(
+            f"the communication hook {name_of_hook(self.hook)} {problem} (bucket {bucket.index()}, with the gradients "
+            f"of {list_names(bucket.names())})"
+        )
+
+
+def _problem_of_result(result: object, buffer: torch.Tensor) -> str:
+    """What is wrong with the result of a hook's future; empty if nothing is."""
+    if isinstance(result, list | tuple):
+        return f"its future brings {len(result)} values"
+    if not isinstance(result, torch.Tensor):
+        return f"its future brings a {type(result).__name__}"
+    is_dense = result.layout is torch.strided and not result.is_nested and not result.is_quantized
+    if is_dense and result.numel() == buffer.numel():
+        if result.dtype is buffer.dtype and result.device == buffer.device:
+            return ""
+    return f"its future brings {_describe(result)}"
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    if tensor.is_nested:
+        return "a nested tensor"
+    layout = "" if tensor.layout is torch.strided else f" and layout {tensor.layout}"
+    return f"{tensor.numel()} elements of {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}{layout}"

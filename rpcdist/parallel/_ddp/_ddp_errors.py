@@ -6,8 +6,17 @@ import copy
 from collections.abc import Sequence
 
 from rpcdist.errors import CollectiveError, ConfigError, RpcdistError
+from rpcdist.parallel._ddp._due_gradients import DueRule, UnexpectedGradient
 
-__all__ = ["DataParallelError", "ModelsDiffer", "NonFiniteGradients", "UnusedParameters", "explained", "list_names"]
+__all__ = [
+    "DataParallelError",
+    "ModelsDiffer",
+    "NonFiniteGradients",
+    "UnusedParameters",
+    "explained",
+    "list_names",
+    "unexpected_gradient",
+]
 
 MAX_NAMES = 20
 
@@ -33,23 +42,57 @@ class UnusedParameters(DataParallelError):
         rank: rank in the world on which the gradients are missing.
         parameters: names of the parameters without gradients.
         iteration: number of the backward pass, from 1.
+        rule: which parameters were to get gradients.
     """
 
-    def __init__(self, rank: int, parameters: Sequence[str], iteration: int) -> None:
-        super().__init__(rank, tuple(parameters), iteration)
+    def __init__(self, rank: int, parameters: Sequence[str], iteration: int, rule: DueRule = DueRule.EVERY) -> None:
+        super().__init__(rank, tuple(parameters), iteration, rule)
         self.rank = rank
         self.parameters = tuple(parameters)
         self.iteration = iteration
+        self.rule = rule
 
     def __str__(self) -> str:
         return (
             "Expected to have finished reduction in the prior iteration before starting a new one. In iteration "
             f"{self.iteration}, on rank {self.rank}, these parameters received no gradient: "
-            f"{list_names(self.parameters)}. Either the module does not use them for the loss: pass "
-            "find_unused_parameters=True to DistributedDataParallel, or freeze them with requires_grad_(False). Or the "
+            f"{list_names(self.parameters)}. {_UNUSED_ADVICE[self.rule]} Or the "
             "loss was computed from other tensors than those that the module's forward returned, or there was no "
             "backward pass at all of that rank's loss."
         )
+
+
+_UNUSED_ADVICE = {
+    DueRule.EVERY: "Either the module does not use them for the loss: pass find_unused_parameters=True to "
+    "DistributedDataParallel, or freeze them with requires_grad_(False).",
+    DueRule.FOUND: "Either the backward pass failed before it came to them.",
+    DueRule.STATIC: "Either the module used them for the loss in the first iteration and does not now, which "
+    "static_graph=True does not allow: use the same parameters in every iteration.",
+}
+
+
+def unexpected_gradient(
+    unexpected: UnexpectedGradient, name: str, iteration: int, rank: int, rule: DueRule
+) -> DataParallelError:
+    """The error about a gradient that came once too often, or that a static graph does not have."""
+    where = f"in iteration {iteration} on rank {rank}"
+    if unexpected.allowed is not None:
+        return DataParallelError(
+            "Your training graph has changed in this iteration, which static_graph=True does not allow: parameter "
+            f"{name!r} got {unexpected.count} gradients {where}, and {unexpected.allowed} in the first one"
+        )
+    if rule is DueRule.FOUND:
+        return DataParallelError(
+            f"Expected to mark a variable ready only once: parameter {name!r} got a gradient {where} that the graph "
+            "of the outputs does not show, or a second one in one pass. Reentrant checkpointing does that: pass "
+            "use_reentrant=False, or static_graph=True if every iteration is the same"
+        )
+    return DataParallelError(
+        f"Expected to mark a variable ready only once: parameter {name!r} got a second gradient {where}. Either "
+        "reentrant checkpointing uses it several times (pass use_reentrant=False, or static_graph=True if every "
+        "iteration is the same), or a second backward pass ran before the first had brought all gradients (add the "
+        "losses up before backward, or pass find_unused_parameters=True)"
+    )
 
 
 class NonFiniteGradients(UserWarning):

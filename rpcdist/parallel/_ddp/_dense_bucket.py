@@ -55,7 +55,7 @@ class DenseBucket:
 
     Attributes:
         indices: those of the members.
-        waiting: the indices of the members whose gradients are not ready in this iteration.
+        num_missing: how many members have no gradient yet in this iteration.
         runs: the flat tensors that are reduced; empty between `scatter` and `gather`.
     """
 
@@ -64,7 +64,7 @@ class DenseBucket:
         self.members = list(members)
         self.flat = flat = flat or members[0].parameter.is_cuda
         self.indices = frozenset(member.index for member in members)
-        self.waiting: set[int] = set()
+        self.num_missing = 0
         self.runs: list[torch.Tensor] = []
         self._packed = [member for member in members if flat or member.parameter.nbytes < OWN_BYTES]
         self._own = [member for member in members if not flat and member.parameter.nbytes >= OWN_BYTES]

@@ -32,14 +32,18 @@ class Notice:
         iteration: number of the backward pass, from 1.
         missing: names of the parameters without gradients.
         final: whether the rank has raised an error; else the gradients may still become ready.
+        problem: the error, where it is not about missing gradients.
     """
 
     rank: int
     iteration: int
     missing: tuple[str, ...]
     final: bool
+    problem: str = ""
 
     def __str__(self) -> str:
+        if self.problem:
+            return f"rank {self.rank} has given up iteration {self.iteration}: {self.problem}"
         end = "has gone on without" if self.final else "ended a backward pass without"
         return f"rank {self.rank} {end} gradients of {list_names(self.missing)} in iteration {self.iteration}"
 
@@ -56,10 +60,10 @@ class Notices:
         self._group = group
         self._key = key
 
-    def post(self, iteration: int, missing: Sequence[str], final: bool) -> Notice:
+    def post(self, iteration: int, missing: Sequence[str], final: bool, problem: str = "") -> Notice:
         """Writes this rank's notice. Errors of the store are ignored: only the explanation is lost."""
         group = self._group
-        notice = Notice(group.world_rank(group.rank()), iteration, tuple(missing), final)
+        notice = Notice(group.world_rank(group.rank()), iteration, tuple(missing), final, problem)
         try:
             text = json.dumps({**asdict(notice), "missing": list(missing[:MAX_TOLD])})
             group.get_group_store().set(f"{self._key}/{group.rank()}", text)

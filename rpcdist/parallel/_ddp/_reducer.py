@@ -3,8 +3,9 @@
 Rules:
  1. Buckets are reduced in their order, each as soon as it and all buckets before it are complete. So all ranks issue
     the same operations in the same order, whatever the order in which their gradients become ready.
- 2. A forward pass arms an iteration. The iteration begins with its first gradient, and ends with the backward pass,
-    when all buckets are reduced and the results are delivered. Gradients outside of an armed iteration are ignored.
+ 2. `DueGradients` decides which gradients an iteration waits for, and when it ends; here is what follows from that. An
+    iteration ends with a backward pass as a whole, with all passes that are nested in it: buckets are reduced and the
+    results delivered.
  3. A `GradientSource` hides whether gradients come from an ordinary or a distributed backward pass.
  4. All ranks have the same buckets: they follow from the parameters at first, then from the order of readiness on
     rank 0.
@@ -18,7 +19,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -28,8 +30,10 @@ from rpcdist.parallel._ddp._bucket_assignment import GradientFacts, initial_buck
 from rpcdist.parallel._ddp._bucket_reduction import Bucket, BucketReductions
 from rpcdist.parallel._ddp._bucket_wait import BucketWait
 from rpcdist.parallel._ddp._comm_hook import RegisteredHook
-from rpcdist.parallel._ddp._ddp_errors import DataParallelError, UnusedParameters
+from rpcdist.parallel._ddp._ddp_errors import DataParallelError, UnusedParameters, unexpected_gradient
 from rpcdist.parallel._ddp._dense_bucket import BucketEntry, DenseBucket
+from rpcdist.parallel._ddp._due_gradients import DueGradients, UnexpectedGradient
+from rpcdist.parallel._ddp._engine_pass import AccumulationNodes, adds_to_leaves
 from rpcdist.parallel._ddp._finite_check import FiniteCheck
 from rpcdist.parallel._ddp._gradient_sources import (
     DistributedPass,
@@ -53,13 +57,17 @@ class Reducer:
         parameters: in the same order on all ranks.
         group: the ranks that reduce.
         options: the same on all ranks.
+        syncs: whether backward passes average now; False under `no_sync`.
     """
 
-    def __init__(self, parameters: Sequence[Named], group: ProcessGroup, options: ReducerOptions) -> None:
+    def __init__(
+        self, parameters: Sequence[Named], group: ProcessGroup, options: ReducerOptions, syncs: Callable[[], bool]
+    ) -> None:
         self.parameters = list(parameters)
         self.options = options
         self.iteration = 0
         self.divide_by: float | None = None  # None: the size of the group
+        self.joins = False  # under `join`, whose ranks without data mirror one iteration for each forward pass
         self.hook: RegisteredHook | None = None
         self.has_rebuilt = False
         self.first_gradient_ns = self.done_ns = 0
@@ -67,13 +75,20 @@ class Reducer:
             GradientFacts(tensor.nbytes, (tensor.dtype, tensor.device), sparse) for _, tensor, sparse in parameters
         ]
         self._lock = threading.RLock()
-        self._index_of = {id(named.tensor): index for index, named in enumerate(parameters)}
-        self._armed = False
+        self._members = [BucketEntry(index, named) for index, named in enumerate(parameters)]
+        self._nodes = AccumulationNodes(parameters)
+        self._syncs = syncs
+        self._due = DueGradients(len(self.parameters), options.rule)
         self._source: GradientSource | None = None
+        self._pass: object | None = None  # stands for the backward pass that runs
+        self._is_differentiated = False  # gradients of the outputs have a graph, whose passes may avoid the outputs
+        self._is_watched = False
+        self._has_reached = False  # whether the running pass is one of the forward pass, as far as is known
+        self._num_unused_forwards = 0
         self.use_group(group)
 
     def __repr__(self) -> str:
-        state = f"waits for bucket {self._next}" if self._armed else "idle"
+        state = f"waits for bucket {self._next}" if self._due.is_open else "idle"
         return f"<Reducer of {len(self.parameters)} parameters in {len(self.buckets)} buckets: {state}>"
 
     def use_group(self, group: ProcessGroup) -> None:
@@ -83,10 +98,8 @@ class Reducer:
         self._partial_passes = False
         self._order: list[int] | None = None
         self._ready_order: list[int]
-        self._expected_calls: list[int] | None = None  # gradients per parameter and iteration, in a static graph
-        self._globally_used: list[bool] | None = None
         self.has_rebuilt = False
-        self._armed = False
+        self._due.restart()
         self._reductions = self._make_reductions()
         self._make_buckets(initial_buckets(self._facts, self.options.caps, self.options.dynamic_unused))
         self.initial_bucket_bytes = [bucket.num_bytes for bucket in self.buckets]
@@ -99,7 +112,7 @@ class Reducer:
     def _make_buckets(self, indices: Sequence[Sequence[int]]) -> None:
         self.buckets: list[Bucket] = []
         for number, bucket in enumerate(indices):
-            members = [BucketEntry(index, self.parameters[index]) for index in bucket]
+            members = [self._members[index] for index in bucket]
             if self.parameters[bucket[0]].sparse:
                 self.buckets.append(SparseBucket(number, members[0], self.group))
             else:
@@ -112,15 +125,10 @@ class Reducer:
         self.first_gradient_ns = self.done_ns = 0
         self._ready_order = []
         self._next = 0
-        self._begun = False
-        self._callback_queued = False
         self._notice_posted = False
-        self._unused: set[int] = set()
-        self._marked_unused = False
-        self._calls = [0] * len(self.parameters)
         self._skipped: set[int] = set()
         for bucket in self.buckets:
-            bucket.waiting = set(bucket.indices)
+            bucket.num_missing = len(bucket.indices & self._due.missing)
 
     def use_hook(self, hook: RegisteredHook) -> None:
         """Reduces the dense buckets by a comm hook from now on."""
@@ -150,114 +158,167 @@ class Reducer:
             UnusedParameters: gradients are missing; it names the parameters.
         """
         with self._lock:
-            if not (self._armed and self._begun):
+            if not (self._due.is_open and self._due.has_begun):
                 return
             missing = self._missing()
-            self._armed = False
+            self._due.close()
             notice = self._notices.post(self.iteration, missing, final=True)
-            raise UnusedParameters(notice.rank, missing, self.iteration)
+            raise UnusedParameters(notice.rank, missing, self.iteration, self.options.rule)
 
-    def arm(self, used: set[int] | None) -> None:
+    def arm(self, watched: bool) -> None:
         """Expects the gradients of a backward pass.
 
         Args:
-            used: the `id`s of the parameters that can get gradients in this pass; None for all.
+            watched: whether `outputs_reached` will be called in it.
         """
         with self._lock:
-            self._reset()
-            self._source = None
-            if self._expected_calls is not None:
-                self._unused = {index for index, count in enumerate(self._expected_calls) if not count}
-            elif used is not None:
-                self._unused = {index for address, index in self._index_of.items() if address not in used}
-            if not self._armed:
+            self._source = self._pass = None
+            self._is_differentiated = False
+            self._is_watched = watched
+            if self._due.is_open:
+                self._num_unused_forwards += 1
+            else:
                 self.iteration += 1
-            self._armed = True
-            self._reductions.begin(self.iteration, self.group.size() if self.divide_by is None else self.divide_by)
+            self._open()
+
+    def pause(self) -> None:
+        """A forward pass that does not synchronise: its gradients belong to no iteration."""
+        with self._lock:
+            self._pass = None
+            self._is_differentiated = False
+
+    def _open(self) -> None:
+        self._due.open()
+        self._reset()
+        self._reductions.begin(self.iteration, self.group.size() if self.divide_by is None else self.divide_by)
+
+    def _reopen(self) -> None:
+        """Begins an iteration in another backward pass of a forward pass whose iteration has ended."""
+        if self.joins and not self._num_unused_forwards:
+            raise DataParallelError(
+                "a second backward pass ran after one forward pass under join(), whose ranks without inputs take part "
+                "in one only. Add the losses up before backward, or call backward under no_sync"
+            )
+        self._num_unused_forwards = max(0, self._num_unused_forwards - 1)
+        self.iteration += 1
+        self._open()
 
     def _missing(self) -> list[str]:
         """The names of the parameters without gradients in this iteration, in the module's order."""
-        waiting = {index for bucket in self.buckets for index in bucket.waiting}
-        return [named.name for index, named in enumerate(self.parameters) if index in waiting]
+        return [self.parameters[index].name for index in sorted(self._due.missing)]
+
+    # ------------------------------------------------------------ passes
+
+    def outputs_reached(self) -> None:
+        """A pass, perhaps one of `torch.autograd.grad`, comes to outputs of a forward pass that synchronised."""
+        with self._lock:
+            if torch.is_grad_enabled():  # create_graph=True
+                self._is_differentiated = True
+            if self._pass is None and (self._due.is_open or self._syncs()):
+                self._begin_pass(adds=False)
+            self._has_reached = True
+
+    def _begin_pass(self, adds: bool) -> None:
+        """A pass begins.
+
+        Args:
+            adds: whether it is known to add gradients.
+        """
+        distributed = in_distributed_pass()
+        if self._due.ends_with_pass:
+            due = range(len(self.parameters)) if distributed else self._nodes.due()
+            if not (adds or due or adds_to_leaves()):
+                return  # torch.autograd.grad
+            if not self._due.is_open:
+                self._reopen()
+            for index in self._due.begin_pass(due):
+                self._bucket_of[index].num_missing -= 1
+        if not distributed:
+            self._source = OrdinaryPass(self.options.view)
+        elif not (self._due.is_open and isinstance(self._source, DistributedPass)):  # it may take several calls
+            self._source = DistributedPass()
+        self._pass = running = object()
+        self._has_reached = self._is_differentiated or not self._is_watched
+        assert self._source is not None
+        self._source.at_end(partial(self._pass_ended, running))
+
+    def _pass_ended(self, running: object) -> None:
+        """A backward pass has ended, with those that were nested in it."""
+        with self._lock:
+            if self._pass is not running:
+                return
+            self._pass = None
+            if not self._due.is_open:
+                return
+            if self.options.static and self._due.ends_with_pass and not self._has_reached:
+                return  # a penalty of the parameters alone; the graph that is static is that of the outputs
+            if self._due.end_pass():
+                self._finish()
+            elif self._due.has_begun:
+                self._warn_others()
+
+    def _warn_others(self) -> None:
+        """Posts a notice about missing gradients. In rare cases another backward pass makes them ready."""
+        if not self._notice_posted and not self._partial_passes:
+            self._notice_posted = True
+            self._notices.post(self.iteration, self._missing(), final=False)
 
     # ------------------------------------------------------------ gradients
 
     def gradient_added(self, index: int) -> None:
         """An ordinary backward pass has added to a parameter's `.grad`."""
-        if self._armed:
-            with self._lock:
-                source = self._source
-                if not isinstance(source, OrdinaryPass):
-                    source = self._source = OrdinaryPass(self.options.view)
-                self._ready(index, source)
+        with self._lock:
+            if self._due.is_open or self._belongs_to_forward():
+                self._ready(index, captured=False)
+                return
+            try:
+                self._due.add_outside(index)
+            except UnexpectedGradient as exc:
+                raise self._refusal(exc) from None
 
     def gradient_captured(self, index: int, gradient: torch.Tensor) -> None:
         """A distributed backward pass is about to capture a parameter's gradient."""
-        if self._armed:
-            with self._lock:
-                if not isinstance(self._source, DistributedPass):
-                    self._source = DistributedPass()
+        with self._lock:
+            if not (self._due.is_open or self._belongs_to_forward()):
+                return
+            if self._pass is None:
+                self._begin_pass(adds=True)
+            if isinstance(self._source, DistributedPass):
                 self._source.arrive(index, self.parameters[index].tensor, gradient)
-                self._ready(index, self._source)
+            self._ready(index, captured=True)
 
-    def _ready(self, index: int, source: GradientSource) -> None:
+    def _belongs_to_forward(self) -> bool:
+        """Whether a gradient outside of an iteration comes from a forward pass that synchronised."""
+        return self._pass is not None or (self._is_differentiated and self._syncs())
+
+    def _ready(self, index: int, captured: bool) -> None:
         """Runs for every gradient on the thread that computes them, so it does little itself."""
-        if not self._armed:
-            return
-        if not self._callback_queued:
-            self._begin_pass(source)
-        if self.options.static and not self._completes_static(index):
-            return
-        if not self._marked_unused:
-            self._mark_unused()
-        self._mark(index)
-
-    def _begin_pass(self, source: GradientSource) -> None:
-        """The first gradient of a backward pass has come."""
-        if not self._begun:
-            self._begun = True
+        if self._pass is None:
+            self._begin_pass(adds=True)
+        if not self._due.is_open:
+            self._reopen()
+        if not self._due.has_begun:
             self.first_gradient_ns = time.time_ns()
-        self._callback_queued = True
-        source.at_end(self._pass_ended)
-
-    def _completes_static(self, index: int) -> bool:
-        """Counts a gradient in a static graph; whether it is the last one that the parameter gets."""
-        self._calls[index] += 1
-        if self._expected_calls is None:
-            return False  # the first iteration only counts
-        if self._calls[index] != self._expected_calls[index]:
-            self._check_static(index)
-            return False
-        return True
-
-    def _check_static(self, index: int) -> None:
-        assert self._expected_calls is not None
-        if self._calls[index] > self._expected_calls[index]:
-            raise DataParallelError(
-                f"Your training graph has changed in this iteration, which static_graph=True does not allow: parameter "
-                f"{self.parameters[index].name!r} got {self._calls[index]} gradients in iteration {self.iteration} on "
-                f"rank {self._world_rank}, and {self._expected_calls[index]} in the first one"
-            )
-
-    def _mark_unused(self) -> None:
-        self._marked_unused = True
-        for index in sorted(self._unused):
-            self._mark(index)
-
-    def _mark(self, index: int) -> None:
-        waiting = self._bucket_of[index].waiting
-        if index not in waiting:
-            raise DataParallelError(
-                f"Expected to mark a variable ready only once: parameter {self.parameters[index].name!r} got a second "
-                f"gradient in iteration {self.iteration} on rank {self._world_rank}. Either reentrant checkpointing "
-                "uses it several times (pass use_reentrant=False, or static_graph=True if every iteration is the "
-                "same), or a second backward pass ran after one forward pass (call it under no_sync, or forward again)"
-            )
-        waiting.discard(index)
+        try:
+            is_complete = self._due.add(index, captured)
+        except UnexpectedGradient as exc:
+            raise self._refusal(exc) from None
+        if not is_complete:
+            return
         if self._order is None and not self.options.dynamic_unused:
             self._ready_order.append(index)
-        if not waiting:
+        bucket = self._bucket_of[index]
+        bucket.num_missing -= 1
+        if not bucket.num_missing:
             self._launch_complete()
+
+    def _refusal(self, unexpected: UnexpectedGradient) -> DataParallelError:
+        """The error about a gradient; other ranks that wait for this one's next reduction are told."""
+        error = unexpected_gradient(
+            unexpected, self.parameters[unexpected.index].name, self.iteration, self._world_rank, self.options.rule
+        )
+        self._notices.post(self.iteration, [], final=True, problem=str(error))
+        return error
 
     @property
     def _world_rank(self) -> int:
@@ -269,13 +330,13 @@ class Reducer:
         """Reduces the complete buckets in their order, except the last bucket (rule 5)."""
         while self._next < len(self.buckets) - (self.hook is None):
             bucket = self.buckets[self._next]
-            if bucket.waiting:
+            if bucket.num_missing:
                 return
             self._next += 1
             self._launch(bucket, asynchronous=True)
 
     def _launch(self, bucket: Bucket, asynchronous: bool) -> None:
-        if self.options.skip_unused and all(member.index in self._unused for member in bucket.members):
+        if self.options.skip_unused and not any(self._due.uses(member.index) for member in bucket.members):
             self._skipped.add(bucket.number)
             return
         self._reductions.start(
@@ -287,109 +348,65 @@ class Reducer:
         )
 
     def _gradient(self, member: BucketEntry) -> torch.Tensor | None:
-        if self._source is None or member.index in self._unused:
-            return None
-        return self._source.gradient(member)
-
-    # ------------------------------------------------------------ the end of the pass
-
-    def outputs_reached(self) -> None:
-        """The backward pass begins at the module's outputs; parameters without gradient at its end are unused."""
-        if self._armed and not self._begun:
-            source = DistributedPass() if in_distributed_pass() else OrdinaryPass(self.options.view)
-            self._source = source
-            source.at_end(self._close)
-
-    def _pass_ended(self) -> None:
-        """A backward pass, or a nested one, has ended."""
-        with self._lock:
-            self._callback_queued = False
-            if not self._armed or self._must_close:
-                return
-            if any(bucket.waiting for bucket in self.buckets):
-                self._warn_others()
-            else:
-                self._finish()
-
-    @property
-    def watches_outputs(self) -> bool:
-        """Whether `outputs_reached` has to be called for this iteration."""
-        return self._must_close
-
-    @property
-    def _must_close(self) -> bool:
-        """Whether the iteration ends with the outermost backward pass even if gradients are missing."""
-        return self.options.dynamic_unused or (self.options.static and self._expected_calls is None)
-
-    def _warn_others(self) -> None:
-        """Posts a notice about missing gradients. In rare cases another backward pass makes them ready."""
-        if not self._notice_posted and not self._partial_passes:
-            self._notice_posted = True
-            self._notices.post(self.iteration, self._missing(), final=False)
-
-    def _close(self) -> None:
-        """Treats parameters without gradients as unused, and finishes."""
-        with self._lock:
-            if not self._armed:
-                return
-            if self.options.static and self._expected_calls is None:
-                self._expected_calls = list(self._calls)
-                self._unused = {index for index, count in enumerate(self._calls) if not count}
-                for bucket in self.buckets:
-                    bucket.waiting.clear()
-            for bucket in self.buckets:
-                self._unused |= bucket.waiting
-                bucket.waiting.clear()
-            self._begun = True
-            self._launch_complete()
-            self._finish()
+        """What this rank contributes for a parameter."""
+        gradient = None if self._source is None else self._source.gradient(member)
+        if gradient is None or self._due.uses(member.index):
+            return gradient
+        return gradient.clone()  # it stays as it is if no other rank uses the parameter
 
     def _finish(self) -> None:
         """Waits for the reductions, delivers the results, and agrees with the other ranks on the next buckets."""
         self._partial_passes = self._partial_passes or self._notice_posted
-        self._armed = False
+        self._due.close()
         while self._next < len(self.buckets):
             self._next += 1
             self._launch(self.buckets[self._next - 1], asynchronous=False)
-        self._share_used()
+        knew_graph = self._due.static_use is not None
+        self._used = self._share_used()
         for bucket in self.buckets:
             if bucket.number not in self._skipped:
                 self._reductions.finish(bucket, self._deliver)
         self._reductions.conclude()
-        self._share_order()
+        if isinstance(self._source, OrdinaryPass):
+            self._due.settle()
+        self._share_order(knew_graph)
         self.done_ns = time.time_ns()
 
     def _deliver(self, members: list[BucketEntry], reduced: list[torch.Tensor], lasting: bool) -> None:
         """Delivers reduced gradients; gradients of parameters that no rank used stay unchanged."""
         assert self._source is not None
-        used = self._globally_used
-        if used is not None and not all(used[member.index] for member in members):
-            pairs = [pair for pair in zip(members, reduced, strict=True) if used[pair[0].index]]
+        used = self._used
+        if used is not None and not all(member.index in used for member in members):
+            pairs = [pair for pair in zip(members, reduced, strict=True) if pair[0].index in used]
             members, reduced = [member for member, _ in pairs], [tensor for _, tensor in pairs]
         self._source.deliver(members, reduced, lasting)
 
-    def _share_used(self) -> None:
-        """Finds the parameters that some rank has used; the others keep their gradients."""
-        first_static = self.options.static and self._globally_used is None
-        if not (self.options.dynamic_unused or first_static):
-            return
-        mine = [index not in self._unused for index in range(len(self.parameters))]
-        if self.options.skip_unused:
-            self._globally_used = mine
-            return
-        used = torch.tensor(mine, dtype=torch.int32, device=self.parameters[0].tensor.device)
-        collectives.all_reduce(used, group=self.group)
-        self._globally_used = [count > 0 for count in used.tolist()]
+    def _share_used(self) -> frozenset[int] | None:
+        """The parameters that some rank has used, where there may be others, which keep their gradients."""
+        if not self._due.tracks or self._due.static_use is not None:
+            return self._due.static_use
+        flags = torch.zeros(2, len(self.parameters), dtype=torch.int32, device=self.parameters[0].tensor.device)
+        flags[0, [member.index for member in self._members if self._contributes(member)]] = 1
+        flags[1, sorted(self._due.in_graph)] = 1
+        if not self.options.skip_unused:
+            collectives.all_reduce(flags, group=self.group)
+        used, in_graph = (frozenset(row.nonzero().flatten().tolist()) for row in flags)
+        if self.options.static:
+            self._due.static_use = in_graph
+        return used
 
-    def _share_order(self) -> None:
+    def _contributes(self, member: BucketEntry) -> bool:
+        assert self._source is not None
+        return self._due.uses(member.index) and self._source.gradient(member) is not None
+
+    def _share_order(self, knew_graph: bool) -> None:
         """Adopts rank 0's order of readiness, after an iteration in which all parameters became ready."""
         if self._order is not None or self.options.dynamic_unused:
             return
-        if self.options.static and not self._ready_order:
+        if self.options.static and not knew_graph:
             return  # the first iteration of a static graph records no order
-        self._agree_on_order(self._ready_order)
-
-    def _agree_on_order(self, mine: Sequence[int]) -> None:
+        rest = set(range(len(self.parameters))).difference(self._ready_order)
+        mine = [*self._ready_order, *sorted(rest)]
         order = torch.tensor(mine, dtype=torch.int64, device=self.parameters[0].tensor.device)
         collectives.broadcast(order, group=self.group, group_src=0)
         self._order = order.tolist()
@@ -400,14 +417,10 @@ class Reducer:
         """Takes part in one iteration of other ranks with gradients of zero; see `DistributedDataParallel.join`."""
         with self._lock:
             self.rebuild()
-            self.arm(set())
+            self.arm(watched=False)
             self._source = NoPass()
-            self._begun = True
+            self._due.missing.clear()
             for bucket in self.buckets:
-                bucket.waiting.clear()
-            if self.options.static and self._expected_calls is None:
-                self._expected_calls = [1] * len(self.parameters)
-            elif not self.options.dynamic_unused:
-                self._ready_order = list(range(len(self.parameters)))
+                bucket.num_missing = 0
             self._launch_complete()
             self._finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rpcdist.parallel._ddp._bucket_assignment import BucketCaps
+from rpcdist.parallel._ddp._due_gradients import DueRule
 from rpcdist.parallel._ddp._finite_check import CheckFinite
 
 __all__ = ["ReducerOptions"]
@@ -36,6 +37,13 @@ class ReducerOptions:
         self.view = view
         self.skip_unused = skip_unused
         self.check_finite = check_finite
+
+    @property
+    def rule(self) -> DueRule:
+        """Which parameters get gradients in an iteration."""
+        if self.static:
+            return DueRule.STATIC
+        return DueRule.FOUND if self.find_unused else DueRule.EVERY
 
     @property
     def dynamic_unused(self) -> bool:

@@ -28,14 +28,14 @@ class SparseBucket:
 
     Attributes:
         indices: the parameter's.
-        waiting: the parameter's index while its gradient is not ready in this iteration.
+        num_missing: 1 while its gradient is not ready in this iteration, else 0.
     """
 
     def __init__(self, number: int, member: BucketEntry, group: ProcessGroup) -> None:
         self.number = number
         self.members = [member]
         self.indices = frozenset({member.index})
-        self.waiting: set[int] = set()
+        self.num_missing = 0
         self._group = group
         self._gradient: torch.Tensor | None = None
         self._counts = torch.empty(0)

@@ -1,0 +1,383 @@
+"""Random small models and training steps, which give the same gradients in one process and under data parallel training.
+
+A program is drawn from a seed: a module with branches, shared, frozen and unused parameters, several outputs and
+checkpoints, and steps of micro-batches, each with one of the ways in which losses are differentiated. The reference
+runs each rank's part on a module of its own, without any wrapper, and averages: the gradients of the joined batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 3
+ROUNDING = 1e-9
+Gradients = list[torch.Tensor | None]
+
+
+@dataclass
+class Answer:
+    """One of the containers in which a module returns its outputs."""
+
+    first: torch.Tensor
+    others: dict[str, list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Use:
+    """What one forward pass uses.
+
+    Attributes:
+        path: numbers of the blocks, in the order in which they are applied.
+        outputs: (number of the head, or -1 for none; how many blocks are before it).
+        keep: whether the module keeps an output that it does not return, which the loss uses.
+    """
+
+    path: tuple[int, ...]
+    outputs: tuple[tuple[int, int], ...]
+    keep: bool = False
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward and backward pass, or several, of the same kind.
+
+    Attributes:
+        syncs: whether it is outside of `no_sync`.
+        uses: by rank.
+        recipe: how the loss is differentiated.
+        chosen: outputs that the loss uses, as indices modulo their number.
+    """
+
+    syncs: bool
+    uses: tuple[Use, ...]
+    recipe: str
+    chosen: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A module, the options of its wrapper, and its steps; `zero` is how gradients are cleared before a step."""
+
+    seed: int
+    num_blocks: int
+    num_heads: int
+    shares: bool
+    frozen: tuple[int, ...]
+    checkpoints: tuple[str, ...]
+    container: str
+    options: dict[str, Any]
+    steps: tuple[tuple[MicroBatch, ...], ...]
+    zero: str
+
+
+class Net(nn.Module):
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        torch.manual_seed(program.seed)
+        self.program = program
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(program.num_blocks))
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 2) for _ in range(program.num_heads))
+        self.scale = nn.Parameter(torch.ones(2))
+        if program.shares:
+            self.heads[-1].weight = self.heads[0].weight
+        self.double()
+        for index, parameter in enumerate(self.parameters()):
+            parameter.requires_grad_(index not in program.frozen)
+        self.kept: torch.Tensor | None = None
+
+    def forward(self, rows: torch.Tensor, use: Use) -> Any:
+        hidden, stages = rows, [rows]
+        for number in use.path:
+            hidden = self._block(number, hidden)
+            stages.append(hidden)
+        outputs = []
+        for head, stage in use.outputs:
+            here = stages[stage]
+            outputs.append(here if head < 0 else self.heads[head % len(self.heads)](here) * self.scale)
+        self.kept = hidden.square().mean() if use.keep else None
+        return _wrap(outputs, self.program.container)
+
+    def _block(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
+        block, mode = self.blocks[number], self.program.checkpoints[number]
+        if mode == "none":
+            return torch.tanh(block(hidden))
+        found: torch.Tensor = checkpoint(
+            lambda rows: torch.tanh(block(rows)), hidden, use_reentrant=mode == "reentrant"
+        )
+        return found
+
+
+def _wrap(outputs: list[torch.Tensor], container: str) -> Any:
+    if container == "tensor" and len(outputs) == 1:
+        return outputs[0]
+    if container == "dict":
+        return {str(number): [output] for number, output in enumerate(outputs)}
+    if container == "dataclass":
+        return Answer(outputs[0], {"others": outputs[1:]})
+    return tuple(outputs)
+
+
+def _unwrap(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [output for (output,) in value.values()]
+    if isinstance(value, Answer):
+        return [value.first, *value.others["others"]]
+    return list(value)
+
+
+# ---------------------------------------------------------------- how losses are differentiated
+
+RECIPES = (
+    *["sum"] * 6,
+    "each",
+    "each forward",
+    "two forwards",
+    "again",
+    "grad of rows",
+    "grad of a parameter",
+    "force",
+    "force alone",
+    "force apart",
+    "inputs",
+    "norm",
+    "norm apart",
+    "norm before",
+    "retained",
+    "create_graph",
+    "without gradient",
+    "looked at",
+)
+
+
+def differentiate(model: Any, net: Net, batch: MicroBatch, use: Use, rows: torch.Tensor) -> None:
+    """Runs a micro-batch; `model` is `net`, or a wrapper of it."""
+    outputs = _unwrap(model(rows, use))
+    losses = [outputs[index % len(outputs)].square().mean() for index in dict.fromkeys(batch.chosen)]
+    if net.kept is not None:
+        losses.append(net.kept)
+    loss = torch.stack(losses).sum()
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    recipe = batch.recipe
+    if recipe == "each":
+        for each in losses:
+            each.backward(retain_graph=True)
+    elif recipe in ("each forward", "two forwards"):
+        other = _unwrap(model(rows * 2, use))[0].sum()
+        if recipe == "each forward":
+            loss.backward()
+            other.backward()
+        else:
+            (loss + other).backward()
+    elif recipe == "again":
+        loss.backward(retain_graph=True)
+        loss.backward()
+    elif recipe == "grad of rows":
+        torch.autograd.grad(loss, rows, retain_graph=True, allow_unused=True)
+        loss.backward()
+    elif recipe == "grad of a parameter":
+        torch.autograd.grad(loss, trained[batch.chosen[0] % len(trained)], retain_graph=True, allow_unused=True)
+        loss.backward()
+    elif recipe.startswith("force"):
+        (force,) = torch.autograd.grad(losses[0], rows, create_graph=True)
+        penalty = force.square().sum()
+        if recipe == "force apart":
+            loss.backward(retain_graph=True)
+            penalty.backward()
+        else:
+            (penalty if recipe == "force alone" else loss + penalty).backward()
+    elif recipe == "inputs":
+        gradients = torch.autograd.grad(loss, trained, retain_graph=True, allow_unused=True)
+        reached = [parameter for parameter, found in zip(trained, gradients, strict=True) if found is not None]
+        loss.backward(inputs=reached[batch.chosen[0] % len(reached) :] if reached else None)
+    elif recipe == "norm":
+        (loss + net.scale.norm()).backward()
+    elif recipe == "norm apart":
+        loss.backward()
+        net.scale.norm().backward()
+    elif recipe == "norm before":
+        net.scale.norm().backward()
+        loss.backward()
+    elif recipe == "retained":
+        loss.backward(retain_graph=True)
+    elif recipe == "create_graph":
+        loss.backward(create_graph=True)
+    elif recipe == "without gradient":
+        with torch.no_grad():
+            model(rows, use)
+        loss.backward()
+    elif recipe == "looked at":
+        model(rows, use)
+        loss.backward()
+    else:
+        loss.backward()
+
+
+# ---------------------------------------------------------------- drawing
+
+
+def draw(seed: int, size: int) -> Program:
+    """A program for that many ranks."""
+    random_ = random.Random(seed)
+    mode = random_.choice(["plain", "found", "found", "static"])
+    num_blocks, num_heads = random_.randint(1, 4), random_.randint(1, 3)
+    num_parameters = 2 * (num_blocks + num_heads) + 1
+    complete = mode == "plain" and random_.random() < 0.8  # uses everything, so that it is no error
+    by_rank = mode != "plain" and random_.random() < 0.5
+
+    def output(depth: int) -> tuple[int, int]:
+        if depth and random_.random() < 0.3:
+            return -1, random_.randint(1, depth)
+        return random_.randrange(num_heads), random_.randint(0, depth) if random_.random() < 0.3 else depth
+
+    def use() -> Use:
+        path = (
+            tuple(range(num_blocks)) if complete else tuple(random_.choices(range(num_blocks), k=random_.randint(0, 4)))
+        )
+        if complete:
+            outputs = tuple((head, num_blocks) for head in range(num_heads))
+        else:
+            outputs = tuple(output(len(path)) for _ in range(random_.randint(1, 3)))
+        return Use(path, outputs, keep=random_.random() < 0.1)
+
+    def uses() -> tuple[Use, ...]:
+        return tuple(use() for _ in range(size)) if by_rank else (use(),) * size
+
+    def recipe_of(by_rank: bool) -> str:
+        # The ranks have to run equally many backward passes.
+        return random_.choice([recipe for recipe in RECIPES if not (by_rank and recipe == "each")])
+
+    fixed = uses()
+    simple = random_.random() < 0.3
+    fixed_recipe, fixed_chosen = recipe_of(by_rank), tuple(random_.choices(range(3), k=random_.randint(1, 3)))
+
+    def micro_batch(syncs: bool) -> MicroBatch:
+        changes = mode == "found" or random_.random() < 0.05
+        recipe = "sum" if simple else recipe_of(by_rank) if mode != "static" else fixed_recipe
+        chosen = tuple(range(3)) if complete else tuple(random_.choices(range(3), k=random_.randint(1, 3)))
+        return MicroBatch(syncs, uses() if changes else fixed, recipe, chosen if mode != "static" else fixed_chosen)
+
+    steps = tuple(
+        (*(micro_batch(False) for _ in range(random_.choice([0, 0, 1, 2]))), micro_batch(True))
+        for _ in range(random_.randint(1, 3))
+    )
+    return Program(
+        seed,
+        num_blocks,
+        num_heads,
+        shares=random_.random() < 0.3,
+        frozen=tuple(random_.sample(range(num_parameters), random_.choice([0, 0, 1]))),
+        checkpoints=tuple(random_.choice(["none"] * 5 + ["other", "reentrant"]) for _ in range(num_blocks)),
+        container=random_.choice(["tensor", "tuple", "dict", "dataclass"]),
+        options={
+            "find_unused_parameters": mode == "found",
+            "static_graph": mode == "static",
+            "gradient_as_bucket_view": random_.random() < 0.3,
+            "bucket_cap_mb": random_.choice([None, 0.00005]),
+        },
+        steps=steps,
+        zero=random_.choice(["none", "none", "zeros", "keep"]),
+    )
+
+
+# ---------------------------------------------------------------- running
+
+
+def rows_of(program: Program, step: int, number: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * program.seed + 100 * step + 10 * number + rank)
+    return torch.randn(2, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def run_step(model: Any, net: Net, program: Program, step: int, rank: int) -> None:
+    for number, batch in enumerate(program.steps[step]):
+        syncs = contextlib.nullcontext() if batch.syncs or model is net else model.no_sync()
+        with syncs:
+            differentiate(model, net, batch, batch.uses[rank], rows_of(program, step, number, rank))
+
+
+def gradients_of(net: nn.Module) -> Gradients:
+    return [None if each.grad is None else each.grad.detach().clone() for each in net.parameters()]
+
+
+def clear(net: nn.Module, zero: str) -> None:
+    if zero != "keep":
+        net.zero_grad(set_to_none=zero == "none")
+
+
+def descend(net: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(0.1 * parameter.grad)
+
+
+def reference(program: Program, size: int) -> list[Gradients]:
+    """The gradients after each step: the averages of what the ranks' parts of the batch give."""
+    net, found = Net(program), []
+    for step in range(len(program.steps)):
+        clear(net, program.zero)
+        parts = []
+        for rank in range(size):
+            part = copy.deepcopy(net)
+            part.zero_grad()
+            run_step(part, part, program, step, rank)
+            parts.append(gradients_of(part))
+        for index, parameter in enumerate(net.parameters()):
+            present = [part[index] for part in parts if part[index] is not None]
+            if present:
+                total = torch.stack(present).sum(0) / size  # type: ignore[arg-type]
+                parameter.grad = total if parameter.grad is None else parameter.grad + total
+        found.append(gradients_of(net))
+        descend(net)
+    return found
+
+
+def problem(program: Program, size: int, rank: int, wrap: Callable[..., Any], wanted: Sequence[Gradients]) -> str:
+    """Runs a program; what was wrong with the gradients, or "refused: " and the error, or nothing."""
+    net = Net(program)
+    model = wrap(net, **program.options)
+    for step, right in enumerate(wanted):
+        clear(net, program.zero)
+        try:
+            run_step(model, net, program, step, rank)
+            found = gradients_of(net)
+            model._check_reducer_finalized()
+        except RuntimeError as exc:
+            return f"refused in step {step}: {type(exc).__name__}: {exc}"
+        for (name, _), mine, theirs in zip(net.named_parameters(), found, right, strict=True):
+            if (mine is None) != (theirs is None):
+                return f"step {step}: {name}.grad is {mine} instead of {theirs}"
+            if mine is not None and theirs is not None and (mine - theirs).abs().max() > ROUNDING:
+                return f"step {step}: {name}.grad is {mine.tolist()} instead of {theirs.tolist()}"
+        descend(net)
+    return ""
+
+
+def try_programs(
+    size: int, rank: int, seeds: Sequence[int], wrap: Callable[..., Any], wrap_torch: Callable[..., Any] | None
+) -> list[tuple[int, str, str | None]]:
+    """(seed, our problem, torch's problem) of each program that one process can run; torch's is None if not tried."""
+    results = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for seed in seeds:
+            program = draw(seed, size)
+            try:
+                wanted = reference(program, size)
+            except RuntimeError:
+                continue  # no program of one process either
+            ours = problem(program, size, rank, wrap, wanted)
+            theirs = None if wrap_torch is None else problem(program, size, rank, wrap_torch, wanted)
+            results.append((seed, ours, theirs))
+    return results
