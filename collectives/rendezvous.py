@@ -154,20 +154,17 @@ def create_store(
 
 
 def job_attempt() -> str:
-    """Names this start of the job's processes; a part of every key under which they look for each other.
+    """Names this start of the job's processes, where something does; a part of every key under which they meet.
 
-    A store may outlive the processes: that of `torchrun`'s agent, a file, one of the user's own. Processes that are
-    started again must not read in it what their predecessors wrote there, such as addresses where nobody listens.
+    It keeps apart processes of two starts that live at the same time. Those that are dead need no name: the ranks of a
+    group agree on who is there (`agreement`), and workers of RPC look again where a coordinator does not answer.
 
     Returns:
-        RPCDIST_ATTEMPT where it is set, the same on all ranks and another one for each start; else what Slurm
-        (SLURM_RESTART_COUNT) and `torchrun` (TORCHELASTIC_RESTART_COUNT) count, each of which begins again at 0.
+        RPCDIST_ATTEMPT where it is set, the same on all ranks and another one for each start; else SLURM_RESTART_COUNT,
+        which is one number for the whole job. Not TORCHELASTIC_RESTART_COUNT: each agent of `torchrun` counts its own
+        failures, so that it differs between the nodes of one start.
     """
-    named = os.environ.get(ATTEMPT_VARIABLE)
-    if named:
-        return named
-    counts = (os.environ.get("SLURM_RESTART_COUNT") or "0", os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0")
-    return ".".join(counts)
+    return os.environ.get(ATTEMPT_VARIABLE) or os.environ.get("SLURM_RESTART_COUNT") or "0"
 
 
 def uses_agent_store() -> bool:

@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as torch_distributed
 
+from rpcdist.collectives._group.arrival import agree
 from rpcdist.collectives._group.creation import open_group
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
@@ -206,12 +207,17 @@ def _make_group(
 ) -> TorchProcessGroup:
     """What torch calls to make a group: `given` says which ranks, and brings the store."""
     ranks = tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
+    name, backend = f"torch {given.group_id}", default_backend()
+    store = PrefixStore(f"attempt_{job_attempt()}", TorchStoreAdapter(given.store))
+    timeout_s = given.timeout.total_seconds()
+    # torch gives groups of one name the same keys, those of the next initialisation and of the next start included.
+    own = agree(store, ranks[given.group_rank], ranks, f"group {name!r}", timeout_s, f"backend {backend}", fresh=False)
     group = open_group(
-        f"torch {given.group_id}",
+        name,
         given.group_rank,
         ranks,
-        PrefixStore(f"attempt_{job_attempt()}", TorchStoreAdapter(given.store)),  # torch's prefixes do not name it
-        backend=default_backend(),
+        own,
+        backend=backend,
         timeout=given.timeout,
         options=options,
         device=None,

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as torch_distributed
 
-from rpcdist.collectives._group.arrival import join_generation
+from rpcdist.collectives._group.arrival import DEFAULT_GROUP, agree
 from rpcdist.collectives._group.creation import default_timeout, open_group
 from rpcdist.collectives._group.kept_store import MPI_ADDRESS, KeptStore, StoreAndRank
 from rpcdist.collectives._group.world import NON_GROUP_MEMBER, Group, current_world, default_group
@@ -75,13 +75,14 @@ def init_process_group(
     shared, rank, world_size = _open_store(world.kept_store, name, init_method, store, rank, world_size, timeout)
     timeout_s = timeout.total_seconds()
     described = f"the default group of {world_size} ranks with backend {config}"
+    ranks = tuple(range(world_size))
     base = PrefixStore(f"default_pg/{job_attempt()}", shared)
     try:
-        own = join_generation(base, rank, world_size, timeout_s, described)
+        own = agree(base, rank, ranks, DEFAULT_GROUP, timeout_s, described, fresh=False)
         default = open_group(
             DEFAULT_NAME,
             rank,
-            tuple(range(world_size)),
+            ranks,
             PrefixStore(f"group/{DEFAULT_NAME}", own),
             backend=name,
             timeout=timeout,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from rpcdist.collectives._api.objects import broadcast_object_list
 from rpcdist.collectives._api.operations import barrier
-from rpcdist.collectives._group.arrival import wait_for_ranks
+from rpcdist.collectives._group.arrival import agree
 from rpcdist.collectives._group.creation import open_group
 from rpcdist.collectives._group.world import World, current_world
 from rpcdist.collectives._operations.checks import check_timeout, check_whole_number
@@ -106,9 +107,8 @@ def _take_in(world: World, old: ProcessGroup, desk: PrefixStore, world_size: int
         for lost, reason in old.lost_ranks().items():
             raise RankLost(DESCRIPTION.format(world_size), f"rank {lost} is gone: {reason}", (lost,))
 
-    own = PrefixStore(f"round/{number}", desk)
     invitation = _Invitation(number, old.rank(), world_size, old.group_name, old.name(), old.timeout_s)
-    wait_for_ranks(own, old.rank(), range(world_size), *_description(world_size, limit_s), check)
+    own = _agree(invitation, desk, limit_s, check)
     group = _open(invitation, own, old.options, old.bound_device_id)
     for registered in reversed(list(world.groups.values())):
         registered.shutdown()
@@ -153,18 +153,18 @@ def _enter(
         ) from exc
     if world_size not in (None, invitation.world_size):
         raise RendezvousError(f"the ranks that are there grow to {invitation.world_size} ranks, not to {world_size}")
-    own = PrefixStore(f"round/{invitation.number}", desk)
-    ranks = range(invitation.world_size)
-    wait_for_ranks(own, invitation.rank, ranks, *_description(invitation.world_size, limit_s))
+    own = _agree(invitation, desk, limit_s)
     group = _open(invitation, own, None, device)
     world.begin(group, own)
     return group
 
 
-def _description(world_size: int, limit_s: float) -> tuple[str, float, str]:
-    """What `wait_for_ranks` wants to know."""
-    text = DESCRIPTION.format(world_size)
-    return text, limit_s, text
+def _agree(
+    invitation: _Invitation, desk: PrefixStore, limit_s: float, check: Callable[[], None] | None = None
+) -> Store:
+    text = DESCRIPTION.format(invitation.world_size)
+    store = PrefixStore(f"round/{invitation.number}", desk)
+    return agree(store, invitation.rank, range(invitation.world_size), text, limit_s, text, fresh=True, check=check)
 
 
 def _open(invitation: _Invitation, own: Store, options: object | None, device: torch.device | None) -> ProcessGroup:

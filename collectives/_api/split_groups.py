@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
 
-from rpcdist.collectives._group.arrival import wait_for_ranks
+from rpcdist.collectives._group.arrival import agree
 from rpcdist.collectives._group.backend_contract import GroupBackend, GroupContext
 from rpcdist.collectives._group.creation import MakeBackend, check_split, make_group, open_group, split_off
 from rpcdist.collectives._group.world import World, current_world, group_or_default
 from rpcdist.collectives._stores.prefix_store import PrefixStore
+from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.backends import Backend, BackendConfig, make_backend
 from rpcdist.collectives.nccl import NcclBackend
 from rpcdist.collectives.process_group import ProcessGroup
@@ -141,12 +142,12 @@ def shrink_group(
 def _shrink_world(world: World, old: ProcessGroup, members: tuple[int, ...], options: object | None) -> ProcessGroup:
     """Ranks are numbered anew, from 0: in the default group, the rank in the group is the rank in the world."""
     assert world.store is not None
-    store = PrefixStore(f"of/{'-'.join(map(str, members))}", world.store)
+    store: Store = PrefixStore(f"of/{'-'.join(map(str, members))}", world.store)
     for group in reversed(list(world.groups.values())):
         group.shutdown()
     rank, ranks = members.index(old.rank()), tuple(range(len(members)))
     described = f"the default group, shrunk to ranks {list(members)}"
-    wait_for_ranks(store, rank, ranks, described, old.timeout_s, described)
+    store = agree(store, rank, ranks, described, old.timeout_s, described, fresh=True)
     shrunk = open_group(
         old.group_name,
         rank,

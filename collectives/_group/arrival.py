@@ -1,27 +1,94 @@
-"""The start of a group: waits until all its ranks have come, and names those that do not, or ask for another group.
+"""The start of a group: its ranks agree in the store on who takes part; names those that do not come.
 
-[Note: arrival] The first rank of a group to come writes down what it asks for, and each rank says that it has come
-under a key of its own. A rank that asks for something else sees that at once; it overwrites the keys that the others
-wait for with its own wish, so that they see it at once, too, and do not wait for a rank that may never come. A rank
-that gives up deletes its key: those that come later must not take it for one that still waits.
+`agreement` says how; here its steps are carried out, within the time there is, and its results become errors.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
+from rpcdist.collectives._group.agreement import Displaced, Made, NotAll, Unlike, Wish, agreement
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.store_base import Store
+from rpcdist.collectives._stores.store_operations import Get, Missing, StoreOperation, Wait
 from rpcdist.deadline import Deadline
-from rpcdist.errors import CollectiveMismatch, StoreTimeout
+from rpcdist.errors import CollectiveMismatch, RendezvousError, StoreTimeout
 from rpcdist.time_limits import MIN_WAIT_S, STORE_CHECK_INTERVAL_S
 
-__all__ = ["join_generation", "wait_for_keys", "wait_for_ranks"]
+__all__ = ["DEFAULT_GROUP", "agree", "wait_for_keys"]
 
 SHOWN: Final = 10
 DEFAULT_GROUP: Final = "the default group"
+
+
+def agree(
+    store: Store,
+    rank: int,
+    ranks: Sequence[int],
+    what: str,
+    timeout_s: float,
+    description: str,
+    *,
+    fresh: bool,
+    check: Callable[[], None] | None = None,
+) -> Store:
+    """Waits until all ranks of a group have come, and checks that all of them ask for the same group.
+
+    Args:
+        store: the part of the store where groups of this name find each other, one after the other.
+        rank: rank of this process in the world.
+        ranks: ranks of the members in the world, this one included; the first of them leads.
+        what: names the group in errors.
+        timeout_s: limit for all of them to come.
+        description: has to be equal on all of them, as the ranks have.
+        fresh: whether only processes of this start of the job have used that part of the store.
+        check: raises when one of them cannot come any more.
+
+    Returns:
+        The part of the store that only these processes use, for this group.
+
+    Raises:
+        StoreTimeout: naming the ranks that did not come.
+        CollectiveMismatch: naming one that wants something else.
+        RendezvousError: another process has come later under this rank.
+    """
+    wish = Wish(rank, tuple(ranks), description)
+    deadline = Deadline.after(timeout_s)
+    steps = agreement(wish, fresh)
+    result: object = None
+    try:
+        while True:
+            result = _carry_out(store, steps.send(result), deadline, check)
+    except StopIteration as done:
+        match done.value:
+            case Made(number):
+                return PrefixStore(str(number), store)
+            case Unlike(other):
+                _disagree(what, wish, other)
+            case Displaced():
+                raise RendezvousError(
+                    f"making {what} failed: another process has come as rank {rank} after this one, and takes its "
+                    "place. If both belong to the job, give each a RANK of its own; else this one is left from an "
+                    "earlier start, and can end."
+                ) from None
+            case NotAll(missing, twice):
+                raise _missing(missing, twice, len(ranks), what, timeout_s) from None
+        raise AssertionError(done.value) from None
+
+
+def _carry_out(
+    store: Store, operation: StoreOperation[object], deadline: Deadline, check: Callable[[], None] | None
+) -> object:
+    """One operation; one that waits does so until the deadline, with a `check` now and then."""
+    while True:
+        limit = deadline
+        if check is not None and isinstance(operation, Get | Wait):
+            limit = Deadline.after(max(MIN_WAIT_S, min(STORE_CHECK_INTERVAL_S, deadline.remaining_s())))
+        result = store.execute(operation, limit)
+        if not isinstance(result, Missing) or check is None or deadline.expired():
+            return result
+        check()  # after the wait: a rank that has left may have set its keys before
 
 
 def wait_for_keys(store: Store, keys: list[str], timeout_s: float, check: Callable[[], None] | None) -> None:
@@ -40,108 +107,23 @@ def wait_for_keys(store: Store, keys: list[str], timeout_s: float, check: Callab
             check()  # after the wait: a rank that has left may have set its keys before
 
 
-def wait_for_ranks(
-    store: Store,
-    rank: int,
-    ranks: Sequence[int],
-    what: str,
-    timeout_s: float,
-    description: str,
-    check: Callable[[], None] | None = None,
-) -> None:
-    """Waits until all ranks of a group have come, and checks that all of them ask for the same group.
-
-    Args:
-        store: the part of the store that only this group uses.
-        rank: rank of this process in the world.
-        ranks: ranks of the members in the world, this one included.
-        what: names the group in errors.
-        timeout_s: limit for all of them to come.
-        description: has to be equal on all of them, as the ranks have.
-        check: raises when one of them cannot come any more.
-
-    Raises:
-        StoreTimeout: naming the ranks that did not come.
-        CollectiveMismatch: naming one that wants something else.
-    """
-    wish = json.dumps([rank, list(ranks), description])
-    first = store.compare_set("first", "", wish).decode()
-    if not _same(first, wish):
-        store.multi_set([_key(other) for other in json.loads(first)[1]], [wish] * len(json.loads(first)[1]))
-        _disagree(what, wish, first)
-    store.delete_key(_gone(rank))
-    store.add(_count(rank), 1)
-    store.set(_key(rank), wish)
-    keys = [_key(other) for other in ranks]
-    try:
-        wait_for_keys(store, keys, timeout_s, check)
-    except StoreTimeout as exc:
-        store.set(_gone(rank), b"1")
-        store.delete_key(_key(rank))
-        several = [other for other in ranks if store.add(_count(other), 0) > 1]
-        if rank not in several:  # else the count stays, for the other ranks to see
-            store.add(_count(rank), -1)
-        late = [other for other in ranks if not store.check([_key(other)]) and not store.check([_gone(other)])]
-        raise _missing(late, several, len(ranks), what, timeout_s) from exc
-    for other_wish in store.multi_get(keys):
-        if not _same(other_wish.decode(), wish):
-            _disagree(what, wish, other_wish.decode())
-
-
-def _key(rank: int) -> str:
-    return f"arrived/{rank}"
-
-
-def _gone(rank: int) -> str:
-    """Set by a rank that came and gave up: other ranks, whose time ends a little later, do not count it as missing."""
-    return f"gone/{rank}"
-
-
-def _count(rank: int) -> str:
-    """Counts the processes that wait, or died waiting, under this rank."""
-    return f"count/{rank}"
-
-
-def _same(one: str, other: str) -> bool:
-    return bool(json.loads(one)[1:] == json.loads(other)[1:])
-
-
-def _disagree(what: str, own: str, other: str) -> NoReturn:
-    views = [f"rank {rank} wants {text} (ranks {ranks})" for rank, ranks, text in map(json.loads, (own, other))]
+def _disagree(what: str, own: Wish, other: Wish) -> NoReturn:
+    views = [f"rank {wish.rank} wants {wish.description} (ranks {_shown(wish.ranks)})" for wish in (own, other)]
     raise CollectiveMismatch(f"making {what}", f"{views[0]}, but {views[1]}; all ranks have to pass the same arguments")
 
 
-def _missing(late: Sequence[int], several: Sequence[int], size: int, what: str, timeout_s: float) -> StoreTimeout:
-    shown = ", ".join(map(str, late[:SHOWN])) + (f" and {len(late) - SHOWN} more" if len(late) > SHOWN else "")
-    who = f"rank {shown} has" if len(late) == 1 else f"ranks {shown} have" if late else "the last ranks have"
-    twice = f" Several processes came as rank {', '.join(map(str, several))}: each needs its own." if several else ""
+def _shown(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:SHOWN])) + (f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else "")
+
+
+def _missing(late: Sequence[int], twice: int | None, size: int, what: str, timeout_s: float) -> StoreTimeout:
+    who = f"rank {late[0]} has" if len(late) == 1 else f"ranks {_shown(late)} have" if late else "the last ranks have"
+    several = "" if twice is None else f" Several processes came as rank {twice}: each needs its own."
     if what == DEFAULT_GROUP:
         advice = "Look at those processes, and whether all have the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
     else:
         advice = "Every rank has to make the same groups in the same order; see what those ranks do"
     return StoreTimeout(
         f"Timed out making {what}: {who} not come within {timeout_s:g} s (world size of the group: {size}). "
-        f"{advice}, or pass a longer timeout.{twice}"
+        f"{advice}, or pass a longer timeout.{several}"
     )
-
-
-def join_generation(store: Store, rank: int, world_size: int, timeout_s: float, description: str) -> Store:
-    """The key space of one initialisation of the world, for which all ranks have come.
-
-    The same store may serve several initialisations one after the other: those of a process that destroys its group
-    and makes a new one, and of a process that takes the place of one that died. Initialisations are numbered; a number
-    is spent once all ranks have come or two of them disagreed, and whoever comes takes the first that is not spent. So
-    an attempt that failed because a rank was missing can be repeated, by any of the ranks, and meets the others.
-    """
-    number = int(store.add("hint", 0))
-    while store.check([f"{number}/spent"]):
-        number += 1
-    own = PrefixStore(str(number), store)
-    try:
-        wait_for_ranks(own, rank, range(world_size), DEFAULT_GROUP, timeout_s, description)
-    except CollectiveMismatch:
-        own.set("spent", b"1")
-        raise
-    own.set("spent", b"1")
-    store.set("hint", str(number))  # saves time only: a number that is spent is passed over
-    return own

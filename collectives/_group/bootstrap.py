@@ -19,10 +19,6 @@ from rpcdist.transport.sockets import HubAddress, SocketHub
 __all__ = ["Bootstrap", "connect_watch", "exchange_addresses", "exchange_values", "wait_until_made"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_OLD_ADDRESS = (
-    "if all ranks were started again with the same store or file, this is an address of the previous start: "
-    "give each start a name (RPCDIST_ATTEMPT, docs/clusters.md), or a new store or file"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +107,7 @@ def connect_watch(
         try:
             return {0: hub.connect(bootstrap.addresses[0], f"{purpose}{context.rank}", deadline.remaining_s())}
         except ConnectFailed as exc:
-            reason = f"{exc.reason} (rank 0 of group {context.name!r}). Did it end? Or, {_OLD_ADDRESS}"
+            reason = f"{exc.reason} (rank 0 of group {context.name!r}). Did it end?"
             raise ConnectFailed(exc.address, reason, exc.waited_s) from exc
     sockets: dict[int, socket.socket] = {}
     try:
@@ -124,7 +120,7 @@ def connect_watch(
             missing = [context.ranks[rank] for rank in range(1, context.size) if rank not in sockets]
             raise DistNetworkError(
                 f"ranks {missing} of group {context.name!r} did not connect to rank 0. Did they end? Their own "
-                f"error says why; if it names an address, {_OLD_ADDRESS}"
+                "error says why"
             ) from exc
         raise
     return sockets

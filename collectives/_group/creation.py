@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch
 
-from rpcdist.collectives._group.arrival import wait_for_ranks
+from rpcdist.collectives._group.arrival import agree
 from rpcdist.collectives._group.backend_contract import GroupBackend, GroupContext
 from rpcdist.collectives._group.world import World, current_world, default_group
 from rpcdist.collectives._operations.checks import check_timeout
@@ -106,7 +106,6 @@ def make_group(
         raise ConfigError("Default process group has not been initialized, please call init_process_group first.")
     parent = default_group()
     rank = members.index(parent.rank())
-    store = PrefixStore(f"group/{name}", world.store)
 
     def check() -> None:
         for lost, reason in parent.lost_ranks().items():
@@ -114,12 +113,21 @@ def make_group(
                 raise RankLost(f"making group {name!r}", f"rank {lost} cannot come: {reason}", (members.index(lost),))
 
     described = f"a group with backend {BackendConfig(backend)}"
-    wait_for_ranks(store, members[rank], members, f"group {name!r}", timeout.total_seconds(), described, check)
+    own = agree(
+        PrefixStore(f"group/{name}", world.store),
+        members[rank],
+        members,
+        f"group {name!r}",
+        timeout.total_seconds(),
+        described,
+        fresh=True,
+        check=check,
+    )
     group = open_group(
         name,
         rank,
         members,
-        store,
+        own,
         backend=backend,
         timeout=timeout,
         options=options,

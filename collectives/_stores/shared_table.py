@@ -74,6 +74,11 @@ class SharedTable:
                         await woken.wait()
         return self._result(call)
 
+    def give_back(self, operation: StoreOperation[object], result: object) -> None:
+        """Undoes an operation whose result did not reach its caller: a popped value goes back to its queue."""
+        with self._lock:
+            self._deliver(self._table.restore(operation, result))
+
     def close(self, reason: str) -> int:
         """Refuses further calls and ends those that wait with an error; returns how many waited. Idempotent."""
         with self._lock:

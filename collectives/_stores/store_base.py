@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Final, Self, TypeVar, cast
 
+from rpcdist.collectives._stores.store_methods import carry_out
 from rpcdist.collectives._stores.store_operations import (
+    LARGEST_BYTES,
     Add,
     Append,
     Check,
@@ -27,7 +28,7 @@ from rpcdist.collectives._stores.store_operations import (
     Wait,
 )
 from rpcdist.deadline import Deadline
-from rpcdist.errors import ConfigError, QueueEmptyError, StoreTimeout
+from rpcdist.errors import ConfigError, DistStoreError, QueueEmptyError, StoreTimeout
 from rpcdist.time_limits import STORE_TIMEOUT_S
 
 __all__ = ["DEFAULT_TIMEOUT", "Store", "Timeout", "Value", "seconds", "timed_out"]
@@ -42,7 +43,7 @@ DEFAULT_TIMEOUT: Final = timedelta(seconds=STORE_TIMEOUT_S)
 _INT64 = range(-(2**63), 2**63)
 
 
-class Store(ABC):
+class Store:
     """Keys (text) with values (bytes) that all processes of a job see.
 
     Safe to use from several threads. A method that waits is bounded by the store's `timeout` unless it takes its own,
@@ -50,15 +51,18 @@ class Store(ABC):
     main thread. `close` gives up connections and files; `with` does it by itself.
 
     A new kind of store implements `execute`, `address` and `clone`. The other methods check their arguments and hand
-    `execute` an operation of `rpcdist.collectives.store`, whose docstring says what the operation returns.
+    `execute` an operation of `rpcdist.collectives.store`, whose docstring says what the operation returns. Or it has, as
+    a program's own store for torch has, some of the methods themselves: `set`, `get` and `add` are enough for process
+    groups; `check` and `compare_set` make it faster, and safe from processes that die.
     """
+
+    _timeout_s: float = STORE_TIMEOUT_S  # of a class that does not call __init__
 
     def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         self._timeout_s = seconds(timeout)
 
     # ------------------------------------------------------------ to implement
 
-    @abstractmethod
     def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
         """Carries out one operation. It may be called from several threads at once.
 
@@ -73,15 +77,16 @@ class Store(ABC):
         Raises:
             DistStoreError: the operation failed.
         """
+        return carry_out(self, operation, deadline, lambda name: getattr(type(self), name) is not getattr(Store, name))
 
     @property
-    @abstractmethod
     def address(self) -> str:
         """Where the table is, for people: host:port, a path, or the like."""
+        return f"{type(self).__name__} of the program"
 
-    @abstractmethod
     def clone(self) -> Store:
         """Another object for the same table, with its own timeout; close both."""
+        raise DistStoreError(f"{type(self).__name__} has no method clone(), which is needed here; add it to the class")
 
     # ------------------------------------------------------------ values
 
@@ -163,7 +168,7 @@ class Store(ABC):
             StoreTimeout: nothing came within `timeout`.
         """
         name, timeout_s = _text(key), self._timeout_s if block else 0.0
-        value = self.execute(QueuePop(name), Deadline.after(timeout_s))
+        value = self._execute(QueuePop(name), timeout_s)
         if not isinstance(value, Missing):
             return cast(bytes, value)
         if block:
@@ -176,8 +181,18 @@ class Store(ABC):
 
     # ------------------------------------------------------------ the rest
 
+    def _execute(self, operation: StoreOperation[object], timeout_s: float) -> object:
+        """Refuses what is too large here, for every kind of store: another process could not read it."""
+        size_bytes = operation.size_bytes
+        if size_bytes > LARGEST_BYTES:
+            raise DistStoreError(
+                f"{operation.method}() of {size_bytes} bytes of keys and values is more than a store takes in one "
+                f"operation, {LARGEST_BYTES} bytes ({LARGEST_BYTES >> 20} MiB). Use several keys, or a file."
+            )
+        return self.execute(operation, Deadline.after(timeout_s))
+
     def _run(self, operation: StoreOperation[R], timeout_s: float = 0.0) -> R:
-        result = self.execute(operation, Deadline.after(timeout_s))
+        result = self._execute(operation, timeout_s)
         if isinstance(result, Missing):
             raise timed_out("wait", timeout_s, result.keys, self.address)
         return cast(R, result)
@@ -211,7 +226,7 @@ class Store(ABC):
 
     def has_extended_api(self) -> bool:
         """Whether `append`, `multi_get` and `multi_set` are one step each, and queues exist."""
-        return True
+        return type(self).execute is not Store.execute
 
     def full_key(self, key: str) -> str:
         """The key as the table knows it, with the prefixes of this object before it."""

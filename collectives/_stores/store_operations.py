@@ -15,12 +15,13 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Generic, Self, TypeVar
+from typing import ClassVar, Final, Generic, Self, TypeVar
 
 from rpcdist.collectives._stores.contents import Change, Code, Contents
 from rpcdist.errors import DistStoreError
 
 __all__ = [
+    "LARGEST_BYTES",
     "Add",
     "Append",
     "Check",
@@ -42,6 +43,9 @@ __all__ = [
 
 R_co = TypeVar("R_co", covariant=True)
 
+LARGEST_BYTES: Final = 128 << 20
+"""Of the keys and values of one operation, of a value, and of an answer that comes from another process."""
+_ITEM_BYTES: Final = 8  # what a message needs for each key and value beside its bytes
 _NUMBER = re.compile(rb"\s*([+-]?\d{1,30})")
 _WORD_START = re.compile("(?<!^)(?=[A-Z])")
 
@@ -85,6 +89,11 @@ class StoreOperation(ABC, Generic[R_co]):
     def arguments(self) -> tuple[object, ...]:
         """The values of the fields, which are the arguments of torch's method if that takes one key."""
         return tuple(getattr(self, name) for name in self.parameters())
+
+    @property
+    def size_bytes(self) -> int:
+        """How much it carries: its keys and values."""
+        return sum(_size_bytes(argument) for argument in self.arguments)
 
     @abstractmethod
     def decide(self, contents: Contents) -> Decision[R_co]:
@@ -175,6 +184,12 @@ class Append(_OnKey[None]):
     value: bytes
 
     def decide(self, contents: Contents) -> Decision[None]:
+        size_bytes = len(contents.values.get(self.key, b"")) + len(self.value)
+        if size_bytes > LARGEST_BYTES:
+            raise DistStoreError(
+                f"cannot append to key {self.key!r}: its value would have {size_bytes} bytes, and the limit is "
+                f"{LARGEST_BYTES} ({LARGEST_BYTES >> 20} MiB)"
+            )
         return Decision(None, (Change(Code.APPEND, self.key, self.value),))
 
 
@@ -260,6 +275,17 @@ class QueueLen(_OnKey[int]):
 
     def decide(self, contents: Contents) -> Decision[int]:
         return Decision(len(contents.queues.get(self.key, ())))
+
+
+def _size_bytes(argument: object) -> int:
+    match argument:
+        case tuple():
+            return sum(map(_size_bytes, argument))
+        case str():
+            return _ITEM_BYTES + (len(argument) if argument.isascii() else len(argument.encode("utf-8", "replace")))
+        case bytes():
+            return _ITEM_BYTES + len(argument)
+    return _ITEM_BYTES
 
 
 def next_number(key: str, text: bytes | None, amount: int) -> int:

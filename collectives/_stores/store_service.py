@@ -11,20 +11,22 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from rpcdist._proto import store_pb2
 from rpcdist.collectives._stores.shared_table import SharedTable
 from rpcdist.collectives._stores.store_messages import operation_of, reply_with
+from rpcdist.collectives._stores.store_operations import LARGEST_BYTES
 from rpcdist.errors import DistStoreError
 from rpcdist.ids import Identity
 from rpcdist.time_limits import STORE_LINGER_S
+from rpcdist.transport import LARGEST_UNCUT_BYTES
 
 __all__ = ["CLOSED", "StoreService"]
 
 CLOSED: Final = "the store was closed by the process that serves it"
 
-Method = Callable[[Identity, Any], Awaitable[Message]]
+Method = Callable[[Identity, Any], Awaitable[Message | bytes]]
 
 
 class StoreService:
@@ -39,13 +41,37 @@ class StoreService:
 
     def methods(self) -> Mapping[str, Method]:
         """The handlers by method name, as `Node.add_service` takes them."""
-        return {"Execute": self.execute}
+        return {"Execute": self.execute, "ExecuteLarge": self.execute_large}
 
     async def execute(self, peer: Identity, request: store_pb2.StoreRequest) -> store_pb2.StoreReply:
         """Carries out one operation. Cancelling it removes its waiter, and a popped value goes back to its queue."""
+        return await self._execute(request, LARGEST_UNCUT_BYTES, store_pb2.StoreReply(too_large=True))
+
+    async def execute_large(self, peer: Identity, request: bytes) -> bytes:
+        """The same, with request and reply as bytes that travel in pieces."""
+        try:
+            parsed = store_pb2.StoreRequest.FromString(request)
+        except DecodeError as exc:
+            raise DistStoreError("the request is none of a store") from exc
+        return (await self._execute(parsed, LARGEST_BYTES, None)).SerializeToString()
+
+    async def _execute(
+        self, request: store_pb2.StoreRequest, limit_bytes: int, instead: store_pb2.StoreReply | None
+    ) -> store_pb2.StoreReply:
+        """The reply; if it is larger than the limit, nothing has happened, and the reply is another one, or says so."""
         try:
             operation = operation_of(request)
-            return reply_with(operation, await self.table.execute_on_loop(operation, request.timeout_ms / 1000))
+            result = await self.table.execute_on_loop(operation, request.timeout_ms / 1000)
+            reply = reply_with(operation, result)
+            if (size_bytes := reply.ByteSize()) <= limit_bytes:
+                return reply
+            self.table.give_back(operation, result)
+            if instead is not None:
+                return instead
+            raise DistStoreError(
+                f"the answer to {operation.method}() has {size_bytes} bytes, more than a store sends at once, "
+                f"{limit_bytes} bytes ({limit_bytes >> 20} MiB). Ask for fewer keys at once."
+            )
         except DistStoreError as exc:
             if self.table.closed:
                 raise

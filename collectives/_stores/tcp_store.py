@@ -37,8 +37,9 @@ from rpcdist.time_limits import (
     MIN_ATTEMPT_S,
     NAME_LOOKUP_LIMIT_S,
     STORE_GRACE_S,
+    STORE_LARGE_LIMIT_S,
 )
-from rpcdist.transport import Link, Node, acquire_node
+from rpcdist.transport import LARGEST_UNCUT_BYTES, Link, Node, acquire_node
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.fork import check_not_forked, in_forked_child
 
@@ -142,7 +143,7 @@ class _Remote:
         async def ask() -> store_pb2.StoreReply:
             return await _ask(await self._connected(self._timeout_s), operation, wait_s)
 
-        return result_of(self._node.run(ask(), wait_s + self._timeout_s + 2 * STORE_GRACE_S))
+        return result_of(self._node.run(ask(), wait_s + self._timeout_s + 2 * STORE_GRACE_S + STORE_LARGE_LIMIT_S))
 
     def share(self) -> _Remote:
         with self._lock:
@@ -205,6 +206,8 @@ class TCPStore(Store):
             )
         if not 0 <= port < 2**16:
             raise ConfigError(f"port must have value from 0 to 65535 but was {port}.")
+        if world_size == 0:
+            raise ConfigError("TCPStore world size cannot be 0; pass None if it is not known")
         if world_size is not None and world_size < 1:
             world_size = self._world_size = None  # torch's -1: unknown
         self._attach(_open(host_name, port, is_master, multi_tenant, seconds(timeout)))
@@ -289,7 +292,12 @@ def _check_not_on_loop() -> None:
 
 async def _ask(link: Link, operation: StoreOperation[object], wait_s: float) -> store_pb2.StoreReply:
     request = request_for(operation, wait_s)
-    return await link.unary("Store", "Execute", request, store_pb2.StoreReply, wait_s + STORE_GRACE_S)
+    if request.ByteSize() <= LARGEST_UNCUT_BYTES:
+        reply = await link.unary("Store", "Execute", request, store_pb2.StoreReply, wait_s + STORE_GRACE_S)
+        if not reply.too_large:
+            return reply
+    limit_s = wait_s + STORE_LARGE_LIMIT_S
+    return await link.in_pieces("Store", "ExecuteLarge", request, store_pb2.StoreReply, store_pb2.Piece, limit_s)
 
 
 def _open(host: str, port: int, is_master: bool, share: bool, timeout_s: float) -> _Access:

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as torch_distributed
 
-from rpcdist.backoff import backoff
 from rpcdist.collectives._stores.store_base import Store, Timeout
-from rpcdist.collectives._stores.store_operations import (
-    Check,
-    Get,
-    ListKeys,
-    Missing,
-    QueuePop,
-    Set,
-    StoreOperation,
-    Wait,
-)
+from rpcdist.collectives._stores.store_methods import Offers, carry_out
+from rpcdist.collectives._stores.store_operations import StoreOperation
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DistError, DistNetworkError, DistStoreError
-from rpcdist.time_limits import TORCH_STORE_FIRST_PAUSE_S, TORCH_STORE_LONGEST_PAUSE_S
 
 __all__ = ["TorchStoreAdapter"]
+
+TORCH_TCP_BYTES: Final = 8 << 20  # torch's own limit for one text or value
 
 
 class TorchStoreAdapter(Store):
@@ -48,6 +39,8 @@ class TorchStoreAdapter(Store):
             raise ConfigError(f"TorchStoreAdapter wraps a store of torch.distributed, not {store!r}")
         self._address = _address_of(store)
         self._underlying: torch_distributed.Store | None = store
+        self._offers = _offers(store)
+        self._is_tcp = isinstance(_innermost(store), torch_distributed.TCPStore)
         super().__init__(self._store.timeout if timeout is None else timeout)
 
     @property
@@ -69,7 +62,7 @@ class TorchStoreAdapter(Store):
         return self._address
 
     def has_extended_api(self) -> bool:
-        return bool(self._store.has_extended_api())
+        return self._offers("has_extended_api") and bool(self._store.has_extended_api())
 
     def clone(self) -> TorchStoreAdapter:
         """A clone of torch's store, with its own connection."""
@@ -77,22 +70,10 @@ class TorchStoreAdapter(Store):
             return TorchStoreAdapter(self._store.clone(), self._timeout_s)
 
     def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
-        pauses = backoff(TORCH_STORE_FIRST_PAUSE_S, TORCH_STORE_LONGEST_PAUSE_S, deadline)
-        while isinstance(result := self._attempt(operation), Missing) and not deadline.expired():
-            time.sleep(next(pauses))
-        return result
-
-    def _attempt(self, operation: StoreOperation[object]) -> object:
-        """Carries out an operation without waiting; `Missing` for one that would have to."""
+        if self._is_tcp:
+            _check_size(operation, self.address)
         with self._mapped(operation.method):
-            if isinstance(operation, Get | Wait) and not self._store.check(list(operation.keys)):
-                return Missing(tuple(key for key in operation.keys if not self._store.check([key])) or operation.keys)
-            try:
-                return _translated(operation, self._store)
-            except torch_distributed.QueueEmptyError:
-                if not isinstance(operation, QueuePop):
-                    raise
-                return Missing((operation.key,))
+            return carry_out(self._store, operation, deadline, self._offers)
 
     @contextmanager
     def _mapped(self, what: str) -> Iterator[None]:
@@ -108,29 +89,31 @@ class TorchStoreAdapter(Store):
             raise DistStoreError(f"{what} failed in torch's store at {self.address}: {_first_line(exc)}") from exc
 
 
-def _translated(operation: StoreOperation[object], store: Any) -> object:
-    """What torch's store returns for an operation. A `Get` or `Wait` comes only when its keys are there."""
-    match operation:
-        case Set(keys, values) if len(keys) > 1 and store.has_extended_api():
-            return store.multi_set(list(keys), list(values))
-        case Set(keys, values):
-            for key, value in zip(keys, values, strict=True):
-                store.set(key, value)
-            return None
-        case Get(keys) if len(keys) > 1 and store.has_extended_api():
-            return tuple(map(bytes, store.multi_get(list(keys))))
-        case Get(keys):
-            return tuple(map(bytes, map(store.get, keys)))
-        case Wait():
-            return None
-        case Check(keys):
-            return store.check(list(keys))
-        case ListKeys(prefix):
-            return tuple(key for key in store.list_keys() if key.startswith(prefix))
-        case QueuePop(key):
-            return bytes(store.queue_pop(key, False))
-        case _:  # the others have the names and the arguments of torch's methods
-            return getattr(store, operation.method)(*operation.arguments)
+def _check_size(operation: StoreOperation[object], address: str) -> None:
+    """Refuses what torch's server would answer by closing the connection."""
+    for argument in operation.arguments:
+        for item in argument if isinstance(argument, tuple) else (argument,):
+            if isinstance(item, str | bytes) and len(item) > TORCH_TCP_BYTES:
+                raise DistStoreError(
+                    f"{operation.method}() of {len(item)} bytes is more than torch's store at {address} takes for a key "
+                    f"or a value, {TORCH_TCP_BYTES} bytes ({TORCH_TCP_BYTES >> 20} MiB). Use several keys, or a file."
+                )
+
+
+def _innermost(store: torch_distributed.Store) -> torch_distributed.Store:
+    while isinstance(store, torch_distributed.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _offers(store: torch_distributed.Store) -> Offers:
+    """A program's own store, in Python, has the methods that its class defines; those of torch's have them all."""
+    kind = type(_innermost(store))
+    classes = [each for each in kind.__mro__ if not each.__module__.startswith("torch._C") and each is not object]
+    if not classes:
+        return lambda name: True
+    defined = {name for each in classes for name in vars(each)}
+    return lambda name: name in defined
 
 
 def _address_of(store: torch_distributed.Store) -> str:

@@ -6,6 +6,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Piece(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
 class StoreRequest(_message.Message):
     __slots__ = ("timeout_ms", "set", "get", "wait", "check", "add", "append", "compare_set", "delete_key", "num_keys", "list_keys", "queue_push", "queue_pop", "queue_len")
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
@@ -39,7 +45,7 @@ class StoreRequest(_message.Message):
     def __init__(self, timeout_ms: _Optional[int] = ..., set: _Optional[_Union[StoreItems, _Mapping]] = ..., get: _Optional[_Union[StoreKeys, _Mapping]] = ..., wait: _Optional[_Union[StoreKeys, _Mapping]] = ..., check: _Optional[_Union[StoreKeys, _Mapping]] = ..., add: _Optional[_Union[StoreAdd, _Mapping]] = ..., append: _Optional[_Union[StoreItem, _Mapping]] = ..., compare_set: _Optional[_Union[StoreCompareSet, _Mapping]] = ..., delete_key: _Optional[_Union[StoreKey, _Mapping]] = ..., num_keys: _Optional[_Union[StoreNothing, _Mapping]] = ..., list_keys: _Optional[_Union[StorePrefix, _Mapping]] = ..., queue_push: _Optional[_Union[StoreItem, _Mapping]] = ..., queue_pop: _Optional[_Union[StoreKey, _Mapping]] = ..., queue_len: _Optional[_Union[StoreKey, _Mapping]] = ...) -> None: ...
 
 class StoreReply(_message.Message):
-    __slots__ = ("flag", "number", "value", "values", "keys", "missing", "problem")
+    __slots__ = ("flag", "number", "value", "values", "keys", "missing", "problem", "too_large")
     FLAG_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +53,7 @@ class StoreReply(_message.Message):
     KEYS_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    TOO_LARGE_FIELD_NUMBER: _ClassVar[int]
     flag: bool
     number: int
     value: bytes
@@ -54,7 +61,8 @@ class StoreReply(_message.Message):
     keys: StoreKeys
     missing: StoreKeys
     problem: str
-    def __init__(self, flag: bool = ..., number: _Optional[int] = ..., value: _Optional[bytes] = ..., values: _Optional[_Union[StoreValues, _Mapping]] = ..., keys: _Optional[_Union[StoreKeys, _Mapping]] = ..., missing: _Optional[_Union[StoreKeys, _Mapping]] = ..., problem: _Optional[str] = ...) -> None: ...
+    too_large: bool
+    def __init__(self, flag: bool = ..., number: _Optional[int] = ..., value: _Optional[bytes] = ..., values: _Optional[_Union[StoreValues, _Mapping]] = ..., keys: _Optional[_Union[StoreKeys, _Mapping]] = ..., missing: _Optional[_Union[StoreKeys, _Mapping]] = ..., problem: _Optional[str] = ..., too_large: bool = ...) -> None: ...
 
 class StoreNothing(_message.Message):
     __slots__ = ()

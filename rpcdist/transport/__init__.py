@@ -8,10 +8,20 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # noise on the user's terminal at every shutdown.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
+from rpcdist.transport._framing.pieces import LARGEST_UNCUT_BYTES
 from rpcdist.transport._tls.tls_options import TlsOptions
 from rpcdist.transport.link import Link
 from rpcdist.transport.node import Node, NodeOptions
 from rpcdist.transport.session import Session, SessionHandler
 from rpcdist.transport.shared_node import acquire_node
 
-__all__ = ["Link", "Node", "NodeOptions", "Session", "SessionHandler", "TlsOptions", "acquire_node"]
+__all__ = [
+    "LARGEST_UNCUT_BYTES",
+    "Link",
+    "Node",
+    "NodeOptions",
+    "Session",
+    "SessionHandler",
+    "TlsOptions",
+    "acquire_node",
+]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import grpc.aio
@@ -13,9 +14,10 @@ from rpcdist.errors import ConnectFailed, ProtocolViolation
 from rpcdist.ids import Identity
 from rpcdist.time_limits import LINK_CLOSE_LIMIT_S, UNARY_DRAIN_LIMIT_S
 from rpcdist.transport._channels.grpc_channel import mapped_errors
+from rpcdist.transport._framing.pieces import TooLarge, cut, joined
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.session import Session
-from rpcdist.transport.unary_proof import PACKAGE, RequestProver
+from rpcdist.transport.unary_proof import PACKAGE, Metadata, RequestProver
 
 __all__ = ["Link"]
 
@@ -89,19 +91,36 @@ class Link:
         Cancelling it cancels the handler at the other end.
         """
         path = f"/{PACKAGE}.{service}/{method}"
+        with self._calling(path) as metadata:
+            call = self._connection.unary_unary(path, type(request).SerializeToString, reply_type.FromString)
+            reply: Reply = await call(request, timeout=timeout_s, metadata=metadata)
+        return reply
+
+    async def in_pieces(
+        self, service: str, method: str, request: Message, reply_type: type[Reply], piece_type: type[Message],
+        timeout_s: float | None,
+    ) -> Reply:
+        """As `unary`, by a method whose request and reply are streams of pieces; see [Note: pieces]."""
+        path = f"/{PACKAGE}.{service}/{method}"
+        with self._calling(path) as metadata:
+            pieces = cut(request.SerializeToString(), piece_type)
+            call = self._connection.stream_stream(path)(pieces, timeout=timeout_s, metadata=metadata)
+            return reply_type.FromString(await joined(call, piece_type))
+
+    @contextmanager
+    def _calling(self, path: str) -> Iterator[Metadata]:
+        """Yields what proves the call; its errors become ours."""
         metadata = self._prover.metadata(path)
         if self.session.closed_reason is not None:
             raise ConnectFailed(self.address, self.session.closed_reason)
-        call = self._connection.unary_unary(path, type(request).SerializeToString, reply_type.FromString)
         with mapped_errors(self.address):
             try:
-                reply: Reply = await call(request, timeout=timeout_s, metadata=metadata)
+                yield metadata
             except asyncio.CancelledError as exc:
                 self._raise_if_closed(exc)
                 raise
-            except DecodeError as exc:
-                raise ProtocolViolation(f"{self.address} sent a reply to {path} that cannot be parsed") from exc
-        return reply
+            except (DecodeError, TooLarge) as exc:
+                raise ProtocolViolation(f"{self.address} sent a reply to {path} that cannot be parsed ({exc})") from exc
 
     def _raise_if_closed(self, exc: asyncio.CancelledError) -> None:
         """Tells a call that the closing connection cancelled from one that its own caller cancels."""

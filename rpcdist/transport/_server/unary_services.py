@@ -1,10 +1,15 @@
-"""The unary gRPC methods that other parts register: checks who calls, and runs their handlers."""
+"""The gRPC methods that other parts register, each with one request and one reply: checks who calls, and runs handlers.
+
+[Note: pieces] A message of gRPC has a limit, for whoever calls, and a larger one travels in pieces: the request and the
+reply of the method are then streams of a message with the field `data`. Pieces of strangers are not read at all.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -16,14 +21,18 @@ from rpcdist._proto import handshake_pb2
 from rpcdist.errors import RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.transport._channels.grpc_channel import refuse
+from rpcdist.transport._framing.pieces import TooLarge, cut, joined
 from rpcdist.transport.unary_proof import PACKAGE, ProvenSessions
 
 __all__ = ["Method", "UnaryServices"]
 
 logger = logging.getLogger(__name__)
 
-Method = Callable[[Identity, Any], Awaitable[Message]]
-"""A service method: takes the proven caller and the request, returns the reply. Runs on the I/O loop."""
+Method = Callable[[Identity, Any], Awaitable[Any]]
+"""A service method: takes the proven caller and the request, returns the reply. Runs on the I/O loop.
+
+Both are messages, or bytes where they travel in pieces.
+"""
 
 
 class UnaryServices:
@@ -38,7 +47,7 @@ class UnaryServices:
 
     def __init__(self, proven: ProvenSessions) -> None:
         self.names: list[str] = []
-        self._methods: dict[str, tuple[type[Message], Method]] = {}  # by the path
+        self._methods: dict[str, tuple[type[Message], Method, bool]] = {}  # by the path; and whether in pieces
         self._proven = proven
         self._num_running = 0
         self._one_ended = asyncio.Event()
@@ -49,7 +58,7 @@ class UnaryServices:
             if method.name in methods:
                 request_type = GetMessageClass(method.input_type)
                 path = f"/{descriptor.full_name}/{method.name}"
-                self._methods[path] = request_type, methods[method.name]
+                self._methods[path] = request_type, methods[method.name], method.client_streaming
         if descriptor.full_name not in self.names:
             self.names.append(descriptor.full_name)
 
@@ -64,26 +73,45 @@ class UnaryServices:
         peer = self._proven.peer_of(path, metadata)
         return _refuse_unread(path) if peer is None else self._answer(path, peer, *found)
 
-    def _answer(self, path: str, peer: Identity, request_type: type[Message], method: Method) -> Any:
-        async def handle(data: bytes, context: Any) -> bytes:
+    def _answer(self, path: str, peer: Identity, request_type: type[Message], method: Method, in_pieces: bool) -> Any:
+        async def reply_to(request: Any, context: Any) -> Any:
             try:
-                request = request_type.FromString(data)
-            except DecodeError:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request of {path} cannot be parsed")
-            self._num_running += 1
-            try:
-                reply = await method(peer, request)
+                return await method(peer, request)
             except RpcdistError as exc:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(exc))
             except Exception as exc:
                 logger.exception("the handler of %s failed", path)
                 await context.abort(grpc.StatusCode.INTERNAL, repr(exc))
-            finally:
-                self._num_running -= 1
-                self._one_ended.set()
-            return reply.SerializeToString()
 
+        async def handle(data: bytes, context: Any) -> bytes:
+            try:
+                request = request_type.FromString(data)
+            except DecodeError:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request of {path} cannot be parsed")
+            with self._running():
+                return (await reply_to(request, context)).SerializeToString()  # type: ignore[no-any-return]
+
+        async def handle_pieces(pieces: AsyncIterable[bytes], context: Any) -> None:
+            with self._running():
+                try:
+                    request = await joined(pieces, request_type)
+                except (DecodeError, TooLarge) as exc:
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request of {path}: {exc}")
+                for piece in cut(await reply_to(request, context), request_type):
+                    await context.write(piece)
+
+        if in_pieces:
+            return grpc.stream_stream_rpc_method_handler(handle_pieces)
         return grpc.unary_unary_rpc_method_handler(handle)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            self._one_ended.set()
 
     async def drain(self, timeout_s: float) -> None:
         """Waits until the calls that are being handled have their replies, or the time is over."""

@@ -1,0 +1,391 @@
+"""`agreement`: the ranks of a group find each other in a store in which earlier processes left keys. Pure.
+
+A store may outlive the processes: the one that `torchrun`'s agent serves, a file, one of the user's own. Nothing that all
+ranks know tells one start of the job from the next: agents of `torchrun` count only their own failures. So the ranks
+agree through the store, and everything that the group then writes is under the number that they agreed on.
+
+The agreement goes in generations 0, 1, 2, ..., each of which is closed once, by `compare_set` of its outcome:
+
+- `Next`: this generation is over, go on with the next one. The leader, which is the first rank of the group, closes a
+  generation so when it comes, and then owns the next one.
+- `Made`: the owner has read that every rank is here. The group consists of the processes of these tickets.
+- `Unlike`: two processes want different groups.
+
+Every process draws a ticket when it comes, and says in each generation that it is here. What it says in a generation
+with an owner, it said after that owner came. So a process of an earlier start, which is dead, can be in no group.
+
+Rules: no I/O, clock, thread or randomness. `agreement` yields operations of a store, and is sent their results; `Missing`
+as the result of a `Get` says that the time is over. Invariants, which hold whichever process dies after whichever step:
+
+ 1. All processes that return from one generation are members of one `Made`, at most one for each rank.
+ 2. Each member has said that it is here after the owner of the generation came, and did not give up before `Made`.
+ 3. If one process for each rank comes after all others have died, all of them return, from the same generation.
+ 4. Of two living processes of one rank the later one stays; the earlier one is told (`Displaced`).
+ 5. What the owner waits for is set for it, by whoever makes its wait pointless: another leader, a rank that wants
+    another group, a rank that gives up. These set it before they close the generation: one that dies in between harms
+    nobody.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar, cast
+
+from rpcdist.collectives._stores.store_operations import (
+    Add,
+    Check,
+    CompareSet,
+    Get,
+    Missing,
+    Set,
+    StoreOperation,
+    Wait,
+)
+
+__all__ = ["Displaced", "Made", "NotAll", "Unlike", "Wish", "agreement"]
+
+R = TypeVar("R")
+Steps = Generator[StoreOperation[object], object, R]
+
+HINT: Final = "hint"
+TICKETS: Final = "tickets"
+GAVE_UP: Final = -1  # stands for the ticket of a rank that gave up
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a process asks for: to be `rank` of a group of `ranks`, as described; the first of them leads."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    description: str
+
+    def fits(self, other: Wish) -> bool:
+        return (self.ranks, self.description) == (other.ranks, other.description)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    ticket: int
+    wish: Wish
+
+
+# ---------------------------------------------------------------- results
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """All ranks have come; what the group writes into the store begins with the number of the generation."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unlike:
+    """Another process wants another group."""
+
+    other: Wish
+
+
+@dataclass(frozen=True, slots=True)
+class Displaced:
+    """A later process has come under the same rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotAll:
+    """The time is over.
+
+    Attributes:
+        missing: ranks that have not come; empty where that cannot be said.
+        twice: a rank under which several processes came, if any was noticed.
+    """
+
+    missing: tuple[int, ...]
+    twice: int | None
+
+
+Result = Made | Unlike | Displaced | NotAll
+
+
+# ---------------------------------------------------------------- what is in the store
+
+
+@dataclass(frozen=True, slots=True)
+class _Next:
+    """The next generation belongs to `owner`, if anybody; `gone` is a rank that gave up."""
+
+    owner: _Arrival | None
+    gone: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _AllHere:
+    tickets: tuple[int, ...]  # in the order of the ranks
+
+
+@dataclass(frozen=True, slots=True)
+class _Differ:
+    one: Wish
+    other: Wish
+
+
+_Outcome = _Next | _AllHere | _Differ
+
+
+def _encoded(entry: _Outcome | _Arrival) -> bytes:
+    match entry:
+        case _Arrival():
+            values: list[object] = [*_arrival_values(entry)]
+        case _Next(owner, gone):
+            values = ["next", None if owner is None else _arrival_values(owner), gone]
+        case _AllHere(tickets):
+            values = ["made", tickets]
+        case _Differ(one, other):
+            values = ["differ", _wish_values(one), _wish_values(other)]
+    return json.dumps(values, separators=(",", ":")).encode()
+
+
+def _outcome(text: bytes) -> _Outcome:
+    match json.loads(text):
+        case ["next", owner, gone]:
+            return _Next(None if owner is None else _arrival_of(*owner), gone)
+        case ["made", tickets]:
+            return _AllHere(tuple(tickets))
+        case ["differ", one, other]:
+            return _Differ(_wish_of(*one), _wish_of(*other))
+        case unknown:
+            raise ValueError(f"an agreement has no outcome {unknown!r}")
+
+
+def _arrival(text: bytes) -> _Arrival:
+    return _arrival_of(*json.loads(text))
+
+
+def _arrival_values(arrival: _Arrival) -> tuple[object, ...]:
+    return arrival.ticket, _wish_values(arrival.wish)
+
+
+def _arrival_of(ticket: int, wish: list[Any]) -> _Arrival:
+    return _Arrival(ticket, _wish_of(*wish))
+
+
+def _wish_values(wish: Wish) -> tuple[object, ...]:
+    return wish.rank, _runs(wish.ranks), wish.description
+
+
+def _wish_of(rank: int, runs: list[list[int]], description: str) -> Wish:
+    return Wish(rank, tuple(rank for first, last in runs for rank in range(first, last + 1)), description)
+
+
+def _runs(ranks: Sequence[int]) -> list[list[int]]:
+    """Ranks as runs from a first to a last one: every rank of a large world writes them all down, and one reads that."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] + 1 == rank:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return runs
+
+
+def _here(number: int, rank: int) -> str:
+    return f"{number}/here/{rank}"
+
+
+def _outcome_key(number: int) -> str:
+    return f"{number}/outcome"
+
+
+def _twice_key(number: int) -> str:
+    return f"{number}/twice"
+
+
+# ---------------------------------------------------------------- the steps
+
+
+def agreement(wish: Wish, fresh: bool) -> Steps[Result]:
+    """The steps of one process. Operations on the store are yielded, and their results sent.
+
+    Args:
+        wish: what the process asks for.
+        fresh: whether only processes of this start have written here: then a disagreement in the past counts.
+    """
+    ticket = cast(int, (yield Add(TICKETS, 1)))
+    process = _Process(_Arrival(ticket, wish))
+    result: Result | None = yield from process.find(fresh)
+    while result is None:
+        result = yield from process.lead() if wish.rank == wish.ranks[0] else process.follow()
+    return result
+
+
+class _Process:
+    """One process, in the generation `number`, which belongs to `owner`."""
+
+    def __init__(self, me: _Arrival) -> None:
+        self.me = me
+        self.number = 0
+        self.owner: _Arrival | None = None
+        self.known: set[int] = set()  # ranks that came and may not be here any more
+        self.twice: int | None = None
+
+    def find(self, fresh: bool) -> Steps[Result | None]:
+        """The first generation that is not closed. The hint is behind it, or there."""
+        number = cast(int, (yield Add(HINT, 0)))
+        outcome: _Outcome = _Next(None)
+        if number:
+            outcome = yield from self._read(number - 1)
+        while (yield Check((_outcome_key(number),))):
+            outcome = yield from self._read(number)
+            number += 1
+            if fresh and isinstance(outcome, _Differ):
+                return self._differs(outcome)
+        self.number = number
+        self.owner = outcome.owner if isinstance(outcome, _Next) else None
+        return None
+
+    # ------------------------------------------------------------ the leader
+
+    def lead(self) -> Steps[Result | None]:
+        if self.owner is not None and self.owner.ticket > self.me.ticket and self._has_my_rank(self.owner):
+            return Displaced()
+        if self.owner not in (None, self.me):
+            yield from self._fill(self.owner, self.me)
+        closed = yield from self._close(_Next(self.me))
+        if isinstance(closed, _Differ):
+            return self._differs(closed)
+        self._go_on(closed)
+        if self.owner != self.me:
+            return None  # somebody else closed it
+        keys = tuple(_here(self.number, rank) for rank in self.me.wish.ranks[1:])
+        values = (yield Get(keys)) if keys else ()
+        if isinstance(values, Missing):
+            return (yield from self._give_up(values.keys))
+        here = [_arrival(value) for value in cast("tuple[bytes, ...]", values)]
+        return (yield from self._judge(here))
+
+    def _judge(self, here: Sequence[_Arrival]) -> Steps[Result | None]:
+        """What the owner makes of those who are here."""
+        ranks = self.me.wish.ranks[1:]
+        for arrival in here:
+            if not arrival.wish.fits(self.me.wish):
+                return (yield from self._differ_from(arrival))
+        for arrival in here:
+            if self._has_my_rank(arrival) and arrival.ticket != GAVE_UP:
+                return (yield from self._make_way())
+        gone = [arrival.wish.rank for arrival in here if arrival.ticket == GAVE_UP]
+        if gone or [arrival.wish.rank for arrival in here] != list(ranks):
+            self.known.update(gone)
+            return None  # closes this generation, and asks again
+        tickets = (self.me.ticket, *(arrival.ticket for arrival in here))
+        outcome = yield from self._close(_AllHere(tickets))
+        if outcome == _AllHere(tickets):
+            yield Set((HINT,), (str(self.number + 1).encode(),))  # it only saves time
+            return Made(self.number)
+        if isinstance(outcome, _Next) and outcome.owner is not None:  # the next leader has come
+            if not outcome.owner.wish.fits(self.me.wish):
+                yield from self._fill(outcome.owner, self.me, self.number + 1)
+                return Unlike(outcome.owner.wish)
+            return (yield from self._make_way())
+        self._go_on(outcome)
+        return None
+
+    def _make_way(self) -> Steps[Displaced]:
+        """The next leader has come; it owns, or will own, the next generation."""
+        yield Set((_twice_key(self.number + 1),), (str(self.me.wish.rank).encode(),))
+        return Displaced()
+
+    def _differ_from(self, other: _Arrival) -> Steps[Result]:
+        outcome = yield from self._close(_Differ(self.me.wish, other.wish))
+        if isinstance(outcome, _Next) and outcome.owner is not None:  # the other one waits there
+            yield from self._fill(outcome.owner, self.me, self.number + 1)
+        return Unlike(other.wish)
+
+    # ------------------------------------------------------------ the others
+
+    def follow(self) -> Steps[Result | None]:
+        rank, key, entry = self.me.wish.rank, _here(self.number, self.me.wish.rank), _encoded(self.me)
+        if (found := cast(bytes, (yield CompareSet(key, b"", entry)))) != entry:
+            before = _arrival(found)
+            if self._has_my_rank(before) and before.ticket != GAVE_UP:
+                if self.owner is not None:  # else it may have died long ago
+                    self.twice = rank
+                    yield Set((_twice_key(self.number),), (str(rank).encode(),))
+                if before.ticket > self.me.ticket:
+                    return Displaced()
+            yield Set((key,), (entry,))
+        if self.owner is not None and not self.owner.wish.fits(self.me.wish):
+            yield from self._fill(self.owner, self.me)
+        values = yield Get((_outcome_key(self.number),))
+        if isinstance(values, Missing):
+            return (yield from self._give_up(()))
+        return self._follow_outcome(_outcome(cast("tuple[bytes, ...]", values)[0]))
+
+    def _follow_outcome(self, outcome: _Outcome) -> Result | None:
+        if isinstance(outcome, _Differ):
+            return self._differs(outcome)
+        if isinstance(outcome, _AllHere) and self.owner is not None and self.owner.wish.fits(self.me.wish):
+            member = outcome.tickets[self.me.wish.ranks.index(self.me.wish.rank)]
+            if member == self.me.ticket:
+                return Made(self.number)
+            if member > self.me.ticket:
+                return Displaced()
+        self._go_on(outcome)  # the group was made with an earlier process, and will not work
+        return None
+
+    # ------------------------------------------------------------ the end of the time
+
+    def _give_up(self, missing: Sequence[str]) -> Steps[Result | None]:
+        """Closes a generation that has an owner: it must not count on this process."""
+        wish, number, owner = self.me.wish, self.number, self.owner
+        keys = tuple(_here(number, rank) for rank in (owner or self.me).wish.ranks[1:])
+        if not missing and keys:
+            found = yield Wait(keys)
+            missing = found.keys if isinstance(found, Missing) else ()
+        if (yield Check((_twice_key(number),))):
+            self.twice = int(cast("tuple[bytes, ...]", (yield Get((_twice_key(number),))))[0])
+        if owner is not None:
+            if owner != self.me:
+                yield from self._fill(owner, _Arrival(GAVE_UP, wish))
+            outcome = yield from self._close(_Next(None, wish.rank))
+            if outcome != _Next(None, wish.rank) and not isinstance(outcome, _Next):
+                return self._follow_outcome(outcome)  # it came in the last moment
+        absent = {int(key.rpartition("/")[2]) for key in missing}  # the keys have the prefixes of the store
+        late = [rank for rank in wish.ranks[1:] if rank in absent and rank not in self.known]
+        if wish.ranks[0] != wish.rank and wish.ranks[0] not in self.known and (owner is None or not late):
+            late.insert(0, wish.ranks[0])
+        return NotAll(tuple(late), self.twice)
+
+    # ------------------------------------------------------------ parts of steps
+
+    def _has_my_rank(self, other: _Arrival) -> bool:
+        return other.wish.rank == self.me.wish.rank and other.wish.fits(self.me.wish)
+
+    def _differs(self, outcome: _Differ) -> Unlike:
+        return Unlike(outcome.other if outcome.one.fits(self.me.wish) else outcome.one)
+
+    def _read(self, number: int) -> Steps[_Outcome]:
+        values = yield Get((_outcome_key(number),))
+        return _outcome(cast("tuple[bytes, ...]", values)[0])
+
+    def _close(self, outcome: _Outcome) -> Steps[_Outcome]:
+        """Closes the generation, unless it is closed; returns its outcome."""
+        text = yield CompareSet(_outcome_key(self.number), b"", _encoded(outcome))
+        return _outcome(cast(bytes, text))
+
+    def _fill(self, owner: _Arrival, entry: _Arrival, number: int | None = None) -> Steps[None]:
+        """Wakes the owner of a generation, by setting all that it waits for."""
+        keys = tuple(_here(self.number if number is None else number, rank) for rank in owner.wish.ranks[1:])
+        if keys:
+            yield Set(keys, (_encoded(entry),) * len(keys))
+
+    def _go_on(self, outcome: _Outcome) -> None:
+        """To the next generation."""
+        owner, self.owner = self.owner, outcome.owner if isinstance(outcome, _Next) else None
+        self.number += 1
+        if isinstance(outcome, _Next) and outcome.gone is not None:
+            self.known.add(outcome.gone)
+            if owner is not None:
+                self.known.add(owner.wish.rank)

@@ -1,0 +1,135 @@
+"""Operations on a store that has torch's methods: one of torch's, or a program's own, in Python, with some of them.
+
+torch needs few methods of a program's store, and so does this: `set`, `get` and `add`. `get` of a missing key may raise
+a `LookupError` or a `TimeoutError`, or return nothing, where there is no `check`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as torch_distributed
+
+from rpcdist.backoff import backoff
+from rpcdist.collectives._stores.store_operations import (
+    Check,
+    CompareSet,
+    Get,
+    ListKeys,
+    Missing,
+    QueuePop,
+    Set,
+    StoreOperation,
+    Wait,
+)
+from rpcdist.deadline import Deadline
+from rpcdist.errors import DistStoreError
+from rpcdist.time_limits import STORE_GRACE_S, TORCH_STORE_FIRST_PAUSE_S, TORCH_STORE_LONGEST_PAUSE_S
+
+__all__ = ["Offers", "carry_out"]
+
+Offers = Callable[[str], bool]
+"""Whether the store has a method of this name."""
+
+
+def carry_out(store: Any, operation: StoreOperation[object], deadline: Deadline, offers: Offers) -> object:
+    """As `Store.execute`; a wait asks again and again, with random pauses that grow."""
+    pauses = backoff(TORCH_STORE_FIRST_PAUSE_S, TORCH_STORE_LONGEST_PAUSE_S, deadline)
+    while isinstance(result := _at_once(store, operation, offers), Missing) and not deadline.expired():
+        time.sleep(next(pauses))
+    return result
+
+
+def _at_once(store: Any, operation: StoreOperation[object], offers: Offers) -> object:
+    """Carries out an operation without waiting; `Missing` for one that would have to."""
+    match operation:
+        case Set(keys, values) if len(keys) > 1 and offers("multi_set") and store.has_extended_api():
+            return store.multi_set(list(keys), list(values))
+        case Set(keys, values):
+            for key, value in zip(keys, values, strict=True):
+                _method(store, "set", offers)(key, value)
+            return None
+        case Get(keys):
+            return _get(store, keys, offers)
+        case Wait(keys):
+            return None if _check(store, keys, offers) else Missing(_missing(store, keys, offers))
+        case Check(keys):
+            return _check(store, keys, offers)
+        case CompareSet(key, b"", desired) if not offers("compare_set"):
+            return _set_once(store, key, desired, offers)
+        case ListKeys(prefix):
+            return tuple(key for key in _method(store, "list_keys", offers)() if key.startswith(prefix))
+        case QueuePop(key):
+            try:
+                return bytes(_method(store, "queue_pop", offers)(key, False))
+            except torch_distributed.QueueEmptyError:
+                return Missing((key,))
+        case _:  # the others have the names and the arguments of torch's methods
+            return _method(store, operation.method, offers)(*operation.arguments)
+
+
+def _method(store: Any, name: str, offers: Offers) -> Callable[..., Any]:
+    if not offers(name):
+        raise DistStoreError(f"{type(store).__name__} has no method {name}(), which is needed here; add it to the class")
+    return getattr(store, name)  # type: ignore[no-any-return]
+
+
+def _get(store: Any, keys: Sequence[str], offers: Offers) -> object:
+    if not offers("check"):
+        values = [_value(store, key, offers) for key in keys]
+        missing = tuple(key for key, value in zip(keys, values, strict=True) if value is None)
+        return Missing(missing) if missing else tuple(values)
+    if not store.check(list(keys)):
+        return Missing(_missing(store, keys, offers))
+    if len(keys) > 1 and offers("multi_get") and store.has_extended_api():
+        return tuple(map(bytes, store.multi_get(list(keys))))
+    return tuple(_bytes(_method(store, "get", offers)(key)) for key in keys)
+
+
+def _check(store: Any, keys: Sequence[str], offers: Offers) -> bool:
+    if offers("check"):
+        return bool(store.check(list(keys)))
+    return all(_value(store, key, offers) is not None for key in keys)
+
+
+def _missing(store: Any, keys: Sequence[str], offers: Offers) -> tuple[str, ...]:
+    return tuple(key for key in keys if not _check(store, [key], offers)) or tuple(keys)
+
+
+def _value(store: Any, key: str, offers: Offers) -> bytes | None:
+    """The value of a key in a store without `check`; None if it is missing, or empty, which cannot be told apart."""
+    try:
+        value = _method(store, "get", offers)(key)
+    except (LookupError, TimeoutError):
+        return None
+    return _bytes(value) if value else None
+
+
+def _bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _set_once(store: Any, key: str, desired: bytes, offers: Offers) -> bytes:
+    """`compare_set` with nothing as the expected value, where the store has no such method: the first to count sets."""
+    if (value := _value_if_there(store, key, offers)) is not None:
+        return value
+    if _method(store, "add", offers)(f"{key}/claims", 1) == 1:
+        _method(store, "set", offers)(key, desired)
+        return desired
+    deadline = Deadline.after(STORE_GRACE_S)
+    pauses = backoff(TORCH_STORE_FIRST_PAUSE_S, TORCH_STORE_LONGEST_PAUSE_S, deadline)
+    while (value := _value_if_there(store, key, offers)) is None:
+        if deadline.expired():
+            raise DistStoreError(
+                f"{key!r} was not set within {STORE_GRACE_S:g} s by the process that was the first to claim it; has it "
+                f"ended? With a method compare_set(), {type(store).__name__} would not depend on that."
+            )
+        time.sleep(next(pauses))
+    return value
+
+
+def _value_if_there(store: Any, key: str, offers: Offers) -> bytes | None:
+    found = _get(store, [key], offers)
+    return None if isinstance(found, Missing) else bytes(found[0])  # type: ignore[index]
