@@ -97,7 +97,12 @@ class Link:
         return reply
 
     async def in_pieces(
-        self, service: str, method: str, request: Message, reply_type: type[Reply], piece_type: type[Message],
+        self,
+        service: str,
+        method: str,
+        request: Message,
+        reply_type: type[Reply],
+        piece_type: type[Message],
         timeout_s: float | None,
     ) -> Reply:
         """As `unary`, by a method whose request and reply are streams of pieces; see [Note: pieces]."""
