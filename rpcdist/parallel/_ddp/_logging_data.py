@@ -41,7 +41,7 @@ def logging_data(module: nn.Module, reducer: Reducer, forward_sync_buffers: bool
         "gradient_as_bucket_view": int(options.view),
         "static_graph": int(options.static),
         "has_sync_bn": int(any(isinstance(child, nn.SyncBatchNorm) for child in module.modules())),
-        "comm_hook": "" if reducer.hook is None else getattr(reducer.hook.hook, "__name__", repr(reducer.hook.hook)),
+        **({"comm_hook": reducer.hook.name} if reducer.hook is not None and reducer.hook.name else {}),
         "backward_comm_time": max(0, reducer.done_ns - reducer.first_launch_ns),
         "first_gradient_ns": reducer.first_gradient_ns,
         "first_launch_ns": reducer.first_launch_ns,
