@@ -203,7 +203,8 @@ class PostLocalSGDOptimizer(Optimizer):
         state = dict(state_dict)
         if "step" not in state:
             warnings.warn(
-                "Loaded state dict does not contain a step counter for an averager. Setting step counter to 0.",
+                "Loaded state dict does not contain a step counter for an averager. Setting step counter to 0: the "
+                "state has no step.",
                 stacklevel=2,
             )
         self.averager.step = int(state.pop("step", 0))
