@@ -20,7 +20,29 @@ WAYS: Final = {
     "backend": "torch's own groups and DDP on the backend `rpcdist`",
 }
 
-DIFFERENT: Final[dict[str, dict[str, str]]] = {"compat": {}, "backend": {}}
+_EVENTS: Final = "looks in a profile for events that torch's C++ code writes for its own backends"
+
+_NUMBERS: Final = "expects numbers of parameters in an error, which names them here"
+_STEPS: Final = "calls steps that prepare torch's reducer in C++"
+_USED_MAP: Final = "reads the map of used parameters of torch's reducer in C++"
+
+DIFFERENT: Final[dict[str, dict[str, str]]] = {
+    "compat": {
+        "test_all_reduce_complex_unsupported_ops": "expects that products of complex numbers fail; here they work",
+        "test_ddp_build_debug_param_to_name_mapping": _STEPS,
+        "test_ddp_build_debug_param_to_name_mapping_requires_grad": _STEPS,
+        "test_ddp_control_flow_different_across_ranks": _USED_MAP,
+        "test_ddp_control_flow_same_across_ranks": _USED_MAP,
+        "test_ddp_multiple_nested_unused_params_err_ignore_params": _NUMBERS,
+        "test_ddp_multiple_nested_unused_params_error": _NUMBERS,
+        "test_ddp_native_mixed_precision_ignored_params": "reads the copies of parameters that torch's DDP keeps",
+        "test_ddp_profiling_torch_profiler": _EVENTS,
+        "test_ddp_sink_noclone": "switches off a copy that torch's DDP makes of outputs",
+        "test_ddp_sync_module_states": "gives a group to C++ code of torch through torch.distributed.utils",
+        "test_detect_ddp_is_actually_static": "asks torch's reducer in C++ whether the graph was always the same",
+    },
+    "backend": {"test_ddp_profiling_torch_profiler": _EVENTS},
+}
 """By way and test: why it fails here on purpose."""
 
 

@@ -7,6 +7,7 @@ passes, or a rank fails and the others do not end soon after, all processes of t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import logging
 import multiprocessing
@@ -22,12 +23,13 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from rpctest_fleet import GRACE_S, Outcome
 
 __all__ = ["preload", "prepare", "run_test"]
 
+_PR_SET_PDEATHSIG: Final = 1  # of <sys/prctl.h>
 # What a rank exits with when the test raised, or when something around it did.
 _FAILED = 10
 _POLL_S = 0.05
@@ -142,6 +144,7 @@ def _lead_session(tests: ModuleType, test: str, ranks: int, folder: Path) -> Non
     """Forks the ranks, writes down how each ends, and exits."""
     try:
         os.setsid()
+        _end_with_parent()
         os.environ |= {
             "WORLD_SIZE": str(ranks),
             "TEMP_DIR": str(folder),
@@ -165,12 +168,18 @@ def _start_rank(tests: ModuleType, test: str, rank: int, folder: Path) -> int:
     if process == 0:
         status = _FAILED
         try:
+            _end_with_parent()
             status = _run_rank(tests, test, rank, folder)
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
     return process
+
+
+def _end_with_parent() -> None:
+    """Has the kernel kill this process when the one that forked it ends: Linux only, as all of this."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _run_rank(tests: ModuleType, test: str, rank: int, folder: Path) -> int:
