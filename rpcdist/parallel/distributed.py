@@ -27,7 +27,7 @@ from rpcdist.parallel._ddp._delayed_reduction import DelayedReduction
 from rpcdist.parallel._ddp._devices import choose_device, move_to
 from rpcdist.parallel._ddp._engine_pass import watch_outputs
 from rpcdist.parallel._ddp._finite_check import CheckFinite
-from rpcdist.parallel._ddp._gradient_hooks import install_accumulation_hooks, install_capture_hooks
+from rpcdist.parallel._ddp._gradient_hooks import HookOrder, install_accumulation_hooks, install_capture_hooks
 from rpcdist.parallel._ddp._gradient_sources import in_distributed_context
 from rpcdist.parallel._ddp._join_hook import DataParallelJoinHook, count_ranks, highest_rank
 from rpcdist.parallel._ddp._logging_data import logging_data
@@ -205,6 +205,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             self.reducer.use_hook(RegisteredHook(hook, None, leaves_equal_bits=True))
         self._capture_handles: list[RemovableHandle] = []
         self._handles = install_accumulation_hooks(parameters, self.reducer)
+        self._hook_order = HookOrder(parameters, self._handles)
         weakref.finalize(self, _remove, self._handles, self._capture_handles)  # the module may be wrapped again
 
     def _broadcast_states(self, group_src: int, buffers: bool) -> None:
@@ -217,7 +218,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not collectives.group.WORLD:
             raise ConfigError("only a DistributedDataParallel of the default group can be pickled or copied")
-        left_out = ("process_group", "reducer", "_handles", "_capture_handles")
+        left_out = ("process_group", "reducer", "_handles", "_capture_handles", "_hook_order")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -273,6 +274,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             return
         if in_distributed_context() and not self._capture_handles:
             self._capture_handles += install_capture_hooks(self.reducer.parameters, self.reducer)
+        self._hook_order.keep()
         self.reducer.arm(watch_outputs(output, partial(_outputs_reached, weakref.ref(self.reducer))))
 
     @contextmanager
@@ -427,6 +429,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             self.reducer.shadow()
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
+        self.reducer.end_shadows()
         self._broadcast_states(self._highest_rank(is_last_joiner), self.forward_sync_buffers)
 
     def _highest_rank(self, candidate: bool) -> int:

@@ -6,6 +6,7 @@ import copy
 import importlib
 import pickle
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -371,3 +372,88 @@ def sample(rank: int, size: int) -> list[int]:
 def run_guide(rank: int, size: int) -> None:
     """The code of the page about data parallel training."""
     importlib.import_module("docs_programs").run_page("docs/ddp.md")
+
+
+@scenario
+def step_in_backward(rank: int, size: int, options: dict[str, Any], hook: str) -> list[Any]:
+    """torch's optimizers in backward, given before and after wrapping; largest difference from steps after backward."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its package scripts what is deprecated
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    found = []
+    for early in (True, False):
+        modules = [plain().double() for _ in range(2)]
+        if early:
+            _apply_optimizer_in_backward(torch.optim.Adam, modules[0].parameters(), {"lr": 0.1})
+        models = [DistributedDataParallel(module, **options) for module in modules]
+        if not early:
+            _apply_optimizer_in_backward(torch.optim.Adam, modules[0].parameters(), {"lr": 0.1})
+        if hook:
+            for model in models:
+                model.register_comm_hook(None, getattr(comm_hooks, hook))
+        optimizer = torch.optim.Adam(modules[1].parameters(), lr=0.1)
+        for step in range(6):
+            rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+            syncs = step % 3 != 1
+            for model in models:
+                with model.no_sync(enabled=not syncs):
+                    ddp_models.loss_of(model(rows)).backward()
+            if syncs:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in modules[0].parameters())
+        found.append(difference(dict(modules[0].named_parameters()), dict(modules[1].named_parameters())))
+    return found
+
+
+@scenario
+def user_hooks(rank: int, size: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Hooks that run when a gradient was accumulated, registered before and after wrapping."""
+
+    def clip(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-0.01, 0.01)
+
+    def step(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        with torch.no_grad():
+            parameter.sub_(parameter.grad)
+
+    def step_and_clear(parameter: torch.Tensor) -> None:
+        step(parameter)
+        parameter.grad = None
+
+    found: dict[str, Any] = {}
+    for hook in (clip, step, step_and_clear):
+        for when in ("before", "after", "on the node"):
+            module: Any = nn.Sequential(nn.Linear(8, 400), nn.Linear(400, 400), nn.Linear(400, 2)).double()
+            if when == "on the node" and hook is clip:
+                continue
+            nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in module.parameters()]
+            model = DistributedDataParallel(module, **options) if when != "before" else None
+            for parameter, node in zip(module.parameters(), nodes, strict=True):
+                if when == "on the node":
+                    node.register_hook(lambda *_, parameter=parameter, hook=hook: hook(parameter))
+                else:
+                    parameter.register_post_accumulate_grad_hook(hook)
+            model = model or DistributedDataParallel(module, **options)
+            alone = copy.deepcopy(module)
+            for parameter in alone.parameters():
+                parameter._post_accumulate_grad_hooks = None
+            batch = torch.randn(size, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+            try:
+                for _ in range(3):
+                    model.zero_grad()
+                    ddp_models.loss_of(model(batch[rank])).backward()
+            except Exception as exc:
+                found[f"{hook.__name__} {when}"] = f"{type(exc).__name__}: {exc}"
+                continue
+            parts = []
+            for other in range(size):
+                alone.zero_grad()
+                ddp_models.loss_of(alone(batch[other])).backward()
+                parts.append([parameter.grad.clamp(-0.01, 0.01) for parameter in alone.parameters()])
+            wanted = [sum(each) / size for each in zip(*parts, strict=True)]
+            pairs = zip(module.parameters(), wanted, strict=True)
+            found[f"{hook.__name__} {when}"] = max(float((one.grad - other).abs().max()) for one, other in pairs)
+    return found

@@ -169,3 +169,27 @@ def join_badly(rank: int, size: int) -> list[str]:
             counter.count()
     algorithms.SKEW_WARNING = before  # type: ignore[misc]
     return errors + [str(warning.message) for warning in caught]
+
+
+@scenario
+def two_epochs(rank: int, size: int, options: dict[str, Any], zero: str) -> list[str]:
+    """Rank i has 1 + i inputs in each of two epochs; what is in `.grad` when an epoch has ended is the rank's own."""
+    model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False).double(), **options)
+    weight = model.module.weight
+    wrong = []
+    for epoch in range(2):
+        expected = 0.0
+        with model.join():
+            for step in range(1 + rank):
+                if zero == "before":
+                    model.zero_grad()
+                model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+                expected = (size - step) / size  # as many ranks still train
+                if abs(weight.grad.item() - expected) > 1e-12:
+                    wrong.append(f"rank {rank}, epoch {epoch}, step {step}: {weight.grad.item()} instead of {expected}")
+                if zero == "after":
+                    model.zero_grad()
+        left = None if weight.grad is None else weight.grad.item()
+        if (left is None) != (zero == "after") or (left is not None and abs(left - expected) > 1e-12):
+            wrong.append(f"rank {rank}, epoch {epoch}: {left} was left")
+    return wrong

@@ -124,3 +124,24 @@ def test_buckets_and_reductions_are_in_a_profile(rank_pool: RankPool) -> None:
         assert num_buckets > 1
         assert buckets == sorted(f"DDP bucket {n} {what}" for n in range(num_buckets) for what in ("starts", "ends"))
         assert num_reductions == num_buckets + 1  # and one of its own
+
+
+@pytest.mark.parametrize("hook", ["", "allreduce_hook"])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}])
+def test_optimizers_in_backward_step_with_the_average(
+    rank_pool: RankPool, options: dict[str, bool], hook: str
+) -> None:
+    for found in rank_pool.run(2, ddp_ranks.step_in_backward, rank_pool.new_file(), options, hook):
+        assert max(found) < 1e-12
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+def test_hooks_of_the_user_come_before_the_average_and_must_not_step(
+    rank_pool: RankPool, options: dict[str, bool]
+) -> None:
+    for rank, found in enumerate(rank_pool.run(2, ddp_ranks.user_hooks, rank_pool.new_file(), options)):
+        assert max(found.pop("clip before"), found.pop("clip after")) < 1e-12
+        assert len(found) == 6
+        for name, error in found.items():
+            assert error.startswith("DataParallelError: parameters were changed during the backward pass of"), name
+            assert f"on rank {rank}, before their gradients were averaged: 0.weight, 0.bias, 1.weight" in error

@@ -66,3 +66,15 @@ def test_join_used_badly(rank_pool: RankPool) -> None:
     ]
     assert first[:3] == second
     assert "rank 0 has that many fewer inputs than others" in first[3]
+
+
+@pytest.mark.parametrize("zero", ["before", "after"])
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}]
+)
+def test_a_rank_that_ended_early_keeps_its_own_gradients(
+    rank_pool: RankPool, options: dict[str, bool], zero: str
+) -> None:
+    """Those of the others' last steps would be added to the first step of the next epoch."""
+    for wrong in rank_pool.run(3, ddp_uneven_ranks.two_epochs, rank_pool.new_file(), options, zero):
+        assert not wrong

@@ -1,4 +1,4 @@
-"""Hooks of parameters that tell the reducer when a gradient is ready.
+"""Hooks of parameters that tell the reducer when a gradient is ready, after the user's hooks have changed it.
 
 A hook holds the reducer by a weak reference: the parameters may outlive the data parallel model.
 """
@@ -6,6 +6,7 @@ A hook holds the reducer by a weak reference: the parameters may outlive the dat
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 
@@ -16,7 +17,7 @@ from rpcdist.parallel._ddp._gradient_sources import in_distributed_pass
 from rpcdist.parallel._ddp._parameters import Named
 from rpcdist.parallel._ddp._reducer import Reducer
 
-__all__ = ["install_accumulation_hooks", "install_capture_hooks"]
+__all__ = ["HookOrder", "install_accumulation_hooks", "install_capture_hooks"]
 
 
 def install_accumulation_hooks(parameters: Sequence[Named], reducer: Reducer) -> list[RemovableHandle]:
@@ -44,3 +45,33 @@ def _captured(reference: weakref.ref[Reducer], index: int, gradient: torch.Tenso
     reducer = reference()
     if reducer is not None and in_distributed_pass():
         reducer.gradient_captured(index, gradient)
+
+
+class HookOrder:
+    """Keeps hooks the last ones of their parameters: a reduction that has begun must not be overtaken by other hooks.
+
+    Args:
+        parameters: as given to `install_accumulation_hooks`.
+        handles: what it returned.
+    """
+
+    def __init__(self, parameters: Sequence[Named], handles: Sequence[RemovableHandle]) -> None:
+        self._hooks = [_hooks_of(named.tensor) for named in parameters]
+        self._ids = [handle.id for handle in handles]
+        self._count = 0
+
+    def keep(self) -> None:
+        """Moves the hooks to the end if others were added since the last call."""
+        count = sum(map(len, self._hooks))
+        if count == self._count:
+            return
+        self._count = count
+        for hooks, id in zip(self._hooks, self._ids, strict=True):
+            if id in hooks:
+                hooks[id] = hooks.pop(id)  # the engine goes by insertion; it does not see move_to_end
+
+
+def _hooks_of(parameter: torch.Tensor) -> OrderedDict[int, object]:
+    hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]  # not in torch's stubs
+    assert isinstance(hooks, OrderedDict)
+    return hooks

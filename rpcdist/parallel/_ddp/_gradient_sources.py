@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 import torch
@@ -136,9 +136,20 @@ class DistributedPass(GradientSource):
 
 
 class NoPass(GradientSource):
-    """The source of a rank without gradients of its own; see `Reducer.shadow`."""
+    """The source of a rank without inputs, for as long as it mirrors the others; see `Reducer.shadow`.
+
+    Args:
+        parameters: their gradients are put aside.
+        view: whether gradients are views of buckets, which the reductions overwrite.
+    """
 
     lends = False
+
+    def __init__(self, parameters: Iterable[torch.Tensor], view: bool) -> None:
+        self._own = [
+            (parameter, parameter.grad.clone() if view and parameter.grad is not None else parameter.grad)
+            for parameter in parameters
+        ]
 
     def gradient(self, member: BucketEntry) -> torch.Tensor | None:
         return None
@@ -147,6 +158,11 @@ class NoPass(GradientSource):
         """Leaves them in `.grad`: a `ZeroRedundancyOptimizer` under the same `Join` steps with them."""
         for member, tensor in zip(members, reduced, strict=True):
             member.parameter.grad = tensor if lasting else tensor.clone()
+
+    def restore(self) -> None:
+        """Gives the parameters back the gradients that they had."""
+        for parameter, gradient in self._own:
+            parameter.grad = gradient
 
     def at_end(self, callback: Callable[[], None]) -> None:
         raise AssertionError("there is no backward pass")

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch import nn
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
@@ -46,6 +47,7 @@ from rpcdist.parallel._ddp._notices import Notices
 from rpcdist.parallel._ddp._parameters import Named
 from rpcdist.parallel._ddp._reducer_options import ReducerOptions
 from rpcdist.parallel._ddp._sparse_bucket import SparseBucket
+from rpcdist.parallel._ddp._steps_in_backward import ChangeCheck, step_and_clear, take_over
 
 __all__ = ["Reducer"]
 
@@ -80,11 +82,14 @@ class Reducer:
         self._syncs = syncs
         self._due = DueGradients(len(self.parameters), options.rule)
         self._source: GradientSource | None = None
+        self._shadows: NoPass | None = None
         self._pass: object | None = None  # stands for the backward pass that runs
         self._is_differentiated = False  # gradients of the outputs have a graph, whose passes may avoid the outputs
         self._is_watched = False
         self._has_reached = False  # whether the running pass is one of the forward pass, as far as is known
         self._num_unused_forwards = 0
+        self._changes = ChangeCheck(self.parameters)
+        self._stepped: list[nn.Parameter] | None = None  # by optimizers of their own, once that is known
         self.use_group(group)
 
     def __repr__(self) -> str:
@@ -172,6 +177,8 @@ class Reducer:
             watched: whether `outputs_reached` will be called in it.
         """
         with self._lock:
+            if self._stepped is None:
+                self._stepped = take_over(self.parameters)
             self._source = self._pass = None
             self._is_differentiated = False
             self._is_watched = watched
@@ -238,6 +245,7 @@ class Reducer:
         elif not (self._due.is_open and isinstance(self._source, DistributedPass)):  # it may take several calls
             self._source = DistributedPass()
         self._pass = running = object()
+        self._changes.begin()
         self._has_reached = self._is_differentiated or not self._is_watched
         assert self._source is not None
         self._source.at_end(partial(self._pass_ended, running))
@@ -369,6 +377,8 @@ class Reducer:
         self._reductions.conclude()
         if isinstance(self._source, OrdinaryPass):
             self._due.settle()
+            self._changes.end(self.iteration, self._world_rank)
+            step_and_clear(self._stepped or ())
         self._share_order(knew_graph)
         self.done_ns = time.time_ns()
 
@@ -418,9 +428,17 @@ class Reducer:
         with self._lock:
             self.rebuild()
             self.arm(watched=False)
-            self._source = NoPass()
+            if self._shadows is None:
+                self._shadows = NoPass((named.tensor for named in self.parameters), self.options.view)
+            self._source = self._shadows
             self._due.missing.clear()
             for bucket in self.buckets:
                 bucket.num_missing = 0
             self._launch_complete()
             self._finish()
+
+    def end_shadows(self) -> None:
+        """All ranks have joined: what the others' iterations left in `.grad` is not this rank's."""
+        if self._shadows is not None:
+            self._shadows.restore()
+            self._shadows = None

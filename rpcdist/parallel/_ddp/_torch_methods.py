@@ -50,8 +50,8 @@ class TorchMethods(nn.Module):
 
     def _register_fused_optim(self, optim: object, *args: object, **kwargs: object) -> NoReturn:
         raise ConfigError(
-            "_register_fused_optim is not supported; step the optimizer after backward, or in a hook of each parameter "
-            "(register_post_accumulate_grad_hook) with gradient_as_bucket_view=True"
+            "_register_fused_optim is not supported; step the optimizer after backward, or give the parameters "
+            "optimizers with torch.distributed.optim._apply_optimizer_in_backward"
         )
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int | torch.device]) -> Any:
