@@ -105,8 +105,8 @@ def test_programs_run(ran: dict[str, Ran], name: str, outputs: tuple[str, str]) 
 
 
 def test_after_a_restart_the_job_begins_anew(tmp_path: Path) -> None:
-    """No rank finds what its predecessors wrote into the store of torchrun's agent."""
+    """On two nodes. No rank finds what its predecessors wrote into the store of torchrun's agent, and all find each other."""
     imports = ("rpcdist.rpc", "rpcdist.collectives")
-    [ran] = run_under_torchrun([Program(RESTARTED)], tmp_path, LIMIT_S, imports, max_restarts=1)
-    assert ran.outputs == tuple(f"rank {rank} of attempt 1 got [1, 1, 1]\n" for rank in range(2)), ran.errors
+    [ran] = run_under_torchrun([Program(RESTARTED)], tmp_path, LIMIT_S, imports, max_restarts=1, num_agents=2)
+    assert ran.outputs == tuple(f"rank {rank}, restart count {rank}, got [1, 1, 1]\n" for rank in range(2)), ran.errors
     assert ran.returncode == 0

@@ -1,4 +1,4 @@
-"""The job of `torchrun_job.py`: torchrun's agent, whose ranks run the programs in turn, each as `__main__`.
+"""The job of `torchrun_job.py`: torchrun's agents, whose ranks run the programs in turn, each as `__main__`.
 
     python torchrun_driver.py FOLDER
 
@@ -8,17 +8,22 @@ FOLDER has the programs in `job.json`, and gets what each of them printed, by pr
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
 import runpy
 import signal
+import socket
 import sys
 import traceback
 from pathlib import Path
 from uuid import uuid4
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+
+PR_SET_PDEATHSIG = 1
 
 
 def run(script: str) -> int:
@@ -67,17 +72,44 @@ def main() -> None:
     for module in job["imports"]:
         importlib.import_module(module)
     num_ranks = max(world_size for _, _, world_size in job["programs"])
-    config = LaunchConfig(  # as `torchrun --standalone` has it
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
+    num_agents = job["num_agents"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = 0 if num_agents == 1 else free.getsockname()[1]
+    config = LaunchConfig(  # as `torchrun --standalone` has it, but for the number of agents
+        min_nodes=num_agents,
+        max_nodes=num_agents,
+        nproc_per_node=num_ranks // num_agents,
         run_id=str(uuid4()),
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_endpoint=f"localhost:{port}",
+        local_addr="127.0.0.1",
         max_restarts=job["max_restarts"],
         start_method="fork",
     )
+    others = [forked_agent(config, folder, job["programs"]) for _ in range(num_agents - 1)]
     elastic_launch(config, run_programs)(folder, job["programs"])
+    for other in others:
+        status = os.waitpid(other, 0)[1]
+        assert status == 0, f"an agent ended with status {status}"
+
+
+def forked_agent(config: LaunchConfig, folder: Path, programs: list[tuple[str, list[str], int]]) -> int:
+    """The process of an agent of another node."""
+    child = os.fork()
+    if child:
+        return child
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    status = 1
+    try:
+        config.rdzv_configs["is_host"] = False
+        elastic_launch(config, run_programs)(folder, programs)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
 
 
 if __name__ == "__main__":

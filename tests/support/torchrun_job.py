@@ -52,6 +52,7 @@ def run_under_torchrun(
     limit_s: float,
     imports: Sequence[str] = ("rpcdist.rpc",),
     max_restarts: int = 0,
+    num_agents: int = 1,
 ) -> list[Ran]:
     """Runs `programs` in turn; a program that fails does not keep the others from running.
 
@@ -62,9 +63,11 @@ def run_under_torchrun(
         imports: modules that several ranks need; the agent imports them once, before it forks the ranks.
         max_restarts: how often all ranks begin anew when one ends other than by returning; what they printed before is
             overwritten.
+        num_agents: nodes of the job, which share the ranks; each counts the failures of its own.
     """
     listed = [(str(program.script), program.arguments, program.world_size) for program in programs]
-    (folder / "job.json").write_text(json.dumps({"imports": imports, "programs": listed, "max_restarts": max_restarts}))
+    job_text = {"imports": imports, "programs": listed, "max_restarts": max_restarts, "num_agents": num_agents}
+    (folder / "job.json").write_text(json.dumps(job_text))
     with subprocess.Popen(
         [sys.executable, DRIVER, folder],
         stdin=subprocess.DEVNULL,
