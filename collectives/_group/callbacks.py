@@ -125,7 +125,7 @@ class _Failure:
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
         raise self.error
 
-    @property
+    @property  # type: ignore[misc]  # nobody sets it
     def __class__(self) -> NoReturn:  # type: ignore[override]  # nobody gets as far as the type
         raise self.error
 

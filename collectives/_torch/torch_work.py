@@ -74,7 +74,8 @@ class TorchWork(_c10d.Work):  # type: ignore[misc]  # see _c10d
     _source_rank = source_rank
 
     def boxed(self) -> torch.ScriptObject:
-        return held(self).boxed()
+        box: torch.ScriptObject = held(self).boxed()
+        return box
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         futures = [work.get_future() for work in self._works]

@@ -43,7 +43,7 @@ def preload() -> None:
     import torch.testing._internal.distributed.multi_threaded_pg  # noqa: F401
 
 
-def prepare(peer: str) -> ModuleType:
+def prepare(peer: str) -> Any:
     """Imports the tests into this process, with what takes the place of Gloo; once in a process.
 
     Args:

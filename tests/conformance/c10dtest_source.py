@@ -35,7 +35,7 @@ _EVENT_LISTS: Final = (
 """Of the backends whose C++ code writes events into profiles."""
 
 
-def load(backend: str) -> ModuleType:
+def load(backend: str) -> Any:
     """Imports the tests, as tests of Gloo; once in a process.
 
     Args:
@@ -43,7 +43,7 @@ def load(backend: str) -> ModuleType:
     """
     os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": str(EVERY_RANK), "INIT_METHOD": "file:///to/be/set"}
     _import(_HELPERS, lambda tree: tree)
-    module: Any = _import(_TESTS, lambda tree: _OnCpu().visit(tree))
+    module: Any = _import(_TESTS, _OnCpu().visit)
     for name in _EVENT_LISTS:
         setattr(module, name, [])
     for name in ("gpu", "cuda", "ddp", "subgroup"):

@@ -21,7 +21,7 @@ MAPPED = {
 
 def install() -> None:
     """Map torch's names to ours in this process; once, and before a module that uses them is imported."""
-    install_aliases(MAPPED)
+    install_aliases(MAPPED, {})
 
 
 def torch_agent_is_set() -> bool:

@@ -135,14 +135,13 @@ def _with_ranks_that_fit(
     tests: ModuleType, entries: list[Entry], options: argparse.Namespace
 ) -> Iterator[tuple[Entry, Outcome]]:
     for entry in entries:
-        first = None
-        for ranks in dict.fromkeys((entry.ranks, 2, 4)):
-            tried = Entry(entry.name, ranks)
-            _, outcome = next(run_entries(tests, [tried], options))
-            first = first or outcome
-            if not outcome.failed:
+        tried = [Entry(entry.name, ranks) for ranks in dict.fromkeys((entry.ranks, 2, 4))]
+        pairs = []
+        for pair in run_entries(tests, tried, options):
+            pairs.append(pair)
+            if not pair[1].failed:
                 break
-        yield (tried, outcome) if outcome.status == "passed" else (entry, first)
+        yield pairs[-1] if pairs[-1][1].status == "passed" else pairs[0]
 
 
 if __name__ == "__main__":
