@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
 
 from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure, list_ranks
 
 __all__ = ["timeout_verdict"]
-
-# Programs written for Gloo look for the word "timeout" in the text, with spaces around it.
-_ADVICE: Final = "; a longer timeout helps if they are only slow"
 
 
 def timeout_verdict(
@@ -31,8 +27,8 @@ def timeout_verdict(
     missing = tuple(sorted(late + silent))
     if not missing:
         details = [f"rank {world_ranks[rank]} {text}" for rank, (_, text) in sorted(answers.items())]
-        reason = f"{title} timed out though all ranks have come to it: {'; '.join(details)}{_ADVICE}"
+        reason = f"{title} timed out though all ranks have come to it: {'; '.join(details)}"
         return GroupFailure(FailureKind.TIMEOUT, reason)
     names = list_ranks([world_ranks[rank] for rank in missing])
-    reason = f"{title} timed out; {names} did not arrive: {'; '.join(details)}{_ADVICE}"
+    reason = f"{title} timed out; {names} did not arrive: {'; '.join(details)}"
     return GroupFailure(FailureKind.TIMEOUT, reason, missing)

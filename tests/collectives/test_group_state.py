@@ -264,4 +264,4 @@ ANSWERS = {0: (5, "is in it"), 1: (5, "is in it"), 2: (4, "finished all_reduce #
 def test_the_verdict_on_a_timeout(answers: dict[int, tuple[int, str]], missing: tuple[int, ...], text: str) -> None:
     failure = timeout_verdict("x #5", 5, answers, WORLD)
     assert (failure.kind, failure.ranks) == (FailureKind.TIMEOUT, missing)
-    assert text in failure.reason and " timeout " in failure.reason
+    assert text in failure.reason
