@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from rpctest_fleet import GRACE_S, Outcome
 
-__all__ = ["preload", "prepare", "run_test"]
+__all__ = ["end_with_parent", "preload", "prepare", "run_test"]
 
 _PR_SET_PDEATHSIG: Final = 1  # of <sys/prctl.h>
 # What a rank exits with when the test raised, or when something around it did.
@@ -144,7 +144,7 @@ def _lead_session(tests: ModuleType, test: str, ranks: int, folder: Path) -> Non
     """Forks the ranks, writes down how each ends, and exits."""
     try:
         os.setsid()
-        _end_with_parent()
+        end_with_parent()
         os.environ |= {
             "WORLD_SIZE": str(ranks),
             "TEMP_DIR": str(folder),
@@ -168,7 +168,7 @@ def _start_rank(tests: ModuleType, test: str, rank: int, folder: Path) -> int:
     if process == 0:
         status = _FAILED
         try:
-            _end_with_parent()
+            end_with_parent()
             status = _run_rank(tests, test, rank, folder)
         finally:
             sys.stdout.flush()
@@ -177,7 +177,7 @@ def _start_rank(tests: ModuleType, test: str, rank: int, folder: Path) -> int:
     return process
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Has the kernel kill this process when the one that forked it ends: Linux only, as all of this."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
     fleet.preload()
     statuses = [in_own_process(peer, options) for peer in ([options.peer] if options.peer else catalogue.WAYS)]
-    return max(statuses)
+    return int(any(statuses))
 
 
 def in_own_process(peer: str, options: argparse.Namespace) -> int:
@@ -60,6 +60,7 @@ def in_own_process(peer: str, options: argparse.Namespace) -> int:
     process = os.fork()
     if process == 0:
         status = 1
+        fleet.end_with_parent()
         try:
             status = run(peer, options)
         except Exception:
