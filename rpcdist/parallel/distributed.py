@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from rpcdist.parallel._ddp._bucket_assignment import BucketCaps
 from rpcdist.parallel._ddp._buffer_hook import BufferHook, BufferHookLocation
 from rpcdist.parallel._ddp._comm_hook import CommHook, RegisteredHook, check_comm_hook, refuse_complex
 from rpcdist.parallel._ddp._ddp_arguments import choose_sync, group_of_mesh, member_group
-from rpcdist.parallel._ddp._ddp_errors import DataParallelError
+from rpcdist.parallel._ddp._ddp_errors import DataParallelError, list_names
 from rpcdist.parallel._ddp._delayed_reduction import DelayedReduction
 from rpcdist.parallel._ddp._devices import choose_device, move_to
 from rpcdist.parallel._ddp._engine_pass import watch_outputs
@@ -32,7 +34,15 @@ from rpcdist.parallel._ddp._gradient_sources import in_distributed_context
 from rpcdist.parallel._ddp._join_hook import DataParallelJoinHook, count_ranks, highest_rank
 from rpcdist.parallel._ddp._logging_data import logging_data
 from rpcdist.parallel._ddp._mixed_precision import MixedPrecision
-from rpcdist.parallel._ddp._parameters import Named, broadcast_tensors, has_buffers, named_buffers, trainable, verify
+from rpcdist.parallel._ddp._parameters import (
+    Named,
+    broadcast_tensors,
+    frozen,
+    has_buffers,
+    named_buffers,
+    trainable,
+    verify,
+)
 from rpcdist.parallel._ddp._reducer import Reducer
 from rpcdist.parallel._ddp._reducer_options import ReducerOptions
 from rpcdist.parallel._ddp._torch_hooks import adapt_hook
@@ -60,7 +70,8 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         init_sync: compare the ranks' models, and copy rank 0's values to the other ranks, in the constructor.
         process_group: the ranks; the default group by default.
         bucket_cap_mb: size in MiB from which a bucket is reduced; 25 by default, and 1 for the first one.
-        find_unused_parameters: parameters may stay without gradients; every iteration determines which.
+        find_unused_parameters: parameters may stay without gradients; every backward pass determines which, and
+            averages what was added since the last one.
         check_reduction: kept for scripts.
         gradient_as_bucket_view: small gradients are views of communication buffers, which saves their copies while they
             are kept between iterations (`zero_grad(set_to_none=False)`). Large gradients are reduced in place anyway.
@@ -117,6 +128,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             raise ConfigError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
             )
+        self.device_mesh = device_mesh
         self.mixed_precision = mixed_precision
         self._precision = MixedPrecision.of(mixed_precision)
         self.process_group = member_group(group_of_mesh(device_mesh, process_group))
@@ -148,6 +160,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         parameters = self._trainable()
         tensors = [parameter.tensor for parameter in parameters]
         self._input_device = choose_device(tensors, device_ids, output_device)
+        self._frozen = frozen(module, self.parameters_to_ignore)
         self.device_ids = None if self._input_device is None else [self._input_device]
         self.output_device = output_device
         self.device = tensors[0].device
@@ -243,9 +256,11 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
 
         Raises:
             UnusedParameters: the last backward pass left parameters without gradients.
+            DataParallelError: a parameter that was frozen when the module was wrapped requires a gradient now.
             UnevenInputs: see `join`.
         """
         trains = torch.is_grad_enabled()
+        began_ns = time.time_ns()
         if trains and self.require_backward_grad_sync:
             self.reducer.check_finished()
         Join.notify_join_context(self)
@@ -261,6 +276,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         if self._syncs_buffers(BufferHookLocation.POST_FORWARD):
             self._sync_buffers()
         self._expect_backward(output, trains)
+        self.reducer.forward_began_ns, self.reducer.forward_ended_ns = began_ns, time.time_ns()
         return output
 
     def _expect_backward(self, output: Any, trains: bool) -> None:
@@ -268,6 +284,12 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         self.require_forward_param_sync = trains and self.require_backward_grad_sync
         if self._delayed is not None:
             self._delayed.enabled = self.require_forward_param_sync
+        if any(map(_requires_grad, self._frozen.values())):
+            raise DataParallelError(
+                "parameters that were frozen when the module was wrapped require gradients now, which nothing would "
+                f"average: {list_names([name for name, each in self._frozen.items() if each.requires_grad])}. Wrap the "
+                "module again after unfreezing"
+            )
         if not self.require_forward_param_sync:
             if trains:
                 self.reducer.pause()
@@ -443,7 +465,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         Args:
             state: first argument of the hook.
             hook: `hook(state, bucket)` gets a `GradBucket`, and returns a future of a tensor of the same number of
-                elements: the gradients for all ranks, averaged by the hook. Buckets of sparse gradients do not go
+                elements and dtype: the gradients for all ranks, averaged by the hook. Buckets of sparse gradients do not go
                 through hooks. torch's own hooks work as well; their state may be None, or hold a group of ours.
         """
         self._use_hook(state, hook, getattr(hook, "__qualname__", repr(hook)))
@@ -496,6 +518,8 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         self.process_group = new_process_group
         self.reducer.use_group(new_process_group)
 
+
+_requires_grad = attrgetter("requires_grad")
 
 # `torch.compile` of this class compiles the module inside.
 hide_from_compiler(DistributedDataParallel, Reducer, Join)

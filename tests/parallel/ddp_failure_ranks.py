@@ -156,6 +156,18 @@ def never_reach(rank: int, size: int) -> list[str]:
 
 
 @scenario
+def unfreeze(rank: int, size: int) -> list[str]:
+    """A parameter is frozen after wrapping, which is a matter of the options; another one is unfrozen."""
+    module: Any = plain()
+    module[0].weight.requires_grad_(False)
+    model = DistributedDataParallel(module, find_unused_parameters=True)
+    module[2].bias.requires_grad_(False)
+    found = [train_until_error(model)]
+    module[0].weight.requires_grad_()
+    return [*found, train_until_error(model)]
+
+
+@scenario
 def use_twice(rank: int, size: int) -> str:
     """A layer under reentrant checkpointing gets several gradients in one pass."""
     try:

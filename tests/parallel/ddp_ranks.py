@@ -457,3 +457,44 @@ def user_hooks(rank: int, size: int, options: dict[str, Any]) -> dict[str, Any]:
             pairs = zip(module.parameters(), wanted, strict=True)
             found[f"{hook.__name__} {when}"] = max(float((one.grad - other).abs().max()) for one, other in pairs)
     return found
+
+
+@scenario
+def logging_data(rank: int, size: int) -> list[Any]:
+    """Buckets, times and errors of iterations, and the mesh that a model was wrapped with."""
+    mesh = collectives.init_device_mesh("cpu", (size,))
+    by_mesh = DistributedDataParallel(plain(), device_mesh=mesh)
+    assert by_mesh.device_mesh is mesh and by_mesh.process_group.size() == size
+    found: list[Any] = []
+    for skip in (False, True):
+        module = ddp_models.Branches()
+        options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": skip, "bucket_cap_mb": 288 / 2**20}
+        model = DistributedDataParallel(module, **options)  # type: ignore[arg-type]
+        for _ in range(2):
+            ddp_models.loss_of(model(torch.randn(4, 8), True).values["scores"][0]).backward()
+        data = model._get_ddp_logging_data()
+        assert "comm_hook" not in data and data["dtypes"] == "float" and data["has_error"] == 0
+        moments = [data[name] for name in ("forward_compute_time_start", "backward_compute_time_start")]
+        moments += [data["backward_comm_time_start"], data["backward_comm_time_end"]]
+        assert moments == sorted(moments) and moments[0] > 0
+        for name in ("forward_compute_time", "backward_compute_time", "backward_comm_time"):
+            assert int(data[name]) > 0, name
+        overlap = int(data["backward_compute_comm_overlap_time"])
+        assert overlap <= min(int(data["backward_compute_time"]), int(data["backward_comm_time"]))
+        found.append(data["num_buckets_reduced"])
+    model = DistributedDataParallel(ddp_models.Branches(), static_graph=True)
+    errors = []
+    for left in (True, True, False):
+        try:
+            ddp_models.loss_of(model(torch.randn(4, 8), left, not left).values["scores"][0]).backward()
+        except RuntimeError as exc:
+            errors.append(str(exc))
+    data = model._get_ddp_logging_data()
+    model = DistributedDataParallel(ddp_models.Branches(), static_graph=True)
+    for left in (True, True, None):
+        ddp_models.loss_of(model(torch.randn(4, 8), bool(left)).values["scores"][0]).backward()
+    try:
+        model(torch.randn(4, 8), True)
+    except RuntimeError as exc:
+        errors.append(str(exc))
+    return [*found, data["has_error"], data["error"], *errors]

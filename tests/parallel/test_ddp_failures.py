@@ -105,6 +105,14 @@ def test_loss_of_something_else_is_explained(rank_pool: RankPool) -> None:
         assert later == "nothing happened"
 
 
+def test_a_parameter_that_is_unfrozen_after_wrapping_is_named(rank_pool: RankPool) -> None:
+    """Nothing would average it."""
+    for frozen, unfrozen in rank_pool.run(2, ddp_failure_ranks.unfreeze, rank_pool.new_file()):
+        assert frozen == "nothing happened"
+        assert unfrozen.startswith("DataParallelError: parameters that were frozen when the module was wrapped require")
+        assert "average: 0.weight. Wrap the module again" in unfrozen
+
+
 def test_second_gradient_in_a_pass_is_named(rank_pool: RankPool) -> None:
     for rank, error in enumerate(rank_pool.run(2, ddp_failure_ranks.use_twice, rank_pool.new_file())):
         assert error.startswith("DataParallelError: Expected to mark a variable ready only once: parameter 'second.")

@@ -128,9 +128,7 @@ def test_buckets_and_reductions_are_in_a_profile(rank_pool: RankPool) -> None:
 
 @pytest.mark.parametrize("hook", ["", "allreduce_hook"])
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}])
-def test_optimizers_in_backward_step_with_the_average(
-    rank_pool: RankPool, options: dict[str, bool], hook: str
-) -> None:
+def test_optimizers_in_backward_step_with_the_average(rank_pool: RankPool, options: dict[str, bool], hook: str) -> None:
     for found in rank_pool.run(2, ddp_ranks.step_in_backward, rank_pool.new_file(), options, hook):
         assert max(found) < 1e-12
 
@@ -145,3 +143,16 @@ def test_hooks_of_the_user_come_before_the_average_and_must_not_step(
         for name, error in found.items():
             assert error.startswith("DataParallelError: parameters were changed during the backward pass of"), name
             assert f"on rank {rank}, before their gradients were averaged: 0.weight, 0.bias, 1.weight" in error
+
+
+def test_logging_data_and_the_errors_of_a_static_graph(rank_pool: RankPool) -> None:
+    for rank, found in enumerate(rank_pool.run(2, ddp_ranks.logging_data, rank_pool.new_file())):
+        reduced, skipping, has_error, logged, changed, unused = found
+        assert (reduced - skipping, has_error, logged) == (1, 1, changed)
+        assert (
+            "training graph has changed" in changed and "parameter 'right." in changed and f"on rank {rank}" in changed
+        )
+        assert "these parameters received no gradient: left.weight, left.bias" in unused
+        for error in (changed, unused):
+            assert "static_graph=True does not allow" in error
+            assert "find_unused_parameters" not in error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 from rpcdist.parallel._ddp._reducer import Reducer
@@ -19,7 +21,7 @@ def logging_data(module: nn.Module, reducer: Reducer, forward_sync_buffers: bool
         reducer: averages its gradients.
         forward_sync_buffers: whether buffers are synchronised before each forward pass.
     """
-    group, options = reducer.group, reducer.options
+    group, options, hook = reducer.group, reducer.options, reducer.hook
     tensors = [named.tensor for named in reducer.parameters]
     sizes = _joined(bucket.num_bytes for bucket in reducer.buckets)
     return {
@@ -28,7 +30,9 @@ def logging_data(module: nn.Module, reducer: Reducer, forward_sync_buffers: bool
         "world_size": group.size(),
         "rank": group.rank(),
         "iteration": reducer.iteration,
-        "dtypes": ", ".join(sorted({str(tensor.dtype)[6:] for tensor in tensors})),
+        "has_error": int(bool(reducer.error)),
+        "error": reducer.error,
+        "dtypes": ", ".join(sorted({_NAMES.get(tensor.dtype, str(tensor.dtype)[6:]) for tensor in tensors})),
         "num_parameter_tensors": len(tensors),
         "total_parameter_size_bytes": sum(tensor.nbytes for tensor in tensors),
         "bucket_cap_bytes": options.caps.num_bytes,
@@ -36,16 +40,46 @@ def logging_data(module: nn.Module, reducer: Reducer, forward_sync_buffers: bool
         "bucket_sizes": sizes,
         "rebuilt_bucket_sizes": sizes if reducer.has_rebuilt else "",
         "has_rebuilt_buckets": int(reducer.has_rebuilt),
+        "num_buckets_reduced": reducer.num_buckets_reduced,
         "broadcast_buffers": int(forward_sync_buffers),
         "find_unused_parameters": int(options.find_unused),
         "gradient_as_bucket_view": int(options.view),
         "static_graph": int(options.static),
+        "join_uneven_inputs": int(reducer.joins),
         "has_sync_bn": int(any(isinstance(child, nn.SyncBatchNorm) for child in module.modules())),
-        **({"comm_hook": reducer.hook.name} if reducer.hook is not None and reducer.hook.name else {}),
-        "backward_comm_time": max(0, reducer.done_ns - reducer.first_launch_ns),
+        **({} if hook is None or not hook.name else {"comm_hook": hook.name}),
+        **{name: os.environ.get(name.upper(), "N/A") for name in _VARIABLES},
+        **_times(reducer),
         "first_gradient_ns": reducer.first_gradient_ns,
         "first_launch_ns": reducer.first_launch_ns,
         "done_ns": reducer.done_ns,
+    }
+
+
+_NAMES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+}
+"""torch's names of dtypes, where they are not those of Python."""
+_VARIABLES = ("master_addr", "master_port", "cuda_visible_devices", "torch_distributed_debug")
+
+
+def _times(reducer: Reducer) -> dict[str, int]:
+    """Durations and moments of the last iteration in nanoseconds; 0 for what has not come yet."""
+    forward, began = reducer.forward_began_ns, reducer.first_gradient_ns
+    computed, launched, done = reducer.computed_ns, reducer.first_launch_ns, reducer.done_ns
+    return {
+        "forward_compute_time": max(0, reducer.forward_ended_ns - forward),
+        "backward_compute_time": max(0, computed - began),
+        "backward_comm_time": max(0, done - launched) if launched else 0,
+        "backward_compute_comm_overlap_time": max(0, computed - launched) if launched else 0,
+        "forward_compute_time_start": forward,
+        "backward_compute_time_start": began,
+        "backward_compute_time_end": computed,
+        "backward_comm_time_start": launched,
+        "backward_comm_time_end": done,
     }
 
 

@@ -14,7 +14,7 @@ from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
 from rpcdist.parallel._ddp._ddp_errors import ModelsDiffer
 
-__all__ = ["Named", "broadcast_tensors", "has_buffers", "named_buffers", "trainable", "verify"]
+__all__ = ["Named", "broadcast_tensors", "frozen", "has_buffers", "named_buffers", "trainable", "verify"]
 
 PACKED_BELOW_BYTES: Final = 1 << 20
 """Smaller tensors are broadcast together."""
@@ -47,6 +47,13 @@ def trainable(module: nn.Module, ignored: Iterable[str] = ()) -> list[Named]:
             if parameter.requires_grad and name not in skipped:
                 found.setdefault(parameter, Named(name, parameter, sparse))
     return list(found.values())
+
+
+def frozen(module: nn.Module, ignored: Iterable[str] = ()) -> dict[str, nn.Parameter]:
+    """The other parameters by name, without the ignored ones."""
+    skipped = set(ignored)
+    named = module.named_parameters()
+    return {name: parameter for name, parameter in named if not parameter.requires_grad and name not in skipped}
 
 
 def named_buffers(module: nn.Module, ignored: Iterable[str] = ()) -> dict[str, torch.Tensor]:

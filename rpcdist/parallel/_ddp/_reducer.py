@@ -72,7 +72,10 @@ class Reducer:
         self.joins = False  # under `join`, whose ranks without data mirror one iteration for each forward pass
         self.hook: RegisteredHook | None = None
         self.has_rebuilt = False
-        self.first_gradient_ns = self.done_ns = 0
+        self.error = ""  # the text of the last error, for logging data
+        self.forward_began_ns = self.forward_ended_ns = 0
+        self.first_gradient_ns = self.computed_ns = self.done_ns = 0
+        self.num_buckets_reduced = 0
         self._facts = [
             GradientFacts(tensor.nbytes, (tensor.dtype, tensor.device), sparse) for _, tensor, sparse in parameters
         ]
@@ -127,7 +130,7 @@ class Reducer:
 
     def _reset(self) -> None:
         """Prepares for the first gradient of an iteration."""
-        self.first_gradient_ns = self.done_ns = 0
+        self.first_gradient_ns = self.computed_ns = self.done_ns = 0
         self._ready_order = []
         self._next = 0
         self._notice_posted = False
@@ -168,7 +171,9 @@ class Reducer:
             missing = self._missing()
             self._due.close()
             notice = self._notices.post(self.iteration, missing, final=True)
-            raise UnusedParameters(notice.rank, missing, self.iteration, self.options.rule)
+            error = UnusedParameters(notice.rank, missing, self.iteration, self.options.rule)
+            self.error = str(error)
+            raise error
 
     def arm(self, watched: bool) -> None:
         """Expects the gradients of a backward pass.
@@ -261,7 +266,11 @@ class Reducer:
             if self.options.static and self._due.ends_with_pass and not self._has_reached:
                 return  # a penalty of the parameters alone; the graph that is static is that of the outputs
             if self._due.end_pass():
-                self._finish()
+                try:
+                    self._finish()
+                except Exception as exc:
+                    self.error = str(exc)
+                    raise
             elif self._due.has_begun:
                 self._warn_others()
 
@@ -325,7 +334,8 @@ class Reducer:
         error = unexpected_gradient(
             unexpected, self.parameters[unexpected.index].name, self.iteration, self._world_rank, self.options.rule
         )
-        self._notices.post(self.iteration, [], final=True, problem=str(error))
+        self.error = str(error)
+        self._notices.post(self.iteration, [], final=True, problem=self.error)
         return error
 
     @property
@@ -366,6 +376,7 @@ class Reducer:
         """Waits for the reductions, delivers the results, and agrees with the other ranks on the next buckets."""
         self._partial_passes = self._partial_passes or self._notice_posted
         self._due.close()
+        self.computed_ns = time.time_ns()
         while self._next < len(self.buckets):
             self._next += 1
             self._launch(self.buckets[self._next - 1], asynchronous=False)
@@ -380,6 +391,7 @@ class Reducer:
             self._changes.end(self.iteration, self._world_rank)
             step_and_clear(self._stepped or ())
         self._share_order(knew_graph)
+        self.num_buckets_reduced = len(self.buckets) - len(self._skipped)
         self.done_ns = time.time_ns()
 
     def _deliver(self, members: list[BucketEntry], reduced: list[torch.Tensor], lasting: bool) -> None:

@@ -70,7 +70,7 @@ class ChangeCheck:
         names = [named.name for named, old, new in pairs if old != new]
         raise DataParallelError(
             f"parameters were changed during the backward pass of iteration {iteration} on rank {rank}, before their "
-            f"gradients were averaged: {list_names(names)}. A hook steps an optimizer with this rank's gradients alone, "
+            f"gradients were averaged: {list_names(names)}. A hook steps an optimizer with this rank's gradients, "
             "so the ranks' copies differ now: step after backward, or use "
             "torch.distributed.optim._apply_optimizer_in_backward, which DistributedDataParallel takes over"
         )
