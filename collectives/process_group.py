@@ -13,8 +13,9 @@ import torch
 from rpcdist.collectives._api.group_methods import LowerCaseOperations
 from rpcdist.collectives._group.backend_binding import BackendBinding
 from rpcdist.collectives._group.backend_contract import GroupBackend
-from rpcdist.collectives._operations.lowering import Place
-from rpcdist.errors import ConfigError, RpcdistError
+from rpcdist.collectives._group.verdict import monitored_text
+from rpcdist.collectives._operations.lowering import Place, barrier
+from rpcdist.errors import CollectiveTimeout, ConfigError, RankLost, RpcdistError
 from rpcdist.time_limits import GROUP_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -234,6 +235,27 @@ class ProcessGroup(LowerCaseOperations):
         """World ranks of the members that are known to be gone, and why."""
         lost_ranks = [backend.lost_ranks() for backend in self._distinct_backends()]
         return {self._ranks[rank]: reason for lost in lost_ranks for rank, reason in lost.items()}
+
+    # ------------------------------------------------------------ beside the operations of one backend
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Waits for all ranks; its error names those that did not come, all of them in either case.
+
+        Its text is torch's, which programs parse: on rank 0 it names the first of them, or all with `wait_all_ranks`. A
+        timeout of 0 is over at once, for a group of several ranks.
+        """
+        limit_s = self.timeout_s if timeout is None or timeout < timedelta(0) else timeout.total_seconds()
+        binding = self.binding(self.object_device)
+        if limit_s == 0:
+            if self.size() > 1:
+                text = monitored_text(self.rank(), (), 0.0, wait_all_ranks)
+                raise CollectiveTimeout(f"monitored_barrier of group {self.group_name!r}", text)
+            return
+        try:
+            binding.submit(barrier(), False, limit_s)
+        except (CollectiveTimeout, RankLost) as exc:
+            text = monitored_text(self.rank(), exc.ranks, limit_s, wait_all_ranks)
+            raise type(exc)(exc.operation, f"{text} {exc.reason}", exc.ranks) from None
 
     # ------------------------------------------------------------ the end
 

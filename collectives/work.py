@@ -176,6 +176,9 @@ class Work:
         """The group's rank that sent what was received; -1 for anything but a receive that is done."""
         return self._source
 
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of the output tensors. Its callbacks may call further operations, and wait for them in any way."""
         ordered = self._callbacks_of_group

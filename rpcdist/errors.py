@@ -371,21 +371,27 @@ class CollectiveMismatch(CollectiveError, ValueError):
     """The ranks of a group called different operations, or the same with other arguments; all of them are told."""
 
 
-class CollectiveTimeout(CollectiveError, TimeoutError):
-    """An operation did not finish in time; the text names the ranks that did not arrive."""
+class _RanksFailed(CollectiveError):
+    def __init__(self, operation: str, reason: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(operation, reason)
+        self.args = (operation, reason, tuple(ranks))
+        self.ranks = tuple(ranks)
 
 
-class RankLost(CollectiveError, ConnectionError):
+class CollectiveTimeout(_RanksFailed, TimeoutError):
+    """An operation did not finish in time; the text names the ranks that did not arrive.
+
+    Attributes:
+        ranks: those ranks, in the group of the operation; empty where all have come, or nobody can say.
+    """
+
+
+class RankLost(_RanksFailed, ConnectionError):
     """A rank of the group died, or its connection broke, before the operation was done.
 
     Attributes:
         ranks: the ranks, in the group of the operation.
     """
-
-    def __init__(self, operation: str, reason: str, ranks: Sequence[int] = ()) -> None:
-        super().__init__(operation, reason)
-        self.args = (operation, reason, tuple(ranks))
-        self.ranks = tuple(ranks)
 
 
 class GroupAborted(CollectiveError):

@@ -237,11 +237,6 @@ class LowerCaseOperations:
         binding = self.binding(self.object_device if device is None else device.type)
         return _submit(binding, lowering.barrier(), given)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Waits for all ranks; its error names those that did not come, all of them in either case."""
-        given = _options(BarrierOptions, None, timeout=timeout)
-        self.binding(self.object_device).submit(lowering.barrier(), False, given.timeout_s)
-
 
 def _either(opts: object, named: object) -> object:
     """The options, or the one value that a keyword of torch's gives instead."""

@@ -44,9 +44,10 @@ class GroupFailure:
         """The error that `operation` (a title like "all_reduce #41 of group 'default'") raises."""
         if self.kind is FailureKind.LOST:
             return RankLost(operation, self.reason, self.ranks)
+        if self.kind is FailureKind.TIMEOUT:
+            return CollectiveTimeout(operation, self.reason, self.ranks)
         kinds: dict[FailureKind, type[CollectiveError]] = {
             FailureKind.MISMATCH: CollectiveMismatch,
-            FailureKind.TIMEOUT: CollectiveTimeout,
             FailureKind.ABORTED: GroupAborted,
         }
         return kinds.get(self.kind, CollectiveError)(operation, self.reason)

@@ -241,9 +241,9 @@ class GroupState:
     def timed_out(self, waiting_for: frozenset[int]) -> GroupFailure:
         """The failure of an operation that ran out of time, as far as this rank can see."""
         if not waiting_for:
-            return GroupFailure(FailureKind.TIMEOUT, "it timed out")
+            return GroupFailure(FailureKind.TIMEOUT, "Timed out waiting")
         names = list_ranks([self.world_ranks[rank] for rank in waiting_for])
-        reason = f"it timed out on rank {self.world_ranks[self.rank]}, which waits for {names}"
+        reason = f"Timed out waiting on rank {self.world_ranks[self.rank]} for {names}"
         return GroupFailure(FailureKind.TIMEOUT, reason, tuple(sorted(waiting_for)))
 
     def mismatch(self, views: dict[int, str]) -> GroupFailure:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure, list_ranks
 
-__all__ = ["timeout_verdict"]
+__all__ = ["monitored_text", "timeout_verdict"]
 
 
 def timeout_verdict(
@@ -27,8 +27,23 @@ def timeout_verdict(
     missing = tuple(sorted(late + silent))
     if not missing:
         details = [f"rank {world_ranks[rank]} {text}" for rank, (_, text) in sorted(answers.items())]
-        reason = f"{title} timed out though all ranks have come to it: {'; '.join(details)}"
+        reason = f"Timed out waiting in {title}, though all ranks have come to it: {'; '.join(details)}"
         return GroupFailure(FailureKind.TIMEOUT, reason)
     names = list_ranks([world_ranks[rank] for rank in missing])
-    reason = f"{title} timed out; {names} did not arrive: {'; '.join(details)}"
+    reason = f"Timed out waiting in {title}; {names} did not arrive: {'; '.join(details)}"
     return GroupFailure(FailureKind.TIMEOUT, reason, missing)
+
+
+def monitored_text(rank: int, missing: Sequence[int], limit_s: float, wait_all_ranks: bool) -> str:
+    """What torch says of a monitored barrier that failed, on one rank."""
+    limit_ms = round(limit_s * 1000)
+    if rank != 0:
+        return (
+            f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
+            "rank 0. Please check rank 0 logs for faulty rank."
+        )
+    late = [str(other) for other in sorted(missing) if other != 0]
+    if not late:
+        return f"[Rank 0]: Rank 0 timed out in monitoredBarrier after {limit_ms} ms."
+    who = f"Ranks {', '.join(late)}" if wait_all_ranks else f"Rank {late[0]}"
+    return f"[Rank 0]: {who} failed to pass monitoredBarrier in {limit_ms} ms."

@@ -108,7 +108,9 @@ class Job:
         """
         last: Process | None = None
         for _ in range(200 * len(processes)):
-            able = [process for process in processes if self.can_step(process) or (process is impatient and process.runs)]
+            able = [
+                process for process in processes if self.can_step(process) or (process is impatient and process.runs)
+            ]
             if not able:
                 return
             if last in able:

@@ -166,9 +166,9 @@ def test_why_a_group_cannot_be_made(events: list[Event], reason: str | None) -> 
 
 def test_what_this_rank_says_of_itself() -> None:
     state = new_state()
-    assert state.timed_out(frozenset()).reason == "it timed out"
+    assert state.timed_out(frozenset()).reason == "Timed out waiting"
     assert state.timed_out(frozenset({0, 2})) == GroupFailure(
-        FailureKind.TIMEOUT, "it timed out on rank 11, which waits for ranks 10, 12", (0, 2)
+        FailureKind.TIMEOUT, "Timed out waiting on rank 11 for ranks 10, 12", (0, 2)
     )
     assert state.mismatch({2: "b", 0: "a"}).reason == (
         "the ranks called different operations: rank 10 called a; rank 12 called b"
@@ -251,13 +251,13 @@ ANSWERS = {0: (5, "is in it"), 1: (5, "is in it"), 2: (4, "finished all_reduce #
 @pytest.mark.parametrize(
     ("answers", "missing", "text"),
     [
-        (ANSWERS, (2,), "x #5 timed out; rank 12 did not arrive: rank 12 finished all_reduce #4 2.0 s ago"),
+        (ANSWERS, (2,), "Timed out waiting in x #5; rank 12 did not arrive: rank 12 finished all_reduce #4 2.0 s ago"),
         ({0: ANSWERS[0]}, (1, 2), "ranks 11, 12 did not arrive: rank 11 does not answer; rank 12 does not answer"),
         ({1: ANSWERS[1], 2: ANSWERS[2]}, (0, 2), "rank 12 finished all_reduce #4 2.0 s ago; rank 10 does not answer"),
         (
             dict.fromkeys(range(3), (5, "is in it")),
             (),
-            "x #5 timed out though all ranks have come to it: rank 10 is in it; rank 11 is in it; rank 12 is in it",
+            "Timed out waiting in x #5, though all ranks have come to it: rank 10 is in it; rank 11 is in it; rank 12 is in it",
         ),
     ],
 )
