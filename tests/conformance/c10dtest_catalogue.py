@@ -37,8 +37,6 @@ DIFFERENT: Final[dict[str, dict[str, str]]] = {
         "test_ddp_multiple_nested_unused_params_error": _NUMBERS,
         "test_ddp_native_mixed_precision_ignored_params": "reads the copies of parameters that torch's DDP keeps",
         "test_ddp_profiling_torch_profiler": _EVENTS,
-        "test_ddp_sink_noclone": "switches off a copy that torch's DDP makes of outputs",
-        "test_ddp_sync_module_states": "gives a group to C++ code of torch through torch.distributed.utils",
         "test_detect_ddp_is_actually_static": "asks torch's reducer in C++ whether the graph was always the same",
     },
     "backend": {"test_ddp_profiling_torch_profiler": _EVENTS},

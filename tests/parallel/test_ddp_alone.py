@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rpcdist import collectives
 from rpcdist.parallel import DistributedDataParallel, comm_hooks
@@ -40,6 +41,18 @@ def test_bucket_caps_in_bytes() -> None:
     assert (listed.bucket_bytes_cap_list, listed.bucket_bytes_cap) == ([1 << 20, 2 << 20], 2 << 20)
     plain = wrapped(bucket_cap_mb=3)
     assert (plain.bucket_bytes_cap_list, plain.bucket_bytes_cap) == ([], 3 << 20)
+
+
+def test_outputs_are_not_copied() -> None:
+    class Refuses(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert func._overloadpacket != torch.ops.aten.clone
+            return func(*args, **(kwargs or {}))
+
+    model = wrapped(find_unused_parameters=True)
+    model._set_ddp_sink_clone(False)
+    with Refuses():
+        model(torch.ones(1, 2)).sum().backward()
 
 
 @pytest.mark.parametrize(("old", "new", "syncs"), [(True, None, True), (False, None, False), (False, True, True)])
