@@ -21,6 +21,7 @@ import torch.distributed as torch_distributed
 
 from rpcdist.collectives._group.arrival import agree
 from rpcdist.collectives._group.creation import open_group
+from rpcdist.collectives._operations.checks import barrier_timeout
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
 from rpcdist.collectives._torch.compiler import hide_from_compiler
@@ -228,13 +229,13 @@ def _make_group(
 
 def _monitored_barrier(
     group: torch_distributed.ProcessGroup | None = None,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
     """See `torch.distributed.monitored_barrier`, which refuses every backend but Gloo before it asks the group."""
     own = torch_distributed.group.WORLD if group is None else group
     if isinstance(own, TorchProcessGroup):
-        own.monitored_barrier(timeout, wait_all_ranks)
+        own.monitored_barrier(barrier_timeout(timeout), wait_all_ranks)
     else:
         _torch_monitored_barrier(group, timeout, wait_all_ranks)
 

@@ -476,9 +476,10 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         self._use_hook(self.process_group, hook, str(comm_hook_type))
 
     def _use_hook(self, state: object, hook: CommHook, name: str) -> None:
-        check_comm_hook(hook)
-        if self.reducer.hook is not None:
-            raise DataParallelError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        with self._logging_errors():
+            check_comm_hook(hook)
+            if self.reducer.hook is not None:
+                raise DataParallelError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         refuse_complex(hook, {named.tensor.dtype for named in self.reducer.parameters})
         hook, state = adapt_hook(hook, state, self.process_group)
         self.reducer.use_hook(RegisteredHook(hook, state, leaves_equal_bits(hook), name))
@@ -493,8 +494,27 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         """Options, buckets and times, for debugging."""
         return logging_data(self.module, self.reducer, self.forward_sync_buffers)
 
+    @contextmanager
+    def _logging_errors(self) -> Iterator[None]:
+        """Has the logging data tell of an error inside."""
+        try:
+            yield
+        except Exception as exc:
+            self.reducer.error = str(exc)
+            raise
+
     def _set_static_graph(self) -> None:
-        """The same as `static_graph=True`; call it before training."""
+        """The same as `static_graph=True`; call it before training.
+
+        Raises:
+            DataParallelError: a backward pass has been averaged already.
+        """
+        with self._logging_errors():
+            if self.reducer.iteration > 0:
+                raise DataParallelError(
+                    "_set_static_graph() should be called before training loop starts and after DDP is constructed; "
+                    f"this is iteration {self.reducer.iteration}. Or pass static_graph=True to DistributedDataParallel."
+                )
         self.static_graph = True
         self._make_reducer_again()
 
