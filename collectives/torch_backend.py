@@ -12,6 +12,7 @@ The import also replaces `torch.distributed.monitored_barrier`, which refuses ou
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -209,9 +210,11 @@ def _make_group(
     """What torch calls to make a group: `given` says which ranks, and brings the store."""
     ranks = tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
     name, backend = f"torch {given.group_id}", default_backend()
-    store = PrefixStore(f"attempt_{job_attempt()}", TorchStoreAdapter(given.store))
+    # torch gives groups of one name the same keys: those of the next initialisation and of the next start, and those
+    # that the members of two parents make at once.
+    members = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
+    store = PrefixStore(f"attempt_{job_attempt()}/{members}", TorchStoreAdapter(given.store))
     timeout_s = given.timeout.total_seconds()
-    # torch gives groups of one name the same keys, those of the next initialisation and of the next start included.
     own = agree(store, ranks[given.group_rank], ranks, f"group {name!r}", timeout_s, f"backend {backend}", fresh=False)
     group = open_group(
         name,

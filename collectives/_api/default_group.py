@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -11,6 +12,7 @@ import torch.distributed as torch_distributed
 
 from rpcdist.collectives._group.arrival import DEFAULT_GROUP, agree
 from rpcdist.collectives._group.creation import default_timeout, open_group
+from rpcdist.collectives._group.group_failure import list_ranks
 from rpcdist.collectives._group.kept_store import MPI_ADDRESS, KeptStore, StoreAndRank
 from rpcdist.collectives._group.world import NON_GROUP_MEMBER, Group, current_world, default_group
 from rpcdist.collectives._operations.checks import check_timeout, check_whole_number
@@ -20,9 +22,11 @@ from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
 from rpcdist.collectives.backends import Backend, BackendConfig, default_backend
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.rendezvous import job_attempt
-from rpcdist.errors import ConfigError, RpcdistError
+from rpcdist.errors import ConfigError, DistNetworkError, RpcdistError, StoreTimeout
 
 __all__ = ["close_stores", "destroy_process_group", "get_node_local_rank", "init_process_group"]
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_NAME = "0"  # torch's; the names of other groups go on from here
 
@@ -77,6 +81,7 @@ def init_process_group(
     described = f"the default group of {world_size} ranks with backend {config}"
     ranks = tuple(range(world_size))
     base = PrefixStore(f"default_pg/{job_attempt()}", shared)
+    default: ProcessGroup | None = None
     try:
         own = agree(base, rank, ranks, DEFAULT_GROUP, timeout_s, described, fresh=False)
         default = open_group(
@@ -90,11 +95,38 @@ def init_process_group(
             device=device,
             description="default_pg",
         )
-    except RpcdistError as exc:
-        shared.note_failure(str(exc))
+        world.begin(default, own)
+        _until_all_have_it(own, rank, world_size, timeout_s)
+    except BaseException as exc:
+        if default is not None:
+            world.end()
+            default.abort()
+            default.shutdown()
+        if isinstance(exc, RpcdistError):
+            shared.note_failure(str(exc))
         raise
     shared.note_failure("")  # an earlier try may have failed
-    world.begin(default, own)
+
+
+def _until_all_have_it(own: Store, rank: int, world_size: int, timeout_s: float) -> None:
+    """Until the default group is set on all ranks: code that the first rank has run on another one, such as a call by
+    RPC, finds it there."""
+    if rank != 0:
+        own.set(f"set/{rank}", b"1")
+        try:
+            own.wait(["all set"], timeout_s)
+        except DistNetworkError as exc:  # rank 0 was through, and has ended; if not, the group's operations will say so
+            logger.debug("the store was lost at the end of init_process_group: %s", exc)
+        return
+    try:
+        own.wait([f"set/{other}" for other in range(1, world_size)], timeout_s)
+    except StoreTimeout as exc:
+        missing = [other for other in range(1, world_size) if not own.check([f"set/{other}"])]
+        raise StoreTimeout(
+            f"Timed out making the default group: it is not set on {list_ranks(missing)} after {timeout_s:g} s. Look at "
+            "those processes, or pass a longer timeout."
+        ) from exc
+    own.set("all set", b"1")
 
 
 def destroy_process_group(group: Group = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import cast
 
@@ -52,13 +52,35 @@ def new_group(
         CollectiveMismatch: another rank asked for another group.
     """
     world, parent = current_world(), default_group()
-    backend = Backend(backend) if backend else parent.name()
-    timeout = default_timeout(backend) if timeout is None else check_timeout(timeout)
-    BackendConfig(backend)
     if use_local_synchronization and ranks is not None and parent.rank() not in ranks:
+        _checked(backend, timeout, parent)
         return cast(ProcessGroup, None)
+    name_of = world.hashed_name if use_local_synchronization else lambda _: world.numbered_name()
+    return _make(name_of, ranks, timeout, backend, pg_options, group_desc, device_id, sort_ranks)
+
+
+def _checked(backend: str | None, timeout: timedelta | None, parent: ProcessGroup) -> tuple[str, timedelta]:
+    name = Backend(backend) if backend else parent.name()
+    limit = default_timeout(name) if timeout is None else check_timeout(timeout)
+    BackendConfig(name)
+    return name, limit
+
+
+def _make(
+    name_of: Callable[[tuple[int, ...]], str],
+    ranks: Sequence[int] | None,
+    timeout: timedelta | None,
+    backend: str | None,
+    pg_options: object | None,
+    group_desc: str | None,
+    device_id: torch.device | None = None,
+    sort_ranks: bool = True,
+) -> ProcessGroup:
+    """The group on its members; they give it a name by which nobody else makes another one."""
+    world, parent = current_world(), default_group()
+    backend, timeout = _checked(backend, timeout, parent)
     members = _members(ranks, parent.size(), sort_ranks)
-    name = world.hashed_name(members) if use_local_synchronization else world.numbered_name()
+    name = name_of(members)
     if parent.rank() not in members:
         return NON_GROUP_MEMBER
     return make_group(
@@ -111,7 +133,7 @@ def new_subgroups(
     pg_options: object | None = None,
     group_desc: str | None = None,
 ) -> tuple[ProcessGroup, list[ProcessGroup]]:
-    """Cuts a group into groups of `group_size` neighbours; all ranks of the world call it.
+    """Cuts a group into groups of `group_size` neighbours; all ranks of that group call it.
 
     Args:
         group_size: the number of CUDA devices by default.
@@ -130,13 +152,14 @@ def new_subgroups(
         group_size = torch.cuda.device_count()
     if group_size <= 0:
         raise ConfigError(f"The arg 'group_size' ({group_size}) must be positive")
-    ranks = group_or_default(group).ranks
+    parent = group_or_default(group)
+    ranks = parent.ranks
     if len(ranks) < group_size:
         raise ConfigError(f"The arg 'group_size' ({group_size}) must not exceed the world size ({len(ranks)})")
     if len(ranks) % group_size != 0:
         raise ConfigError(f"The world size ({len(ranks)}) must be divisible by 'group_size={group_size}'")
     parts = [list(ranks[begin : begin + group_size]) for begin in range(0, len(ranks), group_size)]
-    return new_subgroups_by_enumeration(parts, timeout, backend, pg_options, group_desc)
+    return _enumerated(parent, parts, timeout, backend, pg_options, group_desc)
 
 
 def new_subgroups_by_enumeration(
@@ -151,6 +174,25 @@ def new_subgroups_by_enumeration(
     Returns:
         This rank's group (None when it is in none of them), and all of them.
     """
+    return _enumerated(default_group(), ranks_per_subgroup_list, timeout, backend, pg_options, group_desc)
+
+
+def _enumerated(
+    parent: ProcessGroup,
+    ranks_per_subgroup_list: Sequence[Sequence[int]],
+    timeout: timedelta | None,
+    backend: str | None,
+    pg_options: object | None,
+    group_desc: str | None,
+) -> tuple[ProcessGroup, list[ProcessGroup]]:
+    """The groups, made by all ranks of `parent`; those of other groups may make theirs at the same time."""
+    world = current_world()
+
+    def name_of(_: tuple[int, ...]) -> str:
+        if parent is default_group():
+            return world.numbered_name()
+        return f"{parent.group_name}.{parent.next_number('subgroup')}"
+
     if ranks_per_subgroup_list is None or len(ranks_per_subgroup_list) == 0:
         raise ConfigError("The arg 'ranks_per_subgroup_list' cannot be empty")
     owner: dict[int, Sequence[int]] = {}
@@ -162,7 +204,7 @@ def new_subgroups_by_enumeration(
     own_group: ProcessGroup | None = None
     groups = []
     for ranks in ranks_per_subgroup_list:
-        groups.append(new_group(ranks, timeout, backend, pg_options, group_desc=group_desc))
+        groups.append(_make(name_of, ranks, timeout, backend, pg_options, group_desc))
         if isinstance(groups[-1], ProcessGroup):
             own_group = groups[-1]
     return cast(ProcessGroup, own_group), groups

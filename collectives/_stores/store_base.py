@@ -221,7 +221,7 @@ class Store:
     def set_timeout(self, timeout: Timeout) -> None:
         self._timeout_s = seconds(timeout)
 
-    def note_failure(self, reason: str) -> None:  # noqa: B027  # most stores have nobody to tell
+    def note_failure(self, reason: str) -> None:  # most stores have nobody to tell
         """Notes why this process gives up; if it serves the store, those who lose it by that are told. Never blocks."""
 
     def has_extended_api(self) -> bool:
@@ -232,7 +232,7 @@ class Store:
         """The key as the table knows it, with the prefixes of this object before it."""
         return key
 
-    def close(self) -> None:  # noqa: B027  # a store that holds nothing has nothing to do
+    def close(self) -> None:  # a store that holds nothing has nothing to do
         """Gives up what the store holds; idempotent, bounded. Nothing else may be called after it."""
 
     def __enter__(self) -> Self:

@@ -114,7 +114,7 @@ class Job:
             if not able:
                 return
             if last in able:
-                able.sort(key=lambda process: process is not last)  # noqa: B023
+                able.sort(key=lambda process: process is not last)
                 able = able if interruptions else able[:1]
             process = able[choose(len(able)) if len(able) > 1 else 0]
             interruptions -= last in able and process is not last

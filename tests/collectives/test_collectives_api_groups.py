@@ -461,3 +461,52 @@ def test_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert c.get_node_local_rank(1) == 1
     with pytest.raises(RuntimeError, match="LOCAL_RANK is not in the environment"):
         c.get_node_local_rank()
+
+
+def test_members_of_several_groups_cut_them_at_once() -> None:
+    """Each parent names its own subgroups, however many it makes; the world's next group is the same for all."""
+
+    def on_rank(rank: int) -> list[object]:
+        own, _ = c.new_subgroups_by_enumeration([[0, 2, 4], [1, 3]])
+        cut, every = c.new_subgroups(1, group=own)
+        again, _ = c.new_subgroups(own.size(), group=own)
+        both, _ = c.new_subgroups(5)
+        totals = [total(group, 1) for group in (own, cut, again, both, c.new_group())]
+        return [cut.ranks, len(every), *totals]
+
+    outcomes = run_ranks(5, on_rank)
+    assert outcomes == [[(rank,), 3 - rank % 2, 3 - rank % 2, 1, 3 - rank % 2, 5, 5] for rank in range(5)]
+
+
+def test_who_is_through_finds_the_default_group_on_all_ranks() -> None:
+    store = HashStore(LIMIT_S)
+    worlds = [World() for _ in range(4)]
+
+    def on_rank(rank: int) -> None:
+        for _ in range(10):
+            with use_world(worlds[rank]):
+                start(rank, 4, store)
+                assert all(world.default is not None for world in worlds)
+                c.barrier()
+                c.destroy_process_group()
+
+    assert in_threads(4, on_rank) == [None] * 4
+
+
+def test_a_rank_that_is_not_through_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore(LIMIT_S)
+    begin = World.begin
+
+    def fail_on_rank_1(world: World, default: ProcessGroup, own: Store) -> None:
+        if default.rank() == 1:
+            raise KeyboardInterrupt
+        begin(world, default, own)
+
+    monkeypatch.setattr(World, "begin", fail_on_rank_1)
+
+    def on_rank(rank: int) -> None:
+        start(rank, 2, store, 0.5)
+
+    first, second = in_threads(2, on_rank)
+    assert isinstance(first, StoreTimeout) and "it is not set on rank 1 after 0.5 s" in str(first)
+    assert isinstance(second, KeyboardInterrupt)

@@ -22,7 +22,6 @@ from uuid import uuid4
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-
 PR_SET_PDEATHSIG = 1
 
 
