@@ -36,6 +36,19 @@ def test_logging_data_names_the_hook_that_the_program_registered() -> None:
     assert model._get_ddp_logging_data()["comm_hook"] == str(comm_hooks.BuiltinCommHookType.ALLREDUCE)
 
 
+def test_logging_data_tells_of_what_was_refused() -> None:
+    model = wrapped()
+    wrong: Any = {}
+    with pytest.raises(TypeError, match="callable"):
+        model.register_comm_hook(None, wrong)
+    data = model._get_ddp_logging_data()
+    assert data["has_error"] and "callable" in str(data["error"])
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="should be called before training loop starts"):
+        model._set_static_graph()
+    assert not model.static_graph and "training loop" in str(model._get_ddp_logging_data()["error"])
+
+
 def test_bucket_caps_in_bytes() -> None:
     listed = wrapped(bucket_cap_mb_list=[1, 2])
     assert (listed.bucket_bytes_cap_list, listed.bucket_bytes_cap) == ([1 << 20, 2 << 20], 2 << 20)
