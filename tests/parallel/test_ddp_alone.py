@@ -64,7 +64,7 @@ def test_outputs_are_not_copied() -> None:
 
     model = wrapped(find_unused_parameters=True)
     model._set_ddp_sink_clone(False)
-    with Refuses():
+    with Refuses():  # type: ignore[no-untyped-call]
         model(torch.ones(1, 2)).sum().backward()
 
 
