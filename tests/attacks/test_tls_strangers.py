@@ -20,7 +20,7 @@ from rpcdist.errors import AuthenticationFailed
 from rpcdist.ids import Identity
 from rpcdist.transport import Node
 from rpcdist.transport._channels.grpc_channel import CHANNEL_OPTIONS, connect_grpc
-from rpcdist.transport._server.server import Server
+from rpcdist.transport._server.server import AtAddress
 from rpcdist.transport._tls.certificate import Certificate
 from rpcdist.transport._tls.issued_certificates import IssuedCertificates
 from rpcdist.transport._tls.job_authority import LIFETIME, JobAuthority
@@ -43,13 +43,13 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
 def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The calls that came as far as this package's code."""
     seen: list[str] = []
-    route = Server.service
+    route = AtAddress.service
 
-    def service(self: Server, details: grpc.HandlerCallDetails) -> Any:
+    def service(self: AtAddress, details: grpc.HandlerCallDetails) -> Any:
         seen.append(details.method)
         return route(self, details)
 
-    monkeypatch.setattr(Server, "service", service)
+    monkeypatch.setattr(AtAddress, "service", service)
     return seen
 
 

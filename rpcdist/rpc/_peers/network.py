@@ -164,11 +164,13 @@ class Network(Protocol):
 
     Attributes:
         identity: who this process is to others; set when it joins a job.
-        address: where it is served (host:port), or None.
     """
 
     identity: Identity
-    address: str | None
+
+    @property
+    def address(self) -> str | None:
+        """Where it is served (host:port), or None."""
 
     @property
     def io(self) -> IoThread:

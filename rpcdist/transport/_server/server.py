@@ -41,12 +41,12 @@ from rpcdist.transport.roles import SOCKET_ROLE, Roles
 from rpcdist.transport.session import NullHandler, Session
 from rpcdist.transport.unary_proof import PACKAGE, SESSION_PATH, ProvenSessions
 
-__all__ = ["Method", "Server"]
+__all__ = ["AtAddress", "Method", "Server"]
 
 logger = logging.getLogger(__name__)
 
 
-class _AtAddress(grpc.GenericRpcHandler):
+class AtAddress(grpc.GenericRpcHandler):
     """Routes the calls that come by one listener: to its own services first."""
 
     def __init__(self, services: UnaryServices, others: Callable[[grpc.HandlerCallDetails], Any]) -> None:
@@ -120,7 +120,7 @@ class Server:
         num_connections()  # likewise
         server = grpc.aio.server(options=server_options())
         services = UnaryServices(self._proven)
-        server.add_generic_rpc_handlers((_AtAddress(services, self._handler),))
+        server.add_generic_rpc_handlers((AtAddress(services, self._handler),))
         await self.health.open(host)
         bound = self._bind(server, host, port)
         address = join_address(host, bound)
