@@ -125,7 +125,7 @@ def _plain(key: str, tensor: Tensor) -> Tensor:
 
 def _unsupported(tensor: Tensor) -> str:
     """What a tensor is that cannot be saved; empty if it can."""
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
         return "a lazy parameter or buffer, which has no values before the first forward pass"
     if not type(tensor).__module__.startswith("torch.distributed.") and type(tensor.detach()) is not Tensor:
         return f"a {type(tensor).__name__}, a subclass of torch.Tensor"  # e.g. fake, masked, and jagged tensors

@@ -465,8 +465,11 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         Args:
             state: first argument of the hook.
             hook: `hook(state, bucket)` gets a `GradBucket`, and returns a future of a tensor of the same number of
-                elements and dtype: the gradients for all ranks, averaged by the hook. Buckets of sparse gradients do not go
-                through hooks. torch's own hooks work as well; their state may be None, or hold a group of ours.
+                elements and dtype: the gradients for all ranks, averaged by the hook. Buckets of sparse gradients do
+                not go through hooks. torch's own hooks work as well; their state may be None, or hold a group of ours.
+
+        Raises:
+            ConfigError: it takes other arguments, or would drop the imaginary parts of complex gradients.
         """
         self._use_hook(state, hook, getattr(hook, "__qualname__", repr(hook)))
 

@@ -472,7 +472,7 @@ def logging_data(rank: int, size: int) -> list[Any]:
         model = DistributedDataParallel(module, **options)  # type: ignore[arg-type]
         for _ in range(2):
             ddp_models.loss_of(model(torch.randn(4, 8), True).values["scores"][0]).backward()
-        data = model._get_ddp_logging_data()
+        data: Any = model._get_ddp_logging_data()
         assert "comm_hook" not in data and data["dtypes"] == "float" and data["has_error"] == 0
         moments = [data[name] for name in ("forward_compute_time_start", "backward_compute_time_start")]
         moments += [data["backward_comm_time_start"], data["backward_comm_time_end"]]
@@ -491,8 +491,8 @@ def logging_data(rank: int, size: int) -> list[Any]:
             errors.append(str(exc))
     data = model._get_ddp_logging_data()
     model = DistributedDataParallel(ddp_models.Branches(), static_graph=True)
-    for left in (True, True, None):
-        ddp_models.loss_of(model(torch.randn(4, 8), bool(left)).values["scores"][0]).backward()
+    for uses_left in (True, True, False):
+        ddp_models.loss_of(model(torch.randn(4, 8), uses_left).values["scores"][0]).backward()
     try:
         model(torch.randn(4, 8), True)
     except RuntimeError as exc:

@@ -174,8 +174,8 @@ def join_badly(rank: int, size: int) -> list[str]:
 @scenario
 def two_epochs(rank: int, size: int, options: dict[str, Any], zero: str) -> list[str]:
     """Rank i has 1 + i inputs in each of two epochs; what is in `.grad` when an epoch has ended is the rank's own."""
-    model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False).double(), **options)
-    weight = model.module.weight
+    module: Any = torch.nn.Linear(1, 1, bias=False).double()
+    model, weight = DistributedDataParallel(module, **options), module.weight
     wrong = []
     for epoch in range(2):
         expected = 0.0

@@ -185,13 +185,13 @@ def complex_gradients(rank: int, size: int) -> dict[str, Any]:
             model.register_comm_hook(None, hook)
         generator = torch.Generator().manual_seed(rank)
         model(torch.randn(3, 4, dtype=torch.complex64, generator=generator)).square().mean().backward()
-        return torch.cat([torch.view_as_real(each.grad + 0j).flatten() for each in model.parameters()])
+        return torch.cat([torch.view_as_real(grad + 0j).flatten() for grad in ddp_models.gradients(model).values()])
 
     theirs = importlib.import_module(f"{TORCH_HOOKS}.default_hooks")
     hooks: dict[str, Any] = {name: getattr(comm_hooks, name) for name in ("allreduce_hook", "fp16_compress_hook")}
     hooks |= {name: getattr(comm_hooks, name) for name in ("bf16_compress_hook", "quantization_pertensor_hook")}
     hooks |= {name: getattr(comm_hooks, name) for name in ("quantization_perchannel_hook", "powerSGD_hook")}
-    hooks["wrapper"] = comm_hooks.fp16_compress_wrapper(comm_hooks.allreduce_hook)
+    hooks["wrapper"] = comm_hooks.fp16_compress_wrapper(hooks["allreduce_hook"])
     hooks["torch"] = theirs.bf16_compress_hook
     hooks["torch wrapper"] = theirs.fp16_compress_wrapper(theirs.allreduce_hook)
     hooks["own"] = lambda state, bucket: comm_hooks.noop_hook(state, bucket).then(lambda done: done.value().real)

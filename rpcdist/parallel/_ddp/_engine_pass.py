@@ -82,6 +82,6 @@ def _will_execute(node: Node | None) -> bool:
     if node is None:
         return False
     try:
-        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]  # not in torch's stubs
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # `torch.autograd.grad` takes the gradient of this leaf, and adds it to nothing
         return False

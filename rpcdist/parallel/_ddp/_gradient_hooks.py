@@ -72,6 +72,6 @@ class HookOrder:
 
 
 def _hooks_of(parameter: torch.Tensor) -> OrderedDict[int, object]:
-    hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]  # not in torch's stubs
+    hooks = parameter._post_accumulate_grad_hooks
     assert isinstance(hooks, OrderedDict)
     return hooks
