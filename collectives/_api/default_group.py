@@ -123,8 +123,8 @@ def _until_all_have_it(own: Store, rank: int, world_size: int, timeout_s: float)
     except StoreTimeout as exc:
         missing = [other for other in range(1, world_size) if not own.check([f"set/{other}"])]
         raise StoreTimeout(
-            f"Timed out making the default group: it is not set on {list_ranks(missing)} after {timeout_s:g} s. Look at "
-            "those processes, or pass a longer timeout."
+            f"Timed out making the default group: it is not set on {list_ranks(missing)} after {timeout_s:g} s. Look "
+            "at those processes, or pass a longer timeout."
         ) from exc
     own.set("all set", b"1")
 

@@ -1,8 +1,8 @@
 """`agreement`: the ranks of a group find each other in a store in which earlier processes left keys. Pure.
 
-A store may outlive the processes: the one that `torchrun`'s agent serves, a file, one of the user's own. Nothing that all
-ranks know tells one start of the job from the next: agents of `torchrun` count only their own failures. So the ranks
-agree through the store, and everything that the group then writes is under the number that they agreed on.
+A store may outlive the processes: the one that `torchrun`'s agent serves, a file, one of the user's own. Nothing that
+all ranks know tells one start of the job from the next: agents of `torchrun` count only their own failures. So the
+ranks agree through the store, and everything that the group then writes is under the number that they agreed on.
 
 The agreement goes in generations 0, 1, 2, ..., each of which is closed once, by `compare_set` of its outcome:
 
@@ -14,8 +14,9 @@ The agreement goes in generations 0, 1, 2, ..., each of which is closed once, by
 Every process draws a ticket when it comes, and says in each generation that it is here. What it says in a generation
 with an owner, it said after that owner came. So a process of an earlier start, which is dead, can be in no group.
 
-Rules: no I/O, clock, thread or randomness. `agreement` yields operations of a store, and is sent their results; `Missing`
-as the result of a `Get` says that the time is over. Invariants, which hold whichever process dies after whichever step:
+Rules: no I/O, clock, thread or randomness. `agreement` yields operations of a store, and is sent their results;
+`Missing` as the result of a `Get` says that the time is over. Invariants, which hold whichever process dies, and
+after whichever step:
 
  1. All processes that return from one generation are members of one `Made`, at most one for each rank.
  2. Each member has said that it is here after the owner of the generation came, and did not give up before `Made`.
@@ -181,7 +182,7 @@ def _wish_of(rank: int, runs: list[list[int]], description: str) -> Wish:
 
 
 def _runs(ranks: Sequence[int]) -> list[list[int]]:
-    """Ranks as runs from a first to a last one: every rank of a large world writes them all down, and one reads that."""
+    """Ranks as runs from a first to a last one: each rank of a large world writes them all down."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][1] + 1 == rank:

@@ -26,7 +26,8 @@ class FileStore(Store):
     """A store in a file. A process that is killed in the middle of a write harms nobody.
 
     All processes give the same path, and a new path for each job: keys that an earlier run left in the file would be
-    taken for this one's. With a known `world_size`, the last of that many stores to be closed removes the file.
+    taken for this one's. With a known `world_size`, the last of that many stores to be closed, or dropped, removes the
+    file. A process that is killed leaves it.
 
     Waiting reads the file's size after random pauses of at most 50 ms: a file shared between machines has no events.
 
@@ -45,7 +46,7 @@ class FileStore(Store):
         super().__init__(timeout)
         DROPPED_STORES.close_all()
         self._state = _FileState(os.path.abspath(os.fspath(file_name)), world_size)
-        self._closer = weakref.finalize(self, DROPPED_STORES.add, os.getpid(), self._state.close)
+        self._closer = weakref.finalize(self, _drop, os.getpid(), self._state)
 
     @property
     def path(self) -> str:
@@ -74,6 +75,14 @@ class FileStore(Store):
         return result
 
 
+def _drop(pid: int, state: _FileState) -> None:
+    """The store is gone. A finalizer may run in the middle of an operation on the same file: it does not wait for it."""
+    try:
+        state.close(limit_s=0.0)
+    except DistStoreError:
+        DROPPED_STORES.add(pid, state.close)
+
+
 class _FileState:
     """The file's log and the contents that it amounts to so far; apart from `FileStore`, so that it can outlive it."""
 
@@ -100,11 +109,11 @@ class _FileState:
             return decision.result
 
     @contextmanager
-    def _open(self, writing: bool) -> Iterator[OpenLog]:
+    def _open(self, writing: bool, limit_s: float = FILE_LOCK_LIMIT_S) -> Iterator[OpenLog]:
         """Locks the file and brings the contents up to date."""
-        deadline = Deadline.after(FILE_LOCK_LIMIT_S)
+        deadline = Deadline.after(limit_s)
         if not self._lock.acquire(timeout=deadline.remaining_s()):
-            raise DistStoreError(f"another thread has used {self.log.path} for {FILE_LOCK_LIMIT_S} s")
+            raise DistStoreError(f"another thread has used {self.log.path} for {limit_s} s")
         try:
             if self._closed:
                 raise DistStoreError(f"the store in {self.log.path} was closed by this process")
@@ -125,12 +134,12 @@ class _FileState:
             self._num_opened += change.code is Code.OPENED
             self._num_closed += change.code is Code.CLOSED
 
-    def close(self) -> None:
+    def close(self, limit_s: float = FILE_LOCK_LIMIT_S) -> None:
         # A forked child did not open the file, and does not count.
         if self._world_size <= 0 or self._pid != os.getpid() or not os.path.exists(self.log.path):
             self._closed = True
             return
-        with self._open(writing=True) as log:
+        with self._open(writing=True, limit_s=limit_s) as log:
             self._change(log, [Change(Code.CLOSED)])
             self._closed = True
             if self._num_closed >= self._world_size and self._num_closed == self._num_opened:

@@ -51,9 +51,9 @@ class Store:
     main thread. `close` gives up connections and files; `with` does it by itself.
 
     A new kind of store implements `execute`, `address` and `clone`. The other methods check their arguments and hand
-    `execute` an operation of `rpcdist.collectives.store`, whose docstring says what the operation returns. Or it has, as
-    a program's own store for torch has, some of the methods themselves: `set`, `get` and `add` are enough for process
-    groups; `check` and `compare_set` make it faster, and safe from processes that die.
+    `execute` an operation of `rpcdist.collectives.store`, whose docstring says what the operation returns. Or it has,
+    as a program's own store for torch has, some of the methods themselves: `set`, `get` and `add` are enough for
+    process groups; `check` and `compare_set` make it faster, and safe from processes that die.
     """
 
     _timeout_s: float = STORE_TIMEOUT_S  # of a class that does not call __init__

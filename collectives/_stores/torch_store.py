@@ -95,8 +95,8 @@ def _check_size(operation: StoreOperation[object], address: str) -> None:
         for item in argument if isinstance(argument, tuple) else (argument,):
             if isinstance(item, str | bytes) and len(item) > TORCH_TCP_BYTES:
                 raise DistStoreError(
-                    f"{operation.method}() of {len(item)} bytes is more than torch's store at {address} takes for a key "
-                    f"or a value, {TORCH_TCP_BYTES} bytes ({TORCH_TCP_BYTES >> 20} MiB). Use several keys, or a file."
+                    f"{operation.method}() of {len(item)} bytes is more than torch's store at {address} takes for a "
+                    f"key or a value, {TORCH_TCP_BYTES} bytes ({TORCH_TCP_BYTES >> 20} MiB). Use several keys."
                 )
 
 

@@ -1,4 +1,4 @@
-"""How the ranks of a group agree on who takes part: every order of their steps, deaths at every step, random histories."""
+"""How the ranks of a group agree on who takes part: every order of steps, deaths at every step, random histories."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed
@@ -24,6 +25,8 @@ from rpcdist.collectives import (
     TCPStore,
     TorchStoreAdapter,
 )
+from rpcdist.collectives._stores import store_base, store_operations, store_service
+from rpcdist.collectives._stores.store_operations import next_number
 from rpcdist.collectives.store import Add, Get, Set, StoreOperation, Wait
 from rpcdist.deadline import Deadline
 from rpcdist.testing import wait_until_asleep
@@ -47,6 +50,62 @@ def torch_tcp() -> torch.distributed.Store:
     return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
+class OwnMethods:
+    """What a program's own store may have: torch's methods, on a table in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: dict[str, bytes] = {}
+        self.lock = threading.RLock()
+
+    def set(self, key: str, value: Any) -> None:
+        with self.lock:
+            self.table[key] = value.encode() if isinstance(value, str) else bytes(value)
+
+    def get(self, key: str) -> bytes:
+        return self.table[key]
+
+    def add(self, key: str, amount: int) -> int:
+        with self.lock:
+            self.table[key] = str(next_number(key, self.table.get(key), amount)).encode()
+            return int(self.table[key])
+
+    def append(self, key: str, value: bytes) -> None:
+        with self.lock:
+            self.table[key] = self.table.get(key, b"") + value
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        with self.lock:
+            if key not in self.table and expected:
+                return expected
+            if self.table.get(key, b"") == expected:
+                self.table[key] = desired
+            return self.table[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.table for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self.table.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        return len(self.table)
+
+    def list_keys(self) -> list[str]:
+        return list(self.table)
+
+    def clone(self) -> Any:
+        return self
+
+
+class OwnStore(OwnMethods, Store):  # type: ignore[misc]  # the arguments are simpler than those of the base
+    """A subclass of this package's class."""
+
+
+class TorchsOwnStore(OwnMethods, torch.distributed.Store):  # type: ignore[misc]
+    """A subclass of torch's class."""
+
+
 STORES: dict[str, Opener] = {
     "hash": lambda path, stack: HashStore(),
     "file": lambda path, stack: stack.enter_context(FileStore(path / "store")),
@@ -59,6 +118,8 @@ STORES: dict[str, Opener] = {
     "torch-tcp": lambda path, stack: torch_store(stack, torch_tcp()),
     "torch-file": lambda path, stack: torch_store(stack, torch.distributed.FileStore(str(path / "store"))),
     "torch-prefix-tcp": lambda path, stack: torch_store(stack, torch.distributed.PrefixStore("p", torch_tcp())),
+    "prefix-own": lambda path, stack: PrefixStore("p", OwnStore()),
+    "torch-own": lambda path, stack: torch_store(stack, TorchsOwnStore()),
     "prefix-torch": lambda path, stack: PrefixStore("p", TorchStoreAdapter(torch.distributed.HashStore())),
 }
 
@@ -116,10 +177,79 @@ def test_any_text_is_a_key(store: Store, key: str) -> None:
     assert key in store.list_keys()
 
 
-def test_a_large_value(store: Store) -> None:
-    value = bytes(range(256)) * 8192
+def test_large_values_and_answers(store: Store, ours: bool) -> None:
+    """Every request and every answer that may be large, beyond one message between processes."""
+    value = bytes(range(256)) * (12 << 10)  # 3 MiB
     store.set("key", value)
     assert store.get("key") == value
+    store.multi_set(["a", "b"], [value, value[1:]])
+    assert store.multi_get(["key", "a", "b"]) == [value, value, value[1:]]
+    assert store.compare_set("a", value, b"small") == b"small"
+    assert store.compare_set("a", b"no", b"small") == b"small" and store.compare_set("b", b"no", b"x") == value[1:]
+    if store.has_extended_api():  # torch's FileStore loses a part of it
+        store.append("key", value)
+        assert store.get("key") == value * 2
+    keys = [f"{'k' * 300}{number}" for number in range(10_000)] if ours else ["k"]
+    store.multi_set(keys, ["1"] * len(keys))
+    store.wait(keys)
+    assert store.check(keys) and set(keys) <= set(store.list_keys())
+    with pytest.raises(StoreTimeout, match=r"keys: .*missing"):
+        store.wait([f"{key}-" for key in keys], SHORT_S)
+
+
+def test_large_values_in_queues(queues: Store) -> None:
+    value = b"x" * (3 << 20)
+    queues.queue_push("q", value)
+    queues.queue_push("q", b"2")
+    assert [queues.queue_pop("q"), queues.queue_pop("q")] == [value, b"2"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda store, value: store.set("k", value),
+        lambda store, value: store.multi_set(["k", "l"], [value[::2], value[::2] + b"xx"]),
+        lambda store, value: store.append("k", value),
+        lambda store, value: store.compare_set("k", "", value),
+        lambda store, value: store.queue_push("k", value),
+        lambda store, value: [store.append("k", value[::2] + b"x") for _ in range(2)],
+        lambda store, value: store.set(value.decode(), "1"),
+    ],
+)
+def test_what_is_too_large_is_refused_with_size_and_limit(call: Callable[[Store, bytes], object]) -> None:
+    store = HashStore()
+    with pytest.raises(DistStoreError, match=r"\b1000\d\d\b.* \b100000\b"):
+        call(store, b"1" * 100_001)
+    assert store.num_keys() <= 1
+
+
+@pytest.fixture(autouse=True)
+def small_limit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "too_large" in request.node.name:
+        for module in (store_base, store_operations, store_service):
+            monkeypatch.setattr(module, "LARGEST_BYTES", 100_000)
+
+
+def test_an_answer_that_is_too_large_is_refused_with_size_and_limit() -> None:
+    with ExitStack() as stack:
+        client = tcp_client(stack)
+        for key in "ab":
+            client.set(key, b"x" * 60_000)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store_service, "LARGEST_UNCUT_BYTES", 50_000)
+            with pytest.raises(DistStoreError, match=r"get\(\) has 1200\d\d bytes, more than .* 100000 bytes"):
+                client.multi_get(["a", "b"])
+            assert client.get("b") == b"x" * 60_000
+
+
+def test_torchs_tcp_store_is_not_given_what_it_hangs_up_on() -> None:
+    with ExitStack() as stack:
+        store = PrefixStore("p", torch_store(stack, torch.distributed.PrefixStore("q", torch_tcp())))
+        for call in (lambda value: store.set("k", value), lambda value: store.multi_set(["a", "k"], [b"1", value])):
+            with pytest.raises(DistStoreError, match=r"\b8388609 bytes is more than .* 8388608 bytes"):
+                call(b"x" * ((8 << 20) + 1))
+        store.set("k", b"x" * (8 << 20))
+        assert len(store.get("k")) == 8 << 20
 
 
 @pytest.mark.parametrize(

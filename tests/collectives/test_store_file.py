@@ -6,10 +6,12 @@ import errno
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed
 
-from rpcdist.collectives import DistStoreError, FileStore, StoreTimeout
+from rpcdist.collectives import DistStoreError, FileStore, PrefixStore, StoreTimeout
 from rpcdist.collectives._stores import file_log, file_store
 from rpcdist.collectives._stores.contents import Change, Code
 from rpcdist.collectives._stores.file_log import ChangeLog
@@ -192,12 +194,39 @@ def test_the_file_stays_while_not_all_have_come(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_store_that_was_dropped_counts_as_closed_when_the_next_is_made(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [FileStore, torch.distributed.FileStore])
+def test_the_file_goes_with_the_last_reference_to_the_store(tmp_path: Path, kind: Any) -> None:
     path = tmp_path / "store"
-    store = FileStore(path, 1)
-    del store
-    with FileStore(tmp_path / "other"):
+    first, second = (kind(str(path), 2) for _ in range(2))
+    prefix = (PrefixStore if kind is FileStore else torch.distributed.PrefixStore)("p", first)
+    prefix.set("a", "1")
+    del first, second
+    assert path.exists()
+    del prefix
+    assert not path.exists()
+
+
+def test_a_store_that_is_dropped_while_its_file_is_locked_is_closed_later(
+    tmp_path: Path,
+) -> None:
+    """A collection may run in the middle of an operation of another store on the same file."""
+    path = tmp_path / "store"
+    store, other = FileStore(path, 1), FileStore(path)
+    with other._state._open(writing=True):
+        del store
+        assert path.exists()
+    with FileStore(tmp_path / "another"):
         assert not path.exists()
+
+
+def test_a_file_that_a_killed_process_left_is_used_again_and_stays(tmp_path: Path) -> None:
+    """Not all that opened it have closed it; who is still there cannot be told."""
+    path = tmp_path / "store"
+    killed = FileStore(path, 2)
+    killed._closer.detach()  # what a process that is killed does not do
+    for _ in range(2):
+        FileStore(path, 2).close()
+    assert path.exists()
 
 
 @pytest.mark.multiproc

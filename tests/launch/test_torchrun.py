@@ -105,7 +105,7 @@ def test_programs_run(ran: dict[str, Ran], name: str, outputs: tuple[str, str]) 
 
 
 def test_after_a_restart_the_job_begins_anew(tmp_path: Path) -> None:
-    """On two nodes. No rank finds what its predecessors wrote into the store of torchrun's agent, and all find each other."""
+    """On two nodes. No rank finds what its predecessors wrote into the store of the agent, and all find each other."""
     imports = ("rpcdist.rpc", "rpcdist.collectives")
     [ran] = run_under_torchrun([Program(RESTARTED)], tmp_path, LIMIT_S, imports, max_restarts=1, num_agents=2)
     assert ran.outputs == tuple(f"rank {rank}, restart count {rank}, got [1, 1, 1]\n" for rank in range(2)), ran.errors

@@ -43,9 +43,11 @@ class UnaryServices:
 
     Args:
         proven: the sessions that calls may belong to.
+        on_call: is called with gRPC's name of the connection of each call.
     """
 
-    def __init__(self, proven: ProvenSessions) -> None:
+    def __init__(self, proven: ProvenSessions, on_call: Callable[[str], object]) -> None:
+        self._on_call = on_call
         self.names: list[str] = []
         self._methods: dict[str, tuple[type[Message], Method, bool]] = {}  # by the path; and whether in pieces
         self._proven = proven
@@ -84,6 +86,7 @@ class UnaryServices:
                 await context.abort(grpc.StatusCode.INTERNAL, repr(exc))
 
         async def handle(data: bytes, context: Any) -> bytes:
+            self._on_call(context.peer())
             try:
                 request = request_type.FromString(data)
             except DecodeError:
@@ -92,6 +95,7 @@ class UnaryServices:
                 return (await reply_to(request, context)).SerializeToString()  # type: ignore[no-any-return]
 
         async def handle_pieces(pieces: AsyncIterable[bytes], context: Any) -> None:
+            self._on_call(context.peer())
             with self._running():
                 try:
                     request = await joined(pieces, request_type)
