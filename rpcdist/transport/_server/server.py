@@ -121,7 +121,7 @@ class Server:
         may_poll()  # likewise
         num_connections()  # likewise
         server = grpc.aio.server(options=server_options())
-        services = UnaryServices(self._proven)
+        services = UnaryServices(self._proven, self._greetings.calls)
         server.add_generic_rpc_handlers((AtAddress(services, self._handler),))
         await self.health.open(host)
         bound = self._bind(server, host, port)
