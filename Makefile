@@ -67,7 +67,8 @@ bench: $(READY)  ## compares with torch, Gloo and, with RAY=/path/to/python, Ray
 	$(BIN)/python benchmarks/parameter_server.py $(BENCH)
 
 conformance: $(READY)  ## torch's own tests against rpcdist
-	$(BIN)/python tests/conformance/run_conformance.py --write
+	$(BIN)/python tests/conformance/run_conformance.py --write; rpc=$$?; \
+	$(BIN)/python tests/conformance/run_c10d_conformance.py --write && exit $$rpc
 
 stress: $(READY)  ## random load, and the full sets of the tests that vary dtypes, sizes and faults
 	RPCDIST_TEST_FULL=1 $(BIN)/pytest -m stress

@@ -44,8 +44,8 @@ _MODULES = {
     "._operations.operation": "ReduceOp",
     "._api.private_names": (
         "_broadcast_coalesced _get_default_group _get_default_store _get_global_rank _get_group_size "
-        "_get_object_coll_device _get_pg_default_device _get_process_group_name _pg_group_ranks _pg_map _pg_names "
-        "_rank_not_in_group _register_process_group _resolve_process_group _world"
+        "_get_object_coll_device _get_pg_config _get_pg_default_device _get_process_group_name _pg_group_ranks _pg_map "
+        "_pg_names _rank_not_in_group _register_process_group _resolve_process_group _world"
     ),
     "._api.point_to_point": "P2POp batch_isend_irecv irecv isend recv send",
     "._operations.reduce_ops": "_make_nccl_premul_sum reduce_op supports_complex",

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -23,12 +22,15 @@ import torch.distributed as torch_distributed
 
 from rpcdist.collectives._group.arrival import agree
 from rpcdist.collectives._group.creation import open_group
+from rpcdist.collectives._operations.checks import barrier_timeout
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
+from rpcdist.collectives._torch.compiler import hide_from_compiler
+from rpcdist.collectives._torch.functional_ops import serve_functional_ops
+from rpcdist.collectives._torch.torch_work import TorchWork, keep_what_torch_holds
 from rpcdist.collectives.backends import default_backend
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.rendezvous import job_attempt
-from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError
 
 __all__ = ["NAME", "TorchProcessGroup", "TorchWork", "as_torch_group", "register"]
@@ -45,75 +47,7 @@ _LENT: Final = "rpcdist group "  # names what `as_torch_group` makes
 _Split = Callable[..., Iterator[tuple[object, ...]]]
 
 # torch's stubs describe overloads of its C++ classes, which no single Python method can have.
-_Work: Any = torch._C._distributed_c10d.Work
 _ProcessGroup: Any = torch._C._distributed_c10d.ProcessGroup
-
-
-class TorchWork(_Work):  # type: ignore[misc]  # see _Work
-    """Our Work, one or several, where torch expects its own.
-
-    Args:
-        works: at least one; it is done when all of them are.
-    """
-
-    def __init__(self, *works: Work) -> None:
-        super().__init__()
-        self._works = works
-
-    def __repr__(self) -> str:
-        return f"<TorchWork {', '.join(map(repr, self._works))}>"
-
-    def wait(self, timeout: timedelta | float = timedelta(0)) -> bool:
-        """Blocks until it is done; 0 leaves the limit to the operations' own."""
-        for work in self._works:
-            work.wait(timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        return all(work.is_success() for work in self._works)
-
-    def exception(self) -> BaseException | None:
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
-
-    def result(self) -> list[torch.Tensor]:
-        return [tensor for work in self._works for tensor in work.result()]
-
-    @property
-    def timeout(self) -> timedelta:
-        return max(work.timeout for work in self._works)
-
-    def synchronize(self) -> None:
-        for work in self._works:
-            work.synchronize()
-
-    def block_current_stream(self) -> None:
-        for work in self._works:
-            work.block_current_stream()
-
-    def source_rank(self) -> int:
-        return self._works[0].source_rank()
-
-    def _source_rank(self) -> int:
-        return self.source_rank()
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        futures = [work.get_future() for work in self._works]
-        return futures[0] if len(futures) == 1 else futures[0].then(lambda _: _flatten(futures))
-
-    def get_future_result(self) -> torch.futures.Future[int]:
-        futures = [work.get_future_result() for work in self._works]
-        return futures[0] if len(futures) == 1 else torch.futures.collect_all(futures).then(_worst)
-
-
-def _flatten(futures: Sequence[torch.futures.Future[list[torch.Tensor]]]) -> list[torch.Tensor]:
-    return [tensor for future in futures for tensor in future.wait()]
-
-
-def _worst(done: torch.futures.Future[list[torch.futures.Future[int]]]) -> int:
-    return max(future.value() for future in done.value())
 
 
 def _forward(name: str, split: _Split | None = None) -> Callable[..., TorchWork]:
@@ -181,6 +115,8 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
         self._store = store
         self._group = group
         self._names = [name, ""]  # and a description
+        _open_groups.difference_update([known for known in list(_open_groups) if not known.group.device_types])
+        _open_groups.add(self)
 
     def __repr__(self) -> str:
         return f"<TorchProcessGroup of {self._group!r}>"
@@ -283,24 +219,16 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
     # ------------------------------------------------------------ the end
 
     def abort(self) -> None:
+        _open_groups.discard(self)
         self._group.abort()
 
     def shutdown(self) -> None:
+        _open_groups.discard(self)
         self._group.shutdown()
 
 
-def _hide_from_compiler(*classes: type) -> None:
-    """Makes `torch.compile` run the methods of the classes, and what these call, as they are.
-
-    torch's C++ code calls them in the middle of compiled programs. Its compiler would trace them, and from there the
-    engine of the group. `torch.compiler.disable` does the same, but imports the compiler.
-    """
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-    for attribute in (attribute for cls in classes for attribute in vars(cls).values()):
-        function = attribute.fget if isinstance(attribute, property) else attribute
-        if isinstance(function, FunctionType):
-            frames.set_code_exec_strategy(function.__code__, skip)
+_open_groups: Final[set[TorchProcessGroup]] = set()
+"""Until they end, since C++ code of torch that holds a group does not hold its Python object, see [Note: halves]."""
 
 
 def _make_group(
@@ -331,42 +259,18 @@ def _make_group(
 
 def _monitored_barrier(
     group: torch_distributed.ProcessGroup | None = None,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
     """See `torch.distributed.monitored_barrier`, which refuses every backend but Gloo before it asks the group."""
     own = torch_distributed.group.WORLD if group is None else group
     if isinstance(own, TorchProcessGroup):
-        own.monitored_barrier(timeout, wait_all_ranks)
+        own.monitored_barrier(barrier_timeout(timeout), wait_all_ranks)
     else:
         _torch_monitored_barrier(group, timeout, wait_all_ranks)
 
 
 _torch_monitored_barrier: Final = torch_distributed.distributed_c10d.monitored_barrier
-
-
-def _all_gather_into_tensor_out(
-    tensor: torch.Tensor, group_size: int, group_name: Any, *, out: torch.Tensor
-) -> torch.Tensor:
-    """`_c10d_functional.all_gather_into_tensor_out` for our groups: torch calls it past the methods in Python.
-
-    It stands in front of torch's own kernel, which serves the other groups as before.
-    """
-    group: Any = group_name
-    if isinstance(group_name, str):
-        resolve: Any = torch_distributed.distributed_c10d._resolve_process_group
-        group = resolve(group_name)
-    # Other kinds of tensors stand for real ones while a program is traced.
-    if not isinstance(group, TorchProcessGroup) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        with torch._C._AutoDispatchBelowAutograd():
-            return _functional.all_gather_into_tensor_out(tensor, group_size, group_name, out=out)  # type: ignore[no-any-return]
-    torch._C._distributed_c10d._register_work(out, group.all_gather_single(out, tensor))
-    return out
-
-
-_functional: Final[Any] = torch.ops._c10d_functional
-_library: Final = torch.library.Library("_c10d_functional", "IMPL")  # it takes its kernels back when it is dropped
-_library.impl("all_gather_into_tensor_out", _all_gather_into_tensor_out, "Autograd")
 
 
 def as_torch_group(group: ProcessGroup) -> TorchProcessGroup:
@@ -395,7 +299,9 @@ def as_torch_group(group: ProcessGroup) -> TorchProcessGroup:
 def register() -> None:
     """Makes the name known to torch; importing this module has done it already. Idempotent."""
     torch_distributed.Backend.register_backend(NAME, _make_group, extended_api=True, devices=_DEVICES)
-    _hide_from_compiler(TorchProcessGroup, TorchWork)
+    hide_from_compiler(TorchProcessGroup, TorchWork)
+    keep_what_torch_holds()
+    serve_functional_ops(TorchProcessGroup, _DEVICES)
     for module in (torch_distributed, torch_distributed.distributed_c10d):
         module.monitored_barrier = _monitored_barrier  # type: ignore[attr-defined]  # the stub of a module has no names
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rpcdist.collectives._group.callbacks import Callbacks, OrderedFuture
+from rpcdist.collectives._group.callbacks import Callbacks, OrderedFuture, fail_future
 from rpcdist.errors import CollectiveTimeout, ForkedProcess
 from rpcdist.waiters import wake_threadsafe
 
@@ -197,7 +197,7 @@ class Work:
 
         def settle(work: Work) -> None:
             if isinstance(work._error, Exception):
-                future.set_exception(work._error)  # type: ignore[arg-type]  # torch's stub takes the result's type
+                fail_future(future, work._error)
             else:
                 future.set_result(work._result)
 

@@ -12,7 +12,6 @@ CollectiveMismatch, CollectiveTimeout, RankLost or GroupAborted. After one of th
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -21,7 +20,13 @@ import torch
 from rpcdist.collectives._group.backend_binding import BackendBinding
 from rpcdist.collectives._group.world import Group, member_group, resolve_group_rank, resolve_root
 from rpcdist.collectives._operations import lowering
-from rpcdist.collectives._operations.checks import check_same_dtype, check_tensor, check_tensor_list, check_timeout
+from rpcdist.collectives._operations.checks import (
+    barrier_timeout,
+    check_same_dtype,
+    check_tensor,
+    check_tensor_list,
+    check_timeout,
+)
 from rpcdist.collectives._operations.operation import ReduceOp
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.work import Work
@@ -351,14 +356,7 @@ def monitored_barrier(
         return
     if "cpu" not in pg.device_types:
         raise ConfigError("monitored_barrier is only implemented for groups that have a backend for the CPU.")
-    if isinstance(timeout, float):
-        warnings.warn(
-            f"Please specify timeout arg as a timedelta. Converting current value of {timeout} assuming it represents "
-            "seconds",
-            stacklevel=2,
-        )
-        timeout = timedelta(seconds=timeout)
-    pg.monitored_barrier(None if timeout is None else check_timeout(timeout), wait_all_ranks)
+    pg.monitored_barrier(barrier_timeout(timeout), wait_all_ranks)
 
 
 def _binding(pg: ProcessGroup, first: torch.Tensor, *rest: torch.Tensor) -> BackendBinding:

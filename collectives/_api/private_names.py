@@ -27,6 +27,7 @@ __all__ = [
     "_get_global_rank",
     "_get_group_size",
     "_get_object_coll_device",
+    "_get_pg_config",
     "_get_pg_default_device",
     "_get_process_group_name",
     "_pg_group_ranks",
@@ -69,6 +70,18 @@ def _rank_not_in_group(group: Group) -> bool:
 def _get_process_group_name(pg: ProcessGroup) -> str:
     """The group's name; "None" once it is destroyed, as in torch."""
     return _pg_names.get(pg, "None")
+
+
+def _get_pg_config(group: ProcessGroup | None = None) -> dict[str, object]:
+    """What a group is: its names, its backends, its size, and its ranks in the world."""
+    pg = group_or_default(group)
+    return {
+        "pg_name": pg.group_name,
+        "pg_desc": pg.group_desc,
+        "backend_config": pg.backend_config,
+        "pg_size": pg.size(),
+        "ranks": list(pg.ranks),
+    }
 
 
 def _resolve_process_group(group_name: str) -> ProcessGroup:

@@ -21,11 +21,11 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 
-__all__ = ["Callbacks", "OrderedFuture"]
+__all__ = ["Callbacks", "OrderedFuture", "fail_future"]
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,34 @@ def _wait(future: torch.futures.Future[T]) -> None:
         logger.debug("a callback is told of %r", exc)
 
 
+class _Failure:
+    """What a future that failed has for a value. Any use of it raises the error.
+
+    torch's C++ code, its DDP for one, does not ask a future for the error that Python code has set, and takes the value
+    for tensors. It finds these by pickling, or asks whether the value is one.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise self.error
+
+    @property  # type: ignore[misc]  # nobody sets it
+    def __class__(self) -> NoReturn:  # type: ignore[override]  # nobody gets as far as the type
+        raise self.error
+
+
+def _raise(failure: _Failure) -> NoReturn:
+    raise failure.error
+
+
+def fail_future(future: torch.futures.Future[T], error: Exception) -> None:
+    """`set_exception`, of which torch's C++ code learns as well."""
+    torch._C.Future._set_unwrap_func(future, _raise)
+    torch._C.Future.set_result(future, _Failure(error))
+
+
 class OrderedFuture(torch.futures.Future[T]):
     """A future of an operation, or of a callback of one, whose callbacks run in the order of their group."""
 
@@ -127,7 +155,7 @@ class OrderedFuture(torch.futures.Future[T]):
             try:
                 result = callback(self)
             except Exception as exc:
-                following.set_exception(exc)  # type: ignore[arg-type]  # torch's stub takes the result's type
+                fail_future(following, exc)
             else:
                 following.set_result(result)
 

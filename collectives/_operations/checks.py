@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import TypeGuard
@@ -11,6 +12,7 @@ import torch
 from rpcdist.errors import ConfigError
 
 __all__ = [
+    "barrier_timeout",
     "check_group_rank",
     "check_num_tensors",
     "check_same_count",
@@ -87,3 +89,17 @@ def check_timeout(timeout: object) -> timedelta:
     if not isinstance(timeout, timedelta):
         raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout}")
     return timeout
+
+
+def barrier_timeout(timeout: object) -> timedelta | None:
+    """The timeout of a monitored barrier, which torch also takes as seconds, with a warning."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, float):
+        warnings.warn(
+            f"Please specify timeout arg as a timedelta. Converting current value of {timeout} assuming it represents "
+            "seconds",
+            stacklevel=3,
+        )
+        return timedelta(seconds=timeout)
+    return check_timeout(timeout)

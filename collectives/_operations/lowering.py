@@ -87,7 +87,7 @@ def all_reduce_coalesced(place: Place, tensors: list[torch.Tensor], op: object) 
     """One operation on all the tensors, concatenated."""
     reduce_op, factor = canonical_op(op)
     for tensor in tensors:
-        _check_reduces(reduce_op, tensor, "all_reduce_coalesced")
+        _check_reduces(reduce_op, tensor, "all_reduce")  # torch, too, names it so
     if not tensors:
         raise ConfigError("all_reduce_coalesced: `tensors` is empty; give at least one tensor")
     copies = Copies(place.staged)

@@ -61,8 +61,8 @@ LATE_VIEWS: Final = {
 }
 """The same for modules that are not loaded before the program does, as that takes seconds."""
 
-READS_OURS: Final = ("torch.distributed.checkpoint",)
-"""Modules of torch that find our names, too: with torch's, they would take each rank to be alone."""
+READS_OURS: Final = ("torch.distributed.checkpoint", "torch.distributed.utils")
+"""Modules of torch that find our names, too: with torch's, each rank would be alone to them, or our groups refused."""
 
 _TORCH_GROUPS: Final = (
     "works on process groups of torch. Give these our backend: `import rpcdist.collectives.torch_backend`, then "

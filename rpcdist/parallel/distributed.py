@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
+from rpcdist.collectives._torch.compiler import hide_frame_from_compiler, hide_from_compiler
 from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp._bucket_assignment import BucketCaps
 from rpcdist.parallel._ddp._buffer_hook import BufferHook, BufferHookLocation
@@ -238,6 +239,16 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         self.process_group = member_group(None)
         self._make_reducer(self._trainable())
 
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """`bucket_cap_mb`, or the largest one of `bucket_cap_mb_list`, in bytes."""
+        return self._caps.num_bytes
+
+    @property
+    def bucket_bytes_cap_list(self) -> list[int]:
+        """`bucket_cap_mb_list` in bytes."""
+        return list(self._caps.listed)
+
     # ------------------------------------------------------------ forward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -356,6 +367,21 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         with torch.autograd._unsafe_preserve_version_counter(tuple(buffers.values())):
             broadcast_tensors(list(buffers.values()), self.process_group, source)
 
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[torch.Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """Gives all ranks the tensors of one of them, the buffers by default; for hooks of buffers.
+
+        Args:
+            bufs: the tensors.
+            bucket_size: kept for scripts.
+            authoritative_rank: the rank in the group that has the right values.
+        """
+        broadcast_tensors(self.modules_buffers if bufs is None else bufs, self.process_group, authoritative_rank)
+
     def _register_buffer_comm_hook(
         self,
         state: object,
@@ -445,16 +471,21 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         Raises:
             ConfigError: it takes other arguments, or would drop the imaginary parts of complex gradients.
         """
-        check_comm_hook(hook)
-        if self.reducer.hook is not None:
-            raise DataParallelError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        refuse_complex(hook, {named.tensor.dtype for named in self.reducer.parameters})
-        hook, state = adapt_hook(hook, state, self.process_group)
-        self.reducer.use_hook(RegisteredHook(hook, state, leaves_equal_bits(hook)))
+        self._use_hook(state, hook, getattr(hook, "__qualname__", repr(hook)))
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         """Registers a hook by its type."""
-        self.register_comm_hook(self.process_group, builtin_hook(comm_hook_type))  # type: ignore[arg-type]
+        hook: Any = builtin_hook(comm_hook_type)
+        self._use_hook(self.process_group, hook, str(comm_hook_type))
+
+    def _use_hook(self, state: object, hook: CommHook, name: str) -> None:
+        with self._logging_errors():
+            check_comm_hook(hook)
+            if self.reducer.hook is not None:
+                raise DataParallelError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        refuse_complex(hook, {named.tensor.dtype for named in self.reducer.parameters})
+        hook, state = adapt_hook(hook, state, self.process_group)
+        self.reducer.use_hook(RegisteredHook(hook, state, leaves_equal_bits(hook), name))
 
     # ------------------------------------------------------------ other methods of torch's class; see `TorchMethods`
 
@@ -466,8 +497,27 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         """Options, buckets and times, for debugging."""
         return logging_data(self.module, self.reducer, self.forward_sync_buffers)
 
+    @contextmanager
+    def _logging_errors(self) -> Iterator[None]:
+        """Has the logging data tell of an error inside."""
+        try:
+            yield
+        except Exception as exc:
+            self.reducer.error = str(exc)
+            raise
+
     def _set_static_graph(self) -> None:
-        """The same as `static_graph=True`; call it before training."""
+        """The same as `static_graph=True`; call it before training.
+
+        Raises:
+            DataParallelError: a backward pass has been averaged already.
+        """
+        with self._logging_errors():
+            if self.reducer.iteration > 0:
+                raise DataParallelError(
+                    "_set_static_graph() should be called before training loop starts and after DDP is constructed; "
+                    f"this is iteration {self.reducer.iteration}. Or pass static_graph=True to DistributedDataParallel."
+                )
         self.static_graph = True
         self._make_reducer_again()
 
@@ -493,6 +543,11 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
 
 
 _requires_grad = attrgetter("requires_grad")
+
+# `torch.compile` of this class compiles the module inside.
+hide_from_compiler(DistributedDataParallel, Reducer, Join)
+for _calls_the_module in (DistributedDataParallel.forward, MixedPrecision.run):
+    hide_frame_from_compiler(_calls_the_module)
 
 _active_module: ContextVar[DistributedDataParallel | None] = ContextVar("rpcdist_active_ddp_module", default=None)
 """The module whose forward pass runs on this thread or task."""

@@ -202,7 +202,11 @@ class PostLocalSGDOptimizer(Optimizer):
         """Loads a state of this class, or one of the optimizer inside, with which the averager begins at step 0."""
         state = dict(state_dict)
         if "step" not in state:
-            warnings.warn("the state has no step of an averager: averaging begins anew", stacklevel=2)
+            warnings.warn(
+                "Loaded state dict does not contain a step counter for an averager. Setting step counter to 0: the "
+                "state has no step.",
+                stacklevel=2,
+            )
         self.averager.step = int(state.pop("step", 0))
         self.optim.load_state_dict(state)
         self.param_groups = self.optim.param_groups

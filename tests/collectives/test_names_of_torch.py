@@ -228,6 +228,15 @@ def test_old_names_of_functions(world_of_one: None) -> None:
     assert one.tolist() == [3.0, 3.0] and all_ranks.tolist() == [1.0, 1.0]
 
 
+def test_the_configuration_of_a_group(world_of_one: None) -> None:
+    own = collectives.new_group([0], group_desc="of the test")
+    assert isinstance(own, collectives.ProcessGroup)
+    config = collectives._get_pg_config(own)
+    assert config["ranks"] == [0] and config["pg_size"] == 1 and config["pg_desc"] == "of the test"
+    assert config["pg_name"] == own.group_name and "tcp" in str(config["backend_config"])
+    assert collectives._get_pg_config()["pg_name"] != own.group_name
+
+
 def test_a_group_by_the_name_of_torchs_class(world_of_one: None) -> None:
     make: Any = collectives.ProcessGroupGloo  # type checkers do not see what its metaclass takes
     group = make(collectives.HashStore(), 0, 1)

@@ -29,6 +29,7 @@ from rpcdist.testing import RankPool
         "watched_barrier",
         "again",
         "ddp_compiled",
+        "ddp_joined",
     ],
 )
 def test_torch_runs_on_our_groups(rank_pool: RankPool, name: str) -> None:
@@ -41,6 +42,8 @@ def test_a_world_of_one_in_this_process(tmp_path: Path) -> None:
         tensor = torch.ones(3)
         dist.all_reduce(tensor)
         assert tensor.tolist() == [1.0] * 3 and "rpcdist" in repr(dist.get_backend())
+        with pytest.warns(UserWarning, match="timeout arg as a timedelta"):
+            dist.monitored_barrier(timeout=5.0)  # as torch's own groups do
     finally:
         dist.destroy_process_group()
 

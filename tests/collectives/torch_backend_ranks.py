@@ -162,10 +162,23 @@ def functional(rank: int, size: int) -> None:
     assert both[0].tolist() == both[1].tolist() == reduced.tolist()
     gathered = functions.all_gather_into_tensor_coalesced([everyone[rank], everyone[rank] + 1], group)
     assert torch.equal(gathered[1] + 0, torch.cat(everyone) + 1)
-    for each in (group, dist.new_group(backend="gloo")):  # torch's own groups are served as before
-        out = torch.empty(2 * size)
-        pending = torch.ops._c10d_functional.all_gather_into_tensor_out(everyone[rank], size, each.group_name, out=out)
-        assert torch.equal(torch.ops._c10d_functional.wait_tensor(pending), torch.cat(everyone))
+    for which in (dist.new_group(backend="gloo"), group):
+        functional_with_outputs(rank, size, which)
+
+
+def functional_with_outputs(rank: int, size: int, group: dist.ProcessGroup) -> None:
+    ops: Any = torch.ops._c10d_functional
+    everyone = [torch.full((2,), float(other)) for other in range(size)]
+    gathered = torch.empty(2 * size)
+    given = ops.all_gather_into_tensor_out(everyone[rank], size, group.group_name, out=gathered)
+    assert torch.equal(ops.wait_tensor(given), torch.cat(everyone)) and given.data_ptr() == gathered.data_ptr()
+    summed = torch.empty(2)
+    given = ops.reduce_scatter_tensor_out(torch.cat(everyone), "sum", size, group.group_name, out=summed)
+    assert torch.equal(ops.wait_tensor(given), everyone[rank] * size)
+    to, source, received = (rank + 1) % size, (rank - 1) % size, torch.empty(2)
+    both = ["isend", "irecv"]
+    sent, got = ops.batch_p2p_ops(both, [to, source], [7, 7], [everyone[rank], received], group.group_name)
+    assert ops.wait_tensor(sent).numel() == 0 and torch.equal(ops.wait_tensor(got), everyone[source])
 
 
 def mismatch(rank: int, size: int) -> None:
@@ -247,6 +260,21 @@ def ddp_compiled(rank: int, size: int) -> None:
     train(compiled, batches(rank), torch.optim.Adam(model.parameters(), lr=0.01))  # type: ignore[arg-type]
     equal_models(model.module, train_alone(size))
     torch.compiler.reset()
+
+
+def ddp_joined(rank: int, size: int) -> None:
+    """torch's C++ code keeps a Work of ours, and waits for it when nothing else refers to it."""
+    for divide in (False, True):
+        net = DistributedDataParallel(nn.Linear(5, 5, bias=False), bucket_cap_mb=1)
+        with net.join(divide_by_initial_world_size=divide):
+            for step in range(3 + 2 * rank):
+                net(torch.ones(1, 5)).sum().backward()
+                gradient = net.module.weight.grad
+                assert gradient is not None
+                running = sum(other >= rank or step < 3 + 2 * other for other in range(size))
+                assert gradient[0, 0].item() == (running / size if divide else 1.0), (divide, step, gradient)
+                net.zero_grad()
+    dist.barrier()
 
 
 assert rpcdist.collectives.torch_backend.NAME == "rpcdist"

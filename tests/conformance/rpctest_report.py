@@ -11,10 +11,9 @@ import torch
 from rpctest_catalogue import CATEGORIES, COUNTED, DIFFERENT, TARGET, Entry
 from rpctest_fleet import Outcome
 
-__all__ = ["reached", "table", "write_page"]
+__all__ = ["reached", "replace_section", "table", "write_page"]
 
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
-BEGIN, END = "<!-- numbers: begin -->", "<!-- numbers: end -->"
 
 Pairs = Sequence[tuple[Entry, Outcome]]
 
@@ -66,10 +65,16 @@ def table(outcomes: Pairs, num_starts: int) -> str:
 
 def write_page(outcomes: Pairs, num_starts: int) -> None:
     """Replace the numbers in docs/conformance.md by those of this run."""
+    replace_section("numbers", table(outcomes, num_starts))
+
+
+def replace_section(name: str, text: str) -> None:
+    """Replace what stands in docs/conformance.md between two comments, and say where it was measured."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     where = f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()} {platform.machine()}"
-    body = f"{BEGIN}\nMeasured with {where}.\n{table(outcomes, num_starts)}\n{END}"
+    body = f"{begin}\nMeasured with {where}.\n\n{text.strip()}\n{end}"
     page = PAGE.read_text()
-    replaced, count = re.subn(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: body, page, flags=re.DOTALL)
+    replaced, count = re.subn(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: body, page, flags=re.DOTALL)
     if count != 1:
-        raise SystemExit(f"{PAGE} has no place for the numbers (between {BEGIN} and {END})")
+        raise SystemExit(f"{PAGE} has no place for the numbers (between {begin} and {end})")
     PAGE.write_text(replaced)

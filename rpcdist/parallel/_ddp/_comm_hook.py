@@ -126,11 +126,13 @@ class RegisteredHook(NamedTuple):
         hook: see `DistributedDataParallel.register_comm_hook`.
         state: first argument of the hook.
         leaves_equal_bits: whether the hook is known to leave the same bits on all ranks.
+        name: of the hook that the program registered, for people.
     """
 
     hook: CommHook
     state: object
     leaves_equal_bits: bool
+    name: str = ""
 
     def start(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Calls the hook.

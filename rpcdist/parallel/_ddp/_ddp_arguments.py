@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 
 import torch
 
@@ -54,6 +55,13 @@ def _behind(given: object) -> object:
 
 def choose_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
     """Whether buffers are synchronised before each forward pass: the new argument wins over the old one."""
+    if broadcast_buffers is not None:
+        warnings.warn(
+            "`broadcast_buffers` is deprecated: use `forward_sync_buffers`, which wins where both are given. "
+            "`broadcast_buffers=False` also leaves the buffers out of the first synchronisation.",
+            FutureWarning,
+            stacklevel=3,
+        )
     if forward_sync_buffers is not None:
         return forward_sync_buffers
     return broadcast_buffers is not False

@@ -47,7 +47,7 @@ def logging_data(module: nn.Module, reducer: Reducer, forward_sync_buffers: bool
         "static_graph": int(options.static),
         "join_uneven_inputs": int(reducer.joins),
         "has_sync_bn": int(any(isinstance(child, nn.SyncBatchNorm) for child in module.modules())),
-        **({} if hook is None else {"comm_hook": getattr(hook.hook, "__qualname__", repr(hook.hook))}),
+        **({} if hook is None or not hook.name else {"comm_hook": hook.name}),
         **{name: os.environ.get(name.upper(), "N/A") for name in _VARIABLES},
         **_times(reducer),
         "first_gradient_ns": reducer.first_gradient_ns,

@@ -21,6 +21,8 @@ class TorchMethods(nn.Module):
     dim: int
     device_type: str
 
+    broadcast_bucket_size = 250 << 20  # bytes; for functions of torch that ask for it
+
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Loads a state of this class, or one of the bare module, whose names lack the prefix `module.`."""
         if not any(name.startswith("module.") for name in state_dict):
@@ -47,6 +49,9 @@ class TorchMethods(nn.Module):
         """Checks the rate and ignores it: times are taken in every iteration."""
         if sample_rate < 1:
             raise ConfigError("DDP runtime logging sample rate should be equal or greater than 1")
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Kept for scripts: outputs are never copied."""
 
     def _register_fused_optim(self, optim: object, *args: object, **kwargs: object) -> NoReturn:
         raise ConfigError(

@@ -1,0 +1,1 @@
+"""What torch's C++ code sees of ours: works that outlive their Python objects."""

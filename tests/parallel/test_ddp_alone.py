@@ -1,0 +1,111 @@
+"""What DistributedDataParallel does in a world of one: names and texts of torch's class, and the compiler."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rpcdist import collectives
+from rpcdist.parallel import DistributedDataParallel, comm_hooks
+
+
+@pytest.fixture(autouse=True)
+def world() -> Iterator[None]:
+    collectives.init_process_group("tcp", store=collectives.HashStore(), rank=0, world_size=1)
+    yield
+    collectives.destroy_process_group()
+
+
+def wrapped(module: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(nn.Linear(2, 2) if module is None else module, **options)
+
+
+def test_logging_data_names_the_hook_that_the_program_registered() -> None:
+    assert "comm_hook" not in wrapped()._get_ddp_logging_data()
+    model = wrapped()
+    model.register_comm_hook(None, comm_hooks.fp16_compress_hook)
+    assert model._get_ddp_logging_data()["comm_hook"] == "fp16_compress_hook"
+    model = wrapped()
+    model._register_builtin_comm_hook(comm_hooks.BuiltinCommHookType.ALLREDUCE)
+    assert model._get_ddp_logging_data()["comm_hook"] == str(comm_hooks.BuiltinCommHookType.ALLREDUCE)
+
+
+def test_logging_data_tells_of_what_was_refused() -> None:
+    model = wrapped()
+    wrong: Any = {}
+    with pytest.raises(TypeError, match="callable"):
+        model.register_comm_hook(None, wrong)
+    data = model._get_ddp_logging_data()
+    assert data["has_error"] and "callable" in str(data["error"])
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="should be called before training loop starts"):
+        model._set_static_graph()
+    assert not model.static_graph and "training loop" in str(model._get_ddp_logging_data()["error"])
+
+
+def test_bucket_caps_in_bytes() -> None:
+    listed = wrapped(bucket_cap_mb_list=[1, 2])
+    assert (listed.bucket_bytes_cap_list, listed.bucket_bytes_cap) == ([1 << 20, 2 << 20], 2 << 20)
+    plain = wrapped(bucket_cap_mb=3)
+    assert (plain.bucket_bytes_cap_list, plain.bucket_bytes_cap) == ([], 3 << 20)
+
+
+def test_outputs_are_not_copied() -> None:
+    class Refuses(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert func._overloadpacket != torch.ops.aten.clone
+            return func(*args, **(kwargs or {}))
+
+    model = wrapped(find_unused_parameters=True)
+    model._set_ddp_sink_clone(False)
+    with Refuses():  # type: ignore[no-untyped-call]
+        model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize(("old", "new", "syncs"), [(True, None, True), (False, None, False), (False, True, True)])
+def test_the_old_argument_for_buffers_warns(old: bool, new: bool | None, syncs: bool) -> None:
+    with pytest.warns(FutureWarning, match="broadcast_buffers"):
+        assert wrapped(broadcast_buffers=old, forward_sync_buffers=new).broadcast_buffers is syncs
+
+
+class Branches(nn.Module):
+    """Two layers in a row, and one beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.beside = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(3, 2)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.second(torch.relu(self.first(given)))) + self.beside(given)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
+def test_the_compiler_sees_the_module_inside_and_nothing_else(options: dict[str, bool]) -> None:
+    graphs: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, _examples: object) -> Callable[..., Any]:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph.forward
+
+    torch.manual_seed(0)
+    alone = Branches()
+    model = wrapped(copy.deepcopy(alone), **options)
+    compiled: Any = torch.compile(model, backend=backend)
+    try:
+        for step in range(4):
+            given = torch.full((2, 3), 1.0 + step)
+            compiled(given).sum().backward()
+            alone(given).sum().backward()
+    finally:
+        torch.compiler.reset()
+    assert len(graphs) == 1 and sum("linear" in target for target in graphs[0]) == 3, graphs
+    for got, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        assert got.grad is not None and wanted.grad is not None
+        torch.testing.assert_close(got.grad, wanted.grad)
