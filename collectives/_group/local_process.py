@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from rpcdist import at_exit
 from rpcdist.collectives._group.flight_records import FlightRecorder
 from rpcdist.time_limits import GROUP_EXIT_LIMIT_S
 
@@ -37,7 +38,7 @@ class LocalProcess:
         self._lock = threading.Lock()
         self._sockets: SharedSockets | None = None
         self._open_backends: weakref.WeakSet[Closable] = weakref.WeakSet()
-        self._registered = False
+        self._at_exit = partial(_close_all, weakref.ref(self))
 
     def acquire_sockets(self, host: str) -> SharedSockets:
         """A share of this process's sockets, opened on `host` if none are open yet; `release` each share once.
@@ -69,12 +70,11 @@ class LocalProcess:
     def close_at_exit(self, backend: Closable) -> None:
         """Closes a backend that is still open when the process ends: its peers see a rank that left, not one that died.
 
-        Call it once the transport is loaded: what is registered later runs earlier, and closing needs the transport.
+        Call it once the backend uses the transport: what is registered later runs earlier, and closing needs it.
         """
         with self._lock:
-            if not self._registered:
-                self._registered = True
-                atexit.register(_close_all, weakref.ref(self))
+            at_exit.unregister(self._at_exit)
+            at_exit.register(self._at_exit)
             self._open_backends.add(backend)
 
     def close_backends(self) -> None:

@@ -6,12 +6,13 @@ that is made, or the end of the process, carries it out.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 from collections import deque
 from collections.abc import Callable
 from typing import Final
+
+from rpcdist import at_exit
 
 __all__ = ["DROPPED_STORES", "DroppedStores"]
 
@@ -52,4 +53,4 @@ class DroppedStores:
 DROPPED_STORES: Final = DroppedStores()
 """Those of this process; finalizers have nobody else to turn to."""
 
-atexit.register(DROPPED_STORES.at_exit)
+at_exit.register(DROPPED_STORES.at_exit)

@@ -1,19 +1,20 @@
-"""The table that this process serves, shared by all its stores that ask for the same host and port."""
+"""The tables that this process serves: one at each port, shared by all its stores that ask for that port."""
 
 from __future__ import annotations
 
-import atexit
 import threading
-from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
+from rpcdist import at_exit
 from rpcdist._proto import store_pb2
 from rpcdist.collectives._stores.shared_table import SharedTable
 from rpcdist.collectives._stores.store_service import StoreService
 from rpcdist.errors import DeadlineExceeded, DistNetworkError, RpcdistError, TransportError
 from rpcdist.time_limits import STORE_STOP_LIMIT_S
 from rpcdist.transport import Node, acquire_node
+from rpcdist.transport.addresses import split_address
 from rpcdist.transport.fork import in_forked_child
 
 __all__ = ["TABLE_SERVER", "TableServer", "TableShare"]
@@ -22,134 +23,117 @@ DESCRIPTOR = store_pb2.DESCRIPTOR.services_by_name["Store"]
 
 
 class TableShare:
-    """One user's share of the served table, at one address; `close` each share once. The last one ends the service."""
+    """One user's share of a served table; `close` each share once. The last one ends the service."""
 
-    def __init__(self, table: SharedTable, address: str, close: Callable[[str], None]) -> None:
+    def __init__(self, table: SharedTable, address: str, close: Callable[[], None]) -> None:
         self.table = table
         self.address = address
         self._close = close
 
     def close(self) -> None:
         """Gives up the share; blocks, bounded."""
-        self._close(self.address)
+        self._close()
 
 
 class _Serving:
-    """The service while it runs, and how many shares there are of it."""
+    """The service of one table while it runs, and how many shares there are of it."""
 
-    def __init__(self, node: Node) -> None:
-        self.node = node
+    def __init__(self, node: Node, address: str) -> None:
+        self.address = address
         self.service = StoreService()
-        self.num_shares: Counter[str] = Counter()  # by address
+        self.num_shares = 0
+        self._node = node
 
-    def start(self, host: str, port: int, timeout_s: float) -> str:
-        # First the service and then the port, so that nobody who gets through finds no store.
-        self.node.add_service(DESCRIPTOR, self.service.methods(), timeout_s)
-        return self.node.serve(host, port, timeout_s)
+    def start(self, timeout_s: float) -> None:
+        self._node.add_service(DESCRIPTOR, self.service.methods(), timeout_s, self.address)
+        at_exit.register(self.end_calls)  # scripts written for torch close no stores
+
+    def end(self) -> None:
+        at_exit.unregister(self.end_calls)
+        self.end_calls()
+        try:
+            self._node.stop_serving(self.address)
+        except (RpcdistError, RuntimeError):
+            pass
+        self._node.release()
 
     def end_calls(self) -> None:
         """Ends the calls under way, and lets the last replies leave."""
+        if in_forked_child():
+            return
         try:
-            self.node.run(self.service.close(), STORE_STOP_LIMIT_S)
+            self._node.run(self.service.close(), STORE_STOP_LIMIT_S)
         except (RpcdistError, RuntimeError):  # the loop is gone, and the service with it
-            pass
-
-    def stop_serving(self, address: str) -> None:
-        try:
-            self.node.stop_serving(address)
-        except (RpcdistError, RuntimeError):
             pass
 
 
 class TableServer:
-    """Serves at most one table, at one or several addresses.
-
-    Several are for scripts that give their process group and RPC an address each; prefixes keep their keys apart.
+    """Serves a table at each port that a store asks for, all on one node.
 
     Args:
-        acquire: returns the node on which it serves. A node has one server, which is why there is one table.
+        acquire: returns the node on which it serves.
     """
 
     def __init__(self, acquire: Callable[[], Node]) -> None:
         self._acquire = acquire
         self._lock = threading.Lock()
-        self._serving: _Serving | None = None
+        self._serving: dict[int, _Serving] = {}  # by port
 
     @property
-    def table(self) -> SharedTable | None:
-        """The table that is served now."""
-        return self._serving.service.table if self._serving is not None else None
+    def tables(self) -> list[SharedTable]:
+        """Those that are served now."""
+        return [serving.service.table for serving in self._serving.values()]
 
     def share(self, host: str, port: int, may_share: bool, timeout_s: float) -> TableShare:
-        """Starts to serve a table, or returns a share of the one that is served already.
+        """Starts to serve a table, or returns a share of the one that is served at that port already.
 
         Args:
             host: address to bind.
-            port: 0 for any, or for the one on which this process serves already.
+            port: 0 for any that is free.
             may_share: whether the table of an earlier caller will do.
             timeout_s: limit, in seconds.
 
         Raises:
-            DistNetworkError: the port is in use, or this process serves a store already and `may_share` is not set.
+            DistNetworkError: the port is in use, if only by a store of this process and `may_share` is not set.
         """
         with self._lock:
-            try:
-                if self._serving is None:
-                    address = self._start(host, port, timeout_s)
-                else:
-                    address = _address_at(self._serving, host, port, may_share, timeout_s)
-            except (TransportError, DeadlineExceeded) as exc:
-                raise DistNetworkError(f"the store cannot be served at {host} port {port}: {exc}") from exc
-            assert self._serving is not None
-            self._serving.num_shares[address] += 1
-            return TableShare(self._serving.service.table, address, self._give_up)
-
-    def _start(self, host: str, port: int, timeout_s: float) -> str:
-        serving = _Serving(self._acquire())
-        try:
-            address = serving.start(host, port, timeout_s)
-        except BaseException:
-            try:
-                serving.end_calls()
-            finally:
-                serving.node.release()
-            raise
-        self._serving = serving
-        return address
-
-    def _give_up(self, address: str) -> None:
-        with self._lock:
-            serving = self._serving
+            serving = self._serving.get(port)
             if serving is None:
-                return
-            serving.num_shares[address] -= 1
-            if serving.num_shares[address] > 0 or in_forked_child():
-                return
-            if serving.num_shares.total():
-                serving.stop_serving(address)
-                return
-            self._serving = None
-            serving.end_calls()
-            serving.stop_serving(address)
-            serving.node.release()
+                try:
+                    serving = self._start(host, port, timeout_s)
+                except (TransportError, DeadlineExceeded) as exc:
+                    raise DistNetworkError(f"the store cannot be served at {host} port {port}: {exc}") from exc
+            elif not may_share:
+                raise DistNetworkError(
+                    f"this process serves a store at {serving.address} already (address already in use). Pass "
+                    "multi_tenant=True to share its table, close() that store first, or choose another port."
+                )
+            serving.num_shares += 1
+            return TableShare(serving.service.table, serving.address, partial(self._give_up, serving))
 
-    def at_exit(self) -> None:
-        """Lets the last replies leave, which the transport would cut off: scripts written for torch close no stores."""
-        if self._serving is not None and not in_forked_child():
-            self._serving.end_calls()
+    def _start(self, host: str, port: int, timeout_s: float) -> _Serving:
+        node = self._acquire()
+        try:
+            serving = _Serving(node, node.serve(host, port, timeout_s, is_apart=True))
+        except BaseException:
+            node.release()
+            raise
+        try:
+            serving.start(timeout_s)
+        except BaseException:
+            serving.end()
+            raise
+        self._serving[split_address(serving.address)[1]] = serving
+        return serving
+
+    def _give_up(self, serving: _Serving) -> None:
+        with self._lock:
+            serving.num_shares -= 1
+            if serving.num_shares or in_forked_child():
+                return
+            del self._serving[split_address(serving.address)[1]]
+            serving.end()
 
 
 TABLE_SERVER: Final = TableServer(acquire_node)
 """That of this process, on its one node."""
-
-atexit.register(TABLE_SERVER.at_exit)  # the transport has registered before, and so it comes later
-
-
-def _address_at(serving: _Serving, host: str, port: int, may_share: bool, timeout_s: float) -> str:
-    first = next(iter(serving.num_shares))
-    if not may_share:
-        raise DistNetworkError(
-            f"this process serves a store at {first} already (address already in use). Pass multi_tenant=True to share "
-            "its table, close() the earlier store first, or use another process."
-        )
-    return serving.node.serve(host, port, timeout_s) if port else first

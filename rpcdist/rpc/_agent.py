@@ -14,7 +14,6 @@ thread; `on_*` run on the I/O loop and never run code of users there; that runs 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import threading
 from collections.abc import Callable
 from contextvars import Context
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rpcdist import at_exit
 from rpcdist._proto import autograd_pb2, rref_pb2
 from rpcdist.collectives import Store
 from rpcdist.errors import NotInitialized
@@ -353,8 +353,9 @@ class Agent:
     def start(self) -> None:
         """Opens for business; any thread but the loop's."""
         self.user_loop.start()
+        self.pool.start()
         self._restore_torch = replace_torch_functions()
-        atexit.register(self._abandon)
+        at_exit.register(self._abandon)
         self._interrupts.start()
         network = self.network
         for service, kind, reply in (
@@ -388,7 +389,7 @@ class Agent:
         if self._lifetime.is_closed:
             return
         self._lifetime.is_closed = True
-        atexit.unregister(self._abandon)
+        at_exit.unregister(self._abandon)
         self.dispatcher.accepting = False
         self._interrupts.stop()
         self._restore_torch()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
 import os
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.descriptor import ServiceDescriptor
 
+from rpcdist import at_exit
 from rpcdist.ids import Identity, new_incarnation
 from rpcdist.time_limits import (
     ADD_SERVICE_LIMIT_S,
@@ -80,7 +80,6 @@ class Node:
         options: the settings that it was made with.
         io: the I/O loop.
         credentials: what the node proves itself with.
-        address: where it serves; None before `serve`.
         ports: where it may listen if nobody says where.
     """
 
@@ -95,8 +94,7 @@ class Node:
             TlsPolicy.of_environment(options.tls),
         )
         self.io = IoLoop()
-        self.address: str | None = None
-        self._addresses: list[str] = []
+        self._addresses: dict[str, int] = {}  # to the number of its users
         self._roles = Roles(self.io)
         self.ports = PortRange.of_environment(options.ports)
         self._server = Server(self.io, self.credentials, self._roles, options.peer_timeout_s, self.ports)
@@ -108,6 +106,11 @@ class Node:
     def __repr__(self) -> str:
         counts = f"{len(self.links)} links out, {len(self.sessions)} sessions in"
         return f"<Node {self.identity.name} at {self.address} [{counts}]>"
+
+    @property
+    def address(self) -> str | None:
+        """Where it serves, the first address of several; None where it does not."""
+        return next(iter(self._addresses), None)
 
     @property
     def identity(self) -> Identity:
@@ -140,49 +143,53 @@ class Node:
         """Runs a coroutine on the I/O loop and waits; see `IoLoop.run`."""
         return self.io.run(coroutine, timeout_s)
 
-    def serve(self, host: str, port: int, timeout_s: float = SERVE_LIMIT_S) -> str:
+    def serve(self, host: str, port: int, timeout_s: float = SERVE_LIMIT_S, is_apart: bool = False) -> str:
         """Starts the server of this process, if it does not run yet; blocks.
 
-        Everything is served at the first address, `Node.address`. A later caller that needs a certain port (a store at
-        MASTER_PORT in a process that is an RPC worker already) gets a second listener for the same services.
+        A later caller that needs a certain port (a store at MASTER_PORT in a process that is an RPC worker already) gets
+        a second listener. All listeners have the same services, beside those that were added for one address.
 
         Args:
             host: address to bind.
             port: 0 picks a free one, or takes the one that is served already.
             timeout_s: limit of the start, in seconds.
+            is_apart: whether 0 has to pick a free one.
 
         Returns:
-            host:port as bound.
+            host:port as bound. The caller may give it up by `stop_serving`.
 
         Raises:
             TransportError: the port is in use.
         """
         with self._serving_lock:
-            if self.address is not None and port == 0:
-                return self.address
-            for address in self._addresses:
-                if split_address(address)[1] == port:
-                    return address
-            address = self.run(self._server.start(host, port), timeout_s)
-            fork.note_server_port(split_address(address)[1])
-            self._addresses.append(address)
-            if self.address is None:
-                self.address = address
+            at_port = (address for address in self._addresses if split_address(address)[1] == port)
+            address = self.address if port == 0 and not is_apart else next(at_port, None)
+            if address is None:
+                address = self.run(self._server.start(host, port), timeout_s)
+                fork.note_server_port(split_address(address)[1])
+            self._addresses[address] = self._addresses.get(address, 0) + 1
             return address
 
     def stop_serving(self, address: str) -> None:
-        """Ends a second listener, whose port was asked for; the first one ends with the node. Blocks, bounded."""
+        """Gives up an address that `serve` returned; the last of its users ends the listener. Blocks, bounded."""
         with self._serving_lock:
-            if address == self.address or address not in self._addresses:
+            if address not in self._addresses:
                 return
-            self._addresses.remove(address)
+            self._addresses[address] -= 1
+            if self._addresses[address]:
+                return
+            del self._addresses[address]
         self.run(self._server.stop_address(address, GRPC_STOP_GRACE_S), NODE_STOP_LIMIT_S)
 
     def add_service(
-        self, descriptor: ServiceDescriptor, methods: Mapping[str, Method], timeout_s: float = ADD_SERVICE_LIMIT_S
+        self,
+        descriptor: ServiceDescriptor,
+        methods: Mapping[str, Method],
+        timeout_s: float = ADD_SERVICE_LIMIT_S,
+        address: str | None = None,
     ) -> None:
         """Serves methods of a service; see `Server.add_service`. Handlers run on the I/O loop as coroutines."""
-        self.run(self._server.add_service(descriptor, methods), timeout_s)
+        self.run(self._server.add_service(descriptor, methods, address), timeout_s)
 
     def handle_role(
         self, role: str, handler: SessionHandler | None, refuse: Callable[[Identity], str | None] | None = None
@@ -243,7 +250,7 @@ class Node:
         self._num_shares = 1
         self.io.start()
         fork.mark_running()
-        _running.add(self)
+        at_exit.register(self._stop)
         return self
 
     def share(self) -> bool:
@@ -259,7 +266,7 @@ class Node:
             self._num_shares -= 1
             if self._num_shares != 0:
                 return
-        _running.discard(self)
+        at_exit.unregister(self._stop)
         fork.mark_stopped()
         self._stop()
 
@@ -278,16 +285,4 @@ class Node:
             session.close("the peer shut down")
         await asyncio.gather(*(link.close() for link in list(self.links)))
         await self._server.stop(GRPC_STOP_GRACE_S)
-        self.address = None
-
-
-_running: Final[set[Node]] = set()  # for the end of the process, which is one for all nodes
-
-
-def _stop_at_exit() -> None:
-    for node in list(_running):
-        node._stop()
-
-
-# Here and not when a node starts: parts that register when they are imported, after this module, so run before it.
-atexit.register(_stop_at_exit)
+        self._addresses.clear()

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,7 @@ LIMIT_S = 20.0
 
 
 def num_waiters() -> int:
-    assert TABLE_SERVER.table is not None
-    return TABLE_SERVER.table.num_waiting
+    return sum(table.num_waiting for table in TABLE_SERVER.tables)
 
 
 def all_asleep(pool: ThreadPoolExecutor) -> None:
@@ -120,18 +120,76 @@ def test_tenants_share_a_table_and_the_last_ends_it() -> None:
         assert fresh.num_keys() == 0
 
 
-def test_one_process_serves_one_table_at_several_addresses() -> None:
-    """Scripts may give their process group and RPC an address each."""
-    with TCPStore(HOST, 0, is_master=True) as store:
-        with TCPStore(HOST, free_port(), is_master=True, multi_tenant=True) as second:
-            assert second.port != store.port
-            second.set("k", "v")
-            with TCPStore(HOST, store.port) as client, TCPStore(HOST, second.port) as other:
-                assert (client.get("k"), other.get("k")) == (b"v", b"v")
-            closed = second.port
+@pytest.mark.parametrize("multi_tenant", [False, True])
+def test_each_port_has_a_table_of_its_own(multi_tenant: bool) -> None:
+    """Here, and for clients, each of which looks at one of the ports."""
+    ports = (0, free_port(), 0)
+    with ExitStack() as stack:
+        masters = [
+            stack.enter_context(TCPStore(HOST, port, is_master=True, multi_tenant=multi_tenant)) for port in ports
+        ]
+        clients = [stack.enter_context(TCPStore(HOST, master.port, timeout=LIMIT_S)) for master in masters]
+        twins = [stack.enter_context(master.clone()) for master in masters]
+        for number, client in enumerate(clients):
+            client.set("k", str(number))
+        for stores in (masters, clients, twins):
+            assert [store.get("k") for store in stores] == [b"0", b"1", b"2"]
+        assert len({store.port for store in masters}) == 3
+    assert not TABLE_SERVER.tables
+
+
+@pytest.mark.parametrize("closed", [0, 1])
+def test_a_store_ends_without_the_others_of_its_process(closed: int) -> None:
+    """Its waits end, its port is free, and so it is when the process serves there again."""
+    masters = [TCPStore(HOST, 0, is_master=True) for _ in range(2)]
+    clients = [TCPStore(HOST, master.port, timeout=LIMIT_S) for master in masters]
+    port, living = masters[closed].port, 1 - closed
+    with ThreadPoolExecutor(2) as pool:
+        gets = [pool.submit(client.get, "k") for client in clients]
+        eventually(lambda: num_waiters() == 2, "both wait")
+        masters[closed].close()
+        with pytest.raises(DistNetworkError, match="closed by the process that serves it"):
+            gets[closed].result(LIMIT_S)
         with pytest.raises(ConnectFailed):
-            TCPStore(HOST, closed, timeout=0.3)
-        assert store.get("k") == b"v"
+            TCPStore(HOST, port, timeout=0.3)
+        socket.create_server((HOST, port)).close()
+        with TCPStore(HOST, port, is_master=True) as again:
+            assert again.num_keys() == 0
+            masters[living].set("k", "v")
+            assert gets[living].result(LIMIT_S) == b"v"
+            assert again.num_keys() == 0
+    for store in (*masters, *clients):
+        store.close()
+
+
+def test_a_store_at_the_address_of_something_else_ends_alone() -> None:
+    """As at that of an RPC worker, which goes on to serve there."""
+    node = acquire_node()
+    try:
+        port = int(node.serve(HOST, 0).rpartition(":")[2])
+        with TCPStore(HOST, port, is_master=True), TCPStore(HOST, port) as client, TCPStore(HOST, 0, is_master=True):
+            client.set("k", "v")
+        with pytest.raises(ConnectFailed, match="serves no store"):
+            TCPStore(HOST, port, timeout=0.3)
+        with TCPStore(HOST, port, is_master=True) as again:
+            assert again.num_keys() == 0
+    finally:
+        node.release()
+
+
+def test_threads_that_open_and_close_stores_at_once() -> None:
+    ports = [free_port() for _ in range(4)]
+
+    def use(number: int) -> int:
+        for round in range(5):
+            with TCPStore(HOST, ports[number], is_master=True) as master, TCPStore(HOST, master.port) as client:
+                client.set(f"{number} {round}", "")
+                assert master.list_keys() == [f"{number} {round}"]
+        return number
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(use, range(4), timeout=LIMIT_S * 3)) == [0, 1, 2, 3]
+    assert not TABLE_SERVER.tables
 
 
 def test_a_store_that_was_dropped_frees_its_port_when_the_next_is_made() -> None:
@@ -146,15 +204,15 @@ def test_a_store_that_was_dropped_frees_its_port_when_the_next_is_made() -> None
 def test_closing_the_master_ends_the_waits_of_clients(failure: str) -> None:
     """And says what has failed there, if anything has."""
     says = f"serves it, where this had failed: {failure} It is" if failure else "serves it. It is"
-    with TCPStore(HOST, 0, is_master=True) as master, TCPStore(HOST, master.port, timeout=LIMIT_S) as client:
+    with TCPStore(HOST, 0, is_master=True) as master, TCPStore(HOST, master.port, timeout=0.3) as client:
         with ThreadPoolExecutor(1) as pool:
-            get = pool.submit(client.get, "never")
+            wait = pool.submit(client.wait, ["never"], LIMIT_S)
             eventually(lambda: num_waiters() == 1, "the client waits")
             PrefixStore("part", master).note_failure(failure)
             master.close()
             with pytest.raises(DistNetworkError, match=re.escape(says)):
-                get.result(LIMIT_S)
-        with pytest.raises(DistNetworkError, match="closed"):
+                wait.result(LIMIT_S)
+        with pytest.raises(ConnectFailed, match="no process listens there"):
             client.set("k", "v")
 
 

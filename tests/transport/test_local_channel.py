@@ -328,9 +328,15 @@ def test_the_listener_outlives_a_lack_of_descriptors(
 
 def test_a_stopped_listener_gives_its_name_back(nodes: Nodes) -> None:
     node = nodes.make("server", serve=True)
-    second = node.serve("127.0.0.1", free_port())
+    first, second = node.address, node.serve("127.0.0.1", free_port())
+    assert first is not None and node.serve("127.0.0.1", 0) == first
     node.stop_serving(second)
     listen_unix(local_name(second)).close()
+    node.stop_serving(first)
+    assert node.address == first  # it has another user
+    node.stop_serving(first)
+    assert node.address is None
+    listen_unix(local_name(first)).close()
 
 
 # ---------------------------------------------------------------- forks

@@ -33,7 +33,7 @@ from rpcdist.testing import eventually
 from rpcdist.transport import Node, unix_sockets
 from rpcdist.transport._channels import stream_sockets
 from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
-from rpcdist.transport._channels.stream_sockets import local_name
+from rpcdist.transport._channels.stream_sockets import listen_unix, local_name
 from rpcdist.transport._server import admission, stream_listeners
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.sockets import HubAddress, SocketHub
@@ -220,7 +220,8 @@ def test_the_hubs_and_the_sessions_of_a_node_share_its_listeners(monkeypatch: py
         assert places[0] == dataclasses.replace(places[1], taker=places[0].taker) and places[0] != places[1]
         assert places[0].port == node._server._streams.tcp_port
         if unix_sockets.has_abstract_sockets():
-            assert places[0].unix_name == local_name(address)
+            node.stop_serving(address)  # which frees its name, and not that of the hubs
+            listen_unix(local_name(address)).close()
         for unix in [unix.values[0] for unix in UNIX]:  # the same purpose, and each gets its own
             for hub in (one, other):
                 with one.connect(hub.address, "x", LIMIT_S, unix=bool(unix)) as here, hub.expect("x", LIMIT_S) as there:

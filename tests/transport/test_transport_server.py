@@ -332,6 +332,19 @@ def test_a_unary_call_knows_who_calls(served: tuple[Node, Node, Answers]) -> Non
     assert set(answers.peers) == {client.identity} and len(answers.peers) == 100
 
 
+def test_a_service_of_one_address_is_not_at_the_others(nodes: Nodes) -> None:
+    server, client = nodes.make("server", serve=True), nodes.make("client")
+    addresses = [server.serve("127.0.0.1", 0, is_apart=True) for _ in range(2)]
+    everywhere, *answers = (Answers() for _ in range(3))
+    server.add_service(SERVICE, {"Members": everywhere.members})
+    for address, answer in zip(addresses, answers, strict=True):
+        server.add_service(SERVICE, {"Members": answer.members}, address=address)
+    for address in (str(server.address), *addresses):
+        link = client.run(client.connect(address, "membership", timeout_s=LIMIT_S), LIMIT_S)
+        client.run(unary(link, "Members"), LIMIT_S)
+    assert [len(answer.peers) for answer in (everywhere, *answers)] == [1, 1, 1]
+
+
 def test_errors_of_unary_calls(served: tuple[Node, Node, Answers], caplog: pytest.LogCaptureFixture) -> None:
     server, client, answers = served
     link = open_link(client, server, role="membership")

@@ -19,7 +19,6 @@ Rules:
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import logging
@@ -34,6 +33,7 @@ from contextvars import Context
 from functools import partial
 from typing import NamedTuple
 
+from rpcdist import at_exit
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ForkedProcess, NotInitialized, PoolExhausted
 from rpcdist.rpc._executors import blocking
@@ -95,6 +95,8 @@ class ThreadPool:
         cleanup: called after each job on its thread, to take away what a user function left behind there.
         describe: names a job in messages.
         new_context: makes the context of a job.
+        keeps_one: whether the last thread stays, and `start` starts it: at its end, Python 3.12 starts no thread, and
+            `shutdown` may be called there.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class ThreadPool:
         cleanup: Callable[[], object] | None = None,
         describe: Callable[[Function, tuple[object, ...]], str] = _describe,
         new_context: Callable[[], Context] = Context,
+        keeps_one: bool = sys.version_info[:2] == (3, 12),
     ) -> None:
         self.name = name
         self.max_threads = max_threads
@@ -123,6 +126,7 @@ class ThreadPool:
         self._cleanup = cleanup
         self._describe = describe
         self._new_context = new_context
+        self._keeps_one = keeps_one
 
         self._queue: deque[Job] = deque()
         self._workers: set[WorkerThread] = set()
@@ -138,7 +142,12 @@ class ThreadPool:
         self._is_start_failure_logged = False
         self._held = HeldAnswers(self._watch_held_answers, self._report)
         fork.register(self)
-        atexit.register(self.close)
+        at_exit.register(self.close)
+
+    def start(self) -> None:
+        """Starts the thread that stays, if one does; the others are started for jobs."""
+        if self._keeps_one:
+            self.start_one()
 
     # -- any thread ----------------------------------------------------------------------------------------------------
 
@@ -195,7 +204,7 @@ class ThreadPool:
         Returns:
             What still runs or never ran, as text for humans; it is logged, too, with the places where threads hang.
         """
-        atexit.unregister(self.close)
+        at_exit.unregister(self.close)
         if self._stopping:
             return []
         self._refusal = self._refusal or NotInitialized
@@ -259,8 +268,8 @@ class ThreadPool:
             if not self._is_start_failure_logged:
                 self._is_start_failure_logged = True
                 logger.exception(
-                    "the system refuses another thread (%d run here); jobs wait. Raise its limit (`ulimit -u`), or "
-                    "lower the option max_worker_threads",
+                    "the system refuses another thread (%d run here); jobs wait. Unless the process ends: raise its "
+                    "limit (`ulimit -u`), or lower the option max_worker_threads",
                     len(self._workers),
                 )
             self._monitor.wake()
@@ -369,7 +378,8 @@ class ThreadPool:
 
     def _retire(self, worker: WorkerThread) -> bool:
         self._workers.discard(worker)
-        if self._queue:  # it came while this thread still counted as running (rule 6)
+        is_kept = self._keeps_one and not self._workers and not self._stopping
+        if self._queue or is_kept:  # the job came while this thread still counted as running (rule 6)
             self._workers.add(worker)
             return False
         worker.ended.release()
@@ -466,7 +476,7 @@ class ThreadPool:
         self._workers, self._idle, self._blocked = set(), [], set()
         self._queue = deque()
         self._held.after_fork_in_child()
-        atexit.unregister(self.close)
+        at_exit.unregister(self.close)
 
 
 def _usable_cores() -> int:

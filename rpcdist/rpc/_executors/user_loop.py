@@ -11,7 +11,6 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
 import sys
 import threading
@@ -21,6 +20,7 @@ from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
 from typing import Any, Final, Literal, TypeVar
 
+from rpcdist import at_exit
 from rpcdist.deadline import NEVER, Deadline
 from rpcdist.errors import Cancelled, ConfigError, ForkedProcess, NotInitialized
 from rpcdist.rpc._executors.stateful_coroutine import StatefulCoroutine
@@ -63,7 +63,7 @@ class UserLoop:
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()
-        atexit.register(self.close)
+        at_exit.register(self.close)
 
     def on_thread(self) -> bool:
         """Whether the caller runs on this loop's thread."""
@@ -162,7 +162,7 @@ class UserLoop:
         Returns:
             What refused to end, as text for humans; it is logged, too. Its submitters got `Cancelled`.
         """
-        atexit.unregister(self.close)
+        at_exit.unregister(self.close)
         if self._refusal is not None:
             return []
         self._refusal = NotInitialized
@@ -210,7 +210,7 @@ class UserLoop:
         self._refusal = ForkedProcess
         self._calls = set()
         self._inbox = deque()
-        atexit.unregister(self.close)
+        at_exit.unregister(self.close)
 
 
 def _task_factory(

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -46,7 +46,20 @@ __all__ = ["Method", "Server"]
 logger = logging.getLogger(__name__)
 
 
-class Server(grpc.GenericRpcHandler):
+class _AtAddress(grpc.GenericRpcHandler):
+    """Routes the calls that come by one listener: to its own services first."""
+
+    def __init__(self, services: UnaryServices, others: Callable[[grpc.HandlerCallDetails], Any]) -> None:
+        self._services = services
+        self._others = others
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        """gRPC's name for it."""
+        details = handler_call_details
+        return self._services.handler(details.method, details.invocation_metadata) or self._others(details)
+
+
+class Server:
     """Serves sessions, on gRPC and raw sockets, and unary calls. Lives on the I/O loop.
 
     Attributes:
@@ -71,6 +84,7 @@ class Server(grpc.GenericRpcHandler):
         self._roles = roles
         self._silence_limit_s = silence_limit_s
         self._listeners: dict[str, grpc.aio.Server] = {}  # by address
+        self._services_at: dict[str, UnaryServices] = {}  # of one listener alone, by its address
         self._plain_hosts: set[str] = set()  # that the log has named
         self._admission = Admission()
         self._streams = StreamListeners(io, credentials, roles, self._admission, self._serve, ports)
@@ -105,7 +119,8 @@ class Server(grpc.GenericRpcHandler):
         may_poll()  # likewise
         num_connections()  # likewise
         server = grpc.aio.server(options=server_options())
-        server.add_generic_rpc_handlers((self,))
+        services = UnaryServices(self._proven)
+        server.add_generic_rpc_handlers((_AtAddress(services, self._handler),))
         await self.health.open(host)
         bound = self._bind(server, host, port)
         address = join_address(host, bound)
@@ -114,7 +129,7 @@ class Server(grpc.GenericRpcHandler):
         if channels.local:
             self._streams.open_local(address)
         await server.start()
-        self._listeners[address] = server
+        self._listeners[address], self._services_at[address] = server, services
         await self._announce()
         return address
 
@@ -156,6 +171,7 @@ class Server(grpc.GenericRpcHandler):
         await self.health.close()
         await self._streams.stop()
         listeners, self._listeners = list(self._listeners.values()), {}
+        self._services_at.clear()
         if listeners:
             await self._introspection.shut_down()
             await asyncio.gather(*(server.stop(grace_s) for server in listeners))
@@ -164,27 +180,38 @@ class Server(grpc.GenericRpcHandler):
         """Stops the gRPC and Unix listeners of one address; the sessions that came through them end."""
         await self._streams.close_local(address)
         server = self._listeners.pop(address, None)
+        self._services_at.pop(address, None)
         if server is not None:
             await server.stop(grace_s)
 
     async def drain_unary(self, timeout_s: float) -> None:
         """See `UnaryServices.drain`."""
-        await self._unary.drain(timeout_s)
+        services = (self._unary, *self._services_at.values())
+        await asyncio.gather(*(each.drain(timeout_s) for each in services))
 
-    async def add_service(self, descriptor: ServiceDescriptor, methods: Mapping[str, Method]) -> None:
-        """Serves the unary methods of a service; replaces what was registered under its name."""
-        self._unary.add(descriptor, methods)
+    async def add_service(
+        self, descriptor: ServiceDescriptor, methods: Mapping[str, Method], address: str | None = None
+    ) -> None:
+        """Serves the unary methods of a service; replaces what was registered under its name.
+
+        Args:
+            descriptor: the service.
+            methods: its handlers, by name.
+            address: the only one, of those served, at which it is there; None for all.
+        """
+        (self._unary if address is None else self._services_at[address]).add(descriptor, methods)
         await self._announce()
 
     async def _announce(self) -> None:
-        await self._introspection.announce([f"{PACKAGE}.Rpc", *self._unary.names])
+        names = {name for services in (self._unary, *self._services_at.values()) for name in services.names}
+        await self._introspection.announce([f"{PACKAGE}.Rpc", *sorted(names)])
 
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """Routes a call; gRPC's name for it."""
-        path = handler_call_details.method
+    def _handler(self, details: grpc.HandlerCallDetails) -> Any:
+        """What answers a call at any address."""
+        path = details.method
         if path == SESSION_PATH:
             return self._session_handler
-        unary = self._unary.handler(path, handler_call_details.invocation_metadata)
+        unary = self._unary.handler(path, details.invocation_metadata)
         return unary or self._introspection.handlers.get(path)
 
     # ------------------------------------------------------------ sessions

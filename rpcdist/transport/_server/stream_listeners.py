@@ -76,7 +76,7 @@ class StreamListeners:
         self._serve_session = serve_session
         self._tcp: dict[str, tuple[str, int]] = {}  # by the host as it was asked for: address and port
         self._accepting: dict[str, asyncio.Task[Any]] = {}  # by host, or by "@" and the name of a Unix socket
-        self._lasting_name: str | None = None  # of the Unix listener that stays as long as the process serves
+        self._lasting_name = ""  # of the Unix listener that stays as long as the process serves
         self._ours: set[socket.socket] = set()  # accepted, and given to nobody yet
 
     @property
@@ -97,18 +97,12 @@ class StreamListeners:
         return self._tcp[host]
 
     def open_local(self, address: str) -> None:
-        """Listens under the name that belongs to `address`, if nobody has taken it: else peers take other channels.
-
-        The first such listener must stay to the end.
-        """
+        """Listens under the name that belongs to `address`, if nobody has taken it: else peers take other channels."""
         name = local_name(address)
         try:
             self._start(f"@{name}", listen_unix(name))
         except OSError as exc:
             logger.warning("no local channel to %s: its name is taken (%s); peers use the network", address, exc)
-            name = ""
-        if self._lasting_name is None:
-            self._lasting_name = name
 
     def unix_name(self) -> str:
         """A name under which it listens to the end; empty where there are no abstract sockets."""

@@ -1,0 +1,89 @@
+"""What ends with the process ends after the program's own callbacks, whoever registered first."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rpcdist.testing import Program
+from rpcdist.testing.limits import LIMIT_S
+
+PRINTS = """
+    import atexit, multiprocessing, multiprocessing.util, os, sys
+    from functools import partial
+
+    def early():
+        print("early callback")
+
+    atexit.register(early)
+    from rpcdist import at_exit
+
+    def fails():
+        print("fails")
+        sys.exit(7)
+
+    def use():
+        withdrawn = partial(print, "withdrawn")
+        for action in (partial(print, "last"), withdrawn, fails, partial(print, "first")):
+            at_exit.register(action)
+        at_exit.unregister(withdrawn)
+        atexit.register(print, "late callback")
+"""
+
+
+@pytest.mark.parametrize("ending", ["", "sys.exit(3)", "raise KeyboardInterrupt"])
+def test_actions_follow_all_callbacks_in_reverse_order(ending: str) -> None:
+    with Program(f"{PRINTS}\n    use()\n    {ending}") as program:
+        assert program.end() == {"": 0, "sys.exit(3)": 3}.get(ending, -signal.SIGINT)
+    expected = ["late callback", "early callback", "first", "fails", "last"]
+    assert [line for line in program.output.splitlines() if line in expected] == expected, program.output
+
+
+def test_a_child_that_was_forked_leaves_the_actions_to_its_parent() -> None:
+    code = """
+    use()
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        print("the parent ends")
+    """
+    with Program(PRINTS + code) as program:
+        assert program.end() == 0
+    of_child, _, of_parent = program.output.partition("the parent ends")
+    assert "callback" in of_child and "first" not in of_child
+    assert of_parent.index("early callback") < of_parent.index("first") < of_parent.index("last")
+
+
+CHILD = """
+import atexit, multiprocessing, multiprocessing.util, sys
+from functools import partial
+from rpcdist import at_exit
+
+def child():
+    multiprocessing.util.Finalize(None, print, ("finalizer",), exitpriority=-5)
+    atexit.register(print, "callback")
+    for name in ("last", "first"):
+        at_exit.register(partial(print, name))
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context(sys.argv[1]).Process(target=child)
+    process.start()
+    process.join()
+    print("ended with", process.exitcode)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_children_of_multiprocessing(method: str, tmp_path: Path) -> None:
+    """Their own finalizers and callbacks come first. Before Python 3.13 a forked child calls no callbacks."""
+    program = tmp_path / "program.py"
+    program.write_text(CHILD)
+    ran = subprocess.run([sys.executable, "-u", program, method], capture_output=True, text=True, timeout=LIMIT_S)
+    *before, first, last, end = ran.stdout.splitlines()
+    assert (first, last, end, ran.stderr) == ("first", "last", "ended with 0", "")
+    calls_back = method == "spawn" or sys.version_info >= (3, 13)
+    assert sorted(before) == (["callback", "finalizer"] if calls_back else ["finalizer"])
