@@ -1,0 +1,76 @@
+"""Programs that leave in callbacks of `atexit`, which they registered before RPC or a group was there."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from rpcdist.testing import Program, free_port
+
+pytestmark = pytest.mark.multiproc
+
+PAIR = """
+import atexit, os, sys
+
+def at_the_end():
+    print(rank, leave(), flush=True)
+
+atexit.register(at_the_end)  # before what it uses is even imported
+import torch
+from rpcdist import collectives, rpc
+
+rank = 0 if os.fork() else 1
+
+
+def init_group(port):
+    collectives.init_process_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+
+def init_rpc(port):
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+
+def total():
+    tensor = torch.ones(2)
+    collectives.all_reduce(tensor)
+    return int(tensor[0])
+"""
+
+LEAVE_BOTH = """
+def leave():
+    peer = rpc.rpc_sync(f"w{1 - rank}", os.getpid)
+    lost = rpc.shutdown()
+    number = total()
+    collectives.destroy_process_group()
+    return peer != os.getpid(), lost, number
+
+for init, port in zip((init_rpc, init_group), sys.argv[1:]):
+    init(port)
+"""
+
+
+def ends(code: str, *ports: int) -> list[str]:
+    """What the callbacks of the two ranks have printed; the program must end by itself."""
+    with Program(PAIR + textwrap.dedent(code), *ports) as program:
+        assert program.end() == 0, program.output
+    return sorted(line for line in program.output.splitlines() if line.startswith(("0", "1")))
+
+
+def test_a_callback_that_was_registered_first_leaves_gracefully() -> None:
+    """RPC and the group, which have a store each; until then both are whole."""
+    assert ends(LEAVE_BOTH, free_port(), free_port()) == ["0 (True, {}, 2)", "1 (True, {}, 2)"]
+
+
+def test_a_callback_that_does_not_leave() -> None:
+    """Its process ends all the same, and is a lost worker for the others."""
+    code = """
+    def leave():
+        if rank:
+            return "stays"
+        return list(rpc.shutdown())
+
+    init_rpc(sys.argv[1])
+    """
+    assert ends(code, free_port()) == ["0 ['w1']", "1 stays"]
+
+
