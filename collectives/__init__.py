@@ -45,7 +45,9 @@ _MODULES = {
     "._operations.reduce_ops": "_make_nccl_premul_sum reduce_op supports_complex",
     "._api.split_groups": "shrink_group split_group",
     "._api.torch_names": (
-        "GroupName ProcessGroupGloo _all_gather_base _coalescing_manager _reduce_scatter_base breakpoint"
+        "GroupName ProcessGroupGloo _all_gather_base _broadcast_coalesced _coalescing_manager _get_default_group "
+        "_get_default_store _get_global_rank _get_group_size _get_object_coll_device _get_pg_default_device "
+        "_get_process_group_name _rank_not_in_group _reduce_scatter_base _resolve_process_group breakpoint"
     ),
     "._stores.store_base": "Store",
     "._stores.file_store": "FileStore",

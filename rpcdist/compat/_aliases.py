@@ -1,56 +1,68 @@
 """Modules of torch that are modules of rpcdist as a whole, under torch's names.
 
-[Note: nothing falls through]
+[Note: what falls through]
 After `install_aliases`, torch's names of the table, and every module below them, are the modules of rpcdist that the
-table gives. A submodule or a name that rpcdist lacks is an ImportError or AttributeError that names it: torch's own
-modules are out of reach, because the finder below answers for all of these names before torch's folders are searched.
-torch has loaded some of them by then (`import torch` does), so what holds their functions already keeps them.
+table gives. A name that rpcdist lacks is an AttributeError that names it. A submodule that only torch has is torch's own
+file, in which the names of the table mean ours: optimizers written as functions, for one, need no groups.
+torch has loaded some modules by then (`import torch` does), so what holds their functions already keeps them.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 __all__ = ["install_aliases"]
 
 
-def install_aliases(table: Mapping[str, str]) -> None:
+def install_aliases(table: Mapping[str, str], missing: Mapping[str, str]) -> None:
     """Makes torch's names mean modules of ours in this process; before a module that uses them is imported.
 
     Args:
         table: torch's module to ours. Of two entries that fit a name, the longer one counts.
+        missing: torch's modules that are empty, and what to do instead.
     """
-    finder = _AliasFinder(table)
+    finder = _AliasFinder(table, missing)
     for name in [name for name in sys.modules if finder.our_name(name) is not None]:
         del sys.modules[name]
     sys.meta_path.insert(0, finder)
     for theirs, ours in table.items():
-        try:
-            module: ModuleType = importlib.import_module(ours)
-        except ModuleNotFoundError as exc:
-            if exc.name != ours:
-                raise
-            module = _MissingModule(theirs, ours)
-        sys.modules[theirs] = module
+        sys.modules[theirs] = importlib.import_module(ours)
+    for theirs in table:
         parent, _, name = theirs.rpartition(".")
-        if finder.our_name(parent) is None:  # an attribute of a module of ours would be another thing to maintain
-            setattr(importlib.import_module(parent), name, module)
+        # `import a.b as c` asks the parent, which may be a module of ours that has no submodules.
+        setattr(importlib.import_module(parent), name, sys.modules[theirs])
 
 
 class _MissingModule(ModuleType):
     """A module of torch's that rpcdist does not have; every use of it names what is missing."""
 
-    def __init__(self, theirs: str, ours: str) -> None:
+    def __init__(self, theirs: str, advice: str) -> None:
         super().__init__(theirs)
-        self._ours = ours
+        self.__path__: list[str] = []
+        self._advice = advice
 
     def __getattr__(self, name: str) -> object:
-        raise AttributeError(f"rpcdist has no module {self._ours!r}, which {name!r} should come from")
+        raise AttributeError(f"rpcdist has nothing for {self.__name__}, which {name!r} should come from: {self._advice}")
+
+
+class _MissingLoader(Loader):
+    """Answers the import of a module that rpcdist does not have."""
+
+    def __init__(self, advice: str) -> None:
+        self._advice = advice
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _MissingModule(spec.name, self._advice)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """There is nothing in it."""
 
 
 class _AliasLoader(Loader):
@@ -70,8 +82,9 @@ class _AliasLoader(Loader):
 
 
 class _AliasFinder(MetaPathFinder):
-    def __init__(self, table: Mapping[str, str]) -> None:
+    def __init__(self, table: Mapping[str, str], missing: Mapping[str, str]) -> None:
         self._table = dict(table)
+        self._missing = dict(missing)
 
     def our_name(self, name: str) -> str | None:
         """The name of our module for one of torch's, or None if the name is not in the table."""
@@ -84,5 +97,24 @@ class _AliasFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        for missing, advice in self._missing.items():
+            if fullname == missing or fullname.startswith(f"{missing}."):
+                return ModuleSpec(fullname, _MissingLoader(advice))
         ours = self.our_name(fullname)
-        return None if ours is None else ModuleSpec(fullname, _AliasLoader(ours))
+        if ours is None:
+            return None
+        theirs = None if _is_there(ours) else PathFinder.find_spec(fullname, [_torch_folder(fullname)])
+        return theirs or ModuleSpec(fullname, _AliasLoader(ours))
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return module in sys.modules or importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the module above it is none, or has none below it
+        return False
+
+
+def _torch_folder(name: str) -> str:
+    """The folder in which torch has the module of this name."""
+    root, *parents = name.split(".")[:-1]
+    return os.path.join(os.path.dirname(str(sys.modules[root].__file__)), *parents)

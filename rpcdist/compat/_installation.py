@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from rpcdist.compat._aliases import install_aliases
-from rpcdist.compat._replaced_names import ALIASES, VIEWS
-from rpcdist.compat._views import install_views, refuse_torch_groups
+from rpcdist.compat._replaced_names import ALIASES, LATE_VIEWS, MISSING, TAKES_GROUPS, VIEWS
+from rpcdist.compat._views import install_late, install_views, refuse_torch_groups
 from rpcdist.errors import ConfigError
 
 __all__ = ["install", "is_installed"]
@@ -43,7 +43,8 @@ def install() -> None:
     from rpcdist.parallel.sync_batch_norm import SyncBatchNorm
 
     install_views(VIEWS)  # first: these modules of torch import some of the others
-    install_aliases(ALIASES)
+    install_aliases(ALIASES, MISSING)
+    install_late(LATE_VIEWS, TAKES_GROUPS)
     refuse_torch_groups()
     places: list[Any] = [nn, nn.modules, nn.modules.batchnorm]
     for place in places:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ALIASES", "READS_OURS", "REFUSED", "VIEWS", "advice_against"]
+__all__ = ["ALIASES", "LATE_VIEWS", "MISSING", "READS_OURS", "REFUSED", "TAKES_GROUPS", "VIEWS", "advice_against"]
 
 _ALGORITHMS: Final = "torch.distributed.algorithms"
 _AVERAGING: Final = "rpcdist.parallel.model_averaging"
@@ -20,9 +20,18 @@ ALIASES: Final = {
     f"{_ALGORITHMS}.model_averaging.hierarchical_model_averager": _AVERAGING,
     f"{_ALGORITHMS}.model_averaging.utils": _AVERAGING,
 }
-"""Modules that are ours as a whole, for everybody in the process."""
+"""Modules that are ours as a whole, for everybody in the process. What is below them and only torch has stays torch's."""
+
+MISSING: Final = {
+    "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook": "use ZeroRedundancyOptimizer without overlap",
+    "torch.distributed.rpc._testing": "it tests torch's own agent",
+    "torch.distributed.rpc.server_process_global_profiler": "profile each worker by torch.profiler",
+}
+"""Modules that can be imported and have nothing in them, and what to do instead."""
 
 VIEWS: Final = {
+    "torch._C._distributed_c10d": "rpcdist.collectives",
+    "torch._C._distributed_rpc": "rpcdist.rpc rpcdist.rpc.api",
     "torch.distributed": "rpcdist.collectives",
     "torch.distributed.collective_utils": "rpcdist.collectives.collective_utils",
     "torch.distributed.device_mesh": "rpcdist.collectives.device_mesh",
@@ -30,6 +39,8 @@ VIEWS: Final = {
     f"{_ALGORITHMS}.join": "rpcdist.parallel.algorithms",
     f"{_ALGORITHMS}.ddp_comm_hooks": "rpcdist.parallel.comm_hooks",
     f"{_ALGORITHMS}.ddp_comm_hooks.default_hooks": "rpcdist.parallel.comm_hooks",
+    f"{_ALGORITHMS}.ddp_comm_hooks.post_localSGD_hook": "rpcdist.parallel.comm_hooks",
+    f"{_ALGORITHMS}.ddp_comm_hooks.powerSGD_hook": "rpcdist.parallel.comm_hooks",
     f"{_ALGORITHMS}.ddp_comm_hooks.quantization_hooks": "rpcdist.parallel.comm_hooks",
     "torch.distributed.nn": "rpcdist.nn rpcdist.nn.functional",
     "torch.distributed.nn.functional": "rpcdist.nn.functional",
@@ -40,6 +51,14 @@ VIEWS: Final = {
     "torch.utils.data.distributed": "rpcdist.data",
 }
 """Modules that torch's own code goes on using as they are; everybody else finds our names in them where we have one."""
+
+LATE_VIEWS: Final = {
+    "torch.distributed._tensor": "rpcdist.collectives.device_mesh",
+    "torch.distributed._tensor.device_mesh": "rpcdist.collectives.device_mesh",
+    "torch.distributed.tensor": "rpcdist.collectives.device_mesh",
+    "torch.distributed.tensor.device_mesh": "rpcdist.collectives.device_mesh",
+}
+"""The same for modules that are not loaded before the program does, as that takes seconds."""
 
 READS_OURS: Final = ("torch.distributed.checkpoint",)
 """Modules of torch that find our names, too: with torch's, they would take each rank to be alone."""
@@ -57,7 +76,19 @@ REFUSED: Final = {
     "torch.distributed._symmetric_memory": _TORCH_GROUPS,
     "torch.distributed.pipelining": f"{_TORCH_GROUPS}, or use rpcdist.parallel.Pipeline (docs/pipeline.md)",
 }
-"""Modules that no name of ours can stand for, and what to do."""
+"""Modules that no name of ours can stand for, and what to do. They can be imported: programs ask what is a `DTensor`."""
+
+TAKES_GROUPS: Final = {
+    "torch.distributed._functional_collectives": "_resolve_group _expand_group",
+    "torch.distributed._symmetric_memory": "enable_symm_mem_for_group rendezvous",
+    "torch.distributed.distributed_c10d": "_new_process_group_helper",
+    "torch.distributed.fsdp._fully_shard._fully_shard": "fully_shard",
+    "torch.distributed.fsdp.fully_sharded_data_parallel": "FullyShardedDataParallel.__init__",
+    "torch.distributed.pipelining.stage": "_PipelineStageBase.__init__",
+    "torch.distributed.tensor._api": "DTensor.from_local distribute_tensor distribute_module _dtensor_init_helper",
+    "torch.distributed.tensor.parallel.api": "parallelize_module",
+}
+"""Functions in them, and elsewhere, that are refused: they would take groups or meshes of ours for torch's, or make some."""
 
 
 def advice_against(module: str) -> str | None:

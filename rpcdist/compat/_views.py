@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -19,8 +20,6 @@ from rpcdist.compat._replaced_names import READS_OURS, advice_against
 from rpcdist.errors import ConfigError
 
 __all__ = ["install_views", "refuse_torch_groups"]
-
-_IMPORTS = "importlib."
 
 
 class _ViewedModule(ModuleType):
@@ -39,16 +38,57 @@ def install_views(table: Mapping[str, str]) -> None:
     Args:
         table: torch's module to ours, or to several, with spaces between them.
     """
-    sys.meta_path.insert(0, _RefusingFinder())
     for theirs in table:
         importlib.import_module(theirs)  # all of them before the first is viewed: they import each other
     for theirs, ours in table.items():
-        module = sys.modules[theirs]
-        names: dict[str, str] = {}
-        for lent in map(importlib.import_module, ours.split()):
-            names |= {name: lent.__name__ for name in vars(module).keys() & _offered(lent) if _is_value(module, name)}
-        vars(module)["_rpcdist_names"] = names
-        module.__class__ = _ViewedModule
+        _view(ours, sys.modules[theirs])
+
+
+def install_late(views: Mapping[str, str], refused: Mapping[str, str]) -> None:
+    """Changes modules of torch when they are loaded, or now.
+
+    Args:
+        views: as for `install_views`.
+        refused: torch's module to the functions in it, with spaces between them, that raise `ConfigError` from then on.
+    """
+    changes: dict[str, list[Callable[[ModuleType], object]]] = {}
+    for theirs, ours in views.items():
+        changes.setdefault(theirs, []).append(partial(_view, ours))
+    for theirs, names in refused.items():
+        changes.setdefault(theirs, []).append(partial(_refuse, names))
+    for theirs in sys.modules.keys() & changes.keys():
+        for change in changes.pop(theirs):
+            change(sys.modules[theirs])
+    sys.meta_path.insert(0, _ChangingFinder(changes))
+
+
+def _view(ours: str, module: ModuleType) -> None:
+    """Lets the program find names of our modules, with spaces between them, in a loaded module of torch."""
+    names: dict[str, str] = {}
+    for lent in map(importlib.import_module, ours.split()):
+        names |= {name: lent.__name__ for name in vars(module).keys() & _offered(lent) if _is_value(module, name)}
+    vars(module)["_rpcdist_names"] = names
+    module.__class__ = _ViewedModule
+
+
+def _refuse(names: str, module: ModuleType) -> None:
+    """Replaces functions, or methods of classes, of a module by ones that say what to do instead."""
+    for name in names.split():
+        owner: Any = module
+        *classes, last = name.split(".")
+        for each in classes:
+            owner = getattr(owner, each)
+        original = getattr(owner, last)
+        advice = advice_against(module.__name__) or (
+            f"rpcdist.compat cannot replace {module.__name__}.{name}, which makes groups of torch: use new_group or "
+            "split_group, or run the program without compat"
+        )
+
+        @wraps(original)
+        def refuse(*args: object, advice: str = advice, **named: object) -> None:
+            raise ConfigError(advice)
+
+        setattr(owner, last, refuse)
 
 
 def refuse_torch_groups() -> None:
@@ -67,33 +107,39 @@ def refuse_torch_groups() -> None:
         each.init_process_group = refuse  # in torch's own view: what FSDP and device meshes call when there is none
 
 
-class _RefusingFinder(MetaPathFinder):
-    """Refuses what cannot be replaced, with an `ImportError` that says what to do, unless torch imports it."""
+class _ChangingFinder(MetaPathFinder):
+    """Finds modules of torch where they are, and has them changed once they are loaded."""
+
+    def __init__(self, changes: Mapping[str, Sequence[Callable[[ModuleType], object]]]) -> None:
+        self._changes = changes
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        advice = advice_against(fullname)
-        if advice is not None and not _asked_by_torch(_first_outside_imports(sys._getframe(1))):
-            raise ImportError(advice, name=fullname)
-        return None
+        spec = PathFinder.find_spec(fullname, path, target) if fullname in self._changes else None
+        if spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            load(module)
+            for change in self._changes[fullname]:
+                change(module)
+
+        setattr(spec.loader, "exec_module", exec_module)  # noqa: B010  # of this import alone, as its loader is
+        return spec
 
 
 def _offered(module: ModuleType) -> set[str]:
     """The names of our module that are meant to be used, and not merely imported there."""
     listed = getattr(module, "__all__", None) or dir(module)
-    return {name for name in listed if not name.startswith("__")}
+    private = {name for name in vars(module) if name.startswith("_")}  # of torch, where torch has them
+    return {name for name in {*listed, *private} if not name.startswith("__")}
 
 
 def _is_value(module: ModuleType, name: str) -> bool:
     # `type` and not `isinstance`, which would use what warns of being deprecated.
     return not issubclass(type(vars(module)[name]), ModuleType)
-
-
-def _first_outside_imports(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and _name_of(frame).startswith(_IMPORTS):
-        frame = frame.f_back
-    return frame
 
 
 def _asked_by_torch(frame: FrameType | None) -> bool:

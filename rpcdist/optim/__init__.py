@@ -9,10 +9,13 @@ from rpcdist.optim.optimizer import DistributedOptimizer
 
 __all__ = ["DistributedOptimizer"]
 
-# torch has them here; they need process groups, and live beside this package.
+# torch has the first two here; they need process groups, and live beside this package. The others are torch's own.
 _ELSEWHERE = {
     "PostLocalSGDOptimizer": "rpcdist.parallel.model_averaging",
     "ZeroRedundancyOptimizer": "rpcdist.parallel.zero_redundancy",
+    "_apply_optimizer_in_backward": "torch.distributed.optim.apply_optimizer_in_backward",
+    "_get_in_backward_optimizers": "torch.distributed.optim.apply_optimizer_in_backward",
+    "as_functional_optim": "torch.distributed.optim.utils",
 }
 
 

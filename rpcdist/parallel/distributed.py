@@ -342,7 +342,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         """Synchronises the buffers by a function instead of a broadcast."""
         if not callable(hook):
             raise TypeError("Communication hook must be callable.")
-        self._buffer_hook = BufferHook(state, hook, comm_hook_location)
+        self._buffer_hook = BufferHook(state, hook, BufferHookLocation(comm_hook_location))
 
     # ------------------------------------------------------------ uneven inputs
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -47,6 +48,7 @@ __all__ = [
     "shutdown",
 ]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,23 @@ def is_available() -> bool:
 
 def _is_current_rpc_agent_set() -> bool:
     return agent_or_none() is not None
+
+
+def _require_initialized(func: Callable[P, T]) -> Callable[P, T]:
+    """Has a function raise `NotInitialized` while RPC is not."""
+
+    @functools.wraps(func)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        if agent_or_none() is None:
+            raise NotInitialized
+        return func(*args, **kwargs)
+
+    return wrapper
+
+
+def _to_worker_info(to: str | int | WorkerInfo) -> WorkerInfo:
+    """Name and id of the worker that a call names."""
+    return current_agent().get_worker_info(to.id if isinstance(to, WorkerInfo) else to)
 
 
 def _get_current_rpc_agent() -> Any:

@@ -17,6 +17,11 @@ class BufferHookLocation(Enum):
     PRE_FORWARD = 1
     POST_FORWARD = 2
 
+    @classmethod
+    def _missing_(cls, value: object) -> BufferHookLocation | None:
+        """The one of torch's name: programs take torch's."""
+        return cls.__members__.get(value.name) if isinstance(value, Enum) else None
+
 
 @dataclass(frozen=True, slots=True)
 class BufferHook:
