@@ -16,7 +16,7 @@ from torch.distributed import rpc
 from torch.distributed.nn import RemoteModule
 from torch.distributed.optim import DistributedOptimizer
 
-LIMIT_S = 150.0
+LIMIT_S = 400.0
 DEVICES = ("worker0/cpu", "worker1/cpu")
 
 
@@ -42,8 +42,9 @@ class Join(nn.Module):
 
 def chain() -> PipelineModulesGraph:
     graph = PipelineModulesGraph()
-    layers = [RemoteModule(DEVICES[0], Layer, (4, 4)), RemoteModule(DEVICES[1], nn.Tanh), RemoteModule(DEVICES[1], Layer, (4, 4))]
-    graph.add_sequence(layers, [0])
+    first, second = DEVICES
+    kinds = ((first, Layer, (4, 4)), (second, nn.Tanh, ()), (second, Layer, (4, 4)))
+    graph.add_sequence([RemoteModule(device, kind, arguments) for device, kind, arguments in kinds], [0])
     return graph
 
 

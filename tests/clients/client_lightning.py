@@ -31,9 +31,9 @@ def main(backend: str) -> None:
     names = {"module": Module(), "loader": DataLoader(list(batches()), batch_size=None)}
     exec(example("Lightning", backend), names)
     trainer = names["trainer"]
-    mean_loss = trainer.callback_metrics["loss"].item().hex()
+    module, mean_loss = names["module"], trainer.callback_metrics["loss"].item().hex()
     assert torch.distributed.get_backend() == backend
-    report({"losses": names["module"].losses, "mean of the ranks": mean_loss, "parameters": numbers_of(names["module"])})
+    report({"losses": module.losses, "mean of the ranks": mean_loss, "parameters": numbers_of(module)})
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from torchrl.modules import RandomPolicy
 from torchrl.testing.mocking_classes import ContinuousActionVecMockEnv
 from torchrl.trainers._distributed import _DDPProcessGroup
 
-LIMIT_S = 150.0
+LIMIT_S = 400.0
 FRAMES, FRAMES_PER_BATCH = 200, 50
 
 

@@ -1,4 +1,4 @@
-"""Transformers trains a small BERT under torchrun with the example of docs/clients.md: `client_transformers.py BACKEND`."""
+"""Transformers trains a small BERT under torchrun with the example of docs/clients.md, on the backend that is named."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The operators of pyg-lib that PyG's distributed neighbour sampler calls, in Python; importing this module registers them.
+"""The operators of pyg-lib that PyG's distributed neighbour sampler calls, in Python; the import registers them.
 
-pyg-lib has no release on the index of Python packages. All neighbours of each node are taken, so that nothing is random.
+pyg-lib itself has no release that pip finds. All neighbours of each node are taken, so that nothing is random.
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ def relabel_neighborhood(
 for operator, arguments in (
     (
         dist_neighbor_sample,
-        "(Tensor rowptr, Tensor col, Tensor seed, int num_neighbors, Tensor? node_time = None, Tensor? edge_time = None, "
-        "Tensor? seed_time = None, Tensor? edge_weight = None, bool csc = False, bool replace = False, "
-        "bool directed = True, bool disjoint = False, str temporal_strategy = 'uniform') -> (Tensor, Tensor, int[])",
+        "(Tensor rowptr, Tensor col, Tensor seed, int num_neighbors, Tensor? node_time = None, "
+        "Tensor? edge_time = None, Tensor? seed_time = None, Tensor? edge_weight = None, bool csc = False, "
+        "bool replace = False, bool directed = True, bool disjoint = False, str temporal_strategy = 'uniform') "
+        "-> (Tensor, Tensor, int[])",
     ),
     (
         merge_sampler_outputs,
