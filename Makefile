@@ -66,12 +66,12 @@ conformance: $(READY)  ## torch's own tests against rpcdist
 
 # Beside .venv/: the libraries bring a hundred packages, which nothing else here needs.
 CLIENTS_READY := out/clients/.ready
-$(CLIENTS_READY): pyproject.toml constraints.txt tests/clients/requirements.txt
-	$(PYTHON) -m venv out/clients
+$(CLIENTS_READY): pyproject.toml constraints.txt tests/clients/requirements.txt | $(BIN)/python
+	$(BIN)/python -m venv out/clients
 	out/clients/bin/python -m pip install --quiet -e . -r tests/clients/requirements.txt -c constraints.txt
 	touch $@
 
-clients: $(CLIENTS_READY)  ## libraries on top of torch, and of rpcdist; CLIENTS=--write keeps the table, CLIENTS=Lightning runs one
+clients: $(CLIENTS_READY)  ## libraries on torch and on rpcdist; CLIENTS=--write keeps the table, CLIENTS=Fabric runs one
 	out/clients/bin/python tests/clients/run_clients.py $(CLIENTS)
 
 stress: $(READY)  ## random load, and the full sets of the tests that vary dtypes, sizes and faults

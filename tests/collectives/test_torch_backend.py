@@ -49,7 +49,7 @@ def test_a_group_from_a_store_needs_sound_arguments() -> None:
         torch_group(HashStore(), 0, 1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="timedelta"):
         torch_group(dist.HashStore(), 0, 1, timeout=3.0)  # type: ignore[arg-type]
-    with pytest.raises(RpcdistError, match="did not come within 0.5 s: 1"):
+    with pytest.raises(RpcdistError, match=r"did not come within 0\.5 s: 1"):
         torch_group(dist.HashStore(), 0, 2, timeout=timedelta(seconds=0.5))
 
 
