@@ -26,6 +26,7 @@ def main(backend: str) -> None:
     gathered = accelerator.gather_for_metrics(torch.tensor([accelerator.process_index])).tolist()
     assert torch.distributed.get_backend() == backend
     report({"losses": losses, "gathered": gathered, "parameters": numbers_of(model)})
+    accelerator.wait_for_everyone()  # a rank of Gloo's that ends first may leave the other in its destructor
     accelerator.end_training()
 
 

@@ -27,7 +27,7 @@ from typing import Any, Final
 from client_results import GUIDE, RESULT
 
 FOLDER = Path(__file__).parent
-LIMIT_S = 2700.0
+LIMIT_S = 1500.0
 """Of one program. The longest starts some 20 processes, each of which imports torch and TorchRL."""
 
 BEGIN, END = "<!-- clients: begin -->", "<!-- clients: end -->"
