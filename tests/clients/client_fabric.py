@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from client_results import batches, example, make_model, numbers_of, report
@@ -11,7 +12,7 @@ from torch.nn.functional import mse_loss
 
 def main(backend: str) -> None:
     model = make_model()
-    names = {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
+    names: dict[str, Any] = {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
     exec(example("Fabric", backend), names)
     fabric, wrapped, optimizer = names["fabric"], names["model"], names["optimizer"]
     losses = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from client_results import example, numbers_of, report
@@ -14,7 +15,7 @@ def main(backend: str) -> None:
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     model = BertForSequenceClassification(BertConfig(vocab_size=50, max_position_embeddings=16, **shape))
     dataset = [{"input_ids": torch.randint(50, (8,)), "labels": torch.tensor(number % 2)} for number in range(64)]
-    names = {"model": model, "dataset": dataset}
+    names: dict[str, Any] = {"model": model, "dataset": dataset}
     exec(example("Transformers", backend), names)
     trainer = names["trainer"]
     assert torch.distributed.get_backend() == backend

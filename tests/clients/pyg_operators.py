@@ -30,7 +30,7 @@ def dist_neighbor_sample(
 ) -> tuple[Tensor, Tensor, list[int]]:
     """The seeds and their neighbours, the edges to these, and where the neighbours of each seed begin and end."""
     assert num_neighbors == -1 and csc and not disjoint
-    edges = [torch.arange(colptr[node], colptr[node + 1]) for node in seed.tolist()]
+    edges = [torch.arange(int(colptr[node]), int(colptr[node + 1])) for node in seed.tolist()]
     edge = torch.cat(edges)
     return torch.cat([seed, row[edge]]), edge, list(accumulate(map(len, edges), initial=len(seed)))
 
