@@ -41,13 +41,16 @@ _MODULES = {
         "all_gather_object broadcast_object_list gather_object recv_object_list scatter_object_list send_object_list"
     ),
     "._operations.operation": "ReduceOp",
+    "._api.private_names": (
+        "_broadcast_coalesced _get_default_group _get_default_store _get_global_rank _get_group_size "
+        "_get_object_coll_device _get_pg_default_device _get_process_group_name _pg_group_ranks _pg_map _pg_names "
+        "_rank_not_in_group _register_process_group _resolve_process_group _world"
+    ),
     "._api.point_to_point": "P2POp batch_isend_irecv irecv isend recv send",
     "._operations.reduce_ops": "_make_nccl_premul_sum reduce_op supports_complex",
     "._api.split_groups": "shrink_group split_group",
     "._api.torch_names": (
-        "GroupName ProcessGroupGloo _all_gather_base _broadcast_coalesced _coalescing_manager _get_default_group "
-        "_get_default_store _get_global_rank _get_group_size _get_object_coll_device _get_pg_default_device "
-        "_get_process_group_name _rank_not_in_group _reduce_scatter_base _resolve_process_group breakpoint"
+        "GroupName ProcessGroupGloo _all_gather_base _coalescing_manager _reduce_scatter_base breakpoint"
     ),
     "._stores.store_base": "Store",
     "._stores.file_store": "FileStore",
@@ -69,14 +72,14 @@ _MODULES = {
         "get_debug_level set_debug_level set_debug_level_from_env"
     ),
     ".process_group": "ProcessGroup",
-    ".work": "Work",
+    ".work": "Work _Work",
     # Of the layer above: scripts of torch name these types in annotations of communication hooks.
     "..parallel.comm_hooks": "BuiltinCommHookType GradBucket",
     "..parallel._ddp._reducer": "Reducer",
 }
 _LAZY = {name: module for module, names in _MODULES.items() for name in names.split()}
 _MODULES_AS_NAMES = frozenset({"collective_utils", "flight_recorder", "functional"})
-_RENAMED = {"BackendBase": "GroupBackend", "_make_nccl_premul_sum": "make_premul_sum"}
+_RENAMED = {"BackendBase": "GroupBackend", "_Work": "Work", "_make_nccl_premul_sum": "make_premul_sum"}
 
 
 def __getattr__(name: str) -> object:
@@ -102,6 +105,7 @@ if TYPE_CHECKING:
     from rpcdist.collectives._api.objects import *
     from rpcdist.collectives._api.operations import *
     from rpcdist.collectives._api.point_to_point import *
+    from rpcdist.collectives._api.private_names import *
     from rpcdist.collectives._api.split_groups import *
     from rpcdist.collectives._api.torch_names import *
     from rpcdist.collectives._group.backend_contract import GroupBackend

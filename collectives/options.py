@@ -128,7 +128,7 @@ def get_debug_level() -> DebugLevel:
 
 def set_debug_level(level: DebugLevel) -> None:
     """Sets it for this process."""
-    _Debug.level = DebugLevel(level)
+    _Debug.level = DebugLevel(int(level))  # torch's has the same numbers
 
 
 def set_debug_level_from_env() -> None:

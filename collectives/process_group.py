@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from enum import Enum
 from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
@@ -40,6 +41,18 @@ class SplitGroup(Protocol):
     ) -> ProcessGroup | None: ...
 
 
+class BackendType(Enum):
+    """Kinds of backends, with torch's names and numbers."""
+
+    UNDEFINED = 0
+    GLOO = 1
+    NCCL = 2
+    UCC = 3
+    MPI = 4
+    XCCL = 5
+    CUSTOM = 6
+
+
 class ProcessGroup(LowerCaseOperations):
     """Ranks of the world that run operations together. Made by `init_process_group`, `new_group` and the like.
 
@@ -60,6 +73,8 @@ class ProcessGroup(LowerCaseOperations):
         options: `pg_options` of the caller.
         device: the device that the group is bound to.
     """
+
+    BackendType = BackendType
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """What this package ends when the process ends, after the program's own `atexit` callbacks.
 
 [Note: after atexit] `atexit` calls what was registered last first. A part that registered when it started would end
-before `atexit.register(rpc.shutdown)` of a program that registered that earlier, and peers would see a worker that died.
+before `atexit.register(rpc.shutdown)` of a program that registered that earlier: peers would see a worker that died.
 CPython frees the callbacks after it has called the last of them, while other threads still run. An object that only an
 `atexit` callback refers to is freed exactly then, whenever it was registered.
 """

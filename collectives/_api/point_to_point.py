@@ -132,7 +132,14 @@ class P2POp:
         group_peer: int | None = None,
     ) -> None:
         if op not in (isend, irecv):
-            raise ConfigError("Invalid ``op``. Expected ``op`` to be ``isend`` or ``irecv`` of rpcdist.collectives.")
+            # Scripts mix the imports of torch and of this package.
+            theirs = {
+                getattr(torch.distributed, "isend", None): isend,
+                getattr(torch.distributed, "irecv", None): irecv,
+            }
+            if op not in theirs:
+                raise ConfigError(f"Invalid ``op``. Expected ``op`` to be ``isend`` or ``irecv``, not {op!r}.")
+            op = theirs[op]
         check_tensor(tensor, "tensor")
         self.op = op
         self.tensor = tensor

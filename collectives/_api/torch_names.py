@@ -5,24 +5,16 @@ from __future__ import annotations
 import pdb
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NewType
 
 import torch
 
-from rpcdist.collectives._api.group_queries import get_global_rank
-from rpcdist.collectives._api.operations import all_gather_single, barrier, broadcast, reduce_scatter_single
+from rpcdist.collectives._api.operations import all_gather_single, barrier, reduce_scatter_single
 from rpcdist.collectives._group.creation import open_group
-from rpcdist.collectives._group.world import (
-    NON_GROUP_MEMBER,
-    Group,
-    current_world,
-    default_group,
-    group_or_default,
-    member_group,
-)
+from rpcdist.collectives._group.world import Group, current_world, default_group, member_group
 from rpcdist.collectives._operations.operation import ReduceOp
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.constants import default_pg_timeout
@@ -34,18 +26,8 @@ __all__ = [
     "GroupName",
     "ProcessGroupGloo",
     "_all_gather_base",
-    "_broadcast_coalesced",
     "_coalescing_manager",
-    "_get_default_group",
-    "_get_default_store",
-    "_get_global_rank",
-    "_get_group_size",
-    "_get_object_coll_device",
-    "_get_pg_default_device",
-    "_get_process_group_name",
-    "_rank_not_in_group",
     "_reduce_scatter_base",
-    "_resolve_process_group",
     "breakpoint",
 ]
 
@@ -163,65 +145,3 @@ def _reduce_scatter_base(
 
 def _renamed(name: str, instead: str) -> None:
     warnings.warn(f"`{name}` is deprecated; please use `{instead}`", FutureWarning, stacklevel=3)
-
-
-# ---------------------------------------------------------------- private in torch, and used by programs
-
-
-def _get_default_group() -> ProcessGroup:
-    """The group of all ranks. Raises ConfigError, which is torch's ValueError, before `init_process_group`."""
-    return default_group()
-
-
-def _get_default_store() -> Store:
-    """The store of `init_process_group`, as far as it belongs to this initialisation."""
-    default_group()
-    store = current_world().store
-    assert store is not None  # it is set with the group
-    return store
-
-
-def _get_global_rank(group: ProcessGroup, rank: int) -> int:
-    return get_global_rank(group, rank)
-
-
-def _get_group_size(group: Group) -> int:
-    return group_or_default(group).size()
-
-
-def _rank_not_in_group(group: Group) -> bool:
-    return group == NON_GROUP_MEMBER
-
-
-def _get_process_group_name(pg: ProcessGroup) -> str:
-    """The group's name; "None" if it was destroyed, as in torch."""
-    return pg.group_name if current_world().groups.get(pg.group_name) is pg else "None"
-
-
-def _resolve_process_group(group_name: str) -> ProcessGroup:
-    """The group of that name. Raises ConfigError if there is none."""
-    group = current_world().groups.get(group_name)
-    if group is None:
-        known = ", ".join(map(repr, current_world().groups)) or "none"
-        raise ConfigError(f"Could not resolve the process group registered under the name {group_name!r}; known: {known}")
-    return group
-
-
-def _get_pg_default_device(group: Group = None) -> torch.device:
-    """Where tensors for this group are best: on the CPU, unless only GPUs have a backend."""
-    devices = [pair.partition(":")[0] for pair in group_or_default(group).backend_config.split(",")]
-    return torch.device("cpu" if "cpu" in devices else devices[0])
-
-
-def _get_object_coll_device(group: Group = None) -> str:
-    return _get_pg_default_device(group).type
-
-
-def _broadcast_coalesced(
-    process_group: ProcessGroup, tensors: Sequence[torch.Tensor], buffer_size: int, src: int = 0
-) -> None:
-    """Copies the tensors of one rank of the group to the others. All are under way at once; none is packed."""
-    works = [broadcast(each.detach(), group=process_group, group_src=src, async_op=True) for each in tensors]
-    for work in works:
-        if work is not None:
-            work.wait()

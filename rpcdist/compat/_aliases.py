@@ -2,8 +2,8 @@
 
 [Note: what falls through]
 After `install_aliases`, torch's names of the table, and every module below them, are the modules of rpcdist that the
-table gives. A name that rpcdist lacks is an AttributeError that names it. A submodule that only torch has is torch's own
-file, in which the names of the table mean ours: optimizers written as functions, for one, need no groups.
+table gives. A name that rpcdist lacks is an AttributeError that names it. A submodule that only torch has is torch's
+own file, in which the names of the table mean ours: optimizers written as functions, for one, need no groups.
 torch has loaded some modules by then (`import torch` does), so what holds their functions already keeps them.
 """
 
@@ -49,7 +49,9 @@ class _MissingModule(ModuleType):
         self._advice = advice
 
     def __getattr__(self, name: str) -> object:
-        raise AttributeError(f"rpcdist has nothing for {self.__name__}, which {name!r} should come from: {self._advice}")
+        raise AttributeError(
+            f"rpcdist has nothing for {self.__name__}, which {name!r} should come from: {self._advice}"
+        )
 
 
 class _MissingLoader(Loader):

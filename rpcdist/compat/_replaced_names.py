@@ -20,7 +20,7 @@ ALIASES: Final = {
     f"{_ALGORITHMS}.model_averaging.hierarchical_model_averager": _AVERAGING,
     f"{_ALGORITHMS}.model_averaging.utils": _AVERAGING,
 }
-"""Modules that are ours as a whole, for everybody in the process. What is below them and only torch has stays torch's."""
+"""Modules that are ours as a whole, for everybody. What is below them and only torch has stays torch's."""
 
 MISSING: Final = {
     "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook": "use ZeroRedundancyOptimizer without overlap",
@@ -45,8 +45,9 @@ VIEWS: Final = {
     "torch.distributed.nn": "rpcdist.nn rpcdist.nn.functional",
     "torch.distributed.nn.functional": "rpcdist.nn.functional",
     "torch.distributed.nn.api.remote_module": "rpcdist.nn.api.remote_module",
+    "torch.distributed.utils": "rpcdist.parallel._ddp._module_states",
     "torch.nn.parallel": "rpcdist.parallel",
-    "torch.nn.parallel.distributed": "rpcdist.parallel",
+    "torch.nn.parallel.distributed": "rpcdist.parallel rpcdist.parallel._ddp._module_states",
     "torch.utils.data": "rpcdist.data",
     "torch.utils.data.distributed": "rpcdist.data",
 }
@@ -76,7 +77,7 @@ REFUSED: Final = {
     "torch.distributed._symmetric_memory": _TORCH_GROUPS,
     "torch.distributed.pipelining": f"{_TORCH_GROUPS}, or use rpcdist.parallel.Pipeline (docs/pipeline.md)",
 }
-"""Modules that no name of ours can stand for, and what to do. They can be imported: programs ask what is a `DTensor`."""
+"""Modules that no name of ours can stand for, and what to do. Programs import them to ask what is a `DTensor`."""
 
 TAKES_GROUPS: Final = {
     "torch.distributed._functional_collectives": "_resolve_group _expand_group",
@@ -88,7 +89,7 @@ TAKES_GROUPS: Final = {
     "torch.distributed.tensor._api": "DTensor.from_local distribute_tensor distribute_module _dtensor_init_helper",
     "torch.distributed.tensor.parallel.api": "parallelize_module",
 }
-"""Functions in them, and elsewhere, that are refused: they would take groups or meshes of ours for torch's, or make some."""
+"""Functions, in them and elsewhere, that are refused: they take groups or meshes of torch, or make some."""
 
 
 def advice_against(module: str) -> str | None:

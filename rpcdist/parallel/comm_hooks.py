@@ -158,13 +158,13 @@ class BuiltinCommHookType(Enum):
     FP16_COMPRESS = "fp16_compress"
 
 
-_BY_TYPE: dict[str, GroupHook] = {"allreduce": allreduce_hook, "fp16_compress": fp16_compress_hook}
+_BY_NAME: dict[str, GroupHook] = {"ALLREDUCE": allreduce_hook, "FP16_COMPRESS": fp16_compress_hook}
 _EQUAL_BITS = (allreduce_hook, fp16_compress_hook, bf16_compress_hook)
 
 
 def builtin_hook(kind: BuiltinCommHookType) -> GroupHook:
     """The function of that type."""
-    return _BY_TYPE[kind.value]
+    return _BY_NAME[kind.name]  # of torch's type, too
 
 
 def leaves_equal_bits(hook: object) -> bool:

@@ -146,8 +146,8 @@ class Node:
     def serve(self, host: str, port: int, timeout_s: float = SERVE_LIMIT_S, is_apart: bool = False) -> str:
         """Starts the server of this process, if it does not run yet; blocks.
 
-        A later caller that needs a certain port (a store at MASTER_PORT in a process that is an RPC worker already) gets
-        a second listener. All listeners have the same services, beside those that were added for one address.
+        A later caller that needs a port of its own (a store at MASTER_PORT in a process that is an RPC worker already)
+        gets a second listener. All listeners have the same services, beside those that were added for one address.
 
         Args:
             host: address to bind.

@@ -117,7 +117,7 @@ CLASSES: dict[str, tuple[type, type, dict[str, str]]] = {
         torch_distributed.ProcessGroup,
         collectives.ProcessGroup,
         {
-            **dict.fromkeys(("CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL", "BackendType"), "numbers"),
+            **dict.fromkeys(("CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL"), "numbers"),
             **dict.fromkeys(("boxed", "unbox"), "torch's wrapping for its compiler"),
             "merge_remote_group": "torch's groups that grow; see grow_group",
             "use_pg_for_symm_mem_rendezvous": "symmetric memory of GPUs",

@@ -2,9 +2,12 @@
 
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from import_forms import check_imports
+from names_of_clients import check_clients
 from torch.distributed import all_reduce, rpc
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -33,16 +36,27 @@ def check_names() -> None:
 
 
 def check_refusals() -> None:
+    pipelining = import_module("torch.distributed.pipelining")
     try:
-        import_module("torch.distributed.pipelining")
-        sys.exit("pipelining was imported")
-    except ImportError as error:
+        pipelining.PipelineStage(torch.nn.Linear(1, 1), 0, 1, torch.device("cpu"))
+        sys.exit("there is a stage of torch's")
+    except RuntimeError as error:
         check("rpcdist.parallel.Pipeline" in str(error), str(error))
     try:
-        dist.distributed_c10d._get_default_group()  # a private name: torch's own
+        eval("torch.distributed.distributed_c10d._get_default_group()", {"torch": torch, "__name__": "torch.somewhere"})
         sys.exit("there is a default group of torch's")
     except RuntimeError as error:
         check("without compat" in str(error), str(error))
+    try:
+        dist.distributed_c10d._get_default_group()
+        sys.exit("there is a default group of ours")
+    except ValueError as error:
+        check("has not been initialized" in str(error), str(error))
+    try:
+        import_module("torch.distributed.rpc.server_process_global_profiler").anything  # noqa: B018
+        sys.exit("the profiler of servers has something")
+    except AttributeError as error:
+        check("torch.profiler" in str(error), str(error))
     try:
         import_module("torch.distributed.rpc.nothing")
         sys.exit("rpc.nothing was imported")
@@ -53,5 +67,7 @@ def check_refusals() -> None:
 if __name__ == "__main__":
     check(sys.argv[1:] == ["--flag", "value"], f"arguments: {sys.argv}")
     check_names()
+    check_imports()
     check_refusals()
+    check_clients((Path(__file__).parents[2] / "docs" / "coming_from_torch.md").read_text())
     print("all as it should be")

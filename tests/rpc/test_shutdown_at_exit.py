@@ -72,5 +72,3 @@ def test_a_callback_that_does_not_leave() -> None:
     init_rpc(sys.argv[1])
     """
     assert ends(code, free_port()) == ["0 ['w1']", "1 stays"]
-
-
