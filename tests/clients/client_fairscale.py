@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
-import traceback
+import sys
 from typing import Any
 
 import torch
@@ -84,11 +84,7 @@ def work(rank: int, port: int, results: Any) -> None:
             ("chain with checkpoints", chain, "except_last"),
             ("branches", branches, "never"),
         ):
-            try:
-                results.put((name, train(make(), checkpoint)))
-            except Exception as error:
-                traceback.print_exc()
-                results.put((name, f"{type(error).__name__}: {error}"))
+            results.put((name, train(make(), checkpoint)))
     rpc.shutdown()
 
 
@@ -104,11 +100,13 @@ def main() -> None:
     for worker in workers:
         worker.join(LIMIT_S)
         worker.kill()
+        worker.join()
     found: dict[str, object] = {"exits": [worker.exitcode for worker in workers]}
     while not results.empty():
         name, outcome = results.get()
         found[name] = outcome
     report(found)
+    sys.exit(any(worker.exitcode != 0 for worker in workers) or len(found) < 4)
 
 
 if __name__ == "__main__":

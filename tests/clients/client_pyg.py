@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -160,11 +161,14 @@ def main() -> None:
     for worker in workers:
         worker.join(LIMIT_S)
         worker.kill()
+        worker.join()
     outcomes: dict[str, list[str]] = {}
     while not results.empty():
         name, outcome = results.get()
         outcomes.setdefault(name, []).append(outcome)
-    report({name: sorted(each) for name, each in sorted(outcomes.items())} | {"exits": [w.exitcode for w in workers]})
+    exits = [worker.exitcode for worker in workers]
+    report({name: sorted(each) for name, each in sorted(outcomes.items())} | {"exits": exits})
+    sys.exit(exits != [0] * NUM_WORKERS or any(set(each) != {"right"} for each in outcomes.values()))
 
 
 if __name__ == "__main__":
