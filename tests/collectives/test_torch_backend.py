@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import torch_backend_ranks
 from rpcdist.collectives import HashStore
 from rpcdist.collectives.torch_backend import TorchWork, register, torch_group
 from rpcdist.collectives.work import Work
-from rpcdist.errors import CollectiveTimeout, ConfigError, RpcdistError
+from rpcdist.errors import CollectiveTimeout, ConfigError
 from rpcdist.testing import RankPool
 
 
@@ -49,8 +48,6 @@ def test_a_group_from_a_store_needs_sound_arguments() -> None:
         torch_group(HashStore(), 0, 1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="timedelta"):
         torch_group(dist.HashStore(), 0, 1, timeout=3.0)  # type: ignore[arg-type]
-    with pytest.raises(RpcdistError, match=r"did not come within 0\.5 s: 1"):
-        torch_group(dist.HashStore(), 0, 2, timeout=timedelta(seconds=0.5))
 
 
 def test_a_world_of_one_in_this_process(tmp_path: Path) -> None:
