@@ -8,8 +8,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -109,11 +109,7 @@ PARTS: dict[str, tuple[Callable[[int, int], dict[str, object]], int]] = {
 
 
 def work(name: str, rank: int, port: int, results: Any) -> None:
-    try:
-        results.put((rank, PARTS[name][0](rank, port)))
-    except Exception as error:
-        traceback.print_exc()
-        results.put((rank, f"{type(error).__name__}: {error}"))
+    results.put((rank, PARTS[name][0](rank, port)))
 
 
 def run(name: str) -> list[object]:
@@ -128,9 +124,12 @@ def run(name: str) -> list[object]:
     for worker in workers:
         worker.join(LIMIT_S)
         worker.kill()
+        worker.join()
     found: list[tuple[int, object]] = []
     while not results.empty():
         found.append(results.get())
+    if any(worker.exitcode != 0 for worker in workers):
+        sys.exit(f"{name}: exit codes {[worker.exitcode for worker in workers]}")
     return [outcome for _, outcome in sorted(found, key=lambda each: each[0])]
 
 
