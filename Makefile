@@ -11,7 +11,7 @@ TEST_WORKERS ?= 4
 FUZZ_S ?= 300
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: setup demo test check fmt proto bench conformance stress fuzz clean
+.PHONY: setup demo test check fmt proto bench conformance clients stress fuzz clean
 
 setup: $(READY)
 
@@ -69,6 +69,16 @@ bench: $(READY)  ## compares with torch, Gloo and, with RAY=/path/to/python, Ray
 conformance: $(READY)  ## torch's own tests against rpcdist
 	$(BIN)/python tests/conformance/run_conformance.py --write; rpc=$$?; \
 	$(BIN)/python tests/conformance/run_c10d_conformance.py --write && exit $$rpc
+
+# Beside .venv/: the libraries bring a hundred packages, which nothing else here needs.
+CLIENTS_READY := out/clients/.ready
+$(CLIENTS_READY): pyproject.toml constraints.txt tests/clients/requirements.txt | $(BIN)/python
+	$(BIN)/python -m venv out/clients
+	out/clients/bin/python -m pip install --quiet -e . -r tests/clients/requirements.txt -c constraints.txt
+	touch $@
+
+clients: $(CLIENTS_READY)  ## libraries on torch and on rpcdist; CLIENTS=--write keeps the table, CLIENTS=Fabric runs one
+	out/clients/bin/python tests/clients/run_clients.py $(CLIENTS)
 
 stress: $(READY)  ## random load, and the full sets of the tests that vary dtypes, sizes and faults
 	RPCDIST_TEST_FULL=1 $(BIN)/pytest -m stress

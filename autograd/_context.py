@@ -296,8 +296,8 @@ class ContextTable:
             if peer is not None:
                 if self._num_brought[peer] >= MAX_CONTEXTS_OF_PEER:
                     raise CallRefused(
-                        f"worker {peer} has brought {MAX_CONTEXTS_OF_PEER} autograd contexts here that are not over. Does "
-                        "each `with autograd.context()` there end?"
+                        f"worker {peer} has brought {MAX_CONTEXTS_OF_PEER} autograd contexts here that are not over. "
+                        "Does each `with autograd.context()` there end?"
                     )
                 self._num_brought[peer] += 1
             context = self._contexts[id] = Context(id, self._worker_id, self.next_message)

@@ -21,9 +21,10 @@ import torch
 import torch.distributed as torch_distributed
 
 from rpcdist.collectives._group.arrival import agree
-from rpcdist.collectives._group.creation import open_group
-from rpcdist.collectives._operations.checks import barrier_timeout
+from rpcdist.collectives._group.creation import default_timeout, open_group
+from rpcdist.collectives._operations.checks import barrier_timeout, check_timeout
 from rpcdist.collectives._stores.prefix_store import PrefixStore
+from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
 from rpcdist.collectives._torch.compiler import hide_from_compiler
 from rpcdist.collectives._torch.functional_ops import serve_functional_ops
@@ -33,7 +34,7 @@ from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.rendezvous import job_attempt
 from rpcdist.errors import ConfigError
 
-__all__ = ["NAME", "TorchProcessGroup", "TorchWork", "as_torch_group", "register"]
+__all__ = ["NAME", "TorchProcessGroup", "TorchWork", "as_torch_group", "register", "torch_group"]
 
 if not torch_distributed.is_available():
     raise ConfigError("this torch was built without torch.distributed; use rpcdist.collectives itself instead")
@@ -236,25 +237,55 @@ def _make_group(
 ) -> TorchProcessGroup:
     """What torch calls to make a group: `given` says which ranks, and brings the store."""
     ranks = tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
-    name, backend = f"torch {given.group_id}", default_backend()
     # torch gives groups of one name the same keys: those of the next initialisation and of the next start, and those
     # that the members of two parents make at once.
     members = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
     store = PrefixStore(f"attempt_{job_attempt()}/{members}", TorchStoreAdapter(given.store))
-    timeout_s = given.timeout.total_seconds()
-    own = agree(store, ranks[given.group_rank], ranks, f"group {name!r}", timeout_s, f"backend {backend}", fresh=False)
-    group = open_group(
+    group = _open(f"torch {given.group_id}", given.group_rank, ranks, store, given.timeout, options)
+    return TorchProcessGroup(given.store, group, str(given.group_id))
+
+
+def torch_group(
+    store: torch_distributed.Store, rank: int, size: int, *, timeout: timedelta | None = None
+) -> TorchProcessGroup:
+    """A group of ours as one of torch's, without `init_process_group`, for libraries that make groups from a store.
+
+    All ranks call it at the same time; it blocks until they have. torch's default group need not exist, and nobody but
+    the caller knows the group: end it with its `shutdown()`, or with `abort()` where ranks may hang.
+
+    Args:
+        store: torch's, for this group alone: a group that takes its place needs a `PrefixStore` with another prefix.
+        rank: this process's, from 0.
+        size: how many ranks there are.
+        timeout: of the ranks' arrival, and of each operation; torch's default of 30 minutes.
+
+    Raises:
+        ConfigError: the rank, the size, the timeout or the store is wrong.
+        RankLost, DistError: a rank did not come.
+    """
+    if not 0 <= rank < size:
+        raise ConfigError(f"torch_group got rank {rank} of {size}: ranks count from 0, and the size is their number")
+    limit = default_timeout(default_backend()) if timeout is None else check_timeout(timeout)
+    group = _open("torch_group", rank, tuple(range(size)), TorchStoreAdapter(store), limit, None)
+    return TorchProcessGroup(store, group, "")
+
+
+def _open(
+    name: str, rank: int, ranks: tuple[int, ...], store: Store, timeout: timedelta, options: object | None
+) -> ProcessGroup:
+    backend, limit_s = default_backend(), timeout.total_seconds()
+    own = agree(store, ranks[rank], ranks, f"group {name!r}", limit_s, f"backend {backend}", fresh=False)
+    return open_group(
         name,
-        given.group_rank,
+        rank,
         ranks,
         own,
         backend=backend,
-        timeout=given.timeout,
+        timeout=timeout,
         options=options,
         device=None,
         description="of torch.distributed",
     )
-    return TorchProcessGroup(given.store, group, str(given.group_id))
 
 
 def _monitored_barrier(

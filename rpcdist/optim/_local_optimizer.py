@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,18 +20,16 @@ from rpcdist.optim._param_groups import Group, options_of
 from rpcdist.rpc import RRef, get_rpc_timeout
 from rpcdist.rpc._agent_local import AgentLocal
 from rpcdist.rpc._executors.blocking import blocking
+from rpcdist.torch_optimizers import take_step
 
 __all__ = [
     "LocalOptimizer",
     "NewOptimizer",
     "OptimizerTable",
     "call_local_optimizer",
-    "is_watched",
     "new_local_optimizer",
     "tables",
 ]
-
-_torch_optimizer: Any = importlib.import_module("torch.optim.optimizer")  # torch's stubs lack what is used here
 
 
 class LocalOptimizer:
@@ -63,7 +60,6 @@ class LocalOptimizer:
         ]
         self.optim = optimizer_class(resolved[0]["params"] if is_flat else resolved, *args, **kwargs)
         self._lock = lock
-        self._bare_step = _bare_step_of(self.optim)
         self._parameters: list[Tensor] = list(dict.fromkeys(p for group in resolved for p in group["params"]))
 
     def step(self, context_id: int, options: Sequence[Group] | None, hogwild: bool) -> bool:
@@ -103,17 +99,9 @@ class LocalOptimizer:
         if hogwild:
             # Changes of the parameters do not invalidate the tensors that other backward passes have saved.
             with torch.autograd._unsafe_preserve_version_counter(tuple(self._parameters)):
-                self.optim.step()
-        elif self._bare_step is not None and not is_watched(self.optim):
-            # As `torch.no_grad()`, which takes as long as the step of a small model.
-            is_enabled = torch.is_grad_enabled()
-            torch._C._set_grad_enabled(False)
-            try:
-                self._bare_step(self.optim)
-            finally:
-                torch._C._set_grad_enabled(is_enabled)
+                take_step(self.optim)
         else:
-            self.optim.step()
+            take_step(self.optim)
 
     def zero_grad(self, set_to_none: bool) -> None:
         self._begin_alone("zero_grad")
@@ -184,34 +172,6 @@ def _gradients_of(context_id: int, parameters: Sequence[Tensor]) -> Sequence[Ten
         return _retrieve_context(context_id).gradients.of(parameters)
     except autograd.ContextNotFound:
         return None  # the caller checks whether the context is over
-
-
-def _bare_step_of(optim: Any) -> Callable[[Any], object] | None:
-    """`step` of one of torch's own optimizers, without what torch wraps around it for hooks and for profilers.
-
-    The wrappers take longer than the step of a small model. None for other optimizers, which may rely on them.
-    """
-    kind = type(optim)
-    step = vars(kind).get("step")
-    if step is None or not kind.__module__.startswith("torch.optim.") or "step" in vars(optim):
-        return None
-    if any(group.get("differentiable") for group in optim.param_groups):
-        return None
-    while hasattr(step, "__wrapped__"):
-        step = step.__wrapped__
-    return cast("Callable[[Any], object]", step)
-
-
-def is_watched(optim: Any) -> bool:
-    """Whether somebody would notice that the wrappers of `step` are missing."""
-    return bool(
-        optim._optimizer_step_pre_hooks
-        or optim._optimizer_step_post_hooks
-        or _torch_optimizer._global_optimizer_pre_hooks
-        or _torch_optimizer._global_optimizer_post_hooks
-        or "step" in vars(optim)  # a learning-rate scheduler puts a wrapper there
-        or torch.autograd._profiler_enabled()
-    )
 
 
 def _copied(value: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from rpcdist.autograd._interface import _is_valid_context
 from rpcdist.errors import RpcdistError
-from rpcdist.optim._local_optimizer import LocalOptimizer, call_local_optimizer, is_watched, new_local_optimizer
+from rpcdist.optim._local_optimizer import LocalOptimizer, call_local_optimizer, new_local_optimizer
 from rpcdist.optim._owner_calls import OwnerCall, ask_owners, ask_owners_async
 from rpcdist.optim._param_groups import (
     Group,
@@ -23,6 +23,7 @@ from rpcdist.optim._param_groups import (
     scatter_state,
 )
 from rpcdist.rpc import Future, RRef
+from rpcdist.torch_optimizers import is_watched
 
 __all__ = ["DistributedOptimizer"]
 

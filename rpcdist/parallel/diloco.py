@@ -22,6 +22,7 @@ from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp._ddp_arguments import member_group
 from rpcdist.parallel._ddp._parameters import broadcast_tensors
 from rpcdist.parallel.model_averaging import average_parameters
+from rpcdist.torch_optimizers import take_step
 
 __all__ = ["DiLoCoOptimizer", "MakeOptimizer"]
 
@@ -93,7 +94,7 @@ class DiLoCoOptimizer(Optimizer):
         Raises:
             CollectiveError: the exchange failed; the parameters are those of the inner steps then.
         """
-        loss = self.optim.step() if closure is None else self.optim.step(closure)
+        loss = take_step(self.optim) if closure is None else take_step(self.optim, closure)
         self.step_count += 1
         if self.step_count % self.period == 0:
             self._outer_step()
@@ -105,7 +106,7 @@ class DiLoCoOptimizer(Optimizer):
         average_parameters(deltas, self.process_group)
         for anchor, delta in zip(self._anchors, deltas, strict=True):
             anchor.grad = delta
-        self.outer.step()
+        take_step(self.outer)
         self.outer.zero_grad()
         torch._foreach_copy_(self._parameters, self._anchors)
 

@@ -21,6 +21,7 @@ from rpcdist.errors import CollectiveError, CollectiveTimeout, ConfigError, Grou
 from rpcdist.parallel._ddp._state_transfer import HasState, receive_state, send_state, take_over
 from rpcdist.parallel.distributed import DistributedDataParallel
 from rpcdist.time_limits import ELASTIC_CHECK_INTERVAL_S
+from rpcdist.torch_optimizers import take_step
 
 __all__ = ["ElasticDataParallel", "ElasticStep", "HasState"]
 
@@ -265,7 +266,7 @@ class ElasticDataParallel(nn.Module):
         """All gradients are there: what follows needs nobody else."""
         self._inside = False
         for optimizer in self._optimizers:
-            optimizer.step()
+            take_step(optimizer)
         self.step += 1
         self._num_timeouts = 0
 

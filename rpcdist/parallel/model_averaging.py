@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
 from rpcdist.parallel._ddp._ddp_arguments import member_group
+from rpcdist.torch_optimizers import take_step
 
 __all__ = [
     "HierarchicalModelAverager",
@@ -184,7 +185,7 @@ class PostLocalSGDOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Steps on this rank, then averages if it is time."""
-        loss = self.optim.step() if closure is None else self.optim.step(closure)
+        loss = take_step(self.optim) if closure is None else take_step(self.optim, closure)
         self.averager.average_parameters(self.param_groups)
         return loss
 

@@ -21,6 +21,7 @@ from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp._ddp_arguments import member_group
 from rpcdist.parallel._ddp._parameters import broadcast_tensors
 from rpcdist.parallel.algorithms import Join, Joinable, JoinHook
+from rpcdist.torch_optimizers import take_step
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
@@ -119,7 +120,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         _copy_options(self.param_groups, self.optim.param_groups)  # a scheduler may have changed them
         if closure is not None:
             kwargs["closure"] = closure
-        loss: float | None = self.optim.step(**kwargs)
+        loss: float | None = take_step(self.optim, **kwargs)
         _copy_options(self.optim.param_groups, self.param_groups)
         for rank in range(self.world_size):
             owned = [parameter for parameter, owner in self._owners.items() if owner == rank]

@@ -29,6 +29,7 @@ from rpcdist.time_limits import RREF_DELETION_LIMIT_S
 
 __all__ = [
     "AllGatherStates",
+    "PyRRef",
     "RRef",
     "call",
     "call_async",
@@ -47,6 +48,9 @@ __all__ = [
     "rpc_sync",
     "shutdown",
 ]
+
+# The class of each reference here. torch's `remote` returns its C++ class, and programs ask `type(rref) is PyRRef`.
+PyRRef = RRef
 
 P = ParamSpec("P")
 T = TypeVar("T")

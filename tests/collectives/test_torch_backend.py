@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 import torch_backend_ranks
 
-from rpcdist.collectives.torch_backend import TorchWork, register
+from rpcdist.collectives import HashStore
+from rpcdist.collectives.torch_backend import TorchWork, register, torch_group
 from rpcdist.collectives.work import Work
-from rpcdist.errors import CollectiveTimeout
+from rpcdist.errors import CollectiveTimeout, ConfigError
 from rpcdist.testing import RankPool
 
 
@@ -34,6 +35,21 @@ from rpcdist.testing import RankPool
 )
 def test_torch_runs_on_our_groups(rank_pool: RankPool, name: str) -> None:
     rank_pool.run(2, torch_backend_ranks.run, name, rank_pool.new_file())
+
+
+@pytest.mark.multiproc
+def test_a_group_is_made_from_a_store(rank_pool: RankPool) -> None:
+    rank_pool.run(2, torch_backend_ranks.run_made_from_stores, rank_pool.new_file())
+
+
+def test_a_group_from_a_store_needs_sound_arguments() -> None:
+    for rank, size in ((2, 2), (-1, 2), (0, 0)):
+        with pytest.raises(ConfigError, match=f"rank {rank} of {size}"):
+            torch_group(dist.HashStore(), rank, size)
+    with pytest.raises(ConfigError, match="wraps a store of torch"):
+        torch_group(HashStore(), 0, 1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="timedelta"):
+        torch_group(dist.HashStore(), 0, 1, timeout=3.0)  # type: ignore[arg-type]
 
 
 def test_a_world_of_one_in_this_process(tmp_path: Path) -> None:

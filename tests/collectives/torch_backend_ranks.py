@@ -6,6 +6,7 @@ Each function takes the rank and the number of ranks, runs with torch's default 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,9 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import rpcdist.collectives.torch_backend
+from rpcdist.collectives.torch_backend import torch_group
 from rpcdist.errors import CollectiveMismatch, ConfigError
 
-__all__ = ["run"]
+__all__ = ["run", "run_made_from_stores"]
 
 LIMIT = timedelta(seconds=40)
 
@@ -42,6 +44,40 @@ def run(rank: int, size: int, name: str, path: str) -> None:
     function: Callable[[int, int], None] = globals()[name]
     with default_group(rank, size, path):
         function(rank, size)
+
+
+def run_made_from_stores(rank: int, size: int, path: str) -> None:
+    """`torch_group` twice on one store, as a library does that goes on with the ranks which are left."""
+    assert not dist.is_initialized()
+    shared = dist.FileStore(path, -1)
+    with restarted_times(rank):  # ranks that were started again by their own agents meet the others
+        for number, left in ((0, size), (1, 1)):
+            if rank >= left:
+                continue
+            group = torch_group(dist.PrefixStore(f"quorum {number}", shared), rank, left, timeout=LIMIT)
+            assert (group.rank(), group.size(), group.getBackendName()) == (rank, left, "rpcdist")
+            tensor = torch.full((3,), rank + 1.0)
+            group.allreduce([tensor]).wait()
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+            dist.broadcast(tensor, group_src=0, group=group)
+            assert tensor.tolist() == [left * (left + 1) / 2] * 3
+            model = DistributedDataParallel(nn.Linear(2, 1, bias=False), process_group=group)
+            model(torch.full((1, 2), rank + 1.0)).sum().backward()
+            assert model.module.weight.grad is not None
+            assert model.module.weight.grad.tolist() == [[(left + 1) / 2] * 2]
+            group.barrier().wait()
+            group.abort() if number else group.shutdown()
+    assert not dist.is_initialized()
+
+
+@contextmanager
+def restarted_times(count: int) -> Iterator[None]:
+    """What torchrun says to a process that it has started again so many times."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(count)
+    try:
+        yield
+    finally:
+        del os.environ["TORCHELASTIC_RESTART_COUNT"]
 
 
 # ------------------------------------------------------------ operations

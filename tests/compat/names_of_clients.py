@@ -138,6 +138,7 @@ def check_rpc() -> None:
     check(_is_current_rpc_agent_set() and asks() == "answer", "no agent after init_rpc")
     counter = rpc.remote("alone", Counter)
     check(isinstance(counter, PyRRef) and isinstance(counter, rpc.RRef), "a reference is no PyRRef")
+    check(type(counter) is PyRRef, "the class of a reference is not PyRRef")
     check(rpc.rpc_sync(counter.owner(), Counter.add, args=(counter, 2)) == 2, "a method that asks what it got")
     check(
         rpc.api._to_worker_info("alone") == torch._C._distributed_rpc.WorkerInfo("alone", 0), "a worker's name and id"

@@ -1,4 +1,4 @@
-"""The web service of docs/recipes.md, under uvicorn: a request is answered, and a client that hangs up cancels its call."""
+"""The web service of docs/recipes.md, under uvicorn: a request is answered; a client that hangs up cancels its call."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import rpcdist.rpc as rpc
 from rpcdist.errors import ConfigError
 from rpcdist.parallel.parameter_server._pushed_gradients import Gradient, check_gradients, mean_gradient
 from rpcdist.parallel.parameter_server._step_clock import StepClock
+from rpcdist.torch_optimizers import take_step
 
 __all__ = ["Mode", "ParameterShard", "ShardConfig", "ShardState", "new_embedding_shard"]
 
@@ -195,7 +196,7 @@ class ParameterShard:
             for number, parameter in enumerate(self._parameters):
                 if parameter.requires_grad:
                     parameter.grad = mean_gradient(parameter, [gradients[number] for gradients in pushed])
-            self._optimizer.step()
+            take_step(self._optimizer)
         finally:
             self._optimizer.zero_grad(set_to_none=True)
 

@@ -14,6 +14,7 @@ from rpcdist.errors import ConfigError
 from rpcdist.parallel.parameter_server._row_layout import RowLayout
 from rpcdist.parallel.parameter_server._shard import Mode, ParameterShard, new_embedding_shard
 from rpcdist.parallel.parameter_server._sharded_parameters import ShardedParameters, make_config
+from rpcdist.torch_optimizers import take_step
 
 __all__ = ["ShardedEmbedding"]
 
@@ -176,7 +177,7 @@ def _check_takes_sparse(optimizer_class: Callable[..., torch.optim.Optimizer], d
     probe.grad = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 1), (2, 1), check_invariants=False)
     optimizer = optimizer_class([probe], **defaults)
     try:
-        optimizer.step()
+        take_step(optimizer)
     except RuntimeError as exc:
         raise ConfigError(
             f"the gradients of a table are sparse: give torch.optim.SGD, SparseAdam or Adagrad ({exc})"

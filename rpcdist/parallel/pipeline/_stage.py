@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 __all__ = ["Stage"]
+
+_engine: Final[Any] = Variable._execution_engine  # torch's stubs lack its methods
 
 
 @dataclass(slots=True)
@@ -79,7 +83,8 @@ class Stage:
         ]
         if roots:
             edges, values = zip(*roots, strict=True)
-            torch.autograd.backward(edges, values)
+            # As `torch.autograd.backward`, whose check of the shapes imports sympy; the engine checks them, too.
+            _engine.run_backward(edges, values, False, False, (), allow_unreachable=True, accumulate_grad=True)
         return [None if value is None else value.grad for value in graph.inputs]
 
     def drop_graphs(self) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from rpcdist.errors import ConfigError
 from rpcdist.parallel.pipeline._stage import Stage
+from rpcdist.torch_optimizers import take_step
 
 __all__ = ["StageOptimizers"]
 
@@ -31,7 +32,7 @@ class StageOptimizers:
 
     def step(self, number: int) -> None:
         for optimizer in self._made[number].values():
-            optimizer.step()
+            take_step(optimizer)
 
     def change(self, number: int, options: dict[str, Any]) -> None:
         """Sets options of all parameter groups, the learning rate for example."""

@@ -1,0 +1,51 @@
+"""What the programs of the clients share: their results, the data that they train on, and the guide's examples."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+__all__ = ["GUIDE", "RESULT", "batches", "example", "make_model", "numbers_of", "report"]
+
+GUIDE = Path(__file__).parents[2] / "docs" / "clients.md"
+RESULT = "RESULT "
+"""How the line of a program's output begins that has its results, as JSON."""
+
+
+def example(client: str, backend: str) -> str:
+    """The program that docs/clients.md has below a client's heading, on another backend if that is wanted."""
+    section = re.search(rf"^## {client}\n(.*?)(?=^## |\Z)", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    block = section and re.search(r"^```python\n(.*?)^```", section[1], re.MULTILINE | re.DOTALL)
+    if not block:
+        raise LookupError(f"{GUIDE} has no Python below the heading {client!r}")
+    return block[1].replace('"rpcdist"', f'"{backend}"')
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def batches(num_batches: int = 8, size: int = 4) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The same in each run, another one on each rank."""
+    generator = torch.Generator().manual_seed(11 + int(os.environ.get("RANK", "0")))
+    for _ in range(num_batches):
+        inputs = torch.randn(size, 6, generator=generator)
+        yield inputs, inputs[:, :2] * 2 - 1
+
+
+def numbers_of(module: nn.Module) -> list[str]:
+    """The parameters to the last digit."""
+    return [float(value).hex() for parameter in module.parameters() for value in parameter.detach().flatten()]
+
+
+def report(results: dict[str, object]) -> None:
+    """Prints the results of rank 0."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(RESULT + json.dumps(results), flush=True)

@@ -1,0 +1,53 @@
+"""The command of `make clients`, without the clients, which are installed elsewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import run_clients
+from client_results import GUIDE, example
+from run_clients import BEGIN, CLIENTS, END, FOLDER, HEAD, Outcome, compare, row, write
+
+PINS = (FOLDER / "requirements.txt").read_text()
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_each_client_has_a_program_a_section_and_a_pinned_version(name: str) -> None:
+    client = CLIENTS[name]
+    assert Path(client.command(True)[-1 if client.how == "compat" else -2]).is_file()
+    assert f"\n## {name}\n" in GUIDE.read_text()
+    pinned = re.search(rf"^{client.distribution.replace('_', '[-_]')}==(\S+)$", PINS, re.MULTILINE)
+    assert pinned and f"\n| {name} | {pinned[1]} | {client.what} | " in GUIDE.read_text()
+
+
+@pytest.mark.parametrize("name", [name for name, client in CLIENTS.items() if client.how != "compat"])
+def test_the_programs_run_the_examples_of_the_guide(name: str) -> None:
+    assert f'example("{name}", backend)' in (FOLDER / f"{CLIENTS[name].program}.py").read_text()
+    ours, theirs = (example(name, backend) for backend in ("rpcdist", "gloo"))
+    assert theirs == ours.replace('"rpcdist"', '"gloo"')
+    compile(ours, name, "exec")
+
+
+def test_results_are_equal_or_named(capsys: pytest.CaptureFixture[str]) -> None:
+    torch = Outcome({"losses": ["0x1p+0"], "exits": [0]}, "", 1.0)
+    assert compare("a client", torch, torch) == "2 of 2"
+    other = Outcome({"losses": ["0x1.8p+0"], "exits": [0], "more": 1}, "", 1.0)
+    assert compare("a client", torch, other) == "1 of 3, not losses, more"
+    assert "0x1.8p+0" in capsys.readouterr().err
+    failed = Outcome({}, "exit code 1, 0 results", 1.0)
+    assert compare("a client", torch, failed) == "torch: ended; rpcdist: exit code 1, 0 results"
+
+
+def test_rows_take_the_place_of_those_of_the_same_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "clients.md"
+    page.write_text(f"before\n\n{BEGIN}\n{END}\n\nafter\n")
+    monkeypatch.setattr(run_clients, "GUIDE", page)
+    monkeypatch.setattr(run_clients, "version", lambda distribution: "1.0")
+    write({"Fabric": row("Fabric", "2 of 3")})
+    write({"torchft": row("torchft", "4 of 4")})
+    write({"Fabric": row("Fabric", "3 of 3")})
+    what = {name: f"| {name} | 1.0 | {CLIENTS[name].what} | " for name in ("torchft", "Fabric")}
+    lines = [BEGIN, *HEAD, f"{what['torchft']}4 of 4 |", f"{what['Fabric']}3 of 3 |", END]
+    assert page.read_text() == "\n".join(["before", "", *lines, "", "after", ""])
