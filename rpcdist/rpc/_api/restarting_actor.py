@@ -25,7 +25,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._actors.checkpointed import ActorState, Checkpointed
 from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._current import current_agent
-from rpcdist.rpc._rref.proxy import Mode, RemoteMethod, method_name
+from rpcdist.rpc._rref.proxy import MethodProxy, Mode, method_name
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.membership import wait_for_worker
@@ -55,18 +55,13 @@ class _ActorCall:
     context: Context = field(default_factory=copy_context)
 
 
-class ActorProxy(Generic[R]):
-    """Its attributes are functions that call the method of that name, or read what is none; `R` is what they return."""
+class ActorProxy(MethodProxy[R]):
+    """What `rpc_sync()` and `rpc_async()` of an actor that is made again return."""
+
+    __slots__ = ()
 
     def __init__(self, actor: RestartingActor[Any], mode: Mode, timeout: float) -> None:
-        self._actor = actor
-        self._mode: Mode = mode
-        self._timeout = timeout
-
-    def __getattr__(self, name: str) -> Callable[..., R]:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return RemoteMethod(_call, self._actor, self._mode, name, self._timeout)
+        super().__init__(_call, actor, mode, timeout)
 
 
 def _call(actor: RestartingActor[Any], mode: Mode, method: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:

@@ -64,7 +64,6 @@ class RRefCalls:
     ) -> None:
         self.me = rrefs.me
         self.my_name = rrefs.my_name
-        self.allow_pickle = caller.allow_pickle
         self.check_sharable = rrefs.check_sharable
         self.fetch_error = rrefs.fetch_error
         self.flush = flush

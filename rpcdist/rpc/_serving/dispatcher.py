@@ -42,6 +42,7 @@ from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._rref.proxied import _local_invoke, method_of
 from rpcdist.rpc._serving.active_call import ActiveCall
 from rpcdist.rpc._serving.active_calls import ActiveCalls
 from rpcdist.rpc._serving.answers import Answers
@@ -288,6 +289,11 @@ class Dispatcher:
     def _invoke(self, active: ActiveCall, is_last: bool) -> None:
         function = self._callables.find(active.function, active.function_pickle)
         args, kwargs = decoded_arguments(active, self._actors)
+        name = active.function
+        if function is _local_invoke:  # what the method is decides how it runs
+            rref, method, *rest = args
+            function, args, kwargs = method_of(rref.local_value(), method, *rest)
+            name = ""
         if is_profiling():
             with record_function(f"handler of {active.function}"):
                 result = function(*args, **kwargs)
@@ -295,13 +301,13 @@ class Dispatcher:
             result = function(*args, **kwargs)
         if result is not None and inspect.iscoroutine(result):
             if inspect.iscoroutinefunction(function):
-                self._remember(self._coroutine_functions, active.function)
+                self._remember(self._coroutine_functions, name)
             self._start_coroutine(active, result)
         elif hasattr(function, ASYNC_MARK):
             self._chain(active, result)
         else:
             if result is None and runs_where_read(function):
-                self._remember(self._reader_functions, active.function)
+                self._remember(self._reader_functions, name)
             self._answers.finish(active, result, is_last)
 
     def _chain(self, active: ActiveCall, future: object) -> None:
