@@ -214,7 +214,7 @@ class RestartingActor(Generic[T]):
         call.result._on_cancel = sent.cancel
         sent.is_quiet = True
         self._sent.add(call.result)
-        sent.add_done_callback(partial(self._done, call, number))
+        sent._when_done(partial(self._done, call, number))
         if call.result.cancelled():  # before the line above the last one
             sent.cancel()
 
@@ -234,7 +234,7 @@ class RestartingActor(Generic[T]):
         elif isinstance(error, WorkerLost | DeadlineExceeded | Cancelled) or call.creation is None:
             self._failed(call, error)
         else:  # where the object could not be made, its creator may hear of that a moment later
-            call.creation.add_done_callback(lambda creation: self._failed(call, error, creation.exception()))
+            call.creation._when_done(lambda creation: self._failed(call, error, creation.exception()))
 
     def _failed(self, call: _ActorCall, error: BaseException, creation_error: BaseException | None = None) -> None:
         with self._lock:

@@ -70,7 +70,9 @@ def collect_all(futures: Sequence[torch.futures.Future[T]]) -> Future[list[torch
     for member in members:
         if isinstance(member, Future):
             member.is_quiet = True  # its error is reported through the combined future
-        member.add_done_callback(one_done)
+            member._when_done(one_done)
+        else:
+            member.add_done_callback(one_done)
     return combined
 
 

@@ -56,7 +56,7 @@ class OwnerValue:
         """A future of the same outcome; cancelling it leaves the value alone."""
         derived: Future[Any] = Future()
         derived.is_quiet = True
-        self.future.add_done_callback(lambda future: copy_outcome(future, derived))
+        self.future._when_done(lambda future: copy_outcome(future, derived))
         return derived
 
     def __repr__(self) -> str:

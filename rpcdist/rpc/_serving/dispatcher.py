@@ -161,7 +161,7 @@ class Dispatcher:
         confirmed = arguments.confirmation() if arguments is not None else None
         if confirmed is not None:
             # A function may rely on its arguments: their owners have counted them before it runs.
-            confirmed.add_done_callback(lambda _: self._pool.submit(self.run, active))
+            confirmed._when_done(lambda _: self._pool.submit(self.run, active))
         elif active.function in self._coroutine_functions and (arguments is None or arguments.is_simple):
             self._start_coroutine(active, None)
         elif active.function in self._reader_functions and active.is_plain and (not arguments or arguments.is_short):
