@@ -75,7 +75,9 @@ class PyRRef(Generic[T]):
                 "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
             )
         agent = current_agent()
-        self._set(agent.rref_home, agent.rrefs.own(value))
+        handle = agent.rrefs.own(value)
+        handle.state.is_serial = agent.actors.is_actor(value)
+        self._set(agent.rref_home, handle)
 
     @classmethod
     def _of(cls, home: RRefHome, handle: Handle) -> PyRRef[Any]:

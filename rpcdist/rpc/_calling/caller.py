@@ -175,10 +175,13 @@ class Caller:
         timeout_s: float,
         listener: CreationListener,
         on: HandleState | None = None,
+        is_serial: bool = False,
     ) -> Creation:
-        """Asks a worker to run a function and keep its result under the ids of `share`. `on`: see `NewCalls`."""
+        """Asks a worker to run a function and keep its result under the ids of `share`. The rest: see `NewCalls`."""
         creation = Creation(share, listener, self._submit, self.allow_pickle)
-        call, message, large = self._new_calls.of_function(to, func, args, kwargs, timeout_s, creation, share, on)
+        call, message, large = self._new_calls.of_function(
+            to, func, args, kwargs, timeout_s, creation, share, on, is_serial
+        )
         self._send_in_turn(call, message, large)
         creation.began(call, partial(self.cancel, call, None))
         return creation

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final, Protocol
 
-import torch
-
-from rpcdist.rpc import functions
-
 __all__ = [
     "CALLS_OF_METHODS",
     "CHECKPOINTED_METHOD",
@@ -39,32 +35,16 @@ class BackwardRRef(Protocol):
     def backward(self, dist_autograd_ctx_id: int, retain_graph: bool) -> None: ...
 
 
-class TurnTable(Protocol):
-    """The actors of this owner."""
-
-    def turn(
-        self, call: Any, value: object, order: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch._C.Future[Any]: ...
-
-
 class ValueAtOwner:
     """The value of a reference that a call only named. It is there when the call runs."""
 
-    __slots__ = ("_actors", "_call", "_value")
+    __slots__ = ("_value",)
 
-    def __init__(self, value: object, call: object, actors: TurnTable) -> None:
+    def __init__(self, value: object) -> None:
         self._value = value
-        self._call = call
-        self._actors = actors
 
     def local_value(self) -> Any:
         return self._value
-
-    def in_turn(
-        self, order: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch._C.Future[Any]:
-        """Has a method run when its turn has come; see `rpcdist.rpc._actors`."""
-        return self._actors.turn(self._call, self._value, order, method, args, kwargs)
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._value
@@ -80,11 +60,15 @@ def _backward(rref: BackwardRRef, context_id: int, retain_graph: bool) -> None:
 
 
 def _local_invoke(rref: OwnedRRef, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A method of the value. How it runs (in a thread, as a coroutine, until its future is done) depends on what it is,
-    which the owner alone can tell; so the dispatcher calls `method_of` instead of this.
+    """Names a call of a method. The dispatcher runs `method_of` instead: whether a method runs in a thread, as a
+    coroutine, or in the turn of an actor depends on the value, of which only the owner knows.
     """
-    function, args, kwargs = method_of(rref.local_value(), method, args, kwargs)
-    return function(*args, **kwargs)
+    raise AssertionError("the dispatcher runs methods")
+
+
+def _invoke_in_turn(rref: OwnedRRef, order: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same, with a number that the caller gave the call: the value is, or may be, an actor."""
+    raise AssertionError("the dispatcher runs methods")
 
 
 def method_of(
@@ -95,13 +79,6 @@ def method_of(
     if not callable(found) and not args and not kwargs:
         return (lambda: found), (), {}
     return found, args, kwargs
-
-
-@functions.async_execution
-def _invoke_in_turn(
-    rref: ValueAtOwner, order: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    return rref.in_turn(order, method, args, kwargs)
 
 
 async def _turns_over(rref: HomeRRef, stream: int, numbers: tuple[int, ...]) -> None:

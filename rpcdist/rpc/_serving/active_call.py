@@ -48,6 +48,7 @@ class ActiveCall:
         wants_value: for `remote()`: its caller waits for the result, too.
         target: the value that is fetched, or that a method is called on, which may not be there yet.
         counts_as_idle: it waits for other workers; a shutdown of this one does not wait for it.
+        is_serial: for `remote()`: the result is an actor.
         is_chained: the function has returned a future, and that is waited for.
     """
 
@@ -63,6 +64,7 @@ class ActiveCall:
         "handle",
         "id",
         "is_chained",
+        "is_serial",
         "producer",
         "result",
         "session",
@@ -90,6 +92,7 @@ class ActiveCall:
         self.autograd: CallContext | None = None
         self.target: Future[Any] | None = None
         self.is_chained = False
+        self.is_serial = False
         self.wants_value = False
 
     def __repr__(self) -> str:
@@ -119,6 +122,7 @@ class ActiveCall:
             active.function_pickle = call.function_pickle
         if call.HasField("result"):
             active.result = ReferenceShare(id_from_pb(call.result.rref), id_from_pb(call.result.fork))
+            active.is_serial = call.result.is_serial
         for named in ("fetch", "on"):
             if call.HasField(named):
                 value = getattr(call, named)

@@ -32,6 +32,7 @@ from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
 from rpcdist.rpc._executors.blocking import hooks
 from rpcdist.rpc._executors.gil_wait import GilWait
+from rpcdist.rpc._executors.lane import Lane
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._marshal.arrived_value import Arrived
@@ -42,7 +43,7 @@ from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.manager import RRefManager
-from rpcdist.rpc._rref.proxied import _local_invoke, method_of
+from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, _invoke_in_turn, method_of
 from rpcdist.rpc._serving.active_call import ActiveCall
 from rpcdist.rpc._serving.active_calls import ActiveCalls
 from rpcdist.rpc._serving.answers import Answers
@@ -50,6 +51,7 @@ from rpcdist.rpc._serving.callables import Callables
 from rpcdist.rpc._serving.decoded_arguments import decoded_arguments
 from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer
 from rpcdist.rpc._values import ReceiveBuffer
+from rpcdist.rpc._values.function_names import function_name
 from rpcdist.rpc.functions import ASYNC_MARK, runs_where_read
 from rpcdist.rpc.future import Future
 from rpcdist.transport.wire_messages import CompactCall
@@ -57,6 +59,7 @@ from rpcdist.transport.wire_messages import CompactCall
 __all__ = ["Dispatcher", "describe_job"]
 
 MAX_KNOWN_NAMES: Final = 4096
+_IN_TURN: Final = function_name(_invoke_in_turn)
 
 
 class Dispatcher:
@@ -104,7 +107,7 @@ class Dispatcher:
         self._admit_context = admit_context
         self._me = me
         self.calls = ActiveCalls()
-        self._answers = Answers(marshal, rrefs, self.calls, self._produce, me, lifetime)
+        self._answers = Answers(marshal, rrefs, self.calls, self._produce, actors.born, me, lifetime)
         # Names that led to coroutine functions. They need no thread of the pool when they come again, and what a name
         # leads to may change: the function that is found then decides.
         self._coroutine_functions: set[str] = set()
@@ -158,16 +161,31 @@ class Dispatcher:
                 return
         if active.value is not None and not self._find_target(active, active.value):
             return
+        lane = self._lane(active)
         confirmed = arguments.confirmation() if arguments is not None else None
         if confirmed is not None:
             # A function may rely on its arguments: their owners have counted them before it runs.
-            confirmed._when_done(lambda _: self._pool.submit(self.run, active))
+            submit = self._pool.submit if lane is None else lane.submit
+            confirmed._when_done(lambda _: submit(self.run, active))
+        elif lane is not None:
+            try:
+                lane.submit(self.run, active)
+            except PoolExhausted as exc:
+                self._answers.fail(active, exc)
         elif active.function in self._coroutine_functions and (arguments is None or arguments.is_simple):
             self._start_coroutine(active, None)
         elif active.function in self._reader_functions and active.is_plain and (not arguments or arguments.is_short):
             self._new_context().run(self._run_on_reader, active)
         else:
             jobs.append((self.run, (active,)))
+
+    def _lane(self, active: ActiveCall) -> Lane | None:
+        """Where a call runs whose thread matters: the creation of an actor, and a call that finds it free."""
+        if active.is_serial and active.result is not None:
+            return self._actors.begin(active.result.rref)
+        if active.function == _IN_TURN and active.value is not None:
+            return self._actors.free_lane(active.value.rref)
+        return None
 
     def _find_target(self, active: ActiveCall, value: ReferenceShare) -> bool:
         """Looks up the value that is fetched, or that a method is called on.
@@ -288,11 +306,18 @@ class Dispatcher:
 
     def _invoke(self, active: ActiveCall, is_last: bool) -> None:
         function = self._callables.find(active.function, active.function_pickle)
-        args, kwargs = decoded_arguments(active, self._actors)
+        args, kwargs = decoded_arguments(active)
         name = active.function
-        if function is _local_invoke:  # what the method is decides how it runs
-            rref, method, *rest = args
-            function, args, kwargs = method_of(rref.local_value(), method, *rest)
+        if function in CALLS_OF_METHODS:  # what the value and its method are decides how it runs
+            rref, *order, method, args, kwargs = args
+            value = rref.local_value()
+            named = rref._handle.state.rref if active.value is None else active.value.rref
+            number = order[0] if order else None
+            turn = self._actors.turn(active.session.peer, named, value, number, method, args, kwargs)
+            if turn is not None:
+                self._chain(active, turn)
+                return
+            function, args, kwargs = method_of(value, method, args, kwargs)
             name = ""
         if is_profiling():
             with record_function(f"handler of {active.function}"):
@@ -348,7 +373,7 @@ class Dispatcher:
             if coroutine is not None:
                 return await coroutine
             function = self._callables.find(active.function, active.function_pickle)
-            args, kwargs = decoded_arguments(active, self._actors)
+            args, kwargs = decoded_arguments(active)
             result = function(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
 
