@@ -12,9 +12,8 @@ from _thread import get_ident
 from collections import deque
 from collections.abc import Callable
 
-from rpcdist.errors import PoolExhausted
 from rpcdist.rpc._executors.blocking import JobSource, LastAct
-from rpcdist.rpc._executors.thread_pool import MANY_LENT, ThreadPool
+from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.worker_thread import new_baton
 from rpcdist.time_limits import POOL_LEAD_S
 
@@ -62,8 +61,8 @@ class Lane:
         with self._lock:
             is_closed = self._is_closed
             begins = not is_closed and not self._is_started
-            if begins and not self._pool.can_lend:
-                raise PoolExhausted(MANY_LENT.format(self._pool.max_threads))
+            if begins:
+                self._pool.reserve()
             if not is_closed:
                 self._jobs.append((function, arguments))
                 self._is_started = True
@@ -92,14 +91,17 @@ class Lane:
 
     def _serve(self) -> None:
         self._thread = get_ident()
-        with self._pool.lent():
-            while (job := self._next()) is not None:
-                last_act = self._pool.run_here(*job)
-                del job
-                if last_act is not None:
-                    self._answer(last_act)
-                    del last_act
-        self._thread = 0
+        try:
+            with self._pool.lent():
+                while (job := self._next()) is not None:
+                    last_act = self._pool.run_here(*job)
+                    del job
+                    if last_act is not None:
+                        self._answer(last_act)
+                        del last_act
+        finally:
+            self._thread = 0
+            self._pool.give_back()
 
     def _next(self) -> tuple[Callable[..., object], tuple[object, ...]] | None:
         while True:

@@ -35,7 +35,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import Context
 from functools import partial
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ForkedProcess, NotInitialized, PoolExhausted
@@ -53,18 +53,12 @@ from rpcdist.time_limits import (
 )
 from rpcdist.transport import fork
 
-__all__ = ["MANY_LENT", "PoolStats", "ThreadPool"]
+__all__ = ["PoolStats", "ThreadPool"]
 
 logger = logging.getLogger(__name__)
 
 Function = Callable[..., object]
 Job = tuple[Function, tuple[object, ...], float]  # what to call, and when it was submitted (monotonic seconds)
-
-
-MANY_LENT: Final = (
-    "{} threads are lent already: an actor keeps one for its life, and a stream of a plain generator while its consumer "
-    "makes it wait. Raise the option max_worker_threads, or make the generators `async def`, which need no thread."
-)
 
 
 class PoolStats(NamedTuple):
@@ -138,6 +132,8 @@ class ThreadPool:
         self._idle: list[WorkerThread] = []  # the one that parked last is woken first: its stack is warm, others retire
         self._blocked: set[WorkerThread] = set()
         self._lent: set[WorkerThread] = set()  # rule 6
+        self._num_reserved = 0
+        self._lending = threading.Lock()  # around `_num_reserved`
         self._numbers = itertools.count()
         self._progress = False  # set after each job, cleared by the monitor
         self._refusal: Callable[[], Exception] | None = None
@@ -330,10 +326,25 @@ class ThreadPool:
 
     # -- lent threads --------------------------------------------------------------------------------------------------
 
-    @property
-    def can_lend(self) -> bool:
-        """Whether another thread may be lent (rule 6)."""
-        return len(self._lent) < self.max_threads
+    def reserve(self) -> None:
+        """Says that a thread will be `lent`; `give_back` must follow when it is not any more.
+
+        Raises:
+            PoolExhausted: as many are lent as the pool may have threads.
+        """
+        with self._lending:
+            if self._num_reserved >= self.max_threads:
+                raise PoolExhausted(
+                    f"{self.max_threads} threads are lent already: an actor keeps one for its life, and the stream of "
+                    "a plain generator while its consumer makes it wait. Raise the option max_worker_threads, or make "
+                    "the generators `async def`, which need no thread."
+                )
+            self._num_reserved += 1
+
+    def give_back(self) -> None:
+        """Ends what `reserve` began."""
+        with self._lending:
+            self._num_reserved -= 1
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:

@@ -409,12 +409,14 @@ class Dispatcher:
         producer: SyncProducer | AsyncProducer
         if isinstance(generator, Generator):
             producer = SyncProducer(self._pool, sender, generator, self._new_context())
+            begin = producer.run
         else:
             producer = AsyncProducer(self._user_loop, sender, generator, self._new_context())
+            begin = producer.credit
         active.producer = producer
-        producer.credit(DEFAULT_WINDOW)
         if active.cancelled:
             producer.cancel()
+        begin(DEFAULT_WINDOW)
 
 
 def describe_job(function: Callable[..., object], arguments: tuple[object, ...]) -> str:

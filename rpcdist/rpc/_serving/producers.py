@@ -14,7 +14,8 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import NEVER
 from rpcdist.errors import PoolExhausted
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
-from rpcdist.rpc._executors.thread_pool import MANY_LENT, ThreadPool
+from rpcdist.rpc._executors.blocking import hooks
+from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.torch_state import StateSlot
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._marshal.marshal import Marshal
@@ -78,8 +79,8 @@ class StreamSender:
 class SyncProducer:
     """Draws from a plain generator on one thread of the pool, from its first step to its end.
 
-    While the consumer makes the generator wait, the thread is lent: it does not count as one of the pool. The generator's
-    context variables and torch's state of the thread (`with torch.no_grad(): yield ...`) stay its own.
+    While the consumer makes the generator wait, the thread is lent: it does not count as one of the pool. Context
+    variables and torch's state of the thread (`with torch.no_grad(): yield ...`) that the generator sets stay its own.
     """
 
     def __init__(
@@ -95,6 +96,19 @@ class SyncProducer:
         self._is_running = False
         self._cancelled = False
         self._changed = threading.Condition()  # around the three above
+
+    def run(self, items: int) -> None:
+        """Begins with so many items: on this thread, which has made the generator, if it is one of the pool."""
+        worker = hooks.worker
+        if worker is None or worker.is_lent:
+            self.credit(items)
+            return
+        with self._changed:
+            self._credits += items
+            if self._is_running:  # it was cancelled
+                return
+            self._is_running = True
+        self._pump()
 
     def credit(self, items: int) -> None:
         with self._changed:
@@ -123,18 +137,24 @@ class SyncProducer:
             elif self._cancelled:
                 self._sender.end(self._closed())
                 return
-            elif not self._pool.can_lend:
+            elif (refusal := self._wait()) is not None:
                 self._closed()
-                self._sender.end(PoolExhausted(MANY_LENT.format(self._pool.max_threads)))
+                self._sender.end(refusal)
                 return
-            else:
-                self._wait()
 
-    def _wait(self) -> None:
-        """Until the consumer wants more, or no more; its connection ends that, too."""
-        with self._pool.lent(), self._changed:
-            while not self._credits and not self._cancelled:
-                self._changed.wait()
+    def _wait(self) -> PoolExhausted | None:
+        """Until the consumer wants more, or no more; its connection ends that, too. Returns why it cannot wait."""
+        try:
+            self._pool.reserve()
+        except PoolExhausted as exc:
+            return exc
+        try:
+            with self._pool.lent(), self._changed:
+                while not self._credits and not self._cancelled:
+                    self._changed.wait()
+        finally:
+            self._pool.give_back()
+        return None
 
     def _step(self) -> bool:
         """Sends one item; False when the stream has ended."""
