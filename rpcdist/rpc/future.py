@@ -221,7 +221,7 @@ class Future(torch.futures.Future[T]):
                 if self._finished:
                     return
             if _get_running_loop() is not None:
-                raise BlockingInLoop("Future.wait()")
+                raise BlockingInLoop("Future.wait()", "await future")
             ends_at = None if timeout is None else time.monotonic() + timeout
             with blocking():
                 while not self._finished and self._sleep(ends_at):
@@ -440,8 +440,8 @@ class Future(torch.futures.Future[T]):
         """Takes a callback back, as often as it was added; returns how often that was. What runs already, goes on."""
         removed = 0
         for entry in tuple(self._callbacks):
-            on_loop = isinstance(entry, partial) and entry.func is _call_on_loop
-            if (entry.args[-1] if on_loop else entry) == callback:  # type: ignore[union-attr]
+            is_on_loop = isinstance(entry, partial) and entry.func is _call_on_loop
+            if (cast(Any, entry).args[-1] if is_on_loop else entry) == callback:
                 with contextlib.suppress(ValueError):  # the future is done by now, and calls it
                     self._callbacks.remove(entry)
                     removed += 1

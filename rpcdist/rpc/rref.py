@@ -20,6 +20,7 @@ from rpcdist.deadline import Deadline, checked_timeout, current_deadline
 from rpcdist.errors import NotInitialized, RRefError, WorkerLost
 from rpcdist.rpc._calling.result_streams import Stream
 from rpcdist.rpc._current import agent_or_none, current_agent
+from rpcdist.rpc._executors.async_forms import async_form, off_loop
 from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import Handle, fresh_copy
 from rpcdist.rpc._rref.host import CreationOutcome, RRefHome
@@ -273,6 +274,7 @@ class PyRRef(Generic[T]):
         done.set_result(None)
         return done
 
+    @off_loop("await rref.backward_async(...)")
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Runs the backward pass with the value as root; blocks.
 
@@ -298,6 +300,8 @@ class PyRRef(Generic[T]):
             value.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             return
         self._home.backward(dist_autograd_ctx_id, value, retain_graph)
+
+    backward_async = async_form(backward)
 
     # ------------------------------------------------------------ as an object
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import threading
 from collections import deque
@@ -13,6 +14,7 @@ from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar, overloa
 
 from rpcdist.deadline import NEVER, Deadline, current_deadline
 from rpcdist.errors import (
+    BlockingInLoop,
     Cancelled,
     ConfigError,
     DeadlineExceeded,
@@ -65,6 +67,8 @@ class ActorProxy(MethodProxy[R]):
 
 
 def _call(actor: RestartingActor[Any], mode: Mode, method: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
+    if mode == "rpc_sync" and asyncio._get_running_loop() is not None:
+        raise BlockingInLoop(f"actor.rpc_sync().{method}()", f"await actor.rpc_async().{method}(...)")
     result = actor._start(timeout, method, args, kwargs)
     return result if mode == "rpc_async" else result.wait()
 
@@ -157,7 +161,7 @@ class RestartingActor(Generic[T]):
     def call(self, method: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
     def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`actor.call(Counter.add, 1)` is `actor.rpc_sync().add(1)`, and type checkers see arguments and result."""
-        return self._start(UNSET_RPC_TIMEOUT, method_name(method), args, kwargs).wait()
+        return _call(self, "rpc_sync", method_name(method), UNSET_RPC_TIMEOUT, *args, **kwargs)
 
     @overload
     def call_async(

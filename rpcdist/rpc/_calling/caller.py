@@ -112,7 +112,7 @@ class Caller:
     ) -> Any:
         """Calls a function, and waits for its result. `on`: see `NewCalls`."""
         if asyncio._get_running_loop() is not None:
-            raise BlockingInLoop("rpc_sync")
+            raise BlockingInLoop("rpc_sync", "await rpc.rpc_async(...)")
         reply_sink = SyncReplySink(self._marshal.allow_pickle)
         to = self._resolve(to, timeout_s)
         call, message, large = self._new_calls.of_function(to, func, args, kwargs, timeout_s, reply_sink, on=on)

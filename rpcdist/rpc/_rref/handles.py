@@ -6,13 +6,14 @@ until that was noticed there. An `OwnerValue` is the value itself.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from rpcdist.at_end import AtEnd
-from rpcdist.errors import DeadlineExceeded, RRefError
+from rpcdist.errors import BlockingInLoop, DeadlineExceeded, RRefError
 from rpcdist.rpc._rref.identifiers import Incarnation, RRefId, UniqueId
 from rpcdist.rpc.future import Future
 
@@ -40,6 +41,8 @@ class OwnerValue:
 
     def wait(self, timeout_s: float | None) -> Any:
         """The value; blocks until it is there. [Note: kept errors]"""
+        if not self.future.done() and asyncio._get_running_loop() is not None:
+            raise BlockingInLoop("waiting for the value of a reference", "await rref")
         try:
             error = self.future.exception(timeout_s)
         except DeadlineExceeded as exc:

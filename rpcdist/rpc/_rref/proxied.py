@@ -86,7 +86,7 @@ async def _turns_over(rref: HomeRRef, stream: int, numbers: tuple[int, ...]) -> 
     rref._home.turns_over(rref, stream, numbers)
 
 
-CALLS_OF_METHODS: Final = frozenset((_local_invoke, _invoke_in_turn))
+CALLS_OF_METHODS: Final[frozenset[Callable[..., Any]]] = frozenset((_local_invoke, _invoke_in_turn))
 """Those whose last arguments are a method's name, its arguments, and those by keyword."""
 
 CHECKPOINTED_METHOD: Final = "invoke_checkpointed"

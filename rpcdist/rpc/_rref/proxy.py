@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Protocol, TypeVar, cast
 
+from rpcdist.errors import BlockingInLoop
 from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.host import RRefHome
@@ -122,6 +124,8 @@ def method_name(method: Callable[..., object]) -> str:
 
 def _call(rref: ProxiedRRef, mode: Mode, method: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
     home = rref._home
+    if mode == "rpc_sync" and asyncio._get_running_loop() is not None:
+        raise BlockingInLoop(f"rref.rpc_sync().{method}()", f"await rref.rpc_async().{method}(...)")
     if rref._handle.state.is_serial:
         return home.in_turn(rref, mode, method, args, kwargs, timeout)
     start = home.rpc_sync if mode == "rpc_sync" else home.rpc_async if mode == "rpc_async" else home.remote_on
