@@ -111,7 +111,7 @@ class RRefCalls:
 
     def rpc_sync(self, rref: Any, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Any:
         if running_actor.get() is not None and func is proxied._local_invoke:
-            self._check_not_inside(rref._handle.state, args[0])
+            self._check_not_inside(rref._handle.state, args[0], timeout_s)
         owner, args, on = self._on_value(rref, args)
         return self._caller.sync(owner, func, args, None, timeout_s, on)
 
@@ -129,13 +129,16 @@ class RRefCalls:
         self, rref: Any, mode: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
     ) -> Any:
         if mode == "rpc_sync" and running_actor.get() is not None:
-            self._check_not_inside(rref._handle.state, method)
+            self._check_not_inside(rref._handle.state, method, timeout_s)
         return self._serial.call(rref, mode, method, args, kwargs, timeout_s, self.remote)
 
-    def _check_not_inside(self, state: HandleState, method: str) -> None:
-        """Raises `RRefError` where a method of an actor would wait for its own actor."""
+    def _check_not_inside(self, state: HandleState, method: str, timeout_s: float) -> None:
+        """Raises `RRefError` where a method of an actor would wait for its own actor; waits until the value says so."""
         value = state.value
-        if value is None or not value.future.done() or value.future.exception() is not None:
+        if value is None:
+            return
+        deadline = Deadline.after(self._caller.timeout_of(timeout_s)).earlier(current_deadline.get())
+        if value.future.exception(deadline.wait_s()) is not None:
             return
         if self._actors.runs_here(state.rref, value.future.value()):
             raise RRefError(

@@ -132,8 +132,8 @@ class ThreadPool:
         self._idle: list[WorkerThread] = []  # the one that parked last is woken first: its stack is warm, others retire
         self._blocked: set[WorkerThread] = set()
         self._lent: set[WorkerThread] = set()  # rule 6
-        self._num_reserved = 0
-        self._lending = threading.Lock()  # around `_num_reserved`
+        self.num_reserved = 0
+        self._lending = threading.Lock()  # around `num_reserved`
         self._numbers = itertools.count()
         self._progress = False  # set after each job, cleared by the monitor
         self._refusal: Callable[[], Exception] | None = None
@@ -333,18 +333,18 @@ class ThreadPool:
             PoolExhausted: as many are lent as the pool may have threads.
         """
         with self._lending:
-            if self._num_reserved >= self.max_threads:
+            if self.num_reserved >= self.max_threads:
                 raise PoolExhausted(
                     f"{self.max_threads} threads are lent already: an actor keeps one for its life, and the stream of "
                     "a plain generator while its consumer makes it wait. Raise the option max_worker_threads, or make "
                     "the generators `async def`, which need no thread."
                 )
-            self._num_reserved += 1
+            self.num_reserved += 1
 
     def give_back(self) -> None:
         """Ends what `reserve` began."""
         with self._lending:
-            self._num_reserved -= 1
+            self.num_reserved -= 1
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
