@@ -208,7 +208,7 @@ class Bound:
         return threading.current_thread().name
 
     def ask(self, other: RRef[Bound]) -> int:
-        return other.rpc_sync().add(0)
+        return int(other.rpc_sync().add(0))
 
     def name(self) -> str:
         return threading.current_thread().name
@@ -240,7 +240,7 @@ def block(gate: str) -> None:
 
 
 def the_name_of(actor: RRef[Bound]) -> str:
-    return actor.rpc_sync().name()
+    return str(actor.rpc_sync().name())
 
 
 def num_reserved() -> int:

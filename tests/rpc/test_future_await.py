@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from future_helpers import REPLY_SINKS, failed_future
@@ -82,6 +83,9 @@ def test_a_loop_that_was_closed_does_not_disturb_the_reply_sink() -> None:
     assert other.wait() == 1
 
 
+asyncio_wait: Any = asyncio.wait  # its type knows asyncio's own futures only
+
+
 def complete_from_a_thread(pool: ThreadPool) -> list[Future[int]]:
     """One of each kind of end, of which another thread makes two while somebody waits, and one that stays pending."""
     early, late, failed, cancelled, pending = (Future[int]() for _ in range(5))
@@ -97,7 +101,7 @@ def complete_from_a_thread(pool: ThreadPool) -> list[Future[int]]:
 async def test_asyncio_wait(pool: ThreadPool, until: str, timeout_s: float | None) -> None:
     *ending, pending = complete_from_a_thread(pool)
     if until == asyncio.ALL_COMPLETED:
-        done, left = await asyncio.wait(ending, timeout=timeout_s, return_when=until)
+        done, left = await asyncio_wait(ending, timeout=timeout_s, return_when=until)
         assert (done, left) == (set(ending), set())
         assert [future.result() for future in ending[:2]] == [1, 2]
         with pytest.raises(ValueError, match="3"):
@@ -105,17 +109,17 @@ async def test_asyncio_wait(pool: ThreadPool, until: str, timeout_s: float | Non
         with pytest.raises(Cancelled):
             ending[3].result()
     elif until == asyncio.FIRST_EXCEPTION:
-        done, left = await asyncio.wait([ending[1], ending[2], pending], timeout=timeout_s, return_when=until)
+        done, left = await asyncio_wait([ending[1], ending[2], pending], timeout=timeout_s, return_when=until)
         assert ending[2] in done and pending in left
     else:
-        done, left = await asyncio.wait([ending[1], pending], timeout=timeout_s, return_when=until)
+        done, left = await asyncio_wait([ending[1], pending], timeout=timeout_s, return_when=until)
         assert (done, left) == ({ending[1]}, {pending})
     assert not pending._callbacks  # asyncio has taken its own back
 
 
 async def test_asyncio_wait_gives_up_at_its_limit() -> None:
     pending: Future[int] = Future()
-    assert await asyncio.wait([pending], timeout=0.01) == (set(), {pending})
+    assert await asyncio_wait([pending], timeout=0.01) == (set(), {pending})
     assert not pending._callbacks and not pending.done()
     with pytest.raises(asyncio.InvalidStateError):
         pending.result()
@@ -127,7 +131,7 @@ async def test_other_functions_of_asyncio_that_wait(pool: ThreadPool) -> None:
         pool.submit(future._complete, value)
         return future
 
-    assert await asyncio.gather(later(1), later(2)) == [1, 2]
+    assert list(await asyncio.gather(later(1), later(2))) == [1, 2]
     assert await asyncio.shield(later(3)) == 3
     assert await asyncio.wait_for(later(4), 30) == 4
     assert await asyncio.ensure_future(later(5)) == 5
@@ -160,7 +164,7 @@ async def test_callbacks_that_are_added_on_a_loop_run_on_it(pool: ThreadPool) ->
     future.add_done_callback(callback)
     future.add_done_callback(callback, context=contextvars.Context())
     pool.submit(future._complete, 1)
-    await asyncio.wait([future])
+    await asyncio_wait([future])
     future.add_done_callback(callback)
     assert len(seen) < 3  # it never runs before `add_done_callback` returns
     await asyncio.wait_for(all_seen.wait(), 30)

@@ -108,7 +108,7 @@ class Net(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return (lambda x: x + 1) if name == "made_up" else super().__getattr__(name)
 
-    def double(self, x: int) -> int:
+    def twice(self, x: int) -> int:
         return 2 * x
 
 
@@ -120,8 +120,8 @@ async def test_a_reference_to_a_result_is_there_before_the_object_is(
     with cluster.use("a"):
         gate = new_gate(owner)
         net: RRef[Net] = rpc.remote(owner, Net, (owner,), serial=serial)
-        first = net.remote().double(1)
-        second = net.rpc_async().double(2)
+        first = net.remote().twice(1)
+        second = net.rpc_async().twice(2)
         assert not second.done()
         gate.set()
         assert (await first, await second) == (2, 4)
@@ -272,7 +272,7 @@ def test_the_proxy_itself_is_an_object_like_others(cluster: InProcessCluster) ->
     """Python and its libraries ask for special methods, too: these are the proxy's, and no call."""
     with cluster.use("a"):
         table: RRef[Table] = rpc.remote("b", Table)
-        proxy = table.rpc_sync()
+        proxy: Any = table.rpc_sync()
         assert repr(proxy).startswith("<rpc_sync proxy of <RRef") and f"{proxy}" == str(proxy) == repr(proxy)
         assert proxy == proxy and proxy != table.rpc_sync() and len({proxy, proxy}) == 1
         assert (

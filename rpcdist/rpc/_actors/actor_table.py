@@ -88,7 +88,7 @@ class ActorTable:
             actor.num_references -= 1
             if actor.num_references:
                 return
-            entry = None if actor.object_id is None else self._by_object.pop(actor.object_id)
+            entry = None if actor.object_id is None else self._by_object.pop(actor.object_id, None)
         actor.lane.close()
         del entry  # the object may die with it, which runs code of users: not under the lock
 
@@ -96,8 +96,10 @@ class ActorTable:
         """RPC ends here: the threads of the actors go."""
         with self._lock:
             actors = list(self._by_rref.values())
+            objects, self._by_object = self._by_object, {}
         for actor in actors:
             actor.lane.close()
+        del objects  # not under the lock: their ends run code of users
 
     def lost(self, identity: Identity) -> None:
         """A worker is declared dead; on the I/O loop."""

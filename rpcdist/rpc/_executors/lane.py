@@ -49,8 +49,8 @@ class Lane:
 
     @property
     def is_free(self) -> bool:
-        """Whether its thread runs nothing now, or is this one: a job need not wait for others."""
-        return not self._jobs and (self._is_parked or self._led is not None or self.is_here)
+        """Whether its thread runs nothing now: a job need not wait for others."""
+        return not self._jobs and (self._is_parked or self._led is not None)
 
     def submit(self, function: Callable[..., object], *arguments: object) -> None:
         """Has `function(*arguments)` called after the jobs before it; once the lane is closed, on any thread.
@@ -58,6 +58,9 @@ class Lane:
         Raises:
             PoolExhausted: the pool can lend no thread. Otherwise as `ThreadPool.submit`.
         """
+        if self.is_here:  # it looks for jobs before it parks or ends
+            self._jobs.append((function, arguments))
+            return
         with self._lock:
             is_closed = self._is_closed
             begins = not is_closed and not self._is_started
@@ -84,7 +87,7 @@ class Lane:
     def _wake(self, is_parked: bool) -> None:
         if is_parked:
             self._baton.release()
-        elif (led := self._led) is not None and not self.is_here:
+        elif (led := self._led) is not None:
             led.ring()
 
     # ------------------------------------------------------------ its thread
@@ -105,9 +108,11 @@ class Lane:
 
     def _next(self) -> tuple[Callable[..., object], tuple[object, ...]] | None:
         while True:
+            if self._jobs:  # which nobody else takes
+                return self._jobs.popleft()
             with self._lock:
                 if self._jobs:
-                    return self._jobs.popleft()
+                    continue
                 if self._is_closed:
                     return None
                 self._is_parked = True

@@ -373,11 +373,7 @@ class ThreadPool:
         """Runs a job on this thread, which is lent, as the pool does; returns what the job left to the thread."""
         worker = blocking.hooks.worker
         assert worker is not None, "this is no thread of a pool"
-        outer = worker.job, worker.arguments
-        try:
-            return self._run(worker, function, arguments)
-        finally:
-            worker.job, worker.arguments = outer
+        return self._run(worker, function, arguments)
 
     def answer_now(self, last_act: blocking.LastAct) -> None:
         """Sends what a job has left to its thread, on any thread."""
