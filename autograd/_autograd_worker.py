@@ -23,9 +23,9 @@ from rpcdist.autograd._message_nodes import Gradients
 from rpcdist.autograd._pass_events import PassOptions
 from rpcdist.autograd._pass_sender import PassSender
 from rpcdist.autograd._releases import Releases
-from rpcdist.autograd._wire_format import decode_error, encode_error
+from rpcdist.autograd._wire_format import check_verdicts, decode_error, encode_error
 from rpcdist.deadline import Deadline
-from rpcdist.errors import RpcdistError
+from rpcdist.errors import CallRefused, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import AutogradHost
 from rpcdist.rpc._executors.timers import Timer
@@ -156,6 +156,13 @@ class AutogradWorker:
         The I/O loop must not run the finalizers of user objects in the graph, so a pool thread drops the context: at
         once if it holds much memory, else after `DROP_DELAY_S`, together with others.
         """
+        known = self.contexts.look_up(context_id)
+        if worker_of(context_id) != worker_id & 0xFFFF:  # only its maker may end a context that it shares with nobody
+            if known is None:
+                self.contexts.refuse(context_id, worker_id)
+                return
+            if worker_id not in known.neighbours():
+                return
         context = self.release(context_id, worker_id)
         if context is None:
             return
@@ -177,7 +184,7 @@ class AutogradWorker:
     # ------------------------------------------------------------ called by the agent (`AutogradHooks`)
 
     def admit(self, context_id: int, sender: Identity) -> Context | None:
-        context = self.contexts.join(context_id)
+        context = self.contexts.join(context_id, sender.id)
         if context is not None:
             context.called_by(sender.id)
         return context
@@ -195,7 +202,8 @@ class AutogradWorker:
 
     def worker_dead(self, identity: Identity) -> None:
         for context in self.contexts.all():
-            if worker_of(context.id) == identity.id:
+            is_only_caller = context.brought_by == identity.id and context.neighbours() <= {identity.id}
+            if worker_of(context.id) == identity.id or is_only_caller:
                 self._released_by(identity.id, context.id)
 
     def flush(self) -> None:
@@ -225,11 +233,16 @@ class AutogradWorker:
                 self._released_by(sender.id, context_id)
             return
         begins = message.HasField("begin")
-        context = self.contexts.join(message.context) if begins else self.contexts.look_up(message.context)
+        try:
+            context = self.admit(message.context, sender) if begins else self.contexts.look_up(message.context)
+        except CallRefused as exc:
+            self._refuse(sender, message, exc)
+            return
         if context is None:
             if begins:
                 self._refuse(sender, message, AutogradError(f"autograd context {message.context} is over there"))
             return
+        check_verdicts(message, context.num_sent)
         current = self._pass_of(context, message, sender)
         if current is None:
             return

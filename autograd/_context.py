@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from rpcdist.autograd._autograd_errors import AutogradError, ContextNotFound
 from rpcdist.autograd._gradients import GradientTable, size_bytes
 from rpcdist.autograd._message_nodes import Gradients, RecordedRecv, RecordedSend, attach
 from rpcdist.autograd._spans import MAX_SPANS, SpanKind
-from rpcdist.errors import SerializationError
+from rpcdist.errors import CallRefused, SerializationError
 from rpcdist.transport.wire_messages import History
 
 __all__ = ["Context", "ContextTable", "id_limit", "make_id", "worker_of"]
@@ -26,6 +26,8 @@ __all__ = ["Context", "ContextTable", "id_limit", "make_id", "worker_of"]
 WORKER_SHIFT = 48
 MAX_NUMBER = (1 << WORKER_SHIFT) - 1
 KEPT_RELEASES = 16384
+MAX_CONTEXTS_OF_PEER = 16384
+"""A worker that brings more living contexts than this is refused."""
 MAX_LIGHT_BYTES = 1 << 20
 
 
@@ -62,6 +64,7 @@ class Context:
         is_released: whether the context is over; calls are then made without it.
         known: the workers that this worker called in the context.
         callers: the workers that called this one in the context.
+        brought_by: the worker whose message made this worker know the context; None for its own.
         ended_passes: the backward passes that have ended, by id, with the error of those that failed.
         is_spent: whether the last pass has freed the graph's saved tensors.
         is_heavy_elsewhere: whether a worker that this one began a pass on holds much memory for the context.
@@ -74,6 +77,7 @@ class Context:
         self.is_released = False
         self.known: set[int] = set()
         self.callers: set[int] = set()
+        self.brought_by: int | None = None
         self.ended_passes: dict[int, BaseException | None] = {}
         self.is_spent = False
         self.is_heavy_elsewhere = False
@@ -145,6 +149,11 @@ class Context:
         """All sends and recvs so far."""
         with self._lock:
             return list(self._sends.values()), [recv for recv, _ in self._recvs.values()]
+
+    def num_sent(self, message: int) -> int:
+        """How many tensors a message had that was sent here; 0 for an unknown one."""
+        send = self._sends.get(message)
+        return 0 if send is None else len(send.node.next_functions)
 
     def at_home(self, message: int, gradients: Gradients) -> Gradients:
         """The gradients of a message that was sent, on the devices of its tensors.
@@ -253,7 +262,9 @@ class ContextTable:
         self._messages = itertools.count(1)
         self._contexts: dict[int, Context] = {}
         # Ids of contexts that are over: a late call must not bring its context back to life.
-        self._released: OrderedDict[int, None] = OrderedDict()
+        # With a worker: those that it has released before this worker knew them.
+        self._released: OrderedDict[int | tuple[int, int], None] = OrderedDict()
+        self._num_brought: Counter[int] = Counter()  # by worker: the contexts that live here because it called
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -268,13 +279,35 @@ class ContextTable:
     def next_message(self) -> int:
         return make_id(self._worker_id, next(self._messages))
 
-    def join(self, id: int) -> Context | None:
-        """The context; made if this worker does not know it yet, None if it is over."""
+    def join(self, id: int, peer: int | None = None) -> Context | None:
+        """The context; made if this worker does not know it yet, None if it is over.
+
+        Args:
+            id: of the context.
+            peer: the worker that brings it.
+
+        Raises:
+            CallRefused: it is new, and that worker has brought `MAX_CONTEXTS_OF_PEER` others.
+        """
         with self._lock:
             context = self._contexts.get(id)
-            if context is None and id not in self._released:
-                context = self._contexts[id] = Context(id, self._worker_id, self.next_message)
+            if context is not None or id in self._released or (id, peer) in self._released:
+                return context
+            if peer is not None:
+                if self._num_brought[peer] >= MAX_CONTEXTS_OF_PEER:
+                    raise CallRefused(
+                        f"worker {peer} has brought {MAX_CONTEXTS_OF_PEER} autograd contexts here that are not over. Does "
+                        "each `with autograd.context()` there end?"
+                    )
+                self._num_brought[peer] += 1
+            context = self._contexts[id] = Context(id, self._worker_id, self.next_message)
+            context.brought_by = peer
             return context
+
+    def refuse(self, id: int, peer: int) -> None:
+        """A worker has released a context that is not known here: it does not bring it any more."""
+        with self._lock:
+            self._note_released((id, peer))
 
     def find(self, id: int) -> Context:
         """Raises `ContextNotFound`."""
@@ -289,10 +322,18 @@ class ContextTable:
     def release(self, id: int) -> Context | None:
         """Removes and returns a context; None if there is none. Remembers that its id is over."""
         with self._lock:
-            self._released[id] = None
-            if len(self._released) > KEPT_RELEASES:
-                self._released.popitem(last=False)
-            return self._contexts.pop(id, None)
+            self._note_released(id)
+            context = self._contexts.pop(id, None)
+            if context is not None and context.brought_by is not None:
+                self._num_brought[context.brought_by] -= 1
+                if not self._num_brought[context.brought_by]:
+                    del self._num_brought[context.brought_by]
+            return context
+
+    def _note_released(self, key: int | tuple[int, int]) -> None:
+        self._released[key] = None
+        if len(self._released) > KEPT_RELEASES:
+            self._released.popitem(last=False)
 
     def all(self) -> Iterable[Context]:
         return list(self._contexts.values())

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rpcdist._proto import autograd_pb2
 from rpcdist.autograd._autograd_errors import BackwardError
 from rpcdist.autograd._outbox import MergedMessage
 from rpcdist.autograd._pass_events import ChildDone, Decided, PassEvent, PassOptions, PeerBegan, Verdicts
 from rpcdist.deadline import Deadline
+from rpcdist.errors import ProtocolViolation
 from rpcdist.rpc._values.failures import text_of
 
 __all__ = [
+    "check_verdicts",
     "decode_begin_options",
     "decode_error",
     "decode_events",
@@ -103,6 +105,25 @@ def decode_verdicts(message: autograd_pb2.Verdicts) -> Verdicts:
     for partly in message.partly:
         verdicts[partly.message] = sum(1 << index for index in set(partly.tensors))
     return verdicts
+
+
+def check_verdicts(message: autograd_pb2.AutogradMessage, num_sent: Callable[[int], int]) -> None:
+    """Compares the numbers of tensors in verdicts with what was sent, before bits are made of them.
+
+    Args:
+        message: of a neighbour.
+        num_sent: how many tensors a message of the graph had that this worker sent; 0 for an unknown one.
+
+    Raises:
+        ProtocolViolation: a verdict names a tensor that its message did not have.
+    """
+    for verdicts in (message.begin.received, message.verdicts):
+        for partly in verdicts.partly:
+            if partly.tensors and max(partly.tensors) >= num_sent(partly.message):
+                raise ProtocolViolation(
+                    f"a verdict names tensor {max(partly.tensors)} of message {partly.message:#x}, which had "
+                    f"{num_sent(partly.message)}"
+                )
 
 
 def encode_error(

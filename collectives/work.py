@@ -126,7 +126,7 @@ class Work:
             self._check_not_forked()
             self._block(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # which each `wait` would lengthen
         return True
 
     def _check_not_forked(self) -> None:

@@ -29,7 +29,7 @@ DEPENDENCIES: Final = (
     ("COORDINATOR_GRACE_S", ("LEAVE_CONNECT_LIMIT_S",), "the farewell is bounded by twice the grace"),
     ("COORDINATOR_GRACE_S", ("ASK_COORDINATOR_LIMIT_S",), "a call that fails fast has less time than a question alone"),
     ("PEER_TIMEOUT_S", ("RETURN_LONGEST_PAUSE_S",), "survivors come to the next coordinator within its recovery"),
-    ("COORDINATOR_RETURN_LIMIT_S", ("PEER_TIMEOUT_S",), "the search outlasts the recovery by far"),
+    ("ORPHAN_TIMEOUT_S", ("PEER_TIMEOUT_S",), "the search outlasts the recovery by far"),
     ("RETURN_LONGEST_PAUSE_S", ("RETURN_FIRST_PAUSE_S",), "pauses grow"),
     ("RPC_CLOSE_LIMIT_S", ("LAST_REPLIES_LIMIT_S",), "the last replies are one step before the close"),
     ("RPC_CLOSE_LIMIT_S", ("GENERATORS_LIMIT_S",), "async generators are closed at the end of the user loop"),

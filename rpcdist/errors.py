@@ -11,7 +11,8 @@
     │   ├── AuthenticationFailed            the job token was not proven
     │   ├── ProtocolViolation               the peer sent what it must not send
     │   └── WorkerLost                      a peer died, or its connection broke, with work in flight
-    │       └── OwnerLost                   the same, for the owner of a remote reference
+    │       ├── CoordinatorLost             rank 0 died, and no process took its place
+    │       └── OwnerLost                   a peer that owned a remote reference died
     ├── RendezvousError                     the processes of a job did not find each other
     │   ├── DuplicateName
     │   ├── JobEnded                        the job had finished when this process came
@@ -62,6 +63,7 @@ __all__ = [
     "CollectiveTimeout",
     "ConfigError",
     "ConnectFailed",
+    "CoordinatorLost",
     "DeadlineExceeded",
     "DistBackendError",
     "DistError",
@@ -191,6 +193,16 @@ class WorkerLost(TransportError):
         return (
             f"worker {self.worker!r} was lost during {self.what}: {self.reason} "
             f"(last seen {self.last_seen_s:.1f} s ago). It is unknown whether the call ran.{hint}"
+        )
+
+
+class CoordinatorLost(WorkerLost):
+    """The coordinator (rank 0) died, and no process took its place in time."""
+
+    def __str__(self) -> str:
+        return (
+            f"the coordinator {self.worker!r} (rank 0) was lost, and {self.reason}. This worker ends {self.what}. "
+            "Start a new rank 0 sooner, or set RpcOptions(orphan_timeout=...)."
         )
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "ASK_COORDINATOR_LIMIT_S",
     "ASK_FOR_NAMES_LIMIT_S",
     "BURST_GAP_S",
+    "CALL_QUESTION_LEAD_S",
     "CANCELLED_TASKS_LIMIT_S",
     "CHECK_INTERVAL_MS",
     "CHECK_INTERVAL_S",
@@ -34,7 +35,6 @@ __all__ = [
     "COORDINATOR_CONNECT_LIMIT_S",
     "COORDINATOR_GRACE_S",
     "COORDINATOR_LOOK_UP_LIMIT_S",
-    "COORDINATOR_RETURN_LIMIT_S",
     "COORDINATOR_STALE_S",
     "COPY_TURN_LIMIT_S",
     "CROWDED_SPIN_S",
@@ -70,6 +70,7 @@ __all__ = [
     "HOST_PROBE_LIMIT_S",
     "HUB_OPEN_LIMIT_S",
     "IDLE_RECHECK_S",
+    "INIT_NOTICE_S",
     "KEEP_ALIVE_IDLE_S",
     "KEEP_ALIVE_PROBES",
     "KEEP_ALIVE_PROBE_S",
@@ -108,6 +109,7 @@ __all__ = [
     "NCCL_WORK_POLL_S",
     "NODE_STOP_LIMIT_S",
     "ONE_WAY_IN_PEER_TIMEOUTS",
+    "ORPHAN_TIMEOUT_S",
     "PARKED_LIMIT_S",
     "PAYLOADS_END_LIMIT_S",
     "PEER_TIMEOUT_S",
@@ -201,8 +203,13 @@ LONGEST_TIMEOUT_S: Final = 1e9
 ones are refused with the advice how to write none; one that arrives with a call counts as none."""
 RPC_TIMEOUT_S: Final = 60.0
 """A call that names no timeout, measured by the caller and the callee; then it fails with `DeadlineExceeded`."""
+CALL_QUESTION_LEAD_S: Final = 1.0
+"""So long before the deadline of a call, or in the last fifth of a shorter timeout, its callee is asked how far it is,
+for the text of `DeadlineExceeded`."""
 RPC_INIT_TIMEOUT_S: Final = 60.0
 """The workers of a job find each other in `init_rpc`, measured by each; then it fails and names who is missing."""
+INIT_NOTICE_S: Final = 10.0
+"""A worker that waits in `init_rpc` for this long logs whom it waits for, once for each thing that it waits for."""
 HANDSHAKE_LIMIT_S: Final = 10.0
 """Mutual proof of the job token on a new connection, measured by the side that accepts; then it is turned away."""
 LOCAL_HANDSHAKE_LIMIT_S: Final = 5.0
@@ -246,8 +253,9 @@ ASK_COORDINATOR_LIMIT_S: Final = 1.0
 """A call to a lost worker asks who has its place now; without an answer it fails at once, and waits no longer."""
 ASK_FOR_NAMES_LIMIT_S: Final = 5.0
 """A new coordinator asks all workers at once which named actors they have; those of who is silent are not found."""
-COORDINATOR_RETURN_LIMIT_S: Final = 600.0
-"""Workers whose coordinator is lost look this long for the one that takes its place; then they go on without."""
+ORPHAN_TIMEOUT_S: Final = 600.0
+"""Workers whose coordinator is lost look this long for the one that takes its place; then `serve` raises. The default
+of `orphan_timeout`."""
 COORDINATOR_LOOK_UP_LIMIT_S: Final = 1.0
 """One look into the store for the address of the next coordinator; the last address is not tried meanwhile."""
 COORDINATOR_STALE_S: Final = 2.0

@@ -1,10 +1,14 @@
-"""Ends the wait of a task for something that happens on another thread or in a callback."""
+"""Waits of tasks: how another thread or a callback ends one, and what is done about one that takes long."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
-__all__ = ["wake", "wake_threadsafe"]
+T = TypeVar("T")
+
+__all__ = ["noticed", "wake", "wake_threadsafe"]
 
 
 def wake(waiter: asyncio.Future[None]) -> None:
@@ -19,3 +23,17 @@ def wake_threadsafe(waiter: asyncio.Future[None]) -> None:
         waiter.get_loop().call_soon_threadsafe(wake, waiter)
     except RuntimeError:
         pass  # the loop was closed, so nobody waits any more
+
+
+async def noticed(waiting: Coroutine[Any, Any, T], after_s: float, notice: Callable[[], Awaitable[object]]) -> T:
+    """Awaits `waiting`, and awaits `notice()` once if that takes longer than `after_s` seconds.
+
+    What `notice` raises ends both. Cancellation cancels what is awaited.
+    """
+    task = asyncio.create_task(waiting, name="rpcdist noticed wait")
+    try:
+        if not (await asyncio.wait({task}, timeout=after_s))[0]:
+            await notice()
+        return await task
+    finally:
+        task.cancel()

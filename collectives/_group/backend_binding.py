@@ -1,4 +1,8 @@
-"""`BackendBinding`: one group's operations on the tensors of one device type, and the backend that carries them."""
+"""`BackendBinding`: one group's operations on the tensors of one device type, and the backend that carries them.
+
+The errors of operations name rank, operation and reason. They start their traceback here, since the frames of the
+engine below would hide the line of the program that made the call.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from rpcdist.collectives._operations.dense import Copies, is_ready
 from rpcdist.collectives._operations.lowering import Lowered, Place
 from rpcdist.collectives._operations.sparse_all_reduce import all_reduce_sparse
 from rpcdist.collectives.work import Work
-from rpcdist.errors import ConfigError
+from rpcdist.errors import CollectiveError, ConfigError
 
 __all__ = ["BackendBinding"]
 
@@ -43,13 +47,16 @@ class BackendBinding:
     def submit(self, lowered: Lowered, async_op: bool, timeout_s: float | None = None) -> Work:
         """Carries out an operation, and returns its Work in either case."""
         operation, finish, result = lowered
-        return self.backend.submit(
-            operation,
-            asynchronous=async_op,
-            timeout_s=self.timeout_s if timeout_s is None else timeout_s,
-            finish=finish,
-            result=result,
-        )
+        try:
+            return self.backend.submit(
+                operation,
+                asynchronous=async_op,
+                timeout_s=self.timeout_s if timeout_s is None else timeout_s,
+                finish=finish,
+                result=result,
+            )
+        except CollectiveError as exc:
+            raise exc.with_traceback(None) from exc.__cause__
 
     def all_reduce(self, tensor: torch.Tensor, op: object, async_op: bool, timeout_s: float | None = None) -> Work:
         """`all_reduce` of a dense or sparse tensor: the only operation that takes sparse ones."""
@@ -72,7 +79,10 @@ class BackendBinding:
         """Sends to a rank of the group, or starts to."""
         self._check_peer(peer, tag, "destination")
         dense = tensor if is_ready(tensor) else Copies(self.place.staged, moves_only=True).read(tensor)
-        return self.backend.send(dense, peer, tag, asynchronous=asynchronous, timeout_s=self.timeout_s)
+        try:
+            return self.backend.send(dense, peer, tag, asynchronous=asynchronous, timeout_s=self.timeout_s)
+        except CollectiveError as exc:
+            raise exc.with_traceback(None) from exc.__cause__
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, asynchronous: bool = True) -> Work:
         """Receives from a rank of the group, or starts to; from whichever sends first when `peer` is None."""
@@ -81,7 +91,10 @@ class BackendBinding:
         if not is_ready(tensor):
             copies = Copies(self.place.staged, moves_only=True)
             dense, finish = copies.write(tensor), copies.finish()
-        return self.backend.recv(dense, peer, tag, asynchronous=asynchronous, timeout_s=limit_s, finish=finish)
+        try:
+            return self.backend.recv(dense, peer, tag, asynchronous=asynchronous, timeout_s=limit_s, finish=finish)
+        except CollectiveError as exc:
+            raise exc.with_traceback(None) from exc.__cause__
 
     def _check_peer(self, peer: int | None, tag: int, role: str) -> None:
         if not isinstance(tag, int):

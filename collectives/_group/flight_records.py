@@ -19,6 +19,7 @@ import torch
 
 from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError
+from rpcdist.private_files import why_not_private
 
 __all__ = ["FOLDER_VARIABLE", "FlightRecorder", "MessageLog", "Record", "label"]
 
@@ -173,6 +174,8 @@ class FlightRecorder:
         try:
             with self._dump_lock:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if FOLDER_VARIABLE not in os.environ and (why := why_not_private(folder.lstat(), is_folder=True)):
+                    raise PermissionError(f"the folder {why}. Set {FOLDER_VARIABLE} to a folder of your own")
                 handle, temporary = tempfile.mkstemp(prefix=".rank", dir=folder)
                 with os.fdopen(handle, "w") as file:
                     file.write(self.dump(rank))

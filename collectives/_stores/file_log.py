@@ -30,6 +30,7 @@ from rpcdist.backoff import backoff
 from rpcdist.collectives._stores.contents import Change, Code
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DistStoreError
+from rpcdist.private_files import why_not_private
 from rpcdist.time_limits import LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S
 
 __all__ = ["ChangeLog", "OpenLog"]
@@ -65,20 +66,15 @@ class ChangeLog:
     def _check_ours(self, descriptor: int) -> None:
         """Raises where others could have written what this process is about to believe, such as addresses."""
         found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise DistStoreError(f"{self.path} is not a file; use another path")
-        if found.st_uid != os.geteuid():
-            raise DistStoreError(
-                f"{self.path} belongs to user {found.st_uid}, not to {os.geteuid()}, who runs this process; use a path "
-                "in a folder of your own"
-            )
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            if found.st_size:
-                raise DistStoreError(
-                    f"{self.path} can be written by other users (mode {stat.S_IMODE(found.st_mode):o}); remove it, or "
-                    f"`chmod 600 {self.path}` if you trust what is in it"
-                )
+        if not found.st_size and stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
             os.fchmod(descriptor, 0o600)  # nobody has written anything yet
+            return
+        why = why_not_private(found, may_be_read=True)
+        if why is not None:
+            raise DistStoreError(
+                f"{self.path} {why}. Use a path in a folder of your own, or `chmod 600 {self.path}` if you trust what "
+                "is in it"
+            )
 
     @contextmanager
     def locked(self, writing: bool, deadline: Deadline) -> Iterator[OpenLog]:

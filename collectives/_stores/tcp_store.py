@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import threading
@@ -34,6 +35,7 @@ from rpcdist.errors import (
 from rpcdist.time_limits import (
     CONNECT_FIRST_PAUSE_S,
     CONNECT_LONGEST_PAUSE_S,
+    INIT_NOTICE_S,
     MIN_ATTEMPT_S,
     NAME_LOOKUP_LIMIT_S,
     STORE_GRACE_S,
@@ -41,8 +43,11 @@ from rpcdist.time_limits import (
 from rpcdist.transport import Link, Node, acquire_node
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.fork import check_not_forked, in_forked_child
+from rpcdist.waiters import noticed
 
 __all__ = ["TCPStore"]
+
+logger = logging.getLogger(__name__)
 
 NOBODY_THERE: Final = "Does rank 0 run there, and have all processes the same MASTER_ADDR and MASTER_PORT?"
 COMPLETE: Final = b"complete"
@@ -94,7 +99,8 @@ class _Remote:
         self._num_users = 1
         self._lock = threading.Lock()
         try:
-            self._node.run(self._find(), timeout_s + STORE_GRACE_S)
+            finding = noticed(self._find(), INIT_NOTICE_S, self._log_waiting)
+            self._node.run(finding, timeout_s + STORE_GRACE_S)
         except BaseException:
             self._node.release()
             raise
@@ -114,6 +120,12 @@ class _Remote:
                 if deadline.expired():
                     raise ConnectFailed(self.address, await self._why_not(exc), self._timeout_s) from exc
             await asyncio.sleep(next(pauses))
+
+    async def _log_waiting(self) -> None:
+        logger.warning(
+            "nobody has answered at %s for %g s, where rank 0 should serve the store; it is tried for %g s. %s",
+            self.address, INIT_NOTICE_S, self._timeout_s, NOBODY_THERE,
+        )  # fmt: skip
 
     async def _why_not(self, exc: TransportError) -> str:
         if not isinstance(exc, ConnectFailed):

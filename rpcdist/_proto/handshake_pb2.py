@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1erpcdist/_proto/handshake.proto\x12\x07rpcdist\"9\n\x08Identity\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\x03\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\"\x89\x01\n\x05Hello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12#\n\x08identity\x18\x05 \x01(\x0b\x32\x11.rpcdist.Identity\x12\x0f\n\x07purpose\x18\x06 \x01(\t\x12\x0f\n\x07\x63hannel\x18\x07 \x01(\t\"4\n\x10\x43\x65rtificateProof\x12\r\n\x05\x63hain\x18\x01 \x03(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"\x93\x01\n\tChallenge\x12\r\n\x05nonce\x18\x01 \x01(\x0c\x12\r\n\x05proof\x18\x02 \x01(\x0c\x12#\n\x08identity\x18\x03 \x01(\x0b\x32\x11.rpcdist.Identity\x12\x13\n\x0bstream_port\x18\x04 \x01(\r\x12.\n\x0b\x63\x65rtificate\x18\x05 \x01(\x0b\x32\x19.rpcdist.CertificateProof\"F\n\x05Proof\x12\r\n\x05proof\x18\x01 \x01(\x0c\x12.\n\x0b\x63\x65rtificate\x18\x02 \x01(\x0b\x32\x19.rpcdist.CertificateProof\",\n\x07Welcome\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\r\n\x05proof\x18\x02 \x01(\x0c\"\xbc\x01\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12#\n\x04\x63ode\x18\x02 \x01(\x0e\x32\x15.rpcdist.Refusal.Code\"|\n\x04\x43ode\x12\x0f\n\x0bUNSPECIFIED\x10\x00\x12\x0b\n\x07VERSION\x10\x01\x12\x07\n\x03JOB\x10\x02\x12\t\n\x05TOKEN\x10\x03\x12\x0e\n\nWRONG_PEER\x10\x04\x12\n\n\x06POLICY\x10\x05\x12\x0b\n\x07\x43HANNEL\x10\x06\x12\x08\n\x04\x42USY\x10\x07\x12\x0f\n\x0b\x43\x45RTIFICATE\x10\x08\"\xc8\x01\n\tHandshake\x12\x1f\n\x05hello\x18\x01 \x01(\x0b\x32\x0e.rpcdist.HelloH\x00\x12\'\n\tchallenge\x18\x02 \x01(\x0b\x32\x12.rpcdist.ChallengeH\x00\x12\x1f\n\x05proof\x18\x03 \x01(\x0b\x32\x0e.rpcdist.ProofH\x00\x12#\n\x07welcome\x18\x04 \x01(\x0b\x32\x10.rpcdist.WelcomeH\x00\x12#\n\x07refusal\x18\x05 \x01(\x0b\x32\x10.rpcdist.RefusalH\x00\x42\x06\n\x04stepb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1erpcdist/_proto/handshake.proto\x12\x07rpcdist\"9\n\x08Identity\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\x03\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\"\x9a\x01\n\x05Hello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12#\n\x08identity\x18\x05 \x01(\x0b\x32\x11.rpcdist.Identity\x12\x0f\n\x07purpose\x18\x06 \x01(\t\x12\x0f\n\x07\x63hannel\x18\x07 \x01(\t\x12\x0f\n\x07package\x18\x08 \x01(\t\"4\n\x10\x43\x65rtificateProof\x12\r\n\x05\x63hain\x18\x01 \x03(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"\x93\x01\n\tChallenge\x12\r\n\x05nonce\x18\x01 \x01(\x0c\x12\r\n\x05proof\x18\x02 \x01(\x0c\x12#\n\x08identity\x18\x03 \x01(\x0b\x32\x11.rpcdist.Identity\x12\x13\n\x0bstream_port\x18\x04 \x01(\r\x12.\n\x0b\x63\x65rtificate\x18\x05 \x01(\x0b\x32\x19.rpcdist.CertificateProof\"F\n\x05Proof\x12\r\n\x05proof\x18\x01 \x01(\x0c\x12.\n\x0b\x63\x65rtificate\x18\x02 \x01(\x0b\x32\x19.rpcdist.CertificateProof\",\n\x07Welcome\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\r\n\x05proof\x18\x02 \x01(\x0c\"\xbc\x01\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12#\n\x04\x63ode\x18\x02 \x01(\x0e\x32\x15.rpcdist.Refusal.Code\"|\n\x04\x43ode\x12\x0f\n\x0bUNSPECIFIED\x10\x00\x12\x0b\n\x07VERSION\x10\x01\x12\x07\n\x03JOB\x10\x02\x12\t\n\x05TOKEN\x10\x03\x12\x0e\n\nWRONG_PEER\x10\x04\x12\n\n\x06POLICY\x10\x05\x12\x0b\n\x07\x43HANNEL\x10\x06\x12\x08\n\x04\x42USY\x10\x07\x12\x0f\n\x0b\x43\x45RTIFICATE\x10\x08\"\xc8\x01\n\tHandshake\x12\x1f\n\x05hello\x18\x01 \x01(\x0b\x32\x0e.rpcdist.HelloH\x00\x12\'\n\tchallenge\x18\x02 \x01(\x0b\x32\x12.rpcdist.ChallengeH\x00\x12\x1f\n\x05proof\x18\x03 \x01(\x0b\x32\x0e.rpcdist.ProofH\x00\x12#\n\x07welcome\x18\x04 \x01(\x0b\x32\x10.rpcdist.WelcomeH\x00\x12#\n\x07refusal\x18\x05 \x01(\x0b\x32\x10.rpcdist.RefusalH\x00\x42\x06\n\x04stepb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,19 +34,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_IDENTITY']._serialized_start=43
   _globals['_IDENTITY']._serialized_end=100
   _globals['_HELLO']._serialized_start=103
-  _globals['_HELLO']._serialized_end=240
-  _globals['_CERTIFICATEPROOF']._serialized_start=242
-  _globals['_CERTIFICATEPROOF']._serialized_end=294
-  _globals['_CHALLENGE']._serialized_start=297
-  _globals['_CHALLENGE']._serialized_end=444
-  _globals['_PROOF']._serialized_start=446
-  _globals['_PROOF']._serialized_end=516
-  _globals['_WELCOME']._serialized_start=518
-  _globals['_WELCOME']._serialized_end=562
-  _globals['_REFUSAL']._serialized_start=565
-  _globals['_REFUSAL']._serialized_end=753
-  _globals['_REFUSAL_CODE']._serialized_start=629
-  _globals['_REFUSAL_CODE']._serialized_end=753
-  _globals['_HANDSHAKE']._serialized_start=756
-  _globals['_HANDSHAKE']._serialized_end=956
+  _globals['_HELLO']._serialized_end=257
+  _globals['_CERTIFICATEPROOF']._serialized_start=259
+  _globals['_CERTIFICATEPROOF']._serialized_end=311
+  _globals['_CHALLENGE']._serialized_start=314
+  _globals['_CHALLENGE']._serialized_end=461
+  _globals['_PROOF']._serialized_start=463
+  _globals['_PROOF']._serialized_end=533
+  _globals['_WELCOME']._serialized_start=535
+  _globals['_WELCOME']._serialized_end=579
+  _globals['_REFUSAL']._serialized_start=582
+  _globals['_REFUSAL']._serialized_end=770
+  _globals['_REFUSAL_CODE']._serialized_start=646
+  _globals['_REFUSAL_CODE']._serialized_end=770
+  _globals['_HANDSHAKE']._serialized_start=773
+  _globals['_HANDSHAKE']._serialized_end=973
 # @@protoc_insertion_point(module_scope)

@@ -18,7 +18,7 @@ class Identity(_message.Message):
     def __init__(self, name: _Optional[str] = ..., id: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("version", "nonce", "job", "role", "identity", "purpose", "channel")
+    __slots__ = ("version", "nonce", "job", "role", "identity", "purpose", "channel", "package")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class Hello(_message.Message):
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
     CHANNEL_FIELD_NUMBER: _ClassVar[int]
+    PACKAGE_FIELD_NUMBER: _ClassVar[int]
     version: int
     nonce: bytes
     job: str
@@ -33,7 +34,8 @@ class Hello(_message.Message):
     identity: Identity
     purpose: str
     channel: str
-    def __init__(self, version: _Optional[int] = ..., nonce: _Optional[bytes] = ..., job: _Optional[str] = ..., role: _Optional[str] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ..., purpose: _Optional[str] = ..., channel: _Optional[str] = ...) -> None: ...
+    package: str
+    def __init__(self, version: _Optional[int] = ..., nonce: _Optional[bytes] = ..., job: _Optional[str] = ..., role: _Optional[str] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ..., purpose: _Optional[str] = ..., channel: _Optional[str] = ..., package: _Optional[str] = ...) -> None: ...
 
 class CertificateProof(_message.Message):
     __slots__ = ("chain", "signature")

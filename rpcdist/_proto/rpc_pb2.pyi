@@ -16,7 +16,7 @@ class Envelope(_message.Message):
     def __init__(self) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("call", "reply", "cancel", "stream_item", "stream_end", "stream_credit", "rref", "ack", "heartbeat", "transfer_aborted", "chunk_credit", "autograd", "segment_offer", "segment_answer", "segment_news", "membership", "device_map", "transfer", "control_seq", "large", "loans", "wrapped")
+    __slots__ = ("call", "reply", "cancel", "stream_item", "stream_end", "stream_credit", "rref", "ack", "heartbeat", "transfer_aborted", "chunk_credit", "autograd", "segment_offer", "segment_answer", "segment_news", "membership", "device_map", "call_question", "call_state", "transfer", "control_seq", "large", "loans", "wrapped")
     CALL_FIELD_NUMBER: _ClassVar[int]
     REPLY_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,8 @@ class Message(_message.Message):
     SEGMENT_NEWS_FIELD_NUMBER: _ClassVar[int]
     MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
     DEVICE_MAP_FIELD_NUMBER: _ClassVar[int]
+    CALL_QUESTION_FIELD_NUMBER: _ClassVar[int]
+    CALL_STATE_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     CONTROL_SEQ_FIELD_NUMBER: _ClassVar[int]
     LARGE_FIELD_NUMBER: _ClassVar[int]
@@ -56,12 +58,14 @@ class Message(_message.Message):
     segment_news: SegmentNews
     membership: _membership_pb2.MembershipMessage
     device_map: DeviceMap
+    call_question: CallQuestion
+    call_state: CallState
     transfer: int
     control_seq: int
     large: _containers.RepeatedScalarFieldContainer[int]
     loans: _containers.RepeatedCompositeFieldContainer[Loan]
     wrapped: bool
-    def __init__(self, call: _Optional[_Union[Call, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., stream_item: _Optional[_Union[StreamItem, _Mapping]] = ..., stream_end: _Optional[_Union[StreamEnd, _Mapping]] = ..., stream_credit: _Optional[_Union[StreamCredit, _Mapping]] = ..., rref: _Optional[_Union[_rref_pb2.RRefMessage, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., transfer_aborted: _Optional[_Union[TransferAborted, _Mapping]] = ..., chunk_credit: _Optional[_Union[ChunkCredit, _Mapping]] = ..., autograd: _Optional[_Union[_autograd_pb2.AutogradMessage, _Mapping]] = ..., segment_offer: _Optional[_Union[SegmentOffer, _Mapping]] = ..., segment_answer: _Optional[_Union[SegmentAnswer, _Mapping]] = ..., segment_news: _Optional[_Union[SegmentNews, _Mapping]] = ..., membership: _Optional[_Union[_membership_pb2.MembershipMessage, _Mapping]] = ..., device_map: _Optional[_Union[DeviceMap, _Mapping]] = ..., transfer: _Optional[int] = ..., control_seq: _Optional[int] = ..., large: _Optional[_Iterable[int]] = ..., loans: _Optional[_Iterable[_Union[Loan, _Mapping]]] = ..., wrapped: bool = ...) -> None: ...
+    def __init__(self, call: _Optional[_Union[Call, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., stream_item: _Optional[_Union[StreamItem, _Mapping]] = ..., stream_end: _Optional[_Union[StreamEnd, _Mapping]] = ..., stream_credit: _Optional[_Union[StreamCredit, _Mapping]] = ..., rref: _Optional[_Union[_rref_pb2.RRefMessage, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., transfer_aborted: _Optional[_Union[TransferAborted, _Mapping]] = ..., chunk_credit: _Optional[_Union[ChunkCredit, _Mapping]] = ..., autograd: _Optional[_Union[_autograd_pb2.AutogradMessage, _Mapping]] = ..., segment_offer: _Optional[_Union[SegmentOffer, _Mapping]] = ..., segment_answer: _Optional[_Union[SegmentAnswer, _Mapping]] = ..., segment_news: _Optional[_Union[SegmentNews, _Mapping]] = ..., membership: _Optional[_Union[_membership_pb2.MembershipMessage, _Mapping]] = ..., device_map: _Optional[_Union[DeviceMap, _Mapping]] = ..., call_question: _Optional[_Union[CallQuestion, _Mapping]] = ..., call_state: _Optional[_Union[CallState, _Mapping]] = ..., transfer: _Optional[int] = ..., control_seq: _Optional[int] = ..., large: _Optional[_Iterable[int]] = ..., loans: _Optional[_Iterable[_Union[Loan, _Mapping]]] = ..., wrapped: bool = ...) -> None: ...
 
 class DeviceMap(_message.Message):
     __slots__ = ("here", "there")
@@ -78,6 +82,14 @@ class Loan(_message.Message):
     buffer: int
     segment: int
     def __init__(self, buffer: _Optional[int] = ..., segment: _Optional[int] = ...) -> None: ...
+
+class UnreadLoan(_message.Message):
+    __slots__ = ("transfer", "segment")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    transfer: int
+    segment: int
+    def __init__(self, transfer: _Optional[int] = ..., segment: _Optional[int] = ...) -> None: ...
 
 class SegmentOffer(_message.Message):
     __slots__ = ("segment", "size")
@@ -96,12 +108,14 @@ class SegmentAnswer(_message.Message):
     def __init__(self, segment: _Optional[int] = ..., accepted: bool = ...) -> None: ...
 
 class SegmentNews(_message.Message):
-    __slots__ = ("withdrawn", "kept")
+    __slots__ = ("withdrawn", "kept", "unread")
     WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_FIELD_NUMBER: _ClassVar[int]
     withdrawn: _containers.RepeatedScalarFieldContainer[int]
     kept: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, withdrawn: _Optional[_Iterable[int]] = ..., kept: _Optional[_Iterable[int]] = ...) -> None: ...
+    unread: _containers.RepeatedCompositeFieldContainer[UnreadLoan]
+    def __init__(self, withdrawn: _Optional[_Iterable[int]] = ..., kept: _Optional[_Iterable[int]] = ..., unread: _Optional[_Iterable[_Union[UnreadLoan, _Mapping]]] = ...) -> None: ...
 
 class Call(_message.Message):
     __slots__ = ("id", "function", "function_pickle", "fetch", "arguments", "timeout_us", "result", "autograd_context", "on", "counts_as_idle")
@@ -126,6 +140,34 @@ class Call(_message.Message):
     on: RRefFetch
     counts_as_idle: bool
     def __init__(self, id: _Optional[int] = ..., function: _Optional[str] = ..., function_pickle: _Optional[bytes] = ..., fetch: _Optional[_Union[RRefFetch, _Mapping]] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., timeout_us: _Optional[int] = ..., result: _Optional[_Union[_value_pb2.RRefFork, _Mapping]] = ..., autograd_context: _Optional[int] = ..., on: _Optional[_Union[RRefFetch, _Mapping]] = ..., counts_as_idle: bool = ...) -> None: ...
+
+class CallQuestion(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    def __init__(self, id: _Optional[int] = ...) -> None: ...
+
+class CallState(_message.Message):
+    __slots__ = ("id", "phase", "running_us")
+    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        ENDED: _ClassVar[CallState.Phase]
+        QUEUED: _ClassVar[CallState.Phase]
+        RUNNING: _ClassVar[CallState.Phase]
+        WAITING: _ClassVar[CallState.Phase]
+        STREAMING: _ClassVar[CallState.Phase]
+    ENDED: CallState.Phase
+    QUEUED: CallState.Phase
+    RUNNING: CallState.Phase
+    WAITING: CallState.Phase
+    STREAMING: CallState.Phase
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_US_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    phase: CallState.Phase
+    running_us: int
+    def __init__(self, id: _Optional[int] = ..., phase: _Optional[_Union[CallState.Phase, str]] = ..., running_us: _Optional[int] = ...) -> None: ...
 
 class RRefFetch(_message.Message):
     __slots__ = ("rref", "fork")

@@ -225,6 +225,7 @@ class Agent:
         )
         self.leader = Leader(me, self.directory, self.router.watch)
         self._departures = Departures(self.directory, self.router.watch)
+        self.serving = StopRequests()
         self._return = CoordinatorReturn(
             coordinator=coordinator,
             directory=self.directory,
@@ -234,6 +235,8 @@ class Agent:
             look_up=look_up,
             world_size=world_size,
             recovery_s=options.peer_timeout,
+            orphan_timeout_s=options.orphan_timeout or float("inf"),
+            on_orphaned=self.serving.orphaned,
             io=io,
             lifetime=lifetime,
         )
@@ -246,7 +249,6 @@ class Agent:
             self._return.is_coordinator,
         )
         self.watch = MembershipWatch(self.pool.submit)
-        self.serving = StopRequests()
         always = {
             **self.actor_names.callables,
             **self.leader.callables,
@@ -302,6 +304,8 @@ class Agent:
         handle(CompactCall, self.dispatcher.on_call)
         handle(CompactReply, self.caller.on_reply)
         handle("cancel", self.dispatcher.on_cancel)
+        handle("call_question", self.dispatcher.on_question)
+        handle("call_state", self.caller.on_state)
         handle("stream_item", self.streams.on_item)
         handle("stream_end", self.streams.on_end)
         handle("stream_credit", self.dispatcher.on_credit)
@@ -324,7 +328,7 @@ class Agent:
         - Whoever frees or fails gatherings comes last: what they wake up must find the dead worker's values gone.
         """
         events, references = self.events, self.rref_home
-        tell_autograd(self.autograd, events, self._lifetime)
+        tell_autograd(self.autograd, events, self._lifetime, self.directory.knows)
         events.broken.listen(self.caller.on_broken)
         events.broken.listen(self.streams.on_broken)
         events.broken.listen(self.dispatcher.on_broken)

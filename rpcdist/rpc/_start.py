@@ -29,7 +29,7 @@ from rpcdist.rpc._peers.directory import Member
 from rpcdist.rpc._peers.network import Network
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.rpc.rref import PyRRef, RRef
-from rpcdist.time_limits import COORDINATOR_LOOK_UP_LIMIT_S, COORDINATOR_STALE_S, LATE_JOINERS_LIMIT_S
+from rpcdist.time_limits import COORDINATOR_LOOK_UP_LIMIT_S, COORDINATOR_STALE_S, INIT_NOTICE_S, LATE_JOINERS_LIMIT_S
 from rpcdist.transport import NodeOptions, acquire_node
 from rpcdist.transport.addresses import host_from_environment, pick_bind_host, split_address
 
@@ -138,8 +138,18 @@ def _bind_host(options: RpcOptions) -> str:
 
 
 def _find_coordinator(records: SignedRecords, timeout_s: float) -> str:
+    deadline = Deadline.after(timeout_s)
     try:
-        return records.get([COORDINATOR_KEY], timeout_s if timeout_s != float("inf") else None)[0]
+        try:
+            return records.get([COORDINATOR_KEY], min(INIT_NOTICE_S, timeout_s))[0]
+        except StoreTimeout:
+            if deadline.expired():
+                raise
+        logger.warning(
+            "init_rpc still waits after %g s for the coordinator (rank 0), which has not said in the store where it is",
+            INIT_NOTICE_S,
+        )
+        return records.get([COORDINATOR_KEY], deadline.remaining_s() if deadline.is_finite else None)[0]
     except StoreTimeout as exc:
         raise RendezvousError(
             f"the coordinator (rank 0) did not come within {timeout_s:.1f} s; start it with the same init_method, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from rpcdist.time_limits import PEER_TIMEOUT_S, RPC_INIT_TIMEOUT_S, RPC_TIMEOUT_S
+from rpcdist.time_limits import ORPHAN_TIMEOUT_S, PEER_TIMEOUT_S, RPC_INIT_TIMEOUT_S, RPC_TIMEOUT_S
 
 __all__ = [
     "DEFAULT_INIT_METHOD",
@@ -12,6 +12,7 @@ __all__ = [
     "DEFAULT_MAX_IN_FLIGHT_BYTES",
     "DEFAULT_MAX_WORKER_THREADS",
     "DEFAULT_NUM_WORKER_THREADS",
+    "DEFAULT_ORPHAN_TIMEOUT_SEC",
     "DEFAULT_PEER_TIMEOUT_SEC",
     "DEFAULT_PROCESS_GROUP_TIMEOUT",
     "DEFAULT_RPC_TIMEOUT_SEC",
@@ -22,6 +23,7 @@ __all__ = [
 DEFAULT_RPC_TIMEOUT_SEC: float = RPC_TIMEOUT_S
 DEFAULT_INIT_METHOD: str = "env://"
 DEFAULT_INIT_TIMEOUT_SEC: float = RPC_INIT_TIMEOUT_S
+DEFAULT_ORPHAN_TIMEOUT_SEC: float = ORPHAN_TIMEOUT_S
 
 # The `timeout` of `shutdown` when none is given. As in torch, 0 means "none was given"; the bound that then applies is
 # `RpcOptions.shutdown_timeout`.

@@ -92,6 +92,7 @@ def serve(timeout: float | None = None) -> str | None:
         timeout: limit in seconds; None for none. When it is over, the result is None.
 
     Raises:
+        CoordinatorLost: rank 0 was lost, and no process took its place within `RpcOptions(orphan_timeout=...)`.
         BlockingInLoop: called on an event loop.
     """
     return current_agent().serving.wait(timeout)

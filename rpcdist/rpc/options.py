@@ -23,6 +23,7 @@ from rpcdist.rpc.constants import (
     DEFAULT_MAX_IN_FLIGHT_BYTES,
     DEFAULT_MAX_WORKER_THREADS,
     DEFAULT_NUM_WORKER_THREADS,
+    DEFAULT_ORPHAN_TIMEOUT_SEC,
     DEFAULT_PEER_TIMEOUT_SEC,
     DEFAULT_RPC_TIMEOUT_SEC,
 )
@@ -120,6 +121,8 @@ class RpcOptions(RpcBackendOptions):
         peer_timeout: seconds without a sign of life after which a peer is declared lost.
         shutdown_timeout: seconds that `shutdown` waits for the others when it is given no timeout; None waits as long
             as they live, since a server calls it at once and its trainers hours later.
+        orphan_timeout: seconds that a worker looks for the process that takes the place of a lost rank 0; then `serve`
+            raises `CoordinatorLost`. By default 600; 0 means no limit.
         host: the address to bind; by default loopback, or the interface that reaches the coordinator.
         port: the port to bind; 0 lets the system choose, and the choice is published to the peers.
         ports: where this process may listen otherwise, for raw connections and where `port` is 0, such as
@@ -166,6 +169,7 @@ class RpcOptions(RpcBackendOptions):
         init_timeout: float | None = None,
         peer_timeout: float = DEFAULT_PEER_TIMEOUT_SEC,
         shutdown_timeout: float | None = None,
+        orphan_timeout: float = DEFAULT_ORPHAN_TIMEOUT_SEC,
         host: str | None = None,
         port: int = 0,
         ports: str | None = None,
@@ -193,6 +197,7 @@ class RpcOptions(RpcBackendOptions):
         self.shutdown_timeout = (
             None if shutdown_timeout is None else _more_than_zero("shutdown_timeout", shutdown_timeout)
         )
+        self.orphan_timeout = orphan_timeout and _more_than_zero("orphan_timeout", orphan_timeout)
         self.host = host
         self.port = _port(port)
         self.ports = _ports(ports)

@@ -52,6 +52,7 @@ from rpcdist.transport.handshake_side import (
     Code,
     HandshakeSide,
     HandshakeState,
+    package_version,
     refusal,
 )
 from rpcdist.transport.identities import identity_from_proto, identity_to_proto, matches, named
@@ -94,6 +95,7 @@ class ClientHandshake(HandshakeSide):
         expected: who should answer. An empty name, an id of -1 and an incarnation of 0 match anybody.
         token_source: `token.describe_token_source()`, for the local error only.
         certificates: where processes have certificates of their own; the peer must show one, too.
+        package: the version of rpcdist, by default the installed one; both sides must have the same.
 
     Attributes:
         failure: why the handshake failed; `check()` raises it.
@@ -112,6 +114,7 @@ class ClientHandshake(HandshakeSide):
         expected: Identity | None = None,
         token_source: str | None = None,
         certificates: CertificateProofs | None = None,
+        package: str | None = None,
     ) -> None:
         super().__init__(token, job, identity, token_source, certificates)
         if not _ROLE.match(role):
@@ -128,6 +131,7 @@ class ClientHandshake(HandshakeSide):
             identity=identity_to_proto(identity),
             purpose=purpose,
             channel=channel,
+            package=package_version() if package is None else package,
         )
 
     @property
@@ -218,6 +222,7 @@ class ServerHandshake(HandshakeSide):
             is told).
         token_source: `token.describe_token_source()`, for the local error only.
         certificates: where processes have certificates of their own; the peer must show one, too.
+        package: the version of rpcdist, by default the installed one; both sides must have the same.
 
     Attributes:
         failure: why the handshake failed; `check()` raises it.
@@ -235,8 +240,10 @@ class ServerHandshake(HandshakeSide):
         stream_port: int = 0,
         token_source: str | None = None,
         certificates: CertificateProofs | None = None,
+        package: str | None = None,
     ) -> None:
         super().__init__(token, job, identity, token_source, certificates)
+        self._package = package_version() if package is None else package
         self._accept = accept
         self._channel = channel
         self._stream_port = stream_port
@@ -286,8 +293,8 @@ class ServerHandshake(HandshakeSide):
             raise self._violation(f"the hello has a nonce of {len(hello.nonce)} bytes, not {NONCE_BYTES}")
         if not _ROLE.match(hello.role) or (hello.job and not is_name(hello.job)):
             raise self._violation("the hello has a malformed role or job")
-        if not _is_purpose(hello.purpose) or len(hello.channel) > _MAX_CHANNEL_LENGTH:
-            raise self._violation("the hello has a malformed purpose or channel")
+        if not _is_purpose(hello.purpose) or max(len(hello.channel), len(hello.package)) > _MAX_CHANNEL_LENGTH:
+            raise self._violation("the hello has a malformed purpose, channel or version")
         peer = self._identity_of(hello)
         if hello.job != self._job:
             return self._refuse(
@@ -314,6 +321,13 @@ class ServerHandshake(HandshakeSide):
         who = f"the client, which calls itself {self._hello.identity.name!r},"
         if not hmac.compare_digest(proof.proof, self._proof(b"client")):
             return self._refuse(Code.TOKEN, TOKEN_ADVICE, f"{who} did not prove the job token. {TOKEN_ADVICE}")
+        if self._hello.package != self._package:
+            return self._refuse(
+                Code.VERSION,
+                f"the server runs rpcdist {self._package}, the client, which calls itself "
+                f"{self._hello.identity.name!r}, rpcdist {printable(self._hello.package)}. Install the same version "
+                "for all processes of the job.",
+            )
         channel = self._seen_channel()
         if self._hello.channel != channel:
             return self._refuse(

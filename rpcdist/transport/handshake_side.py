@@ -6,6 +6,8 @@ Pure, as handshake.py is, which says how the handshake goes.
 from __future__ import annotations
 
 from enum import Enum
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Final, Protocol
 
 from rpcdist._proto import handshake_pb2 as pb
@@ -23,10 +25,11 @@ __all__ = [
     "Code",
     "HandshakeSide",
     "HandshakeState",
+    "package_version",
     "refusal",
 ]
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 NONCE_BYTES: Final = 32
 MAX_HANDSHAKE_BYTES: Final = 16 << 10
 """Channels refuse a larger message before they parse it; `receive` checks again. Chains of certificates take most."""
@@ -147,7 +150,7 @@ class HandshakeSide:
 
     def _record(self, server_nonce: bytes, stream_port: int, client: Identity, server: Identity) -> None:
         hello = self._hello
-        texts = (hello.role, hello.job, hello.purpose, hello.channel)
+        texts = (hello.role, hello.job, hello.purpose, hello.channel, hello.package)
         self._transcript = framed(
             hello.version.to_bytes(4, "big"), hello.nonce, server_nonce, *(text.encode() for text in texts),
             stream_port.to_bytes(4, "big"), *identity_fields(client), *identity_fields(server),
@@ -174,6 +177,15 @@ class HandshakeSide:
     def __repr__(self) -> str:
         peer = "?" if self._peer is None else self._peer.name
         return f"<{type(self).__name__} {self._identity.name} - {peer}: {self._state.value}>"
+
+
+@cache
+def package_version() -> str:
+    """The version of rpcdist that is installed here."""
+    try:
+        return version("rpcdist")
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def refusal(code: pb.Refusal.Code, reason: str) -> pb.Handshake:

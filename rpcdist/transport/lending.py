@@ -5,9 +5,15 @@ segment in the message. The borrower maps a segment once, and tensors are made o
 last tensor on it is freed, its *lease* ends, the segment's number goes back with the next message, and the lender uses
 the segment again: warm memory, which costs neither a system call nor a page fault.
 
-[Note: offer first] A segment is used only after the borrower has accepted it. The lender offers a new one beside the
-message that found none free, and that message's buffer travels in the socket, in chunks. So a borrower that cannot map
-memory, or does not want to, costs nothing and loses nothing.
+[Note: offer and use] A message that finds no free segment brings a new one along: the offer, with the descriptor, goes
+out before the message that already names the segment. A borrower that cannot map the segment, or does not want to,
+refuses the offer and reports the loan as unread. The lender then sends the bytes, which it still has, in chunks
+under the number of the message's transfer, and lends nothing more in that session.
+
+[Note: packs] A segment costs both ends some 100 us when it is new, and its number costs as much as 256 KiB of copying
+when it goes back. So a message of many buffers, such as a state_dict, has its smaller ones lie one after the other in a
+few segments, and both ends compute the same offsets from their sizes. The lease of a segment ends with the last
+of its tensors: keeping one of them keeps at most `PACK_BYTES` alive. Messages of few buffers give each its own segment.
 
 [Note: what is trusted] Segments hold nothing but bytes of tensors and of buffers beside pickles; sizes, shapes and
 types travel in the socket, and the size of a segment is sealed and checked before it is mapped. A peer that writes to
@@ -35,12 +41,13 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from rpcdist.at_end import AtEnd
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport.mapped_segments import MappedSegment
+from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 from rpcdist.transport.shared_memory import Segment, SegmentError
 
 __all__ = [
@@ -53,6 +60,9 @@ __all__ = [
     "Ended",
     "Lender",
     "Offer",
+    "Pack",
+    "offsets",
+    "packs",
     "size_class",
 ]
 
@@ -70,7 +80,17 @@ RETURN_TOGETHER_BYTES: Final = 128 << 10
 
 MAX_SEGMENTS: Final = 512
 MAX_OPEN_OFFERS: Final = 8
-"""Offers that the borrower has not answered: a burst of large messages must not make a segment for each of them."""
+"""A message makes no segment while so many offers of others are unanswered: in a burst, not each message needs one."""
+
+MANY_BUFFERS: Final = 9
+PACK_BELOW_BYTES: Final = 2 << 20
+PACK_BYTES: Final = 8 << 20
+"""A message of many buffers packs those below the one size into segments of up to the other. [Note: packs]"""
+
+_ALIGNMENT: Final = 64
+
+Pack = Sequence[tuple[int, OutgoingBuffer]]
+"""Buffers that lie one after the other in a segment, each with its index in the message."""
 
 # One array type for every length: ctypes makes (and keeps) a class per length otherwise.
 _Memory: Final = ctypes.c_char * (1 << 62)
@@ -80,6 +100,36 @@ def size_class(num_bytes: int) -> int:
     """The size in bytes of the segment for a buffer: four classes per power of two, so at most a quarter is unused."""
     step = max(LEND_FROM_BYTES, 1 << (num_bytes - 1).bit_length()) // 8
     return -(-num_bytes // step) * step
+
+
+def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Where buffers of these sizes in bytes lie in a segment that they share, and how many bytes they take up."""
+    starts, end = [], 0
+    for size in sizes:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        starts.append(start)
+        end = start + size
+    return starts, end
+
+
+def packs(buffers: Sequence[OutgoingBuffer]) -> Iterator[Pack]:
+    """Which buffers of a message share a segment. Those in no pack are too small to be lent. [Note: packs]"""
+    if len(buffers) < MANY_BUFFERS:
+        yield from ([each] for each in enumerate(buffers) if each[1].size >= LEND_FROM_BYTES)
+        return
+    pack: list[tuple[int, OutgoingBuffer]] = []
+    num_bytes = 0
+    for index, buffer in enumerate(buffers):
+        if buffer.size >= PACK_BELOW_BYTES:
+            yield [(index, buffer)]
+            continue
+        if num_bytes + buffer.size > PACK_BYTES:
+            yield pack
+            pack, num_bytes = [], 0
+        pack.append((index, buffer))
+        num_bytes += buffer.size + _ALIGNMENT
+    if num_bytes >= LEND_FROM_BYTES:
+        yield pack
 
 
 class Ended(NamedTuple):
@@ -117,8 +167,10 @@ class Lender:
         withdrawn: numbers of segments of which the peer has not been told yet that they are gone; read it only.
 
     Invariants:
-        1. A segment is offered, free or lent; only a free one is written to.
+        1. A segment is offered, free or lent. It is written to once, when it becomes lent, and not before it is
+           returned.
         2. The memory of all segments never exceeds `max_bytes`.
+        3. The bytes of a lent segment can be sent in chunks until the borrower has accepted it. [Note: offer and use]
     """
 
     def __init__(self, max_bytes: int = MAX_LENT_BYTES) -> None:
@@ -129,6 +181,8 @@ class Lender:
         self._free: dict[int, list[MappedSegment]] = {}  # by size; the last one, which came back last, is warm
         self._fewest_free: dict[int, int] = {}  # by size, since the last `trim`: so many were never needed
         self._lent: dict[int, MappedSegment] = {}
+        self._unanswered: dict[int, Pack] = {}  # lent before the borrower has accepted it, with what lies there
+        self._refused: dict[int, Pack] = {}  # refused since
         self.withdrawn: list[int] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -137,17 +191,31 @@ class Lender:
         num_free = sum(map(len, self._free.values()))
         return f"<Lender {len(self._lent)} lent, {num_free} free, {self._num_bytes} B>"
 
-    def lend(self, num_bytes: int, copy_to: Callable[[int], object]) -> int | None:
-        """Has a buffer copied into a free segment; returns the segment's number.
+    @property
+    def may_make(self) -> bool:
+        """Whether a message that begins now may make new segments."""
+        return len(self._offered) + len(self._unanswered) < MAX_OPEN_OFFERS
 
-        None if the buffer is small, or no segment is free: then it travels in the socket, and `offer` helps the next.
+    def lend(self, pack: Pack, offered: int | None = None) -> int | None:
+        """Copies buffers into a segment; returns its number. None if none is free: the buffers travel in the socket.
 
         Args:
-            num_bytes: size of the buffer.
-            copy_to: copies it to an address.
+            pack: the buffers, which lie where `offsets` says.
+            offered: takes this segment, which the borrower has been offered and nothing uses, in place of a free one.
         """
-        if num_bytes < LEND_FROM_BYTES:
+        starts, num_bytes = offsets(buffer.size for _, buffer in pack)
+        mapped = self._take(num_bytes) if offered is None else self._take_offered(offered, pack)
+        if mapped is None:
             return None
+        try:
+            for start, (_, buffer) in zip(starts, pack, strict=True):
+                buffer.copy_to(mapped.address + start)
+        except BaseException:
+            self.take_back([mapped.number])
+            raise
+        return mapped.number
+
+    def _take(self, num_bytes: int) -> MappedSegment | None:
         with self._lock:
             free = self._free.get(size_class(num_bytes))
             if not free:
@@ -156,18 +224,21 @@ class Lender:
             self._lent[mapped.number] = mapped
             if len(free) < self._fewest_free.get(mapped.size_bytes, 0):
                 self._fewest_free[mapped.size_bytes] = len(free)
-        try:
-            copy_to(mapped.address)
-        except BaseException:
-            self.take_back([mapped.number])
-            raise
-        return mapped.number
+            return mapped
+
+    def _take_offered(self, number: int, pack: Pack) -> MappedSegment | None:
+        with self._lock:
+            mapped = self._offered.pop(number, None)  # None: the session has ended, or the borrower was quick to answer
+            if mapped is not None:
+                self._lent[number] = mapped
+                self._unanswered[number] = pack
+            return mapped
 
     def offer(self, num_bytes: int) -> Offer | None:
         """A new segment for buffers of this size; None if there may not be another one now."""
         size_bytes = size_class(num_bytes)
         with self._lock:
-            if num_bytes < LEND_FROM_BYTES or self._closed or not self._make_room(size_bytes):
+            if self._closed or not self._make_room(size_bytes):
                 return None
             number = next(self._numbers)
             try:
@@ -183,8 +254,6 @@ class Lender:
 
     def _make_room(self, size_bytes: int) -> bool:
         """Withdraws free segments of other sizes until one of this size may be made; False if that is not enough."""
-        if len(self._offered) >= MAX_OPEN_OFFERS:
-            return False
         for size, free in self._free.items():
             while size != size_bytes and free and not self._has_room(size_bytes):
                 self._withdraw(free.pop(0))
@@ -223,13 +292,33 @@ class Lender:
         """The borrower has mapped an offered segment, or refused it; after a refusal nothing is offered any more."""
         with self._lock:
             mapped = self._offered.pop(number, None)
-            if mapped is None:
+            pack = self._unanswered.pop(number, None)
+            if mapped is None and pack is None:
                 raise ProtocolViolation(f"segment {number} was answered, but not offered")
-            if accepted:
-                self._free.setdefault(mapped.size_bytes, []).append(mapped)
-            else:
-                self._num_bytes -= mapped.size_bytes
+            if not accepted:
                 self._max_bytes = 0
+            if pack is not None:
+                if not accepted:
+                    self._refused[number] = pack
+            elif mapped is not None:
+                if accepted:
+                    self._free.setdefault(mapped.size_bytes, []).append(mapped)
+                else:
+                    self._num_bytes -= mapped.size_bytes
+
+    def unread(self, number: int) -> dict[int, OutgoingBuffer]:
+        """The borrower could not read a segment that it has refused; returns the buffers to send, by their index."""
+        with self._lock:
+            pack, mapped = self._refused.pop(number, None), self._lent.pop(number, None)
+            if pack is None or mapped is None:
+                raise ProtocolViolation(f"segment {number} was not read, but not refused either")
+            self._num_bytes -= mapped.size_bytes
+        view = memoryview(_memory_of(mapped)).cast("B")
+        starts, _ = offsets(buffer.size for _, buffer in pack)
+        return {
+            index: OutgoingBuffer(view[start : start + buffer.size])
+            for start, (index, buffer) in zip(starts, pack, strict=True)
+        }
 
     def returned(self, numbers: Iterable[int]) -> None:
         """Leases of the borrower have ended."""
@@ -246,7 +335,13 @@ class Lender:
         with self._lock:
             for number in numbers:
                 mapped = self._lent.pop(number, None)
-                if mapped is not None:
+                if mapped is None:
+                    continue
+                if self._refused.pop(number, None) is not None:
+                    self._num_bytes -= mapped.size_bytes
+                elif self._unanswered.pop(number, None) is not None:
+                    self._offered[number] = mapped
+                else:
                     self._free.setdefault(mapped.size_bytes, []).append(mapped)
 
     def kept(self, numbers: Iterable[int]) -> None:
@@ -263,9 +358,8 @@ class Lender:
         """The session has ended; idempotent."""
         with self._lock:
             self._closed = True
-            self._offered.clear()
-            self._free.clear()
-            self._lent.clear()
+            for table in (self._offered, self._free, self._lent, self._unanswered, self._refused):
+                table.clear()
             self._num_bytes = 0
 
 
@@ -286,6 +380,13 @@ if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
     os.register_at_fork(before=_forks.count_one)
 
 
+def _memory_of(mapped: MappedSegment) -> ctypes.Array[ctypes.c_char]:
+    """The bytes of a segment; it stays mapped as long as something refers to them, also after the session."""
+    memory = _Memory.from_address(mapped.address)
+    memory.mapped = mapped  # type: ignore[attr-defined]
+    return memory
+
+
 class _Lease(NamedTuple):
     """A borrowed segment that this process uses, and how often the process had forked when it was borrowed."""
 
@@ -302,6 +403,7 @@ class Borrower:
 
     Attributes:
         ended: leases of which the peer has not been told yet, large ones first. Read it only; `take_ended` empties it.
+        refused: numbers of segments that were offered and are not mapped here. [Note: offer and use]
     """
 
     def __init__(self, max_bytes: int = MAX_LENT_BYTES) -> None:
@@ -309,6 +411,7 @@ class Borrower:
         self._known: dict[int, MappedSegment] = {}
         self._in_use: set[int] = set()
         self.ended: deque[_Lease] = deque()
+        self.refused: set[int] = set()
 
     def __repr__(self) -> str:
         return f"<Borrower {len(self._in_use)} in use of {len(self._known)}>"
@@ -323,14 +426,21 @@ class Borrower:
         num_bytes = sum(mapped.size_bytes for mapped in list(self._known.values()))  # a copy: `take_ended` removes
         if number in self._known or num_bytes + size_bytes > self._max_bytes or len(self._known) >= MAX_SEGMENTS:
             Segment(descriptor, size_bytes).close()
-            return False
+            return self.refuse(number)
         try:
             with Segment.received(descriptor, size_bytes) as segment:
                 self._known[number] = MappedSegment(number, segment)
         except SegmentError as exc:
             logger.warning("large tensors of this peer arrive through the socket: %s", exc)
-            return False
+            return self.refuse(number)
         return True
+
+    def refuse(self, number: int) -> bool:
+        """Notes that an offered segment is not mapped; returns False, the answer to the offer."""
+        if len(self.refused) >= MAX_SEGMENTS:
+            raise ProtocolViolation(f"segment {number} was offered after {MAX_SEGMENTS} others had been refused")
+        self.refused.add(number)
+        return False
 
     def borrow(self, number: int, num_bytes: int) -> memoryview:
         """The first bytes of a lent segment, writable; the segment is in use until the view and all on it are freed.
@@ -345,8 +455,7 @@ class Borrower:
                 f"a buffer of {num_bytes} bytes is said to lie in segment {number}, which {problem}"
             )
         self._in_use.add(number)
-        memory = _Memory.from_address(mapped.address)
-        memory.mapped = mapped  # type: ignore[attr-defined]  # it outlives this session
+        memory = _memory_of(mapped)
         append = self.ended.append if mapped.size_bytes <= RETURN_TOGETHER_BYTES else self.ended.appendleft
         memory.at_end = AtEnd(append, _Lease(number, mapped.size_bytes, _forks.count))  # type: ignore[attr-defined]
         return memoryview(memory).cast("B")[:num_bytes]
@@ -388,3 +497,4 @@ class Borrower:
         """The session has ended. Memory that tensors use stays until they are freed; idempotent."""
         self._known.clear()
         self._in_use.clear()
+        self.refused.clear()

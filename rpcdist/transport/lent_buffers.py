@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
-from rpcdist.transport._framing.outgoing import Outgoing
-from rpcdist.transport.lending import Borrower, Lender
+from rpcdist.transport._framing.outgoing import Outgoing, stream_of
+from rpcdist.transport.lending import Borrower, Lender, Pack, offsets, packs
 from rpcdist.transport.outgoing_buffer import OutgoingBuffer
-from rpcdist.transport.shared_memory import Segment, unavailable
+from rpcdist.transport.shared_memory import unavailable
 from rpcdist.transport.wire_messages import Loan, WireMessage
 
 __all__ = ["LentBuffers"]
@@ -40,17 +40,14 @@ class LentBuffers:
         return f"<LentBuffers {self._lender!r}, {self._borrower!r}>"
 
     def put_in(
-        self,
-        message: WireMessage,
-        buffers: Sequence[OutgoingBuffer],
-        offer: Callable[[rpc_pb2.Message, Segment], None],
+        self, message: WireMessage, buffers: Sequence[OutgoingBuffer], outgoing: Outgoing
     ) -> Sequence[OutgoingBuffer]:
-        """Copies buffers of a message into segments that are free, and says so in the message.
+        """Copies buffers of a message into segments, and says so in the message.
 
         Args:
             message: about to be sent.
             buffers: the large buffers of it.
-            offer: sends an offer of a new segment to the peer.
+            outgoing: takes the offers of new segments; the message follows them.
 
         Returns:
             As many buffers; those that were lent have no bytes.
@@ -59,15 +56,22 @@ class LentBuffers:
             return buffers
         left = list(buffers)
         loans = []
-        for index, buffer in enumerate(buffers):
-            number = self._lender.lend(buffer.size, buffer.copy_to)
+        # The parts of a stream keep their order, so each has to be there when it is announced: bytes of a refused
+        # segment would come later.
+        uses_new = not stream_of(message)
+        may_make = self._lender.may_make
+        for pack in packs(buffers):
+            number = self._lender.lend(pack)
+            if number is None and may_make:
+                made = self._offer(pack, outgoing)
+                if made is not None and uses_new:
+                    number = self._lender.lend(pack, made)
             if number is not None:
-                loans.append(Loan(index, number))
-                left[index] = _NOTHING
-            elif (made := self._lender.offer(buffer.size)) is not None:
-                pb = rpc_pb2.SegmentOffer(segment=made.number, size=made.segment.size_bytes)
-                offer(rpc_pb2.Message(segment_offer=pb), made.segment)
+                for index, _ in pack:
+                    loans.append(Loan(index, number))
+                    left[index] = _NOTHING
         if loans:
+            loans.sort()
             sizes = [buffer.size for buffer in buffers]
             if isinstance(message, rpc_pb2.Message):
                 message.large.extend(sizes)
@@ -76,19 +80,49 @@ class LentBuffers:
                 message.large, message.loans = sizes, loans
         return left
 
-    def take_out(self, message: WireMessage) -> dict[int, memoryview]:
-        """The buffers of a message that lie in segments of the peer, by their index.
+    def _offer(self, pack: Pack, outgoing: Outgoing) -> int | None:
+        """Offers the peer a new segment for these buffers; returns its number, None if there may be no more."""
+        _, num_bytes = offsets(buffer.size for _, buffer in pack)
+        made = self._lender.offer(num_bytes)
+        if made is None:
+            return None
+        self.tell(outgoing)  # of segments that made room for this one, before the peer counts it
+        pb = rpc_pb2.SegmentOffer(segment=made.number, size=made.segment.size_bytes)
+        outgoing.add_offer(rpc_pb2.Message(segment_offer=pb), made.segment)
+        return made.number
+
+    def take_out(self, message: WireMessage) -> tuple[dict[int, memoryview], list[int]]:
+        """The buffers of a message that lie in segments of the peer.
+
+        Returns:
+            The buffers by their index, and the segments that this side has refused: their bytes have to be sent.
 
         Raises:
             ProtocolViolation: a segment is not known, too small, or used by a message before.
         """
         sizes = message.large
-        views = {}
-        for loan in message.loans:
-            if loan.buffer >= len(sizes) or loan.buffer in views:
-                raise ProtocolViolation(f"a loan for buffer {loan.buffer} of {len(sizes)}")
-            views[loan.buffer] = self._borrower.borrow(loan.segment, sizes[loan.buffer])
-        return views
+        indices: dict[int, list[int]] = {}  # of the buffers in each segment
+        last = -1
+        for buffer, segment in sorted((loan.buffer, loan.segment) for loan in message.loans):
+            if buffer >= len(sizes) or buffer == last:
+                raise ProtocolViolation(f"a loan for buffer {buffer} of {len(sizes)}")
+            last = buffer
+            indices.setdefault(segment, []).append(buffer)
+        views: dict[int, memoryview] = {}
+        unread = []
+        for segment, lent in indices.items():
+            if segment in self._borrower.refused:
+                unread.append(segment)
+                continue
+            starts, num_bytes = offsets(sizes[index] for index in lent)
+            view = self._borrower.borrow(segment, num_bytes)
+            for start, index in zip(starts, lent, strict=True):
+                views[index] = view[start : start + sizes[index]]
+        return views, unread
+
+    def unread(self, segment: int) -> dict[int, OutgoingBuffer]:
+        """The peer has refused a segment before it read what this side had put there: what to send, by its index."""
+        return self._lender.unread(segment)
 
     @property
     def has_news(self) -> bool:
@@ -134,13 +168,12 @@ class LentBuffers:
             offer: from the peer.
             descriptor: came with the offer; None if this process has no room for another one.
         """
-        if descriptor is None:
-            accepted = False
-        elif self._allowed:
+        if descriptor is not None and self._allowed:
             accepted = self._borrower.offered(offer.segment, offer.size, descriptor)
         else:
-            accepted = False
-            os.close(descriptor)
+            accepted = self._borrower.refuse(offer.segment)
+            if descriptor is not None:
+                os.close(descriptor)
         return rpc_pb2.Message(segment_answer=rpc_pb2.SegmentAnswer(segment=offer.segment, accepted=accepted))
 
     def answered(self, answer: rpc_pb2.SegmentAnswer) -> None:

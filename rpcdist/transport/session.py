@@ -228,6 +228,10 @@ class Session:
         """Stops sending the buffers of a message; any thread."""
         self._io.call_soon(self._abort_transfer, number, reason)
 
+    def transfer_progress(self, number: int) -> tuple[int, int] | None:
+        """See `MessageSink`; any thread."""
+        return self._outgoing.progress(number)
+
     def close(self, reason: str) -> None:
         """Ends the session at once; any thread; idempotent."""
         self._io.call_soon(self._close, reason)

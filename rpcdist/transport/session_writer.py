@@ -198,9 +198,13 @@ class SessionWriter:
 
     async def _write_directly(self, channel: DirectChannel) -> None:
         await channel.flush()
-        while (offer := self._outgoing.next_offer()) is not None:
-            await channel.pass_segment(*offer)
-        while (parts := self._outgoing.next_parts()) is not None:
+        while True:
+            if (offer := self._outgoing.next_offer()) is not None:
+                await channel.pass_segment(*offer)
+                continue
+            parts = self._outgoing.next_parts()
+            if parts is None:  # or an offer came meanwhile, which `run` finds in the queue
+                return
             await channel.write_parts(*parts)
             self.last_sent = time.monotonic()
             if parts[1] is not None:

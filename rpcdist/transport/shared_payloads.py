@@ -71,7 +71,7 @@ class SharedPayloads:
         """
         self.is_used = True
         if buffers:
-            buffers = self.lent.put_in(message, buffers, self._outgoing.add_offer)
+            buffers = self.lent.put_in(message, buffers, self._outgoing)
         if self.lent.is_news_due:
             self.lent.tell(self._outgoing)
         return buffers
@@ -81,6 +81,9 @@ class SharedPayloads:
         self.is_used = True
         if kind == "segment_news":
             self.lent.take_news(message.segment_news)
+            for loan in message.segment_news.unread:
+                self._outgoing.add_transfer(loan.transfer, self.lent.unread(loan.segment))
+                self._flush()
         elif kind == "segment_answer":
             self.lent.answered(message.segment_answer)
         elif kind == "segment_offer":
@@ -88,7 +91,10 @@ class SharedPayloads:
 
     def borrow(self, message: WireMessage) -> dict[int, IncomingBuffer]:
         """The buffers of a message that lie in the peer's memory, by their index."""
-        borrowed = self.lent.take_out(message)
+        borrowed, unread = self.lent.take_out(message)
+        if unread:
+            loans = [rpc_pb2.UnreadLoan(transfer=message.transfer, segment=segment) for segment in unread]
+            self._send(rpc_pb2.Message(segment_news=rpc_pb2.SegmentNews(unread=loans)))
         if not self._is_return_due:
             self._is_return_due = True
             self._loop.call_soon_threadsafe(self._schedule_return)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import stat
 from pathlib import Path
 from typing import Final
 
 from rpcdist.errors import ConfigError
+from rpcdist.private_files import why_not_private
 
 __all__ = ["MIN_TOKEN_LENGTH", "describe_token_source", "job_token", "token_path"]
 
@@ -143,17 +143,11 @@ def _read(path: Path) -> bytes | None:
 
 
 def _check_private(status: os.stat_result, path: Path) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"the token file {path} is not a regular file. Set {FILE_VARIABLE} to another place.")
-    if status.st_uid != os.geteuid():
+    why = why_not_private(status)
+    if why is not None:
         raise ConfigError(
-            f"the token file {path} belongs to user id {status.st_uid}, and this process runs as {os.geteuid()}; its "
-            f"owner could read or change the secret. Set {FILE_VARIABLE} to a file of your own, or {TOKEN_VARIABLE}."
-        )
-    if status.st_mode & 0o077:
-        raise ConfigError(
-            f"the token file {path} can be read or written by others (mode {stat.S_IMODE(status.st_mode):04o}). "
-            f"Run: chmod 600 {path}"
+            f"the token file {path} {why}, so others could know or change the secret. Run chmod 600 {path}, or set "
+            f"{FILE_VARIABLE} to a file of your own, or {TOKEN_VARIABLE}."
         )
 
 

@@ -169,7 +169,7 @@ def test_what_else_is_in_the_files_does_not_matter(tmp_path: Path, name: str, be
     identity = TlsIdentity(CertificateFiles(options, "default"))
     identity.ssl_context(server_side=True)
     identity.ssl_context(server_side=False)
-    identity.grpc_server_credentials()
+    identity.grpc_server_credentials(lambda: None)
 
 
 BAD_FILES = {

@@ -192,7 +192,7 @@ async def relayed(target: str) -> AsyncIterator[tuple[str, Relay]]:
     relay, listener = Relay(target), grpc.aio.server()
     listener.add_generic_rpc_handlers((relay,))
     tls = TlsIdentity(IssuedCertificates(TOKEN.encode(), "default", lambda: STRANGER))
-    port = listener.add_secure_port("127.0.0.1:0", tls.grpc_server_credentials())
+    port = listener.add_secure_port("127.0.0.1:0", tls.grpc_server_credentials(lambda: None))
     await listener.start()
     try:
         yield f"127.0.0.1:{port}", relay

@@ -18,6 +18,7 @@ from rpcdist.rpc._calling.call_table import CallTable, PendingCall
 from rpcdist.rpc._calling.in_flight import InFlightBytes
 from rpcdist.rpc._peers.control import ControlInbox, ControlOutbox
 from rpcdist.rpc._peers.leases import Leases
+from rpcdist.time_limits import CALL_QUESTION_LEAD_S
 
 # ---------------------------------------------------------------- control messages
 
@@ -109,13 +110,56 @@ def test_calls_expire_at_their_deadline_and_the_timer_follows_the_earliest() -> 
     table = CallTable(wakes.append, InFlightBytes(1))
     now = time.monotonic()
     late, past, never = (pending(table, at, Deadline(now + at)) for at in (50, -1, float("inf")))
-    assert wakes == [now + 50, now - 1]
-    assert table.take_expired() == [past] and wakes[2:] == [now + 50]
-    assert table.take_expired() == []
+    assert wakes == [now + 50 - CALL_QUESTION_LEAD_S, past.ask_at]
+    assert table.take_expired() == ([past], []) and wakes[2:] == [late.ask_at]
+    assert table.take_expired() == ([], [])
     table.take(late.id)
     del wakes[:]
-    assert table.take_expired() == [] and wakes == []
+    assert table.take_expired() == ([], []) and wakes == []
     assert list(table) == [never]
+
+
+def test_the_callee_is_asked_once_when_a_deadline_is_near() -> None:
+    wakes: list[float] = []
+    table = CallTable(wakes.append, InFlightBytes(1))
+    now = time.monotonic()
+    near = pending(table, 50, Deadline(now + CALL_QUESTION_LEAD_S / 2))
+    assert table.take_expired() == ([], [near]) and wakes[-1] == near.deadline.at
+    assert table.take_expired() == ([], [])
+    short = pending(table, 10, Deadline(now + 10))
+    assert short.ask_at == now + 10 - CALL_QUESTION_LEAD_S
+    assert pending(table, 0.5, Deadline(now + 0.5)).ask_at == pytest.approx(now + 0.4)
+
+
+CallState = rpc_pb2.CallState
+
+
+@pytest.mark.parametrize(
+    ("phase", "text"),
+    [
+        (CallState.QUEUED, "waited for a thread at 'b'"),
+        (CallState.RUNNING, "had been running at 'b' for 7."),
+        (CallState.WAITING, "At 'b' it waited for"),
+        (CallState.STREAMING, "was producing items at 'b'"),
+        (CallState.ENDED, "'b' had ended it: its reply was under way"),
+        (99, "'b' had ended it"),  # of a later version
+    ],
+)
+def test_the_error_at_the_deadline_says_how_far_the_call_was(phase: Any, text: str) -> None:
+    table = CallTable(lambda at: None, InFlightBytes(1))
+    call = pending(table, 10)
+    session: Any = SimpleNamespace(peer=Identity("b", 1, 2), last_received=time.monotonic(), closed_reason=None)
+    assert "It was not sent" in str(call.deadline_error())
+    call.session, call.was_asked = session, True
+    assert "'b' did not say how far it was; it was last heard 0.0 s ago" in str(call.deadline_error())
+    table.note_state(SimpleNamespace(), CallState(id=call.id, phase=phase))  # type: ignore[arg-type]  # somebody else
+    assert "did not say" in str(call.deadline_error())
+    table.note_state(session, CallState(id=call.id + 1, phase=phase))  # of no call
+    table.note_state(session, CallState(id=call.id, phase=phase, running_us=7_000_000))
+    assert text in str(call.deadline_error())
+    call.transfer = 3
+    session.transfer_progress = {3: (1 << 19, 3 << 20)}.get
+    assert "Its arguments were under way: 0.5 of 3.0 MiB were sent." in str(call.deadline_error())
 
 
 def test_calls_are_taken_by_what_they_wait_for() -> None:
@@ -142,7 +186,8 @@ def test_a_call_that_met_a_closed_session_is_reported() -> None:
 def test_the_error_of_a_deadline_says_how_long_it_was() -> None:
     table = CallTable(lambda at: None, InFlightBytes(1))
     assert str(pending(table, 0.25).deadline_error()) == (
-        "RPC ran for more than set timeout (250 ms) and will now be marked with an error: rpc to 'b' of f"
+        "RPC ran for more than set timeout (250 ms) and will now be marked with an error: rpc to 'b' of f. It was not "
+        "sent: there was no connection."
     )
     token = current_deadline.set(Deadline.after(0.1))
     try:

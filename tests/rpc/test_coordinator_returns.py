@@ -20,7 +20,7 @@ from rpc_functions import add
 from rpcdist import autograd as dist_autograd
 from rpcdist import rpc
 from rpcdist.collectives._stores.signed_records import SignedRecords
-from rpcdist.errors import ActorNameTaken, CallRefused, DuplicateName, UnknownActor, WorkerLost
+from rpcdist.errors import ActorNameTaken, CallRefused, CoordinatorLost, DuplicateName, UnknownActor, WorkerLost
 from rpcdist.rpc import _start
 from rpcdist.rpc._actors.actor_names import KEPT
 from rpcdist.rpc._agent import Agent
@@ -95,6 +95,35 @@ def test_the_job_goes_on_with_another_coordinator(elastic: bool) -> None:
         gathering = [cluster.begin(name, rpc.api._all_gather, name) for name in cluster.names]
         assert all(future.result(LIMIT_S) == {name: name for name in "abc"} for future in gathering)
         assert but_for_the_start(changes) == ["a lost", "a joined"]  # nobody else came or went
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_worker_that_serves_ends_by_name_when_nobody_takes_the_place_of_rank_0(elastic: bool) -> None:
+    options = {"peer_timeout": RETURN_S, "orphan_timeout": RETURN_S}
+    with InProcessCluster("a", "b", "c", elastic=elastic, **options) as cluster:
+        serving = [cluster.begin(name, rpc.serve) for name in "bc"]
+        cluster.kill("a")
+        for ends in serving:
+            with pytest.raises(CoordinatorLost, match=r"'a' \(rank 0\) was lost, and no process took its place"):
+                ends.result(LIMIT_S)
+        with pytest.raises(CoordinatorLost):  # also who begins to serve now
+            cluster.run("b", rpc.serve)
+        assert cluster.run("b", rpc.rpc_sync, "c", add, (1, 2)) == 3
+
+
+def test_a_worker_that_was_taken_back_goes_on_serving() -> None:
+    with InProcessCluster("a", "b", peer_timeout=RETURN_S, orphan_timeout=4 * LIMIT_S) as cluster:
+        serving = cluster.begin("b", rpc.serve)
+        for _ in range(2):
+            cluster.kill("a")
+            with cluster.use("b") as agent:
+                eventually(lambda: agent._return._orphan_handle is not None, "b counts the time")
+            cluster.restart("a")
+            wait_until_taken_back(cluster, "a")
+            with cluster.use("b") as agent:
+                eventually(lambda: agent._return._orphan_handle is None, "b counts no longer")
+        cluster.run("a", rpc.stop_serving, "b")
+        assert serving.result(LIMIT_S) == "worker 'a' asked for it"
 
 
 @pytest.mark.parametrize("elastic", [False, True])

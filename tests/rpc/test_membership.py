@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -36,10 +36,13 @@ from membership_workers import (
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused, ConfigError, DuplicateName, RendezvousError, RpcdistError, WorldMismatch
 from rpcdist.ids import Identity
+from rpcdist.rpc._membership import coordinator
+from rpcdist.rpc._membership.coordinator import Coordinator
 from rpcdist.rpc._membership.membership_messages import join_request, members_of
 from rpcdist.rpc._membership.membership_service import MembershipService
 from rpcdist.rpc._membership.membership_table import MembershipTable
-from rpcdist.rpc._peers.directory import Roster
+from rpcdist.rpc._peers.directory import Member, Roster
+from rpcdist.testing import UNIT_S
 from rpcdist.transport.identities import identity_to_proto
 
 
@@ -216,6 +219,23 @@ async def test_a_dynamic_world_answers_at_once() -> None:
     service = MembershipService()
     assert await settled(ask(service, A, 0)) == [OK]
     assert await settled(ask(service, B, 0)) == [OK]
+
+
+class HereOnly:
+    """A network whose coordinator is in this process."""
+
+    def run(self, coroutine: Coroutine[Any, Any, pb.JoinReply], limit_s: float | None) -> pb.JoinReply:
+        return asyncio.run(coroutine)
+
+
+def test_init_says_whom_it_waits_for(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "INIT_NOTICE_S", UNIT_S)
+    here: Any = HereOnly()
+    joining = Coordinator(here, "127.0.0.1:1", A, MembershipService())
+    assert joining.join(Member(A, "127.0.0.1:1", ""), 4, 2 * UNIT_S).outcome == Outcome.TIMED_OUT
+    assert [record.message for record in caplog.records] == [
+        f"init_rpc of 'a' (rank 0) still waits after {UNIT_S:g} s for rank 1, 2, 3 of 4; those in the job so far: a"
+    ]
 
 
 async def test_who_waits_too_long_hears_who_is_missing() -> None:

@@ -34,6 +34,11 @@ def blocks(text: str, language: str) -> Iterator[tuple[int, str]]:
             yield text.count("\n", 0, found.start("code")) + 1, found["code"]
 
 
+def blocks_with(text: str, words: str) -> list[str]:
+    """The blocks of Python that contain the words, those that are marked as not run included."""
+    return [found["code"] for found in FENCE.finditer(text) if found["language"] == "python" and words in found["code"]]
+
+
 def free_port() -> int:
     with socket() as probe:
         probe.bind(("127.0.0.1", 0))

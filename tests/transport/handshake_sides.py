@@ -25,9 +25,18 @@ def client(
     expected: Identity | None = None,
     channel: str = "",
     certificates: CertificateProofs | None = None,
+    package: str | None = None,
 ) -> ClientHandshake:
     return ClientHandshake(
-        token, job, role, ALICE, expected=expected, token_source="a test", channel=channel, certificates=certificates
+        token,
+        job,
+        role,
+        ALICE,
+        expected=expected,
+        token_source="a test",
+        channel=channel,
+        certificates=certificates,
+        package=package,
     )
 
 
@@ -37,8 +46,11 @@ def server(
     accept: Callable[[pb.Hello], str | None] | None = None,
     channel: str = "",
     certificates: CertificateProofs | None = None,
+    package: str | None = None,
 ) -> ServerHandshake:
-    return ServerHandshake(token, job, BOB, accept, token_source="a test", channel=channel, certificates=certificates)
+    return ServerHandshake(
+        token, job, BOB, accept, token_source="a test", channel=channel, certificates=certificates, package=package
+    )
 
 
 def wire(message: pb.Handshake | None) -> pb.Handshake:

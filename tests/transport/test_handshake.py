@@ -66,6 +66,26 @@ def test_the_server_checks_the_client_also_when_the_client_skips_its_own_check()
     assert "RPCDIST_TOKEN" in text_of(b)
 
 
+def test_different_versions_of_the_package_are_named_on_both_sides_to_token_holders_only() -> None:
+    a, b = client(package="0.1.0"), server(package="0.2.0")
+    assert shake(a, b) == ["hello", "challenge", "proof", "refusal"]
+    for side in (a, b):
+        assert side.refusal_code == Code.VERSION
+        assert "rpcdist 0.2.0" in text_of(side) and "rpcdist 0.1.0" in text_of(side)
+    stranger, b = client(token=b"another token of the same length", package="0.1.0"), server(package="0.2.0")
+    shake(stranger, b)
+    assert "0.2.0" not in text_of(stranger)
+
+
+def test_a_version_cannot_be_changed_on_the_way() -> None:
+    a, b = client(package="0.1.0"), server(package="0.2.0")
+    hello = a.start()
+    hello.hello.package = "0.2.0"
+    challenge = b.receive(wire(hello))
+    a.receive(wire(challenge))
+    assert a.refusal_code == Code.TOKEN  # the proof does not fit what the client has said
+
+
 def test_other_versions_are_told_apart_from_wrong_tokens() -> None:
     b = server(token=b"another token altogether")
     hello = wire(client().start())
@@ -167,6 +187,7 @@ TAMPERING: dict[str, tuple[int, Change]] = {
     "hello.role": (0, _set("hello", "role", "store")),
     "hello.purpose": (0, _set("hello", "purpose", "another")),
     "hello.channel": (0, _set("hello", "channel", "pigeon")),
+    "hello.package": (0, _set("hello", "package", "0.0.1")),
     "hello.identity.name": (0, _identity("hello", "name", "mallory")),
     "hello.identity.id": (0, _identity("hello", "id", 7)),
     "hello.identity.incarnation": (0, _identity("hello", "incarnation", 7)),

@@ -18,6 +18,8 @@ from rpcdist.transport.lending import (
     RETURN_TOGETHER_BYTES,
     Borrower,
     Lender,
+    offsets,
+    packs,
     size_class,
 )
 from rpcdist.transport.outgoing_buffer import OutgoingBuffer
@@ -37,7 +39,7 @@ class Pair:
 
     def lend(self, data: memoryview) -> int | None:
         """Lends a copy of the data."""
-        return self.lender.lend(data.nbytes, OutgoingBuffer(data).copy_to)
+        return self.lender.lend([(0, OutgoingBuffer(data))])
 
     def offer(self, size: int = SIZE) -> int | None:
         made = self.lender.offer(size)
@@ -97,8 +99,23 @@ def test_the_last_one_that_came_back_is_used_first(pair: Pair) -> None:
 
 def test_small_buffers_are_not_lent(pair: Pair) -> None:
     pair.offer()
-    assert pair.lend(memoryview(bytearray(SIZE - 1))) is None
-    assert pair.lender.offer(SIZE - 1) is None
+    small, large = (OutgoingBuffer(memoryview(bytearray(size))) for size in (SIZE - 1, SIZE))
+    assert list(packs([small])) == []
+    assert list(packs([small, large, small])) == [[(1, large)]]
+    assert pair.lender.offer(SIZE) is not None
+
+
+def test_many_buffers_share_segments_and_large_ones_do_not() -> None:
+    mib = 1 << 20
+    sizes = [mib] * 10 + [3 * mib] + [40_000] * 3 + [mib]
+    found = list(packs([OutgoingBuffer(memoryview(bytearray(size))) for size in sizes]))
+    assert sorted(index for pack in found for index, _ in pack) == list(range(len(sizes)))
+    assert [[index for index, _ in pack] for pack in found] == [list(range(7)), [10], [7, 8, 9, 11, 12, 13, 14]]
+    assert offsets([1, 64, 65, 0, 3]) == ([0, 64, 128, 256, 256], 259)
+
+
+def test_many_buffers_too_small_for_a_segment_together_are_not_lent() -> None:
+    assert list(packs([OutgoingBuffer(memoryview(bytearray(100))) for _ in range(20)])) == []
 
 
 def test_nothing_is_lent_beyond_the_limit() -> None:
@@ -130,9 +147,68 @@ def test_what_was_not_needed_for_a_while_is_given_back(pair: Pair) -> None:
     assert pair.lend(memoryview(bytearray(SIZE))) == 3
 
 
-def test_offers_without_answer_are_few(pair: Pair) -> None:
-    made = [pair.lender.offer(SIZE) for _ in range(lending.MAX_OPEN_OFFERS + 1)]
-    assert made[-1] is None and None not in made[:-1]
+def test_a_message_makes_no_segment_while_others_have_many_without_an_answer(pair: Pair) -> None:
+    data = [(0, OutgoingBuffer(memoryview(bytearray(SIZE))))]
+    for _ in range(lending.MAX_OPEN_OFFERS):
+        assert pair.lender.may_make
+        made = pair.lender.offer(SIZE)
+        assert made is not None and pair.lender.lend(data, made.number) == made.number
+    assert not pair.lender.may_make
+    pair.lender.answered(1, True)
+    assert pair.lender.may_make
+
+
+def test_what_lies_in_a_segment_that_was_refused_can_still_be_sent(pair: Pair) -> None:
+    made = pair.lender.offer(2 * SIZE)
+    assert made is not None
+    pack = [(3, OutgoingBuffer(memoryview(b"a" * SIZE))), (5, OutgoingBuffer(memoryview(b"b" * 100)))]
+    assert pair.lender.lend(pack, made.number) == made.number
+    with pytest.raises(ProtocolViolation, match="not refused"):
+        pair.lender.unread(made.number)
+    pair.lender.close()  # the memory outlives the session as long as it is sent
+
+
+def test_a_refused_segment_is_read_once_more_and_then_gone(pair: Pair) -> None:
+    made = pair.lender.offer(2 * SIZE)
+    assert made is not None
+    pack = [(3, OutgoingBuffer(memoryview(b"a" * SIZE))), (5, OutgoingBuffer(memoryview(b"b" * 100)))]
+    assert pair.lender.lend(pack, made.number) == made.number
+    pair.lender.answered(made.number, False)
+    unread = pair.lender.unread(made.number)
+    assert {index: bytes(buffer.view) for index, buffer in unread.items()} == {3: b"a" * SIZE, 5: b"b" * 100}
+    assert repr(pair.lender) == "<Lender 0 lent, 0 free, 0 B>"
+    with pytest.raises(ProtocolViolation, match="not refused"):
+        pair.lender.unread(made.number)
+    assert pair.lender.offer(SIZE) is None
+    pair.lender.close()
+    assert bytes(unread[5].view) == b"b" * 100
+
+
+def test_a_loan_that_is_given_up_before_its_segment_is_answered_waits_for_the_answer(pair: Pair) -> None:
+    data = [(0, OutgoingBuffer(memoryview(bytearray(SIZE))))]
+    for accepted, left in ((True, f"<Lender 0 lent, 1 free, {SIZE} B>"), (False, f"<Lender 0 lent, 1 free, {SIZE} B>")):
+        made = pair.lender.offer(SIZE)
+        assert made is not None and pair.lender.lend(data, made.number) == made.number
+        pair.lender.take_back([made.number])
+        pair.lender.answered(made.number, accepted)
+        assert repr(pair.lender) == left
+
+
+def test_a_refused_loan_that_is_given_up_is_gone(pair: Pair) -> None:
+    made = pair.lender.offer(SIZE)
+    assert made is not None
+    assert pair.lender.lend([(0, OutgoingBuffer(memoryview(bytearray(SIZE))))], made.number) == made.number
+    pair.lender.answered(made.number, False)
+    pair.lender.take_back([made.number])
+    assert repr(pair.lender) == "<Lender 0 lent, 0 free, 0 B>"
+
+
+def test_a_peer_that_refuses_cannot_be_offered_segments_for_ever() -> None:
+    borrower = Borrower()
+    for number in range(lending.MAX_SEGMENTS):
+        assert not borrower.refuse(number)
+    with pytest.raises(ProtocolViolation, match="refused"):
+        borrower.refuse(lending.MAX_SEGMENTS)
 
 
 def test_after_a_refusal_nothing_is_offered(pair: Pair) -> None:
@@ -185,13 +261,15 @@ def test_a_loan_that_is_given_up_may_have_been_returned_already() -> None:
     assert offer is not None
     lender.answered(offer.number, accepted=True)
 
-    def copy(address: int) -> None:
-        lender.returned([offer.number])
-        raise BufferError("cannot be copied")
+    class Failing(OutgoingBuffer):
+        def copy_to(self, address: int) -> None:
+            lender.returned([offer.number])
+            raise BufferError("cannot be copied")
 
+    data = memoryview(bytearray(LEND_FROM_BYTES))
     with pytest.raises(BufferError, match="cannot be copied"):
-        lender.lend(LEND_FROM_BYTES, copy)
-    assert lender.lend(LEND_FROM_BYTES, lambda address: None) == offer.number
+        lender.lend([(0, Failing(data))])
+    assert lender.lend([(0, OutgoingBuffer(data))]) == offer.number
     lender.returned([offer.number])
     lender.take_back([offer.number])
     assert repr(lender) == f"<Lender 0 lent, 1 free, {LEND_FROM_BYTES} B>"

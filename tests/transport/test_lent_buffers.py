@@ -67,10 +67,8 @@ async def until_returned(pair: ChannelPair, side: int = 0) -> None:
     await until(lambda: not lender(pair, side)._lent)
 
 
-async def test_the_first_message_goes_through_the_socket_and_the_next_ones_do_not(pair: ChannelPair) -> None:
-    assert await exchange(pair, b"a" * LARGE) == b"a" * LARGE
-    for letter in (b"b", b"c"):
-        await until_free(pair)
+async def test_each_message_lends_its_buffer_from_the_first_on(pair: ChannelPair) -> None:
+    for letter in (b"a", b"b", b"c"):
         pair.sessions[0].send(call(2), [Bytes(letter * LARGE)])
         async with asyncio.timeout(LIMIT_S):
             message, [buffer] = await pair.handlers[1].received.get()
@@ -98,6 +96,39 @@ async def test_lent_and_other_buffers_of_one_message(pair: ChannelPair) -> None:
         number, received = await pair.handlers[1].next()
         assert number == 3 and [len(data) for data in received] == sizes
         assert all(len(set(data)) <= 1 for data in received)
+
+
+async def test_the_first_message_of_many_buffers_is_lent_as_a_whole(pair: ChannelPair) -> None:
+    sizes = [LARGE + 1000 * number for number in range(300)]
+    pair.sessions[0].send(call(1), [Bytes(bytes([number % 256]) * size) for number, size in enumerate(sizes)])
+    async with asyncio.timeout(LIMIT_S):
+        message, buffers = await pair.handlers[1].received.get()
+    assert sorted(loan.buffer for loan in message.loans) == list(range(300))
+    assert len({loan.segment for loan in message.loans}) < 20
+    assert all(bytes(buffer.view) == bytes([number % 256]) * sizes[number] for number, buffer in enumerate(buffers))
+    del buffers
+    await until_returned(pair)
+
+
+@pytest.mark.parametrize("sizes", [[LARGE], [LARGE, 100, 2 * LARGE], [LARGE + number for number in range(30)]])
+async def test_a_receiver_without_descriptors_gets_the_first_message_too(
+    pair: ChannelPair, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel: Any = pair.sessions[1]._channel
+    take = channel.take_descriptor
+    monkeypatch.setattr(channel, "take_descriptor", lambda: os.close(take()))  # None, as where none was left for it
+    for number in range(3):
+        pair.sessions[0].send(call(number), [Bytes(bytes([number]) * size) for size in sizes])
+        assert await pair.handlers[1].next() == (number, [bytes([number]) * size for size in sizes])
+
+
+async def test_a_receiver_that_refuses_while_messages_are_under_way(pair: ChannelPair) -> None:
+    pair.sessions[1]._shared.lent._allowed = False  # type: ignore[union-attr]
+    for number in range(40):
+        pair.sessions[0].send(call(number), [Bytes(bytes([number]) * (LARGE + number)), Bytes(b"small" * 10_000)])
+    received = dict([await pair.handlers[1].next() for _ in range(40)])
+    assert received == {n: [bytes([n]) * (LARGE + n), b"small" * 10_000] for n in range(40)}
+    assert await until(lambda: repr(lender(pair)) == "<Lender 0 lent, 0 free, 0 B>")
 
 
 async def test_threads_that_send_at_the_same_time(pair: ChannelPair) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rpcdist._proto import autograd_pb2, rpc_pb2
 from rpcdist.errors import WorkerLost
@@ -89,13 +89,22 @@ def autograd_handler(hooks: AutogradHooks, control: ControlReceiver) -> Handler:
     return on_message
 
 
-def tell_autograd(hooks: AutogradHooks, events: PeerEvents, lifetime: Lifetime) -> None:
-    """Has distributed autograd hear of what happens to connections and workers, until the agent closes."""
+def tell_autograd(
+    hooks: AutogradHooks, events: PeerEvents, lifetime: Lifetime, is_worker: Callable[[int], bool]
+) -> None:
+    """Has distributed autograd hear of what happens to connections and workers, until the agent closes.
+
+    Args:
+        is_worker: whether a number is that of a worker of the job. What another process has brought ends with its
+            connection, since nobody declares it lost.
+    """
 
     def broken(session: MessageSink, reason: str) -> None:
         if not lifetime.is_closed:
             silence_s = time.monotonic() - session.last_received
             hooks.worker_lost(session.peer, WorkerLost(session.peer.name, "a backward pass", silence_s, reason))
+            if not is_worker(session.peer.id):
+                hooks.worker_dead(session.peer)
 
     def lost(identity: Identity, error: WorkerLost) -> None:
         if not lifetime.is_closed:

@@ -20,6 +20,7 @@ from rpcdist.rpc._calling.in_flight import InFlightBytes
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.handles import HandleState
+from rpcdist.time_limits import CALL_QUESTION_LEAD_S
 from rpcdist.transport.wire_messages import WireMessage
 
 __all__ = ["GATHERING", "REPEATABLE", "USER_CALL", "CallFlags", "CallOwner", "CallTable", "PendingCall", "ReplySink"]
@@ -39,6 +40,7 @@ class CallFlags(NamedTuple):
     counts_as_work: bool = True
 
 
+CallState = rpc_pb2.CallState
 INFINITE: Final = float("inf")
 USER_CALL = CallFlags()
 REPEATABLE = CallFlags(is_repeatable=True)
@@ -84,6 +86,8 @@ class PendingCall:
         deadline: when it ends at the latest.
         flags: how it is treated.
         timeout_s: what the user asked for.
+        state: what the callee has said about it, and when, once its deadline is near.
+        was_asked: whether the callee was asked for that.
         inherited_s: what was left of the deadline, where it is that of the call that is being handled here; else None.
         reply_sink: takes the outcome.
         transfer: number of the transfer that carries its large arguments, 0 for none.
@@ -108,8 +112,10 @@ class PendingCall:
         "repeat",
         "reply_sink",
         "session",
+        "state",
         "timeout_s",
         "transfer",
+        "was_asked",
         "what",
     )
 
@@ -141,6 +147,8 @@ class PendingCall:
         self.autograd: CallContext | None = None
         self.on: HandleState | None = None
         self.is_bound = True
+        self.was_asked = False
+        self.state: tuple[rpc_pb2.CallState, float] | None = None
 
     def __repr__(self) -> str:
         return f"<call {self.id}: {self.what()}, {self.deadline!r}>"
@@ -168,7 +176,38 @@ class PendingCall:
             limit = f"set timeout ({round(self.timeout_s * 1000)} ms)"
         else:
             limit = f"set timeout ({round(self.inherited_s * 1000)} ms, what was left for the call that made it)"
-        return DeadlineExceeded(f"RPC ran for more than {limit} and will now be marked with an error: {self.what()}")
+        text = f"RPC ran for more than {limit} and will now be marked with an error: {self.what()}"
+        return DeadlineExceeded(f"{text}. {how_far}" if (how_far := self._how_far()) else text)
+
+    @property
+    def ask_at(self) -> float:
+        """When the callee is to be asked how far the call is, in seconds of the monotonic clock."""
+        return self.deadline.at - min(CALL_QUESTION_LEAD_S, self.timeout_s / 5)
+
+    def unsent(self) -> tuple[int, int] | None:
+        """The bytes of large arguments that were sent, and all of them; None if none are left to send."""
+        return self.session.transfer_progress(self.transfer) if self.session is not None and self.transfer else None
+
+    def _how_far(self) -> str:
+        """How far the call was, as a sentence; empty if there was no time to find out."""
+        if (unsent := self.unsent()) is not None:
+            sent, size = (num_bytes / (1 << 20) for num_bytes in unsent)
+            return f"Its arguments were under way: {sent:.1f} of {size:.1f} MiB were sent."
+        if self.session is None or not self.was_asked:
+            return "" if self.session is not None else "It was not sent: there was no connection."
+        name, now = self.session.peer.name, time.monotonic()
+        if self.state is None:
+            return (
+                f"{name!r} did not say how far it was; it was last heard {now - self.session.last_received:.1f} s ago."
+            )
+        state, at = self.state
+        running_s = state.running_us / 1e6 + now - at
+        return {
+            CallState.QUEUED: f"It waited for a thread at {name!r}, and had not begun.",
+            CallState.RUNNING: f"It had been running at {name!r} for {running_s:.2f} s.",
+            CallState.WAITING: f"At {name!r} it waited for a value, its turn at an actor, or a future of its function.",
+            CallState.STREAMING: f"It was producing items at {name!r}, since {running_s:.2f} s.",
+        }.get(state.phase, f"{name!r} had ended it: its reply was under way.")
 
 
 class CallTable:
@@ -207,7 +246,7 @@ class CallTable:
         self._calls[call.id] = call
         if call.flags.counts_as_work:
             self.num_work += 1
-        at = call.deadline.at
+        at = call.ask_at
         if at < self._earliest:
             self._earliest = at
             self._wake_at(at)
@@ -232,22 +271,37 @@ class CallTable:
             return None if call is None else self.take(id)
         return self.take(id) if call.session is None and call.peer == session.peer.id else None
 
-    def take_expired(self) -> list[PendingCall]:
-        """Removes the calls whose deadline has passed, and asks to be woken at the next one."""
+    def note_state(self, session: MessageSink, state: rpc_pb2.CallState) -> None:
+        """The callee says how far a call is; only that on whose session it was sent is heard."""
+        call = self._calls.get(state.id)
+        if call is not None and call.session is session:
+            call.state = state, time.monotonic()
+
+    def take_expired(self) -> tuple[list[PendingCall], list[PendingCall]]:
+        """Removes the calls whose deadline has passed, and asks to be woken at the next one.
+
+        Returns:
+            Those calls, and the ones whose callee is to be asked now how far they are, each once.
+        """
         now = time.monotonic()
-        expired = []
+        expired, to_ask = [], []
         earliest = self._earliest = float("inf")
         for call in list(self._calls.values()):
             if call.deadline.at <= now:
                 if self.take(call.id) is not None:
                     expired.append(call)
-            elif call.deadline.at < earliest:
-                earliest = call.deadline.at
+                continue
+            if not call.was_asked and call.ask_at <= now:
+                call.was_asked = True
+                to_ask.append(call)
+            at = call.deadline.at if call.was_asked else call.ask_at
+            if at < earliest:
+                earliest = at
         if earliest < self._earliest:
             self._earliest = earliest
         if self._earliest != float("inf"):
             self._wake_at(self._earliest)
-        return expired
+        return expired, to_ask
 
     def take_where(self, matches: Callable[[PendingCall], bool]) -> list[PendingCall]:
         """Removes the calls that match."""

@@ -395,11 +395,23 @@ class Caller:
             self.cancel(call, Cancelled(f"{call.what()} was interrupted by Ctrl-C"))
 
     def _expire(self) -> None:
-        for call in self.calls.take_expired():
+        expired, to_ask = self.calls.take_expired()
+        for call in expired:
+            error = call.deadline_error()
             if call.session is not None and call.transfer:
                 call.session.abort_transfer(call.transfer, "the deadline of the call is over")
             self._marshal.give_back(call.forks, call.peer)
-            call.reply_sink.failed(call.deadline_error())
+            call.reply_sink.failed(error)
+        for call in to_ask:
+            if call.session is not None and call.unsent() is None:
+                call.session.send(rpc_pb2.Message(call_question=rpc_pb2.CallQuestion(id=call.id)))
+                call.session.flush()
+
+    def on_state(
+        self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+    ) -> None:
+        """A callee says how far a call is."""
+        self.calls.note_state(session, message.call_state)
 
     def fail_all(self, exc: BaseException) -> None:
         """Ends every call here; nobody is told."""

@@ -111,8 +111,9 @@ class SyncReplySink:
             canceller.cancel(call, Cancelled(f"{call.what()} was interrupted"))
             raise
         if not ended:
+            overdue = call.deadline_error()
             if canceller.cancel(call, None):
-                raise call.deadline_error()
+                raise overdue
             self._lock.acquire(timeout=THREAD_GRACE_S)  # the outcome arrived in this very moment
         if (error := self._error) is not None:
             self._error = None

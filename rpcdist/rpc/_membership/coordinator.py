@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from rpcdist._proto import membership_pb2
 from rpcdist.backoff import backoff
 from rpcdist.collectives.rendezvous import job_attempt
-from rpcdist.errors import AuthenticationFailed, TransportError, WorkerLost
+from rpcdist.errors import AuthenticationFailed, RpcdistError, TransportError, WorkerLost
 from rpcdist.ids import Identity
-from rpcdist.rpc._membership.membership_messages import join_request, members_of, return_request
+from rpcdist.rpc._membership.membership_messages import join_request, members_of, return_request, shortened
 from rpcdist.rpc._membership.membership_service import MembershipService
 from rpcdist.rpc._peers.directory import COORDINATOR, Member, Roster
 from rpcdist.rpc._peers.network import Network
@@ -22,11 +24,15 @@ from rpcdist.time_limits import (
     CONNECT_LONGEST_PAUSE_S,
     COORDINATOR_CONNECT_LIMIT_S,
     COORDINATOR_GRACE_S,
+    INIT_NOTICE_S,
     LEAVE_CONNECT_LIMIT_S,
 )
 from rpcdist.transport.identities import identity_to_proto
+from rpcdist.waiters import noticed
 
 __all__ = ["Coordinator", "Found", "serve_membership"]
+
+logger = logging.getLogger(__name__)
 
 SERVICE = membership_pb2.DESCRIPTOR.services_by_name["Membership"]
 
@@ -120,10 +126,29 @@ class Coordinator:
         request = join_request(me, world_size, timeout_s)
         limit_s = None if timeout_s == float("inf") else timeout_s + COORDINATOR_GRACE_S
         if self.service is not None:
-            return self._network.run(self.service.join(self._me, request), limit_s)
-        return self._network.run(
-            self._ask("Join", request, connect_s, limit_s), None if limit_s is None else limit_s + COORDINATOR_GRACE_S
-        )
+            joining = self.service.join(self._me, request)
+        else:
+            joining = self._ask("Join", request, connect_s, limit_s)
+            limit_s = None if limit_s is None else limit_s + COORDINATOR_GRACE_S
+        return self._network.run(noticed(joining, INIT_NOTICE_S, partial(self._log_missing, world_size)), limit_s)
+
+    async def _log_missing(self, world_size: int | None) -> None:
+        """Logs which ranks have not joined yet."""
+        waits = f"init_rpc of {self._me.name!r} (rank {self._me.id}) still waits after {INIT_NOTICE_S:g} s"
+        try:
+            members = (await self.members_async()).members
+        except RpcdistError as exc:
+            logger.warning("%s for the coordinator (rank 0) at %s: %s", waits, self.address, exc)
+            return
+        there = {member.identity.id: member.identity.name for member in members}
+        missing = [rank for rank in range(world_size or 0) if rank not in there]
+        if missing:
+            logger.warning(
+                "%s for rank %s of %d; those in the job so far: %s",
+                waits, shortened(missing), world_size, shortened(there.values()),
+            )  # fmt: skip
+        else:
+            logger.warning("%s for the workers of the job to hear of it: %s", waits, shortened(there.values()))
 
     def members(self, limit_s: float | None = None) -> Roster:
         """Everybody who is in the job now; blocks."""

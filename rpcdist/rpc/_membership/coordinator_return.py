@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from rpcdist.backoff import backoff
 from rpcdist.deadline import Deadline
-from rpcdist.errors import DistStoreError, RpcdistError, WorkerLost
+from rpcdist.errors import CoordinatorLost, DistStoreError, RpcdistError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._membership.coordinator import Coordinator
@@ -21,11 +21,7 @@ from rpcdist.rpc._peers.directory import COORDINATOR, Directory
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc.future import Future
-from rpcdist.time_limits import (
-    COORDINATOR_RETURN_LIMIT_S,
-    RETURN_FIRST_PAUSE_S,
-    RETURN_LONGEST_PAUSE_S,
-)
+from rpcdist.time_limits import RETURN_FIRST_PAUSE_S, RETURN_LONGEST_PAUSE_S
 
 __all__ = ["CoordinatorReturn"]
 
@@ -44,6 +40,8 @@ class CoordinatorReturn:
         look_up: blocks, bounded, and returns where the coordinator says that it is; None where that address is fixed.
         world_size: None where workers come and go.
         recovery_s: how long a coordinator waits for others that were there.
+        orphan_timeout_s: how long the next coordinator is looked for; then this worker is an orphan.
+        on_orphaned: is called then, with the reason, and with None when a coordinator has taken this worker back.
         io: the I/O loop.
         lifetime: when it is over, nobody is looked for.
     """
@@ -59,6 +57,8 @@ class CoordinatorReturn:
         look_up: Callable[[], str] | None,
         world_size: int | None,
         recovery_s: float,
+        orphan_timeout_s: float,
+        on_orphaned: Callable[[CoordinatorLost | None], object],
         io: IoThread,
         lifetime: Lifetime,
     ) -> None:
@@ -70,6 +70,9 @@ class CoordinatorReturn:
         self._look_up = look_up
         self._world_size = world_size
         self._recovery_s = recovery_s
+        self._orphan_timeout_s = orphan_timeout_s
+        self._on_orphaned = on_orphaned
+        self._orphan_handle: asyncio.TimerHandle | None = None
         self._io = io
         self._lifetime = lifetime
         self._joined = directory.member(COORDINATOR).identity if directory.knows(COORDINATOR) else None
@@ -97,8 +100,26 @@ class CoordinatorReturn:
 
     def on_lost(self, identity: Identity, error: WorkerLost) -> None:
         """A worker is declared lost."""
-        if identity.id == COORDINATOR:
-            self._look()
+        if identity.id != COORDINATOR:
+            return
+        self._look()
+        if self._orphan_handle is None and self._orphan_timeout_s < float("inf") and not self._lifetime.is_closed:
+            self._orphan_handle = self._io.loop.call_later(self._orphan_timeout_s, self._end_of_patience, error)
+
+    def _end_of_patience(self, error: WorkerLost) -> None:
+        if self._directory.is_living(COORDINATOR):  # it was only silent
+            self._orphan_handle = None
+            return
+        reason = f"no process took its place within {self._orphan_timeout_s:g} s ({error.reason})"
+        orphaned = CoordinatorLost(error.worker, "rpc.serve()", error.last_seen_s, reason)
+        logger.error("%s: %s", self._directory.me.name, orphaned)
+        self._on_orphaned(orphaned)
+
+    def _found(self) -> None:
+        if self._orphan_handle is not None:
+            self._orphan_handle.cancel()
+            self._orphan_handle = None
+            self._on_orphaned(None)
 
     def is_coordinator(self, identity: Identity) -> bool:
         """Whether a worker that speaks as the coordinator is the one whose list has this worker in it.
@@ -124,13 +145,14 @@ class CoordinatorReturn:
 
     def close(self) -> None:
         """Ends the search."""
-        if self._check_handle is not None:
-            self._check_handle.cancel()
+        for handle in (self._check_handle, self._orphan_handle):
+            if handle is not None:
+                handle.cancel()
         if self._task is not None:
             self._task.cancel()
 
     async def _run(self) -> None:
-        deadline = Deadline.after(COORDINATOR_RETURN_LIMIT_S)
+        deadline = Deadline.after(self._orphan_timeout_s)
         pauses = backoff(RETURN_FIRST_PAUSE_S, RETURN_LONGEST_PAUSE_S, deadline)
         while not self._lifetime.is_closed and not deadline.expired():
             self._missed_news = False
@@ -152,7 +174,7 @@ class CoordinatorReturn:
                 "%s has not found the coordinator for %.0f s, and looks no longer; it goes on with the workers that it "
                 "knows",
                 self._directory.me.name,
-                COORDINATOR_RETURN_LIMIT_S,
+                self._orphan_timeout_s,
             )
 
     async def _address(self) -> str:
@@ -183,7 +205,10 @@ class CoordinatorReturn:
         if reply is None:
             if peer.id == COORDINATOR:  # it was only silent: the detectors take note of it
                 self._router.revive(COORDINATOR)
-            return directory.is_living(COORDINATOR) and directory.member(COORDINATOR).identity == peer
+            lives = directory.is_living(COORDINATOR) and directory.member(COORDINATOR).identity == peer
+            if lives:
+                self._found()
+            return lives
         if reply.outcome == Outcome.TIMED_OUT:
             return False
         try:
@@ -199,6 +224,7 @@ class CoordinatorReturn:
             self._refused_by = peer
             return True
         self._joined = peer
+        self._found()
         logger.warning("%s was taken back by the coordinator that started at %s", directory.me.name, address)
         self._router.watch(COORDINATOR, "the membership of the job")
         return True

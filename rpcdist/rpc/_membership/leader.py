@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from rpcdist.errors import RpcdistError, WorkerLost
+from rpcdist.errors import CallRefused, RpcdistError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.calling_worker import check_speaks_for
 from rpcdist.rpc._peers.directory import Directory
@@ -19,6 +19,7 @@ __all__ = ["CONTRIBUTE", "MISSING", "Leader"]
 
 CONTRIBUTE = "rpcdist.rpc._membership.leader:contribute"
 MISSING = "rpcdist.rpc._membership.leader:missing"
+MAX_LAST_MISSING = 64  # rounds that were given up; those who gave up ask at once
 
 
 class _GatherRound:
@@ -108,19 +109,21 @@ class Leader:
         return round_.objects
 
     def _join(self, names: frozenset[str], name: str, obj: Any) -> _GatherRound:
-        rounds = self._rounds.setdefault(names, [])
+        rounds = self._rounds.get(names, ())
         round_ = next((open_ for open_ in rounds if name not in open_.objects and not open_.ended.is_set()), None)
         if round_ is None:
             round_ = _GatherRound(names)
-            rounds.append(round_)
-            self._watch(round_)
+            self._watch(round_)  # it is kept only if all of the names are known
+            self._rounds.setdefault(names, []).append(round_)
         round_.objects[name] = obj
         round_.came.add(name)
         return round_
 
     def _withdraw(self, round_: _GatherRound, name: str) -> None:
         round_.objects.pop(name, None)
-        self._last_missing[round_.names] = round_.missing()  # whoever gave up asks for it next
+        self._last_missing[round_.names] = round_.missing()  # the worker that gave up asks for it next
+        if len(self._last_missing) > MAX_LAST_MISSING:
+            del self._last_missing[next(iter(self._last_missing))]
         if not round_.objects:
             self._end(round_)
 
@@ -151,6 +154,8 @@ class Leader:
 
     async def _on_contribute(self, names: list[str], name: str, obj: Any) -> dict[str, Any]:
         check_speaks_for(name)
+        if name not in names:
+            raise CallRefused(f"worker {name!r} contributes to a gathering of {names[:16]}, which it is not one of")
         return await self.contribute(frozenset(names), name, obj)
 
     async def _on_missing(self, names: list[str]) -> list[str]:

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from rpcdist.deadline import Deadline
+from rpcdist.errors import CoordinatorLost
 from rpcdist.rpc._futures.interrupt import longest_sleep_s
 from rpcdist.rpc._peers.calling_worker import check_speaks_for
 
@@ -29,7 +30,8 @@ class StopRequests:
 
     def __init__(self) -> None:
         # Its `put` may interrupt its own `get`, so a signal handler may call it.
-        self._requests: SimpleQueue[str] = SimpleQueue()
+        self._requests: SimpleQueue[str | None] = SimpleQueue()
+        self._lost: CoordinatorLost | None = None
 
     def __repr__(self) -> str:
         return f"<StopRequests [{self._requests.qsize()} requests to stop]>"
@@ -38,16 +40,28 @@ class StopRequests:
         """Ends one `wait`."""
         self._requests.put(why)
 
+    def orphaned(self, error: CoordinatorLost | None) -> None:
+        """Ends every `wait` with this error, until it is called with None because a coordinator is there again."""
+        self._lost = error
+        self._requests.put(None)  # has `wait` look
+
     def wait(self, timeout_s: float | None) -> str | None:
         """Waits for a request to stop, and returns why it was made; None when the time is over.
+
+        Raises:
+            CoordinatorLost: see `orphaned`.
 
         On the main thread SIGTERM and SIGINT are such requests while it waits; a second one has its usual effect.
         """
         deadline = Deadline.after(timeout_s)
         with self._signals():
             while True:
+                if self._lost is not None:
+                    raise self._lost
                 try:
-                    return self._requests.get(timeout=min(longest_sleep_s(), deadline.remaining_s()))
+                    why = self._requests.get(timeout=min(longest_sleep_s(), deadline.remaining_s()))
+                    if why is not None:
+                        return why
                 except Empty:
                     if deadline.expired():
                         return None

@@ -54,6 +54,9 @@ class Loopback:
     def abort_transfer(self, number: int, reason: str) -> None:
         """Nothing is under way: `send` copies at once."""
 
+    def transfer_progress(self, number: int) -> tuple[int, int] | None:
+        return None
+
     def lead(
         self,
         is_waiting: Callable[[], bool],

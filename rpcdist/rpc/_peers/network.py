@@ -64,6 +64,9 @@ class MessageSink(Protocol):
     def abort_transfer(self, number: int, reason: str) -> None:
         """Stops sending the buffers of a message; any thread."""
 
+    def transfer_progress(self, number: int) -> tuple[int, int] | None:
+        """The bytes of a transfer that were sent, and all; None if none are left to send, or it is not known."""
+
     def lead(
         self,
         is_waiting: Callable[[], bool],

@@ -50,6 +50,7 @@ class ActiveCall:
         counts_as_idle: it waits for other workers; a shutdown of this one does not wait for it.
         is_serial: for `remote()`: the result is an actor.
         is_chained: the function has returned a future, and that is waited for.
+        started: when its function was called, in seconds of the monotonic clock; 0 before.
     """
 
     __slots__ = (
@@ -68,6 +69,7 @@ class ActiveCall:
         "producer",
         "result",
         "session",
+        "started",
         "target",
         "value",
         "wants_value",
@@ -94,6 +96,7 @@ class ActiveCall:
         self.is_chained = False
         self.is_serial = False
         self.wants_value = False
+        self.started = 0.0
 
     def __repr__(self) -> str:
         return f"<call {self.id} from {self.session.peer.name}: {self.what}, {self.deadline!r}>"
@@ -162,6 +165,18 @@ class ActiveCall:
         if self.function:
             return self.function
         return "function_pickle" if self.function_pickle is not None else "fetch" if self.value is not None else "?"
+
+    def state(self) -> rpc_pb2.CallState:
+        """How far the call is."""
+        phases = rpc_pb2.CallState.Phase
+        running_us = int((time.monotonic() - self.started) * 1e6) if self.started else 0
+        if self.producer is not None:
+            phase = phases.STREAMING
+        elif self.is_chained:
+            phase = phases.WAITING
+        else:
+            phase = phases.RUNNING if self.started else phases.QUEUED
+        return rpc_pb2.CallState(phase=phase, running_us=running_us)
 
     def cancel(self) -> None:
         """Stops what runs; any thread."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import time
 from _thread import get_ident
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextvars import Context, copy_context
@@ -23,7 +24,7 @@ import torch
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import current_deadline
-from rpcdist.errors import Cancelled, DeadlineExceeded, PoolExhausted, RpcdistError
+from rpcdist.errors import CallRefused, Cancelled, DeadlineExceeded, PoolExhausted, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.profile_ranges import is_profiling, record_function
 from rpcdist.rpc._actors.actor_table import ActorTable
@@ -145,11 +146,15 @@ class Dispatcher:
                 arguments = self._marshal.arrived(call.arguments, buffers, session.peer)
             active = ActiveCall.of_protobuf(session, call, arguments)
             context_id = call.autograd_context
+        self.calls.add(active)
         if context_id:
-            active.autograd = self._admit_context(context_id, session.peer)
+            try:
+                active.autograd = self._admit_context(context_id, session.peer)
+            except CallRefused as exc:
+                self._answers.fail(active, exc)
+                return
             if arguments is not None:
                 arguments.autograd = active.autograd
-        self.calls.add(active)
         if not self.accepting:
             self._answers.fail(active, RpcdistError(f"worker {self._me.name!r} has shut down"))
             return
@@ -223,6 +228,17 @@ class Dispatcher:
         if active is not None:
             active.cancel()
 
+    def on_question(
+        self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+    ) -> None:
+        """The caller wants to know how far a call is."""
+        number = message.call_question.id
+        active = self.calls.find(session, number)
+        state = rpc_pb2.CallState() if active is None else active.state()
+        state.id = number
+        session.send(rpc_pb2.Message(call_state=state))
+        session.flush()
+
     def on_credit(
         self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
@@ -259,6 +275,7 @@ class Dispatcher:
         try:
             if not self._wanted(active):
                 return
+            active.started = time.monotonic()
             if self.gil_wait is not None:
                 self.gil_wait.sample()
             if is_last is None:
@@ -370,6 +387,7 @@ class Dispatcher:
 
     def _start_coroutine(self, active: ActiveCall, coroutine: Coroutine[Any, Any, Any] | None) -> None:
         async def run() -> object:
+            active.started = time.monotonic()
             if coroutine is not None:
                 return await coroutine
             function = self._callables.find(active.function, active.function_pickle)

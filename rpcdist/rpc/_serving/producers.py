@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextvars import Context
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import NEVER
@@ -24,6 +24,9 @@ from rpcdist.rpc._peers.network import MessageSink
 __all__ = ["AsyncProducer", "Producer", "StreamSender", "SyncProducer"]
 
 logger = logging.getLogger(__name__)
+
+MAX_CREDIT: Final = 1024
+"""Items that a producer makes ahead of its consumer at most, whatever the consumer grants: they wait in memory here."""
 
 
 class Producer(Protocol):
@@ -112,7 +115,7 @@ class SyncProducer:
 
     def credit(self, items: int) -> None:
         with self._changed:
-            self._credits += items
+            self._credits = min(self._credits + items, MAX_CREDIT)
             self._go_on()
 
     def cancel(self) -> None:
@@ -197,7 +200,7 @@ class AsyncProducer:
 
     def credit(self, items: int) -> None:
         with self._lock:
-            self._credits += items
+            self._credits = min(self._credits + items, MAX_CREDIT)
             wake, self._wake = self._wake, None
         if wake is not None:
             wake()

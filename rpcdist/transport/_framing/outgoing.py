@@ -12,8 +12,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.transport._framing.frames import (
@@ -66,6 +66,12 @@ class _OutgoingTransfer:
         self.at = 0
         self.then = then
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The bytes that were sent, and all, those that follow included."""
+        sent, size = sum(self.sizes[: self.index]) + self.at, sum(self.sizes)
+        return (sent, size) if self.then is None else (sent, size + self.then.progress[1])
+
     def next_chunk(self) -> Parts:
         view, size = self.buffers[self.index].view, self.sizes[self.index]
         start, end = self.at, min(self.at + CHUNK_BYTES, size)
@@ -86,10 +92,11 @@ class _OutgoingTransfer:
         return self.index == len(self.sizes)
 
 
-_Entry = tuple[bytes | bytearray, _OutgoingTransfer | None, int]  # a frame, its buffers, and its stream or 0
+_Entry = tuple[bytes | bytearray, "_OutgoingTransfer | Segment | None", int]
+"""A frame, its buffers or the segment that it offers, and its stream or 0."""
 
 
-def _stream_of(message: WireMessage) -> int:
+def stream_of(message: WireMessage) -> int:
     """The number of the stream that the message is a part of; 0 for none."""
     if not isinstance(message, rpc_pb2.Message):
         return 0
@@ -105,6 +112,9 @@ def _set_sizes(message: WireMessage, sizes: list[int]) -> None:
         message.large.extend(sizes)
     else:
         message.large = sizes
+
+
+_NO_BUFFER: Final = OutgoingBuffer(memoryview(b""))
 
 
 class Striper(Protocol):
@@ -131,7 +141,6 @@ class Outgoing:
     def __init__(self) -> None:
         self._frames: deque[_Entry] = deque()
         self._transfers: deque[_OutgoingTransfer] = deque()
-        self._offers: deque[tuple[bytes, Segment]] = deque()
         self._held: dict[int, deque[_Entry]] = {}  # by stream with a transfer under way: what stays back
         self._chunk_is_due = False
         self._credit_bytes = CHUNK_WINDOW_BYTES
@@ -149,7 +158,7 @@ class Outgoing:
 
     def __bool__(self) -> bool:
         """Whether something can be written now; what is held waits for a transfer."""
-        return bool(self._frames or self._offers or (self._transfers and self._credit_bytes > 0))
+        return bool(self._frames or (self._transfers and self._credit_bytes > 0))
 
     @property
     def num_frames(self) -> int:
@@ -179,7 +188,7 @@ class Outgoing:
         return self._add_any(message, buffers)
 
     def _add_any(self, message: WireMessage, buffers: Sequence[OutgoingBuffer]) -> int:
-        stream = _stream_of(message)
+        stream = stream_of(message)
         number = 0
         transfer = None
         if buffers:
@@ -233,12 +242,26 @@ class Outgoing:
         self._frames.append((returned_frame(segments), None, 0))
 
     def add_offer(self, message: rpc_pb2.Message, segment: Segment) -> None:
-        """Queues a message that a descriptor travels with; only the writer of a channel that passes them takes it."""
-        self._offers.append((frame(message), segment))
+        """Queues a message that a descriptor travels with. Messages that are queued later are written after it."""
+        self._frames.append((frame(message), segment, 0))
+
+    def add_transfer(self, number: int, buffers: Mapping[int, OutgoingBuffer]) -> None:
+        """Queues buffers, by their index, of a message that was sent without them."""
+        with self._lock:
+            present = [buffers.get(index, _NO_BUFFER) for index in range(max(buffers) + 1)]
+            self._schedule(_OutgoingTransfer(number, 0, present, [buffer.size for buffer in present]))
 
     def next_offer(self) -> tuple[bytes, Segment] | None:
-        """The bytes, and whose descriptor goes with them; None when nothing is offered."""
-        return self._offers.popleft() if self._offers else None
+        """The bytes of an offer, and whose descriptor goes with them; None unless one has to be written next.
+
+        Only the writer of a channel that passes descriptors calls it; `next_parts` stops before an offer.
+        """
+        with self._lock:
+            if self._frames and isinstance(self._frames[0][1], Segment):
+                data, segment, _ = self._frames.popleft()
+                assert isinstance(segment, Segment)
+                return bytes(data), segment
+            return None
 
     def _wrap(
         self, message: rpc_pb2.Message, number: int, stream: int, inner: _OutgoingTransfer | None
@@ -264,6 +287,15 @@ class Outgoing:
             loans, transfer.loans = transfer.loans, ()
             return loans
 
+    def progress(self, number: int) -> tuple[int, int] | None:
+        """The bytes of a transfer that were sent, and all; None if nothing of it is here, or it goes in stripes."""
+        with self._lock:
+            waiting = (entry[1] for entry in list(self._frames))
+            for transfer in (*self._transfers, *waiting):
+                if isinstance(transfer, _OutgoingTransfer) and transfer.number == number:
+                    return transfer.progress
+            return None
+
     def _abort(self, number: int) -> _OutgoingTransfer | None:
         for transfer in self._transfers:
             if transfer.number == number:
@@ -271,7 +303,7 @@ class Outgoing:
                 self._release(transfer.stream)
                 return transfer
         for _, queued, _ in itertools.chain(list(self._frames), *self._held.values()):  # a copy: others append
-            if queued is not None and queued.number == number:
+            if isinstance(queued, _OutgoingTransfer) and queued.number == number:
                 self._aborted.add(number)
                 return queued
         return None
@@ -303,12 +335,15 @@ class Outgoing:
             return head, payload
 
     def _batch(self) -> bytes:
-        """As many of the messages that may go now as fit; empty if all that waits is held."""
+        """As many of the messages that may go now as fit; empty if what waits is held, or is an offer."""
         frames = self._frames
         parts = []
         size = 0
         while frames and size < MAX_ENVELOPE_BYTES:
             data, transfer, stream = entry = frames.popleft()
+            if isinstance(transfer, Segment):
+                frames.appendleft(entry)
+                break
             if stream and stream in self._held:
                 self._held[stream].append(entry)
                 continue

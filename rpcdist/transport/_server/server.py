@@ -7,6 +7,7 @@ import errno
 import logging
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -25,7 +26,7 @@ from rpcdist.transport._channels.grpc_channel import (
     server_options,
 )
 from rpcdist.transport._channels.socket_channel import SocketChannel
-from rpcdist.transport._server.admission import Admission, Origin
+from rpcdist.transport._server.admission import Admission, Origin, TlsGreetings
 from rpcdist.transport._server.health_port import HealthPort
 from rpcdist.transport._server.introspection import Introspection
 from rpcdist.transport._server.port_range import PortRange
@@ -73,11 +74,12 @@ class Server(grpc.GenericRpcHandler):
         self._listeners: dict[str, grpc.aio.Server] = {}  # by address
         self._plain_hosts: set[str] = set()  # that the log has named
         self._admission = Admission()
+        self._greetings = TlsGreetings()
         self._streams = StreamListeners(io, credentials, roles, self._admission, self._serve, ports)
         self._stripes = StripeTaker()
         roles.take_sockets(PAYLOAD_TAKER, self._stripes)
         self._proven = ProvenSessions()
-        self._unary = UnaryServices(self._proven)
+        self._unary = UnaryServices(self._proven, self._greetings.calls)
         self._introspection = Introspection()
         self.health = HealthPort()
         self._session_handler: Any = grpc.stream_stream_rpc_method_handler(self._serve_grpc)
@@ -126,7 +128,7 @@ class Server(grpc.GenericRpcHandler):
             try:
                 if not self._credentials.tls_policy.encrypts_grpc:
                     return server.add_insecure_port(place)
-                return server.add_secure_port(place, self._credentials.tls.grpc_server_credentials())  # good for once
+                return server.add_secure_port(place, self._tls_credentials())  # good for once
             except RuntimeError as exc:  # gRPC does not say which of the two it was
                 raise OSError(errno.EADDRINUSE, "in use by another process, or not this machine's address") from exc
 
@@ -137,6 +139,9 @@ class Server(grpc.GenericRpcHandler):
                 f"cannot listen on {host} port {port or self._ports}: {exc.strerror}. Choose another port "
                 "(MASTER_PORT, or RpcOptions(port=...)), or end its holder."
             ) from exc
+
+    def _tls_credentials(self) -> Any:
+        return self._credentials.tls.grpc_server_credentials(partial(self._io.call_soon, self._greetings.begun))
 
     async def listen_for_sockets(self, host: str) -> tuple[str, int, str]:
         """Listens for raw sockets, if it does not yet; returns address, port, and the name of a Unix socket or ""."""
@@ -185,6 +190,8 @@ class Server(grpc.GenericRpcHandler):
         if path == SESSION_PATH:
             return self._session_handler
         unary = self._unary.handler(path, handler_call_details.invocation_metadata)
+        if unary is None:
+            self._greetings.calls(None)  # by a prober
         return unary or self._introspection.handlers.get(path)
 
     # ------------------------------------------------------------ sessions
@@ -192,6 +199,7 @@ class Server(grpc.GenericRpcHandler):
     async def _serve_grpc(self, _requests: Any, context: Any) -> None:
         """A session on gRPC; ends when it does."""
         channel = GrpcServerChannel(context, context.peer())
+        self._greetings.calls(context.peer())
         handshake = self._credentials.server_handshake(
             self._grpc_refusal, channel=accepted_grpc_ends(context), stream_port=self._streams.tcp_port
         )

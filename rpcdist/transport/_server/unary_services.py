@@ -34,9 +34,11 @@ class UnaryServices:
 
     Args:
         proven: the sessions that calls may belong to.
+        on_call: is called with gRPC's name of the connection of each call.
     """
 
-    def __init__(self, proven: ProvenSessions) -> None:
+    def __init__(self, proven: ProvenSessions, on_call: Callable[[str], object]) -> None:
+        self._on_call = on_call
         self.names: list[str] = []
         self._methods: dict[str, tuple[type[Message], Method]] = {}  # by the path
         self._proven = proven
@@ -66,6 +68,7 @@ class UnaryServices:
 
     def _answer(self, path: str, peer: Identity, request_type: type[Message], method: Method) -> Any:
         async def handle(data: bytes, context: Any) -> bytes:
+            self._on_call(context.peer())
             try:
                 request = request_type.FromString(data)
             except DecodeError:

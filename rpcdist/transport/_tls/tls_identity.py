@@ -7,7 +7,7 @@ import os
 import ssl
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,11 +49,16 @@ class TlsIdentity:
                 known = self._contexts[server_side] = _context(shown, server_side), shown
             return known[0], shown.fingerprint
 
-    def grpc_server_credentials(self) -> Any:
-        """For a server that shows what is to be shown when a connection comes, and refuses clients without one."""
+    def grpc_server_credentials(self, on_connection: Callable[[], object]) -> Any:
+        """For a server that shows what is to be shown when a connection comes, and refuses clients without one.
+
+        Args:
+            on_connection: is called, on a thread of gRPC's, when TLS begins on a connection.
+        """
         latest = [self.certificate()]
 
         def newer() -> Any:
+            on_connection()
             try:
                 certificate = self.certificate()
             except RpcdistError as exc:

@@ -1,0 +1,140 @@
+"""What a peer with the token makes a worker keep, or ends for others: contexts, gatherings, streams, verdicts."""
+
+from __future__ import annotations
+
+from contextvars import copy_context
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peer_timeouts import CALM_S, LIMIT_S
+
+from rpcdist import autograd, rpc
+from rpcdist._proto import autograd_pb2, rpc_pb2
+from rpcdist.autograd import _context
+from rpcdist.autograd._context import ContextTable, make_id
+from rpcdist.autograd._wire_format import check_verdicts
+from rpcdist.collectives._group import flight_records
+from rpcdist.collectives._group.flight_records import FlightRecorder
+from rpcdist.errors import CallRefused, ProtocolViolation, UnknownWorker
+from rpcdist.rpc._membership.leader import CONTRIBUTE
+from rpcdist.rpc._serving.producers import MAX_CREDIT, SyncProducer
+from rpcdist.testing import InProcessCluster
+
+
+def test_a_peer_brings_a_bounded_number_of_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_context, "MAX_CONTEXTS_OF_PEER", 3)
+    table = ContextTable(0, 0)
+    ids = [make_id(7, number) for number in range(1, 5)]
+    assert all(table.join(id, 7) for id in ids[:3]) and table.join(ids[0], 7) is table.find(ids[0])
+    with pytest.raises(CallRefused, match="worker 7 has brought 3 autograd contexts"):
+        table.join(ids[3], 7)
+    assert table.join(ids[3], 8) is not None  # another worker brings it
+    table.release(ids[0])
+    assert table.join(make_id(7, 9), 7) is not None
+    assert [table.new() for _ in range(5)]  # its own are not counted
+
+
+def test_a_release_of_an_unknown_context_counts_for_its_sender_alone() -> None:
+    table = ContextTable(0, 0)
+    id = make_id(1, 5)
+    table.refuse(id, 2)
+    assert table.join(id, 2) is None
+    assert table.join(id, 1) is not None and table.join(id, 2) is not None
+
+
+@pytest.mark.parametrize("claimed", [4, 1 << 31, (1 << 32) - 1])
+def test_a_verdict_on_a_tensor_that_was_not_sent_makes_no_bits(claimed: int) -> None:
+    for part in ("verdicts", "begin"):
+        message = autograd_pb2.AutogradMessage()
+        verdicts = message.verdicts if part == "verdicts" else message.begin.received
+        verdicts.partly.add(message=1, tensors=[0, 3])
+        check_verdicts(message, {1: 4}.get)  # type: ignore[arg-type]
+        verdicts.partly.add(message=1, tensors=[claimed])
+        with pytest.raises(ProtocolViolation, match=f"tensor {claimed} of message 0x1, which had 4"):
+            check_verdicts(message, {1: 4}.get)  # type: ignore[arg-type]
+
+
+def square(x: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+
+def test_a_context_is_ended_by_nobody_who_takes_no_part_in_it() -> None:
+    with InProcessCluster("a", "b", "c", peer_timeout=CALM_S) as cluster:
+
+        def end(context_id: int) -> None:
+            release = autograd_pb2.AutogradMessage(context=context_id)
+            release.release.others.append(context_id + 1)
+            with cluster.use("c") as agent:
+                for worker in (0, 1):
+                    rpc.rpc_sync(worker, abs, (-1,))  # connects
+                    session = agent.router.session_with(worker)
+                    assert session is not None
+                    session.send(rpc_pb2.Message(autograd=release))
+                    rpc.rpc_sync(worker, abs, (-1,))  # comes after it
+
+        def step() -> torch.Tensor:
+            x = torch.ones(3, requires_grad=True)
+            with autograd.context() as context_id:
+                loss = rpc.rpc_sync("b", square, (x,)).sum()
+                cluster.begin("c", end, context_id).result(LIMIT_S)
+                autograd.backward(context_id, [loss])
+                return autograd.get_gradients(context_id)[x]
+
+        for _ in range(2):  # the next context was named, too
+            assert cluster.run("a", step).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_worker_contributes_to_no_gathering_of_others() -> None:
+    with InProcessCluster("a", "b", "c", peer_timeout=CALM_S) as cluster:
+        with cluster.use("c") as agent, pytest.raises(CallRefused, match="which it is not one of"):
+            agent.caller.gather(0, CONTRIBUTE, (["a", "b"], "c", "mine"), LIMIT_S)
+        gathering = [cluster.begin(name, partial(rpc.api._all_gather, name, {"a", "b"})) for name in "ab"]
+        assert [future.result(LIMIT_S) for future in gathering] == [{"a": "a", "b": "b"}] * 2
+
+
+def test_a_gathering_of_unknown_names_leaves_nothing_behind() -> None:
+    with InProcessCluster("a", "b", peer_timeout=CALM_S) as cluster:
+        with cluster.use("b") as agent:
+            for number in range(3):
+                with pytest.raises(UnknownWorker, match="nobody"):
+                    agent.caller.gather(0, CONTRIBUTE, (["b", f"nobody{number}"], "b", 1), LIMIT_S)
+        with cluster.use("a") as agent:
+            assert agent.leader._rounds == {} and agent.leader._last_missing == {}
+
+
+def test_a_producer_makes_no_more_items_ahead_than_its_limit() -> None:
+    sent: list[object] = []
+    sender: Any = SimpleNamespace(autograd=None, item=sent.append, end=sent.append)
+    jobs: list[Any] = []
+    pool: Any = SimpleNamespace(submit=jobs.append)
+    producer = SyncProducer(pool, sender, (number for number in range(10**9)), copy_context())
+    producer.credit(4_000_000_000)
+    while jobs:
+        jobs.pop()()
+    assert len(sent) == MAX_CREDIT
+    producer.cancel()
+    jobs.pop()()
+
+
+def test_a_failure_is_written_into_no_folder_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(flight_records.FOLDER_VARIABLE, raising=False)
+    monkeypatch.setattr(flight_records.tempfile, "gettempdir", lambda: str(tmp_path))
+    written = FlightRecorder().write_dump(0)
+    assert written is not None and written.parent.stat().st_mode & 0o777 == 0o700
+    folder = written.parent
+
+    def open_to_others() -> None:
+        folder.chmod(0o777)
+
+    def a_link() -> None:
+        folder.chmod(0o700)
+        folder.symlink_to(folder.rename(tmp_path / "elsewhere"))
+
+    for spoil in (open_to_others, a_link):
+        spoil()
+        assert FlightRecorder().write_dump(1) is None
+        assert list(folder.iterdir()) == [written]
