@@ -6,7 +6,6 @@ import threading
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final
 
-from rpcdist.errors import RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.rpc._actors.serial_actor import SerialActor, running_actor
 from rpcdist.rpc._actors.turn import Turn
@@ -144,9 +143,7 @@ class ActorTable:
         return Turn(actor, value, (Incarnation(who.id, who.incarnation), rref), number, method, args, kwargs)
 
     def over(self, rref: RRefId, value: object, who: Incarnation, stream: int, numbers: tuple[int, ...]) -> None:
-        """Calls of a caller have ended for it, and may never come. Raises `RpcdistError` for what says nothing."""
-        if type(stream) is not int or type(numbers) is not tuple or any(type(number) is not int for number in numbers):
-            raise RpcdistError("calls of an actor are over by the number of their stream, and a tuple of their own")
+        """Calls of a caller have ended for it, and may never come."""
         actor = self._actor(rref, value)
         if actor is not None:
             actor.over((who, rref), stream, numbers)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rpcdist.deadline import Deadline, current_deadline
-from rpcdist.errors import CallRefused, RRefError, WorkerLost
+from rpcdist.errors import CallRefused, RpcdistError, RRefError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._actors.actor_table import ActorTable
 from rpcdist.rpc._actors.serial_actor import running_actor
@@ -147,7 +147,9 @@ class RRefCalls:
             )
 
     def turns_over(self, rref: Any, stream: int, numbers: tuple[int, ...]) -> None:
-        """At the owner; the caller is who called this, whatever it says."""
+        """At the owner; the caller is who called this, whatever it says. Raises `RpcdistError` for what says nothing."""
+        if type(stream) is not int or type(numbers) is not tuple or any(type(number) is not int for number in numbers):
+            raise RpcdistError("calls of an actor are over by the number of their stream, and a tuple of their own")
         state, caller = rref._handle.state, calling_worker.get()
         if caller is None or state.value is None:
             raise CallRefused("the end of an actor's calls is told to its owner, by who made them")
