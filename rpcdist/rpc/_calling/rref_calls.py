@@ -147,7 +147,7 @@ class RRefCalls:
             )
 
     def turns_over(self, rref: Any, stream: int, numbers: tuple[int, ...]) -> None:
-        """At the owner; the caller is who called this, whatever it says. Raises `RpcdistError` for what says nothing."""
+        """At the owner; the caller is who called this, whatever it says. Raises `RpcdistError` for nonsense."""
         if type(stream) is not int or type(numbers) is not tuple or any(type(number) is not int for number in numbers):
             raise RpcdistError("calls of an actor are over by the number of their stream, and a tuple of their own")
         state, caller = rref._handle.state, calling_worker.get()
