@@ -131,13 +131,13 @@ class ForkedProcess(RpcdistError):
 class BlockingInLoop(RpcdistError):
     """A blocking wait was called on the thread of an event loop, which would stop everything behind it."""
 
-    def __init__(self, what: str, instead: str = "await rpc.rpc_async(...)") -> None:
+    def __init__(self, what: str, instead: str) -> None:
         super().__init__(what, instead)
         self.what = what
         self.instead = instead
 
     def __str__(self) -> str:
-        return f"{self.what} would block the event loop of this thread; write `await` (e.g. `{self.instead}`)"
+        return f"{self.what} would block the event loop of this thread; write `{self.instead}` there"
 
 
 class TransportError(RpcdistError, ConnectionError):

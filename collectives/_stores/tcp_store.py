@@ -299,7 +299,7 @@ def _check_not_on_loop() -> None:
         asyncio.get_running_loop()
     except RuntimeError:
         return  # no loop runs on this thread, so waiting is fine
-    raise BlockingInLoop("this call")
+    raise BlockingInLoop("this call of a store", "await asyncio.to_thread(...)")
 
 
 async def _ask(link: Link, operation: StoreOperation[object], wait_s: float) -> store_pb2.StoreReply:

@@ -10,11 +10,13 @@ import ctypes
 import multiprocessing
 import os
 import pickle
+import runpy
 import signal
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import spawn
+from types import ModuleType
 from typing import Any, Final, NoReturn
 
 from rpcdist._launch.rank_call import RankCall
@@ -93,11 +95,20 @@ def _call(task: Task) -> bytes:
     process._inheriting = True  # type: ignore[attr-defined]  # multiprocessing then refuses to start processes
     try:
         spawn.prepare(task.preparation)
+        if (name := task.preparation.get("init_main_from_name", "")).endswith(".__main__"):
+            _import_main_of_package(name)
     finally:
         del process._inheriting  # type: ignore[attr-defined]
     function, args = task.call.load()
     _write(task.report_fd, frame(Ready()))
     return task.call.dump_result(function(task.rank, *args))
+
+
+def _import_main_of_package(name: str) -> None:
+    """What `spawn.prepare` does for other modules: `python -m package` runs `package.__main__`, which it leaves out."""
+    main = ModuleType("__mp_main__")
+    main.__dict__.update(runpy.run_module(name, run_name="__mp_main__", alter_sys=True))
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
 
 
 def _end_with_parent(parent_pid: int) -> None:

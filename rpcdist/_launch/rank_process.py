@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import pickle
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.machinery import ModuleSpec
 from multiprocessing import spawn
 from typing import Any
 
@@ -122,4 +125,25 @@ def _preparation(rank: int, call: RankCall) -> dict[str, Any]:
     if call.by_value:  # of a notebook, or of `python -`: there is no file to import
         preparation.pop("init_main_from_path", None)
         preparation.pop("init_main_from_name", None)
+        return preparation
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.name == "__main__" and spec.origin is not None and _is_guarded(spec):
+        # A folder or a zip file, which `multiprocessing` knows by this name, and then does not import.
+        del preparation["init_main_from_name"]
+        preparation["init_main_from_path"] = os.path.dirname(os.path.abspath(spec.origin))
+    elif spec is not None and spec.name.endswith(".__main__") and not _is_guarded(spec):
+        del preparation["init_main_from_name"]
     return preparation
+
+
+def _is_guarded(spec: ModuleSpec) -> bool:
+    """Whether the main module of a package, a folder or a zip file asks for its name, so that it can be imported again.
+
+    Many of these do nothing but run the program. Then others must not import them, and need not.
+    """
+    source = getattr(spec.loader, "get_source", lambda name: None)(spec.name)
+    if source is None:
+        return False
+    conditions = [part.test for part in ast.parse(source).body if isinstance(part, ast.If)]
+    names = [node.id for test in conditions for node in ast.walk(test) if isinstance(node, ast.Name)]
+    return "__name__" in names

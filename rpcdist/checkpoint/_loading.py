@@ -12,10 +12,12 @@ from rpcdist.checkpoint._owners import by_owner, load_at_owner
 from rpcdist.checkpoint._participants import Ranks
 from rpcdist.checkpoint._storage import StoredEntries
 from rpcdist.collectives import ProcessGroup
+from rpcdist.rpc._executors.async_forms import async_form, off_loop
 
-__all__ = ["load"]
+__all__ = ["load", "load_async"]
 
 
+@off_loop("await checkpoint.load_async(...)")
 def load(
     path: str | os.PathLike[str],
     state: MutableMapping[str, object],
@@ -49,3 +51,6 @@ def load(
         rpc.wait_all(calls)
 
     Ranks(group).all("loading", read)
+
+
+load_async = async_form(load)

@@ -18,10 +18,12 @@ from rpcdist.checkpoint._participants import Ranks
 from rpcdist.checkpoint._storage import CheckpointPart, end_with_index, plan_together
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import ConfigError
+from rpcdist.rpc._executors.async_forms import async_form, off_loop
 
-__all__ = ["save"]
+__all__ = ["save", "save_async"]
 
 
+@off_loop("await checkpoint.save_async(...)")
 def save(
     path: str | os.PathLike[str],
     state: Mapping[str, object],
@@ -69,6 +71,9 @@ def save(
                 _folders.publish(folder, target)
 
         ranks.first("ending", end)
+
+
+save_async = async_form(save)
 
 
 class _Parts:

@@ -85,7 +85,7 @@ def ask_owners_async(what: str, calls: Sequence[OwnerCall]) -> Future[list[Any]]
 
     for future in futures:
         future.is_quiet = True  # its error is reported through the combined future
-        future.add_done_callback(one_done)
+        future._when_done(one_done)
     if not futures:
         one_done(None)
     return combined

@@ -148,7 +148,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             else:
                 done._complete(None)
 
-        asked.add_done_callback(all_done)
+        asked._when_done(all_done)
         return done
 
     def _step_calls(self, context_id: int, hogwild: bool) -> tuple[list[OwnerCall], list[list[Group]]]:

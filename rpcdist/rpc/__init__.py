@@ -20,8 +20,9 @@
 In coroutines, `async with rpc.session("worker0", ...)` is both ends; `rpcdist.LocalCluster` starts the processes, too.
 
 Names and arguments are those of `torch.distributed.rpc`. It does not have `session`, `call`, `call_async`, `get_actor`,
-`rpc_stream`, `Stream`, `wait_any`, `as_completed`, `idempotent`, nor the functions about who is in the job: `workers`,
-`wait_for_worker`, `on_membership_change`, `serve`. The guide is `docs/rpc.md`; the errors are in `rpcdist.errors`.
+`rpc_stream`, `Stream`, `wait_any`, `as_completed`, `idempotent`, the functions about who is in the job (`workers`,
+`wait_for_worker`, `on_membership_change`, `serve`), and those for coroutines, whose names end in `_async`. The guide is
+`docs/rpc.md`; the errors are in `rpcdist.errors`.
 """
 
 from __future__ import annotations
@@ -54,12 +55,14 @@ from rpcdist.rpc.api import (  # noqa: F401  # torch has the private ones here, 
     debug_rrefs,
     enable_gil_profiling,
     get_actor,
+    get_actor_async,
     get_rpc_timeout,
     get_worker_info,
     is_available,
     method_factory,
     new_method,
     remote,
+    remote_async,
     rpc_async,
     rpc_stream,
     rpc_sync,
@@ -78,8 +81,11 @@ from rpcdist.rpc.membership import (
     MembershipChange,
     on_membership_change,
     serve,
+    serve_async,
     stop_serving,
+    stop_serving_async,
     wait_for_worker,
+    wait_for_worker_async,
     workers,
 )
 from rpcdist.rpc.options import RpcBackendOptions, RpcOptions, TensorPipeRpcBackendOptions, TlsOptions
@@ -117,6 +123,7 @@ __all__ = [
     "enable_gil_profiling",
     "functions",
     "get_actor",
+    "get_actor_async",
     "get_rpc_timeout",
     "get_worker_info",
     "idempotent",
@@ -131,17 +138,21 @@ __all__ = [
     "options",
     "register_backend",
     "remote",
+    "remote_async",
     "rpc_async",
     "rpc_stream",
     "rpc_sync",
     "serve",
+    "serve_async",
     "session",
     "shutdown",
     "shutdown_async",
     "stop_serving",
+    "stop_serving_async",
     "wait_all",
     "wait_any",
     "wait_for_worker",
+    "wait_for_worker_async",
     "workers",
 ]
 

@@ -175,7 +175,7 @@ class Agent:
         self._connections = Connections(self.router, self._inbound, self._control)
         self._leases = LeaseWatch(options.peer_timeout, self._connections.sessions, events)
 
-        self.actors = ActorTable(self.pool.submit, self.user_loop)
+        self.actors = ActorTable(self.pool, self.user_loop)
         self.rrefs = RRefManager(
             _RRefLinks(self.directory, self.router),
             lambda handle: above.make_rref(self.rref_home, handle),
@@ -403,6 +403,7 @@ class Agent:
         self.streams.fail_all(stopped)
         self.serving.stop("RPC was shut down in this process")
         self.dispatcher.calls.cancel_all()
+        self.actors.close()
         self.autograd.close()
         self.rrefs.close()
         self.leaving.say_goodbye()

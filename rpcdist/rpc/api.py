@@ -16,8 +16,8 @@ from rpcdist.errors import AlreadyInitialized, BlockingInLoop, ConfigError, NotI
 from rpcdist.rpc import backend_registry
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._api.accidental_names import AllGatherStates, method_factory, new_method
-from rpcdist.rpc._api.actor_functions import get_actor
-from rpcdist.rpc._api.call_functions import call, call_async, remote, rpc_async, rpc_stream, rpc_sync
+from rpcdist.rpc._api.actor_functions import get_actor, get_actor_async
+from rpcdist.rpc._api.call_functions import call, call_async, remote, remote_async, rpc_async, rpc_stream, rpc_sync
 from rpcdist.rpc._current import agent_or_none, current_agent, forget_agent, set_current_agent, starts
 from rpcdist.rpc._futures.collected import collecting as _thread_local_var
 from rpcdist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
@@ -37,12 +37,14 @@ __all__ = [
     "debug_rrefs",
     "enable_gil_profiling",
     "get_actor",
+    "get_actor_async",
     "get_rpc_timeout",
     "get_worker_info",
     "is_available",
     "method_factory",
     "new_method",
     "remote",
+    "remote_async",
     "rpc_async",
     "rpc_stream",
     "rpc_sync",

@@ -1,7 +1,7 @@
 """Futures: what `rpc_async` returns.
 
 A `Future` is a `torch.futures.Future`, so scripts may hand it to `torch.futures.wait_all`; it can also be awaited,
-cancelled, and waited for with a limit.
+cancelled, waited for with a limit, and handed to all functions of asyncio that wait (`asyncio.wait`, `gather`, ...).
 
 [Note: two halves]
     The Python half (this class) is the truth. The C++ half, which `torch.futures.collect_all` waits for, is a mirror
@@ -27,6 +27,8 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import logging
 import time
 from _thread import LockType, allocate_lock
@@ -84,7 +86,8 @@ class Expected(Protocol):
 class Future(torch.futures.Future[T]):
     """The result of a call that is still running.
 
-    Any thread may call any method. Callbacks run on the thread that completes the future, or at once if it is done.
+    Any thread may call any method. Callbacks run on the thread that completes the future, or at once if it is done;
+    those that are added on an event loop run on that loop.
 
     Args:
         devices: the accelerators on which tensors of the result may lie, as in torch.
@@ -164,6 +167,15 @@ class Future(torch.futures.Future[T]):
             raise RuntimeError("the Future is not completed yet; use wait() or await")
         return self._outcome()
 
+    def result(self) -> T:
+        """`value` as asyncio calls it: raises `asyncio.InvalidStateError` while the future is pending."""
+        if not self._finished:
+            raise asyncio.InvalidStateError("the result is not there yet; use wait() or await")
+        try:
+            return self._outcome()
+        finally:
+            del self  # [Note: frames]
+
     def exception(self, timeout: float | None = 0) -> BaseException | None:
         """The error, or None for a result; `timeout` as in `wait`, but by default it does not wait."""
         if not self._finished:
@@ -211,7 +223,7 @@ class Future(torch.futures.Future[T]):
                 if self._finished:
                     return
             if _get_running_loop() is not None:
-                raise BlockingInLoop("Future.wait()")
+                raise BlockingInLoop("Future.wait()", "await future")
             ends_at = None if timeout is None else time.monotonic() + timeout
             with blocking():
                 while not self._finished and self._sleep(ends_at):
@@ -284,8 +296,11 @@ class Future(torch.futures.Future[T]):
         if not self._fail(result):
             raise RuntimeError(_COMPLETED_TWICE)
 
-    def cancel(self) -> bool:
+    def cancel(self, msg: object = None) -> bool:
         """Ends the call, here with `Cancelled` and at the callee as soon as it hears of it.
+
+        Args:
+            msg: accepted for asyncio's sake.
 
         Returns:
             False if the future was done, or its result has arrived and is being decoded.
@@ -407,9 +422,39 @@ class Future(torch.futures.Future[T]):
             return False
         return True
 
-    def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
-        """Has `callback(future)` called when the future is done; an error that it raises is logged."""
+    def add_done_callback(
+        self, callback: Callable[[Future[T]], object], *, context: contextvars.Context | None = None
+    ) -> None:
+        """Has `callback(future)` called when the future is done; an error that it raises is logged.
+
+        On the thread of an event loop it is what asyncio's futures do: the callback runs on that loop, in `context` or
+        in a copy of the current one, and never before this returns. If the loop is closed by then, it does not run.
+        """
         _check_callable("add_done_callback", callback)
+        loop = _get_running_loop()
+        if loop is not None:
+            callback = partial(
+                _call_on_loop, loop, contextvars.copy_context() if context is None else context, callback
+            )
+        self._when_done(callback)
+
+    def remove_done_callback(self, callback: Callable[[Future[T]], object]) -> int:
+        """Takes a callback back, as often as it was added; returns how often that was. What runs already, goes on."""
+        removed = 0
+        for entry in tuple(self._callbacks):
+            is_on_loop = isinstance(entry, partial) and entry.func is _call_on_loop
+            if (cast(Any, entry).args[-1] if is_on_loop else entry) == callback:
+                with contextlib.suppress(ValueError):  # the future is done by now, and calls it
+                    self._callbacks.remove(entry)
+                    removed += 1
+        return removed
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        """The running loop: the future belongs to none, so each may wait for it."""
+        return asyncio.get_running_loop()
+
+    def _when_done(self, callback: Callable[[Future[T]], object]) -> None:
+        """`add_done_callback` without a look at loops: the callback runs on the completing thread, or at once."""
         if self._finished:
             self._call_back(callback)
             return
@@ -425,7 +470,7 @@ class Future(torch.futures.Future[T]):
         """
         _check_callable("then", callback)
         child: Future[S] = Future(devices=self._devices, on_cancel=self.cancel)
-        self.add_done_callback(partial(_complete_child, child, callback))
+        self._when_done(partial(_complete_child, child, callback))
         return child
 
     def _run_callbacks(self) -> None:
@@ -463,6 +508,19 @@ class Future(torch.futures.Future[T]):
 
 def _left_s(ends_at: float | None) -> float | None:
     return None if ends_at is None else max(0.0, ends_at - time.monotonic())
+
+
+def _call_on_loop(
+    loop: asyncio.AbstractEventLoop,
+    context: contextvars.Context,
+    callback: Callable[[Future[T]], object],
+    future: Future[T],
+) -> None:
+    try:
+        loop.call_soon_threadsafe(callback, future, context=context)
+    except RuntimeError:
+        if not loop.is_closed():  # else nobody waits there any more
+            raise
 
 
 def _check_callable(name: str, callback: object) -> None:

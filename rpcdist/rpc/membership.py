@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 
 from rpcdist.backoff import backoff
 from rpcdist.deadline import Deadline
-from rpcdist.errors import BlockingInLoop, WorkerLost
+from rpcdist.errors import WorkerLost
 from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._current import current_agent
+from rpcdist.rpc._executors.async_forms import async_form, off_loop
 from rpcdist.rpc._membership.membership_watch import MembershipChange
 from rpcdist.rpc._membership.serving import PING, STOP
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, MIN_WAIT_S
 
-__all__ = ["MembershipChange", "on_membership_change", "serve", "stop_serving", "wait_for_worker", "workers"]
+__all__ = [
+    "MembershipChange",
+    "on_membership_change",
+    "serve",
+    "serve_async",
+    "stop_serving",
+    "stop_serving_async",
+    "wait_for_worker",
+    "wait_for_worker_async",
+    "workers",
+]
 
 
 def workers(role: str | None = None) -> list[WorkerInfo]:
@@ -29,6 +39,7 @@ def workers(role: str | None = None) -> list[WorkerInfo]:
     return [WorkerInfo(m.identity.name, m.identity.id) for m in living if role is None or m.role == role]
 
 
+@off_loop("await rpc.wait_for_worker_async(...)")
 def wait_for_worker(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> WorkerInfo:
     """Waits until a worker of this name is in the job and answers: one that is late, or the replacement of a lost one.
 
@@ -40,8 +51,6 @@ def wait_for_worker(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> WorkerInfo
         DeadlineExceeded: the time is over.
         BlockingInLoop: called on an event loop.
     """
-    if asyncio._get_running_loop() is not None:
-        raise BlockingInLoop("rpc.wait_for_worker", "await asyncio.to_thread(rpc.wait_for_worker, ...)")
     agent = current_agent()
     deadline = Deadline.after(agent.caller.timeout_of(timeout))
     pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, deadline)
@@ -57,6 +66,9 @@ def wait_for_worker(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> WorkerInfo
             return info
 
 
+wait_for_worker_async = async_form(wait_for_worker)
+
+
 def on_membership_change(callback: Callable[[MembershipChange], object]) -> Callable[[], None]:
     """Has a function called whenever a worker joins, leaves or is lost.
 
@@ -69,6 +81,7 @@ def on_membership_change(callback: Callable[[MembershipChange], object]) -> Call
     return current_agent().watch.add(callback)
 
 
+@off_loop("await rpc.serve_async(...)")
 def serve(timeout: float | None = None) -> str | None:
     """Serves the calls of others until this worker is told to stop, and returns why; call `shutdown` then.
 
@@ -82,17 +95,20 @@ def serve(timeout: float | None = None) -> str | None:
         CoordinatorLost: rank 0 was lost, and no process took its place within `RpcOptions(orphan_timeout=...)`.
         BlockingInLoop: called on an event loop.
     """
-    if asyncio._get_running_loop() is not None:
-        raise BlockingInLoop("rpc.serve", "await asyncio.to_thread(rpc.serve)")
     return current_agent().serving.wait(timeout)
 
 
+serve_async = async_form(serve)
+
+
+@off_loop("await rpc.stop_serving_async(...)")
 def stop_serving(to: Destination, timeout: float = UNSET_RPC_TIMEOUT) -> None:
     """Ends `serve` on another worker, also if it calls that only later. Arguments and errors as for `rpc_sync`."""
-    if asyncio._get_running_loop() is not None:
-        raise BlockingInLoop("rpc.stop_serving", "await asyncio.to_thread(rpc.stop_serving, ...)")
     agent = current_agent()
     limit_s = agent.caller.timeout_of(timeout)
     agent.caller.gather(
         agent.directory.resolve(to), STOP, (agent.worker_name,), 0 if limit_s == float("inf") else limit_s
     )
+
+
+stop_serving_async = async_form(stop_serving)

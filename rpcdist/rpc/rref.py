@@ -20,10 +20,11 @@ from rpcdist.deadline import Deadline, checked_timeout, current_deadline
 from rpcdist.errors import NotInitialized, RRefError, WorkerLost
 from rpcdist.rpc._calling.result_streams import Stream
 from rpcdist.rpc._current import agent_or_none, current_agent
+from rpcdist.rpc._executors.async_forms import async_form, off_loop
 from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.host import CreationOutcome, RRefHome
-from rpcdist.rpc._rref.proxy import KnownMethod, RRefProxy, method_name
+from rpcdist.rpc._rref.proxy import RRefProxy, method_name
 from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
@@ -65,9 +66,7 @@ class PyRRef(Generic[T]):
         "_creation",
         "_handle",
         "_home",
-        "_invoker_names",
         "_kind",
-        "_known_methods",
         "_order",
         "_type_future",
     )
@@ -78,7 +77,9 @@ class PyRRef(Generic[T]):
                 "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
             )
         agent = current_agent()
-        self._set(agent.rref_home, agent.rrefs.own(value))
+        handle = agent.rrefs.own(value)
+        handle.state.is_serial = agent.actors.is_actor(value)
+        self._set(agent.rref_home, handle)
 
     @classmethod
     def _of(cls, home: RRefHome, handle: Handle) -> PyRRef[Any]:
@@ -93,8 +94,6 @@ class PyRRef(Generic[T]):
         self._kind = ""  # the name of the value's class, if it was known from the start
         self._order: object = None  # of the calls of an actor
         self._type_future: Future[type] | None = None
-        self._invoker_names: dict[str, Future[str]] = {}  # by method
-        self._known_methods: dict[str, KnownMethod] = {}
 
     if not TYPE_CHECKING:  # checkers know the attributes that there are
 
@@ -240,7 +239,8 @@ class PyRRef(Generic[T]):
         try:
             return future.wait()
         except BaseException:
-            self._forget_question(future)
+            # Who waited has the error, and its frames have this reference: it would live until the next collection.
+            self._type_future = None
             raise
         finally:
             del future  # it has the error, and that has this frame
@@ -254,26 +254,6 @@ class PyRRef(Generic[T]):
         asked: Future[type] = self._home.rpc_async(self, proxied._rref_typeof_on_owner, (), timeout)
         asked.is_quiet = True
         return asked
-
-    def _get_invoker_name(self, method: str, timeout: float) -> Future[str]:
-        """Which function runs a method at the owner, where the class itself, a pickle, is not taken."""
-        future = self._invoker_names.get(method)
-        if future is None or (future.done() and future.exception() is not None):
-            self._handle.state.check(USE_AFTER_DELETION)
-            future = self._home.rpc_async(self, proxied._invoker_name, (method,), timeout)
-            future.is_quiet = True
-            self._invoker_names[method] = future
-        return future
-
-    def _forget_question(self, known: Future[Any]) -> None:
-        """Of `_get_type` or `_get_invoker_name`, which failed. Whoever waited has the error, and the error the frames
-        that have this reference: it would not be dropped before the garbage collector comes.
-        """
-        if self._type_future is known:
-            self._type_future = None
-        for method, question in list(self._invoker_names.items()):
-            if question is known:
-                self._invoker_names.pop(method, None)
 
     def cancel(self) -> bool:
         """Ends the creation of the value, where `rpc.remote` or `rref.remote()` on this worker began it.
@@ -295,6 +275,7 @@ class PyRRef(Generic[T]):
         done.set_result(None)
         return done
 
+    @off_loop("await rref.backward_async(...)")
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Runs the backward pass with the value as root; blocks.
 
@@ -320,6 +301,8 @@ class PyRRef(Generic[T]):
             value.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             return
         self._home.backward(dist_autograd_ctx_id, value, retain_graph)
+
+    backward_async = async_form(backward)
 
     # ------------------------------------------------------------ as an object
 

@@ -144,7 +144,7 @@ class IoLoop:
             pass  # no loop runs here, so waiting is fine
         else:
             coroutine.close()
-            raise BlockingInLoop("this call")
+            raise BlockingInLoop("this call", "await asyncio.to_thread(...)")
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         except RuntimeError as exc:

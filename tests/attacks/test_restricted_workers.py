@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from rpcdist import rpc
-from rpcdist.errors import ConfigError, RemoteError, RRefError
+from rpcdist.errors import ConfigError, RemoteError
 from rpcdist.rpc import functions
-from rpcdist.rpc._rref.proxy import _invoker
 from rpcdist.rpc._start import node_options
 from rpcdist.rpc.future import Future
 from rpcdist.testing import InProcessCluster
@@ -57,11 +56,6 @@ def test_methods_of_references_without_pickle() -> None:
             rref.rpc_async().missing().wait()
         mine: Any = rpc.RRef(Model())
         assert mine.rpc_sync().double(4) == 8
-
-
-def test_an_owner_cannot_choose_what_runs_a_method() -> None:
-    with pytest.raises(RRefError, match="'inspect', which this version does not know"):
-        _invoker("inspect", "double")
 
 
 def test_the_token_is_in_no_text() -> None:

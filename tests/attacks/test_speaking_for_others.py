@@ -63,7 +63,7 @@ def test_nobody_ends_the_calls_of_another_worker_at_an_actor() -> None:
         actor = cluster.run("c", partial(rpc.remote, "a", Journal, (), serial=True, name="journal"))
         cluster.run("c", lambda: actor.rpc_sync().note("first"))
         with cluster.use("a") as agent:
-            [queue] = [found._queue for found in agent.actors._actors.values()]
+            [queue] = [found._queue for found in agent.actors._by_rref.values()]
             of_c = next(iter(queue._callers.values()))
         with cluster.use("b"):
             there = rpc.get_actor("journal")

@@ -20,9 +20,10 @@ from rpcdist.autograd._wire_format import check_verdicts
 from rpcdist.collectives._group import flight_records
 from rpcdist.collectives._group.flight_records import FlightRecorder
 from rpcdist.errors import CallRefused, ProtocolViolation, UnknownWorker
+from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._membership.leader import CONTRIBUTE
 from rpcdist.rpc._serving.producers import MAX_CREDIT, SyncProducer
-from rpcdist.testing import InProcessCluster
+from rpcdist.testing import InProcessCluster, eventually
 
 
 def test_a_peer_brings_a_bounded_number_of_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,15 +110,14 @@ def test_a_gathering_of_unknown_names_leaves_nothing_behind() -> None:
 def test_a_producer_makes_no_more_items_ahead_than_its_limit() -> None:
     sent: list[object] = []
     sender: Any = SimpleNamespace(autograd=None, item=sent.append, end=sent.append)
-    jobs: list[Any] = []
-    pool: Any = SimpleNamespace(submit=jobs.append)
+    pool = ThreadPool()
     producer = SyncProducer(pool, sender, (number for number in range(10**9)), copy_context())
     producer.credit(4_000_000_000)
-    while jobs:
-        jobs.pop()()
+    eventually(lambda: pool.num_reserved == 1)  # it waits for its consumer
     assert len(sent) == MAX_CREDIT
     producer.cancel()
-    jobs.pop()()
+    assert pool.close() == []
+    assert sent[MAX_CREDIT:] == [None]
 
 
 def test_a_failure_is_written_into_no_folder_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ RpcTest:
     function_not_on_callee handle_send_exceptions nested_rpc deadlock
     stress_light_rpc stress_heavy_rpc multi_py_udf_remote py_rref_args_user_share nested_remote nested_rref
     rref_forward_chain rpc_return_rref local_rref_no_fork owner_equality call_method_on_rref rref_leak rref_str
-    rref_context_debug_info rref_proxy_class rref_proxy_non_exist local_value_not_on_owner remote_throw
+    rref_context_debug_info rref_proxy_class local_value_not_on_owner remote_throw
     rref_py_pickle_not_supported use_rref_after_shutdown user_rrefs_confirmed wait_all wait_all_timeout
     rpc_barrier_multithreaded all_gather wait_all_workers_twice_dense graceful_shutdown_with_uneven_workload
     shutdown_followed_by_rpc callback_chain future_nested_callback mark_future_twice pickle_future

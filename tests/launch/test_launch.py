@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -212,6 +213,56 @@ def test_a_program_without_a_guard_is_told_so(tmp_path: Path) -> None:
         assert (result.returncode, result.stdout) == (1, "")
         assert result.stderr == f"{where}, since each new process imports this file\n"
         script.write_text("import rpcdist\n\nif True:\n    # a comment\n    rpcdist.LocalCluster(2).start()\n")
+
+
+MAIN_MODULE = """
+from functions import named
+from rpcdist import launch
+
+def double(rank, number):
+    assert __name__ == "__mp_main__"
+    return 2 * number + rank
+
+if __name__ == "__main__":
+    print(launch(double, (4,), workers=2), launch(named, workers=1))
+"""
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("command", [["-m", "tool"], ["-m", "tool.inner"], ["tool"], ["tool.zip"]], ids=" ".join)
+def test_functions_of_a_main_module_that_is_a_folder(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package, a package in one, whose main module imports its neighbours, and a folder or archive that is none."""
+    inner = tmp_path / "tool" / "inner"
+    inner.mkdir(parents=True)
+    relative = MAIN_MODULE.replace("from functions", "from .functions" if command[0] == "-m" else "from functions")
+    for folder in (inner.parent, inner):
+        (folder / "__init__.py").touch()
+        (folder / "__main__.py").write_text(relative)
+        (folder / "functions.py").write_text("def named(rank):\n    return __name__\n")
+    shutil.make_archive(str(inner.parent), "zip", inner.parent)
+    monkeypatch.chdir(tmp_path)
+    result = run(sys.executable, *command)
+    package = f"{command[1]}." if command[0] == "-m" else ""
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == f"[8, 9] ['{package}functions']\n"
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("command", [["-m", "tool"], ["tool"]], ids=" ".join)
+def test_a_main_module_that_only_runs_the_program_runs_once(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tool").mkdir()
+    (tmp_path / "tool" / "__main__.py").write_text(
+        "import functions\nfrom rpcdist import launch\n\nprint(launch(functions.named, workers=2))\n"
+    )
+    (tmp_path / "functions.py").write_text("def named(rank):\n    return __name__\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    result = run(sys.executable, *command)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "['functions', 'functions']\n", "")
 
 
 # ---------------------------------------------------------------- without processes

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 from rpcdist import rpc
 from rpcdist.rpc import Future, RRef
+from rpcdist.rpc._current import current_agent
 
 LIMIT_S = 30.0
 
@@ -100,3 +103,145 @@ class UnpicklableThere:
 
 def refuse() -> None:
     raise ValueError("not here")
+
+
+class Counter:
+    """Adds with a pause in the middle, in which another call may come if nothing keeps it out."""
+
+    def __init__(self, holder: str | None = None) -> None:
+        self.n = self.inside = self.most = 0
+        self.friends: list[Any] = []
+        if holder is not None:  # of a reference that is made before the object is finished
+            rpc.rpc_sync(holder, keep, (RRef(self),))
+
+    def add(self) -> Counter:
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        n = self.n
+        time.sleep(0.0005)
+        self.n = n + 1
+        self.inside -= 1
+        return self
+
+    def add_one(self) -> int:
+        return self.add().n
+
+    async def add_later(self) -> int:
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        await asyncio.sleep(0.0005)
+        self.n += 1
+        self.inside -= 1
+        return self.n
+
+    def itself(self) -> Counter:
+        return self
+
+    def reference(self) -> RRef[Counter]:
+        return RRef(self)
+
+    def in_a_list(self) -> list[Counter]:
+        return [self]
+
+    def note(self, friend: Any) -> int:
+        self.friends.append(friend)
+        return len(self.friends)
+
+    def wait_for_itself(self, me: RRef[Counter]) -> None:
+        me.rpc_sync().add_one()
+
+    def outcome(self) -> tuple[int, int]:
+        return self.n, self.most
+
+
+kept: list[Any] = []
+
+
+def keep(rref: RRef[Any]) -> None:
+    kept.append(rref)
+
+
+def take_kept() -> Any:
+    return kept.pop()
+
+
+def the_object_of(rref: RRef[Any]) -> Any:
+    """At its owner: a function that has nothing to do with the actor, and returns its object."""
+    return rref.local_value()
+
+
+def add_through(counter: RRef[Counter], times: int) -> None:
+    rpc.wait_all([counter.rpc_async().add_one() for _ in range(times)])
+
+
+def note_in_order(counter: RRef[Counter], times: int) -> None:
+    rpc.wait_all([counter.rpc_async().note(i) for i in range(times)])
+
+
+class Bound:
+    """Objects that belong to a thread."""
+
+    def __init__(self) -> None:
+        self.db = sqlite3.connect(":memory:")
+        self.db.execute("create table log(x)")
+        self.lock = threading.RLock()
+        self.local = threading.local()
+        self.local.value = 0
+        self.threads = {threading.get_ident()}
+
+    def add(self, x: int) -> int:
+        self.threads.add(threading.get_ident())
+        self.db.execute("insert into log values(?)", (x,))
+        self.local.value += 1
+        count: int = self.db.execute("select count(*) from log").fetchone()[0]
+        assert count == self.local.value
+        return count
+
+    def take(self) -> None:
+        self.lock.acquire()
+
+    def release(self) -> int:
+        self.lock.release()
+        return len(self.threads)
+
+    async def later(self) -> str:
+        return threading.current_thread().name
+
+    def ask(self, other: RRef[Bound]) -> int:
+        return int(other.rpc_sync().add(0))
+
+    def name(self) -> str:
+        return threading.current_thread().name
+
+
+def rows(n: int) -> Iterator[int]:
+    db = sqlite3.connect(":memory:")
+    lock, threads = threading.RLock(), set()
+    try:
+        for i in range(n):
+            threads.add(threading.get_ident())
+            lock.acquire()
+            yield int(db.execute("select ?", (i,)).fetchone()[0])
+            lock.release()
+    finally:
+        ends.append((len(threads), threading.get_ident() in threads))
+
+
+def rows_of_an_open_database(n: int) -> Iterator[int]:
+    db = sqlite3.connect(":memory:")
+    return (int(db.execute("select ?", (i,)).fetchone()[0]) for i in range(n))
+
+
+ends: list[tuple[int, bool]] = []
+
+
+def block(gate: str) -> None:
+    assert gates[gate].wait(LIMIT_S)
+
+
+def the_name_of(actor: RRef[Bound]) -> str:
+    return str(actor.rpc_sync().name())
+
+
+def num_reserved() -> int:
+    return current_agent().pool.num_reserved

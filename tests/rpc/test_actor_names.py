@@ -9,7 +9,7 @@ import pytest
 from actor_functions import LIMIT_S, Journal, new_gate
 
 from rpcdist import rpc
-from rpcdist.errors import ActorNameTaken, BlockingInLoop, ConfigError, RRefError, UnknownActor, WorkerLost
+from rpcdist.errors import ActorNameTaken, ConfigError, RRefError, UnknownActor, WorkerLost
 from rpcdist.testing import InProcessCluster, eventually
 
 
@@ -67,14 +67,6 @@ def test_a_name_ends_with_the_worker_of_its_actor(cluster: InProcessCluster) -> 
         rpc.remote("c", Journal, serial=True, name="journal")
         assert rpc.get_actor("journal").rpc_sync().note(1) == 1
     cluster.shutdown(graceful=False)
-
-
-async def test_names_are_not_looked_up_on_a_loop(cluster: InProcessCluster) -> None:
-    with cluster.use("a"):
-        with pytest.raises(BlockingInLoop, match="to_thread"):
-            rpc.get_actor("journal")
-        with pytest.raises(BlockingInLoop, match="to_thread"):
-            rpc.remote("b", Journal, name="journal")
 
 
 @pytest.mark.parametrize("owner", ["a", "b"])

@@ -152,7 +152,7 @@ def test_the_error_at_the_deadline_says_how_far_the_call_was(phase: Any, text: s
     assert "It was not sent" in str(call.deadline_error())
     call.session, call.was_asked = session, True
     assert "'b' did not say how far it was; it was last heard 0.0 s ago" in str(call.deadline_error())
-    table.note_state(SimpleNamespace(), CallState(id=call.id, phase=phase))  # type: ignore[arg-type]  # somebody else
+    table.note_state(SimpleNamespace(), CallState(id=call.id, phase=phase))  # somebody else
     assert "did not say" in str(call.deadline_error())
     table.note_state(session, CallState(id=call.id + 1, phase=phase))  # of no call
     table.note_state(session, CallState(id=call.id, phase=phase, running_us=7_000_000))

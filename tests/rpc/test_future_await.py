@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from future_helpers import REPLY_SINKS, failed_future
 from future_helpers import pool as pool
 
-from rpcdist.errors import BlockingInLoop
+from rpcdist.errors import BlockingInLoop, Cancelled
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._futures.waiting import as_completed, wait_all, wait_any
 from rpcdist.rpc.future import Future
@@ -79,3 +81,126 @@ def test_a_loop_that_was_closed_does_not_disturb_the_reply_sink() -> None:
     other._observers.extend(observers)
     other.set_result(1)
     assert other.wait() == 1
+
+
+asyncio_wait: Any = asyncio.wait  # its type knows asyncio's own futures only
+
+
+def complete_from_a_thread(pool: ThreadPool) -> list[Future[int]]:
+    """One of each kind of end, of which another thread makes two while somebody waits, and one that stays pending."""
+    early, late, failed, cancelled, pending = (Future[int]() for _ in range(5))
+    early.set_result(1)
+    cancelled.cancel()
+    pool.submit(late._complete, 2)
+    pool.submit(failed._fail, ValueError("3"))
+    return [early, late, failed, cancelled, pending]
+
+
+@pytest.mark.parametrize("timeout_s", [None, 30.0])
+@pytest.mark.parametrize("until", [asyncio.ALL_COMPLETED, asyncio.FIRST_EXCEPTION, asyncio.FIRST_COMPLETED])
+async def test_asyncio_wait(pool: ThreadPool, until: str, timeout_s: float | None) -> None:
+    *ending, pending = complete_from_a_thread(pool)
+    if until == asyncio.ALL_COMPLETED:
+        done, left = await asyncio_wait(ending, timeout=timeout_s, return_when=until)
+        assert (done, left) == (set(ending), set())
+        assert [future.result() for future in ending[:2]] == [1, 2]
+        with pytest.raises(ValueError, match="3"):
+            ending[2].result()
+        with pytest.raises(Cancelled):
+            ending[3].result()
+    elif until == asyncio.FIRST_EXCEPTION:
+        done, left = await asyncio_wait([ending[1], ending[2], pending], timeout=timeout_s, return_when=until)
+        assert ending[2] in done and pending in left
+    else:
+        done, left = await asyncio_wait([ending[1], pending], timeout=timeout_s, return_when=until)
+        assert (done, left) == ({ending[1]}, {pending})
+    assert not pending._callbacks  # asyncio has taken its own back
+
+
+async def test_asyncio_wait_gives_up_at_its_limit() -> None:
+    pending: Future[int] = Future()
+    assert await asyncio_wait([pending], timeout=0.01) == (set(), {pending})
+    assert not pending._callbacks and not pending.done()
+    with pytest.raises(asyncio.InvalidStateError):
+        pending.result()
+
+
+async def test_other_functions_of_asyncio_that_wait(pool: ThreadPool) -> None:
+    def later(value: int) -> Future[int]:
+        future: Future[int] = Future()
+        pool.submit(future._complete, value)
+        return future
+
+    assert list(await asyncio.gather(later(1), later(2))) == [1, 2]
+    assert await asyncio.shield(later(3)) == 3
+    assert await asyncio.wait_for(later(4), 30) == 4
+    assert await asyncio.ensure_future(later(5)) == 5
+    assert sorted([await one for one in asyncio.as_completed([later(6), later(7)])]) == [6, 7]
+    async with asyncio.timeout(30):
+        assert await later(8) == 8
+    assert later(9).get_loop() is asyncio.get_running_loop()
+
+
+async def test_shield_leaves_the_call_alone() -> None:
+    call: Future[int] = Future()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(call), 0.01)
+    assert not call.done()
+    call.set_result(1)
+
+
+async def test_callbacks_that_are_added_on_a_loop_run_on_it(pool: ThreadPool) -> None:
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
+    variable.set("of the task")
+    seen: list[tuple[int, str, int]] = []
+    all_seen = asyncio.Event()
+
+    def callback(future: Future[int]) -> None:
+        seen.append((threading.get_ident(), variable.get(), future.result()))
+        if len(seen) == 3:
+            all_seen.set()
+
+    future: Future[int] = Future()
+    future.add_done_callback(callback)
+    future.add_done_callback(callback, context=contextvars.Context())
+    pool.submit(future._complete, 1)
+    await asyncio_wait([future])
+    future.add_done_callback(callback)
+    assert len(seen) < 3  # it never runs before `add_done_callback` returns
+    await asyncio.wait_for(all_seen.wait(), 30)
+    me = threading.get_ident()
+    assert sorted(seen) == [(me, "of the task", 1), (me, "of the task", 1), (me, "unset", 1)]
+
+
+@pytest.mark.parametrize("is_on_loop", [False, True])
+def test_a_callback_is_taken_back(is_on_loop: bool) -> None:
+    called: list[object] = []
+    first: Future[int] = Future()
+
+    async def add_and_remove() -> None:
+        for callback in (called.append, called.clear, called.append):
+            first.add_done_callback(callback)  # type: ignore[arg-type]
+        assert first.remove_done_callback(called.append) == 2
+        assert first.remove_done_callback(called.append) == 0
+        first.remove_done_callback(called.clear)  # type: ignore[arg-type]
+        first.set_result(1)
+        await asyncio.sleep(0)
+
+    if is_on_loop:
+        asyncio.run(add_and_remove())
+    else:
+        first.add_done_callback(called.append)
+        assert first.remove_done_callback(called.append) == 1
+        first.set_result(1)
+    assert called == []
+
+
+def test_a_callback_of_a_closed_loop_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    future: Future[int] = Future()
+
+    async def add() -> None:
+        future.add_done_callback(print)
+
+    asyncio.run(add())
+    future.set_result(1)
+    assert not caplog.records

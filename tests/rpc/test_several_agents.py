@@ -18,7 +18,6 @@ from rpcdist.errors import AlreadyInitialized, NotInitialized, RRefError
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._current import agent_or_none, forget_agent, use_agent
 from rpcdist.rpc._start import node_options, start_agent
-from rpcdist.rpc.future import Future
 from rpcdist.testing import eventually
 from rpcdist.transport import Node
 
@@ -264,14 +263,12 @@ def test_a_method_that_was_replaced_is_found_again(agents: tuple[Agent, ...], mo
         assert [changing.rpc_sync().answer() for _ in range(3)] == ["later"] * 3
         monkeypatch.delattr(Changing, "answer")
         with pytest.raises(AttributeError, match="answer"):
-            changing.remote().answer()
+            changing.remote().answer().to_here()
 
 
 def test_a_method_waits_for_the_value_and_no_thread_waits_with_it(agents: tuple[Agent, ...]) -> None:
     with use_agent(agents[0]):
         counter = rpc.remote(NAMES[1], slow_counter, ("late",))
-        counter._type_future = Future()
-        counter._type_future.set_result(Counter)  # else the question for the type would wait instead
         calls = [counter.rpc_async().add() for _ in range(50)]
         assert rpc.rpc_sync(NAMES[1], who) == NAMES[1]
         assert agents[1].pool.stats().threads < 20

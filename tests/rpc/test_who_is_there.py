@@ -12,7 +12,7 @@ from peer_timeouts import CALM_S, LIMIT_S, UNIT_S
 from rpc_functions import add
 
 from rpcdist import rpc
-from rpcdist.errors import BlockingInLoop, ConfigError, DeadlineExceeded, RpcdistError, UnknownWorker, WorkerLost
+from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, UnknownWorker, WorkerLost
 from rpcdist.testing import InProcessCluster, WorkerPool, eventually, wait_until_asleep
 
 entered = threading.Event()
@@ -100,12 +100,6 @@ def test_waiting_for_a_worker() -> None:
 def _wait_and_call(to: str) -> int:
     rpc.wait_for_worker(to)
     return int(rpc.rpc_sync(to, add, (1, 2)))
-
-
-async def test_waits_are_refused_on_a_loop() -> None:
-    for wait in (rpc.serve, lambda: rpc.wait_for_worker("a"), lambda: rpc.stop_serving("a")):
-        with pytest.raises(BlockingInLoop, match=r"asyncio\.to_thread"):
-            wait()
 
 
 # ---------------------------------------------------------------- serving

@@ -16,6 +16,7 @@ from rpcdist.nn import _owner_functions
 from rpcdist.nn._refused_methods import RefusesLocalMethods, refuse
 from rpcdist.nn._remote_device import parse_remote_device
 from rpcdist.rpc import Future, RRef
+from rpcdist.rpc._executors.async_forms import off_loop
 
 __all__ = ["RemoteModule"]
 
@@ -54,6 +55,7 @@ def _forward_async(
     )
 
 
+@off_loop("await module.forward_async(...)", "RemoteModule.forward")
 def _forward(module_rref: RRef[nn.Module], device: str, has_device_map: bool, /, *args: Any, **kwargs: Any) -> Any:
     """Calls the module at its owner, and waits for the result."""
     return rpc.rpc_sync(
@@ -156,6 +158,7 @@ class _RemoteModule(RefusesLocalMethods, Generic[P, R]):
         """The reference to the module."""
         return self.module_rref
 
+    @off_loop("await asyncio.to_thread(module.train, ...)")
     def train(self, mode: bool = True) -> Self:
         """Sets the module, at its owner, to training mode or to evaluation mode."""
         self._ask(_owner_functions.train, mode)
@@ -166,11 +169,13 @@ class _RemoteModule(RefusesLocalMethods, Generic[P, R]):
         """The same as `train(False)`."""
         return self.train(False)
 
+    @off_loop("await asyncio.to_thread(module.requires_grad_, ...)")
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Sets whether the parameters require gradients."""
         self._ask(_owner_functions.requires_grad_, requires_grad)
         return self
 
+    @off_loop("await asyncio.to_thread(module.to, ...)")
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Moves the module to another device of its owner, or to another dtype, as `torch.nn.Module.to` does."""
         self.device = self._ask(_owner_functions.move, self.device, args, kwargs)
@@ -179,6 +184,7 @@ class _RemoteModule(RefusesLocalMethods, Generic[P, R]):
 
     # ------------------------------------------------------------ parameters
 
+    @off_loop("await asyncio.to_thread(module.remote_parameters, ...)")
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
         """References to the parameters, as a `DistributedOptimizer` takes them.
 
@@ -188,6 +194,7 @@ class _RemoteModule(RefusesLocalMethods, Generic[P, R]):
         parameters: list[RRef[nn.Parameter]] = self._ask(_owner_functions.parameter_rrefs, recurse)
         return parameters
 
+    @off_loop("await asyncio.to_thread(module.named_parameters, ...)")
     def named_parameters(  # type: ignore[override]
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, RRef[nn.Parameter]]]:
@@ -216,6 +223,7 @@ class _RemoteModule(RefusesLocalMethods, Generic[P, R]):
 
     # ------------------------------------------------------------ state
 
+    @off_loop("await asyncio.to_thread(module.state_dict, ...)")
     def state_dict(  # type: ignore[override]
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
@@ -238,6 +246,7 @@ class _RemoteModule(RefusesLocalMethods, Generic[P, R]):
             destination._metadata.update(((prefix + name).rstrip("."), version) for name, version in versions.items())
         return destination
 
+    @off_loop("await asyncio.to_thread(module.load_state_dict, ...)")
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state into the module at its owner. Returns, and raises, what `torch.nn.Module` does."""
         return self._ask(_owner_functions.load_state_dict, state_dict, strict, assign)

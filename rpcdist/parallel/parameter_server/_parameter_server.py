@@ -13,6 +13,7 @@ from rpcdist.errors import ConfigError
 from rpcdist.parallel.parameter_server._row_layout import RowLayout
 from rpcdist.parallel.parameter_server._shard import Mode, ParameterShard
 from rpcdist.parallel.parameter_server._sharded_parameters import ShardedParameters, make_config, values_of
+from rpcdist.rpc._executors.async_forms import async_form, off_loop
 
 __all__ = ["ParameterServer"]
 
@@ -58,6 +59,7 @@ class ParameterServer(ShardedParameters):
         Exception: a server could not make its part.
     """
 
+    @off_loop("await asyncio.to_thread(ParameterServer, ...)")
     def __init__(
         self,
         parameters: Mapping[str, Tensor] | nn.Module,
@@ -93,6 +95,7 @@ class ParameterServer(ShardedParameters):
 
     # ------------------------------------------------------------ values
 
+    @off_loop("await server.pull_async(...)")
     def pull(self, requires_grad: bool = False) -> dict[str, Tensor]:
         """The values by name, on the CPU; nobody waits.
 
@@ -102,9 +105,14 @@ class ParameterServer(ShardedParameters):
         """
         return self._merged(self._ask("pull", requires_grad))
 
+    pull_async = async_form(pull)
+
+    @off_loop("await server.load_into_async(...)")
     def load_into(self, module: nn.Module) -> None:
         """Copies the values into the parameters of a module with the same names and shapes, on any device."""
         self._write(self._ask("pull"), module)
+
+    load_into_async = async_form(load_into)
 
     def parameter_rrefs(self) -> list[rpc.RRef[Tensor]]:
         """References to the parts of all trained parameters, for `DistributedOptimizer`."""
@@ -113,6 +121,7 @@ class ParameterServer(ShardedParameters):
 
     # ------------------------------------------------------------ steps
 
+    @off_loop("await server.push_async(...)")
     def push(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """Pushes gradients, by name; parameters that are missing have none.
 
@@ -126,6 +135,9 @@ class ParameterServer(ShardedParameters):
         """
         return self._merged(self._push(self._divided(gradients), wants_values=True))
 
+    push_async = async_form(push)
+
+    @off_loop("await server.step_async(...)")
     def step(self, module: nn.Module) -> None:
         """Pushes the `.grad` of a module's parameters, copies the new values into them, and clears the gradients.
 
@@ -135,9 +147,14 @@ class ParameterServer(ShardedParameters):
         self._write(self._push(self._divided(gradients), wants_values=True), module)
         module.zero_grad(set_to_none=True)
 
+    step_async = async_form(step)
+
+    @off_loop("await server.tick_async(...)")
     def tick(self) -> None:
         """Counts a step whose gradients took another way (a `DistributedOptimizer`), and waits as `push` does."""
         self._push([[]] * len(self._shards), wants_values=False)
+
+    tick_async = async_form(tick)
 
     # ------------------------------------------------------------ inside
 

@@ -14,6 +14,7 @@ from rpcdist.errors import ConfigError
 from rpcdist.parallel.parameter_server._row_layout import RowLayout
 from rpcdist.parallel.parameter_server._shard import Mode, ParameterShard, new_embedding_shard
 from rpcdist.parallel.parameter_server._sharded_parameters import ShardedParameters, make_config
+from rpcdist.rpc._executors.async_forms import async_form, off_loop
 from rpcdist.torch_optimizers import take_step
 
 __all__ = ["ShardedEmbedding"]
@@ -48,6 +49,7 @@ class ShardedEmbedding(ShardedParameters):
         Exception: a server could not make its part.
     """
 
+    @off_loop("await asyncio.to_thread(ShardedEmbedding, ...)")
     def __init__(
         self,
         num_embeddings: int,
@@ -95,6 +97,7 @@ class ShardedEmbedding(ShardedParameters):
             ]
         super().__init__(shards, {WEIGHT: layout}, [WEIGHT], config.steps_apart is not None, timeout)
 
+    @off_loop("await table.look_up_async(...)")
     def __call__(self, ids: Tensor) -> Tensor:
         """Looks rows up.
 
@@ -132,6 +135,10 @@ class ShardedEmbedding(ShardedParameters):
             self._collect_gradient(needed, rows)
         return embedding(positions.to(ids.device), rows)
 
+    async def look_up_async(self, ids: Tensor) -> Tensor:
+        """`table(ids)` for coroutines."""
+        return await _look_up_async(self, ids)
+
     def _collect_gradient(self, needed: Tensor, rows: Tensor) -> None:
         """Has a backward pass leave the gradient of these rows here; rows whose graph is dropped leave nothing."""
 
@@ -142,6 +149,7 @@ class ShardedEmbedding(ShardedParameters):
 
         rows.requires_grad_().register_post_accumulate_grad_hook(arrived)
 
+    @off_loop("await table.step_async(...)")
     def step(self) -> None:
         """Pushes the gradients of all lookups since the last step, and waits until the next step may be taken.
 
@@ -159,12 +167,17 @@ class ShardedEmbedding(ShardedParameters):
             parts.append([(needed[chosen] // len(self._shards), gradients[chosen])])
         self._push(parts, wants_values=False)  # to all: each of them counts the steps
 
+    step_async = async_form(step)
+
     def zero_grad(self) -> None:
         """Forgets the gradients that backward passes have left here."""
         self._arrived.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_arrived": []}
+
+
+_look_up_async = async_form(ShardedEmbedding.__call__)
 
 
 def _check_takes_sparse(optimizer_class: Callable[..., torch.optim.Optimizer], defaults: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from rpcdist.parallel.parameter_server._pushed_gradients import Gradient
 from rpcdist.parallel.parameter_server._row_layout import RowLayout
 from rpcdist.parallel.parameter_server._shard import Mode, ParameterShard, ShardConfig
 from rpcdist.parallel.parameter_server._shard_state import join_states, split_state
+from rpcdist.rpc._executors.async_forms import async_form, off_loop
 from rpcdist.time_limits import MISSING_NAMES_LIMIT_S
 
 __all__ = ["ShardedParameters", "make_config", "values_of"]
@@ -58,11 +59,15 @@ class ShardedParameters:
         """Names of the workers that have the parameters."""
         return tuple(shard.owner_name() for shard in self._shards)
 
+    @off_loop("await server.leave_async(...)")
     def leave(self) -> None:
         """This trainer takes no more steps: nobody waits for it. It takes part again by its next step."""
         self._step = None
         self._ask("leave", _my_name())
 
+    leave_async = async_form(leave)
+
+    @off_loop("await server.set_options_async(...)")
     def set_options(self, **options: Any) -> None:
         """Changes options of the optimizer on all servers, for example `lr=0.01`.
 
@@ -71,6 +76,9 @@ class ShardedParameters:
         """
         self._ask("set_options", options)
 
+    set_options_async = async_form(set_options)
+
+    @off_loop("await server.state_dict_async(...)")
     def state_dict(self) -> dict[str, Any]:
         """All parameters and the state of their optimizer on the CPU, in the form of one process.
 
@@ -80,6 +88,9 @@ class ShardedParameters:
         """
         return join_states(self._layouts, self._trained, self._ask("state"))
 
+    state_dict_async = async_form(state_dict)
+
+    @off_loop("await server.load_state_dict_async(...)")
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned, also from another number of servers.
 
@@ -88,6 +99,8 @@ class ShardedParameters:
         """
         parts = split_state(self._layouts, self._trained, state)
         self._ask_each("load_state", [(part,) for part in parts])
+
+    load_state_dict_async = async_form(load_state_dict)
 
     def _push(self, parts: Sequence[Sequence[Gradient]], wants_values: bool) -> list[Any]:
         """Pushes the gradients for each server; what the servers answer when this trainer may go on."""

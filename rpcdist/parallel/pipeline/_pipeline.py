@@ -25,6 +25,7 @@ from rpcdist.parallel.pipeline._step_driver import execute_step
 from rpcdist.parallel.pipeline._step_messages import LossFunction, PipelineConfig, StageSource, StepReport, clock_s
 from rpcdist.parallel.pipeline._step_planning import Reduction, make_batch, make_orders, make_schedule, restrict
 from rpcdist.parallel.pipeline._timeline import Timeline
+from rpcdist.rpc._executors.async_forms import async_form, off_loop
 
 __all__ = ["Pipeline", "StepResult"]
 
@@ -81,6 +82,7 @@ class Pipeline:
         Exception: a stage could not be made.
     """
 
+    @off_loop("await asyncio.to_thread(Pipeline, ...)")
     def __init__(
         self,
         stages: Sequence[StageSource],
@@ -134,6 +136,7 @@ class Pipeline:
 
     # ------------------------------------------------------------ batches
 
+    @off_loop("await pipe.step_async(...)")
     def step(self, inputs: object, targets: object, *, with_outputs: bool = False) -> StepResult:
         """Forward and backward of one batch: adds its gradients to those of the parameters.
 
@@ -152,14 +155,22 @@ class Pipeline:
         self._check_loss()
         return self._run(inputs, targets, with_backward=True, with_outputs=with_outputs)
 
+    step_async = async_form(step)
+
+    @off_loop("await pipe.evaluate_async(...)")
     def evaluate(self, inputs: object, targets: object, *, with_outputs: bool = False) -> StepResult:
         """The loss of one batch, without gradients; see `step`. Call `eval()` before for modules that care."""
         self._check_loss()
         return self._run(inputs, targets, with_backward=False, with_outputs=with_outputs)
 
+    evaluate_async = async_form(evaluate)
+
+    @off_loop("await pipe.forward_async(...)")
     def forward(self, inputs: object) -> Any:
         """The outputs of the last stage for one batch, without gradients."""
         return self._run(inputs, None, with_backward=False, with_outputs=True).outputs
+
+    forward_async = async_form(forward)
 
     __call__ = forward
 
@@ -188,16 +199,23 @@ class Pipeline:
 
     # ------------------------------------------------------------ the modules
 
+    @off_loop("await pipe.make_optimizer_async(...)")
     def make_optimizer(self, kind: type[torch.optim.Optimizer], **options: Any) -> PipelineOptimizer:
         """One optimizer for each stage, at its worker: `pipe.make_optimizer(torch.optim.SGD, lr=0.1)`."""
         self._num_optimizers += 1
         self._runners.ask("make_optimizer", self._num_optimizers, kind, options)
         return PipelineOptimizer(self._runners, self._num_optimizers)
 
+    make_optimizer_async = async_form(make_optimizer)
+
+    @off_loop("await pipe.zero_grad_async(...)")
     def zero_grad(self) -> None:
         """Sets the gradients of all parameters to None."""
         self._runners.ask("zero_grad")
 
+    zero_grad_async = async_form(zero_grad)
+
+    @off_loop("await pipe.clip_grad_norm_async(...)")
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scales all gradients so that their norm, over all stages, is at most `max_norm`; returns it as it was."""
         norm = math.sqrt(sum(self._runners.ask("squared_grad_norm")))
@@ -205,22 +223,37 @@ class Pipeline:
             self._runners.ask("scale_grads", max_norm / (norm + 1e-6))
         return norm
 
+    clip_grad_norm_async = async_form(clip_grad_norm)
+
+    @off_loop("await pipe.train_async(...)")
     def train(self, mode: bool = True) -> None:
         """Training or evaluation mode, as of `torch.nn.Module`."""
         self._runners.ask("train", mode)
 
+    train_async = async_form(train)
+
+    @off_loop("await pipe.eval_async(...)")
     def eval(self) -> None:
         """The same as `train(False)`."""
         self.train(False)
 
+    eval_async = async_form(eval)
+
+    @off_loop("await pipe.state_dict_async(...)")
     def state_dict(self) -> dict[str, Tensor]:
         """All parameters and buffers, named as in `torch.nn.Sequential(*stages)`, on the CPU."""
         return self._flat("state_dict")
 
+    state_dict_async = async_form(state_dict)
+
+    @off_loop("await pipe.gradients_async(...)")
     def gradients(self) -> dict[str, Tensor | None]:
         """The gradient of each parameter by its name in `state_dict`, on the CPU."""
         return self._flat("gradients")
 
+    gradients_async = async_form(gradients)
+
+    @off_loop("await pipe.load_state_dict_async(...)")
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads a state that `state_dict` returned. Raises `RuntimeError` for names or shapes that do not fit."""
         by_stage: dict[int, dict[str, Tensor]] = {stage: {} for stage in range(self.num_stages)}
@@ -230,6 +263,8 @@ class Pipeline:
                 raise ConfigError(f"{name!r} does not begin with the number of one of {self.num_stages} stages")
             by_stage[int(stage)][rest] = value
         self._runners.ask_each("load_state_dict", [(self._of_worker(at, by_stage),) for at in range(len(self.workers))])
+
+    load_state_dict_async = async_form(load_state_dict)
 
     def _flat(self, method: str) -> dict[str, Any]:
         by_stage: dict[int, dict[str, Any]] = {}

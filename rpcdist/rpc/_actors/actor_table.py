@@ -1,76 +1,168 @@
-"""The actors of one owner, by the reference to their value."""
+"""The actors of one owner: by their objects, and by the references that made them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, Final
 
-from rpcdist.errors import RpcdistError
 from rpcdist.ids import Identity
-from rpcdist.rpc._actors.serial_actor import SerialActor
+from rpcdist.rpc._actors.serial_actor import SerialActor, running_actor
 from rpcdist.rpc._actors.turn import Turn
 from rpcdist.rpc._actors.turn_queue import CallNumber
+from rpcdist.rpc._executors.lane import Lane
+from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._rref.identifiers import Incarnation, RRefId
-from rpcdist.rpc._serving.active_call import ActiveCall
 
 __all__ = ["ActorTable"]
 
+_SHARED_KINDS: Final = (
+    type(None), bool, int, float, complex, str, bytes, tuple, frozenset, range, type, ModuleType, FunctionType,
+    BuiltinFunctionType,
+)  # fmt: skip
+"""Objects of these may be one for all that use them, and have no state that calls could confuse."""
+
 
 class ActorTable:
-    """One per agent; any thread may use it. An actor is made when its first call comes, and ends with its value.
+    """One per agent; any thread may use it.
+
+    An actor begins with its creation and ends with the last reference that a `remote(serial=True)` made. Whatever leads
+    to its object (a reference that one of its methods made or returned, another worker's copy) leads to the actor.
 
     Args:
-        submit: gives jobs to the pool.
+        pool: lends threads.
         user_loop: runs coroutines.
     """
 
-    def __init__(self, submit: Callable[..., None], user_loop: UserLoop) -> None:
-        self.submit = submit
+    def __init__(self, pool: ThreadPool, user_loop: UserLoop) -> None:
+        self.submit = pool.submit
         self.user_loop = user_loop
-        self._lock = threading.Lock()
-        self._actors: dict[RRefId, SerialActor] = {}
+        self._pool = pool
+        self._lock = threading.Lock()  # around changes of the two below
+        self._by_rref: dict[RRefId, SerialActor] = {}
+        self._by_object: dict[int, tuple[object, SerialActor]] = {}  # by `id`; the object lives as long as its entry
 
     def __repr__(self) -> str:
-        return f"<ActorTable [{len(self._actors)} actors]>"
+        return f"<ActorTable [{len(self._by_rref)} actors]>"
 
     def __len__(self) -> int:
-        return len(self._actors)
+        return len(self._by_rref)
 
-    def turn(
-        self, call: ActiveCall, value: object, order: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Turn:
-        """A call of a method of a value has come; it waits for its turn from `Turn.enter` on."""
-        number = CallNumber.checked(order)
-        assert call.value is not None  # the value is that of a reference
-        rref, who = call.value.rref, call.session.peer
-        caller = Incarnation(who.id, who.incarnation)
-        return Turn(self._actor(rref), value, caller, number, method, args, kwargs)
+    def new_lane(self) -> Lane:
+        """See `Executors`."""
+        return Lane(self._pool)
 
-    def over(self, rref: RRefId, who: Incarnation, stream: int, numbers: tuple[int, ...]) -> None:
-        """Calls of a caller have ended for it, and may never come. Raises `RpcdistError` for what says nothing."""
-        if type(stream) is not int or type(numbers) is not tuple or any(type(number) is not int for number in numbers):
-            raise RpcdistError("calls of an actor are over by the number of their stream, and a tuple of their own")
-        self._actor(rref).over(who, stream, numbers)
+    # ------------------------------------------------------------ the life of an actor
 
-    def _actor(self, rref: RRefId) -> SerialActor:
-        actor = self._actors.get(rref)
-        if actor is None:
-            with self._lock:
-                actor = self._actors.setdefault(rref, SerialActor(rref, self))
-        return actor
+    def begin(self, rref: RRefId) -> Lane:
+        """The creation of an actor has come; returns where it runs."""
+        actor = SerialActor(rref, self)
+        with self._lock:
+            self._by_rref[rref] = actor
+        return actor.lane
+
+    def born(self, rref: RRefId, value: object) -> None:
+        """The object of an actor exists. It may be that of another one, and is the same actor then."""
+        if isinstance(value, _SHARED_KINDS):
+            return
+        with self._lock:
+            actor = self._by_rref.get(rref)
+            if actor is None:
+                return
+            _, first = self._by_object.setdefault(id(value), (value, actor))
+            first.object_id = id(value)
+            if first is not actor:
+                first.num_references += 1
+                self._by_rref[rref] = first
+        if first is not actor:
+            actor.lane.close()
 
     def released(self, rref: RRefId) -> None:
         """Nobody refers to the value any more."""
-        self._actors.pop(rref, None)
+        if rref not in self._by_rref:
+            return
+        with self._lock:
+            actor = self._by_rref.pop(rref)
+            actor.num_references -= 1
+            if actor.num_references:
+                return
+            entry = None if actor.object_id is None else self._by_object.pop(actor.object_id, None)
+        actor.lane.close()
+        del entry  # the object may die with it, which runs code of users: not under the lock
+
+    def close(self) -> None:
+        """RPC ends here: the threads of the actors go."""
+        with self._lock:
+            actors = list(self._by_rref.values())
+            objects, self._by_object = self._by_object, {}
+        for actor in actors:
+            actor.lane.close()
+        del objects  # not under the lock: their ends run code of users
 
     def lost(self, identity: Identity) -> None:
         """A worker is declared dead; on the I/O loop."""
         with self._lock:
-            actors = list(self._actors.values())
+            actors = list(self._by_rref.values())
         if actors:
             self.submit(_gone, actors, Incarnation(identity.id, identity.incarnation))
+
+    # ------------------------------------------------------------ calls
+
+    def free_lane(self, rref: RRefId) -> Lane | None:
+        """The thread of an actor, if a call that has come can run there at once."""
+        actor = self._by_rref.get(rref)
+        return actor.lane if actor is not None and actor.lane.is_free else None
+
+    def turn(
+        self,
+        who: Identity,
+        rref: RRefId,
+        value: object,
+        order: object,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Turn | None:
+        """A call of a method of a value has come; it waits for its turn from `Turn.enter` on.
+
+        Args:
+            who: called it.
+            rref: by which reference.
+            order: the number that the caller gave it; None if it did not know of an actor.
+
+        Returns:
+            None if the value is no actor.
+        """
+        if not self._by_rref:
+            return None
+        actor = self._actor(rref, value)
+        if actor is None:
+            return None
+        number = None if order is None else CallNumber.checked(order)
+        return Turn(actor, value, (Incarnation(who.id, who.incarnation), rref), number, method, args, kwargs)
+
+    def over(self, rref: RRefId, value: object, who: Incarnation, stream: int, numbers: tuple[int, ...]) -> None:
+        """Calls of a caller have ended for it, and may never come."""
+        actor = self._actor(rref, value)
+        if actor is not None:
+            actor.over((who, rref), stream, numbers)
+
+    def is_actor(self, value: object) -> bool:
+        """Whether a value is the object of an actor."""
+        return id(value) in self._by_object
+
+    def runs_here(self, rref: RRefId, value: object) -> bool:
+        """Whether this is code of the actor that a value is."""
+        running = running_actor.get()
+        actor = None if running is None else self._actor(rref, value)
+        return actor is not None and actor.rref == running
+
+    def _actor(self, rref: RRefId, value: object) -> SerialActor | None:
+        entry = self._by_object.get(id(value))
+        if entry is not None:
+            return entry[1]
+        return self._by_rref.get(rref)
 
 
 def _gone(actors: list[SerialActor], who: Incarnation) -> None:

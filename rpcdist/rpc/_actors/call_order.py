@@ -81,7 +81,7 @@ class CallOrder:
                 self._is_telling = False
             return
         told.is_quiet = True
-        told.add_done_callback(lambda _: self._tell(tell))
+        told._when_done(lambda _: self._tell(tell))
 
 
 class CallOrders:

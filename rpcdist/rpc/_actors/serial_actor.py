@@ -1,7 +1,8 @@
 """An actor at its owner: runs the calls of its value's methods one at a time.
 
-A call that waits holds no thread. The one whose turn it is runs in the pool, or, if its method is a coroutine function,
-on the user loop; the turn lasts until that has ended. So an actor that blocks holds up its own callers, and one thread.
+A call that waits holds no thread. The one whose turn it is runs on the thread that the actor keeps for its life, or, if
+its method is a coroutine function, on the user loop; the turn lasts until that has ended. So an actor that blocks holds
+up its own callers, and nobody else.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Any, Protocol
 import torch
 
 from rpcdist.errors import DeadlineExceeded, Overloaded
-from rpcdist.rpc._actors.turn import Turn
+from rpcdist.rpc._actors.turn import ActorCaller, Turn
 from rpcdist.rpc._actors.turn_queue import TurnQueue
 from rpcdist.rpc._executors.generators import is_generator
+from rpcdist.rpc._executors.lane import Lane
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._rref.identifiers import Incarnation, RRefId
 from rpcdist.rpc.functions import is_async_execution
@@ -31,10 +33,13 @@ running_actor: ContextVar[RRefId | None] = ContextVar("rpcdist_running_actor", d
 
 
 class Executors(Protocol):
-    """Where methods run."""
+    """What runs for all actors."""
 
     def submit(self, function: Callable[..., object], *arguments: object) -> None:
         """In the pool."""
+
+    def new_lane(self) -> Lane:
+        """A thread for plain methods."""
 
     @property
     def user_loop(self) -> UserLoop:
@@ -45,41 +50,53 @@ class SerialActor:
     """Any thread may call any method.
 
     Args:
-        rref: names the value, which comes with each call: an actor may hear of its callers before it exists.
+        rref: names the value, which comes with each call.
         executors: where its methods run.
+
+    Attributes:
+        lane: runs plain methods, and the constructor.
+        num_references, object_id: those that a `remote(serial=True)` made, and the `id` of the object, as soon as it
+            exists; kept by the `ActorTable`.
     """
 
     def __init__(self, rref: RRefId, executors: Executors) -> None:
-        self._rref = rref
+        self.rref = rref
+        self.lane = executors.new_lane()
+        self.num_references = 1
+        self.object_id: int | None = None
         self._executors = executors
         self._lock = threading.Lock()  # around the two below
-        self._queue: TurnQueue[Incarnation, Turn] = TurnQueue()
+        self._queue: TurnQueue[ActorCaller, Turn] = TurnQueue()
         self._running: Turn | None = None
 
     def __repr__(self) -> str:
-        return f"<SerialActor {self._rref} [{self._queue!r}]>"
+        return f"<SerialActor {self.rref} [{self._queue!r}]>"
 
     def enter(self, turn: Turn) -> None:
-        """See `TurnHost`. A call that finds the actor free runs on this thread, which has its context."""
+        """See `TurnHost`. A call that finds the actor free runs at once, if this is the thread of the actor."""
         refusal: Exception | None = None
         first: Turn | None
+        number = turn.number
         with self._lock:
-            if self._running is None and not turn.done() and self._queue.pass_by(turn.who, turn.number):
+            if number is None:
+                self._queue.join(turn.who, turn)
+                first = self._take()
+            elif self._running is None and not turn.done() and self._queue.pass_by(turn.who, number):
                 self._running = first = turn
             else:
                 try:
-                    self._queue.arrive(turn.who, turn.number, turn)
+                    self._queue.arrive(turn.who, number, turn)
                 except Overloaded as exc:
                     refusal = exc
                 first = self._take()
         if refusal is not None:
             turn._fail(refusal)
-        if first is turn:
+        if first is turn and self.lane.is_here:
             self._run(turn)
         elif first is not None:
             self._submit(first)
 
-    def over(self, who: Incarnation, stream: int, numbers: tuple[int, ...]) -> None:
+    def over(self, who: ActorCaller, stream: int, numbers: tuple[int, ...]) -> None:
         """These calls have ended for their caller, and may never come."""
         with self._lock:
             self._queue.over(who, stream, numbers)
@@ -88,9 +105,11 @@ class SerialActor:
             self._submit(first)
 
     def gone(self, who: Incarnation) -> None:
-        """A caller is dead."""
+        """A process is dead."""
         with self._lock:
-            self._queue.gone(who)
+            for caller in self._queue.callers:
+                if caller[0] == who:
+                    self._queue.gone(caller)
             first = self._take()
         if first is not None:
             self._submit(first)
@@ -118,11 +137,11 @@ class SerialActor:
         return turn
 
     def _submit(self, turn: Turn) -> None:
-        self._executors.submit(turn.context.run, self._run, turn)
+        self.lane.submit(turn.context.run, self._run, turn)
 
     def _run(self, turn: Turn) -> None:
-        """Runs a method; on a thread of the pool, in the context of the call."""
-        token = running_actor.set(self._rref)
+        """Runs a method; on the thread of the actor, in the context of the call."""
+        token = running_actor.set(self.rref)
         turn.thread = get_ident()
         lasts = False
         try:

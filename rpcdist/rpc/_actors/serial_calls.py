@@ -5,9 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Protocol
 
-from rpcdist.errors import RRefError
 from rpcdist.rpc._actors.call_order import CallOrder, CallOrders
-from rpcdist.rpc._actors.serial_actor import running_actor
 from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._calling.retries import Retries
 from rpcdist.rpc._futures.collected import note_started
@@ -24,7 +22,7 @@ class MakeRemote(Protocol):
     """Makes a call whose result stays at the owner (`RRefCalls.remote`)."""
 
     def __call__(
-        self, to: int, func: Any, args: tuple[Any, ...], timeout_s: float, kwargs: None, on: HandleState
+        self, to: int, func: Any, args: tuple[Any, ...], timeout_s: float, kwargs: None, on: HandleState | None
     ) -> Any: ...
 
 
@@ -67,26 +65,24 @@ class SerialCalls:
         """
         state = self._rrefs.check_sharable(rref)
         owner = self._rrefs.owner_of(state)
-        if mode == "rpc_sync" and running_actor.get() == state.rref:
-            raise RRefError(
-                f"a method of this actor calls {method}() of the same actor and waits for it, which would wait for "
-                f"ever: one call runs at a time. Call it on self, or do not wait (rref.rpc_async().{method}(...))"
-            )
         order: CallOrder = rref._order or self._orders.of(state.rref)
         rref._order = order
         number = order.begin()
-        arguments = (tuple(number), method, args, kwargs)
+        arguments: tuple[Any, ...] = (tuple(number), method, args, kwargs)
+        on = state if state.id != state.rref else None
+        if on is None:  # made here from a value: whoever counts references need not know it, so a call cannot name it
+            arguments = (rref, *arguments)
         end = partial(self._end, order, number.number, owner, rref)
         try:
             if mode == "rpc_sync":
-                result = self._caller.sync(owner, proxied._invoke_in_turn, arguments, None, timeout_s, state)
+                result = self._caller.sync(owner, proxied._invoke_in_turn, arguments, None, timeout_s, on)
                 end(None)
                 return result
             if mode == "remote":
-                result = remote(owner, proxied._invoke_in_turn, arguments, timeout_s, None, state)
+                result = remote(owner, proxied._invoke_in_turn, arguments, timeout_s, None, on)
                 future = result._get_future()
             else:
-                result = future = self._caller.start(owner, proxied._invoke_in_turn, arguments, None, timeout_s, state)
+                result = future = self._caller.start(owner, proxied._invoke_in_turn, arguments, None, timeout_s, on)
                 note_started(future)
         except BaseException as exc:
             end(exc)

@@ -8,10 +8,13 @@ from typing import Any, Protocol
 
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.rpc._actors.turn_queue import CallNumber
-from rpcdist.rpc._rref.identifiers import Incarnation
+from rpcdist.rpc._rref.identifiers import Incarnation, RRefId
 from rpcdist.rpc.future import Future
 
-__all__ = ["Turn", "TurnHost"]
+__all__ = ["ActorCaller", "Turn", "TurnHost"]
+
+ActorCaller = tuple[Incarnation, RRefId]
+"""A process, and the reference through which it calls: the calls of each have an order."""
 
 
 class TurnHost(Protocol):
@@ -30,8 +33,8 @@ class Turn(Future[Any]):
     Args:
         host: the actor.
         target: its value.
-        who: the caller.
-        number: which of its calls.
+        who: the caller, and the reference that it called.
+        number: which of its calls through that one; None where the caller did not know that it calls an actor.
         method: of the value.
         args, kwargs: for it.
 
@@ -57,8 +60,8 @@ class Turn(Future[Any]):
         self,
         host: TurnHost,
         target: object,
-        who: Incarnation,
-        number: CallNumber,
+        who: ActorCaller,
+        number: CallNumber | None,
         method: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -78,7 +81,8 @@ class Turn(Future[Any]):
         self.coroutine: Callable[[], object] | None = None  # cancels it, while it runs
 
     def __repr__(self) -> str:
-        return f"<Turn {self.number.number} of {self.who!r}: {self.method}>"
+        number = "without a number" if self.number is None else self.number.number
+        return f"<Turn {number} of {self.who!r}: {self.method}>"
 
     def enter(self) -> None:
         """Waits for its turn, without a thread."""

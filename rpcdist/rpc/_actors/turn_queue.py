@@ -103,6 +103,11 @@ class TurnQueue(Generic[C, T]):
         """Whether a call is ready; any thread may ask."""
         return bool(self._ready)
 
+    @property
+    def callers(self) -> list[C]:
+        """Those that have called, and are not gone."""
+        return list(self._callers)
+
     def __repr__(self) -> str:
         early = sum(len(caller.early) for caller in self._callers.values())
         return f"<TurnQueue {len(self)} ready, {early} early, of {len(self._callers)} callers>"
@@ -120,6 +125,12 @@ class TurnQueue(Generic[C, T]):
         else:
             caller.early[number.number] = turn
             caller.raise_floor(number.floor)
+        self._list(caller)
+
+    def join(self, who: C, turn: T) -> None:
+        """A call without a number has come: it is ready."""
+        caller = self._caller(who, 0, 0)
+        caller.ready.append(turn)
         self._list(caller)
 
     def pass_by(self, who: C, number: CallNumber) -> bool:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
 
-from rpcdist.errors import BlockingInLoop, ConfigError, RpcdistError
+from rpcdist.errors import ConfigError, RpcdistError
 from rpcdist.rpc._actors.actor_names import MAX_NAME_CHARS
 from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._current import current_agent
+from rpcdist.rpc._executors.async_forms import async_form, off_loop
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.rref import RRef
 from rpcdist.time_limits import RREF_DELETION_LIMIT_S
 
-__all__ = ["get_actor", "keep_actor", "named_remote"]
+__all__ = ["get_actor", "get_actor_async", "keep_actor", "named_remote"]
 
 logger = logging.getLogger(__name__)
 
 
+@off_loop("await rpc.get_actor_async(...)")
 def get_actor(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
     """A reference to the actor that `rpc.remote(..., name=...)` made under this name, on whichever worker.
 
@@ -31,18 +32,18 @@ def get_actor(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
         UnknownActor: there is none, or none any more: the name ends with the worker of the actor.
         BlockingInLoop: called on an event loop.
     """
-    if asyncio._get_running_loop() is not None:
-        raise BlockingInLoop("rpc.get_actor", "await asyncio.to_thread(rpc.get_actor, ...)")
     found: RRef[Any] = current_agent().actor_names.find(name, timeout)
     return found
 
 
+get_actor_async = async_form(get_actor)
+
+
+@off_loop("await rpc.remote_async(..., name=...)", "rpc.remote(..., name=...)")
 def named_remote(
     to: Destination, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float, is_serial: bool, name: str
 ) -> RRef[Any]:
     """`rpc.remote` with a name: waits until the actor exists, and raises what its creation raised."""
-    if asyncio._get_running_loop() is not None:
-        raise BlockingInLoop("rpc.remote(..., name=...)", "await asyncio.to_thread(rpc.remote, ...)")
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
         raise ConfigError(f"the name of an actor is a text of 1 to {MAX_NAME_CHARS} characters, not {name!r:.100}")
     agent = current_agent()

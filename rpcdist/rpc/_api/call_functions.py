@@ -7,7 +7,7 @@ Overloads say what a call gives its caller: the result of a coroutine function o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 from rpcdist.errors import BlockingInLoop, ConfigError
@@ -17,13 +17,14 @@ from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._calling.result_streams import Stream
 from rpcdist.rpc._calling.starting_stream import StartingStream, check_is_stream
 from rpcdist.rpc._current import current_agent
+from rpcdist.rpc._executors.async_forms import async_form
 from rpcdist.rpc._futures.collected import note_started
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.functions import is_idempotent
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.rref import Items, Later, RRef
 
-__all__ = ["call", "call_async", "remote", "rpc_async", "rpc_stream", "rpc_sync"]
+__all__ = ["call", "call_async", "remote", "remote_async", "rpc_async", "rpc_stream", "rpc_sync"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -82,7 +83,7 @@ def rpc_sync(
     """
     if is_idempotent(func):
         if asyncio._get_running_loop() is not None:
-            raise BlockingInLoop("rpc_sync")
+            raise BlockingInLoop("rpc_sync", "await rpc.rpc_async(...)")
         return current_agent().retries.start(to, func, args, kwargs, timeout).wait()
     return current_agent().caller.sync(to, func, args, kwargs, timeout)
 
@@ -262,3 +263,46 @@ def remote(
         return named_remote(to, func, args, kwargs, timeout, serial, name)
     rref: RRef[Any] = current_agent().rref_home.remote(to, func, args, timeout, kwargs, is_serial=serial)
     return rref
+
+
+_remote_off_loop = async_form(remote)
+
+
+@overload
+def remote_async(
+    to: Destination,
+    func: Callable[..., Later[T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    serial: bool = False,
+    name: str | None = None,
+) -> Coroutine[Any, Any, RRef[T]]: ...
+@overload
+def remote_async(
+    to: Destination,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    serial: bool = False,
+    name: str | None = None,
+) -> Coroutine[Any, Any, RRef[T]]: ...
+def remote_async(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    serial: bool = False,
+    name: str | None = None,
+) -> Coroutine[Any, Any, RRef[Any]]:
+    """`remote` for coroutines. It waits only where there is a name; then a cancelled task leaves the creation going on.
+
+    counter = await rpc.remote_async("worker1", Counter, serial=True, name="counter")
+    """
+    made: Coroutine[Any, Any, RRef[Any]] = _remote_off_loop(to, func, args, kwargs, timeout, serial=serial, name=name)
+    return made

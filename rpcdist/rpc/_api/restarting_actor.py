@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import threading
 from collections import deque
@@ -13,6 +14,7 @@ from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar, overloa
 
 from rpcdist.deadline import NEVER, Deadline, current_deadline
 from rpcdist.errors import (
+    BlockingInLoop,
     Cancelled,
     ConfigError,
     DeadlineExceeded,
@@ -25,7 +27,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._actors.checkpointed import ActorState, Checkpointed
 from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._current import current_agent
-from rpcdist.rpc._rref.proxy import Mode, RemoteMethod, method_name
+from rpcdist.rpc._rref.proxy import MethodProxy, Mode, method_name
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.membership import wait_for_worker
@@ -55,21 +57,18 @@ class _ActorCall:
     context: Context = field(default_factory=copy_context)
 
 
-class ActorProxy(Generic[R]):
-    """Its attributes are functions that call the method of that name, or read what is none; `R` is what they return."""
+class ActorProxy(MethodProxy[R]):
+    """What `rpc_sync()` and `rpc_async()` of an actor that is made again return."""
+
+    __slots__ = ()
 
     def __init__(self, actor: RestartingActor[Any], mode: Mode, timeout: float) -> None:
-        self._actor = actor
-        self._mode: Mode = mode
-        self._timeout = timeout
-
-    def __getattr__(self, name: str) -> Callable[..., R]:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return RemoteMethod(_call, self._actor, self._mode, name, self._timeout)
+        super().__init__(_call, actor, mode, timeout)
 
 
 def _call(actor: RestartingActor[Any], mode: Mode, method: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
+    if mode == "rpc_sync" and asyncio._get_running_loop() is not None:
+        raise BlockingInLoop(f"actor.rpc_sync().{method}()", f"await actor.rpc_async().{method}(...)")
     result = actor._start(timeout, method, args, kwargs)
     return result if mode == "rpc_async" else result.wait()
 
@@ -162,7 +161,7 @@ class RestartingActor(Generic[T]):
     def call(self, method: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
     def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`actor.call(Counter.add, 1)` is `actor.rpc_sync().add(1)`, and type checkers see arguments and result."""
-        return self._start(UNSET_RPC_TIMEOUT, method_name(method), args, kwargs).wait()
+        return _call(self, "rpc_sync", method_name(method), UNSET_RPC_TIMEOUT, *args, **kwargs)
 
     @overload
     def call_async(
@@ -219,7 +218,7 @@ class RestartingActor(Generic[T]):
         call.result._on_cancel = sent.cancel
         sent.is_quiet = True
         self._sent.add(call.result)
-        sent.add_done_callback(partial(self._done, call, number))
+        sent._when_done(partial(self._done, call, number))
         if call.result.cancelled():  # before the line above the last one
             sent.cancel()
 
@@ -239,7 +238,7 @@ class RestartingActor(Generic[T]):
         elif isinstance(error, WorkerLost | DeadlineExceeded | Cancelled) or call.creation is None:
             self._failed(call, error)
         else:  # where the object could not be made, its creator may hear of that a moment later
-            call.creation.add_done_callback(lambda creation: self._failed(call, error, creation.exception()))
+            call.creation._when_done(lambda creation: self._failed(call, error, creation.exception()))
 
     def _failed(self, call: _ActorCall, error: BaseException, creation_error: BaseException | None = None) -> None:
         with self._lock:

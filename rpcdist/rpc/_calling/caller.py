@@ -112,7 +112,7 @@ class Caller:
     ) -> Any:
         """Calls a function, and waits for its result. `on`: see `NewCalls`."""
         if asyncio._get_running_loop() is not None:
-            raise BlockingInLoop("rpc_sync")
+            raise BlockingInLoop("rpc_sync", "await rpc.rpc_async(...)")
         reply_sink = SyncReplySink()
         to = self._resolve(to, timeout_s)
         call, message, large = self._new_calls.of_function(to, func, args, kwargs, timeout_s, reply_sink, on=on)
@@ -169,10 +169,13 @@ class Caller:
         timeout_s: float,
         listener: CreationListener,
         on: HandleState | None = None,
+        is_serial: bool = False,
     ) -> Creation:
-        """Asks a worker to run a function and keep its result under the ids of `share`. `on`: see `NewCalls`."""
+        """Asks a worker to run a function and keep its result under the ids of `share`. The rest: see `NewCalls`."""
         creation = Creation(share, listener, self._submit)
-        call, message, large = self._new_calls.of_function(to, func, args, kwargs, timeout_s, creation, share, on)
+        call, message, large = self._new_calls.of_function(
+            to, func, args, kwargs, timeout_s, creation, share, on, is_serial
+        )
         self._send_in_turn(call, message, large)
         creation.began(call, partial(self.cancel, call, None))
         return creation

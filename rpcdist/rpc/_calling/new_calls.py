@@ -88,6 +88,7 @@ class NewCalls:
         reply_sink: ReplySink,
         result: ReferenceShare | None = None,
         on: HandleState | None = None,
+        is_serial: bool = False,
     ) -> NewCall:
         """A call of a function.
 
@@ -101,6 +102,7 @@ class NewCalls:
             result: of `remote()`: the ids under which the callee keeps the result.
             on: a reference to a value of the callee, which becomes the function's first argument there. It is only
                 named, so the owner has nothing to count; the call holds the reference until it ends.
+            is_serial: the result is an actor.
         """
         if not callable(func):
             kind = type(func).__name__
@@ -130,12 +132,10 @@ class NewCalls:
         pending.on = on
         pending.is_bound = result is not None or on is not None or context is not None
         if name is None:
-            return (
-                pending,
-                *self._in_protobuf(pending, None, self._by_value(func, args, kwargs, to), context_id, result),
-            )
-        written = self._marshal.write((args, kwargs), to) if args or kwargs else None
-        if len(name) * 4 <= MAX_NAME_BYTES:
+            written: Written | None = self._by_value(func, args, kwargs, to)
+        else:
+            written = self._marshal.write((args, kwargs), to) if args or kwargs else None
+        if name is not None and len(name) * 4 <= MAX_NAME_BYTES and not is_serial:
             compact = (NOTHING, None) if written is None else self._marshal.compact(written, context)
             if compact is not None:
                 value, history = compact
@@ -146,7 +146,10 @@ class NewCalls:
                 if on is not None:
                     call.target = (*on.rref, *on.id)
                 return pending, call, value.large
-        return (pending, *self._in_protobuf(pending, name, written, context_id, result))
+        message, large = self._in_protobuf(pending, name, written, context_id, result)
+        if is_serial:
+            message.call.result.is_serial = True
+        return pending, message, large
 
     def of_fetch(self, owner: int, share: ReferenceShare, timeout_s: float, reply_sink: ReplySink) -> NewCall:
         """A call for the value of a reference. It does no harm to ask twice."""

@@ -227,7 +227,7 @@ class Stream(Generic[T]):
             Exception: what the generator raised.
         """
         if asyncio._get_running_loop() is not None:
-            raise BlockingInLoop("iterating a stream with `for`")
+            raise BlockingInLoop("iterating a stream with `for`", "async for item in stream")
         return self._result(self._state.take(self._timeout_s), StopIteration)
 
     def __aiter__(self) -> AsyncIterator[T]:

@@ -100,7 +100,7 @@ class _Retried:
             ended = self._ended
         if ended:
             current.cancel()
-        current.add_done_callback(self._done)
+        current._when_done(self._done)
 
     def _attempt_again(self) -> None:
         try:

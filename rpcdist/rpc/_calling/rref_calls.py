@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from rpcdist.deadline import Deadline, current_deadline
-from rpcdist.errors import CallRefused, WorkerLost
+from rpcdist.errors import CallRefused, RpcdistError, RRefError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._actors.actor_table import ActorTable
+from rpcdist.rpc._actors.serial_actor import running_actor
 from rpcdist.rpc._actors.serial_calls import SerialCalls
 from rpcdist.rpc._autograd_hooks import AutogradHooks
 from rpcdist.rpc._calling.caller import Caller, Destination
@@ -21,6 +22,7 @@ from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._peers.router import REPLACED
+from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import HandleState
 from rpcdist.rpc._rref.identifiers import Incarnation, ReferenceShare
 from rpcdist.rpc._rref.manager import RRefManager
@@ -64,7 +66,6 @@ class RRefCalls:
     ) -> None:
         self.me = rrefs.me
         self.my_name = rrefs.my_name
-        self.allow_pickle = caller.allow_pickle
         self.check_sharable = rrefs.check_sharable
         self.fetch_error = rrefs.fetch_error
         self.flush = flush
@@ -109,6 +110,8 @@ class RRefCalls:
         return self._caller.sync(to, func, args, None, timeout_s)
 
     def rpc_sync(self, rref: Any, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Any:
+        if running_actor.get() is not None and func is proxied._local_invoke:
+            self._check_not_inside(rref._handle.state, args[0], timeout_s)
         owner, args, on = self._on_value(rref, args)
         return self._caller.sync(owner, func, args, None, timeout_s, on)
 
@@ -125,14 +128,38 @@ class RRefCalls:
     def in_turn(
         self, rref: Any, mode: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
     ) -> Any:
+        if mode == "rpc_sync" and running_actor.get() is not None:
+            self._check_not_inside(rref._handle.state, method, timeout_s)
         return self._serial.call(rref, mode, method, args, kwargs, timeout_s, self.remote)
 
+    def _check_not_inside(self, state: HandleState, method: str, timeout_s: float) -> None:
+        """Raises `RRefError` where a method of an actor would wait for its own actor; waits until the value says so."""
+        value = state.value
+        if value is None:
+            return
+        deadline = Deadline.after(self._caller.timeout_of(timeout_s)).earlier(current_deadline.get())
+        if value.future.exception(deadline.wait_s()) is not None:
+            return
+        if self._actors.runs_here(state.rref, value.future.value()):
+            raise RRefError(
+                f"a method of this actor calls {method}() of the same actor and waits for it, which would wait for "
+                f"ever: one call runs at a time. Call it on self, or do not wait (rref.rpc_async().{method}(...))"
+            )
+
     def turns_over(self, rref: Any, stream: int, numbers: tuple[int, ...]) -> None:
-        """At the owner; the caller is who called this, whatever it says."""
+        """At the owner; the caller is who called this, whatever it says. Raises `RpcdistError` for nonsense."""
+        if type(stream) is not int or type(numbers) is not tuple or any(type(number) is not int for number in numbers):
+            raise RpcdistError("calls of an actor are over by the number of their stream, and a tuple of their own")
         state, caller = rref._handle.state, calling_worker.get()
         if caller is None or state.value is None:
             raise CallRefused("the end of an actor's calls is told to its owner, by who made them")
-        self._actors.over(state.rref, Incarnation(caller.id, caller.incarnation), stream, numbers)
+        who, over = Incarnation(caller.id, caller.incarnation), self._actors.over
+
+        def is_there(value: Future[Any]) -> None:
+            if value.exception() is None:
+                over(state.rref, value.value(), who, stream, numbers)
+
+        state.value.future._when_done(is_there)  # which actor it is, the value says
 
     def _on_value(self, rref: Any, args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], HandleState | None]:
         """The owner, the arguments, and the reference to name in the call. The owner's own needs no name."""
@@ -160,9 +187,12 @@ class RRefCalls:
         if owner != self.me.worker and not self._is_reachable(owner):
             deadline = Deadline.after(self._caller.timeout_of(timeout_s)).earlier(current_deadline.get())
             self._reach(owner, lambda: self._rrefs.is_lost(owner), deadline)
-        rref, share = self._rrefs.create_remote(owner, is_serial)
+        # What a method of an actor returns may be that actor: calls of it have numbers, too.
+        rref, share = self._rrefs.create_remote(owner, is_serial or (on is not None and on.is_serial))
         try:
-            rref._creation = self._caller.remote(owner, share, func, args, kwargs, timeout_s, self._rrefs, on)
+            rref._creation = self._caller.remote(
+                owner, share, func, args, kwargs, timeout_s, self._rrefs, on, is_serial
+            )
         except BaseException as exc:
             self._rrefs.on_creation_failed(share, exc)
             raise

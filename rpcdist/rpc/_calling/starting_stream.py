@@ -68,7 +68,7 @@ class StartingStream(Stream[T]):
     def close(self) -> None:
         self._is_closed = True
         if not self._start.cancel():  # answered already, but perhaps not decoded yet
-            self._start.add_done_callback(_close_result)
+            self._start._when_done(_close_result)
 
     async def aclose(self) -> None:
         self.close()

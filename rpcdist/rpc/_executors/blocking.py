@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
+from rpcdist.rpc._executors.worker_thread import WorkerThread
+
 __all__ = ["JobSource", "LastAct", "blocking", "forget_hooks", "hooks", "set_hooks"]
 
 Hook = Callable[[], object]
@@ -14,6 +16,9 @@ Hook = Callable[[], object]
 
 class JobSource(Protocol):
     """Where the jobs of a pool's thread come from, and where it can read itself while it has nothing to do."""
+
+    def ring(self) -> None:
+        """Has a thread that reads ask `is_waiting` again; any thread."""
 
     def lead(
         self, is_waiting: Callable[[], bool], timeout_s: float | None, sleep: tuple[Hook, Hook] | None, first: Hook
@@ -57,13 +62,15 @@ class LastAct(NamedTuple):
 class _ThreadHooks(threading.local):
     """What to call around a wait on this thread; None on threads that belong to no pool.
 
-    `last_act` is set by a job, and taken when it has ended; `reads_jobs`, while a pool's thread reads its next job.
+    `last_act` is set by a job, and taken when it has ended; `reads_jobs`, while a pool's thread reads its next job;
+    `worker` is what the pool knows of its thread.
     """
 
     enter: Hook | None = None
     leave: Hook | None = None
     last_act: LastAct | None = None
     reads_jobs: bool = False
+    worker: WorkerThread | None = None
 
 
 hooks = _ThreadHooks()
@@ -76,7 +83,7 @@ def set_hooks(enter: Hook, leave: Hook) -> None:
 
 def forget_hooks() -> None:
     """Undoes `set_hooks` for this thread."""
-    hooks.enter = hooks.leave = None
+    hooks.enter = hooks.leave = hooks.worker = None
 
 
 @contextlib.contextmanager

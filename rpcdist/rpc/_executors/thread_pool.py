@@ -13,7 +13,10 @@ Rules:
     While more jobs wait, answers are held back for a moment and written together (`HeldAnswers`).
  5. At the cap, with nothing ending for `stall_limit_s`, an error is logged that names the option, and the jobs that
     have waited that long are handed to `on_exhausted`, so that their callers get an answer.
- 6. Nothing is lost between a check and an append: who parks, blocks or retires looks at the queue once more afterwards.
+ 6. A thread may be lent for longer, to what has to stay on one thread: an actor (`Lane`), or a generator that waits for
+    its consumer. It counts neither as running nor for the cap then, so others take its place; as many as the cap may be
+    lent at once.
+ 7. Nothing is lost between a check and an append: who parks, blocks or retires looks at the queue once more afterwards.
     The lists and sets are changed by single operations that are atomic in CPython, so there is no lock to contend for.
 """
 
@@ -28,7 +31,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import Context
 from functools import partial
 from typing import NamedTuple
@@ -132,6 +135,9 @@ class ThreadPool:
         self._workers: set[WorkerThread] = set()
         self._idle: list[WorkerThread] = []  # the one that parked last is woken first: its stack is warm, others retire
         self._blocked: set[WorkerThread] = set()
+        self._lent: set[WorkerThread] = set()  # rule 6
+        self.num_reserved = 0
+        self._lending = threading.Lock()  # around `num_reserved`
         self._numbers = itertools.count()
         self._progress = False  # set after each job, cleared by the monitor
         self._refusal: Callable[[], Exception] | None = None
@@ -140,7 +146,7 @@ class ThreadPool:
         history = LoadHistory(cpu_s, self._num_cores, max_threads, stall_limit_s, time.monotonic())
         self._monitor = PoolMonitor(self, history, f"{name}-monitor")
         self._is_start_failure_logged = False
-        self._held = HeldAnswers(self._watch_held_answers, self._report)
+        self._held = HeldAnswers(self._watch_held_answers, self.report)
         fork.register(self)
         register_at_exit(self.close)
 
@@ -214,11 +220,11 @@ class ThreadPool:
             self._wake_idle()
         self._monitor.wake()
         me = threading.current_thread()
-        while workers := [worker for worker in list(self._workers) if worker.thread is not me]:
+        while workers := [worker for worker in self._all_workers() if worker.thread is not me]:
             if deadline.expired():
                 break
             self._join(workers[0], deadline)
-        jobs = [(worker.job, worker.arguments) for worker in list(self._workers) if worker.thread is not me]
+        jobs = [(worker.job, worker.arguments) for worker in self._all_workers() if worker.thread is not me]
         left = [self._describe(job, arguments) for job, arguments in jobs if job is not None]
         never_ran = [f"{self._describe(job[0], job[1])} (never started)" for job in self._drop_queue()]
         if left or never_ran:
@@ -280,9 +286,9 @@ class ThreadPool:
         worker.begin()
         sleep = partial(self._enter_blocking, worker), partial(self._leave_blocking, worker)
         blocking.set_hooks(*sleep)
-        hooks = blocking.hooks
+        blocking.hooks.worker = worker
         self._prepare()
-        queue, held, cleanup, new_context = self._queue, self._held, self._cleanup, self._new_context
+        queue, held = self._queue, self._held
         while True:
             try:
                 function, arguments, _ = queue.popleft()
@@ -292,22 +298,11 @@ class ThreadPool:
                 if self._park(worker):
                     continue
                 return
-            worker.arguments = arguments
-            worker.job = function
             if queue and self._monitor.sleeping:
                 self._monitor.wake()  # more than one job came for the one thread that was woken
-            try:
-                # A fresh context for each job: a deadline or an autograd context that one leaves set must not be seen
-                # by the next one on this thread.
-                new_context().run(function, *arguments)
-            except BaseException as error:  # `SystemExit` of a user function ends the job, not a thread of the pool
-                self._report(error, function)
-            worker.arguments = ()
-            del arguments  # an idle thread must not keep values alive
-            if cleanup is not None:
-                cleanup()
-            if (last_act := hooks.last_act) is not None:
-                hooks.last_act = None
+            last_act = self._run(worker, function, arguments)
+            del function, arguments  # an idle thread must not keep values alive
+            if last_act is not None:
                 answer: Function = last_act.answer
                 if last_act.is_long:
                     self._answer_long(worker, last_act)
@@ -317,8 +312,87 @@ class ThreadPool:
                 elif not last_act.is_long:
                     held.hold(last_act.source, answer)
                 del last_act, answer
-            function = worker.job = None  # type: ignore[assignment]
             self._progress = True  # after the cleanup: a job counts as ended when its thread takes the next one
+
+    def _run(self, worker: WorkerThread, function: Function, arguments: tuple[object, ...]) -> blocking.LastAct | None:
+        """Runs one job on its thread; returns what it left to the thread."""
+        worker.arguments = arguments
+        worker.job = function
+        try:
+            # A fresh context for each job: a deadline or an autograd context that one leaves set must not be seen by
+            # the next one on this thread.
+            self._new_context().run(function, *arguments)
+        except BaseException as error:  # `SystemExit` of a user function ends the job, not a thread of the pool
+            self.report(error, function)
+        worker.arguments = ()
+        del arguments
+        if self._cleanup is not None:
+            self._cleanup()
+        last_act = blocking.hooks.last_act
+        blocking.hooks.last_act = None
+        worker.job = None
+        return last_act
+
+    # -- lent threads --------------------------------------------------------------------------------------------------
+
+    def reserve(self) -> None:
+        """Says that a thread will be `lent`; `give_back` must follow when it is not any more.
+
+        Raises:
+            PoolExhausted: as many are lent as the pool may have threads.
+        """
+        with self._lending:
+            if self.num_reserved >= self.max_threads:
+                raise PoolExhausted(
+                    f"{self.max_threads} threads are lent already: an actor keeps one for its life, and the stream of "
+                    "a plain generator while its consumer makes it wait. Raise the option max_worker_threads, or make "
+                    "the generators `async def`, which need no thread."
+                )
+            self.num_reserved += 1
+
+    def give_back(self) -> None:
+        """Ends what `reserve` began."""
+        with self._lending:
+            self.num_reserved -= 1
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """While it lasts, the thread that runs this job does not belong to the pool (rule 6)."""
+        worker = blocking.hooks.worker
+        if worker is None:  # a thread beside an exhausted pool
+            worker = blocking.hooks.worker = WorkerThread(self._work, threading.current_thread().name)
+        assert not worker.is_lent
+        self._held.write()
+        worker.is_lent = True
+        self._lent.add(worker)
+        self._workers.discard(worker)
+        if self._queue and len(self._workers) - len(self._idle) - len(self._blocked) <= 0:
+            self.start_one()  # `submit` relied on this thread
+        try:
+            yield
+        finally:
+            if worker.thread is threading.current_thread():
+                self._workers.add(worker)
+            else:
+                worker.ended.release()
+            self._lent.discard(worker)
+            worker.is_lent = False
+
+    def run_here(self, function: Function, arguments: tuple[object, ...]) -> blocking.LastAct | None:
+        """Runs a job on this thread, which is lent, as the pool does; returns what the job left to the thread."""
+        worker = blocking.hooks.worker
+        assert worker is not None, "this is no thread of a pool"
+        return self._run(worker, function, arguments)
+
+    def answer_now(self, last_act: blocking.LastAct) -> None:
+        """Sends what a job has left to its thread, on any thread."""
+        try:
+            last_act.answer()
+        except BaseException as error:
+            self.report(error, last_act.answer)
+
+    def _all_workers(self) -> list[WorkerThread]:
+        return [*self._workers, *self._lent]
 
     def _answer_long(self, worker: WorkerThread, last_act: blocking.LastAct) -> None:
         """Sends an answer that takes long: others read meanwhile, and run the jobs that come (rules 2 and 4)."""
@@ -327,7 +401,7 @@ class ThreadPool:
             last_act.source.hold_back(last_act.answer)
             last_act.source.flush()
         except BaseException as error:
-            self._report(error, last_act.answer)
+            self.report(error, last_act.answer)
         finally:
             self._leave_blocking(worker)
 
@@ -339,7 +413,7 @@ class ThreadPool:
             blocking.hooks.reads_jobs = True
             source.lead(self._has_nothing_to_do, POOL_LEAD_S, sleep, answer)
         except BaseException as error:
-            self._report(error, answer)
+            self.report(error, answer)
         finally:
             blocking.hooks.reads_jobs = False
 
@@ -350,7 +424,7 @@ class ThreadPool:
     def _has_nothing_to_do(self) -> bool:
         return not self._queue and not self._stopping
 
-    def _report(self, error: BaseException, function: Function) -> None:
+    def report(self, error: BaseException, function: Function) -> None:
         try:
             self._on_error(error, function)
         except BaseException:
@@ -359,7 +433,7 @@ class ThreadPool:
     def _park(self, worker: WorkerThread) -> bool:
         """Waits for work; False means that this thread shall end."""
         self._idle.append(worker)
-        # A job that was submitted before the line above woke nobody, since this thread counted as running (rule 6).
+        # A job that was submitted before the line above woke nobody, since this thread counted as running (rule 7).
         if (self._queue or self._stopping) and self._unpark(worker):
             return bool(self._queue) or not self._retire(worker)
         while not worker.baton.acquire(timeout=self._idle_s):
@@ -379,7 +453,7 @@ class ThreadPool:
     def _retire(self, worker: WorkerThread) -> bool:
         self._workers.discard(worker)
         is_kept = self._keeps_one and not self._workers and not self._stopping
-        if self._queue or is_kept:  # the job came while this thread still counted as running (rule 6)
+        if self._queue or is_kept:  # the job came while this thread still counted as running (rule 7)
             self._workers.add(worker)
             return False
         worker.ended.release()
@@ -387,6 +461,8 @@ class ThreadPool:
 
     def _enter_blocking(self, worker: WorkerThread) -> None:
         self._held.write()
+        if worker.is_lent:
+            return
         worker.blocked += 1
         self._blocked.add(worker)
         # `submit` relied on this thread as long as it counted as running: jobs that came meanwhile need another one.
@@ -394,6 +470,8 @@ class ThreadPool:
             self.start_one()
 
     def _leave_blocking(self, worker: WorkerThread) -> None:
+        if worker.is_lent:
+            return
         worker.blocked -= 1
         if worker.blocked == 0:
             self._blocked.discard(worker)
@@ -460,7 +538,7 @@ class ThreadPool:
     def _stacks(self) -> str:
         frames = sys._current_frames()
         parts = []
-        for worker in list(self._workers):
+        for worker in self._all_workers():
             frame = frames.get(worker.thread.ident or 0)
             job, arguments = worker.job, worker.arguments
             if frame is not None and job is not None and worker.thread is not threading.current_thread():
@@ -473,7 +551,7 @@ class ThreadPool:
         blocking.forget_hooks()
         self._refusal = ForkedProcess
         self._stopping = True
-        self._workers, self._idle, self._blocked = set(), [], set()
+        self._workers, self._idle, self._blocked, self._lent = set(), [], set(), set()
         self._queue = deque()
         self._held.after_fork_in_child()
         unregister_at_exit(self.close)

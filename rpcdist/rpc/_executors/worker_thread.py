@@ -33,9 +33,10 @@ class WorkerThread:
         job: what it runs now, or None.
         arguments: arguments of the job.
         blocked: how many `blocking` blocks it is in.
+        is_lent: it does not belong to the pool for now.
     """
 
-    __slots__ = ("_clock", "arguments", "baton", "blocked", "ended", "job", "thread")
+    __slots__ = ("_clock", "arguments", "baton", "blocked", "ended", "is_lent", "job", "thread")
 
     def __init__(self, work: Callable[[WorkerThread], object], name: str) -> None:
         self.baton = new_baton()
@@ -43,6 +44,7 @@ class WorkerThread:
         self.job: Callable[..., object] | None = None
         self.arguments: tuple[object, ...] = ()
         self.blocked = 0
+        self.is_lent = False
         self._clock: int | None = None
         self.thread = threading.Thread(target=work, args=(self,), name=name, daemon=True)
 

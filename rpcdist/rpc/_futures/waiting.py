@@ -31,6 +31,12 @@ from rpcdist.waiters import wake_threadsafe
 
 __all__ = ["AnyDone", "Completions", "as_completed", "collect_all", "replace_torch_functions", "wait_all", "wait_any"]
 
+_INSTEAD: Final = {
+    "wait_all()": "await asyncio.gather(*futures)",
+    "wait_any()": "await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)",
+    "as_completed()": "async for future in rpc.as_completed(futures)",
+}
+
 TAKE_UP_TO: Final = 32
 """As many pending futures. The replies of a longer burst are read by the loop and made by the pool: if the thread that
 waits did it all, 1,000 no-ops would take 1.2x of the time."""
@@ -70,7 +76,9 @@ def collect_all(futures: Sequence[torch.futures.Future[T]]) -> Future[list[torch
     for member in members:
         if isinstance(member, Future):
             member.is_quiet = True  # its error is reported through the combined future
-        member.add_done_callback(one_done)
+            member._when_done(one_done)
+        else:
+            member.add_done_callback(one_done)
     return combined
 
 
@@ -88,6 +96,8 @@ def wait_all(futures: Sequence[torch.futures.Future[T]], timeout: float | None =
     """
     members = _list_of(futures, "wait_all()")
     if len(members) > TAKE_UP_TO:  # nothing is gained there by looking at each as it comes
+        if asyncio._get_running_loop() is not None and not all(member.done() for member in members):
+            raise BlockingInLoop("wait_all()", _INSTEAD["wait_all()"])
         return [_value_of(member) for member in collect_all(members).wait(timeout)]
     for member in members:
         if isinstance(member, Future):
@@ -113,7 +123,7 @@ def wait_any(futures: Iterable[torch.futures.Future[T]], timeout: float | None =
     """Waits until at least one is done, or `timeout` seconds; then tells which are.
 
     Raises:
-        BlockingInLoop: called on an event loop's thread with all pending; there, use `async for` on `as_completed`.
+        BlockingInLoop: called on an event loop's thread with all pending; there, use `asyncio.wait`.
     """
     members = list(futures)
     if members and not any(member.done() for member in members):
@@ -245,7 +255,7 @@ class Completions(Generic[T]):
         self._make_taken()
         while not self._arrived:
             if asyncio._get_running_loop() is not None:
-                raise BlockingInLoop(self._what)
+                raise BlockingInLoop(self._what, _INSTEAD[self._what])
             baton: LockType = allocate_lock()
             baton.acquire()
             sleeper = partial(self._give, baton)

@@ -6,12 +6,13 @@ until that was noticed there. An `OwnerValue` is the value itself.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from rpcdist.at_end import AtEnd
-from rpcdist.errors import DeadlineExceeded, RRefError
+from rpcdist.errors import BlockingInLoop, DeadlineExceeded, RRefError
 from rpcdist.rpc._rref.identifiers import Incarnation, RRefId, UniqueId
 from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
@@ -39,6 +40,8 @@ class OwnerValue:
 
     def wait(self, timeout_s: float | None) -> Any:
         """The value; blocks until it is there. [Note: kept errors]"""
+        if not self.future.done() and asyncio._get_running_loop() is not None:
+            raise BlockingInLoop("waiting for the value of a reference", "await rref")
         try:
             error = self.future.exception(timeout_s)
         except DeadlineExceeded as exc:
@@ -55,7 +58,7 @@ class OwnerValue:
         """A future of the same outcome; cancelling it leaves the value alone."""
         derived: Future[Any] = Future()
         derived.is_quiet = True
-        self.future.add_done_callback(lambda future: copy_outcome(future, derived))
+        self.future._when_done(lambda future: copy_outcome(future, derived))
         return derived
 
     def __repr__(self) -> str:

@@ -59,10 +59,6 @@ class RRefHome(Protocol):
     def my_name(self) -> str:
         """Its name."""
 
-    @property
-    def allow_pickle(self) -> bool:
-        """Whether this worker takes pickles, such as that of a class."""
-
     def check_sharable(self, rref: Any) -> object:
         """Raises `RRefError` if the reference cannot be shared."""
 

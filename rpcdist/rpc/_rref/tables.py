@@ -203,7 +203,7 @@ class RRefTables:
     def _serve(self, action: actions.Serve, effects: list[Callable[[], object]]) -> None:
         value = self.values[action.rref]
         for then in self.fetches.pop(ReferenceShare(action.rref, action.fork), ()):
-            effects.append(partial(value.future.add_done_callback, then))
+            effects.append(partial(value.future._when_done, then))
 
     def _refuse_fetch(self, action: actions.RefuseFetch, effects: list[Callable[[], object]]) -> None:
         error = self.error(action.reason, str(action.rref), self.me)

@@ -49,6 +49,7 @@ class ActiveCall:
         wants_value: for `remote()`: its caller waits for the result, too.
         target: the value that is fetched, or that a method is called on, which may not be there yet.
         counts_as_idle: it waits for other workers; a shutdown of this one does not wait for it.
+        is_serial: for `remote()`: the result is an actor.
         is_chained: the function has returned a future, and that is waited for.
         started: when its function was called, in seconds of the monotonic clock; 0 before.
     """
@@ -65,6 +66,7 @@ class ActiveCall:
         "id",
         "is_by_value",
         "is_chained",
+        "is_serial",
         "producer",
         "result",
         "session",
@@ -93,6 +95,7 @@ class ActiveCall:
         self.autograd: CallContext | None = None
         self.target: Future[Any] | None = None
         self.is_chained = False
+        self.is_serial = False
         self.wants_value = False
         self.started = 0.0
 
@@ -122,6 +125,7 @@ class ActiveCall:
         active.is_by_value = call.by_value
         if call.HasField("result"):
             active.result = ReferenceShare(id_from_pb(call.result.rref), id_from_pb(call.result.fork))
+            active.is_serial = call.result.is_serial
         for named in ("fetch", "on"):
             if call.HasField(named):
                 value = getattr(call, named)

@@ -15,6 +15,7 @@ from rpcdist.rpc._executors.generators import is_generator
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._rref.handles import OwnerValue
+from rpcdist.rpc._rref.identifiers import RRefId
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS
 from rpcdist.rpc._serving.active_call import ActiveCall
@@ -40,6 +41,7 @@ class Answers:
         rrefs: keeps the results of `remote()`.
         calls: those that are not over; an answered one leaves them.
         produce: begins the stream of a generator that a call returned.
+        on_born: is told of each object that a `remote(serial=True)` has made, before others can reach it.
         me: this worker.
         lifetime: when it is over, failures are not answered: the end of the process says more than they do.
     """
@@ -50,6 +52,7 @@ class Answers:
         rrefs: RRefManager,
         calls: ActiveCalls,
         produce: Callable[[ActiveCall, Generator[Any, Any, Any] | AsyncGenerator[Any, Any]], None],
+        on_born: Callable[[RRefId, object], None],
         me: Identity,
         lifetime: Lifetime,
     ) -> None:
@@ -57,6 +60,7 @@ class Answers:
         self._rrefs = rrefs
         self._calls = calls
         self._produce = produce
+        self._on_born = on_born
         self._me = me
         self._lifetime = lifetime
 
@@ -103,6 +107,8 @@ class Answers:
         """Keeps the result of a `remote()`. Those of its worker's fetches that waited for it are answered with it."""
         if is_last:
             hooks.last_act = LastAct([], active.session)
+        if active.is_serial:
+            self._on_born(entry.rref, result)
         self._rrefs.set_value(entry, result)
         message, large, forks = self._created(active, result)
         answer = partial(self._answer, active, message, large, forks)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from rpcdist.errors import RpcdistError, SerializationError
-from rpcdist.rpc._actors.actor_table import ActorTable
 from rpcdist.rpc._rref.proxied import ValueAtOwner
 from rpcdist.rpc._serving.active_call import ActiveCall
 from rpcdist.rpc._serving.callables import Callables
@@ -15,7 +14,7 @@ __all__ = ["decoded_call"]
 
 
 def decoded_call(
-    active: ActiveCall, callables: Callables, actors: ActorTable
+    active: ActiveCall, callables: Callables
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """The function, and its positional and keyword arguments; decoding runs code of users.
 
@@ -33,7 +32,7 @@ def decoded_call(
         args, kwargs = ((), {}) if active.arguments is None else _parts(active, 2)
     args = tuple(args)
     if active.target is not None:
-        args = (ValueAtOwner(active.target_value(), active, actors), *args)
+        args = (ValueAtOwner(active.target_value()), *args)
     return function, args, kwargs
 
 

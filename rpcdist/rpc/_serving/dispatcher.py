@@ -33,6 +33,7 @@ from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
 from rpcdist.rpc._executors.blocking import hooks
 from rpcdist.rpc._executors.gil_wait import GilWait
+from rpcdist.rpc._executors.lane import Lane
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._marshal.arrived_value import Arrived
@@ -43,6 +44,7 @@ from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, _invoke_in_turn, method_of
 from rpcdist.rpc._serving.active_call import ActiveCall
 from rpcdist.rpc._serving.active_calls import ActiveCalls
 from rpcdist.rpc._serving.answers import Answers
@@ -50,6 +52,7 @@ from rpcdist.rpc._serving.callables import Callables
 from rpcdist.rpc._serving.decoded_call import decoded_call
 from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer
 from rpcdist.rpc._values import ReceiveBuffer
+from rpcdist.rpc._values.function_names import function_name
 from rpcdist.rpc.functions import ASYNC_MARK, runs_where_read
 from rpcdist.rpc.future import Future
 from rpcdist.transport.wire_messages import CompactCall
@@ -57,6 +60,7 @@ from rpcdist.transport.wire_messages import CompactCall
 __all__ = ["Dispatcher", "describe_job"]
 
 MAX_KNOWN_NAMES: Final = 4096
+_IN_TURN: Final = function_name(_invoke_in_turn)
 
 
 class Dispatcher:
@@ -104,7 +108,7 @@ class Dispatcher:
         self._admit_context = admit_context
         self._me = me
         self.calls = ActiveCalls()
-        self._answers = Answers(marshal, rrefs, self.calls, self._produce, me, lifetime)
+        self._answers = Answers(marshal, rrefs, self.calls, self._produce, actors.born, me, lifetime)
         # Names that led to coroutine functions. They need no thread of the pool when they come again, and what a name
         # leads to may change: the function that is found then decides.
         self._coroutine_functions: set[str] = set()
@@ -162,16 +166,31 @@ class Dispatcher:
                 return
         if active.value is not None and not self._find_target(active, active.value):
             return
+        lane = self._lane(active)
         confirmed = arguments.confirmation() if arguments is not None else None
         if confirmed is not None:
             # A function may rely on its arguments: their owners have counted them before it runs.
-            confirmed.add_done_callback(lambda _: self._pool.submit(self.run, active))
+            submit = self._pool.submit if lane is None else lane.submit
+            confirmed._when_done(lambda _: submit(self.run, active))
+        elif lane is not None:
+            try:
+                lane.submit(self.run, active)
+            except PoolExhausted as exc:
+                self._answers.fail(active, exc)
         elif active.function in self._coroutine_functions and (arguments is None or arguments.is_simple):
             self._start_coroutine(active, None)
         elif active.function in self._reader_functions and active.is_plain and (not arguments or arguments.is_short):
             self._new_context().run(self._run_on_reader, active)
         else:
             jobs.append((self.run, (active,)))
+
+    def _lane(self, active: ActiveCall) -> Lane | None:
+        """Where a call runs whose thread matters: the creation of an actor, and a call that finds it free."""
+        if active.is_serial and active.result is not None:
+            return self._actors.begin(active.result.rref)
+        if active.function == _IN_TURN and active.value is not None:
+            return self._actors.free_lane(active.value.rref)
+        return None
 
     def _find_target(self, active: ActiveCall, value: ReferenceShare) -> bool:
         """Looks up the value that is fetched, or that a method is called on.
@@ -303,7 +322,19 @@ class Dispatcher:
             self._answers.finish(active, value, is_last)
 
     def _invoke(self, active: ActiveCall, is_last: bool) -> None:
-        function, args, kwargs = decoded_call(active, self._callables, self._actors)
+        function, args, kwargs = decoded_call(active, self._callables)
+        name = active.function
+        if function in CALLS_OF_METHODS:  # what the value and its method are decides how it runs
+            rref, *order, method, args, kwargs = args
+            value = rref.local_value()
+            named = rref._handle.state.rref if active.value is None else active.value.rref
+            number = order[0] if order else None
+            turn = self._actors.turn(active.session.peer, named, value, number, method, args, kwargs)
+            if turn is not None:
+                self._chain(active, turn)
+                return
+            function, args, kwargs = method_of(value, method, args, kwargs)
+            name = ""
         if is_profiling():
             with record_function(f"handler of {active.what}"):
                 result = function(*args, **kwargs)
@@ -311,13 +342,13 @@ class Dispatcher:
             result = function(*args, **kwargs)
         if result is not None and inspect.iscoroutine(result):
             if inspect.iscoroutinefunction(function):
-                self._remember(self._coroutine_functions, active.function)
+                self._remember(self._coroutine_functions, name)
             self._start_coroutine(active, result)
         elif hasattr(function, ASYNC_MARK):
             self._chain(active, result)
         else:
             if result is None and runs_where_read(function):
-                self._remember(self._reader_functions, active.function)
+                self._remember(self._reader_functions, name)
             self._answers.finish(active, result, is_last)
 
     def _chain(self, active: ActiveCall, future: object) -> None:
@@ -358,7 +389,7 @@ class Dispatcher:
             active.started = time.monotonic()
             if coroutine is not None:
                 return await coroutine
-            function, args, kwargs = decoded_call(active, self._callables, self._actors)
+            function, args, kwargs = decoded_call(active, self._callables)
             result = function(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
 
@@ -394,12 +425,14 @@ class Dispatcher:
         producer: SyncProducer | AsyncProducer
         if isinstance(generator, Generator):
             producer = SyncProducer(self._pool, sender, generator, self._new_context())
+            begin = producer.run
         else:
             producer = AsyncProducer(self._user_loop, sender, generator, self._new_context())
+            begin = producer.credit
         active.producer = producer
-        producer.credit(DEFAULT_WINDOW)
         if active.cancelled:
             producer.cancel()
+        begin(DEFAULT_WINDOW)
 
 
 def describe_job(function: Callable[..., object], arguments: tuple[object, ...]) -> str:

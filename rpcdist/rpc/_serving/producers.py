@@ -12,7 +12,9 @@ from typing import Any, Final, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import NEVER
+from rpcdist.errors import PoolExhausted
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
+from rpcdist.rpc._executors.blocking import hooks
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.torch_state import StateSlot
 from rpcdist.rpc._executors.user_loop import UserLoop
@@ -80,10 +82,10 @@ class StreamSender:
 
 
 class SyncProducer:
-    """Draws from a plain generator in the pool. A thread is used only while there is credit.
+    """Draws from a plain generator on one thread of the pool, from its first step to its end.
 
-    The generator may be continued by another thread each time, so its context variables and torch's state of the thread
-    (`with torch.no_grad(): yield ...`) go with it, and stay with no thread.
+    While the consumer makes the generator wait, the thread is lent: it does not count as one of the pool. Context
+    variables and torch's state of the thread (`with torch.no_grad(): yield ...`) that the generator sets stay its own.
     """
 
     def __init__(
@@ -96,49 +98,78 @@ class SyncProducer:
         self._state = StateSlot()
         self._sender = sender
         self._credits = 0
-        self._running = False
+        self._is_running = False
         self._cancelled = False
-        self._finished = False
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()  # around the three above
+
+    def run(self, items: int) -> None:
+        """Begins with so many items: on this thread, which has made the generator, if it is one of the pool."""
+        worker = hooks.worker
+        if worker is None or worker.is_lent:
+            self.credit(items)
+            return
+        with self._changed:
+            self._credits += items
+            if self._is_running:  # it was cancelled
+                return
+            self._is_running = True
+        self._pump()
 
     def credit(self, items: int) -> None:
-        with self._lock:
+        with self._changed:
             self._credits = min(self._credits + items, MAX_CREDIT)
-            self._start_locked()
+            self._go_on()
 
     def cancel(self) -> None:
-        with self._lock:
+        with self._changed:
             self._cancelled = True
-            self._start_locked()
+            self._go_on()
 
-    def _start_locked(self) -> None:
-        if not self._running and not self._finished:
-            self._running = True
+    def _go_on(self) -> None:
+        if not self._is_running:
+            self._is_running = True
             self._pool.submit(self._pump)
+        self._changed.notify()
 
     def _pump(self) -> None:
         while True:
-            with self._lock:
-                if self._cancelled:
-                    self._finished = True
-                    break
-                if not self._credits:
-                    self._running = False
+            with self._changed:
+                may_step = self._credits > 0 and not self._cancelled
+                self._credits -= may_step
+            if may_step:
+                if not self._step():
                     return
-                self._credits -= 1
-            if not self._step():
+            elif self._cancelled:
+                self._sender.end(self._closed())
                 return
-        self._sender.end(self._closed())
+            elif (refusal := self._wait()) is not None:
+                self._closed()
+                self._sender.end(refusal)
+                return
+
+    def _wait(self) -> PoolExhausted | None:
+        """Until the consumer wants more, or no more; its connection ends that, too. Returns why it cannot wait."""
+        try:
+            self._pool.reserve()
+        except PoolExhausted as exc:
+            return exc
+        try:
+            with self._pool.lent(), self._changed:
+                while not self._credits and not self._cancelled:
+                    self._changed.wait()
+        finally:
+            self._pool.give_back()
+        return None
 
     def _step(self) -> bool:
         """Sends one item; False when the stream has ended."""
         try:
             self._sender.item(self._on_its_own(next, self._generator))
         except StopIteration:
-            self._end(None)
+            self._sender.end(None)
         except BaseException as exc:
             self._closed()  # if it was the item that could not be sent, the generator still waits
-            self._end(exc)
+            self._sender.end(exc)
         else:
             return True
         return False
@@ -153,11 +184,6 @@ class SyncProducer:
         except BaseException as exc:
             return exc
         return None
-
-    def _end(self, exc: BaseException | None) -> None:
-        with self._lock:
-            self._finished = True
-        self._sender.end(exc)
 
 
 class AsyncProducer:

@@ -120,7 +120,7 @@ class Lead:
         """
         me = get_ident()
         if self._holder == me:
-            raise BlockingInLoop("a wait in a finalizer")
+            raise BlockingInLoop("a wait in a finalizer", "a call on another thread")
         shield = None
         if me == self._main:
             shield = self._shield

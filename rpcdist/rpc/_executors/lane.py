@@ -1,0 +1,135 @@
+"""Jobs that run on one thread, from the first to the last: those of an actor, whose objects may belong to a thread.
+
+The thread is lent by the pool, with the first job, and goes back when the lane is closed: one that runs what blocks, or
+waits for another lane, holds up nobody else. While it has nothing to do it reads for a moment where its last job came
+from, as threads of the pool do, so that a call which follows another costs no change of thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from _thread import get_ident
+from collections import deque
+from collections.abc import Callable
+
+from rpcdist.rpc._executors.blocking import JobSource, LastAct
+from rpcdist.rpc._executors.thread_pool import ThreadPool
+from rpcdist.rpc._executors.worker_thread import new_baton
+from rpcdist.time_limits import POOL_LEAD_S
+
+__all__ = ["Lane"]
+
+
+class Lane:
+    """See the module. Any thread may call any method; none of them waits.
+
+    Args:
+        pool: lends the thread.
+    """
+
+    def __init__(self, pool: ThreadPool) -> None:
+        self._pool = pool
+        self._jobs: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
+        self._lock = threading.Lock()  # around the three below
+        self._is_started = False
+        self._is_parked = False
+        self._is_closed = False
+        self._baton = new_baton()
+        self._thread = 0
+        self._led: JobSource | None = None  # where the thread may be reading
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "idle" if self._is_parked else "busy" if self._is_started else "new"
+        return f"<Lane {state} [{len(self._jobs)} jobs]>"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is its thread."""
+        return get_ident() == self._thread
+
+    @property
+    def is_free(self) -> bool:
+        """Whether its thread runs nothing now: a job need not wait for others."""
+        return not self._jobs and (self._is_parked or self._led is not None)
+
+    def submit(self, function: Callable[..., object], *arguments: object) -> None:
+        """Has `function(*arguments)` called after the jobs before it; once the lane is closed, on any thread.
+
+        Raises:
+            PoolExhausted: the pool can lend no thread. Otherwise as `ThreadPool.submit`.
+        """
+        if self.is_here:  # it looks for jobs before it parks or ends
+            self._jobs.append((function, arguments))
+            return
+        with self._lock:
+            is_closed = self._is_closed
+            begins = not is_closed and not self._is_started
+            if begins:
+                self._pool.reserve()
+            if not is_closed:
+                self._jobs.append((function, arguments))
+                self._is_started = True
+            is_parked, self._is_parked = self._is_parked, False
+        if is_closed:
+            self._pool.submit(function, *arguments)
+        elif begins:
+            self._pool.submit(self._serve)
+        else:
+            self._wake(is_parked)
+
+    def close(self) -> None:
+        """Lets the thread go after the jobs that it has; idempotent."""
+        with self._lock:
+            self._is_closed = True
+            is_parked, self._is_parked = self._is_parked, False
+        self._wake(is_parked)
+
+    def _wake(self, is_parked: bool) -> None:
+        if is_parked:
+            self._baton.release()
+        elif (led := self._led) is not None:
+            led.ring()
+
+    # ------------------------------------------------------------ its thread
+
+    def _serve(self) -> None:
+        self._thread = get_ident()
+        try:
+            with self._pool.lent():
+                while (job := self._next()) is not None:
+                    last_act = self._pool.run_here(*job)
+                    del job
+                    if last_act is not None:
+                        self._answer(last_act)
+                        del last_act
+        finally:
+            self._thread = 0
+            self._pool.give_back()
+
+    def _next(self) -> tuple[Callable[..., object], tuple[object, ...]] | None:
+        while True:
+            if self._jobs:  # which nobody else takes
+                return self._jobs.popleft()
+            with self._lock:
+                if self._jobs:
+                    continue
+                if self._is_closed:
+                    return None
+                self._is_parked = True
+            self._baton.acquire()
+
+    def _answer(self, last_act: LastAct) -> None:
+        """Sends an answer, and reads the next job where the last one came from, unless there is one."""
+        if last_act.is_long or not self._has_nothing_to_do():
+            self._pool.answer_now(last_act)
+            return
+        self._led = last_act.source
+        try:
+            last_act.source.lead(self._has_nothing_to_do, POOL_LEAD_S, None, last_act.answer)
+        except BaseException as error:
+            self._pool.report(error, last_act.answer)
+        finally:
+            self._led = None
+
+    def _has_nothing_to_do(self) -> bool:
+        return not self._jobs and not self._is_closed
