@@ -65,7 +65,7 @@ def test_a_step_is_that_of_torch(kind: Callable[..., Any], options: dict[str, An
             seen.append(torch.is_grad_enabled())
             optimizer.zero_grad()
             loss: torch.Tensor = (parameter**2).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             return loss
 
         losses = []
@@ -75,7 +75,7 @@ def test_a_step_is_that_of_torch(kind: Callable[..., Any], options: dict[str, An
                 optimizer.register_step_pre_hook(lambda *_, seen=seen: seen.append(("pre", torch.is_grad_enabled())))
                 optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append(("post", torch.is_grad_enabled())))
             needs_closure = with_closure or kind is torch.optim.LBFGS
-            losses.append(step(optimizer, closure) if needs_closure else step(optimizer))
+            losses.append(step(optimizer, closure) if needs_closure else step(optimizer))  # type: ignore[no-untyped-call]
         results.append((parameter.tolist(), seen, [loss and loss.item() for loss in losses], torch.is_grad_enabled()))
     assert results[0] == results[1]
 
@@ -85,7 +85,7 @@ def test_a_differentiable_step_has_gradients() -> None:
     parameter = start * 2
     parameter.grad = torch.ones(2)
     take_step(torch.optim.SGD([parameter], lr=0.5, differentiable=True))
-    parameter.sum().backward()  # type: ignore[no-untyped-call]
+    parameter.sum().backward()
     assert parameter.tolist() == [1.5, 1.5]
     assert start.grad is not None and start.grad.tolist() == [2.0, 2.0]
 
@@ -124,7 +124,7 @@ def compile_a_step(rank: int, size: int) -> tuple[list[float], int, str]:
     @torch.compile(backend="eager")
     def train() -> int:
         optimizer.zero_grad()
-        parameter.sum().backward()  # type: ignore[no-untyped-call]
+        parameter.sum().backward()
         optimizer.step()
         return len(optimizer.state_dict()["param_groups"])
 

@@ -94,7 +94,7 @@ class DiLoCoOptimizer(Optimizer):
         Raises:
             CollectiveError: the exchange failed; the parameters are those of the inner steps then.
         """
-        loss = take_step(self.optim) if closure is None else take_step(self.optim, closure)
+        loss: float | None = take_step(self.optim) if closure is None else take_step(self.optim, closure)
         self.step_count += 1
         if self.step_count % self.period == 0:
             self._outer_step()

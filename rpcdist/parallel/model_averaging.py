@@ -185,7 +185,7 @@ class PostLocalSGDOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Steps on this rank, then averages if it is time."""
-        loss = take_step(self.optim) if closure is None else take_step(self.optim, closure)
+        loss: float | None = take_step(self.optim) if closure is None else take_step(self.optim, closure)
         self.averager.average_parameters(self.param_groups)
         return loss
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
@@ -122,7 +123,7 @@ def test_a_producer_makes_no_more_items_ahead_than_its_limit() -> None:
 
 def test_a_failure_is_written_into_no_folder_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(flight_records.FOLDER_VARIABLE, raising=False)
-    monkeypatch.setattr(flight_records.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     written = FlightRecorder().write_dump(0)
     assert written is not None and written.parent.stat().st_mode & 0o777 == 0o700
     folder = written.parent

@@ -235,7 +235,7 @@ def break_hooks(rank: int, size: int) -> dict[str, str]:
     try:
         model = DistributedDataParallel(plain())
         for _ in range(2):
-            model.register_comm_hook(None, comm_hooks.allreduce_hook)  # type: ignore[arg-type]
+            model.register_comm_hook(None, comm_hooks.allreduce_hook)
     except Exception as exc:
         found["twice"] = text_of(exc)
     return found

@@ -58,7 +58,7 @@ def uneven_with_hook(rank: int, size: int) -> float:
     """Ranks without data take part in what a comm hook communicates; returns how far the models are apart."""
     module = plain()
     model = DistributedDataParallel(module)
-    model.register_comm_hook(None, comm_hooks.bf16_compress_hook)  # type: ignore[arg-type]
+    model.register_comm_hook(None, comm_hooks.bf16_compress_hook)
     return _train_unevenly(rank, size, model, never_sync=False)
 
 

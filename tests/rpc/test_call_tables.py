@@ -83,7 +83,7 @@ class Outcome:
     def __init__(self) -> None:
         self.errors: list[BaseException] = []
 
-    def replied(self, failure: rpc_pb2.Failure | None, payload: object, jobs: list[Any]) -> None:
+    def replied(self, failure: object, payload: object, jobs: list[Any]) -> None:
         raise AssertionError("nothing replies here")
 
     def failed(self, exc: BaseException) -> None:

@@ -80,7 +80,7 @@ def use_remote_parts() -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     module = nn.Linear(3, 3)
     server = ParameterServer(module, ["worker0"], torch.optim.Adam, lr=0.1, trainers=["worker0"])
-    loss_of(module).backward()  # type: ignore[no-untyped-call]
+    loss_of(module).backward()
     server.step(module)
     server.load_state_dict(server.state_dict())
     table = ShardedEmbedding(10, 4, ["worker0"], torch.optim.SparseAdam, lr=0.1)
@@ -89,7 +89,7 @@ def use_remote_parts() -> None:
 
 
 def use_data_parallelism() -> None:
-    functional.all_reduce(torch.ones(3, requires_grad=True)).sum().backward()  # type: ignore[no-untyped-call]
+    functional.all_reduce(torch.ones(3, requires_grad=True)).sum().backward()
     collectives.all_gather_object([None], "object")
     batch_norm = nn.Sequential(nn.Linear(3, 3), SyncBatchNorm(3))
     for model in (
@@ -98,19 +98,19 @@ def use_data_parallelism() -> None:
         DistributedDataParallel(nn.Linear(3, 3), static_graph=True),
     ):
         with Join([model]):
-            loss_of(model).backward()  # type: ignore[no-untyped-call]
+            loss_of(model).backward()
     for hook, state in (
         (comm_hooks.fp16_compress_hook, None),
         (comm_hooks.powerSGD_hook, comm_hooks.PowerSGDState(None, start_powerSGD_iter=2)),
     ):
         model = DistributedDataParallel(nn.Linear(3, 3))
         model.register_comm_hook(state, hook)
-        loss_of(model).backward()  # type: ignore[no-untyped-call]
+        loss_of(model).backward()
 
 
 def use_optimizers_of_ranks() -> None:
     module = nn.Linear(3, 3)
-    loss_of(module).backward()  # type: ignore[no-untyped-call]
+    loss_of(module).backward()
     sharded = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, lr=0.1)
     inner = torch.optim.SGD(module.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)
@@ -132,7 +132,7 @@ def use_elastic_training() -> None:
     model = ElasticDataParallel(module, optimizer, collectives.HashStore(), num_ranks=1, stateful=[scheduler])
     for step in model.steps(2):
         with step:
-            loss_of(model).backward()  # type: ignore[no-untyped-call]
+            loss_of(model).backward()
     scheduler.step()
     model.close()
 

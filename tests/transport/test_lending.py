@@ -259,11 +259,12 @@ def test_a_loan_that_is_given_up_may_have_been_returned_already() -> None:
     lender = Lender()
     offer = lender.offer(LEND_FROM_BYTES)
     assert offer is not None
-    lender.answered(offer.number, accepted=True)
+    number = offer.number
+    lender.answered(number, accepted=True)
 
     class Failing(OutgoingBuffer):
         def copy_to(self, address: int) -> None:
-            lender.returned([offer.number])
+            lender.returned([number])
             raise BufferError("cannot be copied")
 
     data = memoryview(bytearray(LEND_FROM_BYTES))

@@ -78,7 +78,7 @@ class GradBucket:
         self._buffer = buffer
 
 
-CommHook = Callable[[object, GradBucket], "torch.futures.Future[torch.Tensor]"]
+CommHook = Callable[[Any, GradBucket], "torch.futures.Future[torch.Tensor]"]
 
 
 def check_comm_hook(hook: object) -> None:
