@@ -108,7 +108,7 @@ def check_constants() -> None:
         model(torch.ones(3, 2)).sum().backward()
         check(len(called) == 1, f"a buffer hook at {location} was called {len(called)} times")
     try:
-        DistributedDataParallel(torch.nn.BatchNorm1d(2))._register_buffer_comm_hook(None, print, "sometimes")  # type: ignore[arg-type]
+        DistributedDataParallel(torch.nn.BatchNorm1d(2))._register_buffer_comm_hook(None, print, "sometimes")
         sys.exit("a location that there is not was taken")
     except ValueError:
         pass
