@@ -104,7 +104,7 @@ def check_constants() -> None:
     for location in _BufferCommHookLocation:
         called: list[object] = []
         model = DistributedDataParallel(torch.nn.BatchNorm1d(2))
-        model._register_buffer_comm_hook(model, lambda state, buffers, to=called: to.append(buffers), location)  # type: ignore[misc]
+        model._register_buffer_comm_hook(model, lambda state, buffers, to=called: to.append(buffers), location)
         model(torch.ones(3, 2)).sum().backward()
         check(len(called) == 1, f"a buffer hook at {location} was called {len(called)} times")
     try:
