@@ -49,7 +49,9 @@ Exceptions carry fields; the text is built from them. All of them survive pickli
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 __all__ = [
     "AlreadyInitialized",
@@ -93,7 +95,11 @@ __all__ = [
     "UnknownWorker",
     "WorkerLost",
     "WorldMismatch",
+    "begins_traceback",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class RpcdistError(RuntimeError):
@@ -377,6 +383,23 @@ class CollectiveError(DistBackendError):
 
     def __str__(self) -> str:
         return f"{self.operation} failed: {self.reason}"
+
+
+def begins_traceback(function: Callable[P, T]) -> Callable[P, T]:
+    """A function whose `CollectiveError`s begin their traceback in it.
+
+    They name group, operation, rank and reason. The frames of the engine would hide the line of the program that made
+    the call.
+    """
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except CollectiveError as exc:
+            raise exc.with_traceback(None) from exc.__cause__
+
+    return called
 
 
 class CollectiveMismatch(CollectiveError, ValueError):

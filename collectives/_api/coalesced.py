@@ -11,13 +11,14 @@ from rpcdist.collectives._operations import lowering
 from rpcdist.collectives._operations.checks import check_num_tensors, check_same_dtype, check_tensor_list
 from rpcdist.collectives._operations.operation import ReduceOp
 from rpcdist.collectives.work import Work
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, begins_traceback
 
 __all__ = ["all_gather_coalesced", "all_reduce_coalesced"]
 
 Future = torch.futures.Future
 
 
+@begins_traceback
 def all_reduce_coalesced(
     tensors: list[torch.Tensor] | torch.Tensor,
     op: object = ReduceOp.SUM,
@@ -40,6 +41,7 @@ def all_reduce_coalesced(
     return work.get_future() if async_op else None
 
 
+@begins_traceback
 def all_gather_coalesced(
     output_tensor_lists: list[list[torch.Tensor]],
     input_tensor_list: list[torch.Tensor],
@@ -72,4 +74,4 @@ def all_gather_coalesced(
 
 
 def _deprecated(name: str, instead: str) -> None:
-    warnings.warn(f"`{name}` is deprecated; please use `{instead}`", FutureWarning, stacklevel=3)
+    warnings.warn(f"`{name}` is deprecated; please use `{instead}`", FutureWarning, stacklevel=4)

@@ -25,7 +25,7 @@ from rpcdist.collectives._api import operations
 from rpcdist.collectives._api.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from rpcdist.collectives._group.world import Group, member_group, resolve_group_rank, resolve_root
 from rpcdist.collectives.process_group import ProcessGroup
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, begins_traceback
 
 __all__ = [
     "all_gather_object",
@@ -39,6 +39,7 @@ __all__ = [
 Device = torch.device | str
 
 
+@begins_traceback
 def all_gather_object(object_list: list[object], obj: object, group: Group = None, weights_only: bool = False) -> None:
     """Puts the object of rank i into `object_list[i]`, which has at least as many places as the group has ranks."""
     pg = member_group(group, "all_gather_object")
@@ -52,6 +53,7 @@ def all_gather_object(object_list: list[object], obj: object, group: Group = Non
     object_list[: len(sizes)] = [_unpickled(part[:size], weights_only) for part, size in zip(parts, sizes, strict=True)]
 
 
+@begins_traceback
 def gather_object(
     obj: object,
     object_gather_list: list[object] | None = None,
@@ -82,6 +84,7 @@ def gather_object(
         ]
 
 
+@begins_traceback
 def broadcast_object_list(
     object_list: list[object],
     src: int | None = None,
@@ -119,6 +122,7 @@ def broadcast_object_list(
     object_list[:] = _parted(sizes, data, weights_only)
 
 
+@begins_traceback
 def scatter_object_list(
     scatter_object_output_list: list[object],
     scatter_object_input_list: Sequence[object] | None = None,
@@ -158,6 +162,7 @@ def scatter_object_list(
     scatter_object_output_list[0] = _unpickled(data[: int(own_size[0])], weights_only)
 
 
+@begins_traceback
 def send_object_list(
     object_list: list[object],
     dst: int | None = None,
@@ -191,6 +196,7 @@ def send_object_list(
             send(tensor, group=pg, group_dst=peer)
 
 
+@begins_traceback
 def recv_object_list(
     object_list: list[object],
     src: int | None = None,

@@ -30,7 +30,7 @@ from rpcdist.collectives._operations.checks import (
 from rpcdist.collectives._operations.operation import ReduceOp
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.work import Work
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, begins_traceback
 
 __all__ = [
     "all_gather",
@@ -53,6 +53,7 @@ __all__ = [
 ]
 
 
+@begins_traceback
 def all_reduce(
     tensor: torch.Tensor, op: object = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
@@ -68,6 +69,7 @@ def all_reduce(
     return work if async_op else None
 
 
+@begins_traceback
 def reduce(
     tensor: torch.Tensor,
     dst: int | None = None,
@@ -86,6 +88,7 @@ def reduce(
     return binding.run(lowering.reduce(binding.place, tensor, root, op), async_op)
 
 
+@begins_traceback
 def broadcast(
     tensor: torch.Tensor,
     src: int | None = None,
@@ -103,6 +106,7 @@ def broadcast(
     return binding.run(lowering.broadcast(binding.place, tensor, root), async_op)
 
 
+@begins_traceback
 def all_gather(
     tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
@@ -117,6 +121,7 @@ def all_gather(
     return binding.run(lowering.all_gather(binding.place, tensor_list, tensor), async_op)
 
 
+@begins_traceback
 def all_gather_single(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
@@ -133,6 +138,7 @@ def all_gather_single(
     return binding.run(lowering.all_gather_single(binding.place, output_tensor, input_tensor), async_op)
 
 
+@begins_traceback
 def all_gather_into_tensor(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
@@ -140,6 +146,7 @@ def all_gather_into_tensor(
     return all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
+@begins_traceback
 def gather(
     tensor: torch.Tensor,
     gather_list: list[torch.Tensor] | None = None,
@@ -162,6 +169,7 @@ def gather(
     return binding.run(lowering.gather(binding.place, outputs, tensor, root), async_op)
 
 
+@begins_traceback
 def gather_single(
     tensor: torch.Tensor,
     gather_tensor: torch.Tensor | None = None,
@@ -189,6 +197,7 @@ def gather_single(
     return binding.run(lowering.gather_single(binding.place, gather_tensor, tensor, root), async_op)
 
 
+@begins_traceback
 def gather_into_tensor(
     tensor: torch.Tensor,
     gather_tensor: torch.Tensor | None = None,
@@ -201,6 +210,7 @@ def gather_into_tensor(
     return gather_single(tensor, gather_tensor, dst, group, async_op, group_dst)
 
 
+@begins_traceback
 def scatter(
     tensor: torch.Tensor,
     scatter_list: list[torch.Tensor] | None = None,
@@ -223,6 +233,7 @@ def scatter(
     return binding.run(lowering.scatter(binding.place, tensor, inputs, root), async_op)
 
 
+@begins_traceback
 def reduce_scatter(
     output: torch.Tensor,
     input_list: list[torch.Tensor],
@@ -241,6 +252,7 @@ def reduce_scatter(
     return binding.run(lowering.reduce_scatter(binding.place, output, input_list, op), async_op)
 
 
+@begins_traceback
 def reduce_scatter_single(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -261,6 +273,7 @@ def reduce_scatter_single(
     return binding.run(lowering.reduce_scatter_single(binding.place, output, input, op), async_op)
 
 
+@begins_traceback
 def reduce_scatter_tensor(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -272,6 +285,7 @@ def reduce_scatter_tensor(
     return reduce_scatter_single(output, input, op, group, async_op)
 
 
+@begins_traceback
 def all_to_all(
     output_tensor_list: list[torch.Tensor],
     input_tensor_list: list[torch.Tensor],
@@ -291,6 +305,7 @@ def all_to_all(
     return binding.run(lowering.all_to_all(binding.place, output_tensor_list, input_tensor_list), async_op)
 
 
+@begins_traceback
 def all_to_all_single(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -320,6 +335,7 @@ def all_to_all_single(
     return binding.run(lowered, async_op)
 
 
+@begins_traceback
 def barrier(
     group: Group = None,
     async_op: bool = False,
@@ -343,6 +359,7 @@ def barrier(
     return binding.run(lowering.barrier(), async_op, timeout_s)
 
 
+@begins_traceback
 def monitored_barrier(
     group: Group = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
@@ -356,7 +373,7 @@ def monitored_barrier(
         return
     if "cpu" not in pg.device_types:
         raise ConfigError("monitored_barrier is only implemented for groups that have a backend for the CPU.")
-    pg.monitored_barrier(barrier_timeout(timeout), wait_all_ranks)
+    pg.monitored_barrier(barrier_timeout(timeout, stacklevel=4), wait_all_ranks)
 
 
 def _binding(pg: ProcessGroup, first: torch.Tensor, *rest: torch.Tensor) -> BackendBinding:

@@ -11,11 +11,12 @@ from rpcdist.collectives._group.world import Group, group_or_default, member_gro
 from rpcdist.collectives._operations.checks import check_tensor
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.work import Work
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, begins_traceback
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
 
 
+@begins_traceback
 def isend(
     tensor: torch.Tensor,
     dst: int | None = None,
@@ -37,6 +38,7 @@ def isend(
     return None if pg is None else _send(pg, tensor, dst, tag, group_dst, asynchronous=True)
 
 
+@begins_traceback
 def irecv(
     tensor: torch.Tensor,
     src: int | None = None,
@@ -58,6 +60,7 @@ def irecv(
     return None if pg is None else _recv(pg, tensor, src, tag, group_src, asynchronous=True)
 
 
+@begins_traceback
 def send(
     tensor: torch.Tensor,
     dst: int | None = None,
@@ -72,6 +75,7 @@ def send(
         _send(pg, tensor, dst, tag, group_dst, asynchronous=False).wait()
 
 
+@begins_traceback
 def recv(
     tensor: torch.Tensor,
     src: int | None = None,
@@ -157,6 +161,7 @@ class P2POp:
         )
 
 
+@begins_traceback
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     """Starts several sends and receives of one group together, in whatever order the ranks list them.
 

@@ -1,8 +1,4 @@
-"""`BackendBinding`: one group's operations on the tensors of one device type, and the backend that carries them.
-
-The errors of operations name rank, operation and reason. They start their traceback here, since the frames of the
-engine below would hide the line of the program that made the call.
-"""
+"""`BackendBinding`: one group's operations on the tensors of one device type, and the backend that carries them."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from rpcdist.collectives._operations.dense import Copies, is_ready
 from rpcdist.collectives._operations.lowering import Lowered, Place
 from rpcdist.collectives._operations.sparse_all_reduce import all_reduce_sparse
 from rpcdist.collectives.work import Work
-from rpcdist.errors import CollectiveError, ConfigError
+from rpcdist.errors import ConfigError
 
 __all__ = ["BackendBinding"]
 
@@ -66,12 +62,7 @@ class BackendBinding:
         """The same without hooks, for a part of what a caller asked for."""
         operation, finish, result, _ = lowered
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        try:
-            work = self.backend.submit(
-                operation, asynchronous=async_op, timeout_s=limit_s, finish=finish, result=result
-            )
-        except CollectiveError as exc:
-            raise exc.with_traceback(None) from exc.__cause__
+        work = self.backend.submit(operation, asynchronous=async_op, timeout_s=limit_s, finish=finish, result=result)
         work.limit_s = self.backend.context.timeout_s if limit_s is None else limit_s
         return work
 
@@ -106,10 +97,7 @@ class BackendBinding:
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int, asynchronous: bool) -> Work:
         dense = tensor if is_ready(tensor) else Copies(self.place.staged, moves_only=True).read(tensor)
-        try:
-            work = self.backend.send(dense, peer, tag, asynchronous=asynchronous, timeout_s=self.timeout_s)
-        except CollectiveError as exc:
-            raise exc.with_traceback(None) from exc.__cause__
+        work = self.backend.send(dense, peer, tag, asynchronous=asynchronous, timeout_s=self.timeout_s)
         work.limit_s = self.backend.context.timeout_s if self.timeout_s is None else self.timeout_s
         return work
 
@@ -128,10 +116,7 @@ class BackendBinding:
         if not is_ready(tensor):
             copies = Copies(self.place.staged, moves_only=True)
             dense, finish = copies.write(tensor), copies.finish()
-        try:
-            work = self.backend.recv(dense, peer, tag, asynchronous=asynchronous, timeout_s=limit_s, finish=finish)
-        except CollectiveError as exc:
-            raise exc.with_traceback(None) from exc.__cause__
+        work = self.backend.recv(dense, peer, tag, asynchronous=asynchronous, timeout_s=limit_s, finish=finish)
         work.limit_s = self.backend.context.timeout_s if limit_s is None else limit_s
         return work
 

@@ -143,7 +143,7 @@ def warn_not_in_group(what: str) -> None:
     """Says that the call does nothing."""
     default = current_world().default
     rank = -1 if default is None else default.rank()
-    warnings.warn(f"Running {what} on global rank {rank} which does not belong to the given group.", stacklevel=4)
+    warnings.warn(f"Running {what} on global rank {rank} which does not belong to the given group.", stacklevel=5)
 
 
 def resolve_group_rank(group: ProcessGroup, world_rank: int | None, group_rank: int | None) -> int:

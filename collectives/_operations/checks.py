@@ -91,15 +91,15 @@ def check_timeout(timeout: object) -> timedelta:
     return timeout
 
 
-def barrier_timeout(timeout: object) -> timedelta | None:
-    """The timeout of a monitored barrier, which torch also takes as seconds, with a warning."""
+def barrier_timeout(timeout: object, stacklevel: int = 3) -> timedelta | None:
+    """The timeout of a monitored barrier, which torch also takes as seconds, with a warning at that level."""
     if timeout is None:
         return None
     if isinstance(timeout, float):
         warnings.warn(
             f"Please specify timeout arg as a timedelta. Converting current value of {timeout} assuming it represents "
             "seconds",
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
         return timedelta(seconds=timeout)
     return check_timeout(timeout)

@@ -156,11 +156,13 @@ class CallState(_message.Message):
         RUNNING: _ClassVar[CallState.Phase]
         WAITING: _ClassVar[CallState.Phase]
         STREAMING: _ClassVar[CallState.Phase]
+        IN_LINE: _ClassVar[CallState.Phase]
     ENDED: CallState.Phase
     QUEUED: CallState.Phase
     RUNNING: CallState.Phase
     WAITING: CallState.Phase
     STREAMING: CallState.Phase
+    IN_LINE: CallState.Phase
     ID_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     RUNNING_US_FIELD_NUMBER: _ClassVar[int]

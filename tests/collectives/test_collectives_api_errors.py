@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -14,7 +16,8 @@ from collectives_ranks import run_ranks
 
 import rpcdist.collectives as ours
 from rpcdist.collectives._group.world import World, use_world
-from rpcdist.errors import CollectiveTimeout, ConfigError
+from rpcdist.errors import CollectiveError, CollectiveTimeout, ConfigError
+from rpcdist.parallel import DistributedDataParallel
 
 one = torch.ones
 
@@ -297,3 +300,47 @@ def test_operations_on_a_destroyed_group() -> None:
             ours.destroy_process_group(group)
 
     run_ranks(2, on_rank)
+
+
+def lines_of_ours(error: BaseException) -> int:
+    """How many lines of its traceback show this package, causes included."""
+    frames = [
+        frame
+        for each in traceback.TracebackException.from_exception(error).format(chain=True)
+        for frame in each.splitlines()
+    ]
+    named = [number for number, line in enumerate(frames) if f"{os.sep}rpcdist{os.sep}" in line and "File" in line]
+    return sum(1 + sum(line.startswith("    ") for line in frames[number + 1 : number + 3]) for number in named)
+
+
+MISMATCHED: dict[str, Callable[[int], object]] = {
+    "size": lambda rank: ours.all_reduce(one(2 + rank)),
+    "root": lambda rank: ours.broadcast(one(2), rank),
+    "operation": lambda rank: ours.barrier() if rank else ours.all_reduce(one(2)),
+    "a gathering": lambda rank: ours.all_gather([one(2), one(2)], one(2)) if rank else ours.barrier(),
+    "not waited for": lambda rank: (ours.all_reduce(one(2 + rank), async_op=True) or ours.Work("")).wait(),
+    "objects": lambda rank: ours.all_gather_object([None, None], 1) if rank else ours.barrier(),
+    "a message": lambda rank: ours.recv(one(3), 0) if rank else ours.send(one(2), 1),
+    "a gradient bucket": lambda rank: gradients(2 + rank),
+}
+
+
+def gradients(size: int) -> None:
+    model = DistributedDataParallel(torch.nn.Linear(2, 2), check_reduction=False)
+    for _ in range(size):
+        model(one(2)).sum().backward()
+    ours.barrier()
+
+
+@pytest.mark.parametrize("case", MISMATCHED)
+def test_the_traceback_of_a_mismatch_shows_the_program_and_little_of_ours(case: str) -> None:
+    def on_rank(rank: int) -> int | None:
+        try:
+            for _ in range(3):
+                MISMATCHED[case](rank)
+        except CollectiveError as error:
+            return lines_of_ours(error)
+        return None  # a message that was sent before it was refused
+
+    lines = [each for each in run_ranks(2, on_rank, backend="tcp") if each is not None]
+    assert lines and max(lines) <= 10

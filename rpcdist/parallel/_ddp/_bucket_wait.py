@@ -69,4 +69,4 @@ class BucketWait:
             error,
             f"rank {rank} reduced bucket {number} of iteration {iteration}, with the gradients of {list_names(names)}"
             f"{told}. If a rank ran out of data, train under `with model.join():`",
-        ) from error
+        ) from error.__cause__  # the text of the error itself is in that of the new one

@@ -27,6 +27,7 @@ from torch import nn
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
+from rpcdist.errors import CollectiveError
 from rpcdist.parallel._ddp._bucket_assignment import GradientFacts, initial_buckets, rebuilt_buckets
 from rpcdist.parallel._ddp._bucket_reduction import Bucket, BucketReductions
 from rpcdist.parallel._ddp._bucket_wait import BucketWait
@@ -268,6 +269,9 @@ class Reducer:
             if self._due.end_pass():
                 try:
                     self._finish()
+                except CollectiveError as exc:
+                    self.error = str(exc)
+                    raise exc.with_traceback(None) from exc.__cause__  # the frames below would hide the program's line
                 except Exception as exc:
                     self.error = str(exc)
                     raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import time
 from _thread import get_ident
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar, copy_context
@@ -150,6 +151,7 @@ class SerialActor:
                     f"the deadline was over before it was the turn of {turn.method}() on {_name(turn)}, which runs one "
                     "call at a time"
                 )
+            turn.began = time.monotonic()
             lasts = self._call(turn)
         except BaseException as exc:  # `SystemExit` of a method is its caller's business
             turn._fail(exc)

@@ -206,7 +206,8 @@ class PendingCall:
         return {
             CallState.QUEUED: f"It waited for a thread at {name!r}, and had not begun.",
             CallState.RUNNING: f"It had been running at {name!r} for {running_s:.2f} s.",
-            CallState.WAITING: f"At {name!r} it waited for a value, its turn at an actor, or a future of its function.",
+            CallState.WAITING: f"At {name!r} it waited for a value, or for the future that its function had returned.",
+            CallState.IN_LINE: f"It waited for its turn at an actor on {name!r}, and had not begun.",
             CallState.STREAMING: f"It was producing items at {name!r}, since {running_s:.2f} s.",
         }.get(state.phase, f"{name!r} had ended it: its reply was under way.")
 

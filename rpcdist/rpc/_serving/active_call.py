@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import NEVER, Deadline
+from rpcdist.rpc._actors.turn import Turn
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._peers.network import MessageSink
@@ -182,6 +183,9 @@ class ActiveCall:
         running_us = int((time.monotonic() - self.started) * 1e6) if self.started else 0
         if self.producer is not None:
             phase = phases.STREAMING
+        elif isinstance(self.handle, Turn):
+            phase = phases.RUNNING if self.handle.began else phases.IN_LINE
+            running_us = int((time.monotonic() - self.handle.began) * 1e6) if self.handle.began else 0
         elif self.is_chained:
             phase = phases.WAITING
         else:
