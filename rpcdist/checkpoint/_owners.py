@@ -45,9 +45,9 @@ def entries_at_owner(references: References) -> Entries:
     return entries
 
 
-def new_part(folder: str, references: References) -> CheckpointPart:
+def new_part(folder: str, references: References, algorithm: str) -> CheckpointPart:
     """At the owner: what it will write."""
-    return CheckpointPart(folder, entries_at_owner(references))
+    return CheckpointPart(folder, entries_at_owner(references), algorithm)
 
 
 def load_at_owner(folder: str, references: References) -> None:

@@ -8,14 +8,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from torch.distributed.checkpoint import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 
 import rpcdist.rpc as rpc
 from rpcdist.checkpoint import _folders
+from rpcdist.checkpoint._digests import algorithm_of
 from rpcdist.checkpoint._entries import Entries, entries_of
 from rpcdist.checkpoint._owners import by_owner, new_part
 from rpcdist.checkpoint._participants import Ranks
-from rpcdist.checkpoint._storage import CheckpointPart, end_with_index, plan_together
+from rpcdist.checkpoint._storage import CheckpointPart, Written, end_with_index, plan_together
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import ConfigError
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
@@ -30,6 +30,7 @@ def save(
     *,
     group: ProcessGroup | None = None,
     timeout: float = rpc.constants.UNSET_RPC_TIMEOUT,
+    digest: str = "xxh3",
 ) -> None:
     """Saves a state in one folder; blocks until it is on the disk. All ranks of the group call it.
 
@@ -46,6 +47,8 @@ def save(
         group: the ranks that save together, by default the default group, if there is one. Without a group this process
             saves alone, with the owners of its references.
         timeout: limit in seconds of each call to an owner; 0 for none, by default that of `init_rpc`.
+        digest: how `load` tells damaged files from whole ones: "xxh3", which finds what disks and networks do, or
+            "sha256", which nobody can forge, and which takes several times as long.
 
     Raises:
         ConfigError: something else is at `path`, another save to it runs, two entries have one key, or one cannot be
@@ -53,11 +56,11 @@ def save(
         CheckpointError: it failed on another rank, the disk is full, or files of other workers are not seen here.
         WorkerLost: an owner died. RankLost: a rank died.
     """
-    target = _folders.checkpoint_path(path)
+    target, algorithm = _folders.checkpoint_path(path), algorithm_of(digest)
     ranks = Ranks(group)
     with ExitStack() as held:
         folder = Path(ranks.first("making the folder", lambda: str(held.enter_context(_folders.new_folder(target)))))
-        parts = _Parts(str(folder), timeout)
+        parts = _Parts(str(folder), timeout, algorithm)
         plans = ranks.all("planning", lambda: parts.plan(state))
         flat = [plan for of_rank in plans for plan in of_rank]
         together = ranks.first("planning", lambda: plan_together(str(folder), flat))
@@ -66,7 +69,7 @@ def save(
         written = [of_part for of_rank in results for of_part in of_rank]
 
         def end() -> None:
-            end_with_index(str(folder), together[1], written)
+            end_with_index(str(folder), together[1], written, algorithm)
             with _folders.writing(folder):
                 _folders.publish(folder, target)
 
@@ -79,7 +82,8 @@ save_async = async_form(save)
 class _Parts:
     """What this process writes, and what the owners of its references write."""
 
-    def __init__(self, folder: str, timeout: float) -> None:
+    def __init__(self, folder: str, timeout: float, algorithm: str) -> None:
+        self._algorithm = algorithm
         self._folder = folder
         self._timeout = timeout
         self._own: CheckpointPart | None = None
@@ -93,14 +97,14 @@ class _Parts:
             if twice := entries.keys() & found.keys():
                 raise ConfigError(f"two values of the state have the entry {min(twice)!r}: rename one")
             entries |= found
-        self._own = CheckpointPart(self._folder, entries)
+        self._own = CheckpointPart(self._folder, entries, self._algorithm)
         self._others = [
-            rpc.remote(owner, new_part, (self._folder, references), timeout=self._timeout)
+            rpc.remote(owner, new_part, (self._folder, references, self._algorithm), timeout=self._timeout)
             for owner, references in there.items()
         ]
         return [self._own.plan(), *rpc.wait_all([each.rpc_async(self._timeout).plan() for each in self._others])]
 
-    def write(self, plans: list[SavePlan]) -> list[list[WriteResult]]:
+    def write(self, plans: list[SavePlan]) -> list[Written]:
         assert self._own is not None  # plan() came before
         calls = [each.rpc_async(self._timeout).write(plan) for each, plan in zip(self._others, plans[1:], strict=True)]
         return [self._own.write(plans[0]), *rpc.wait_all(calls)]

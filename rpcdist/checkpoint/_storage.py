@@ -6,10 +6,10 @@ that it can be asked of ranks of our groups, and of owners of remote references.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,11 +25,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from rpcdist.checkpoint._digests import Digests, FileDigests, digests_of, write_digests
 from rpcdist.checkpoint._entries import Entries
 from rpcdist.checkpoint._folders import writing
 from rpcdist.errors import CheckpointError, ConfigError
 
-__all__ = ["CheckpointPart", "StoredEntries", "end_with_index", "plan_together"]
+__all__ = ["CheckpointPart", "StoredEntries", "Written", "end_with_index", "plan_together"]
 
 INDEX_NAME = ".metadata"
 NUM_ENTRIES_SHOWN = 10  # in an error
@@ -41,9 +42,11 @@ class CheckpointPart:
     Args:
         folder: where to.
         entries: of this process.
+        algorithm: of the digests of its files.
     """
 
-    def __init__(self, folder: str, entries: Entries) -> None:
+    def __init__(self, folder: str, entries: Entries, algorithm: str) -> None:
+        self._algorithm = algorithm
         self._planner = _SavePlanner()
         self._folder = Path(folder)
         self._writer = FileSystemWriter(folder)
@@ -54,11 +57,23 @@ class CheckpointPart:
         """All of its entries; `plan_together` leaves each to one process."""
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
-    def write(self, plan: SavePlan) -> list[WriteResult]:
+    def write(self, plan: SavePlan) -> Written:
         """Writes what is left of its plan, to the disk itself. Raises `CheckpointError` if that fails."""
         plan = self._planner.finish_plan(plan)
         with writing(self._folder):
-            return self._writer.write_data(plan, self._planner).wait()
+            results = self._writer.write_data(plan, self._planner).wait()
+            return Written(results, digests_of(self._folder, _files_of(results), self._algorithm))
+
+
+class Written(NamedTuple):
+    """What one process has written, and the digests of its files."""
+
+    results: list[WriteResult]
+    digests: FileDigests
+
+
+def _files_of(results: Iterable[WriteResult]) -> list[str]:
+    return sorted({result.storage_data.relative_path for result in results})
 
 
 def plan_together(folder: str, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -68,21 +83,22 @@ def plan_together(folder: str, plans: Sequence[SavePlan]) -> tuple[list[SavePlan
     return FileSystemWriter(folder).prepare_global_plan(together), metadata
 
 
-def end_with_index(folder: str, metadata: Metadata, results: Sequence[list[WriteResult]]) -> None:
-    """Writes the index, when all files are there.
+def end_with_index(folder: str, metadata: Metadata, written: Sequence[Written], algorithm: str) -> None:
+    """Writes the index and the digests, when all files are there.
 
     Raises:
         CheckpointError: a file that another process has written is not in the folder, or the disk is full.
     """
-    written = {result.storage_data.relative_path for of_part in results for result in of_part}
-    missing = sorted(name for name in written if not (Path(folder) / name).exists())
+    digests = {name: each for part in written for name, each in part.digests.items()}
+    missing = sorted(name for name in digests if not (Path(folder) / name).exists())
     if missing:
         raise CheckpointError(
             f"other workers wrote {', '.join(missing)}, which this one does not see in {folder}: a checkpoint needs a "
             "folder on a file system that all workers share"
         )
     with writing(Path(folder)):
-        FileSystemWriter(folder).finish(metadata, list(results))
+        FileSystemWriter(folder).finish(metadata, [part.results for part in written])
+        write_digests(Path(folder), digests | digests_of(Path(folder), [INDEX_NAME], algorithm), algorithm)
 
 
 class StoredEntries:
@@ -98,6 +114,8 @@ class StoredEntries:
         self._reader = FileSystemReader(folder)
         if not (Path(folder) / INDEX_NAME).is_file():
             raise ConfigError(f"there is no checkpoint at {folder}: checkpoint.save() writes one")
+        self._digests = Digests(folder)
+        self._digests.compare(INDEX_NAME)  # before it is unpickled
         with self._explained():
             self._metadata: Metadata = self._reader.read_metadata()
 
@@ -109,6 +127,9 @@ class StoredEntries:
         planner.set_up_planner(entries, self._metadata, is_coordinator=False)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
         plan = self._reader.prepare_local_plan(planner.create_local_plan())
+        for item in plan.items:
+            stored = self._metadata.storage_data[item.storage_index]
+            self._digests.compare(stored.relative_path, stored.offset, stored.length)
         with self._explained():
             self._reader.read_data(planner.finish_plan(plan), planner).wait()
 
@@ -117,6 +138,8 @@ class StoredEntries:
         """Damaged files raise whatever pickle, zip files and torch raise; the error says which checkpoint it is."""
         try:
             yield
+        except CheckpointError:
+            raise
         except Exception as exc:
             raise CheckpointError(
                 f"the checkpoint at {self._folder} cannot be read ({type(exc).__name__}: {str(exc)[:300]}): it is "
@@ -128,6 +151,13 @@ class StoredEntries:
         found = self._metadata.state_dict_metadata.get(key)
         if not isinstance(found, TensorStorageMetadata):
             raise CheckpointError(f"the checkpoint's structure names a tensor {key!r} that it does not have")
+        size = found.size.numel() * found.properties.dtype.itemsize
+        stored = sum(info.length for index, info in self._metadata.storage_data.items() if index.fqn == key)
+        if size > stored:
+            raise CheckpointError(
+                f"the index of the checkpoint at {self._folder} says that {key!r} has {size} bytes, of which "
+                f"{stored} are stored: it is damaged"
+            )
         return torch.empty(found.size, dtype=found.properties.dtype)
 
     def _check(self, key: str, entry: object) -> None:

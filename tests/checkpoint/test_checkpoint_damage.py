@@ -1,0 +1,121 @@
+"""Checkpoints whose files are damaged on the disk, or lie: nothing of them is loaded as if it were whole."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from full_sets import num_examples
+from torch.distributed import checkpoint as torch_checkpoint
+
+from rpcdist import checkpoint
+from rpcdist.checkpoint import _digests
+from rpcdist.checkpoint._digests import DIGESTS_NAME, Digests, digests_of, write_digests
+from rpcdist.checkpoint._storage import INDEX_NAME
+from rpcdist.errors import CheckpointError, ConfigError
+
+STATE: dict[str, Any] = {"a": torch.arange(3000.0), "b": torch.full((30, 30), 2.0), "step": 5, "text": "hello"}
+
+
+def saved(path: Path, **options: Any) -> Path:
+    checkpoint.save(path, STATE, **options)
+    return path.resolve()
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = {"a": torch.zeros(3000) - 1, "b": torch.zeros(30, 30) - 1, "step": -1, "text": ""}
+    checkpoint.load(path, state)
+    return state
+
+
+def spoil(data: bytes, how: str, at: int) -> bytes:
+    if how == "a bit":
+        return data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
+    if how == "zeros":
+        return data[:at] + bytes(len(data[at : at + 64])) + data[at + 64 :]
+    return data[:at]
+
+
+@pytest.mark.parametrize("options", [{}, {"digest": "sha256"}], ids=["xxh3", "sha256"])
+def test_no_damage_is_read_as_other_values(tmp_path: Path, options: dict[str, str]) -> None:
+    folder = saved(tmp_path / "checkpoint", **options)
+    files = {file: file.read_bytes() for file in sorted(folder.iterdir())}
+    assert {DIGESTS_NAME, INDEX_NAME} < {file.name for file in files}
+    drawn = random.Random(7)
+    for _ in range(num_examples(40, 400)):
+        file, how = drawn.choice(list(files)), drawn.choice(["a bit", "zeros", "cut short"])
+        damaged = spoil(files[file], how, drawn.randrange(len(files[file])))
+        if damaged == files[file]:
+            continue
+        file.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"damaged|cannot be read"):
+            loaded(tmp_path / "checkpoint")
+        file.write_bytes(files[file])
+    assert all(torch.equal(loaded(tmp_path / "checkpoint")[key], STATE[key]) for key in "ab")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "checkpoint")
+    [data] = folder.glob("*.distcp")
+    data.unlink()
+    with pytest.raises(CheckpointError, match=rf"{data.name} of a checkpoint cannot be read: No such file"):
+        loaded(tmp_path / "checkpoint")
+
+
+def test_a_partial_load_reads_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_digests, "CHUNK_BYTES", 1024)
+    folder = saved(tmp_path / "checkpoint")
+    read: list[int] = []
+    chunks = _digests._chunks
+
+    def counting(path: Path, numbers: Any) -> Any:
+        for number, chunk in chunks(path, numbers):
+            if path.suffix == ".distcp":
+                read.append(len(chunk))
+            yield number, chunk
+
+    monkeypatch.setattr(_digests, "_chunks", counting)
+    small = {"b": torch.zeros(30, 30)}
+    checkpoint.load(tmp_path / "checkpoint", small)
+    assert torch.equal(small["b"], STATE["b"])
+    assert small["b"].nbytes <= sum(read) < STATE["a"].nbytes
+    [data] = folder.glob("*.distcp")
+    assert sum(read) < data.stat().st_size
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_it_and_what_torch_wrote_is_read(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "checkpoint")
+    state = {"a": torch.zeros(3000), "b": torch.zeros(30, 30)}
+    torch_checkpoint.load(state, checkpoint_id=str(folder), no_dist=True)
+    assert torch.equal(state["a"], STATE["a"])
+    torch_checkpoint.save({"a": STATE["a"]}, checkpoint_id=str(tmp_path / "theirs"), no_dist=True)
+    ours = {"a": torch.zeros(3000)}
+    checkpoint.load(tmp_path / "theirs", ours)
+    assert torch.equal(ours["a"], STATE["a"])
+
+
+def test_an_index_that_lies_about_a_size_is_named(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "checkpoint", {"nested": {"big": torch.ones(3)}})
+    folder = (tmp_path / "checkpoint").resolve()
+    metadata = pickle.loads((folder / INDEX_NAME).read_bytes())
+    [key] = [key for key in metadata.state_dict_metadata if "big" in key]
+    metadata.state_dict_metadata[key].size = torch.Size([1 << 50])
+    (folder / INDEX_NAME).write_bytes(pickle.dumps(metadata))
+    names = [file.name for file in folder.iterdir() if file.name != DIGESTS_NAME]
+    write_digests(folder, digests_of(folder, names, "xxh3"), "xxh3")  # by somebody who can write the folder
+    with pytest.raises(CheckpointError, match=r"says that .* has 4503599627370496 bytes, of which"):
+        checkpoint.load(tmp_path / "checkpoint", {"nested": None})
+
+
+def test_a_digest_that_there_is_not(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'xxh3' or 'sha256', not 'md5'"):
+        saved(tmp_path / "checkpoint", digest="md5")
+    assert not list(tmp_path.iterdir())
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    Digests(str(folder)).compare("anything")  # without digests nothing is compared
