@@ -97,7 +97,8 @@ def _start_with_node(backend: object, name: str, rank: int, world_size: int | No
 def _start(backend: object, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
     url = options.init_method
     store, rank, found_size = _find_store(url, rank, world_size, options.startup_limit_s)
-    prefix = f"attempt_{job_attempt()}/rpc_prefix_{starts.count(url)}"
+    # Not by the URL: `env://` names another place when a program has changed MASTER_PORT.
+    prefix = f"attempt_{job_attempt()}/rpc_prefix_{starts.count(f'{url} {store.address}')}"
     try:
         # With env://, a WORLD_SIZE that the launcher set says that the world is static.
         size = found_size if found_size > 0 else None
