@@ -1,7 +1,7 @@
 """The gRPC methods that other parts register, each with one request and one reply: checks who calls, and runs handlers.
 
-[Note: pieces] A message of gRPC has a limit, for whoever calls, and a larger one travels in pieces: the request and the
-reply of the method are then streams of a message with the field `data`. Pieces of strangers are not read at all.
+[Note: pieces] gRPC limits the size of a message, and a larger one travels in pieces: the request and the reply of the
+method are then streams of a message with the field `data`. Pieces of strangers are not read at all.
 """
 
 from __future__ import annotations
