@@ -21,7 +21,7 @@ from rpcdist._proto import handshake_pb2
 from rpcdist.errors import RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.transport._channels.grpc_channel import refuse
-from rpcdist.transport._framing.pieces import TooLarge, cut, joined
+from rpcdist.transport._framing.message_pieces import TooLarge, cut, joined
 from rpcdist.transport.unary_proof import PACKAGE, ProvenSessions
 
 __all__ = ["Method", "UnaryServices"]
