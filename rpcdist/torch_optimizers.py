@@ -1,4 +1,4 @@
-"""torch's optimizers without torch's compiler, whose import takes each process two seconds of processor time.
+"""torch's optimizers without torch's compiler, whose import is slow in each process.
 
 torch imports `torch._dynamo` when a process makes its first optimizer and when that steps, only to tell the compiler
 what to leave alone. Our workers step optimizers that nobody compiles. So `torch.optim.Optimizer` tells the compiler

@@ -1,4 +1,4 @@
-"""What ends with the process ends after the program's own callbacks, whoever registered first."""
+"""What ends with the process ends after the program's own callbacks, also if it registered first."""
 
 from __future__ import annotations
 

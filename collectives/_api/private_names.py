@@ -100,12 +100,11 @@ def _register_process_group(group_name: str, process_group: ProcessGroup) -> Non
 
 def _get_pg_default_device(group: Group = None) -> torch.device:
     """Where tensors for this group may be: on the CPU, unless only others have a backend."""
-    devices = [pair.partition(":")[0] for pair in group_or_default(group).backend_config.split(",")]
-    return torch.device("cpu" if "cpu" in devices else devices[0])
+    return torch.device(group_or_default(group).object_device)
 
 
 def _get_object_coll_device(group: Group = None) -> str:
-    return _get_pg_default_device(group).type
+    return group_or_default(group).object_device
 
 
 def _broadcast_coalesced(

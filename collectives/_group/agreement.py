@@ -22,9 +22,9 @@ after whichever step:
  2. Each member has said that it is here after the owner of the generation came, and did not give up before `Made`.
  3. If one process for each rank comes after all others have died, all of them return, from the same generation.
  4. Of two living processes of one rank the later one stays; the earlier one is told (`Displaced`).
- 5. What the owner waits for is set for it, by whoever makes its wait pointless: another leader, a rank that wants
-    another group, a rank that gives up. These set it before they close the generation: one that dies in between harms
-    nobody.
+ 5. A process that makes the owner's wait pointless (another leader, a rank that wants another group, a rank that gives
+    up) sets the keys that the owner waits for. It sets them before it closes the generation: if it dies in between, no
+    other process is harmed.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Final, NoReturn
 
 from rpcdist.collectives._group.agreement import Displaced, Made, NotAll, Unlike, Wish, agreement
 from rpcdist.collectives._stores.prefix_store import PrefixStore
-from rpcdist.collectives._stores.store_base import Store
+from rpcdist.collectives._stores.store_base import Store, timed_out
 from rpcdist.collectives._stores.store_operations import Get, Missing, StoreOperation, Wait
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveMismatch, RendezvousError, StoreTimeout
@@ -93,18 +93,9 @@ def _carry_out(
 
 def wait_for_keys(store: Store, keys: list[str], timeout_s: float, check: Callable[[], None] | None) -> None:
     """`store.wait`, with a `check` now and then that raises when a rank cannot come any more."""
-    if check is None:
-        store.wait(keys, timeout_s)
-        return
-    deadline = Deadline.after(timeout_s)
-    while True:
-        try:
-            store.wait(keys, max(MIN_WAIT_S, min(STORE_CHECK_INTERVAL_S, deadline.remaining_s())))
-            return
-        except StoreTimeout:
-            if deadline.expired():
-                raise
-            check()  # after the wait: a rank that has left may have set its keys before
+    result = _carry_out(store, Wait(tuple(keys)), Deadline.after(timeout_s), check)
+    if isinstance(result, Missing):
+        raise timed_out("wait", timeout_s, result.keys, store.address)
 
 
 def _disagree(what: str, own: Wish, other: Wish) -> NoReturn:

@@ -112,7 +112,7 @@ def _wait(future: torch.futures.Future[T]) -> None:
         logger.debug("a callback is told of %r", exc)
 
 
-class _Failure:
+class _FailedValue:
     """What a future that failed has for a value. Any use of it raises the error.
 
     torch's C++ code, its DDP for one, does not ask a future for the error that Python code has set, and takes the value
@@ -130,14 +130,14 @@ class _Failure:
         raise self.error
 
 
-def _raise(failure: _Failure) -> NoReturn:
+def _raise(failure: _FailedValue) -> NoReturn:
     raise failure.error
 
 
 def fail_future(future: torch.futures.Future[T], error: Exception) -> None:
     """`set_exception`, of which torch's C++ code learns as well."""
     torch._C.Future._set_unwrap_func(future, _raise)
-    torch._C.Future.set_result(future, _Failure(error))
+    torch._C.Future.set_result(future, _FailedValue(error))
 
 
 class OrderedFuture(torch.futures.Future[T]):

@@ -1,1 +1,1 @@
-"""What torch's C++ code sees of ours: works that outlive their Python objects."""
+"""What torch's C++ code and its compiler meet of ours: works, functional collectives, methods that are not traced."""

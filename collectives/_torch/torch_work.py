@@ -6,8 +6,8 @@ ever, as nothing ever ends it. C++ code that keeps such an object keeps its own 
 that keeps a Work gets one that owns both halves (`held`). torch makes these itself of what a group's methods return to
 C++. It does not in the functions of `keep_what_torch_holds`, which take what the program passes.
 
-Groups live until they are destroyed, whoever holds them. A future is ended by C++ code of its own; for an error of one,
-see `fail_future`. Our stores, backends and options have no half in C++.
+Groups live until they are destroyed, even if no Python code refers to them. A future is ended by C++ code of its own;
+for an error of one, see `fail_future`. Our stores, backends and options have no half in C++.
 """
 
 from __future__ import annotations
@@ -99,14 +99,14 @@ def _worst(done: torch.futures.Future[list[torch.futures.Future[int]]]) -> int:
     return max(future.value() for future in done.value())
 
 
-class _Lender(_c10d.ProcessGroup):  # type: ignore[misc]  # see _c10d
+class _OwnerMaker(_c10d.ProcessGroup):  # type: ignore[misc]  # see _c10d
     """A group whose only use is that torch's C++ code makes an owner of the Work that a method of it returns."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
         self._of_thread = threading.local()
 
-    def lend(self, work: TorchWork) -> Any:
+    def owner_of(self, work: TorchWork) -> Any:
         self._of_thread.work = work
         try:
             return _c10d.ProcessGroup.barrier(self)
@@ -118,12 +118,12 @@ class _Lender(_c10d.ProcessGroup):  # type: ignore[misc]  # see _c10d
         return work
 
 
-_lender: Final = _Lender()
+_owner_maker: Final = _OwnerMaker()
 
 
 def held(work: object) -> Any:
     """A Work of torch's that owns both halves of one of ours, for C++ code alone; others come back as they are."""
-    return _lender.lend(work) if isinstance(work, TorchWork) else work
+    return _owner_maker.owner_of(work) if isinstance(work, TorchWork) else work
 
 
 def keep_what_torch_holds() -> None:

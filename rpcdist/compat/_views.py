@@ -19,7 +19,7 @@ from typing import Any
 from rpcdist.compat._replaced_names import READS_OURS, advice_against
 from rpcdist.errors import ConfigError
 
-__all__ = ["install_views", "refuse_torch_groups"]
+__all__ = ["install_late", "install_views", "refuse_torch_groups"]
 
 
 class _ViewedModule(ModuleType):

@@ -239,7 +239,7 @@ class PyRRef(Generic[T]):
         try:
             return future.wait()
         except BaseException:
-            # Who waited has the error, and its frames have this reference: it would live until the next collection.
+            # The caller has the error, whose frames hold this reference: it would live until the next collection.
             self._type_future = None
             raise
         finally:

@@ -10,9 +10,9 @@ out before the message that already names the segment. A borrower that cannot ma
 refuses the offer and reports the loan as unread. The lender then sends the bytes, which it still has, in chunks
 under the number of the message's transfer, and lends nothing more in that session.
 
-[Note: packs] A segment costs both ends some 100 us when it is new, and its number costs as much as 256 KiB of copying
-when it goes back. So a message of many buffers, such as a state_dict, has its smaller ones lie one after the other in a
-few segments, and both ends compute the same offsets from their sizes. The lease of a segment ends with the last
+[Note: packs] Each segment costs both ends time when it is new, and when its number goes back. So the smaller buffers of
+a message of many, such as a state_dict, lie one after the other in a few segments, and both ends compute the same
+offsets from their sizes. The lease of a segment ends with the last
 of its tensors: keeping one of them keeps at most `PACK_BYTES` alive. Messages of few buffers give each its own segment.
 
 [Note: what is trusted] Segments hold nothing but bytes of tensors and of buffers beside pickles; sizes, shapes and

@@ -14,7 +14,7 @@ from rpcdist.errors import ConnectFailed, ProtocolViolation
 from rpcdist.ids import Identity
 from rpcdist.time_limits import LINK_CLOSE_LIMIT_S, UNARY_DRAIN_LIMIT_S
 from rpcdist.transport._channels.grpc_channel import mapped_errors
-from rpcdist.transport._framing.pieces import TooLarge, cut, joined
+from rpcdist.transport._framing.message_pieces import TooLarge, cut, joined
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.session import Session
 from rpcdist.transport.unary_proof import PACKAGE, Metadata, RequestProver

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import socket
 import sys
 from typing import Any
 
 import torch
-from client_results import report
+from client_results import report, run_workers
 from fairscale.experimental.nn.distributed_pipeline import DistributedLoss, DistributedPipeline, PipelineModulesGraph
 from torch import nn
 from torch.distributed import autograd as dist_autograd
@@ -16,7 +14,6 @@ from torch.distributed import rpc
 from torch.distributed.nn import RemoteModule
 from torch.distributed.optim import DistributedOptimizer
 
-LIMIT_S = 400.0
 DEVICES = ("worker0/cpu", "worker1/cpu")
 
 
@@ -89,24 +86,10 @@ def work(rank: int, port: int, results: Any) -> None:
 
 
 def main() -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    spawned = multiprocessing.get_context("spawn")
-    results = spawned.SimpleQueue()
-    workers = [spawned.Process(target=work, args=(rank, port, results)) for rank in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(LIMIT_S)
-        worker.kill()
-        worker.join()
-    found: dict[str, object] = {"exits": [worker.exitcode for worker in workers]}
-    while not results.empty():
-        name, outcome = results.get()
-        found[name] = outcome
+    outcomes, exits = run_workers(work, 2)
+    found: dict[str, object] = {"exits": exits, **dict(outcomes)}
     report(found)
-    sys.exit(any(worker.exitcode != 0 for worker in workers) or len(found) < 4)
+    sys.exit(exits != [0, 0] or len(found) < 4)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,13 @@ PyG's own tests.
 from __future__ import annotations
 
 import atexit
-import multiprocessing
-import socket
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import pyg_operators
 import torch
-from client_results import report
+from client_results import report, run_workers
 from torch_geometric.distributed import DistNeighborSampler, LocalFeatureStore, LocalGraphStore, dist_neighbor_sampler
 from torch_geometric.distributed.dist_context import DistContext
 from torch_geometric.distributed.event_loop import ConcurrentEventLoop
@@ -36,7 +34,6 @@ from torch_geometric.distributed.rpc import (
 from torch_geometric.sampler import NodeSamplerInput
 
 NUM_NODES, NUM_WORKERS = 24, 2
-LIMIT_S = 400.0
 NEIGHBOURS = [sorted({(node + step) % NUM_NODES for step in (1, 5, 17)}) for node in range(NUM_NODES)]
 assert pyg_operators.LIBRARY
 
@@ -150,23 +147,10 @@ def end(results: Any) -> None:
 
 
 def main() -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    spawned = multiprocessing.get_context("spawn")
-    results = spawned.SimpleQueue()  # without a thread, which an atexit callback could not wait for
-    workers = [spawned.Process(target=work, args=(rank, port, results)) for rank in range(NUM_WORKERS)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(LIMIT_S)
-        worker.kill()
-        worker.join()
+    found, exits = run_workers(work, NUM_WORKERS)
     outcomes: dict[str, list[str]] = {}
-    while not results.empty():
-        name, outcome = results.get()
+    for name, outcome in found:
         outcomes.setdefault(name, []).append(outcome)
-    exits = [worker.exitcode for worker in workers]
     report({name: sorted(each) for name, each in sorted(outcomes.items())} | {"exits": exits})
     sys.exit(exits != [0] * NUM_WORKERS or any(set(each) != {"right"} for each in outcomes.values()))
 

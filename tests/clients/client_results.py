@@ -1,21 +1,27 @@
-"""What the programs of the clients share: their results, the data that they train on, and the guide's examples."""
+"""What the programs of the clients share: their processes, their results, the data that they train on, and the guide's
+examples.
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["GUIDE", "RESULT", "batches", "example", "make_model", "numbers_of", "report"]
+__all__ = ["GUIDE", "RESULT", "batches", "example", "make_model", "numbers_of", "report", "run_workers"]
 
 GUIDE = Path(__file__).parents[2] / "docs" / "clients.md"
 RESULT = "RESULT "
 """How the line of a program's output begins that has its results, as JSON."""
+WORKER_LIMIT_S = 400.0
 
 
 def example(client: str, backend: str) -> str:
@@ -43,6 +49,32 @@ def batches(num_batches: int = 8, size: int = 4) -> Iterator[tuple[torch.Tensor,
 def numbers_of(module: nn.Module) -> list[str]:
     """The parameters to the last digit."""
     return [float(value).hex() for parameter in module.parameters() for value in parameter.detach().flatten()]
+
+
+def run_workers(
+    work: Callable[..., object], num_workers: int, *arguments: object
+) -> tuple[list[Any], list[int | None]]:
+    """Runs `work(*arguments, rank, port, results)` in so many processes, each of which may put things into `results`.
+
+    Returns:
+        What they have put there, and their exit codes by rank.
+    """
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    spawned = multiprocessing.get_context("spawn")
+    results = spawned.SimpleQueue()  # without a thread, which an atexit callback could not wait for
+    workers = [spawned.Process(target=work, args=(*arguments, rank, port, results)) for rank in range(num_workers)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(WORKER_LIMIT_S)
+        worker.kill()
+        worker.join()
+    found = []
+    while not results.empty():
+        found.append(results.get())
+    return found, [worker.exitcode for worker in workers]
 
 
 def report(results: dict[str, object]) -> None:

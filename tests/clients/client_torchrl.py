@@ -5,16 +5,14 @@ Each part runs in processes of its own, started as TorchRL's tests start them.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from client_results import numbers_of, report
+from client_results import numbers_of, report, run_workers
 from tensordict import TensorDict
 from torch.distributed import rpc
 from torchrl.collectors.distributed import DistributedCollector, RPCCollector
@@ -26,7 +24,6 @@ from torchrl.modules import RandomPolicy
 from torchrl.testing.mocking_classes import ContinuousActionVecMockEnv
 from torchrl.trainers._distributed import _DDPProcessGroup
 
-LIMIT_S = 400.0
 FRAMES, FRAMES_PER_BATCH = 200, 50
 
 
@@ -113,23 +110,9 @@ def work(name: str, rank: int, port: int, results: Any) -> None:
 
 
 def run(name: str) -> list[object]:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    spawned = multiprocessing.get_context("spawn")
-    results = spawned.SimpleQueue()
-    workers = [spawned.Process(target=work, args=(name, rank, port, results)) for rank in range(PARTS[name][1])]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(LIMIT_S)
-        worker.kill()
-        worker.join()
-    found: list[tuple[int, object]] = []
-    while not results.empty():
-        found.append(results.get())
-    if any(worker.exitcode != 0 for worker in workers):
-        sys.exit(f"{name}: exit codes {[worker.exitcode for worker in workers]}")
+    found, exits = run_workers(work, PARTS[name][1], name)
+    if any(exits):
+        sys.exit(f"{name}: exit codes {exits}")
     return [outcome for _, outcome in sorted(found, key=lambda each: each[0])]
 
 

@@ -212,7 +212,8 @@ def test_closing_the_master_ends_the_waits_of_clients(failure: str) -> None:
             master.close()
             with pytest.raises(DistNetworkError, match=re.escape(says)):
                 wait.result(LIMIT_S)
-        with pytest.raises(ConnectFailed, match="no process listens there"):
+        # Which of the two depends on whether this side has noticed the end of its connection.
+        with pytest.raises((ConnectFailed, DistNetworkError), match="no process listens there"):
             client.set("k", "v")
 
 

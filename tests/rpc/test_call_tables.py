@@ -140,7 +140,7 @@ CallState = rpc_pb2.CallState
         (CallState.QUEUED, "waited for a thread at 'b'"),
         (CallState.RUNNING, "had been running at 'b' for 7."),
         (CallState.WAITING, "At 'b' it waited for"),
-        (CallState.STREAMING, "was producing items at 'b'"),
+        (CallState.STREAMING, "had been producing items at 'b' for 7."),
         (CallState.IN_LINE, "waited for its turn at an actor on 'b'"),
         (CallState.ENDED, "'b' had ended it: its reply was under way"),
         (99, "'b' had ended it"),  # of a later version

@@ -70,7 +70,7 @@ class SerialCalls:
         number = order.begin()
         arguments: tuple[Any, ...] = (tuple(number), method, args, kwargs)
         on = state if state.id != state.rref else None
-        if on is None:  # made here from a value: whoever counts references need not know it, so a call cannot name it
+        if on is None:  # made here from a value: the tables of references need not list it, so a call cannot name it
             arguments = (rref, *arguments)
         end = partial(self._end, order, number.number, owner, rref)
         try:

@@ -182,7 +182,7 @@ class PendingCall:
 
     @property
     def ask_at(self) -> float:
-        """When the callee is to be asked how far the call is, in seconds of the monotonic clock."""
+        """When the caller asks the callee how far the call is, in seconds of the monotonic clock."""
         return self.deadline.at - min(CALL_QUESTION_LEAD_S, self.timeout_s / 5)
 
     def unsent(self) -> tuple[int, int] | None:
@@ -208,7 +208,7 @@ class PendingCall:
             CallState.RUNNING: f"It had been running at {name!r} for {running_s:.2f} s.",
             CallState.WAITING: f"At {name!r} it waited for a value, or for the future that its function had returned.",
             CallState.IN_LINE: f"It waited for its turn at an actor on {name!r}, and had not begun.",
-            CallState.STREAMING: f"It was producing items at {name!r}, since {running_s:.2f} s.",
+            CallState.STREAMING: f"It had been producing items at {name!r} for {running_s:.2f} s.",
         }.get(state.phase, f"{name!r} had ended it: its reply was under way.")
 
 
@@ -283,7 +283,7 @@ class CallTable:
         """Removes the calls whose deadline has passed, and asks to be woken at the next one.
 
         Returns:
-            Those calls, and the ones whose callee is to be asked now how far they are, each once.
+            Those calls, and the ones about which the caller has to ask now how far they are, each once.
         """
         now = time.monotonic()
         expired, to_ask = [], []

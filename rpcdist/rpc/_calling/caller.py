@@ -85,7 +85,6 @@ class Caller:
         self.calls = CallTable(self._timer.wake_at, in_flight)
         self._new_calls = NewCalls(self, self.calls.next_id, directory, marshal, rpc_timeout_s)
         self.timeout_of = self._new_calls.timeout_of
-        self.allow_pickle = marshal.allow_pickle
 
     def __repr__(self) -> str:
         return f"<Caller {self.calls!r}>"

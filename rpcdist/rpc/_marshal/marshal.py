@@ -30,8 +30,9 @@ from rpcdist.rpc._values.plain import PlainWriter
 from rpcdist.rpc._values.refusals import unpicklable_part
 from rpcdist.transport.wire_messages import CompactCall, CompactReply, History, WireMessage
 
-logger = logging.getLogger(__name__)
 __all__ = ["Marshal", "Written"]
+
+logger = logging.getLogger(__name__)
 
 
 class Written(NamedTuple):

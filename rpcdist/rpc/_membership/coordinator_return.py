@@ -104,9 +104,10 @@ class CoordinatorReturn:
             return
         self._look()
         if self._orphan_handle is None and self._orphan_timeout_s < float("inf") and not self._lifetime.is_closed:
-            self._orphan_handle = self._io.loop.call_later(self._orphan_timeout_s, self._end_of_patience, error)
+            self._orphan_handle = self._io.loop.call_later(self._orphan_timeout_s, self._declare_orphaned, error)
 
-    def _end_of_patience(self, error: WorkerLost) -> None:
+    def _declare_orphaned(self, error: WorkerLost) -> None:
+        """No coordinator has taken this worker back in time."""
         if self._directory.is_living(COORDINATOR):  # it was only silent
             self._orphan_handle = None
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 __all__ = [
@@ -18,8 +18,6 @@ class OwnedRRef(Protocol):
     """A reference at its owner, or what stands for it: a `ValueAtOwner`."""
 
     def local_value(self) -> Any: ...
-
-    def __await__(self) -> Generator[Any, None, Any]: ...
 
 
 class HomeRRef(Protocol):
@@ -45,10 +43,6 @@ class ValueAtOwner:
 
     def local_value(self) -> Any:
         return self._value
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        return self._value
-        yield  # makes this a generator, as awaiting demands
 
 
 def _rref_typeof_on_owner(rref: OwnedRRef) -> type:

@@ -1,7 +1,7 @@
 """The gRPC methods that other parts register, each with one request and one reply: checks who calls, and runs handlers.
 
-[Note: pieces] A message of gRPC has a limit, for whoever calls, and a larger one travels in pieces: the request and the
-reply of the method are then streams of a message with the field `data`. Pieces of strangers are not read at all.
+[Note: pieces] gRPC limits the size of a message, and a larger one travels in pieces: the request and the reply of the
+method are then streams of a message with the field `data`. Pieces of strangers are not read at all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rpcdist._proto import handshake_pb2
 from rpcdist.errors import RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.transport._channels.grpc_channel import refuse
-from rpcdist.transport._framing.pieces import TooLarge, cut, joined
+from rpcdist.transport._framing.message_pieces import TooLarge, cut, joined
 from rpcdist.transport.unary_proof import PACKAGE, ProvenSessions
 
 __all__ = ["Method", "UnaryServices"]

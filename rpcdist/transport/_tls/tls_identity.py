@@ -50,7 +50,7 @@ class TlsIdentity:
             return known[0], shown.fingerprint
 
     def grpc_server_credentials(self, on_connection: Callable[[], object]) -> Any:
-        """For a server that shows what is to be shown when a connection comes, and refuses clients without one.
+        """For a server that shows the latest certificate to each connection, and refuses clients without one.
 
         Args:
             on_connection: is called, on a thread of gRPC's, when TLS begins on a connection.

@@ -9,16 +9,16 @@ from google.protobuf.message import Message
 
 from rpcdist.transport._framing.frames import CHUNK_BYTES
 
-__all__ = ["LARGEST_BYTES", "LARGEST_UNCUT_BYTES", "TooLarge", "cut", "joined"]
+__all__ = ["LARGEST_JOINED_BYTES", "LARGEST_UNCUT_BYTES", "TooLarge", "cut", "joined"]
 
 LARGEST_UNCUT_BYTES: Final = 2 << 20
 """What fits into one message of gRPC, with room for its head; see the limit of the channels."""
-LARGEST_BYTES: Final = 160 << 20
+LARGEST_JOINED_BYTES: Final = 160 << 20
 """All pieces of a message together: more than any part sends, so that nobody can fill the memory of a process."""
 
 
 class TooLarge(ValueError):
-    """The pieces are more than `LARGEST_BYTES`."""
+    """The pieces are more than `LARGEST_JOINED_BYTES`."""
 
 
 def cut(data: bytes, piece_type: type[Message]) -> Iterator[bytes]:
@@ -41,6 +41,6 @@ async def joined(pieces: AsyncIterable[bytes], piece_type: type[Message]) -> byt
     async for piece in pieces:
         parts.append(kind.FromString(piece).data)
         size_bytes += len(parts[-1])
-        if size_bytes > LARGEST_BYTES:
-            raise TooLarge(f"more than {LARGEST_BYTES} bytes")
+        if size_bytes > LARGEST_JOINED_BYTES:
+            raise TooLarge(f"more than {LARGEST_JOINED_BYTES} bytes")
     return b"".join(parts)
