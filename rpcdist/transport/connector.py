@@ -12,6 +12,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from rpcdist.time_limits import (
     CONNECT_FIRST_PAUSE_S,
     CONNECT_LONGEST_PAUSE_S,
     LOCAL_HANDSHAKE_LIMIT_S,
+    REFUSAL_LIMIT_S,
     TCP_CHANNEL_LIMIT_S,
 )
 from rpcdist.transport import fork
@@ -212,6 +214,7 @@ class Connector:
             await connection.close()
             source = self._credentials.tls_source
             if handshake.failure is None and source is not None:  # it was TLS that failed
+                await self._tell(wanted)
                 raise AuthenticationFailed(f"{exc} This process uses {source}.") from exc
             raise
         except BaseException:
@@ -221,6 +224,13 @@ class Connector:
             channel.abort("TCP is used")
             return link
         return self._link(wanted, channel, handshake, connection)
+
+    async def _tell(self, wanted: _Wanted) -> None:
+        """Has a process of this host refuse the token in a handshake, which it logs: of TLS it hears nothing."""
+        limit = Deadline.after(REFUSAL_LIMIT_S)
+        with suppress(OSError, TimeoutError):
+            link = await self._connect_raw(connect_unix(local_name(wanted.address)), wanted, limit)
+            await link.close()
 
     async def _connect_by_tcp(
         self, wanted: _Wanted, proven: ClientHandshake, connection: grpc.aio.Channel

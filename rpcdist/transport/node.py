@@ -113,6 +113,11 @@ class Node:
         return next(iter(self._addresses), None)
 
     @property
+    def num_silent(self) -> int:
+        """Connections to it whose process began TLS and made no call, as one with another job token does."""
+        return self._server.num_silent
+
+    @property
     def identity(self) -> Identity:
         """Who this process is to its peers. RPC sets it to name and id of the worker, before it connects."""
         return self.credentials.identity

@@ -102,6 +102,8 @@ def test_a_worker_that_serves_ends_by_name_when_nobody_takes_the_place_of_rank_0
     options = {"peer_timeout": RETURN_S, "orphan_timeout": RETURN_S}
     with InProcessCluster("a", "b", "c", elastic=elastic, **options) as cluster:
         serving = [cluster.begin(name, rpc.serve) for name in "bc"]
+        with cluster.use("b") as agent:
+            eventually(lambda: agent.directory.knows(2), "b has heard of c")  # a joiner waits, but not for long
         cluster.kill("a")
         for ends in serving:
             with pytest.raises(CoordinatorLost, match=r"'a' \(rank 0\) was lost, and no process took its place"):

@@ -224,6 +224,8 @@ async def test_a_dynamic_world_answers_at_once() -> None:
 class HereOnly:
     """A network whose coordinator is in this process."""
 
+    num_silent = 2
+
     def run(self, coroutine: Coroutine[Any, Any, pb.JoinReply], limit_s: float | None) -> pb.JoinReply:
         return asyncio.run(coroutine)
 
@@ -235,6 +237,7 @@ def test_init_says_whom_it_waits_for(caplog: pytest.LogCaptureFixture, monkeypat
     assert joining.join(Member(A, "127.0.0.1:1", ""), 4, 2 * UNIT_S).outcome == Outcome.TIMED_OUT
     assert [record.message for record in caplog.records] == [
         f"init_rpc of 'a' (rank 0) still waits after {UNIT_S:g} s for rank 1, 2, 3 of 4; those in the job so far: a"
+        ". 2 connections ended in TLS: do the missing have another job token?"
     ]
 
 

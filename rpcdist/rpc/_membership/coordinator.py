@@ -143,9 +143,11 @@ class Coordinator:
         there = {member.identity.id: member.identity.name for member in members}
         missing = [rank for rank in range(world_size or 0) if rank not in there]
         if missing:
+            silent = self._network.num_silent if self.service is not None else 0
+            token = f". {silent} connections ended in TLS: do the missing have another job token?" if silent else ""
             logger.warning(
-                "%s for rank %s of %d; those in the job so far: %s",
-                waits, shortened(missing), world_size, shortened(there.values()),
+                "%s for rank %s of %d; those in the job so far: %s%s",
+                waits, shortened(missing), world_size, shortened(there.values()), token,
             )  # fmt: skip
         else:
             logger.warning("%s for the workers of the job to hear of it: %s", waits, shortened(there.values()))

@@ -176,6 +176,10 @@ class Network(Protocol):
         """Where it is served (host:port), or None."""
 
     @property
+    def num_silent(self) -> int:
+        """Connections to it whose process began TLS and made no call, as one with another job token does."""
+
+    @property
     def io(self) -> IoThread:
         """Where it runs."""
 

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import AuthenticationFailed, ProtocolViolation, TransportError
-from rpcdist.time_limits import GRPC_GREETING_LIMIT_S, HANDSHAKE_LIMIT_S, REFUSAL_LIMIT_S, REFUSAL_LOG_PERIOD_S
+from rpcdist.time_limits import HANDSHAKE_LIMIT_S, REFUSAL_LIMIT_S, REFUSAL_LOG_PERIOD_S
 from rpcdist.transport._channels.proving import HandshakePipe, prove_server
 from rpcdist.transport.handshake import ServerHandshake
 
@@ -71,7 +71,7 @@ class RefusalLog:
 
 
 class TlsGreetings:
-    """Notices connections of gRPC whose TLS began, and that never made a call: gRPC itself reports nothing of them.
+    """Counts connections of gRPC that began TLS, and those that made a call. gRPC itself reports nothing of the others.
 
     The token makes the certificates of TLS, so a process with another token ends there. On the I/O loop.
     """
@@ -80,15 +80,15 @@ class TlsGreetings:
         self._num_begun = 0
         self._num_calling = 0
         self._known: dict[str, None] = {}  # the connections that have made a call, the oldest first
-        self._is_counting = False
-        self._has_warned = False
+
+    @property
+    def num_silent(self) -> int:
+        """Connections that made no call. A few are healthy: their side gave them up, or is about to call."""
+        return max(0, self._num_begun - self._num_calling)
 
     def begun(self) -> None:
         """TLS begins on a connection."""
         self._num_begun += 1
-        if not self._is_counting and not self._has_warned:
-            self._is_counting = True
-            asyncio.get_running_loop().call_later(2 * GRPC_GREETING_LIMIT_S, self._count, self._num_begun)
 
     def calls(self, connection: str | None) -> None:
         """A connection makes a call, so its TLS went well; None for one that is not known."""
@@ -99,15 +99,6 @@ class TlsGreetings:
             self._known[connection] = None
             if len(self._known) > MAX_CONNECTIONS_KNOWN:
                 del self._known[next(iter(self._known))]
-
-    def _count(self, num_begun: int) -> None:
-        self._is_counting = False
-        if num_begun > self._num_calling:
-            self._has_warned = True
-            logger.warning(
-                "a process opened a connection and ended it in TLS: it has another job token than this process, or is "
-                "no process of this job. Its own error says which; set RPCDIST_TOKEN to the same value in every process"
-            )
 
 
 @dataclass(eq=False, slots=True)

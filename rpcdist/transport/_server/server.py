@@ -103,6 +103,11 @@ class Server:
         return f"<Server at {', '.join(self._listeners) or 'no address'} [{counts}]>"
 
     @property
+    def num_silent(self) -> int:
+        """See `TlsGreetings`."""
+        return self._greetings.num_silent
+
+    @property
     def num_unproven(self) -> int:
         """Connections in the middle of a handshake."""
         return self._admission.num_unproven
