@@ -39,11 +39,13 @@ class Turn(Future[Any]):
         args, kwargs: for it.
 
     Attributes:
+        began: when its turn came, in seconds of the monotonic clock; 0 before.
         thread: that completes it, and has nothing else to do for the call; 0 while nobody knows.
     """
 
     __slots__ = (
         "args",
+        "began",
         "context",
         "coroutine",
         "deadline",
@@ -77,6 +79,7 @@ class Turn(Future[Any]):
         self.kwargs = kwargs
         self.deadline: Deadline = current_deadline.get()
         self.context: Context = copy_context()  # with deadline and autograd context of the call
+        self.began = 0.0
         self.thread = 0
         self.coroutine: Callable[[], object] | None = None  # cancels it, while it runs
 

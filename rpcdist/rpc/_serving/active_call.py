@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import NEVER, Deadline
+from rpcdist.rpc._actors.turn import Turn
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._peers.network import MessageSink
@@ -179,13 +180,15 @@ class ActiveCall:
     def state(self) -> rpc_pb2.CallState:
         """How far the call is."""
         phases = rpc_pb2.CallState.Phase
-        running_us = int((time.monotonic() - self.started) * 1e6) if self.started else 0
+        turn = self.handle if isinstance(self.handle, Turn) else None
+        started = self.started if turn is None else turn.began
+        running_us = int((time.monotonic() - started) * 1e6) if started else 0
         if self.producer is not None:
             phase = phases.STREAMING
-        elif self.is_chained:
+        elif self.is_chained and not (turn is not None and turn.began):
             phase = phases.WAITING
         else:
-            phase = phases.RUNNING if self.started else phases.QUEUED
+            phase = phases.RUNNING if started else phases.QUEUED
         return rpc_pb2.CallState(phase=phase, running_us=running_us)
 
     def cancel(self) -> None:
