@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from rpcdist.errors import CallRefused, RRefError
 from rpcdist.rpc._current import current_agent
+from rpcdist.rpc._values.exceptions import described_error
 from rpcdist.rpc.future import Future
 
 __all__ = ["ActorState", "Checkpointed"]
@@ -76,11 +77,11 @@ class Checkpointed:
         try:
             state = self.object.checkpoint()
         except Exception as exc:
-            raise RRefError(f"{ran}the checkpoint() after it failed: {type(exc).__name__}: {exc}") from exc
+            raise RRefError(f"{ran}the checkpoint() after it failed: {described_error(exc)}") from exc
         unsendable = current_agent().marshal.why_unpicklable(state, "checkpoint()")
         if unsendable is not None:
             raise RRefError(f"{ran}{unsendable}. Leave it out of the state, and let restore() make it")
         try:
             return ActorState(copy.deepcopy(state))  # tensors are sent as they are, perhaps while the next call runs
         except Exception as exc:
-            raise RRefError(f"{ran}its state cannot be copied: {type(exc).__name__}: {exc}") from exc
+            raise RRefError(f"{ran}its state cannot be copied: {described_error(exc)}") from exc
