@@ -403,9 +403,9 @@ class Agent:
         self.streams.fail_all(stopped)
         self.serving.stop("RPC was shut down in this process")
         self.dispatcher.calls.cancel_all()
-        self.actors.close()
         self.autograd.close()
         self.rrefs.close()
+        self.actors.close()  # after the references: the object of an actor ends on its thread
         self.leaving.say_goodbye()
         self.network.handle_role(ROLE, None)
         self.network.handle_role(PROBE_ROLE, None)

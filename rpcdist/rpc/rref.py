@@ -319,7 +319,8 @@ class PyRRef(Generic[T]):
         if state.value is not None:
             value = state.value.future
             is_ready = value.done()
-            error = error or (value.exception() if is_ready else None)
+            if error is None and is_ready:
+                error = value.exception()
             if is_ready and error is None:
                 kind = type(value.value()).__name__
         status = "ready" if is_ready else "not there yet"

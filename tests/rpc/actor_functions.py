@@ -6,7 +6,7 @@ import asyncio
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rpcdist import rpc
@@ -140,6 +140,9 @@ class Counter:
     def reference(self) -> RRef[Counter]:
         return RRef(self)
 
+    def method(self) -> Callable[[], int]:
+        return self.add_one
+
     def in_a_list(self) -> list[Counter]:
         return [self]
 
@@ -178,6 +181,10 @@ def note_in_order(counter: RRef[Counter], times: int) -> None:
     rpc.wait_all([counter.rpc_async().note(i) for i in range(times)])
 
 
+ended: list[bool] = []
+"""For each `Bound` that has ended: whether that was on the thread where it was made and used."""
+
+
 class Bound:
     """Objects that belong to a thread."""
 
@@ -188,6 +195,10 @@ class Bound:
         self.local = threading.local()
         self.local.value = 0
         self.threads = {threading.get_ident()}
+        self.ended = ended
+
+    def __del__(self) -> None:
+        self.ended.append(self.threads == {threading.get_ident()})
 
     def add(self, x: int) -> int:
         self.threads.add(threading.get_ident())

@@ -333,6 +333,14 @@ def _actor(to: str, kind: str, method: str) -> Any:
         del actor
 
 
+def _restarting_actor(to: str, kind: str, method: str) -> Any:
+    actor: Any = rpc.remote(to, Failing, serial=True, max_restarts=1)
+    try:
+        return getattr(actor.rpc_sync(), method)(kind)
+    finally:
+        del actor
+
+
 def _reference(to: str, kind: str, mode: str) -> Any:
     rref = rpc.remote(to, Failing)
     try:
@@ -375,6 +383,8 @@ WAYS: dict[str, Callable[[str, str], Any]] = {
     "then": _then,
     "actor": lambda to, kind: _actor(to, kind, "fail"),
     "coroutine of an actor": lambda to, kind: _actor(to, kind, "fail_later"),
+    "actor that is made again": lambda to, kind: _restarting_actor(to, kind, "fail"),
+    "coroutine of an actor that is made again": lambda to, kind: _restarting_actor(to, kind, "fail_later"),
     "method": lambda to, kind: _reference(to, kind, "rpc_sync"),
     "rpc_async method": lambda to, kind: _reference(to, kind, "rpc_async"),
     "remote method": lambda to, kind: _reference(to, kind, "remote"),

@@ -54,6 +54,23 @@ def test_all_ways_to_the_object_lead_to_the_actor(cluster: InProcessCluster, way
         assert actor.rpc_sync().outcome() == (6 * ADDITIONS + 1, 1)
 
 
+def test_a_method_that_an_actor_returned_takes_turns(cluster: InProcessCluster) -> None:
+    with cluster.use("a"):
+        actor = rpc.remote("b", Counter, serial=True)
+        method = actor.remote().method()
+        rpc.wait_all([each() for _ in range(ADDITIONS) for each in (actor.rpc_async().add_one, method.rpc_async())])
+        assert actor.rpc_sync().outcome() == (2 * ADDITIONS, 1)
+
+
+def test_a_reference_to_an_actor_that_is_made_again(cluster: InProcessCluster) -> None:
+    with cluster.use("a"):
+        actor = rpc.remote("b", Counter, serial=True, max_restarts=1)
+        other = actor.rpc_sync().reference()
+        assert isinstance(other, RRef), "a method gives its result, and not what awaiting that would give"
+        rpc.wait_all([each.rpc_async().add_one() for _ in range(ADDITIONS) for each in (actor, other)])
+        assert actor.rpc_sync().outcome() == (2 * ADDITIONS, 1)
+
+
 def test_a_reference_that_the_constructor_gave_away(cluster: InProcessCluster) -> None:
     with cluster.use("a"):
         actor = rpc.remote("b", Counter, ("a",), serial=True)
@@ -164,6 +181,27 @@ def test_an_actor_that_is_made_again_keeps_its_thread(cluster: InProcessCluster)
             assert actor.rpc_sync().add(i) == i
             assert actor.rpc_sync().release() == 1
             rpc.wait_all(others)
+
+
+@pytest.mark.parametrize("owner", ["a", "b"])
+def test_the_object_of_an_actor_ends_on_its_thread(cluster: InProcessCluster, owner: str) -> None:
+    there.ended.clear()
+    with cluster.use("a"):
+        actors: list[Any] = [rpc.remote(owner, Bound, serial=True) for _ in range(20)]
+        actors.append(rpc.remote("b", Bound, serial=True, max_restarts=1))
+        rpc.wait_all([actor.rpc_async().add(0) for actor in actors])
+        actors.clear()
+        current_agent().rrefs.drain()
+        eventually(lambda: len(there.ended) == 21)
+    assert all(there.ended)
+
+
+def test_the_object_of_an_actor_ends_on_its_thread_at_shutdown() -> None:
+    there.ended.clear()
+    with InProcessCluster("a", "b") as cluster, cluster.use("a"):
+        actor = rpc.remote("b", Bound, serial=True)
+        actor.rpc_sync().add(0)
+    eventually(lambda: there.ended == [True])
 
 
 def test_actors_that_call_each_other_in_a_chain_need_no_thread_of_others(cluster: InProcessCluster) -> None:

@@ -169,6 +169,18 @@ def test_the_deadline_of_a_call_that_waits_passes_by_name(cluster: InProcessClus
         assert notes(actor) == ["behind"]
 
 
+def test_the_deadline_of_the_call_that_runs_says_so(cluster: InProcessCluster) -> None:
+    with cluster.use("a"):
+        gate = new_gate("runs")
+        actor = journal()
+        assert actor.rpc_sync().note(1) == 1
+        with pytest.raises(DeadlineExceeded, match="had been running at 'b' for"):
+            actor.rpc_sync(timeout=1.5).hold("runs")
+        with pytest.raises(DeadlineExceeded, match="its turn at an actor"):
+            actor.rpc_sync(timeout=1.5).note(2)
+        gate.set()
+
+
 def test_a_cancelled_call_that_waits_never_runs(cluster: InProcessCluster) -> None:
     with cluster.use("a"):
         gate = new_gate("cancel")

@@ -188,7 +188,7 @@ def test_the_error_of_a_deadline_says_how_long_it_was() -> None:
     table = CallTable(lambda at: None, InFlightBytes(1))
     assert str(pending(table, 0.25).deadline_error()) == (
         "RPC ran for more than set timeout (250 ms) and will now be marked with an error: rpc to 'b' of f. It was not "
-        "sent: there was no connection."
+        "sent: there was no connection, or its arguments were still being written to it."
     )
     token = current_deadline.set(Deadline.after(0.1))
     try:

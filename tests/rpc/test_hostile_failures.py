@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 from full_sets import FULL
-from hostile_functions import KINDS, WAYS, Frozen, raised
+from hostile_functions import KINDS, WAYS, Frozen, fail, raised
 from peer_timeouts import CALM_S, LIMIT_S
 
 from rpcdist.autograd import BackwardError
 from rpcdist.errors import Cancelled, RemoteError
+from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.testing import InProcessCluster
 
 QUICK = ("frozen", "__setattr__ exits", "__class__", "__str__ exits", "__reduce__", "__init__", "a lock", "SystemExit")
@@ -68,8 +69,10 @@ def check(way: str, kind: str, error: BaseException | None) -> str:
     return "" if is_right else f"{way}, {kind}: {got.__name__}"
 
 
-@pytest.mark.parametrize("to", ["callee", "caller"])
-@pytest.mark.parametrize("way", WAYS)
+HERE = [way for way in WAYS if "made again" not in way]  # such an actor lives on another worker than its creator
+
+
+@pytest.mark.parametrize(("way", "to"), [*((way, "callee") for way in WAYS), *((way, "caller") for way in HERE)])
 def test_every_way_to_raise_ends_the_call(cluster: InProcessCluster, way: str, to: str) -> None:
     kinds = [kind for kind in (KINDS if FULL or way == "rpc_sync" else QUICK) if (way, kind) not in OF_ASYNCIO]
     wrong = [check(way, kind, outcome(cluster, way, to, kind)) for kind in kinds]
@@ -77,8 +80,37 @@ def test_every_way_to_raise_ends_the_call(cluster: InProcessCluster, way: str, t
 
 
 @pytest.mark.parametrize(
-    "way", ["coroutine", "constructor", "async stream", "async_execution", "coroutine of an actor"]
+    "way",
+    [
+        "coroutine",
+        "constructor",
+        "async stream",
+        "async_execution",
+        "coroutine of an actor",
+        "actor that is made again",
+    ],
 )
 def test_every_kind_ends_what_a_loop_or_a_reference_answers(cluster: InProcessCluster, way: str) -> None:
     wrong = [check(way, kind, outcome(cluster, way, "callee", kind)) for kind in KINDS]
     assert not any(wrong), list(filter(None, wrong))
+
+
+def test_what_is_logged_of_a_hostile_error_ends_no_thread(
+    cluster: InProcessCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its truth is not asked for, neither here nor by the formatter of a log."""
+    kind = "__eq__, __hash__, __bool__"
+    for way in ("constructor", "constructor of an actor", "remote method", "then"):
+        assert not check(way, kind, outcome(cluster, way, "callee", kind))
+    assert not [record.getMessage() for record in caplog.records if "worker pool" in record.getMessage()]
+
+
+def test_a_job_whose_error_is_hostile_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    pool = ThreadPool()
+    done = threading.Event()
+    pool.submit(fail, "__eq__, __hash__, __bool__")
+    pool.submit(done.set)
+    assert done.wait(LIMIT_S)
+    assert pool.close(LIMIT_S) == [], "a thread that ended by the error would be waited for"
+    (record,) = caplog.records
+    assert record.exc_info is None and "CompareRaises: k" in record.getMessage()

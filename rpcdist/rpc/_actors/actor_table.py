@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 from rpcdist.ids import Identity
@@ -14,6 +14,7 @@ from rpcdist.rpc._executors.lane import Lane
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._rref.identifiers import Incarnation, RRefId
+from rpcdist.rpc._rref.proxied import CHECKPOINTED_METHOD
 
 __all__ = ["ActorTable"]
 
@@ -62,7 +63,7 @@ class ActorTable:
             self._by_rref[rref] = actor
         return actor.lane
 
-    def born(self, rref: RRefId, value: object) -> None:
+    def born(self, rref: RRefId, value: Any) -> None:
         """The object of an actor exists. It may be that of another one, and is the same actor then."""
         if isinstance(value, _SHARED_KINDS):
             return
@@ -71,15 +72,19 @@ class ActorTable:
             if actor is None:
                 return
             _, first = self._by_object.setdefault(id(value), (value, actor))
-            first.object_id = id(value)
-            if first is not actor:
+            if first is actor:
+                # A method of an actor that is made again has another `self` than the object that a reference names.
+                objects = (value, value.object) if CHECKPOINTED_METHOD in vars(type(value)) else (value,)
+                ours = [one for one in objects if self._by_object.setdefault(id(one), (one, actor))[1] is actor]
+                actor.object_ids = tuple(map(id, ours))
+            else:
                 first.num_references += 1
                 self._by_rref[rref] = first
         if first is not actor:
             actor.lane.close()
 
-    def released(self, rref: RRefId) -> None:
-        """Nobody refers to the value any more."""
+    def released(self, rref: RRefId, held: list[object]) -> None:
+        """Nobody refers to the value any more. The object of an actor ends on its thread, where it was made."""
         if rref not in self._by_rref:
             return
         with self._lock:
@@ -87,18 +92,16 @@ class ActorTable:
             actor.num_references -= 1
             if actor.num_references:
                 return
-            entry = None if actor.object_id is None else self._by_object.pop(actor.object_id, None)
-        actor.lane.close()
-        del entry  # the object may die with it, which runs code of users: not under the lock
+            held += [self._by_object.pop(one, None) for one in actor.object_ids]
+        actor.lane.close(held.clear)
 
     def close(self) -> None:
         """RPC ends here: the threads of the actors go."""
         with self._lock:
-            actors = list(self._by_rref.values())
-            objects, self._by_object = self._by_object, {}
-        for actor in actors:
-            actor.lane.close()
-        del objects  # not under the lock: their ends run code of users
+            actors = set(self._by_rref.values())
+            ends = [(actor.lane, [self._by_object.pop(one, None) for one in actor.object_ids]) for actor in actors]
+        for lane, held in ends:
+            lane.close(held.clear)  # not under the lock: it may run code of users
 
     def lost(self, identity: Identity) -> None:
         """A worker is declared dead; on the I/O loop."""
@@ -149,8 +152,8 @@ class ActorTable:
             actor.over((who, rref), stream, numbers)
 
     def is_actor(self, value: object) -> bool:
-        """Whether a value is the object of an actor."""
-        return id(value) in self._by_object
+        """Whether a value is the object of an actor, or a method of it."""
+        return self._of_object(value) is not None
 
     def runs_here(self, rref: RRefId, value: object) -> bool:
         """Whether this is code of the actor that a value is."""
@@ -159,10 +162,12 @@ class ActorTable:
         return actor is not None and actor.rref == running
 
     def _actor(self, rref: RRefId, value: object) -> SerialActor | None:
-        entry = self._by_object.get(id(value))
-        if entry is not None:
-            return entry[1]
-        return self._by_rref.get(rref)
+        return self._of_object(value) or self._by_rref.get(rref)
+
+    def _of_object(self, value: object) -> SerialActor | None:
+        """The actor that an object, or a method of it, belongs to."""
+        entry = self._by_object.get(id(value.__self__ if type(value) is MethodType else value))
+        return None if entry is None else entry[1]
 
 
 def _gone(actors: list[SerialActor], who: Incarnation) -> None:

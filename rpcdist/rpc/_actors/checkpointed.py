@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from rpcdist.errors import CallRefused, RRefError
 from rpcdist.rpc._current import current_agent
+from rpcdist.rpc._values.exceptions import described_error
+from rpcdist.rpc.future import Future
 
 __all__ = ["ActorState", "Checkpointed"]
 
@@ -29,6 +31,9 @@ class Checkpointed:
     Args:
         kind, args, kwargs: how to make the object.
         state: for its `restore`; None at the first creation.
+
+    Attributes:
+        object: of the user's class.
     """
 
     def __init__(self, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any], state: ActorState | None) -> None:
@@ -39,12 +44,12 @@ class Checkpointed:
                 f"worker {agent.worker_name!r} does not allow calls of {module}:{name}; add it to "
                 "RpcOptions(allow_functions=...) there"
             )
-        self._value = kind(*args, **kwargs)
+        self.object = kind(*args, **kwargs)
         if state is not None:
-            self._value.restore(state.value)
+            self.object.restore(state.value)
 
     def __repr__(self) -> str:
-        return f"<Checkpointed {self._value!r}>"
+        return f"<Checkpointed {self.object!r}>"
 
     def invoke_checkpointed(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], wants_state: bool) -> Any:
         """Calls a method of the object, or reads an attribute.
@@ -53,14 +58,14 @@ class Checkpointed:
             Its result and the `ActorState` after it, which is None unless it was asked for; a coroutine of these where
             the result of the method has to be awaited.
         """
-        found = getattr(self._value, method)
+        found = getattr(self.object, method)
         result = found(*args, **kwargs) if callable(found) or args or kwargs else found
         if isinstance(result, Generator | AsyncGenerator):
             raise TypeError(
-                f"{method}() of the actor {type(self._value).__name__} is a generator function: its items would be "
+                f"{method}() of the actor {type(self.object).__name__} is a generator function: its items would be "
                 "made while other calls run. Return a list"
             )
-        if inspect.isawaitable(result):
+        if inspect.iscoroutine(result) or isinstance(result, Future):  # and no reference, which can be awaited, too
             return self._finish(method, result, wants_state)
         return result, self._state(method) if wants_state else None
 
@@ -68,15 +73,15 @@ class Checkpointed:
         return await result, self._state(method) if wants_state else None
 
     def _state(self, method: str) -> ActorState:
-        ran = f"{method}() of the actor {type(self._value).__name__} ran, but "
+        ran = f"{method}() of the actor {type(self.object).__name__} ran, but "
         try:
-            state = self._value.checkpoint()
+            state = self.object.checkpoint()
         except Exception as exc:
-            raise RRefError(f"{ran}the checkpoint() after it failed: {type(exc).__name__}: {exc}") from exc
+            raise RRefError(f"{ran}the checkpoint() after it failed: {described_error(exc)}") from exc
         unsendable = current_agent().marshal.why_unpicklable(state, "checkpoint()")
         if unsendable is not None:
             raise RRefError(f"{ran}{unsendable}. Leave it out of the state, and let restore() make it")
         try:
             return ActorState(copy.deepcopy(state))  # tensors are sent as they are, perhaps while the next call runs
         except Exception as exc:
-            raise RRefError(f"{ran}its state cannot be copied: {type(exc).__name__}: {exc}") from exc
+            raise RRefError(f"{ran}its state cannot be copied: {described_error(exc)}") from exc

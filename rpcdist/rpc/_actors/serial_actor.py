@@ -56,15 +56,15 @@ class SerialActor:
 
     Attributes:
         lane: runs plain methods, and the constructor.
-        num_references, object_id: those that a `remote(serial=True)` made, and the `id` of the object, as soon as it
-            exists; kept by the `ActorTable`.
+        num_references, object_ids: those that a `remote(serial=True)` made, and the `id`s of the objects that lead to
+            the actor, as soon as they exist; kept by the `ActorTable`.
     """
 
     def __init__(self, rref: RRefId, executors: Executors) -> None:
         self.rref = rref
         self.lane = executors.new_lane()
         self.num_references = 1
-        self.object_id: int | None = None
+        self.object_ids: tuple[int, ...] = ()
         self._executors = executors
         self._lock = threading.Lock()  # around the two below
         self._queue: TurnQueue[ActorCaller, Turn] = TurnQueue()
@@ -144,6 +144,7 @@ class SerialActor:
         """Runs a method; on the thread of the actor, in the context of the call."""
         token = running_actor.set(self.rref)
         turn.thread = get_ident()
+        turn.began = time.monotonic()
         lasts = False
         try:
             if turn.deadline.expired():

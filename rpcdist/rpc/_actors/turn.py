@@ -39,7 +39,7 @@ class Turn(Future[Any]):
         args, kwargs: for it.
 
     Attributes:
-        began: when its method was called, in seconds of the monotonic clock; 0 before.
+        began: when its turn came, in seconds of the monotonic clock; 0 before.
         thread: that completes it, and has nothing else to do for the call; 0 while nobody knows.
     """
 

@@ -28,6 +28,7 @@ from rpcdist.rpc._actors.checkpointed import ActorState, Checkpointed
 from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._rref.proxy import MethodProxy, Mode, method_name
+from rpcdist.rpc._values.exceptions import described_error
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.membership import wait_for_worker
@@ -235,16 +236,16 @@ class RestartingActor(Generic[T]):
                     self._state, self._state_number = state, number
             call.result._complete(result)
             self._sent.discard(call.result)
-        elif isinstance(error, WorkerLost | DeadlineExceeded | Cancelled) or call.creation is None:
+        elif issubclass(type(error), WorkerLost | DeadlineExceeded | Cancelled) or call.creation is None:
             self._failed(call, error)
         else:  # where the object could not be made, its creator may hear of that a moment later
             call.creation._when_done(lambda creation: self._failed(call, error, creation.exception()))
 
     def _failed(self, call: _ActorCall, error: BaseException, creation_error: BaseException | None = None) -> None:
         with self._lock:
-            if isinstance(error, WorkerLost):
+            if issubclass(type(error), WorkerLost):
                 self._in_doubt = True
-                self._is_gone = self._is_gone or isinstance(error, OwnerLost)
+                self._is_gone = self._is_gone or issubclass(type(error), OwnerLost)
             if creation_error is not None and self._restarts > 0:
                 self._is_broken = self._is_broken or call.creation is self._creation
                 error = self._not_made_again(creation_error)
@@ -254,7 +255,7 @@ class RestartingActor(Generic[T]):
     def _not_made_again(self, cause: BaseException) -> RRefError:
         error = RRefError(
             f"the actor {self._kind.__name__} could not be made again on worker {self._worker!r}: its class or its "
-            f"restore() raised {type(cause).__name__}: {cause}. Its last state is kept, and the next call tries anew: "
+            f"restore() raised {described_error(cause)}. Its last state is kept, and the next call tries anew: "
             "mend what failed there"
         )
         error.__cause__ = cause

@@ -194,8 +194,10 @@ class PendingCall:
         if (unsent := self.unsent()) is not None:
             sent, size = (num_bytes / (1 << 20) for num_bytes in unsent)
             return f"Its arguments were under way: {sent:.1f} of {size:.1f} MiB were sent."
-        if self.session is None or not self.was_asked:
-            return "" if self.session is not None else "It was not sent: there was no connection."
+        if self.session is None:
+            return "It was not sent: there was no connection, or its arguments were still being written to it."
+        if not self.was_asked:
+            return ""
         name, now = self.session.peer.name, time.monotonic()
         if self.state is None:
             return (

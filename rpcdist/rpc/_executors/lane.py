@@ -77,12 +77,17 @@ class Lane:
         else:
             self._wake(is_parked)
 
-    def close(self) -> None:
-        """Lets the thread go after the jobs that it has; idempotent."""
+    def close(self, last: Callable[[], object] | None = None) -> None:
+        """Lets the thread go after the jobs that it has, and `last`; without a thread, `last` runs here. Idempotent."""
         with self._lock:
+            has_thread = self._is_started and not self._is_closed
+            if last is not None and has_thread:
+                self._jobs.append((last, ()))
             self._is_closed = True
             is_parked, self._is_parked = self._is_parked, False
         self._wake(is_parked)
+        if last is not None and not has_thread:
+            last()
 
     def _wake(self, is_parked: bool) -> None:
         if is_parked:

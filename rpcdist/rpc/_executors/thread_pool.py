@@ -44,6 +44,7 @@ from rpcdist.rpc._executors.held_answers import HeldAnswers
 from rpcdist.rpc._executors.pool_load import LoadHistory, PoolSample
 from rpcdist.rpc._executors.pool_monitor import PoolMonitor
 from rpcdist.rpc._executors.worker_thread import HAS_THREAD_CLOCK, WorkerThread
+from rpcdist.rpc._values.exceptions import traceback_of
 from rpcdist.time_limits import (
     LOOP_CLOSE_LIMIT_S,
     POOL_EXHAUSTED_LIMIT_S,
@@ -70,7 +71,7 @@ class PoolStats(NamedTuple):
 
 
 def _log_error(error: BaseException, function: Function) -> None:
-    logger.error("a job of the worker pool failed: %r", function, exc_info=error)
+    logger.error("a job of the worker pool failed: %r\n%s", function, traceback_of(error))
 
 
 def _describe(function: Function, arguments: tuple[object, ...]) -> str:
@@ -427,8 +428,8 @@ class ThreadPool:
     def report(self, error: BaseException, function: Function) -> None:
         try:
             self._on_error(error, function)
-        except BaseException:
-            logger.exception("the error hook of the worker pool failed on %r", error)
+        except BaseException as why:
+            logger.error("the error hook of the worker pool failed: %s", traceback_of(why))
 
     def _park(self, worker: WorkerThread) -> bool:
         """Waits for work; False means that this thread shall end."""

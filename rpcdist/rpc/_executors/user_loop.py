@@ -26,6 +26,7 @@ from rpcdist.errors import Cancelled, ConfigError, ForkedProcess, NotInitialized
 from rpcdist.rpc._executors.stateful_coroutine import StatefulCoroutine
 from rpcdist.rpc._executors.torch_state import adopt_num_threads
 from rpcdist.rpc._executors.user_call import OnDone, Start, UserCall
+from rpcdist.rpc._values.exceptions import traceback_of
 from rpcdist.time_limits import GENERATORS_LIMIT_S, LOOP_CLOSE_LIMIT_S, THREAD_GRACE_S
 from rpcdist.transport import fork
 
@@ -141,7 +142,7 @@ class UserLoop:
                 try:
                     self.loop.run_forever()
                 except (SystemExit, KeyboardInterrupt) as error:  # of a task that user code started (rule 3)
-                    logger.error("a task of user code raised %r; the loop goes on", error, exc_info=error)
+                    logger.error("a task of user code ended; the loop goes on:\n%s", traceback_of(error))
             self.loop.run_until_complete(self._close_generators())
         finally:
             self.loop.close()
@@ -224,7 +225,8 @@ def _task_factory(
 
 
 def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    logger.error("on the user loop: %s", context.get("message"), exc_info=context.get("exception"))
+    error = context.get("exception")
+    logger.error("on the user loop: %s\n%s", context.get("message"), "" if error is None else traceback_of(error))
 
 
 def _where(task: asyncio.Task[Any]) -> str:

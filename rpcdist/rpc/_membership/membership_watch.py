@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rpcdist.rpc._peers.directory import MemberEvent
+from rpcdist.rpc._values.exceptions import traceback_of
 from rpcdist.rpc.worker_info import WorkerInfo
 
 __all__ = ["MembershipChange", "MembershipWatch"]
@@ -115,5 +116,5 @@ class MembershipWatch:
             for callback in callbacks:
                 try:
                     callback(change)
-                except Exception:
-                    logger.exception("%r failed with %r", callback, change)
+                except Exception as error:
+                    logger.error("%r failed with %r:\n%s", callback, change, traceback_of(error))

@@ -40,11 +40,14 @@ class RRefManager:
     Args:
         host: knows the other workers, and sends messages to them.
         wrap: makes the public object of a handle.
-        on_released: called when nobody refers to a value of this worker any more; any thread.
+        on_released: see `RRefTables`.
     """
 
     def __init__(
-        self, host: RRefHost, wrap: Callable[[Handle], Any], on_released: Callable[[RRefId], object] = lambda rref: None
+        self,
+        host: RRefHost,
+        wrap: Callable[[Handle], Any],
+        on_released: Callable[[RRefId, list[object]], object] = lambda rref, held: None,
     ) -> None:
         self._host = host
         self._wrap = wrap

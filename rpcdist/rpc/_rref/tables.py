@@ -48,10 +48,11 @@ class RRefTables:
     Args:
         me: this worker.
         host: knows the other workers, and sends messages to them.
-        on_released: called when nobody refers to a value of this worker any more; any thread.
+        on_released: called when nobody refers to a value of this worker any more, with a list of which the value is
+            the only item: the value ends when the list does, or where it is emptied; any thread.
     """
 
-    def __init__(self, me: Incarnation, host: RRefHost, on_released: Callable[[RRefId], object]) -> None:
+    def __init__(self, me: Incarnation, host: RRefHost, on_released: Callable[[RRefId, list[object]], object]) -> None:
         self._host = host
         self._on_released = on_released
         self.me = me
@@ -215,8 +216,8 @@ class RRefTables:
 
     def _release_value(self, action: actions.ReleaseValue, effects: list[Callable[[], object]]) -> None:
         value = self.values.pop(action.rref, None)
-        effects.append(lambda: value)  # dies after the lock: user code may run
-        effects.append(partial(self._on_released, action.rref))
+        held: list[object] = [value]  # dies after the lock: user code may run
+        effects.append(partial(self._on_released, action.rref, held))
 
     def error(self, reason: Reason, what: str, owner: Incarnation) -> Exception:
         """What a user sees of a reason that the protocol gave; `what` names the reference."""

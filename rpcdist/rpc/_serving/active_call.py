@@ -180,16 +180,17 @@ class ActiveCall:
     def state(self) -> rpc_pb2.CallState:
         """How far the call is."""
         phases = rpc_pb2.CallState.Phase
-        running_us = int((time.monotonic() - self.started) * 1e6) if self.started else 0
+        turn = self.handle if isinstance(self.handle, Turn) else None
+        started = self.started if turn is None else turn.began
+        running_us = int((time.monotonic() - started) * 1e6) if started else 0
         if self.producer is not None:
             phase = phases.STREAMING
-        elif isinstance(self.handle, Turn):
-            phase = phases.RUNNING if self.handle.began else phases.IN_LINE
-            running_us = int((time.monotonic() - self.handle.began) * 1e6) if self.handle.began else 0
+        elif turn is not None:
+            phase = phases.RUNNING if started else phases.IN_LINE
         elif self.is_chained:
             phase = phases.WAITING
         else:
-            phase = phases.RUNNING if self.started else phases.QUEUED
+            phase = phases.RUNNING if started else phases.QUEUED
         return rpc_pb2.CallState(phase=phase, running_us=running_us)
 
     def cancel(self) -> None:

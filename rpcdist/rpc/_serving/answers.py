@@ -21,6 +21,7 @@ from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS
 from rpcdist.rpc._serving.active_call import ActiveCall
 from rpcdist.rpc._serving.active_calls import ActiveCalls
 from rpcdist.rpc._values import LargeBuffer, takes_long
+from rpcdist.rpc._values.exceptions import described
 from rpcdist.rpc._values.failures import exception_of
 from rpcdist.rpc._values.function_names import function_name
 from rpcdist.transport.wire_messages import CompactReply
@@ -207,7 +208,9 @@ def _called(active: ActiveCall) -> str:
     """The user's code that a call runs, for the log; empty for a call of ours."""
     if not active.function.startswith("rpcdist."):
         return active.function
-    target = active.target
-    if active.function not in _CALLS_OF_METHODS or target is None or not target.done() or target.exception():
+    if active.function not in _CALLS_OF_METHODS:
         return ""
-    return f"a method of a {type(target.value()).__name__}"
+    target = active.target
+    if target is None or not target.done() or target.exception() is not None:
+        return ""
+    return f"a method of a {described('the name of the type', lambda: type(target.value()).__name__)}"

@@ -391,7 +391,7 @@ class Dispatcher:
                 return await coroutine
             function, args, kwargs = decoded_call(active, self._callables)
             result = function(*args, **kwargs)
-            return await result if inspect.isawaitable(result) else result
+            return await result if inspect.iscoroutine(result) else result
 
         def done(outcome: object, exc: BaseException | None) -> None:
             if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:

@@ -30,6 +30,7 @@ __all__ = [
     "copied",
     "cut",
     "described",
+    "described_error",
     "get_cause",
     "get_traceback",
     "rebuild_exception",
@@ -147,6 +148,11 @@ def cut(text: str, limit: int = MAX_TEXT) -> str:
 def text_of(exc: BaseException) -> str:
     """The text of any exception, cut to `MAX_TEXT`; raises nothing."""
     return described("str() of the exception", lambda: cut(str(exc)))
+
+
+def described_error(exc: BaseException) -> str:
+    """The class and the text of any exception; raises nothing."""
+    return f"{described('the name of the type', lambda: type(exc).__name__)}: {text_of(exc)}"
 
 
 def traceback_of(exc: BaseException) -> str:
