@@ -74,21 +74,22 @@ class TcpBackend(EngineBackend):
         state = GroupState(context.name, context.rank, context.ranks)
         deadline = Deadline.after(context.timeout_s)
         self._watch = GroupWatch(context, state, deadline, options.unix_sockets) if context.size > 1 else None
-        self._transport = (
-            SingleRankTransport() if self._watch is None else _connect(context, self._watch, options, deadline)
-        )
-        self.reduces_many = self._transport.reduces_many
-        self._mailboxes = _make_mailboxes(context, self._watch)
-        engine = Engine(
-            self._transport,
-            state,
-            timeout_s=context.timeout_s,
-            recorder=context.process.recorder,
-            outlives_ranks=context.outlives_ranks,
-            reporter=Reporter() if self._watch is None else self._watch.reporter,
-            on_failure=self._fail_messages,
-            on_departure=self._mailboxes.peer_lost,
-        )
+        with ExitStack() as undo:
+            self._transport = _connect(context, self._watch, options, deadline, undo)
+            self.reduces_many = self._transport.reduces_many
+            self._mailboxes = _make_mailboxes(context, self._watch)
+            undo.callback(self._mailboxes.close)
+            engine = Engine(
+                self._transport,
+                state,
+                timeout_s=context.timeout_s,
+                recorder=context.process.recorder,
+                outlives_ranks=context.outlives_ranks,
+                reporter=Reporter() if self._watch is None else self._watch.reporter,
+                on_failure=self._fail_messages,
+                on_departure=self._mailboxes.peer_lost,
+            )
+            undo.pop_all()
         super().__init__(context, engine, self._mailboxes)
         if self._watch is None:
             engine.opened()
@@ -134,15 +135,17 @@ def _make_mailboxes(context: GroupContext, watch: GroupWatch | None) -> Mailboxe
     return Mailboxes(context.name, context.rank, context.ranks, watch.hub, bootstrap.uid, bootstrap.addresses)
 
 
-def _connect(context: GroupContext, watch: GroupWatch, options: TcpOptions, deadline: Deadline) -> Transport:
-    """Connects this rank with the others; tells them when it gives up."""
+def _connect(
+    context: GroupContext, watch: GroupWatch | None, options: TcpOptions, deadline: Deadline, undo: ExitStack
+) -> Transport:
+    """Connects this rank with the others; `undo` closes what was opened, and tells them that this one gives up."""
+    if watch is None:
+        return SingleRankTransport()
+    undo.callback(watch.give_up)
     context = dataclasses.replace(context, check=watch.check)
-    with ExitStack() as undo:
-        undo.callback(watch.give_up)
-        transport = _make_transport(context, watch, options, deadline)
-        undo.callback(transport.close)
-        wait_until_made(context, deadline)
-        undo.pop_all()
+    transport = _make_transport(context, watch, options, deadline)
+    undo.callback(transport.close)
+    wait_until_made(context, deadline)
     return transport
 
 

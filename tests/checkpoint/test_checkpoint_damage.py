@@ -79,7 +79,7 @@ def test_a_partial_load_reads_what_it_needs(tmp_path: Path, monkeypatch: pytest.
             yield number, chunk
 
     monkeypatch.setattr(_digests, "_chunks", counting)
-    small = {"b": torch.zeros(30, 30)}
+    small: dict[str, Any] = {"b": torch.zeros(30, 30)}
     checkpoint.load(tmp_path / "checkpoint", small)
     assert torch.equal(small["b"], STATE["b"])
     assert small["b"].nbytes <= sum(read) < STATE["a"].nbytes
@@ -94,9 +94,9 @@ def test_torch_reads_it_and_what_torch_wrote_is_read(tmp_path: Path) -> None:
     torch_checkpoint.load(state, checkpoint_id=str(folder), no_dist=True)
     assert torch.equal(state["a"], STATE["a"])
     torch_checkpoint.save({"a": STATE["a"]}, checkpoint_id=str(tmp_path / "theirs"), no_dist=True)
-    ours = {"a": torch.zeros(3000)}
+    ours: dict[str, object] = {"a": torch.zeros(3000)}
     checkpoint.load(tmp_path / "theirs", ours)
-    assert torch.equal(ours["a"], STATE["a"])
+    assert torch.equal(ours["a"], STATE["a"])  # type: ignore[arg-type]
 
 
 def test_an_index_that_lies_about_a_size_is_named(tmp_path: Path) -> None:

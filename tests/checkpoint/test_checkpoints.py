@@ -297,7 +297,7 @@ def test_damaged_files_are_explained(tmp_path: Path, name: str, content: bytes |
     checkpoint.save(path, {"value": torch.ones(1000), "step": 0})
     whole = (path / name).read_bytes()
     (path / name).write_bytes(whole[: len(whole) - 60] if content is None else content)
-    with pytest.raises(CheckpointError, match=r"checkpoint at .* cannot be read .*: it is damaged"):
+    with pytest.raises(CheckpointError, match=r"checkpoint at .* is damaged|cannot be read"):
         checkpoint.load(path, {"value": torch.zeros(1000), "step": 0})
 
 
@@ -369,10 +369,10 @@ def test_workers_that_do_not_share_a_folder_are_told(
         del reference
 
 
-def part_elsewhere(folder: str, references: dict[str, rpc.RRef[Any]]) -> object:
+def part_elsewhere(folder: str, references: dict[str, rpc.RRef[Any]], algorithm: str) -> object:
     from rpcdist.checkpoint._owners import new_part
 
-    return new_part(str(Path(folder).parent / "elsewhere"), references)
+    return new_part(str(Path(folder).parent / "elsewhere"), references, algorithm)
 
 
 def test_optimizers_pipelines_and_parameter_servers(cluster: InProcessCluster, tmp_path: Path) -> None:
@@ -421,7 +421,7 @@ def test_the_page_runs(cluster: InProcessCluster, tmp_path: Path, monkeypatch: p
 def test_another_number_of_ranks_goes_on(rank_pool: RankPool, tmp_path: Path) -> None:
     target = tmp_path / "checkpoint"
     for files in rank_pool.run(2, checkpoint_ranks.train_and_save, rank_pool.new_file(), str(target)):
-        assert files == [".metadata", "__0_0.distcp", "__1_0.distcp"]  # each rank has written a share
+        assert files == [".digests", ".metadata", "__0_0.distcp", "__1_0.distcp"]  # each rank has written a share
     assert_alone(target)
     alone = checkpoint_ranks.state_of(0, 1)
     checkpoint_ranks.train(alone["model"], alone["optimizer"], range(5))

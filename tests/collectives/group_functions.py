@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
@@ -10,16 +11,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+from leak_guard import LeakGuard
 from transport_in_memory import reference, wide
 
-from rpcdist.collectives import FileStore
+from rpcdist.collectives import FileStore, tcp
 from rpcdist.collectives._group.backend_binding import BackendBinding
 from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._operations.lowering import Place
 from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import unsupported
 from rpcdist.collectives.tcp import TcpBackend, TcpOptions
+from rpcdist.errors import RankLost
 from rpcdist.testing import eventually
 
 LIMIT_S = 30.0
@@ -49,6 +53,28 @@ def close_group(rank: int, size: int) -> None:
     backend = state.pop("backend", None)
     if backend is not None:
         backend.close(CLOSE_LIMIT_S)
+
+
+def open_without_descriptors(rank: int, size: int, path: str) -> tuple[str, list[str]]:
+    """Makes a group for which rank 1 has no file descriptors left at the very end; the error, and what stays open."""
+
+    def fail(*_arguments: object, **_named: object) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    guard = LeakGuard()
+    before = guard.snapshot()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(tcp, "Engine", fail)
+        try:
+            open_group(rank, size, path)
+            backend().submit(Operation(Kind.BARRIER)).wait()
+        except (OSError, RankLost) as exc:
+            found = str(exc)
+        else:
+            found = "a group"
+    close_group(rank, size)
+    return found, guard.leaks(before)
 
 
 def backend() -> TcpBackend:

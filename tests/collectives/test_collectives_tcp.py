@@ -65,6 +65,12 @@ def test_eight_ranks(rank_pool: RankPool, group: Any) -> None:
     rank_pool.run(8, ranks.check_operations, 8, 15, False)
 
 
+def test_a_group_that_fails_at_the_very_end_leaves_nothing_open_and_the_others_hear(rank_pool: RankPool) -> None:
+    (heard, of_first), (failed, of_second) = rank_pool.run(2, ranks.open_without_descriptors, rank_pool.new_file())
+    assert "rank 1 left" in heard and "Too many open files" in failed
+    assert (of_first, of_second) == ([], [])
+
+
 def test_sends_that_are_lost_when_a_group_is_closed_are_named(rank_pool: RankPool, group: Any) -> None:
     group(2)
     said, nothing = rank_pool.run(2, ranks.close_before_sends_have_left)

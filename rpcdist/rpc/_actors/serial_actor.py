@@ -144,7 +144,6 @@ class SerialActor:
         """Runs a method; on the thread of the actor, in the context of the call."""
         token = running_actor.set(self.rref)
         turn.thread = get_ident()
-        turn.began = time.monotonic()
         lasts = False
         try:
             if turn.deadline.expired():
