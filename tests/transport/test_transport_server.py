@@ -115,15 +115,14 @@ def test_both_sides_know_each_other(nodes: Nodes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says", "num_warnings"),
+    ("options", "says"),
     [
-        # The client learns it from the server's certificate, and goes; the server never hears of it.
-        ({"token": "another token, just as long"}, "did not prove the job token.*RPCDIST_TOKEN.*given as an option", 0),
-        ({"job": "another"}, "job 'default'.*job 'another'", 1),
+        ({"token": "another token, just as long"}, "did not prove the job token.*RPCDIST_TOKEN.*given as an option"),
+        ({"job": "another"}, "job 'default'.*job 'another'"),
     ],
 )
 def test_who_does_not_belong_here_is_refused(
-    nodes: Nodes, options: dict[str, Any], says: str, num_warnings: int, caplog: pytest.LogCaptureFixture
+    nodes: Nodes, options: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, client = nodes.make("server", serve=True), nodes.make("client", **options)
     for _ in range(3):
@@ -131,8 +130,9 @@ def test_who_does_not_belong_here_is_refused(
             open_link(client, server)
     assert not server.sessions and not client.links
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == num_warnings
-    assert all("refused a connection from 127.0.0.1" in warning for warning in warnings)
+    # The client learns of the token in TLS, of which the server hears nothing. It tells a server of its own host.
+    assert len(warnings) == ("job" in options or kind_wanted() == "local")
+    assert all("refused a connection from " in warning for warning in warnings)
 
 
 def test_without_tls_the_token_is_proven_all_the_same(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:

@@ -135,6 +135,7 @@ class Server:
             self._streams.open_tcp(host)
         if channels.local:
             self._streams.open_local(address)
+            self._streams.unix_name()  # now, and not in the middle of a group that uses a node of others
         await server.start()
         self._listeners[address], self._services_at[address] = server, services
         await self._announce()
