@@ -15,7 +15,7 @@ from rpcdist.checkpoint._digests import algorithm_of
 from rpcdist.checkpoint._entries import Entries, entries_of
 from rpcdist.checkpoint._owners import by_owner, new_part
 from rpcdist.checkpoint._participants import Ranks
-from rpcdist.checkpoint._storage import CheckpointPart, Written, end_with_index, plan_together
+from rpcdist.checkpoint._storage import CheckpointPart, WrittenFiles, end_with_index, plan_together
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import ConfigError
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
@@ -104,7 +104,7 @@ class _Parts:
         ]
         return [self._own.plan(), *rpc.wait_all([each.rpc_async(self._timeout).plan() for each in self._others])]
 
-    def write(self, plans: list[SavePlan]) -> list[Written]:
+    def write(self, plans: list[SavePlan]) -> list[WrittenFiles]:
         assert self._own is not None  # plan() came before
         calls = [each.rpc_async(self._timeout).write(plan) for each, plan in zip(self._others, plans[1:], strict=True)]
         return [self._own.write(plans[0]), *rpc.wait_all(calls)]

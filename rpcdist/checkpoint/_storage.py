@@ -30,7 +30,7 @@ from rpcdist.checkpoint._entries import Entries
 from rpcdist.checkpoint._folders import writing
 from rpcdist.errors import CheckpointError, ConfigError
 
-__all__ = ["CheckpointPart", "StoredEntries", "Written", "end_with_index", "plan_together"]
+__all__ = ["CheckpointPart", "StoredEntries", "WrittenFiles", "end_with_index", "plan_together"]
 
 INDEX_NAME = ".metadata"
 NUM_ENTRIES_SHOWN = 10  # in an error
@@ -57,15 +57,15 @@ class CheckpointPart:
         """All of its entries; `plan_together` leaves each to one process."""
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
-    def write(self, plan: SavePlan) -> Written:
+    def write(self, plan: SavePlan) -> WrittenFiles:
         """Writes what is left of its plan, to the disk itself. Raises `CheckpointError` if that fails."""
         plan = self._planner.finish_plan(plan)
         with writing(self._folder):
             results = self._writer.write_data(plan, self._planner).wait()
-            return Written(results, digests_of(self._folder, _files_of(results), self._algorithm))
+            return WrittenFiles(results, digests_of(self._folder, _files_of(results), self._algorithm))
 
 
-class Written(NamedTuple):
+class WrittenFiles(NamedTuple):
     """What one process has written, and the digests of its files."""
 
     results: list[WriteResult]
@@ -83,7 +83,7 @@ def plan_together(folder: str, plans: Sequence[SavePlan]) -> tuple[list[SavePlan
     return FileSystemWriter(folder).prepare_global_plan(together), metadata
 
 
-def end_with_index(folder: str, metadata: Metadata, written: Sequence[Written], algorithm: str) -> None:
+def end_with_index(folder: str, metadata: Metadata, written: Sequence[WrittenFiles], algorithm: str) -> None:
     """Writes the index and the digests, when all files are there.
 
     Raises:
