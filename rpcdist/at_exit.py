@@ -1,4 +1,4 @@
-"""What this package ends when the process ends, after the program's own `atexit` callbacks.
+"""The actions of this package at the end of the process, after the program's own `atexit` callbacks.
 
 [Note: after atexit] `atexit` calls what was registered last first. A part that registered when it started would end
 before `atexit.register(rpc.shutdown)` of a program that registered that earlier: peers would see a worker that died.

@@ -49,7 +49,7 @@ Exceptions carry fields; the text is built from them. All of them survive pickli
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -96,10 +96,17 @@ __all__ = [
     "WorkerLost",
     "WorldMismatch",
     "begins_traceback",
+    "listed",
 ]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def listed(items: Iterable[object], limit: int = 10) -> str:
+    """Names or ranks as a text for a message: the first of them, and how many more there are; empty for none."""
+    texts = list(map(str, items))
+    return ", ".join(texts[:limit]) + (f" and {len(texts) - limit} more" if len(texts) > limit else "")
 
 
 class RpcdistError(RuntimeError):

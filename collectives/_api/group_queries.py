@@ -96,7 +96,7 @@ def get_backend_config(group: Group = None) -> str:
 
 
 def get_backend_impl(group: Group | str = None, device: torch.device | str | None = None) -> GroupBackend:
-    """What carries out a group's operations, for what a backend has beyond the contract.
+    """The object that carries out a group's operations, for methods that only some backends have.
 
     Args:
         group: the default group by default; also its `group_name`.

@@ -73,7 +73,7 @@ def _get_process_group_name(pg: ProcessGroup) -> str:
 
 
 def _get_pg_config(group: ProcessGroup | None = None) -> dict[str, object]:
-    """What a group is: its names, its backends, its size, and its ranks in the world."""
+    """The names of a group, its backends, its size, and its ranks in the world."""
     pg = group_or_default(group)
     return {
         "pg_name": pg.group_name,
@@ -118,7 +118,7 @@ def _broadcast_coalesced(
 
 
 class _OfGroups(Mapping[ProcessGroup, T]):
-    """What torch keeps in a dict for each group of this process; read from the groups that there are now."""
+    """A value for each group of this process, which torch keeps in a dict; read from the groups that exist now."""
 
     def __init__(self, value_of: Callable[[ProcessGroup], T]) -> None:
         self._value_of = value_of

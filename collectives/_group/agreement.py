@@ -57,7 +57,7 @@ GAVE_UP: Final = -1  # stands for the ticket of a rank that gave up
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a process asks for: to be `rank` of a group of `ranks`, as described; the first of them leads."""
+    """The wish of a process to be `rank` of a group of `ranks`, as described; the first of them leads."""
 
     rank: int
     ranks: tuple[int, ...]
@@ -268,7 +268,7 @@ class _Process:
         return (yield from self._judge(here))
 
     def _judge(self, here: Sequence[_Arrival]) -> Steps[Result | None]:
-        """What the owner makes of those who are here."""
+        """The decision of the owner, from the arrivals of the other ranks."""
         ranks = self.me.wish.ranks[1:]
         for arrival in here:
             if not arrival.wish.fits(self.me.wish):

@@ -13,12 +13,11 @@ from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.store_base import Store, timed_out
 from rpcdist.collectives._stores.store_operations import Get, Missing, StoreOperation, Wait
 from rpcdist.deadline import Deadline
-from rpcdist.errors import CollectiveMismatch, RendezvousError, StoreTimeout
+from rpcdist.errors import CollectiveMismatch, RendezvousError, StoreTimeout, listed
 from rpcdist.time_limits import MIN_WAIT_S, STORE_CHECK_INTERVAL_S
 
 __all__ = ["DEFAULT_GROUP", "agree", "wait_for_keys"]
 
-SHOWN: Final = 10
 DEFAULT_GROUP: Final = "the default group"
 
 
@@ -99,16 +98,12 @@ def wait_for_keys(store: Store, keys: list[str], timeout_s: float, check: Callab
 
 
 def _disagree(what: str, own: Wish, other: Wish) -> NoReturn:
-    views = [f"rank {wish.rank} wants {wish.description} (ranks {_shown(wish.ranks)})" for wish in (own, other)]
+    views = [f"rank {wish.rank} wants {wish.description} (ranks {listed(wish.ranks)})" for wish in (own, other)]
     raise CollectiveMismatch(f"making {what}", f"{views[0]}, but {views[1]}; all ranks have to pass the same arguments")
 
 
-def _shown(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:SHOWN])) + (f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else "")
-
-
 def _missing(late: Sequence[int], twice: int | None, size: int, what: str, timeout_s: float) -> StoreTimeout:
-    who = f"rank {late[0]} has" if len(late) == 1 else f"ranks {_shown(late)} have" if late else "the last ranks have"
+    who = f"rank {late[0]} has" if len(late) == 1 else f"ranks {listed(late)} have" if late else "the last ranks have"
     several = "" if twice is None else f" Several processes came as rank {twice}: each needs its own."
     if what == DEFAULT_GROUP:
         advice = "Look at those processes, and whether all have the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"

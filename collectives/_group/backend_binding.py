@@ -63,6 +63,9 @@ class BackendBinding:
         operation, finish, result, _ = lowered
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         work = self.backend.submit(operation, asynchronous=async_op, timeout_s=limit_s, finish=finish, result=result)
+        return self._limited(work, limit_s)
+
+    def _limited(self, work: Work, limit_s: float | None) -> Work:
         work.limit_s = self.backend.context.timeout_s if limit_s is None else limit_s
         return work
 
@@ -98,8 +101,7 @@ class BackendBinding:
     def _send(self, tensor: torch.Tensor, peer: int, tag: int, asynchronous: bool) -> Work:
         dense = tensor if is_ready(tensor) else Copies(self.place.staged, moves_only=True).read(tensor)
         work = self.backend.send(dense, peer, tag, asynchronous=asynchronous, timeout_s=self.timeout_s)
-        work.limit_s = self.backend.context.timeout_s if self.timeout_s is None else self.timeout_s
-        return work
+        return self._limited(work, self.timeout_s)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, asynchronous: bool = True) -> Work:
         """Receives from a rank of the group, or starts to; from whichever sends first when `peer` is None."""
@@ -117,8 +119,7 @@ class BackendBinding:
             copies = Copies(self.place.staged, moves_only=True)
             dense, finish = copies.write(tensor), copies.finish()
         work = self.backend.recv(dense, peer, tag, asynchronous=asynchronous, timeout_s=limit_s, finish=finish)
-        work.limit_s = self.backend.context.timeout_s if limit_s is None else limit_s
-        return work
+        return self._limited(work, limit_s)
 
     def _check_peer(self, peer: int | None, tag: int, role: str) -> None:
         if not isinstance(tag, int):

@@ -113,7 +113,7 @@ def _wait(future: torch.futures.Future[T]) -> None:
 
 
 class _FailedValue:
-    """What a future that failed has for a value. Any use of it raises the error.
+    """The value of a future that failed. Any use of it raises the error.
 
     torch's C++ code, its DDP for one, does not ask a future for the error that Python code has set, and takes the value
     for tensors. It finds these by pickling, or asks whether the value is one.

@@ -16,7 +16,7 @@ from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation
 from rpcdist.collectives._transports.transport_base import Control
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
-from rpcdist.errors import CollectiveError
+from rpcdist.errors import CollectiveError, listed
 
 __all__ = ["Job", "JobHost", "OperationTitle", "record_of"]
 
@@ -98,9 +98,8 @@ class Job(Control):
         """The error of what failed in this operation. The ranks compare sizes only; of a mismatch, shapes are added."""
         tensors = self.operation.inputs or self.operation.outputs
         if failure.kind is FailureKind.MISMATCH and tensors:
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:MAX_SHAPES])
-            more = f" and {len(tensors) - MAX_SHAPES} more" if len(tensors) > MAX_SHAPES else ""
-            failure = replace(failure, reason=f"{failure.reason}; the shapes on this rank: {shapes}{more}")
+            shapes = listed((tuple(tensor.shape) for tensor in tensors), MAX_SHAPES)
+            failure = replace(failure, reason=f"{failure.reason}; the shapes on this rank: {shapes}")
         return failure.error(self.title)
 
     def check(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,13 +41,13 @@ _BY_KIND = {kind: HookOpName[kind.name.replace("ALL_", "ALL").replace("ALLTO_", 
 
 
 def hook_name(operation: Operation) -> HookOpName:
-    """What hooks call an operation."""
+    """The name by which hooks know an operation."""
     return _BY_KIND[operation.kind]
 
 
 @dataclass(frozen=True, slots=True)
 class PreHookArgs:
-    """What a pre-hook is told, before an operation starts.
+    """The argument of a pre-hook, which is called before an operation starts.
 
     Attributes:
         name: the kind of operation.
@@ -67,7 +68,7 @@ class PreHookArgs:
 
 @dataclass(frozen=True, slots=True)
 class PostHookArgs:
-    """What a post-hook is told, once an asynchronous operation has started or a blocking one is done."""
+    """The argument of a post-hook, which is called when an asynchronous operation has started or a blocking one ended."""
 
     name: HookOpName
     async_op: bool
@@ -86,7 +87,7 @@ class OperationHooks:
     def __init__(self) -> None:
         self.pre: dict[int, Callable[[PreHookArgs], object]] = {}
         self.post: dict[int, Callable[[PostHookArgs], object]] = {}
-        self._num_operations = 0
+        self._ids = itertools.count()
 
     def around(
         self,
@@ -98,7 +99,7 @@ class OperationHooks:
         run: Callable[[], Work],
     ) -> Work:
         """Runs an operation between the pre-hooks and the post-hooks; what a hook raises reaches the caller."""
-        op_id, self._num_operations = self._num_operations, self._num_operations + 1
+        op_id = next(self._ids)  # threads may run operations at the same time
         for pre in list(self.pre.values()):
             pre(PreHookArgs(name, async_op, inputs, outputs, root, op_id))
         work = run()

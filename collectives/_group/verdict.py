@@ -35,7 +35,7 @@ def timeout_verdict(
 
 
 def monitored_text(rank: int, missing: Sequence[int], limit_s: float, wait_all_ranks: bool) -> str:
-    """What torch says of a monitored barrier that failed, on one rank."""
+    """The text of torch about a monitored barrier that failed, on one rank."""
     limit_ms = round(limit_s * 1000)
     if rank != 0:
         return (

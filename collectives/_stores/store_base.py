@@ -28,7 +28,7 @@ from rpcdist.collectives._stores.store_operations import (
     Wait,
 )
 from rpcdist.deadline import Deadline
-from rpcdist.errors import ConfigError, DistStoreError, QueueEmptyError, StoreTimeout
+from rpcdist.errors import ConfigError, DistStoreError, QueueEmptyError, StoreTimeout, listed
 from rpcdist.time_limits import STORE_TIMEOUT_S
 
 __all__ = ["DEFAULT_TIMEOUT", "Store", "Timeout", "Value", "seconds", "timed_out"]
@@ -260,11 +260,9 @@ def seconds(timeout: Timeout) -> float:
 
 def timed_out(what: str, timeout_s: float, keys: Iterable[str], address: str) -> StoreTimeout:
     """The error for keys that did not come in time."""
-    names = list(keys)
-    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
     return StoreTimeout(
-        f"{what} timeout after {round(timeout_s * 1000)}ms, keys: {shown} (missing in the store at {address}). Whoever "
-        "sets them has not come, has failed, or uses another store or prefix."
+        f"{what} timeout after {round(timeout_s * 1000)}ms, keys: {listed(keys)} (missing in the store at {address}). "
+        "Whoever sets them has not come, has failed, or uses another store or prefix."
     )
 
 

@@ -1,1 +1,1 @@
-"""What torch's C++ code and its compiler meet of ours: works, functional collectives, methods that are not traced."""
+"""Parts of ours that torch's C++ code and its compiler meet: works, functional collectives, untraced methods."""

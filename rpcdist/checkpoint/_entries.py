@@ -124,7 +124,7 @@ def _plain(key: str, tensor: Tensor) -> Tensor:
 
 
 def _unsupported(tensor: Tensor) -> str:
-    """What a tensor is that cannot be saved; empty if it can."""
+    """The kind of a tensor that cannot be saved, as a clause; empty if it can."""
     if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
         return "a lazy parameter or buffer, which has no values before the first forward pass"
     if not type(tensor).__module__.startswith("torch.distributed.") and type(tensor.detach()) is not Tensor:

@@ -66,7 +66,7 @@ class CheckpointPart:
 
 
 class WrittenFiles(NamedTuple):
-    """What one process has written, and the digests of its files."""
+    """The entries that one process has written, and the digests of its files."""
 
     results: list[WriteResult]
     digests: FileDigests

@@ -137,7 +137,11 @@ class LocalOptimizer:
         _retrieve_context(context_id).gradients.scale(self._parameters, factor)
 
     def _begin_alone(self, what: str) -> None:
-        """Takes the lock, for which it waits as long as the call may take."""
+        """Takes the lock, for which it waits as long as the call may take.
+
+        The caller releases it in a `finally`: leaving a `contextmanager` sets attributes of an error that the optimizer
+        raised, which its class may refuse. [Note: hostile exceptions]
+        """
         if not self._lock.acquire(blocking=False):
             wait_s = current_deadline.get().earlier(Deadline.after(get_rpc_timeout() or None)).wait_s()
             with blocking():

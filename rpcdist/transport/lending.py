@@ -12,8 +12,8 @@ under the number of the message's transfer, and lends nothing more in that sessi
 
 [Note: packs] Each segment costs both ends time when it is new, and when its number goes back. So the smaller buffers of
 a message of many, such as a state_dict, lie one after the other in a few segments, and both ends compute the same
-offsets from their sizes. The lease of a segment ends with the last
-of its tensors: keeping one of them keeps at most `PACK_BYTES` alive. Messages of few buffers give each its own segment.
+offsets from their sizes. The lease of a segment ends with the last of its tensors: keeping one of them keeps at most
+`PACK_BYTES` alive. Messages of few buffers give each its own segment.
 
 [Note: what is trusted] Segments hold nothing but bytes of tensors and of buffers beside pickles; sizes, shapes and
 types travel in the socket, and the size of a segment is sealed and checked before it is mapped. A peer that writes to

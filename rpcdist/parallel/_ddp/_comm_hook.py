@@ -176,7 +176,7 @@ class RegisteredHook(NamedTuple):
 
 
 def _problem_of_result(result: object, buffer: torch.Tensor) -> str:
-    """What is wrong with the result of a hook's future; empty if nothing is."""
+    """The problem with the result of a hook's future; empty if there is none."""
     if isinstance(result, list | tuple):
         return f"its future brings {len(result)} values"
     if not isinstance(result, torch.Tensor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
-from rpcdist.errors import CollectiveError, ConfigError, RpcdistError
+from rpcdist.errors import CollectiveError, ConfigError, RpcdistError, listed
 from rpcdist.parallel._ddp._due_gradients import DueRule, UnexpectedGradient
 
 __all__ = [
@@ -23,8 +23,7 @@ MAX_NAMES = 20
 
 def list_names(names: Sequence[str]) -> str:
     """Names for the text of an error; the first `MAX_NAMES` of them."""
-    shown = ", ".join(names[:MAX_NAMES])
-    return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"
+    return listed(names, MAX_NAMES)
 
 
 class DataParallelError(RpcdistError):

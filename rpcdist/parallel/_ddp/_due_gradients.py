@@ -180,5 +180,5 @@ class DueGradients:
         self.is_open = False
 
     def settle(self) -> None:
-        """What this rank had added is averaged now."""
+        """The gradients that this rank had added are averaged now."""
         self.unaveraged.clear()

@@ -1,4 +1,4 @@
-"""What the running pass of torch's engine is about: whether it goes through a module's outputs, and what it adds to.
+"""Questions to torch's engine about its running pass: does it go through a module's outputs, and what does it add to?
 
 A pass of `torch.autograd.grad` looks like a backward pass to every hook until its end, but adds to no `.grad`. Only
 the engine knows: it tells of each node whether the running pass executes it.

@@ -370,7 +370,7 @@ class Reducer:
         )
 
     def _gradient(self, member: BucketEntry) -> torch.Tensor | None:
-        """What this rank contributes for a parameter."""
+        """The gradient that this rank contributes for a parameter."""
         gradient = None if self._source is None else self._source.gradient(member)
         if gradient is None or self._due.uses(member.index):
             return gradient

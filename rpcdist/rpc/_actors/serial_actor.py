@@ -34,7 +34,7 @@ running_actor: ContextVar[RRefId | None] = ContextVar("rpcdist_running_actor", d
 
 
 class Executors(Protocol):
-    """What runs for all actors."""
+    """The threads and the loop that all actors of a worker share."""
 
     def submit(self, function: Callable[..., object], *arguments: object) -> None:
         """In the pool."""

@@ -59,7 +59,7 @@ class _ActorCall:
 
 
 class ActorProxy(MethodProxy[R]):
-    """What `rpc_sync()` and `rpc_async()` of an actor that is made again return."""
+    """The result of `rpc_sync()` and `rpc_async()` of an actor that is made again."""
 
     __slots__ = ()
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from rpcdist._proto import membership_pb2
 from rpcdist.backoff import backoff
 from rpcdist.collectives.rendezvous import job_attempt
-from rpcdist.errors import AuthenticationFailed, RpcdistError, TransportError, WorkerLost
+from rpcdist.errors import AuthenticationFailed, RpcdistError, TransportError, WorkerLost, listed
 from rpcdist.ids import Identity
-from rpcdist.rpc._membership.membership_messages import join_request, members_of, return_request, shortened
+from rpcdist.rpc._membership.membership_messages import join_request, members_of, return_request
 from rpcdist.rpc._membership.membership_service import MembershipService
 from rpcdist.rpc._peers.directory import COORDINATOR, Member, Roster
 from rpcdist.rpc._peers.network import Network
@@ -147,10 +147,10 @@ class Coordinator:
             token = f". {silent} connections ended in TLS: do the missing have another job token?" if silent else ""
             logger.warning(
                 "%s for rank %s of %d; those in the job so far: %s%s",
-                waits, shortened(missing), world_size, shortened(there.values()), token,
+                waits, listed(missing), world_size, listed(there.values()), token,
             )  # fmt: skip
         else:
-            logger.warning("%s for the workers of the job to hear of it: %s", waits, shortened(there.values()))
+            logger.warning("%s for the workers of the job to hear of it: %s", waits, listed(there.values()))
 
     def members(self, limit_s: float | None = None) -> Roster:
         """Everybody who is in the job now; blocks."""

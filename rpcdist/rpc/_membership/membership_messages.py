@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from rpcdist._proto import membership_pb2 as pb
-from rpcdist.errors import DuplicateName, RendezvousError, WorldMismatch
+from rpcdist.errors import DuplicateName, RendezvousError, WorldMismatch, listed
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.directory import Member, Roster
 from rpcdist.time_limits import PARKED_LIMIT_S
@@ -19,10 +19,7 @@ __all__ = [
     "member_to_proto",
     "members_of",
     "return_request",
-    "shortened",
 ]
-
-MAX_SHOWN = 16
 
 Outcome = pb.JoinReply.Outcome
 
@@ -99,18 +96,12 @@ def members_of(reply: pb.JoinReply, me: Identity, coordinator: str, waited_s: fl
     raise WorldMismatch(text + (reply.detail or f"outcome {outcome}"))
 
 
-def shortened(items: Iterable[object]) -> str:
-    """The first of some names or ranks, as a text for a message."""
-    texts = list(map(str, items))
-    return ", ".join(texts[:MAX_SHOWN]) + (f" and {len(texts) - MAX_SHOWN} more" if len(texts) > MAX_SHOWN else "")
-
-
 def _timed_out(reply: pb.JoinReply, me: Identity, members: Sequence[Member], waited_s: float) -> str:
     if not reply.missing:
         return reply.detail or f"the world was not complete after {waited_s:.1f} s"
-    others = shortened(member.identity.name for member in members if member.identity != me) or "nobody"
+    others = listed(member.identity.name for member in members if member.identity != me) or "nobody"
     return (
-        f"after {waited_s:.1f} s, these ranks have not come: {shortened(reply.missing)} (waiting with it: {others}"
+        f"after {waited_s:.1f} s, these ranks have not come: {listed(reply.missing)} (waiting with it: {others}"
         f"{'; ' + reply.detail if reply.detail else ''}). Check that they were started, with the same MASTER_ADDR, "
         "MASTER_PORT and WORLD_SIZE, and look at their logs"
     )

@@ -19,11 +19,10 @@ The first worker decides. Rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rpcdist._proto.membership_pb2 import JoinReply
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, listed
 from rpcdist.ids import Identity, check_worker_name
 from rpcdist.rpc._peers.directory import Member
 
@@ -241,7 +240,7 @@ class MembershipTable:
         return self._was_restored and all(place.id != identity.id for place in self._vacant.values())
 
     def _other_world(self, member: Member, world_size: int) -> Verdict:
-        there = _listed(self.members)
+        there = listed(self.members, 3) or "nobody any more"
         if not world_size or not self.world_size:
             static, dynamic = (str(member), there) if world_size else (there, str(member))
             return Verdict(
@@ -287,9 +286,3 @@ class MembershipTable:
             self._vacant.clear()
             self._gave_up.clear()
         return True
-
-
-def _listed(members: Sequence[Member], limit: int = 3) -> str:
-    shown = ", ".join(str(member) for member in members[:limit])
-    more = len(members) - limit
-    return f"{shown} and {more} more" if more > 0 else shown or "nobody any more"

@@ -68,7 +68,7 @@ def _invoke_in_turn(rref: OwnedRRef, order: object, method: str, args: tuple[Any
 def method_of(
     value: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """What a call of a method through a reference calls, with its arguments; an attribute that is none is read."""
+    """The function that a call of a method through a reference runs, with its arguments; other attributes are read."""
     found = getattr(value, method)
     if not callable(found) and not args and not kwargs:
         return (lambda: found), (), {}

@@ -99,7 +99,7 @@ class MethodProxy(Generic[R]):
 
 
 class RRefProxy(MethodProxy[R]):
-    """What `rpc_sync()`, `rpc_async()` and `remote()` of a reference return."""
+    """The result of `rpc_sync()`, `rpc_async()` and `remote()` of a reference."""
 
     __slots__ = ()
 

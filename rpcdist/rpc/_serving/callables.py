@@ -32,7 +32,11 @@ class Callables:
         self._known: dict[str, tuple[str, str]] = {}  # module and function, by the name on the wire
 
     def find(self, name: str) -> Callable[..., Any]:
-        """What "module:qualified.name" is here, imported if necessary. Raises `CallRefused` if it may not be called."""
+        """The callable that "module:qualified.name" names here, imported if necessary.
+
+        Raises:
+            CallRefused: it may not be called.
+        """
         if name in self._always:
             return self._always[name]
         if self._options.allow_functions is not None:

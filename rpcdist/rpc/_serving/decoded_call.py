@@ -1,4 +1,4 @@
-"""What a call runs: the function, and its arguments after the value that it was called on."""
+"""The function that a call runs, and its arguments after the value that it was called on."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def fill_pickled(
 
 
 def _complete(parts: PlainWriter | PickledParts, externals: Externals | None, on_tensors: OnTensors | None) -> None:
-    """What happens when all of a value has been encoded, and nothing of it can fail any more."""
+    """The last steps, when all of a value has been encoded and nothing of it can fail any more."""
     if parts.externals:
         _externalize(parts.externals, externals)
     if on_tensors is not None and parts.tensors:

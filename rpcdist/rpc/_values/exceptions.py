@@ -46,7 +46,7 @@ __all__ = [
 
 E = TypeVar("E", bound=BaseException)
 State = tuple[dict[str, Any], dict[str, Any]]
-"""What lies in slots of the classes, and in the `__dict__`."""
+"""The attributes in slots of the classes, and those in the `__dict__`."""
 
 MAX_TEXT: Final = 64 * 1024  # characters of a traceback or message; a failing call must not become a large one
 MAX_CAUSES: Final = 64  # of one exception, and members of groups, that are copied with it
@@ -132,7 +132,7 @@ def restore_state(exc: BaseException, state: State) -> None:
 
 
 def described(what: str, describe: Callable[[], str]) -> str:
-    """What `describe` returns, in a form that can be sent, or that it failed; raises nothing."""
+    """The result of `describe` in a form that can be sent, or the news that it failed; raises nothing."""
     try:
         # UTF-8 has no half of a surrogate pair, as names of files may have; a subclass of `str` may override all.
         return str.encode(describe(), "utf-8", "backslashreplace").decode()

@@ -96,7 +96,7 @@ def _pickles(item: object, externals: Externals | None, by_value: bool) -> bool:
 
 
 def _held_parts(function: FunctionType) -> list[tuple[object, str]]:
-    """What a function by value takes along."""
+    """The objects that a function by value takes along."""
     code = function.__code__
     parts = [
         (default, ".default") for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())

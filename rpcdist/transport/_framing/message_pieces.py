@@ -12,7 +12,7 @@ from rpcdist.transport._framing.frames import CHUNK_BYTES
 __all__ = ["LARGEST_JOINED_BYTES", "LARGEST_UNCUT_BYTES", "TooLarge", "cut", "joined"]
 
 LARGEST_UNCUT_BYTES: Final = 2 << 20
-"""What fits into one message of gRPC, with room for its head; see the limit of the channels."""
+"""The size that fits into one message of gRPC, with room for its head; see the limit of the channels."""
 LARGEST_JOINED_BYTES: Final = 160 << 20
 """All pieces of a message together: more than any part sends, so that nobody can fill the memory of a process."""
 
@@ -29,7 +29,7 @@ def cut(data: bytes, piece_type: type[Message]) -> Iterator[bytes]:
 
 
 async def joined(pieces: AsyncIterable[bytes], piece_type: type[Message]) -> bytes:
-    """What the pieces were cut from.
+    """The data that the pieces were cut from.
 
     Raises:
         TooLarge: nothing more is read then.

@@ -218,7 +218,7 @@ class Server:
         await self._introspection.announce([f"{PACKAGE}.Rpc", *sorted(names)])
 
     def _handler(self, details: grpc.HandlerCallDetails) -> Any:
-        """What answers a call at any address."""
+        """The handler of a call at any address."""
         path = details.method
         if path == SESSION_PATH:
             return self._session_handler
