@@ -68,7 +68,7 @@ class PreHookArgs:
 
 @dataclass(frozen=True, slots=True)
 class PostHookArgs:
-    """The argument of a post-hook, which is called when an asynchronous operation has started or a blocking one ended."""
+    """The argument of a post-hook, which is called when an asynchronous operation has begun or a blocking one ended."""
 
     name: HookOpName
     async_op: bool

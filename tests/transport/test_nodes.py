@@ -9,7 +9,9 @@ from transport_nodes import LIMIT_S, Nodes, Recorder, open_link
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import AuthenticationFailed, ConfigError, RpcdistError
+from rpcdist.testing import eventually
 from rpcdist.transport import NodeOptions
+from rpcdist.transport._server import admission
 from rpcdist.transport.fork import ForkGuard
 from rpcdist.transport.shared_node import SharedNode
 from rpcdist.transport.unix_sockets import has_abstract_sockets
@@ -50,6 +52,23 @@ def test_another_token_is_named_at_the_side_that_is_asked_too(nodes: Nodes, capl
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
     if has_abstract_sockets():
         assert len(told) == 1 and "'stranger'" in told[0] and "The job tokens differ" in told[0]
+
+
+def test_another_token_from_another_host_is_noticed_once(
+    nodes: Nodes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RPCDIST_CHANNELS", "tcp")  # no Unix socket, by which a process of this host would tell
+    monkeypatch.setattr(admission, "HANDSHAKE_LIMIT_S", 0.05)
+    server, friend = (nodes.make(name, serve=True, token=TOKENS[0]) for name in ("server", "friend"))
+    server.handle_role("echo", Recorder(echo=True))
+    open_link(friend, server)
+    stranger = nodes.make("stranger", token=TOKENS[1])
+    for _ in range(2):
+        with pytest.raises(AuthenticationFailed):
+            open_link(stranger, server)
+        eventually(lambda: "has another job token" in caplog.text)
+    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 1 and "RPCDIST_TOKEN" in told[0]
 
 
 def test_a_node_ends_and_the_others_go_on(nodes: Nodes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator
@@ -198,7 +199,8 @@ class AsyncProducer:
         self._lock = threading.Lock()
         self._wake: Callable[[], object] | None = None
         context.run(current_autograd.set, sender.autograd)
-        self._handle = user_loop.submit(self._drive, self._done, deadline=NEVER, context=context)
+        name = generator.__qualname__ if inspect.isasyncgen(generator) else None
+        self._handle = user_loop.submit(self._drive, self._done, deadline=NEVER, context=context, name=name)
 
     def credit(self, items: int) -> None:
         with self._lock:

@@ -73,10 +73,17 @@ class RefusalLog:
 class TlsGreetings:
     """Counts connections of gRPC that began TLS, and those that made a call. gRPC itself reports nothing of the others.
 
-    The token makes the certificates of TLS, so a process with another token ends there. On the I/O loop.
+    The token makes the certificates of TLS, so a process with another token ends there. A warning says so once, unless
+    each of these processes has been refused by name as well. On the I/O loop.
+
+    Args:
+        num_named: how many processes have been refused by name because of their token.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_named: Callable[[], int]) -> None:
+        self._num_named = num_named
+        self._check: asyncio.TimerHandle | None = None
+        self._is_told = False
         self._num_begun = 0
         self._num_calling = 0
         self._known: dict[str, None] = {}  # the connections that have made a call, the oldest first
@@ -89,6 +96,24 @@ class TlsGreetings:
     def begun(self) -> None:
         """TLS begins on a connection."""
         self._num_begun += 1
+        if not self._is_told and self._check is None:
+            self._check = asyncio.get_running_loop().call_later(HANDSHAKE_LIMIT_S, self._look)
+
+    def _look(self) -> None:
+        self._check = None
+        if self.num_silent > self._num_named():
+            self._is_told = True
+            logger.warning(
+                "a connection to this process ended in TLS. If it came from a process of the job, that has another job "
+                "token, and its own error says so: give all processes the same RPCDIST_TOKEN. Port scans and TCP "
+                "probes end like this, too. This is logged once"
+            )
+
+    def close(self) -> None:
+        """Nobody connects any more."""
+        if self._check is not None:
+            self._check.cancel()
+            self._check = None
 
     def calls(self, connection: str | None) -> None:
         """A connection makes a call, so its TLS went well; None for one that is not known."""
@@ -111,11 +136,16 @@ class _Unproven:
 
 
 class Admission:
-    """Runs the handshakes of accepted connections, of all kinds together; on the I/O loop."""
+    """Runs the handshakes of accepted connections, of all kinds together; on the I/O loop.
+
+    Attributes:
+        num_wrong_tokens: processes that were refused because of their token.
+    """
 
     def __init__(self) -> None:
         self._unproven: dict[_Unproven, None] = {}  # the oldest first
         self._log = RefusalLog()
+        self.num_wrong_tokens = 0
 
     @property
     def num_unproven(self) -> int:
@@ -153,6 +183,7 @@ class Admission:
         except (AuthenticationFailed, ProtocolViolation) as exc:
             self._log.note(origin, exc)
             code = handshake.refusal_code
+            self.num_wrong_tokens += code == pb.Refusal.TOKEN
             reason = str(exc)
         except TimeoutError:
             code = pb.Refusal.BUSY if entry.is_displaced else pb.Refusal.UNSPECIFIED

@@ -88,7 +88,7 @@ class Server:
         self._services_at: dict[str, UnaryServices] = {}  # of one listener alone, by its address
         self._plain_hosts: set[str] = set()  # that the log has named
         self._admission = Admission()
-        self._greetings = TlsGreetings()
+        self._greetings = TlsGreetings(lambda: self._admission.num_wrong_tokens)
         self._streams = StreamListeners(io, credentials, roles, self._admission, self._serve, ports)
         self._stripes = StripeTaker()
         roles.take_sockets(PAYLOAD_TAKER, self._stripes)
@@ -179,6 +179,7 @@ class Server:
 
     async def stop(self, grace_s: float) -> None:
         """Stops; sessions end at once."""
+        self._greetings.close()
         await self.health.close()
         await self._streams.stop()
         listeners, self._listeners = list(self._listeners.values()), {}
