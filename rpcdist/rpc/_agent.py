@@ -170,6 +170,7 @@ class Agent:
             announced,
             search,
             self._device_maps.introduction,
+            self.pool.submit,
         )
         self._inbound = Inbound(self._demultiplexer, self.directory, events, options.share_payloads, announced)
         self._connections = Connections(self.router, self._inbound, self._control)

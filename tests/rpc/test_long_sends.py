@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,11 @@ from rpcdist import rpc
 from rpcdist.collectives import HashStore
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._current import forget_agent, use_agent
+from rpcdist.rpc._peers.network import Connection
+from rpcdist.rpc._peers.peer import Peer
 from rpcdist.rpc._start import node_options, start_agent
 from rpcdist.rpc._values.buffers import TAKES_LONG_FROM_BYTES, TensorBuffer
+from rpcdist.testing import eventually
 from rpcdist.transport import Node
 from rpcdist.transport.shared_memory import unavailable
 
@@ -89,8 +93,9 @@ def test_small_calls_come_and_go_while_a_large_buffer_is_copied(
             in_thread(call, agent, results)
         copy_to(buffer, address)
 
-    monkeypatch.setattr(TensorBuffer, "copy_to", copy_while_others_call)
     with use_agent(agent):
+        assert rpc.rpc_sync("b", number) == 7  # the connection stands: what waits for it has another way
+        monkeypatch.setattr(TensorBuffer, "copy_to", copy_while_others_call)
         for _ in range(100):  # the first ones travel in the socket, and bring segments along
             if copied == "the value of a creation":
                 got = rpc.remote("b", make_large).to_here(LIMIT_S)
@@ -102,3 +107,34 @@ def test_small_calls_come_and_go_while_a_large_buffer_is_copied(
                 break
     assert begun == [copied]
     assert results == [7] * NUM_SMALL_CALLS
+
+
+def test_large_buffers_that_wait_for_the_connection_are_copied_beside_the_io_loop(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor, gate, threads = make_large(), threading.Event(), list[str]()
+    open_now, copy_to = Peer._open, TensorBuffer.copy_to
+
+    async def open_later(peer: Peer, timeout_s: float) -> Connection:
+        await asyncio.to_thread(gate.wait, LIMIT_S)
+        return await open_now(peer, timeout_s)
+
+    def copy_and_note(buffer: TensorBuffer, address: int) -> None:
+        threads.append(threading.current_thread().name)
+        copy_to(buffer, address)
+
+    with use_agent(agent):
+        assert rpc.rpc_sync("b", number) == 7
+    peer = agent.router.peer(1)
+    monkeypatch.setattr(Peer, "_open", open_later)
+    monkeypatch.setattr(TensorBuffer, "copy_to", copy_and_note)
+    assert peer.session is not None
+    peer.session.close("the connection of the test ends")
+    eventually(lambda: peer.session is None)
+    with use_agent(agent):
+        calls = [rpc.rpc_async("b", function, args) for function, args in [(echo, (tensor,)), (number, ())] * 2]
+        gate.set()
+        echoed, first, again, second = rpc.wait_all(calls)
+        assert torch.equal(echoed, tensor) and torch.equal(again, tensor) and (first, second) == (7, 7)
+        assert rpc.rpc_sync("b", number) == 7
+    assert len(threads) >= 2 and not [name for name in threads if "io" in name.split("-")]

@@ -21,14 +21,14 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.backoff import backoff
-from rpcdist.errors import ALTHOUGH_IT_LIVES, AuthenticationFailed, ConnectFailed, TransportError
+from rpcdist.errors import ALTHOUGH_IT_LIVES, AuthenticationFailed, ConnectFailed, RpcdistError, TransportError
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlBody, ControlOutbox
 from rpcdist.rpc._peers.directory import Member
@@ -70,6 +70,9 @@ class Unsent(NamedTuple):
     observer: SendObserver
 
 
+_Waiting = tuple[WireMessage, Sequence[LargeBuffer], SendObserver | None]
+
+
 class PeerOwner(Protocol):
     """The router, as its peers see it. Called on the I/O loop, but for `on_messages`: see `SessionTaker`."""
 
@@ -94,6 +97,10 @@ class PeerOwner(Protocol):
 
     def hears_from(self, identity: Identity) -> bool:
         """Whether the worker has a connection of its own to this one, on which it shows that it lives."""
+
+    @property
+    def submit(self) -> Callable[..., object]:
+        """Has the pool call a function with arguments. Raises `RpcdistError` if that takes no jobs."""
 
     def on_peer_found(self, peer: Peer) -> None:
         """A worker that was declared lost has a connection again."""
@@ -134,7 +141,7 @@ class Peer:
         self._owner = owner
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._waiting: list[tuple[WireMessage, Sequence[LargeBuffer], SendObserver | None]] = []
+        self._waiting: list[_Waiting] = []
         self._control = ControlOutbox()
         self._connection: Connection | None = None
         self._task: asyncio.Task[None] | None = None
@@ -182,8 +189,8 @@ class Peer:
                 return
             # Numbered under the lock under which `_up` sends again what is unacknowledged: numbers leave in order.
             message = self._control.add(body)
-            if self.session is not None:
-                self.session.send(message)
+            if self.state is PeerState.UP and self._connection is not None:
+                self._connection.session.send(message)
             elif self.state is PeerState.IDLE:
                 self._start_connecting()
 
@@ -293,18 +300,47 @@ class Peer:
                 session.send(introduction)
             for control in self._control.to_resend():  # before anything new: the peer applies them in order
                 session.send(control)
-            waiting, self._waiting = self._waiting, []
-            for message, buffers, sent in waiting:
-                if sent is not None and sent.ended:
-                    continue  # cancelled, or its deadline passed, before the connection stood
-                number = session.send(message, buffers)
-                if sent is not None:
-                    sent.on_sent(session, number)
-            self.session = session  # last: a thread that sees it may send at once, past what waited
+            is_large = any(buffers for _, buffers, _ in self._waiting)
         if was_lost:
             self._owner.on_peer_found(self)
-        if session.closed_reason is not None:  # it ended before this peer listened to it
-            self.on_session_closed(session, session.closed_reason)
+        if is_large:  # it is copied into shared memory when it is sent, and this loop must not stand still for that
+            with suppress(RpcdistError):  # the pool ends
+                self._owner.submit(self._send_waiting, session)
+                return
+        self._send_waiting(session)
+
+    def _send_waiting(self, session: PeerSession) -> None:
+        """Sends what has waited for the connection, and what others give this peer meanwhile; any thread."""
+        try:
+            while (waiting := self._take_waiting(session)) is not None:
+                for message, buffers, sent in waiting:
+                    if sent is not None and sent.ended:
+                        continue  # cancelled, or its deadline passed, before the connection stood
+                    number = session.send(message, buffers)
+                    if sent is not None:
+                        sent.on_sent(session, number)
+        except BaseException as exc:
+            session.close(f"what had waited for it could not be sent: {type(exc).__name__}")
+            raise
+        finally:
+            with self._lock:
+                if self._is_up_by(session):
+                    self.session = session  # last: a thread that sees it may send at once, past what waited
+            if session.closed_reason is not None:  # it ended before this peer listened to it
+                self._network.io.call_soon(self.on_session_closed, session, session.closed_reason)
+
+    def _take_waiting(self, session: PeerSession) -> list[_Waiting] | None:
+        """The messages to send next; None if there are none, and threads may send by the session from now on."""
+        with self._lock:
+            if not self._is_up_by(session):
+                return None  # those who wait are told, or wait for the next connection
+            waiting, self._waiting = self._waiting, []
+            if not waiting:
+                self.session = session
+            return waiting or None
+
+    def _is_up_by(self, session: PeerSession) -> bool:
+        return self.state is PeerState.UP and self._connection is not None and self._connection.session is session
 
     def on_session_closed(self, session: PeerSession, reason: str) -> None:
         with self._lock:

@@ -69,6 +69,7 @@ class Router:
         announcements: Announcements,
         search: CoordinatorSearch,
         introduction: Callable[[Identity], rpc_pb2.Message | None],
+        submit: Callable[..., object],
     ) -> None:
         self._network = network
         self._directory = directory
@@ -80,6 +81,7 @@ class Router:
         self.shares_payloads = options.share_payloads
         self.announced_by = announcements.of
         self.introduction = introduction
+        self.submit = submit
         self.takes_anywhere = demultiplexer.takes_anywhere
         self.on_messages = demultiplexer.on_messages  # not a method of ours: every answer would pass through it
         self._me = directory.me.id

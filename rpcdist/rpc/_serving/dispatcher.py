@@ -408,7 +408,7 @@ class Dispatcher:
         context = self._new_context() if coroutine is None else copy_context()
         context.run(current_autograd.set, active.autograd)
         context.run(calling_worker.set, active.session.peer)
-        name = active.what if coroutine is None else coroutine.__qualname__
+        name = getattr(coroutine, "__qualname__", active.what)
         try:
             active.handle = self._user_loop.submit(run, done, deadline=active.deadline, context=context, name=name)
         except BaseException:  # RPC ends here
