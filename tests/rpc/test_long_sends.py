@@ -132,9 +132,12 @@ def test_large_buffers_that_wait_for_the_connection_are_copied_beside_the_io_loo
     peer.session.close("the connection of the test ends")
     eventually(lambda: peer.session is None)
     with use_agent(agent):
-        calls = [rpc.rpc_async("b", function, args) for function, args in [(echo, (tensor,)), (number, ())] * 2]
+        echoes, numbers = list[rpc.Future[torch.Tensor]](), list[rpc.Future[int]]()
+        for _ in range(2):
+            echoes.append(rpc.rpc_async("b", echo, (tensor,)))
+            numbers.append(rpc.rpc_async("b", number))
         gate.set()
-        echoed, first, again, second = rpc.wait_all(calls)
-        assert torch.equal(echoed, tensor) and torch.equal(again, tensor) and (first, second) == (7, 7)
+        assert all(torch.equal(echoed, tensor) for echoed in rpc.wait_all(echoes))
+        assert rpc.wait_all(numbers) == [7, 7]
         assert rpc.rpc_sync("b", number) == 7
     assert len(threads) >= 2 and not [name for name in threads if "io" in name.split("-")]
