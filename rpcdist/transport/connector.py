@@ -50,6 +50,7 @@ from rpcdist.transport.link import Link
 from rpcdist.transport.roles import SOCKET_ROLE, socket_purpose
 from rpcdist.transport.session import NullHandler, Session, SessionHandler
 from rpcdist.transport.unary_proof import SESSION_PATH, RequestProver
+from rpcdist.transport.unix_sockets import names_senders
 
 __all__ = ["Connector"]
 
@@ -175,6 +176,7 @@ class Connector:
             used, pipe, ends = await connected_pipe(raw, wanted.address, self._credentials)
             handshake = self._credentials.client_handshake(wanted.role, wanted.expected, purpose=purpose, channel=ends)
             await prove_client(pipe, handshake)
+            names_senders(raw, on=False)
         except BaseException:
             raw.close()
             raise

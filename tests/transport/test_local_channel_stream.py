@@ -20,6 +20,7 @@ from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._channels.socket_pipe import SocketPipe
 from rpcdist.transport._framing.frames import CHUNK_BYTES, ChunkHead, chunk_head, parse_chunk_head
 from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES
+from rpcdist.transport.unix_sockets import names_senders
 
 LIMIT_S = 20.0
 LENGTH = struct.Struct("<I")
@@ -69,6 +70,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
     """Two connected sockets; a test may close them."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
+    names_senders(ours, on=True)
     yield ours, theirs
     ours.close()
     theirs.close()

@@ -1,17 +1,13 @@
-"""Sessions over TCP: when they are taken, what happens where they cannot be, and who cannot stand between."""
+"""Sessions over TCP: when they are taken, and what happens where they cannot be."""
 
 from __future__ import annotations
 
 import logging
 import os
-import selectors
 import socket
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import pytest
 from transport_nodes import LIMIT_S, UNIT_S, Memory, Nodes, Recorder, kind_of, open_link
@@ -23,8 +19,7 @@ from rpcdist.transport import Link, Node, connector
 from rpcdist.transport._channels import tls_pipe
 from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
 from rpcdist.transport._channels.socket_channel import SocketChannel
-from rpcdist.transport._channels.stream_sockets import accepted_ends, connect_tcp, connected_ends, local_name
-from rpcdist.transport.sockets import HubAddress, SocketHub
+from rpcdist.transport._channels.stream_sockets import accepted_ends, connect_tcp, connected_ends
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="there are no abstract sockets")
 
@@ -218,126 +213,6 @@ def test_the_last_word_arrives(nodes: Nodes) -> None:
     assert works(link, answers) == "tcp"
     nodes.stop(server)
     assert "the peer shut down" in answers.wait_closed()
-
-
-# ---------------------------------------------------------------- who stands between
-
-
-class Relay:
-    """Passes on, byte by byte, what comes in at its own listener, and writes down what it could read.
-
-    Args:
-        listener: where victims come to.
-        connect: opens a connection to the real server.
-    """
-
-    def __init__(self, listener: socket.socket, connect: Any) -> None:
-        self.heard = b""
-        self.num_victims = 0
-        self._listener = listener
-        self._connect = connect
-        self._ends = False
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        selector, pairs = selectors.DefaultSelector(), {}
-        selector.register(self._listener, selectors.EVENT_READ)
-        while not self._ends:
-            for key, _ in selector.select(0.05):
-                here: Any = key.fileobj
-                if here is self._listener:
-                    victim, target = here.accept()[0], self._connect()
-                    self.num_victims += 1
-                    pairs.update({victim: target, target: victim})
-                    for end in (victim, target):
-                        selector.register(end, selectors.EVENT_READ)
-                    continue
-                if here.fileno() < 0:
-                    continue  # closed with its other end, a moment ago
-                data = b""
-                with suppress(OSError):
-                    data = here.recv(1 << 16)
-                self.heard += data
-                try:
-                    if not data:
-                        raise OSError
-                    pairs[here].sendall(data)
-                except OSError:
-                    for end in (here, pairs[here]):
-                        with suppress(KeyError):
-                            selector.unregister(end)
-                        end.close()
-        for end in pairs:
-            end.close()
-        selector.close()
-
-    def close(self) -> None:
-        self._ends = True
-        self._thread.join(LIMIT_S)
-        self._listener.close()
-
-
-SECRET = b"a payload that nobody else should read"
-
-
-def test_a_relay_on_tcp_is_found_out(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    server, answers = serve(nodes), Recorder()
-    port = tcp_port(server)
-    relay = Relay(socket.create_server(("127.0.0.1", 0)), lambda: socket.create_connection(("127.0.0.1", port)))
-    try:
-        with instead_of_the_tcp_port(server, monkeypatch, relay._listener.getsockname()[1]):
-            link = open_link(nodes.make("client"), server, handler=answers)
-        link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=1, function=SECRET.decode())))
-        answers.wait()
-        assert kind_of(link) == "grpc" and relay.num_victims == 1
-    finally:
-        relay.close()
-    assert b"relays it or translates addresses" in relay.heard and SECRET not in relay.heard
-
-
-RELAY = """
-import os, socket, sys, threading
-name, target = sys.argv[1:]
-listener = socket.socket(socket.AF_UNIX)
-listener.bind("\\0" + name)
-listener.listen()
-print("listens", flush=True)
-victim = listener.accept()[0]
-server = socket.socket(socket.AF_UNIX)
-server.connect("\\0" + target)
-def pump(a, b):
-    while data := a.recv(65536):
-        b.sendall(data)
-    b.shutdown(socket.SHUT_WR)
-threads = [threading.Thread(target=pump, args=pair, daemon=True) for pair in ((victim, server), (server, victim))]
-[thread.start() for thread in threads]
-threads[1].join()
-print("the server hung up", flush=True)
-"""
-
-
-@LINUX
-@pytest.mark.multiproc
-def test_a_relay_between_unix_sockets_is_found_out(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process of this user took the worker's name first, and passes everything on to another name of the worker."""
-    monkeypatch.setenv(CHANNELS_VARIABLE, "local")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server, answers = nodes.make("server"), Recorder()
-    hub = SocketHub(server)
-    target = HubAddress.parse(hub.open("127.0.0.1")).unix_name
-    command = [sys.executable, "-c", RELAY, local_name(f"127.0.0.1:{port}"), target]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as relay:
-        assert relay.stdout is not None and relay.stdout.readline() == "listens\n"
-        server.serve("127.0.0.1", port)
-        server.handle_role("echo", Recorder(echo=True))
-        link = open_link(nodes.make("client"), server, handler=answers)
-        assert works(link, answers) == "grpc"
-        assert relay.stdout.readline() == "the server hung up\n"
-    hub.close()
-    assert len(server.sessions) == 1
 
 
 def test_both_sides_name_the_same_two_ends() -> None:

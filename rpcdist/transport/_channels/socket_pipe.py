@@ -11,10 +11,13 @@ import struct
 from abc import ABC, abstractmethod
 from typing import Final
 
-from rpcdist.errors import ProtocolViolation, TransportError
+from rpcdist.errors import AuthenticationFailed, ProtocolViolation, TransportError
+from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES
+from rpcdist.transport.unix_sockets import peer_process, receive_from
+from rpcdist.waiters import wake
 
-__all__ = ["RawPipe", "SocketPipe"]
+__all__ = ["RawPipe", "SocketPipe", "until_ready"]
 
 _LENGTH: Final = struct.Struct("<I")
 
@@ -57,7 +60,7 @@ class RawPipe(ABC):
 
 
 class SocketPipe(RawPipe):
-    """Of a plain socket.
+    """Of a plain socket. On a Unix socket, the process at the other end has to be the one that sends.
 
     Args:
         connection: connected, not blocking; it stays its owner's.
@@ -69,10 +72,12 @@ class SocketPipe(RawPipe):
         self._socket = connection
 
     async def _read_exactly(self, size: int) -> bytes | None:
-        loop, data = asyncio.get_running_loop(), b""
+        data = b""
         while len(data) < size:
             try:
-                more = await loop.sock_recv(self._socket, size - len(data))
+                more = await self._read_some(size - len(data))
+            except AuthenticationFailed:
+                raise
             except OSError as exc:
                 raise self._broken(exc) from exc
             if not more:
@@ -80,5 +85,35 @@ class SocketPipe(RawPipe):
             data += more
         return data
 
+    async def _read_some(self, size: int) -> bytes:
+        while True:
+            try:
+                if self._socket.family != socket.AF_UNIX:
+                    return self._socket.recv(size)
+                data, sender = receive_from(self._socket, size)
+            except BlockingIOError:
+                await until_ready(self._socket, for_writing=False)
+                continue
+            if data and sender != (peer := peer_process(self._socket)):  # [Note: who sends] in unix_sockets
+                raise AuthenticationFailed(
+                    f"{peer} made the other end of the connection with {self._address}, but {sender} sends on it: "
+                    "something between them relays it"
+                )
+            return data
+
     async def _write_all(self, data: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(self._socket, data)
+
+
+async def until_ready(connection: socket.socket | TlsSocket, for_writing: bool) -> None:
+    """Waits until the loop finds the socket readable, or writable."""
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+    descriptor = connection.fileno()
+    if descriptor < 0:
+        raise TransportError("the connection was closed")
+    (loop.add_writer if for_writing else loop.add_reader)(descriptor, wake, ready)
+    try:
+        await ready
+    finally:
+        (loop.remove_writer if for_writing else loop.remove_reader)(descriptor)

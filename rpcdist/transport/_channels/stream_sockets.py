@@ -1,9 +1,10 @@
 """Raw stream sockets, TCP and Unix: listening, accepting, connecting, and what both ends call their connection.
 
 [Note: two ends] A proof of the token is good for one pair of ends. Each side takes them from the system and not from
-the peer: over TCP the address and port of the serving end, over a Unix socket the processes and users of both. The
-client states them in its hello, where the proofs cover them, and the server compares. So a process that stands between
-the two, and passes the handshake on, is found out: it has another port, or another process number. So is a network that
+the peer: over TCP the address and port of the serving end, over a Unix socket the processes and users of both, and the
+namespace in which these have their numbers. The client states them in its hello, where the proofs cover them, and the
+server compares. So a process that stands between the two, and passes the handshake on, is found out: it has another
+port, or another process number, which the kernel adds to each message (unix_sockets.py). So is a network that
 translates addresses, and a host that hides process numbers (containers): there the channel is not used.
 """
 
@@ -29,7 +30,13 @@ from rpcdist.time_limits import (
 from rpcdist.transport import fork
 from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.addresses import join_address
-from rpcdist.transport.unix_sockets import PeerProcess, peer_process, same_user
+from rpcdist.transport.unix_sockets import (
+    PeerProcess,
+    names_senders,
+    peer_process,
+    process_namespace,
+    same_user,
+)
 from rpcdist.waiters import wake
 
 __all__ = [
@@ -72,10 +79,13 @@ def listen_tcp(host: str, port: int = 0) -> socket.socket:
 
 def listen_unix(name: str) -> socket.socket:
     """Listens under an abstract name. Raises `OSError` if it is taken."""
-    return _listen(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"\0{name}")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    names_senders(listener, on=True)  # what it accepts does so as well
+    return _listen(listener, f"\0{name}")
 
 
 def _listen(listener: socket.socket, place: Any) -> socket.socket:
+    """Without SO_REUSEADDR: who had this port before could relay a connection that he still has. [Note: two ends]"""
     fork.note_socket(listener)
     try:
         listener.bind(place)
@@ -134,6 +144,7 @@ async def connect_unix(name: str) -> socket.socket:
                 await asyncio.sleep(next(pauses))
         if not same_user(connection):
             raise AuthenticationFailed(f"another user's process listens under the name {name!r} on this host")
+        names_senders(connection, on=True)
         return connection
     except BaseException:
         connection.close()
@@ -202,7 +213,7 @@ def _me() -> PeerProcess:
 
 
 def _unix_ends(server: PeerProcess, client: PeerProcess) -> str:
-    return f"unix, from process {client.pid} of user {client.uid} to process {server.pid} of user {server.uid}"
+    return f"unix, from {client} to {server} in pid namespace {process_namespace()}"
 
 
 def _tcp_ends(place: Any) -> str:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Final
 
 from rpcdist.transport import fork
-from rpcdist.transport._channels.tls_pipe import until_ready
+from rpcdist.transport._channels.socket_pipe import until_ready
 from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.io_loop import IoLoop
 

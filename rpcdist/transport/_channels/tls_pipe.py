@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import ssl
 from typing import Final
 
 from rpcdist.errors import AuthenticationFailed, ProtocolViolation, TransportError
-from rpcdist.transport._channels.socket_pipe import RawPipe, SocketPipe
+from rpcdist.transport._channels.socket_pipe import RawPipe, SocketPipe, until_ready
 from rpcdist.transport._channels.stream_sockets import connected_ends
 from rpcdist.transport._tls.tls_failures import STRANGE_CERTIFICATE
 from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.credentials import Credentials
-from rpcdist.waiters import wake
 
 __all__ = ["AcceptedPipe", "TlsPipe", "connected_pipe"]
 
@@ -167,17 +165,3 @@ class AcceptedPipe:
         except OSError as exc:
             raise TransportError(f"the connection with {self._address} broke: {exc.strerror or exc}") from exc
         return first[:2] == bytes((_TLS_HANDSHAKE, _TLS_MAJOR_VERSION)) and first[2:] != b"\0"
-
-
-async def until_ready(connection: socket.socket | TlsSocket, for_writing: bool) -> None:
-    """Waits until the loop finds the socket readable, or writable."""
-    loop = asyncio.get_running_loop()
-    ready = loop.create_future()
-    descriptor = connection.fileno()
-    if descriptor < 0:
-        raise TransportError("the connection was closed")
-    (loop.add_writer if for_writing else loop.add_reader)(descriptor, wake, ready)
-    try:
-        await ready
-    finally:
-        (loop.remove_writer if for_writing else loop.remove_reader)(descriptor)

@@ -37,7 +37,7 @@ from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ServerHandshake, refusal
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.roles import SOCKET_ROLE, Roles
-from rpcdist.transport.unix_sockets import has_abstract_sockets, peer_process, same_user
+from rpcdist.transport.unix_sockets import has_abstract_sockets, names_senders, peer_process, same_user
 
 __all__ = ["ServeSession", "StreamListeners"]
 
@@ -182,6 +182,7 @@ class StreamListeners:
 
         if not await self._admission.admit(pipe, origin, handshake, turn_away):
             return
+        names_senders(connection, on=False)
         if handshake.role == SOCKET_ROLE:
             self._hand_over(handshake.purpose, connection, None if tcp is None else tcp.tls)
             return

@@ -20,7 +20,7 @@ from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.roles import SOCKET_ROLE, socket_purpose
-from rpcdist.transport.unix_sockets import has_abstract_sockets
+from rpcdist.transport.unix_sockets import has_abstract_sockets, names_senders
 
 __all__ = ["HubConnector", "widen"]
 
@@ -92,6 +92,7 @@ class HubConnector:
             if handshake.refusal_code == Code.CHANNEL:
                 raise ConnectFailed(str(address), str(exc)) from exc
             raise
+        names_senders(connection, on=False)
         return used
 
 
