@@ -172,7 +172,9 @@ class Agent:
             self._device_maps.introduction,
             self.pool.submit,
         )
-        self._inbound = Inbound(self._demultiplexer, self.directory, events, options.share_payloads, announced)
+        self._inbound = Inbound(
+            self._demultiplexer, self.directory, events, options.share_payloads, self.router.borrow, announced
+        )
         self._connections = Connections(self.router, self._inbound, self._control)
         self._leases = LeaseWatch(options.peer_timeout, self._connections.sessions, events)
 

@@ -138,13 +138,15 @@ class RpcOptions(RpcBackendOptions):
             are wildcards, so `torch:*` allows every function of the module `torch`, but not of `torch.nn`.
         autograd_mode: of `rpcdist.autograd.backward`: "smart", or "fast" for torch's, which hangs on unused results.
         allow_pickle: whether values that need pickle may be received, and sent. Without it only plain values get
-            through: None, bool, numbers, str, bytes, tensors, and lists, tuples and dicts of them.
+            through: None, bool, numbers, str, bytes, tensors, and lists, tuples and dicts of them; and what arrives
+            through shared memory is copied, since the peer could change it while it is read.
         role: what this worker is for, in a word of your choice such as "ps"; `rpc.workers("ps")` finds it by that.
         share_payloads: whether tensors of 64 KiB and more travel through shared memory between processes of one host.
             A received one then behaves as after `share_memory_()`: a forked child sees the same memory, and it cannot
             be resized to more bytes.
         max_incoming_bytes: what one peer may have announced and not sent yet, on all its connections; a peer that
-            announces more is disconnected. None: the memory of this machine.
+            announces more is disconnected, and shared memory of it beyond that is not used. None: the memory of this
+            machine.
         max_in_flight_bytes: bytes of arguments of the calls to one worker that have not ended; a thread that makes
             another one waits. One that is larger goes alone; calls of less than 4 KiB, and those that handlers make, do
             not wait.

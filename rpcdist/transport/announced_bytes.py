@@ -1,4 +1,4 @@
-"""What peers have announced and not sent yet, in bytes."""
+"""What a peer makes this process set aside, in bytes: announced and not sent yet, parsed, or lent and mapped here."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class AnnouncedBytes:
     def __init__(self, limit_bytes: int | None = None) -> None:
         self._limit_bytes = memory_of_machine_bytes() if limit_bytes is None else limit_bytes
         self._num_bytes = 0
+        self._num_mapped = 0
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"<AnnouncedBytes {self._num_bytes} of {self._limit_bytes}>"
+        return f"<AnnouncedBytes {self._num_bytes} of {self._limit_bytes}, {self._num_mapped} mapped>"
 
     def add(self, num_bytes: int) -> None:
         """More was announced; raises `ProtocolViolation`, and counts nothing, where that is too much."""
@@ -47,3 +48,19 @@ class AnnouncedBytes:
         """So much has arrived, or will not come."""
         with self._lock:
             self._num_bytes -= num_bytes
+
+    def add_mapped(self, num_bytes: int) -> bool:
+        """The peer lends memory; False, and nothing is counted, where that is too much beside all else.
+
+        What stays mapped for later messages does not keep the peer from announcing others.
+        """
+        with self._lock:
+            if self._num_bytes + self._num_mapped + num_bytes > self._limit_bytes:
+                return False
+            self._num_mapped += num_bytes
+            return True
+
+    def subtract_mapped(self, num_bytes: int) -> None:
+        """So much memory of the peer is not mapped any more, or not for this peer's sake."""
+        with self._lock:
+            self._num_mapped -= num_bytes

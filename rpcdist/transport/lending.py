@@ -16,9 +16,11 @@ offsets from their sizes. The lease of a segment ends with the last of its tenso
 `PACK_BYTES` alive. Messages of few buffers give each its own segment.
 
 [Note: what is trusted] Segments hold nothing but bytes of tensors and of buffers beside pickles; sizes, shapes and
-types travel in the socket, and the size of a segment is sealed and checked before it is mapped. A peer that writes to
-memory that it has lent spoils values, and never this process's memory safety. What is parsed (text, pickles, bodies of
-values) is copied out first, so it cannot change while it is read.
+types travel in the socket, and the size of a segment is sealed and checked before it is mapped. What is parsed (text,
+pickles, bodies of values) is copied out first, so it cannot change while it is read. A tensor is not: a peer that writes
+to memory that it has lent can change it between two looks of torch, which trusts what it has seen (the mask of an index
+is counted, then filled). That is as good as running code here, so those who may not run any have their tensors copied
+(`CopiedBuffer`).
 
 [Note: forked children] A child that is forked while it can read a received tensor has the same memory mapped, and keeps
 it when its parent frees the tensor. Such a segment must never be written to again: when its lease ends in the parent,
@@ -46,6 +48,7 @@ from typing import Final, NamedTuple
 
 from rpcdist.at_end import AtEnd
 from rpcdist.errors import ProtocolViolation
+from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.mapped_segments import MappedSegment
 from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 from rpcdist.transport.shared_memory import Segment, SegmentError
@@ -399,6 +402,7 @@ class Borrower:
     """The segments that the peer lends in one session. On the I/O loop, but for `take_ended` and the end of leases.
 
     Args:
+        counted: what the peer makes this process set aside.
         max_bytes: a peer that offers more than this in total is refused.
 
     Attributes:
@@ -406,7 +410,8 @@ class Borrower:
         refused: numbers of segments that were offered and are not mapped here. [Note: offer and use]
     """
 
-    def __init__(self, max_bytes: int = MAX_LENT_BYTES) -> None:
+    def __init__(self, counted: AnnouncedBytes, max_bytes: int = MAX_LENT_BYTES) -> None:
+        self._counted = counted
         self._max_bytes = max_bytes
         self._known: dict[int, MappedSegment] = {}
         self._in_use: set[int] = set()
@@ -424,7 +429,12 @@ class Borrower:
     def offered(self, number: int, size_bytes: int, descriptor: int) -> bool:
         """The peer offers a segment; whether it was accepted. The descriptor is closed here in any case."""
         num_bytes = sum(mapped.size_bytes for mapped in list(self._known.values()))  # a copy: `take_ended` removes
-        if number in self._known or num_bytes + size_bytes > self._max_bytes or len(self._known) >= MAX_SEGMENTS:
+        if (
+            number in self._known
+            or num_bytes + size_bytes > self._max_bytes
+            or len(self._known) >= MAX_SEGMENTS
+            or not self._counted.add_mapped(size_bytes)
+        ):
             Segment(descriptor, size_bytes).close()
             return self.refuse(number)
         try:
@@ -432,6 +442,7 @@ class Borrower:
                 self._known[number] = MappedSegment(number, segment)
         except SegmentError as exc:
             logger.warning("large tensors of this peer arrive through the socket: %s", exc)
+            self._counted.subtract_mapped(size_bytes)
             return self.refuse(number)
         return True
 
@@ -481,7 +492,7 @@ class Borrower:
                 number, _, num_forks = self.ended.popleft()
                 may_be_read = _forks.count != num_forks  # by a child; one that was forked after the end counts as well
                 if may_be_read:
-                    self._known.pop(number, None)
+                    self._forget(number)
                 self._in_use.discard(number)
                 (ended.kept if may_be_read else ended.returned).append(number)
         except IndexError:
@@ -490,11 +501,18 @@ class Borrower:
     def withdrawn(self, numbers: Iterable[int]) -> None:
         """The peer will not use these segments again."""
         for number in numbers:
-            if number in self._in_use or self._known.pop(number, None) is None:
+            if number in self._in_use or not self._forget(number):
                 raise ProtocolViolation(f"segment {number} was withdrawn, which is not known or in use")
+
+    def _forget(self, number: int) -> bool:
+        mapped = self._known.pop(number, None)
+        if mapped is not None:
+            self._counted.subtract_mapped(mapped.size_bytes)
+        return mapped is not None
 
     def close(self) -> None:
         """The session has ended. Memory that tensors use stays until they are freed; idempotent."""
-        self._known.clear()
+        for number in list(self._known):
+            self._forget(number)
         self._in_use.clear()
         self.refused.clear()

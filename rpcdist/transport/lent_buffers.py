@@ -9,6 +9,7 @@ from typing import Final
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport._framing.outgoing import Outgoing, stream_of
+from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.lending import Borrower, Lender, Pack, offsets, packs
 from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 from rpcdist.transport.shared_memory import unavailable
@@ -29,12 +30,13 @@ class LentBuffers:
 
     Args:
         allowed: whether this process wants to share memory; it refuses the peer's otherwise.
+        counted: what the peer makes this process set aside.
     """
 
-    def __init__(self, allowed: bool) -> None:
+    def __init__(self, allowed: bool, counted: AnnouncedBytes) -> None:
         self._allowed = allowed and unavailable() is None
         self._lender = Lender()
-        self._borrower = Borrower()
+        self._borrower = Borrower(counted)
 
     def __repr__(self) -> str:
         return f"<LentBuffers {self._lender!r}, {self._borrower!r}>"

@@ -162,8 +162,9 @@ class Session:
         self._handler = handler
         self._outgoing = Outgoing()
         self._writer = SessionWriter(io, channel, self._outgoing, self._close, peer.name)
-        self._shared = self._new_shared_payloads()
-        self._incoming = Incoming(handler.allocate, self._borrow, handler.announced_by(peer))
+        counted = handler.announced_by(peer)
+        self._shared = self._new_shared_payloads(counted)
+        self._incoming = Incoming(handler.allocate, self._borrow, counted)
         self._names: list[str] = []  # of the functions that the peer has numbered
         self._handing_on = HandingOn(io, self, handler, self._left_to_loop_failed)
         self._main = threading.main_thread().ident
@@ -180,13 +181,20 @@ class Session:
         self._heartbeats = Heartbeats(self, silence_limit_s)
         self._ended: asyncio.Event = asyncio.Event()
 
-    def _new_shared_payloads(self) -> SharedPayloads | None:
+    def _new_shared_payloads(self, counted: AnnouncedBytes) -> SharedPayloads | None:
         """None for channels that cannot pass segments of memory."""
         if self._direct is None or not self._direct.passes_descriptors:
             return None
-        handler, loop = self._handler, self._io.loop
+        handler, loop, outgoing = self._handler, self._io.loop, self._outgoing
         return SharedPayloads(
-            handler.shares_payloads, loop, self._direct, self._outgoing, self.send, self._writer.flush, handler.borrow
+            handler.shares_payloads,
+            counted,
+            loop,
+            self._direct,
+            outgoing,
+            self.send,
+            self._writer.flush,
+            handler.borrow,
         )
 
     def __repr__(self) -> str:

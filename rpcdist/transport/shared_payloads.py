@@ -11,6 +11,7 @@ from rpcdist.time_limits import SEGMENTS_RETURN_S, SEGMENTS_TRIM_S
 from rpcdist.transport._channels.channel import DirectChannel
 from rpcdist.transport._framing.incoming import IncomingBuffer
 from rpcdist.transport._framing.outgoing import Outgoing
+from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.lent_buffers import LentBuffers
 from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 from rpcdist.transport.wire_messages import WireMessage
@@ -30,6 +31,7 @@ class SharedPayloads:
 
     Args:
         allowed: whether this process wants to share memory.
+        counted: what the peer makes this process set aside.
         loop: the I/O loop, for timers.
         channel: brings the descriptors of the peer's segments.
         outgoing: the session's queue.
@@ -41,6 +43,7 @@ class SharedPayloads:
     def __init__(
         self,
         allowed: bool,
+        counted: AnnouncedBytes,
         loop: asyncio.AbstractEventLoop,
         channel: DirectChannel,
         outgoing: Outgoing,
@@ -48,7 +51,7 @@ class SharedPayloads:
         flush: Callable[[], object],
         receive: Callable[[memoryview], IncomingBuffer],
     ) -> None:
-        self.lent = LentBuffers(allowed)
+        self.lent = LentBuffers(allowed, counted)
         self.is_used = False
         self._loop = loop
         self._channel = channel

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import product
 from struct import pack
 
 import pytest
 import torch
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
 from values_helpers import encode
 
 from rpcdist._proto import rpc_pb2, rref_pb2, value_pb2
@@ -16,8 +20,9 @@ from rpcdist.rpc._peers.announcements import Announcements
 from rpcdist.rpc._rref.protobuf import decode_messages
 from rpcdist.rpc._values import decode
 from rpcdist.rpc._values.rebuild import MAX_UNTRUSTED_TENSORS
-from rpcdist.transport._framing.frames import Chunk
+from rpcdist.transport._framing.frames import Chunk, parse
 from rpcdist.transport._framing.incoming import Incoming, IncomingBuffer, heap_buffer
+from rpcdist.transport._framing.message_parts import count_fields, parsed
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 
 MODULUS = 2**61 - 1  # of Python's hash of numbers
@@ -143,6 +148,76 @@ def test_sessions_of_one_peer_share_one_limit() -> None:
         strangers[1].announce(rpc_pb2.Message(transfer=1, large=[500]))
     first.close()
     assert second.announce(rpc_pb2.Message(transfer=2, large=[1000])) is None
+
+
+def field(number: int, data: bytes) -> bytes:
+    """A field of protobuf with a length."""
+    return varint(number << 3 | 2) + varint(len(data)) + data
+
+
+def varint(value: int) -> bytes:
+    return bytes([value & 127 | 128]) + varint(value >> 7) if value > 127 else bytes([value])
+
+
+ARGUMENTS, TENSORS, BUFFERS, RREFS = 5, 3, 4, 5
+BOMBS = {
+    "tensors": field(1, field(ARGUMENTS, field(TENSORS, b"") * 1_000_000)),
+    "buffers": field(1, field(ARGUMENTS, field(BUFFERS, b"") * 1_000_000)),
+    "references": field(1, field(ARGUMENTS, field(RREFS, b"") * 1_000_000)),
+    "a number again and again": field(1, field(ARGUMENTS, b"\x08\x01" * 1_000_000)),
+    "of an exception": field(2, field(3, field(6, field(TENSORS, b"") * 1_000_000))),
+    "names of devices": field(22, field(1, b"") * 1_000_000),
+    "loans": field(17, b"") * 1_000_000,
+    "deep": field(1, field(ARGUMENTS, b"") * 1_000_000),
+}
+"""Each took 60 to 250 MB when it was parsed."""
+
+
+@pytest.mark.parametrize("data", BOMBS.values(), ids=BOMBS)
+def test_fields_are_counted_before_there_is_an_object_for_each(data: bytes) -> None:
+    with pytest.raises(ProtocolViolation, match="more fields than its size is worth"):
+        parse(pack("<IBBHIQQ", len(data), 1, 0, 0, 0, 0, 0) + data, [])
+    incoming = Incoming()
+    assert incoming.announce(rpc_pb2.Message(transfer=1, large=[len(data)], wrapped=True)) is None
+    with pytest.raises(ProtocolViolation, match="more fields than its size is worth"):
+        incoming.chunk(Chunk(1, 0, 0, memoryview(data)))
+
+
+def test_what_the_fields_of_a_message_cost_counts_for_its_sender() -> None:
+    message = rpc_pb2.Message(call=rpc_pb2.Call(id=1))
+    message.call.arguments.tensors.extend([value_pb2.Tensor(dtype=5, buffer=1, shape=[7, 7])] * 10_000)
+    data = message.SerializeToString()
+    for limit, is_enough in ((1_000_000, False), (10_000_000, True)):
+        incoming = Incoming(announced=AnnouncedBytes(limit))
+        assert incoming.announce(rpc_pb2.Message(transfer=1, large=[len(data)], wrapped=True)) is None
+        if is_enough:
+            delivered = incoming.chunk(Chunk(1, 0, 0, memoryview(data)))
+            assert delivered is not None and delivered[0] == message
+        else:
+            with pytest.raises(ProtocolViolation, match="max_incoming_bytes"):
+                incoming.chunk(Chunk(1, 0, 0, memoryview(data)))
+
+
+@pytest.mark.parametrize("count", [1, 100, 20_000])
+def test_a_value_of_small_tensors_of_many_kinds_is_not_too_many_fields(count: int) -> None:
+    """The tensors are as unlike one another as small ones can be, so there are no runs."""
+    dtypes = (torch.bool, torch.uint8, torch.int16, torch.float32)
+    value = encode([torch.ones((), dtype=dtypes[i % 4]).expand((1,) * (i % 3)) for i in range(count)]).value
+    message = rpc_pb2.Message(call=rpc_pb2.Call(id=1, arguments=value))
+    data = message.SerializeToString()
+    assert parsed(rpc_pb2.Message, data) == message
+    if count > 1000:
+        assert count_fields(rpc_pb2.Message, data) >= 2 * count
+
+
+@given(st.binary(min_size=1, max_size=60), st.integers(0, 4096))
+def test_counting_fields_of_any_bytes_ends_as_parsing_does(piece: bytes, at: int) -> None:
+    """Whatever is damaged: nothing but the two errors, and no other message than protobuf's."""
+    data = piece * (5000 // len(piece))
+    whole = rpc_pb2.Message(call=rpc_pb2.Call(function="f" * 4096)).SerializeToString()
+    for mutated in (data, whole[:at] + data, field(1, data), field(1, field(ARGUMENTS, data))):
+        with suppress(ProtocolViolation, DecodeError):
+            assert parsed(rpc_pb2.Message, mutated) == rpc_pb2.Message.FromString(mutated)
 
 
 def test_a_session_that_has_ended_holds_no_buffers() -> None:

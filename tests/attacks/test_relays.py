@@ -21,7 +21,7 @@ from transport_nodes import LIMIT_S, Nodes, Recorder, kind_of, open_link
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import TransportError
 from rpcdist.testing import free_port
-from rpcdist.transport import connector
+from rpcdist.transport import Node, connector
 from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
 from rpcdist.transport._channels.stream_sockets import connect_tcp, listen_tcp, local_name
 from rpcdist.transport.sockets import HubAddress, SocketHub
@@ -116,6 +116,7 @@ def test_a_session_is_not_relayed(
     caplog.set_level(logging.INFO)
     monkeypatch.setenv(CHANNELS_VARIABLE, "local" if from_unix else "tcp")
     server, answers, port, heard = hub._node, Recorder(), free_port(), tmp_path / "heard"
+    assert isinstance(server, Node)
     listener = listening(local_name(f"127.0.0.1:{port}") if from_unix else None)
     place = listener.getsockname()
 

@@ -133,6 +133,41 @@ def sum_in_a_child(to: str) -> tuple[float, float]:
         return float(pipe.read()), float(received.sum())
 
 
+def lies_in_lent_memory(tensor: torch.Tensor) -> bool:
+    address = tensor.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(place, 16) for place in line.split()[0].split("-"))
+        if start <= address < end:
+            return "memfd:rpcdist" in line
+    raise AssertionError(f"nothing is mapped at {address:x}")
+
+
+def where_it_lies(to: str, nested: bool) -> list[bool]:
+    """For several calls: whether the argument of a function lies in memory that its caller may write to."""
+    tensors = [torch.ones(MIB), torch.arange(MIB)]
+    if nested:
+        return [rpc.rpc_sync(to, lie_in_lent_memory, ({"a": tensors},)) for _ in range(3)]
+    return [rpc.rpc_sync(to, lies_in_lent_memory, (tensor,)) for _ in range(2) for tensor in tensors]
+
+
+def lie_in_lent_memory(value: dict[str, list[torch.Tensor]]) -> bool:
+    ones, numbers = value["a"]
+    assert float(ones.sum()) == MIB and int(numbers[-1]) == MIB - 1
+    (first, second) = map(lies_in_lent_memory, value["a"])
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["one tensor", "a dict of tensors"])
+@pytest.mark.parametrize("trusts", [True, False])
+def test_who_takes_no_pickles_has_a_copy_of_what_is_lent(worker_pool: WorkerPool, trusts: bool, nested: bool) -> None:
+    """Its caller could write there while torch reads a tensor twice, which corrupted the heap."""
+    world = worker_pool.world("a", "b", allow_pickle=trusts)
+    assert set(world["a"].run(where_it_lies, "b", nested)) == {trusts}
+    assert (num_segments(world["b"].pid) > 0) is True
+    world.shutdown()
+
+
 @pytest.mark.parametrize("share_payloads", [True, False])
 def test_values_of_many_kinds(worker_pool: WorkerPool, share_payloads: bool) -> None:
     world = worker_pool.world("a", "b", share_payloads=share_payloads)

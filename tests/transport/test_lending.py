@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport import lending
+from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.lending import (
     LEND_FROM_BYTES,
     RETURN_TOGETHER,
@@ -35,7 +36,7 @@ class Pair:
 
     def __init__(self, max_bytes: int = 1 << 24) -> None:
         self.lender = Lender(max_bytes)
-        self.borrower = Borrower()
+        self.borrower = Borrower(AnnouncedBytes())
 
     def lend(self, data: memoryview) -> int | None:
         """Lends a copy of the data."""
@@ -204,7 +205,7 @@ def test_a_refused_loan_that_is_given_up_is_gone(pair: Pair) -> None:
 
 
 def test_a_peer_that_refuses_cannot_be_offered_segments_for_ever() -> None:
-    borrower = Borrower()
+    borrower = Borrower(AnnouncedBytes())
     for number in range(lending.MAX_SEGMENTS):
         assert not borrower.refuse(number)
     with pytest.raises(ProtocolViolation, match="refused"):
@@ -229,10 +230,26 @@ def test_a_borrower_refuses_what_is_not_as_announced(pair: Pair) -> None:
     unsealed = os.memfd_create("not sealed")
     os.truncate(unsealed, SIZE)
     assert not pair.borrower.offered(3, SIZE, unsealed)
-    assert not Borrower(max_bytes=SIZE - 1).offered(4, SIZE, os.dup(made.segment.fileno()))
+    assert not Borrower(AnnouncedBytes(), max_bytes=SIZE - 1).offered(4, SIZE, os.dup(made.segment.fileno()))
     for closed in (reading, unsealed):
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(closed)
+
+
+def test_what_all_sessions_of_a_peer_lend_counts_together() -> None:
+    """An offer of 40 bytes had 512 MiB mapped and filled, in each session."""
+    counted, pairs = AnnouncedBytes(3 * SIZE), [Pair(), Pair()]
+    for each in pairs:
+        each.borrower = Borrower(counted)
+    counted.add(SIZE)
+    first, second = pairs
+    assert first.offer() == second.offer() == 1 and not first.borrower.refused and not second.borrower.refused
+    assert second.offer() == 2 and second.borrower.refused == {2}  # not mapped, so the bytes go another way
+    assert first.lend(memoryview(bytes(SIZE))) == 1
+    counted.add(2 * SIZE)  # what is mapped does not count against what is announced
+    counted.subtract(3 * SIZE)
+    first.borrower.close()
+    assert counted.add_mapped(2 * SIZE) and not counted.add_mapped(SIZE)
 
 
 def test_what_a_peer_may_not_say(pair: Pair) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.announcements import Announcements
 from rpcdist.rpc._peers.demultiplexer import Demultiplexer
@@ -25,6 +27,7 @@ class Inbound:
         directory: knows who was replaced.
         events: is told of sessions that open and end.
         shares_payloads: whether large buffers may travel in shared memory.
+        borrow: makes a received buffer of memory that a peer lends.
         announcements: count what peers have announced and not sent.
 
     Attributes:
@@ -37,13 +40,14 @@ class Inbound:
         directory: Directory,
         events: PeerEvents,
         shares_payloads: bool,
+        borrow: Callable[[memoryview], ReceiveBuffer],
         announcements: Announcements,
     ) -> None:
         self.sessions: set[PeerSession] = set()
         self.takes_anywhere = demultiplexer.takes_anywhere
         self.on_messages = demultiplexer.on_messages  # not a method of ours: every message would pass through it
         self.allocate = ReceiveBuffer.allocate
-        self.borrow = ReceiveBuffer.borrowed
+        self.borrow = borrow
         self.shares_payloads = shares_payloads
         self.announced_by = announcements.of
         self._directory = directory

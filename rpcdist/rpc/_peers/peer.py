@@ -77,6 +77,10 @@ class PeerOwner(Protocol):
     """The router, as its peers see it. Called on the I/O loop, but for `on_messages`: see `SessionTaker`."""
 
     @property
+    def borrow(self) -> Callable[[memoryview], ReceiveBuffer]:
+        """Makes a received buffer of memory that a peer lends."""
+
+    @property
     def shares_payloads(self) -> bool:
         """Whether large buffers may travel in shared memory."""
 
@@ -405,7 +409,7 @@ class _PeerTaker:
 
     def __init__(self, peer: Peer, owner: PeerOwner) -> None:
         self.allocate = ReceiveBuffer.allocate
-        self.borrow = ReceiveBuffer.borrowed
+        self.borrow = owner.borrow
         self.shares_payloads = owner.shares_payloads
         self.announced_by = owner.announced_by
         self.on_messages = owner.on_messages

@@ -7,7 +7,7 @@ from typing import Any
 
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.network import PeerSession
-from rpcdist.rpc._values.buffers import ReceiveBuffer
+from rpcdist.rpc._values.buffers import CopiedBuffer, ReceiveBuffer
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.wire_messages import WireMessage
 
@@ -25,7 +25,7 @@ class ProbeTaker:
 
     shares_payloads = False
     allocate = staticmethod(ReceiveBuffer.allocate)
-    borrow = staticmethod(ReceiveBuffer.borrowed)
+    borrow = staticmethod(CopiedBuffer)
 
     def __init__(self, on_probe: Callable[[Identity], object]) -> None:
         self._on_probe = on_probe

@@ -28,7 +28,7 @@ from rpcdist.rpc._peers.loopback import Loopback
 from rpcdist.rpc._peers.network import MessageSink, Network, PeerSession, SendObserver
 from rpcdist.rpc._peers.peer import Peer, PeerState, Unsent
 from rpcdist.rpc._peers.peer_events import PeerEvents
-from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
+from rpcdist.rpc._values.buffers import CopiedBuffer, LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S, THREAD_GRACE_S
 from rpcdist.transport.heartbeats import TURNS_TO_READ
@@ -79,6 +79,8 @@ class Router:
         self._search = search
         self._peer_timeout_s = options.peer_timeout
         self.shares_payloads = options.share_payloads
+        # Who may not send pickles is trusted with values only, and must not change them while they are used.
+        self.borrow = ReceiveBuffer.borrowed if options.allow_pickle else CopiedBuffer
         self.announced_by = announcements.of
         self.introduction = introduction
         self.submit = submit

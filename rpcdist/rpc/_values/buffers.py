@@ -16,11 +16,12 @@ import torch
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError, TransportError
-from rpcdist.transport.memory_copies import copy_memory
+from rpcdist.transport.memory_copies import copy_memory, copy_view
 from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 
 __all__ = [
     "INLINE_LIMIT",
+    "CopiedBuffer",
     "LargeBuffer",
     "ReceiveBuffer",
     "TensorBuffer",
@@ -141,8 +142,8 @@ class ReceiveBuffer:
         """Writable bytes; the transport writes chunks into it, from any thread, and must be done before `decode`."""
         view = self._view
         if view is None:
-            assert self._memory is not None
-            view = self._view = memory_view(self._memory.data_ptr(), self.size, self._memory)
+            memory = self.memory
+            view = self._view = memory_view(memory.data_ptr(), self.size, memory)
         return view
 
     @property
@@ -185,6 +186,33 @@ class ReceiveBuffer:
 
     def __repr__(self) -> str:
         return f"<ReceiveBuffer {self.size} bytes>"
+
+
+class CopiedBuffer(ReceiveBuffer):
+    """Memory of another process that may write there at any time: what is read is a copy, made when it is asked for.
+
+    torch reads some tensors twice (a mask: to count, then to fill what it has counted), and trusts that they stay as
+    they are.
+
+    Args:
+        lent: the bytes.
+    """
+
+    __slots__ = ("_lent",)
+
+    def __init__(self, lent: memoryview) -> None:
+        super().__init__(lent.nbytes, None, None)
+        self._lent: memoryview | None = lent
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """Raises `SerializationError` where there is no memory for the copy."""
+        lent = self._lent
+        if lent is not None:
+            memory = ReceiveBuffer.allocate(self.size).memory
+            copy_view(memory.data_ptr(), lent)
+            self._memory, self._lent = memory, None
+        return super().memory
 
 
 def _ask_for_huge_pages(address: int, size: int) -> None:

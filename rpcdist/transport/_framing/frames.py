@@ -42,6 +42,7 @@ from google.protobuf.message import DecodeError
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
+from rpcdist.transport._framing.message_parts import parsed
 from rpcdist.transport.wire_messages import (
     MAX_NAME_BYTES,
     CompactCall,
@@ -257,7 +258,7 @@ def parse(data: bytes | bytearray, names: list[str]) -> list[WireMessage | Chunk
                     call.body = bytes(data[body:at])
                 found.append(call)
             elif kind == _MESSAGE:
-                found.append(rpc_pb2.Message.FromString(bytes(data[body:at])))
+                found.append(parsed(rpc_pb2.Message, bytes(data[body:at])))
             elif kind == _CHUNK:
                 found.append(Chunk(id, number, extra, memoryview(data)[body:at]))
             elif kind == _RETURNED:

@@ -22,6 +22,7 @@ from typing import Final, Protocol
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport._framing.frames import Chunk
+from rpcdist.transport._framing.message_parts import PARSED_FIELD_BYTES, count_fields
 from rpcdist.transport._framing.stripes import StripeCursor
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.wire_messages import WireMessage
@@ -285,8 +286,13 @@ class Incoming:
         buffers = [transfer.buffer(index) for index in range(len(transfer.buffers))]  # also those of no bytes
         if not transfer.message.wrapped:
             return transfer.message, buffers
+        data = bytes(buffers[0].view)
+        parsed_bytes = PARSED_FIELD_BYTES * count_fields(rpc_pb2.Message, data)
+        self._announced.add(parsed_bytes)
         try:
-            inner = rpc_pb2.Message.FromString(bytes(buffers[0].view))
+            inner = rpc_pb2.Message.FromString(data)
         except Exception as exc:
             raise ProtocolViolation("a wrapped message cannot be parsed") from exc
+        finally:
+            self._announced.subtract(parsed_bytes)
         return self._announce(inner, transfer.ordinal)

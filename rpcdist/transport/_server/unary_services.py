@@ -18,9 +18,10 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from rpcdist._proto import handshake_pb2
-from rpcdist.errors import RpcdistError
+from rpcdist.errors import ProtocolViolation, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.transport._channels.grpc_channel import refuse
+from rpcdist.transport._framing.message_parts import parsed
 from rpcdist.transport._framing.message_pieces import TooLarge, cut, joined
 from rpcdist.transport.unary_proof import PACKAGE, ProvenSessions
 
@@ -88,9 +89,9 @@ class UnaryServices:
         async def handle(data: bytes, context: Any) -> bytes:
             self._on_call(context.peer())
             try:
-                request = request_type.FromString(data)
-            except DecodeError:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request of {path} cannot be parsed")
+                request = parsed(request_type, data)
+            except (DecodeError, ProtocolViolation) as exc:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request of {path} cannot be parsed: {exc}")
             with self._running():
                 return (await reply_to(request, context)).SerializeToString()  # type: ignore[no-any-return]
 
