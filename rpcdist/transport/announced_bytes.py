@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import threading
 
-from rpcdist.errors import ProtocolViolation
-
 __all__ = ["AnnouncedBytes", "memory_of_machine_bytes"]
 
 
@@ -31,14 +29,14 @@ class AnnouncedBytes:
     def __repr__(self) -> str:
         return f"<AnnouncedBytes {self._num_bytes} of {self._limit_bytes}, {self._num_mapped} mapped>"
 
-    def add(self, num_bytes: int) -> None:
-        """More was announced; raises `ProtocolViolation`, and counts nothing, where that is too much."""
+    def add(self, num_bytes: int) -> str | None:
+        """More was announced. Where that is too much, nothing is counted, and the answer says why."""
         with self._lock:
             under_way = self._num_bytes
             if under_way + num_bytes <= self._limit_bytes:
                 self._num_bytes += num_bytes
-                return
-        raise ProtocolViolation(
+                return None
+        return (
             f"{num_bytes} bytes were announced while {under_way} announced ones are under way, and this worker takes "
             f"{self._limit_bytes} from one peer at a time. Send less at once, or start it with "
             "RpcOptions(max_incoming_bytes=...)"

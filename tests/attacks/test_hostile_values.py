@@ -21,7 +21,7 @@ from rpcdist.rpc._rref.protobuf import decode_messages
 from rpcdist.rpc._values import decode
 from rpcdist.rpc._values.rebuild import MAX_UNTRUSTED_TENSORS
 from rpcdist.transport._framing.frames import Chunk, parse
-from rpcdist.transport._framing.incoming import Incoming, IncomingBuffer, heap_buffer
+from rpcdist.transport._framing.incoming import BUFFER_BYTES, TRANSFER_BYTES, Incoming, IncomingBuffer, heap_buffer
 from rpcdist.transport._framing.message_parts import count_fields, parsed
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 
@@ -122,32 +122,50 @@ def test_deletions_that_are_cut_off_end_the_session_by_name() -> None:
         decode_messages(rref_pb2.RRefMessage(users_deleted=rref_pb2.UsersDeleted(ids=bytes(47))))
 
 
+OWN_BYTES = TRANSFER_BYTES + BUFFER_BYTES
+LIMIT_BYTES = 10 * OWN_BYTES
+
+
+def is_taken(incoming: Incoming, transfer: int, num_bytes: int) -> bool:
+    """Announces one buffer; whether its bytes are kept as they come."""
+    assert incoming.announce(rpc_pb2.Message(transfer=transfer, large=[num_bytes])) is None
+    return incoming.place(transfer, 0, 0, 1) is not None
+
+
 def test_announcements_of_one_session_share_one_limit() -> None:
-    incoming = Incoming(announced=AnnouncedBytes(1000))
-    assert incoming.announce(rpc_pb2.Message(transfer=1, large=[600])) is None
-    with pytest.raises(ProtocolViolation, match=r"500 bytes.*600.*takes 1000.*max_incoming_bytes"):
-        incoming.announce(rpc_pb2.Message(transfer=2, large=[500]))
-    incoming.chunk(Chunk(1, 0, 0, memoryview(bytes(150))))
-    assert incoming.announce(rpc_pb2.Message(transfer=3, large=[500])) is None  # what has arrived does not count
+    incoming = Incoming(announced=AnnouncedBytes(LIMIT_BYTES))
+    assert is_taken(incoming, 1, 6 * OWN_BYTES)
+    assert not is_taken(incoming, 2, 5 * OWN_BYTES)
+    incoming.chunk(Chunk(1, 0, 0, memoryview(bytes(5 * OWN_BYTES))))
+    assert is_taken(incoming, 3, 5 * OWN_BYTES)  # what has arrived does not count
     incoming.abort(1)
-    assert incoming.announce(rpc_pb2.Message(transfer=4, large=[500])) is None
+    incoming.abort(2)
+    assert is_taken(incoming, 4, 3 * OWN_BYTES)
+    with pytest.raises(ProtocolViolation, match=r"1088 bytes.*takes 10880.*max_incoming_bytes"):
+        incoming.announce(rpc_pb2.Message(transfer=5, large=[1]))  # the account of it takes more than it says
+
+
+def test_announcements_of_a_few_bytes_count_for_more() -> None:
+    """Each buffer of one byte that was announced kept a kilobyte at the receiver for as long as the session stood."""
+    incoming = Incoming(announced=AnnouncedBytes(100 * OWN_BYTES))
+    with pytest.raises(ProtocolViolation, match="max_incoming_bytes"):
+        for transfer in range(1, 102):
+            incoming.announce(rpc_pb2.Message(transfer=transfer, large=[1]))
+    assert "99 transfers" in repr(incoming)
 
 
 def test_sessions_of_one_peer_share_one_limit() -> None:
     """Ten sessions took ten times `max_incoming_bytes`. Whoever is no member shares his with all such."""
-    announcements = Announcements(1000, {0: "a", 1: "b"}.get)
+    announcements = Announcements(LIMIT_BYTES, {0: "a", 1: "b"}.get)
     first, second = (Incoming(announced=announcements.of(Identity("a", 0, n))) for n in (1, 2))
-    assert first.announce(rpc_pb2.Message(transfer=1, large=[600])) is None
-    with pytest.raises(ProtocolViolation, match="max_incoming_bytes"):
-        second.announce(rpc_pb2.Message(transfer=1, large=[500]))
+    assert is_taken(first, 1, 6 * OWN_BYTES) and not is_taken(second, 1, 5 * OWN_BYTES)
     other = Incoming(announced=announcements.of(Identity("b", 1, 1)))
-    assert other.announce(rpc_pb2.Message(transfer=1, large=[1000])) is None
+    assert is_taken(other, 1, 9 * OWN_BYTES)
     strangers = [Incoming(announced=announcements.of(Identity(f"x{n}", 7 + n, 1))) for n in range(2)]
-    assert strangers[0].announce(rpc_pb2.Message(transfer=1, large=[600])) is None
-    with pytest.raises(ProtocolViolation, match="max_incoming_bytes"):
-        strangers[1].announce(rpc_pb2.Message(transfer=1, large=[500]))
+    assert is_taken(strangers[0], 1, 6 * OWN_BYTES) and not is_taken(strangers[1], 1, 5 * OWN_BYTES)
     first.close()
-    assert second.announce(rpc_pb2.Message(transfer=2, large=[1000])) is None
+    second.abort(1)
+    assert is_taken(second, 2, 9 * OWN_BYTES)
 
 
 def field(number: int, data: bytes) -> bytes:

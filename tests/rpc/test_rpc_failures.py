@@ -10,16 +10,18 @@ import textwrap
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rpc_victim_forks as forks
 import rpc_victim_functions as functions
 import rpc_victim_waits as waits
+import torch
 from full_sets import FULL_ONLY
 from peer_timeouts import CALM_S, LIMIT_S, UNIT_S
 
 from rpcdist import rpc
-from rpcdist.errors import OwnerLost, RemoteError, WorkerLost
+from rpcdist.errors import OwnerLost, RemoteError, SerializationError, WorkerLost
 from rpcdist.testing import WorkerPool, eventually, wait_until_asleep
 
 pytestmark = pytest.mark.multiproc
@@ -251,3 +253,37 @@ def test_ctrl_c_ends_a_program_that_does_not_expect_it(tmp_path: Path) -> None:
             process.kill()
     assert process.returncode == -signal.SIGINT and "KeyboardInterrupt" in errors, errors
     assert took_s < 6.0  # half a second on a quiet machine; what it takes is processor time
+
+
+def send_too_much(to: str, size: int) -> tuple[str, int]:
+    """What a call says whose argument does not fit, and how many calls that ran beside it came back."""
+    beside = [rpc.rpc_async(to, functions.make, (torch.full((1 << 18,), float(i)),)) for i in range(4)]
+    with pytest.raises(SerializationError) as caught:
+        rpc.rpc_sync(to, functions.make, (torch.ones(size),))
+    results = rpc.wait_all(beside)
+    return str(caught.value), sum(bool((result == i).all()) for i, result in enumerate(results))
+
+
+def get_too_much(to: str, size: int) -> str:
+    with pytest.raises(SerializationError) as caught:
+        rpc.rpc_sync(to, torch.ones, (size,))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"share_payloads": False}], ids=["shared memory", "socket"])
+@pytest.mark.parametrize("channels", ["local", "tcp", "grpc"])
+def test_a_payload_that_does_not_fit_fails_its_call_alone(
+    worker_pool: WorkerPool, channels: str, options: dict[str, Any]
+) -> None:
+    limit = 8 << 20
+    worker_pool.environment["RPCDIST_CHANNELS"] = channels
+    world = worker_pool.world("x", "y", max_incoming_bytes=limit, peer_timeout=CALM_S, **options)
+    before = world["x"].run(functions.connection_to, "y")
+    for _ in range(2):
+        text, num_beside = world["x"].run(send_too_much, "y", limit)
+        assert str(4 * limit) in text and f"takes {limit} from one peer" in text and "max_incoming_bytes" in text
+        assert num_beside == 4
+        text = world["x"].run(get_too_much, "y", limit)
+        assert str(4 * limit) in text and f"takes {limit} from one peer" in text
+    assert world["x"].run(functions.connection_to, "y") == before
+    world.shutdown()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from session_pairs import Bytes, announced, call
 
 from rpcdist._proto import rpc_pb2
-from rpcdist.errors import ProtocolViolation
+from rpcdist.errors import ProtocolViolation, SerializationError
 from rpcdist.transport._framing.frames import (
     CHUNK_BYTES,
     CHUNK_HEAD_BYTES,
@@ -24,8 +24,16 @@ from rpcdist.transport._framing.frames import (
     parse,
     parse_chunk_head,
 )
-from rpcdist.transport._framing.incoming import MAX_BUFFERS, Incoming, IncomingBuffer, heap_buffer
+from rpcdist.transport._framing.incoming import (
+    BUFFER_BYTES,
+    MAX_BUFFERS,
+    TRANSFER_BYTES,
+    Incoming,
+    IncomingBuffer,
+    heap_buffer,
+)
 from rpcdist.transport._framing.outgoing import Outgoing
+from rpcdist.transport.announced_bytes import AnnouncedBytes
 
 MIB = 1 << 20
 
@@ -94,8 +102,6 @@ VIOLATIONS: list[tuple[str, list[Any], str]] = [
     ("larger than announced", [announced(1, 5), chunk(1, 0, 0, b"xxxxxx")], "5 announced bytes"),
     ("larger in the end", [announced(1, 5), chunk(1, 0, 0, b"xxx"), chunk(1, 0, 3, b"xxx")], "5 announced bytes"),
     ("another buffer", [announced(1, 5), chunk(1, 1, 0, b"x")], "buffer 1 of 1"),
-    ("more than there is memory", [announced(1, 2**62)], "max_incoming_bytes"),
-    ("more than a number holds", [announced(1, 2**64 - 1)], "max_incoming_bytes"),
     ("more buffers than are allowed", [announced(1, *[1] * (MAX_BUFFERS + 1))], "65537 buffers"),
     ("wrapped nonsense", [announced(1, 2, wrapped=True), chunk(1, 0, 0, b"\xff\xff")], "wrapped"),
 ]
@@ -112,6 +118,31 @@ def test_what_a_peer_must_not_send(steps: list[Any], text: str) -> None:
         assert apply(step) is None
     with pytest.raises(ProtocolViolation, match=text):
         apply(steps[-1])
+
+
+def no_memory(size_bytes: int) -> IncomingBuffer:
+    raise MemoryError(f"{size_bytes} bytes of a few")
+
+
+@pytest.mark.parametrize("reason", ["bytes of a few", "max_incoming_bytes"])
+def test_a_transfer_that_does_not_fit_fails_alone(reason: str) -> None:
+    """Its bytes are dropped, its message comes with the reason, and the session goes on."""
+    if reason == "max_incoming_bytes":
+        incoming = Incoming(announced=(counted := AnnouncedBytes(TRANSFER_BYTES + 2 * BUFFER_BYTES + 9)))
+    else:
+        incoming = Incoming(no_memory, announced=(counted := AnnouncedBytes()))
+    assert incoming.announce(announced(1, 6, 4)) is None
+    assert incoming.chunk(chunk(1, 0, 0, b"xxx")) is None and incoming.chunk(chunk(1, 1, 0, b"xxxx")) is None
+    with pytest.raises(ProtocolViolation, match="expected at 3"):  # what it drops is looked at as well
+        incoming.chunk(chunk(1, 0, 4, b"xxx"))
+    delivery = incoming.chunk(chunk(1, 0, 3, b"xxx"))
+    assert delivery is not None and delivery[0] == announced(1, 6, 4)
+    for buffer in delivery[1]:
+        with pytest.raises(SerializationError, match=reason):
+            buffer.view  # noqa: B018
+        with pytest.raises(SerializationError, match=reason):
+            buffer.memory  # type: ignore[attr-defined]  # noqa: B018
+    assert incoming.missing == 0 and repr(counted).startswith("<AnnouncedBytes 0 of")
 
 
 def test_an_aborted_transfer_is_forgotten_and_its_late_chunks_are_dropped() -> None:

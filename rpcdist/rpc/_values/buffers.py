@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from collections.abc import Sequence
 from typing import Final
 
@@ -171,7 +172,10 @@ class ReceiveBuffer:
         try:
             memory = torch.empty(size, dtype=torch.uint8, device=_CPU)
         except (RuntimeError, MemoryError) as exc:
-            raise SerializationError(f"no memory for a value with a buffer of {size} bytes: {exc}") from exc
+            free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            raise SerializationError(
+                f"a buffer of {size} bytes does not fit into memory, of which {free_bytes} bytes are free: {exc}"
+            ) from exc
         if size >= HUGE_PAGES_FROM:
             _ask_for_huge_pages(memory.data_ptr(), size)
         return cls(size, memory, None)

@@ -11,6 +11,8 @@ Invariants:
     3. Memory for a buffer is taken when its first bytes arrive, so that an announcement alone costs nothing, and given
        back when its transfer is aborted or the session ends.
     4. What a peer has announced and not sent is bounded, in bytes and in buffers of one message.
+    5. A transfer that is beyond that bound, or that there is no memory for, fails alone: its bytes are dropped as they
+       come, and then its message is delivered with buffers that raise the reason. The session goes on.
 """
 
 from __future__ import annotations
@@ -20,17 +22,22 @@ from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 from rpcdist._proto import rpc_pb2
-from rpcdist.errors import ProtocolViolation
+from rpcdist.errors import ProtocolViolation, SerializationError
 from rpcdist.transport._framing.frames import Chunk
 from rpcdist.transport._framing.message_parts import PARSED_FIELD_BYTES, count_fields
 from rpcdist.transport._framing.stripes import StripeCursor
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.wire_messages import WireMessage
 
-__all__ = ["MAX_BUFFERS", "Delivery", "Incoming", "IncomingBuffer", "heap_buffer"]
+__all__ = ["BUFFER_BYTES", "MAX_BUFFERS", "TRANSFER_BYTES", "Delivery", "Incoming", "IncomingBuffer", "heap_buffer"]
 
 MAX_BUFFERS: Final = 1 << 16
 """Large buffers of one message. Senders keep buffers of up to 32 KiB inside the message, so this is 2 GiB or more."""
+
+
+TRANSFER_BYTES: Final = 1024
+BUFFER_BYTES: Final = 64
+"""What the account of a transfer, and of each of its buffers, takes while it lasts: that counts as announced, too."""
 
 
 class IncomingBuffer(Protocol):
@@ -53,6 +60,23 @@ def heap_buffer(size_bytes: int) -> IncomingBuffer:
     return _HeapBuffer(size_bytes)
 
 
+class _MissingBuffer:
+    """Stands for a buffer that was not received: whatever is asked of it raises the reason."""
+
+    __slots__ = ("_reason", "size")
+
+    def __init__(self, size: int, reason: str) -> None:
+        self.size = size
+        self._reason = reason
+
+    @property
+    def view(self) -> memoryview:
+        raise SerializationError(self._reason)
+
+    def __getattr__(self, name: str) -> object:
+        raise SerializationError(self._reason)
+
+
 Delivery = tuple[WireMessage, list[IncomingBuffer]]
 Borrow = Callable[[WireMessage], Mapping[int, IncomingBuffer]]
 """The buffers of a message that lie in memory which the peer lends, by their index."""
@@ -62,13 +86,22 @@ def _nothing_is_lent(message: WireMessage) -> Mapping[int, IncomingBuffer]:
     raise ProtocolViolation("a message refers to lent memory on a channel that cannot lend any")
 
 
+class _NoMemory(Exception):
+    """For a buffer of one transfer."""
+
+
 class _IncomingTransfer:
     """A message whose buffers are arriving; None stands for one of which nothing has come.
 
     `stripes` are the cursors by the number of the stripe, once one has begun, and `is_chunked` says that a chunk has.
+    `failure` says why its bytes are dropped, if they are, `is_counted` whether they count as announced, and `own_bytes`
+    what the account of them takes.
     """
 
-    __slots__ = ("allocate", "buffers", "filled", "is_chunked", "message", "missing", "ordinal", "stripes")
+    __slots__ = (
+        "allocate", "buffers", "failure", "filled", "is_chunked", "is_counted", "message", "missing", "ordinal",
+        "own_bytes", "stripes",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -79,33 +112,44 @@ class _IncomingTransfer:
     ) -> None:
         sizes = message.large
         self.ordinal = ordinal
+        self.failure: str | None = None
         self.is_chunked = False
+        self.is_counted = False
         self.stripes: dict[int, StripeCursor] = {}
         self.message = message
         self.allocate = allocate
         self.buffers: list[IncomingBuffer | None] = [lent.get(index) for index in range(len(sizes))]
         self.filled = [size if index in lent else 0 for index, size in enumerate(sizes)]
         self.missing = sum(sizes) - sum(self.filled)
+        self.own_bytes = TRANSFER_BYTES + BUFFER_BYTES * len(sizes)
 
     def buffer(self, index: int) -> IncomingBuffer:
-        """The memory of a buffer, taken now if it was not before."""
+        """The memory of a buffer, taken now if it was not before. Raises `_NoMemory`."""
         buffer = self.buffers[index]
         if buffer is None:
             size = self.message.large[index]
+            if self.failure is not None:
+                return _MissingBuffer(size, self.failure)
             try:
                 buffer = self.buffers[index] = self.allocate(size)
             except (MemoryError, RuntimeError, OverflowError) as exc:
-                raise ProtocolViolation(f"no memory for {size} announced bytes: {exc}") from exc
+                raise _NoMemory(f"there is no memory for {size} announced bytes: {exc}") from exc
         return buffer
 
+    def fail(self, reason: str) -> None:
+        """What has come of it is given back, and what comes will be dropped."""
+        self.failure = reason
+        self.buffers = [None] * len(self.buffers)
+
     def of_stripe(self, index: int, count: int, size: int) -> list[memoryview]:
-        """Where the next bytes of a stripe belong."""
+        """Where the next bytes of a stripe belong; nowhere if they are dropped. Raises `_NoMemory`."""
         if self.is_chunked or self.message.loans:
             raise ProtocolViolation("a message came in chunks or lent memory, and in stripes")
         cursor = self.stripes.get(index)
         if cursor is None:
             cursor = self.stripes[index] = StripeCursor(self.message.large, index, count)
-        return [self.buffer(number).view[start:end] for number, start, end in cursor.take_all(size)]
+        pieces = cursor.take_all(size)
+        return [] if self.failure else [self.buffer(number).view[start:end] for number, start, end in pieces]
 
 
 class Incoming:
@@ -174,7 +218,12 @@ class Incoming:
         transfer = _IncomingTransfer(message, lent, allocate, ordinal)
         if not transfer.missing:
             return self._deliver(transfer)
-        self._announced.add(transfer.missing)
+        if (refusal := self._announced.add(transfer.own_bytes)) is not None:
+            raise ProtocolViolation(refusal)
+        refusal = self._announced.add(transfer.missing)
+        transfer.is_counted = refusal is None
+        if refusal is not None:
+            transfer.fail(refusal)
         self._transfers[number] = transfer
         self._by_ordinal[transfer.ordinal] = transfer
         return None
@@ -186,13 +235,12 @@ class Incoming:
         """
         size = len(chunk.data)
         place = self.place(chunk.transfer, chunk.buffer, chunk.offset, size)
-        if place is None:
-            return None
-        place[:] = chunk.data
+        if place is not None:
+            place[:] = chunk.data
         return self.placed(chunk.transfer, chunk.buffer, size)
 
     def place(self, number: int, buffer: int, offset: int, size: int) -> memoryview | None:
-        """Where the bytes of a chunk belong, for who can receive them there; `placed` follows. None: drop them."""
+        """Where the bytes of a chunk belong, for who can put them there; `placed` follows. None: `chunk` drops them."""
         with self._changed:
             transfer = self._transfers.get(number)
             if transfer is None:
@@ -202,13 +250,16 @@ class Incoming:
             transfer.is_chunked = True
         if buffer >= len(transfer.buffers):
             raise ProtocolViolation(f"a chunk for buffer {buffer} of {len(transfer.buffers)}")
-        view = transfer.buffer(buffer).view
-        at = transfer.filled[buffer]
-        if offset != at or at + size > len(view):
+        at, announced = transfer.filled[buffer], transfer.message.large[buffer]
+        if offset != at or at + size > announced:
             raise ProtocolViolation(
-                f"a chunk of {size} bytes at {offset} came, expected at {at} of {len(view)} announced bytes"
+                f"a chunk of {size} bytes at {offset} came, expected at {at} of {announced} announced bytes"
             )
-        return view[at : at + size]
+        try:
+            return None if transfer.failure else transfer.buffer(buffer).view[at : at + size]
+        except _NoMemory as exc:
+            self._fail(transfer, exc)
+            return None
 
     def placed(self, number: int, buffer: int, size: int) -> Delivery | None:
         """The bytes of a chunk are where `place` said; returns the message when they were the last ones."""
@@ -236,10 +287,15 @@ class Incoming:
             while self._num_announced < ordinal and not self._has_ended:
                 self._changed.wait()
             transfer = self._by_ordinal.get(ordinal)
-            return None if transfer is None else transfer.of_stripe(index, count, size)
+            try:
+                return None if transfer is None else transfer.of_stripe(index, count, size) or None
+            except _NoMemory as exc:
+                assert transfer is not None
+                self._fail(transfer, exc)
+                return None
 
     def stripe_placed(self, ordinal: int, size: int) -> Delivery | None:
-        """The bytes are where `stripe` said; returns the message when they were the last ones."""
+        """The bytes are where `stripe` said, or dropped; returns the message when they were the last ones."""
         with self._changed:
             transfer = self._by_ordinal.get(ordinal)
             return None if transfer is None else self._count(transfer, size)
@@ -247,15 +303,24 @@ class Incoming:
     def _count(self, transfer: _IncomingTransfer, size: int) -> Delivery | None:
         """So many bytes of it have come."""
         transfer.missing -= size
-        self._announced.subtract(size)
+        if transfer.is_counted:
+            self._announced.subtract(size)
         if transfer.missing:
             return None
         self._forget(transfer)
         return self._deliver(transfer)
 
+    def _fail(self, transfer: _IncomingTransfer, exc: _NoMemory) -> None:
+        with self._changed:
+            transfer.fail(str(exc))
+            if transfer.is_counted:
+                transfer.is_counted = False
+                self._announced.subtract(transfer.missing)
+
     def _forget(self, transfer: _IncomingTransfer) -> None:
         del self._transfers[transfer.message.transfer]
         del self._by_ordinal[transfer.ordinal]
+        self._announced.subtract(transfer.own_bytes + (transfer.missing if transfer.is_counted else 0))
 
     def abort(self, number: int) -> WireMessage | None:
         """Forgets a transfer; returns its message, which will not be delivered."""
@@ -264,7 +329,6 @@ class Incoming:
             if transfer is None:
                 return None
             self._forget(transfer)
-            self._announced.subtract(transfer.missing)
             return transfer.message
 
     def end_announcements(self) -> None:
@@ -276,19 +340,25 @@ class Incoming:
     def close(self) -> None:
         """Gives back the memory of all transfers: a session that has ended may be held for a while by who used it."""
         with self._changed:
-            announced, self._announced = self._announced, AnnouncedBytes()  # what is still read counts for nobody
-            announced.subtract(sum(transfer.missing for transfer in self._transfers.values()))
-            self._transfers.clear()
-            self._by_ordinal.clear()
+            for transfer in list(self._transfers.values()):
+                self._forget(transfer)
+            self._announced = AnnouncedBytes()  # what is still read counts for nobody
         self.end_announcements()
 
     def _deliver(self, transfer: _IncomingTransfer) -> Delivery | None:
-        buffers = [transfer.buffer(index) for index in range(len(transfer.buffers))]  # also those of no bytes
+        try:
+            buffers = [transfer.buffer(index) for index in range(len(transfer.buffers))]  # also those of no bytes
+        except _NoMemory as exc:  # not even for one of no bytes
+            transfer.fail(str(exc))
+            buffers = [transfer.buffer(index) for index in range(len(transfer.buffers))]
         if not transfer.message.wrapped:
             return transfer.message, buffers
+        if transfer.failure is not None:  # nobody knows what that was
+            raise ProtocolViolation(transfer.failure)
         data = bytes(buffers[0].view)
         parsed_bytes = PARSED_FIELD_BYTES * count_fields(rpc_pb2.Message, data)
-        self._announced.add(parsed_bytes)
+        if (refusal := self._announced.add(parsed_bytes)) is not None:
+            raise ProtocolViolation(refusal)
         try:
             inner = rpc_pb2.Message.FromString(data)
         except Exception as exc:

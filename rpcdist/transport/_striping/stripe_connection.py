@@ -205,7 +205,7 @@ class StripeConnection:
         places = self._incoming.stripe(ordinal, *self._place, size)
         for place in [memoryview(bytearray(size))] if places is None else places:
             self._receive(place)
-        self._owner.on_piece(None if places is None else self._incoming.stripe_placed(ordinal, size))
+        self._owner.on_piece(self._incoming.stripe_placed(ordinal, size))
 
     def _receive(self, place: memoryview, may_end: bool = False) -> bool:
         """Fills the place; False if the connection ended before its first byte, where it `may_end`."""
