@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -89,9 +90,11 @@ async def test_the_loop_goes_on_and_a_cancelled_task_ends_at_once() -> None:
         await asyncio.sleep(0)
         ticks += 1
     assert not waiting.done()
+    started = time.monotonic()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+    assert time.monotonic() - started < there.LIMIT_S / 2  # it has not waited for the thread
     thing.gate.set()
     assert await Thing.wait_async(thing)
 

@@ -11,7 +11,7 @@ from hostile_functions import KINDS, WAYS, Frozen, fail, raised
 from peer_timeouts import CALM_S, LIMIT_S
 
 from rpcdist.autograd import BackwardError
-from rpcdist.errors import Cancelled, RemoteError
+from rpcdist.errors import Cancelled, DeadlineExceeded, RemoteError, TransportError
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.testing import InProcessCluster
 
@@ -53,6 +53,8 @@ def check(way: str, kind: str, error: BaseException | None) -> str:
     if error is None:
         return "no error"
     expected, got = type(raised(kind)), type(error)
+    if issubclass(got, DeadlineExceeded | TransportError):  # RuntimeErrors, too, and what a lost call ends with
+        return f"{way}, {kind}: {got.__name__}"
     if way == "then":  # as torch: a RuntimeError is kept, and others are named by one
         is_right = got is expected or (issubclass(got, RuntimeError) and expected.__name__ in str(error))
     elif way == "backward":  # its own hook may end the caller
