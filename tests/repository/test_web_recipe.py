@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -52,10 +51,19 @@ def port(tmp_path: Path) -> Iterator[int]:
     with ExitStack() as running:
         for command in commands:
             process = subprocess.Popen([sys.executable, *command], cwd=tmp_path, env=environment())
-            running.callback(process.wait, LIMIT_S)
-            running.callback(process.send_signal, signal.SIGTERM)
+            running.callback(end, process)
         eventually(lambda: listens(port), "uvicorn listens", LIMIT_S)
         yield port
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise
 
 
 def listens(port: int) -> bool:
