@@ -11,9 +11,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from docs_programs import LIMIT_S, blocks_with, environment, free_port, page
+from docs_programs import LIMIT_S, blocks_with, environment, page
 
-from rpcdist.testing import eventually
+from rpcdist.testing import eventually, free_port
 
 MODEL = """
 import asyncio, os, pathlib, sys
