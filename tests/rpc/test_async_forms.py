@@ -6,16 +6,16 @@ import asyncio
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import actor_functions as there
 import pytest
 import torch
 from actor_functions import Counter, Journal, new_gate
+from blocking_refused import refuses
 
 from rpcdist import rpc
-from rpcdist.errors import BlockingInLoop
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
 from rpcdist.testing import InProcessCluster
 
@@ -26,13 +26,6 @@ variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", defau
 def cluster() -> Iterator[InProcessCluster]:
     with InProcessCluster("a", "b") as cluster:
         yield cluster
-
-
-def refuses(advice: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """It raises `BlockingInLoop` with this advice."""
-    with pytest.raises(BlockingInLoop) as caught:
-        function(*args, **kwargs)
-    assert str(caught.value).endswith(f"would block the event loop of this thread; write `{advice}` there")
 
 
 # ---------------------------------------------------------------- the forms

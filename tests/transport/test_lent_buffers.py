@@ -116,9 +116,13 @@ async def test_a_receiver_without_descriptors_gets_the_first_message_too(
 ) -> None:
     channel: Any = pair.sessions[1]._channel
     take = channel.take_descriptor
-    taken: list[None] = []
-    # None, as where none was left for it.
-    monkeypatch.setattr(channel, "take_descriptor", lambda: taken.append(os.close(take())))
+    taken: list[int] = []
+
+    def close() -> None:  # None, as where none was left for it
+        taken.append(take())
+        os.close(taken[-1])
+
+    monkeypatch.setattr(channel, "take_descriptor", close)
     for number in range(3):
         pair.sessions[0].send(call(number), [Bytes(bytes([number]) * size) for size in sizes])
         assert await pair.handlers[1].next() == (number, [bytes([number]) * size for size in sizes])
