@@ -18,12 +18,12 @@ from full_sets import FULL
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peer_timeouts import CALM_S
-from rpc_raw_peer import RawClient, connected, free_port, run_on_loop
+from rpc_raw_peer import RawClient, connected, run_on_loop
 from stall_detector import STALL_LIMIT_S, longest_stalls, start_stall_detector
 
 from rpcdist import rpc
 from rpcdist._proto import autograd_pb2, rpc_pb2, rref_pb2, value_pb2
-from rpcdist.testing import RpcWorld, WorkerPool
+from rpcdist.testing import RpcWorld, WorkerPool, free_port
 from rpcdist.transport._framing.frames import call_frame, chunk_head, frame, reply_frame
 from rpcdist.transport.wire_messages import CompactCall, CompactReply
 

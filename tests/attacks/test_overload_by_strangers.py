@@ -21,11 +21,11 @@ import pytest
 import rpc_victim_functions as functions
 from full_sets import FULL
 from peer_timeouts import CALM_S
-from rpc_raw_peer import RawClient, connected, free_port, run_on_loop
+from rpc_raw_peer import RawClient, connected, run_on_loop
 from stall_detector import STALL_LIMIT_S, longest_stalls, start_stall_detector
 
 from rpcdist import rpc
-from rpcdist.testing import RpcWorld, Worker, WorkerPool, eventually
+from rpcdist.testing import RpcWorld, Worker, WorkerPool, eventually, free_port
 from rpcdist.transport._server.admission import MAX_UNPROVEN
 from rpcdist.transport.addresses import split_address
 

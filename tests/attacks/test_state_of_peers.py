@@ -113,11 +113,14 @@ def test_a_producer_makes_no_more_items_ahead_than_its_limit() -> None:
     sender: Any = SimpleNamespace(autograd=None, item=sent.append, end=sent.append)
     pool = ThreadPool()
     producer = SyncProducer(pool, sender, (number for number in range(10**9)), copy_context())
-    producer.credit(4_000_000_000)
-    eventually(lambda: pool.num_reserved == 1)  # it waits for its consumer
-    assert len(sent) == MAX_CREDIT
-    producer.cancel()
-    assert pool.close() == []
+    try:
+        producer.credit(4_000_000_000)
+        eventually(lambda: pool.num_reserved == 1)  # it waits for its consumer
+        assert len(sent) == MAX_CREDIT
+    finally:
+        producer.cancel()
+        still_running = pool.close()
+    assert still_running == []
     assert sent[MAX_CREDIT:] == [None]
 
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import re
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "clients.md"
 RESULT = "RESULT "
 """How the line of a program's output begins that has its results, as JSON."""
 WORKER_LIMIT_S = 400.0
+DRAIN_PERIOD_S = 0.2
 
 
 def example(client: str, backend: str) -> str:
@@ -67,13 +70,18 @@ def run_workers(
     workers = [spawned.Process(target=work, args=(*arguments, rank, port, results)) for rank in range(num_workers)]
     for worker in workers:
         worker.start()
+    found = []
+    limit = time.monotonic() + WORKER_LIMIT_S
+    is_over = False
+    while not is_over:
+        running = [worker.sentinel for worker in workers if worker.is_alive()]
+        multiprocessing.connection.wait(running, DRAIN_PERIOD_S)
+        is_over = not running or time.monotonic() > limit
+        while not results.empty():  # else a worker whose results do not fit into the pipe would not end
+            found.append(results.get())
     for worker in workers:
-        worker.join(WORKER_LIMIT_S)
         worker.kill()
         worker.join()
-    found = []
-    while not results.empty():
-        found.append(results.get())
     return found, [worker.exitcode for worker in workers]
 
 

@@ -30,6 +30,9 @@ FOLDER = Path(__file__).parent
 LIMIT_S = 1500.0
 """Of one program. The longest starts some 20 processes, each of which imports torch and TorchRL."""
 
+KILL_LIMIT_S = 60.0
+"""Until the output ends of a program that was killed, with its processes; what left its session may hold the output."""
+
 BEGIN, END = "<!-- clients: begin -->", "<!-- clients: end -->"
 HEAD = ("| client | version | what runs | equal results |", "|---|---|---|---|")
 
@@ -100,7 +103,7 @@ def run(client: Client, is_ours: bool) -> Outcome:
             output, _ = process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
+            output, _ = process.communicate(timeout=KILL_LIMIT_S)
     seconds = time.monotonic() - begun
     found = re.findall(rf"^{RESULT}(.*)$", output, re.MULTILINE)
     if process.returncode == 0 and len(found) == 1:

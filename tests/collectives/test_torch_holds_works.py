@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import re
+import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from rpcdist.collectives._torch.torch_work import TorchWork, held
 from rpcdist.collectives.torch_backend import TorchProcessGroup
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveTimeout
+from rpcdist.testing import wait_until_asleep
 
 c10d: Any = torch._C._distributed_c10d
 ops: Any = torch.ops._c10d_functional
@@ -65,10 +66,15 @@ def test_work_that_only_torch_holds_is_waited_for(
         work.complete()
     wait = keep(work)
     gc.collect()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait)
+    answers: list[object] = []
+    thread = threading.Thread(target=lambda: answers.append(wait()), daemon=True)
+    thread.start()
+    if not done_first:
+        wait_until_asleep(thread)
+        assert thread.is_alive()
         work.complete()
-        waiting.result(LIMIT_S)
+    thread.join(LIMIT_S)
+    assert len(answers) == 1, "it waits, or has raised"
 
 
 @pytest.mark.parametrize("keep", KEEPERS)

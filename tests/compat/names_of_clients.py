@@ -133,7 +133,12 @@ def check_rpc() -> None:
         sys.exit(f"{asks()} before init_rpc")
     except RuntimeError as error:
         check("RPC has not been initialized" in str(error), str(error))
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tempfile.mkdtemp()}/rendezvous")
+    with tempfile.TemporaryDirectory() as folder:
+        check_agent(f"file://{folder}/rendezvous", asks)
+
+
+def check_agent(url: str, asks: Any) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=url)
     rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
     check(_is_current_rpc_agent_set() and asks() == "answer", "no agent after init_rpc")
     counter = rpc.remote("alone", Counter)
@@ -152,10 +157,10 @@ def check_checkpoint() -> None:
     """torch's checkpoints, which import `DTensor`, are written and read by our groups."""
     from torch.distributed import checkpoint
 
-    folder = tempfile.mkdtemp()
-    checkpoint.save({"x": torch.arange(3)}, checkpoint_id=folder)
     read = {"x": torch.zeros(3, dtype=torch.int64)}
-    checkpoint.load(read, checkpoint_id=folder)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.save({"x": torch.arange(3)}, checkpoint_id=folder)
+        checkpoint.load(read, checkpoint_id=folder)
     check(read["x"].tolist() == [0, 1, 2], f"read {read}")
 
 

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from docs_programs import environment, free_port, run, two_free_ports
+from docs_programs import environment, run, two_free_ports
 from full_sets import FULL_ONLY
 
 from rpcdist.__main__ import main
+from rpcdist.testing import free_port
 
 HERE = Path(__file__).parent
 PORTED = HERE.parent / "ported"

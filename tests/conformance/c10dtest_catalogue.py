@@ -44,7 +44,7 @@ DIFFERENT: Final[dict[str, dict[str, str]]] = {
     },
     "backend": {"test_ddp_profiling_torch_profiler": _EVENTS},
 }
-"""By way and test: why it fails here on purpose."""
+"""By way and test: why it fails here on purpose; if it hangs or crashes, that is another reason."""
 
 
 @dataclass(frozen=True, slots=True)

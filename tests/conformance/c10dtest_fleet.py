@@ -7,7 +7,6 @@ passes, or a rank fails and the others do not end soon after, all processes of t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import logging
 import multiprocessing
@@ -23,16 +22,18 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any
 
+from parent_death import end_with_parent
 from rpctest_fleet import GRACE_S, Outcome
 
-__all__ = ["end_with_parent", "preload", "prepare", "run_test"]
+__all__ = ["preload", "prepare", "run_test"]
 
-_PR_SET_PDEATHSIG: Final = 1  # of <sys/prctl.h>
 # What a rank exits with when the test raised, or when something around it did.
 _FAILED = 10
 _POLL_S = 0.05
+# How long the ranks may take to write their stacks.
+_STACKS_S = 2.0
 # Of what a rank wrote: stacks are long, and begin with where it was.
 _OUTPUT_CHARS = 8000
 
@@ -83,8 +84,7 @@ def run_test(tests: ModuleType, test: str, ranks: int, limit_s: float) -> Outcom
         session = os.fork()
         if session == 0:
             _lead_session(tests, test, ranks, folder)
-        ended = _wait(session, folder, ranks, limit_s)
-        outcome = _judge(tests, test, folder, ranks, ended)
+        outcome = _judge(tests, test, folder, _wait(session, folder, ranks, limit_s))
     outcome.seconds = time.monotonic() - began
     return outcome
 
@@ -92,8 +92,8 @@ def run_test(tests: ModuleType, test: str, ranks: int, limit_s: float) -> Outcom
 # ---------------------------------------------------------------- in the process that runs all tests
 
 
-def _wait(session: int, folder: Path, ranks: int, limit_s: float) -> bool:
-    """Waits until all ranks have ended; kills those that do not. Whether they did."""
+def _wait(session: int, folder: Path, ranks: int, limit_s: float) -> list[int | None]:
+    """Waits for the end of all ranks, and kills those that go on: with what each exited, None for one that did not."""
     descriptor = os.pidfd_open(session)
     limit = time.monotonic() + limit_s
     ended = False
@@ -101,15 +101,16 @@ def _wait(session: int, folder: Path, ranks: int, limit_s: float) -> bool:
         ended = bool(select.select([descriptor], [], [], min(_POLL_S, left))[0])
         if any(status not in (0, None) for status in _statuses(folder, ranks)):
             limit = min(limit, time.monotonic() + GRACE_S)
-    os.close(descriptor)
+    statuses = _statuses(folder, ranks)
     if not ended:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(session, signal.SIGABRT)  # faulthandler writes the stacks
-            time.sleep(_POLL_S * 10)  # which takes the processes a moment
+        select.select([descriptor], [], [], _STACKS_S)  # the session ends after its ranks
+    os.close(descriptor)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(session, signal.SIGKILL)
     os.waitpid(session, 0)
-    return ended
+    return statuses
 
 
 def _statuses(folder: Path, ranks: int) -> list[int | None]:
@@ -118,13 +119,12 @@ def _statuses(folder: Path, ranks: int) -> list[int | None]:
     return [int(file.read_text() or 0) if file.exists() else None for file in files]
 
 
-def _judge(tests: ModuleType, test: str, folder: Path, ranks: int, ended: bool) -> Outcome:
+def _judge(tests: ModuleType, test: str, folder: Path, statuses: list[int | None]) -> Outcome:
     """torch's rule: a test whose ranks all exit with 0 passed; a code of rank 0 may say that it is skipped."""
-    statuses = _statuses(folder, ranks)
     skips = {skip.exit_code: skip.message for skip in tests.TEST_SKIPS.values()}
     if all(status == 0 for status in statuses):
         return Outcome(test, "passed", 0.0)
-    outputs = [(folder / f"output{rank}").read_text(errors="replace") for rank in range(ranks)]
+    outputs = [(folder / f"output{rank}").read_text(errors="replace") for rank in range(len(statuses))]
     if statuses[0] in skips and all(status == statuses[0] for status in statuses):
         said = re.search(r"for following reason: (.*)", outputs[0])
         return Outcome(test, "skipped", 0.0, said[1] if said else skips[statuses[0]])
@@ -145,6 +145,7 @@ def _lead_session(tests: ModuleType, test: str, ranks: int, folder: Path) -> Non
     try:
         os.setsid()
         end_with_parent()
+        signal.signal(signal.SIGABRT, lambda *_: None)  # is for the ranks, which would end with this process
         os.environ |= {
             "WORLD_SIZE": str(ranks),
             "TEMP_DIR": str(folder),
@@ -169,17 +170,13 @@ def _start_rank(tests: ModuleType, test: str, rank: int, folder: Path) -> int:
         status = _FAILED
         try:
             end_with_parent()
+            signal.signal(signal.SIGABRT, signal.SIG_DFL)
             status = _run_rank(tests, test, rank, folder)
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
     return process
-
-
-def end_with_parent() -> None:
-    """Has the kernel kill this process when the one that forked it ends: Linux only, as all of this."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _run_rank(tests: ModuleType, test: str, rank: int, folder: Path) -> int:

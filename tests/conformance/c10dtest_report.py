@@ -14,8 +14,12 @@ Pairs = Sequence[tuple[Entry, Outcome]]
 
 
 def unexplained(way: str, outcomes: Pairs) -> list[Outcome]:
-    """What did not pass and is not listed with a reason."""
-    return [one for _, one in outcomes if one.status != "passed" and one.name not in DIFFERENT[way]]
+    """What did not pass and is not listed with a reason; none excuses a hang, a crash or a test that is skipped."""
+    return [one for _, one in outcomes if one.status != "passed" and not _reason(way, one)]
+
+
+def _reason(way: str, outcome: Outcome) -> str | None:
+    return DIFFERENT[way].get(outcome.name) if outcome.status == "failed" else None
 
 
 def table(way: str, outcomes: Pairs) -> str:
@@ -23,10 +27,9 @@ def table(way: str, outcomes: Pairs) -> str:
     passed = sum(outcome.status == "passed" for _, outcome in outcomes)
     lines = [f"With {WAYS[way]}, {passed} of the {len(outcomes)} tests pass.", ""]
     for _, outcome in outcomes:
-        reason = DIFFERENT[way].get(outcome.name)
         if outcome.status != "passed":
-            lines.append(f"- `{outcome.name}`: {reason or outcome.status}")
-        elif reason is not None:
+            lines.append(f"- `{outcome.name}`: {_reason(way, outcome) or outcome.status}")
+        elif outcome.name in DIFFERENT[way]:
             lines.append(f"- `{outcome.name}` passes, and need not be listed")
     return "\n".join(lines)
 

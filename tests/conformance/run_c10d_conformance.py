@@ -21,11 +21,13 @@ from pathlib import Path
 from types import ModuleType
 
 os.environ["OMP_NUM_THREADS"] = "1"  # OpenMP reads it when torch is imported; the ranks share few cores
+sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 import c10dtest_catalogue as catalogue
 import c10dtest_fleet as fleet
 import c10dtest_report as report
 from c10dtest_catalogue import Entry
+from parent_death import end_with_parent
 from rpctest_fleet import Outcome
 
 __all__ = ["main"]
@@ -60,7 +62,7 @@ def in_own_process(peer: str, options: argparse.Namespace) -> int:
     process = os.fork()
     if process == 0:
         status = 1
-        fleet.end_with_parent()
+        end_with_parent()
         try:
             status = run(peer, options)
         except Exception:

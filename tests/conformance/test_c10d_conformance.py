@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from c10dtest_catalogue import DIFFERENT, WAYS, load
+from c10dtest_catalogue import DIFFERENT, WAYS, Entry, load
+from c10dtest_report import table, unexplained
+from rpctest_fleet import Outcome
 
 from rpcdist.testing.limits import LIMIT_S
 
@@ -26,6 +28,15 @@ def test_a_sample_passes_in_both_ways() -> None:
     for way in WAYS:
         assert done.stdout.count(f" {way} 3  test_") == len(SAMPLE)
     assert done.stdout.count(f"{len(SAMPLE)} of the {len(SAMPLE)} tests pass") == len(WAYS)
+
+
+@pytest.mark.parametrize(("status", "is_excused"), [("failed", True), ("timeout", False), ("crashed", False)])
+def test_a_reason_excuses_failures_only(status: str, is_excused: bool) -> None:
+    for way, reasons in DIFFERENT.items():
+        for name, reason in reasons.items():
+            outcomes = [(Entry(name, 3), Outcome(name, status, 1.0))]
+            assert (unexplained(way, outcomes) == []) is is_excused
+            assert table(way, outcomes).endswith(f"`{name}`: {reason if is_excused else status}")
 
 
 def test_what_is_listed_as_different_is_a_test_that_gloo_passes() -> None:

@@ -8,20 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from socket import socket
 
 import pytest
 from torchrun_job import Ran
 
+from rpcdist.testing import free_port
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-
-
-def free_port() -> int:
-    with socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def torchrun(processes: int) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import psutil
 import pytest
 from cluster_functions import be_killed, environment_of, pid
-from docs_programs import free_port
 from program_sessions import (
     LIMIT_S,
     STOP_LIMIT_S,
@@ -31,7 +30,7 @@ from rpcdist import LocalCluster, rpc
 from rpcdist._launch.background_ranks import BackgroundRanks
 from rpcdist._launch.rank_call import pickle_call
 from rpcdist.errors import AlreadyInitialized, BlockingInLoop, ConfigError, DeadlineExceeded, WorkerLost
-from rpcdist.testing import eventually, eventually_async
+from rpcdist.testing import eventually, eventually_async, free_port
 
 PROGRAM = """
 import rpcdist

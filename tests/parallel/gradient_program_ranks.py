@@ -60,26 +60,34 @@ def try_programs(rank: int, size: int, path: str, seeds: Sequence[int], num_with
     Args:
         num_with_torch: so many of them run under torch's class on Gloo, too; the others' third item is None.
     """
-    groups, results = _Groups(rank, size, path), list[Found]()
+    groups = _Groups(rank, size, path)
     groups.begin(-1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for seed in seeds:
-            program = draw(seed, size)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _results(groups, rank, size, seeds, num_with_torch)
+    finally:
+        if collectives.is_initialized():
+            collectives.destroy_process_group()
+
+
+def _results(groups: _Groups, rank: int, size: int, seeds: Sequence[int], num_with_torch: int) -> list[Found]:
+    results = list[Found]()
+    for seed in seeds:
+        program = draw(seed, size)
+        try:
+            wanted = reference(program, size)
+        except RuntimeError:
+            continue  # reentrant checkpoints do not go with torch.autograd.grad, for instance
+        ours, theirs = problem(program, size, rank, DistributedDataParallel, wanted), None
+        if groups.any_failed(seed, bool(ours)):
+            collectives.destroy_process_group()
+            groups.begin(seed)
+        if len(results) < num_with_torch:
+            groups.begin_torch(seed)
             try:
-                wanted = reference(program, size)
-            except RuntimeError:
-                continue  # reentrant checkpoints do not go with torch.autograd.grad, for instance
-            ours, theirs = problem(program, size, rank, DistributedDataParallel, wanted), None
-            if groups.any_failed(seed, bool(ours)):
-                collectives.destroy_process_group()
-                groups.begin(seed)
-            if len(results) < num_with_torch:
-                groups.begin_torch(seed)
-                try:
-                    theirs = problem(program, size, rank, TorchDataParallel, wanted)
-                finally:
-                    torch.distributed.destroy_process_group()
-            results.append((seed, ours, theirs))
-    collectives.destroy_process_group()
+                theirs = problem(program, size, rank, TorchDataParallel, wanted)
+            finally:
+                torch.distributed.destroy_process_group()
+        results.append((seed, ours, theirs))
     return results

@@ -7,7 +7,7 @@ from collections import Counter
 import gradient_program_ranks
 import gradient_programs
 import pytest
-from full_sets import num_examples
+from full_sets import FULL, num_examples
 
 from rpcdist.testing import RankPool
 
@@ -21,6 +21,7 @@ def verdict(problem: str | None) -> str:
 
 
 @pytest.mark.multiproc
+@pytest.mark.timeout(960 if FULL else 120)
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
 def test_gradients_are_those_of_one_process(rank_pool: RankPool, chunk: int) -> None:
     """Also, what torch's class gets right is right here, with None where it has None, and no error."""
@@ -28,7 +29,12 @@ def test_gradients_are_those_of_one_process(rank_pool: RankPool, chunk: int) -> 
     size = 3 if chunk == NUM_CHUNKS - 1 else 2
     seeds = range(chunk * count, (chunk + 1) * count)
     by_rank = rank_pool.run(
-        size, gradient_program_ranks.try_programs, rank_pool.new_file(), seeds, with_torch, limit_s=900
+        size,
+        gradient_program_ranks.try_programs,
+        rank_pool.new_file(),
+        seeds,
+        with_torch,
+        limit_s=900 if FULL else 100,
     )
     seen: Counter[str] = Counter()
     for results in zip(*by_rank, strict=True):

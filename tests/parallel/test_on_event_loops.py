@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
 import torch
+from blocking_refused import refuses
 from torch import Tensor, nn
 
 from rpcdist import checkpoint
@@ -32,12 +32,6 @@ async def end_of_threads() -> AsyncIterator[None]:
     await asyncio.get_running_loop().shutdown_default_executor()
 
 
-def refuses(advice: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    with pytest.raises(BlockingInLoop) as caught:
-        function(*args, **kwargs)
-    assert f"write `await {advice}(...)` there" in str(caught.value)
-
-
 def squared(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2).mean()
 
@@ -54,7 +48,7 @@ async def test_parameter_server(cluster: InProcessCluster) -> None:
             "step": (net,), "push": ({},), "pull": (), "load_into": (net,), "tick": (), "leave": (),
             "state_dict": (), "load_state_dict": ({},), "set_options": (),
         }.items():  # fmt: skip
-            refuses(f"server.{name}_async", getattr(server, name), *args)
+            refuses(f"await server.{name}_async(...)", getattr(server, name), *args)
         await server.step_async(net)
         assert torch.allclose(net.weight, before - 0.5)
         assert torch.equal((await server.pull_async())["weight"], net.weight)
@@ -77,8 +71,8 @@ async def test_sharded_embedding(cluster: InProcessCluster) -> None:
         weight = torch.arange(8.0).reshape(4, 2)
         table = await asyncio.to_thread(ShardedEmbedding, 4, 2, ["b"], torch.optim.SGD, weight=weight, lr=1.0)
         ids = torch.tensor([1, 3])
-        refuses("table.look_up_async", table, ids)
-        refuses("table.step_async", table.step)
+        refuses("await table.look_up_async(...)", table, ids)
+        refuses("await table.step_async(...)", table.step)
         rows = await table.look_up_async(ids)
         assert torch.equal(rows, weight[ids])
         rows.sum().backward()
@@ -101,13 +95,13 @@ async def test_pipeline(cluster: InProcessCluster) -> None:
             "clip_grad_norm": (1.0,), "train": (), "eval": (), "state_dict": (), "gradients": (),
             "load_state_dict": ({},),
         }.items():  # fmt: skip
-            refuses(f"pipe.{name}_async", getattr(pipe, name), *args)
-        refuses("pipe.forward_async", pipe, x)
+            refuses(f"await pipe.{name}_async(...)", getattr(pipe, name), *args)
+        refuses("await pipe.forward_async(...)", pipe, x)
         optimizer = await pipe.make_optimizer_async(torch.optim.SGD, lr=0.1)
         for name, args in {
             "step": (), "zero_grad": (), "change": (), "state_dict": (), "load_state_dict": ({},),
         }.items():  # fmt: skip
-            refuses(f"optimizer.{name}_async", getattr(optimizer, name), *args)
+            refuses(f"await optimizer.{name}_async(...)", getattr(optimizer, name), *args)
         result = await pipe.step_async(x, y)
         assert result.loss == pytest.approx(squared(net(x), y).item())
         before = await pipe.state_dict_async()
@@ -122,7 +116,7 @@ async def test_pipeline(cluster: InProcessCluster) -> None:
 async def test_remote_module(cluster: InProcessCluster) -> None:
     with cluster.use("a"):
         module = RemoteModule("b", nn.Linear, (2, 1))
-        refuses("module.forward_async", module, torch.ones(2))
+        refuses("await module.forward_async(...)", module, torch.ones(2))
         assert (await module.forward_async(torch.ones(2))).shape == (1,)
         for name, args in {
             "train": (), "eval": (), "requires_grad_": (), "to": ("cpu",), "remote_parameters": (),
@@ -138,12 +132,12 @@ async def test_remote_module(cluster: InProcessCluster) -> None:
 async def test_checkpoint(cluster: InProcessCluster, tmp_path: Path) -> None:
     with cluster.use("a"):
         net, path = nn.Linear(2, 1), tmp_path / "checkpoint"
-        refuses("checkpoint.save_async", checkpoint.save, path, {"net": net})
+        refuses("await checkpoint.save_async(...)", checkpoint.save, path, {"net": net})
         assert not path.exists()
         await checkpoint.save_async(path, {"net": net})
         saved = net.weight.detach().clone()
         with torch.no_grad():
             net.weight.zero_()
-        refuses("checkpoint.load_async", checkpoint.load, path, {"net": net})
+        refuses("await checkpoint.load_async(...)", checkpoint.load, path, {"net": net})
         await checkpoint.load_async(path, {"net": net})
         assert torch.equal(net.weight, saved)

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from docs_programs import PAGES, ROOT, blocks, environment, free_port, page, program_of, run
+from docs_programs import PAGES, ROOT, blocks, environment, page, program_of, run
+
+from rpcdist.testing import free_port
 
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 FILE = re.compile(

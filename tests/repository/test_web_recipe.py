@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -12,9 +11,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from docs_programs import LIMIT_S, blocks_with, environment, free_port, page
+from docs_programs import LIMIT_S, blocks_with, environment, page
 
-from rpcdist.testing import eventually
+from rpcdist.testing import eventually, free_port
 
 MODEL = """
 import asyncio, os, pathlib, sys
@@ -52,10 +51,19 @@ def port(tmp_path: Path) -> Iterator[int]:
     with ExitStack() as running:
         for command in commands:
             process = subprocess.Popen([sys.executable, *command], cwd=tmp_path, env=environment())
-            running.callback(process.wait, LIMIT_S)
-            running.callback(process.send_signal, signal.SIGTERM)
+            running.callback(end, process)
         eventually(lambda: listens(port), "uvicorn listens", LIMIT_S)
         yield port
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise
 
 
 def listens(port: int) -> bool:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import actor_functions as there
 import pytest
 import torch
 from actor_functions import Counter, Journal, new_gate
+from blocking_refused import refuses
 
 from rpcdist import rpc
-from rpcdist.errors import BlockingInLoop
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
 from rpcdist.testing import InProcessCluster
 
@@ -25,13 +26,6 @@ variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", defau
 def cluster() -> Iterator[InProcessCluster]:
     with InProcessCluster("a", "b") as cluster:
         yield cluster
-
-
-def refuses(advice: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """It raises `BlockingInLoop` with this advice."""
-    with pytest.raises(BlockingInLoop) as caught:
-        function(*args, **kwargs)
-    assert str(caught.value).endswith(f"would block the event loop of this thread; write `{advice}` there")
 
 
 # ---------------------------------------------------------------- the forms
@@ -89,9 +83,11 @@ async def test_the_loop_goes_on_and_a_cancelled_task_ends_at_once() -> None:
         await asyncio.sleep(0)
         ticks += 1
     assert not waiting.done()
+    started = time.monotonic()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+    assert time.monotonic() - started < there.LIMIT_S / 2  # it has not waited for the thread
     thing.gate.set()
     assert await Thing.wait_async(thing)
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import threading
 from functools import partial
-from socket import socket
 from typing import Any
 
 import coordinator_functions as functions
@@ -27,16 +26,8 @@ from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._membership import coordinator_return
 from rpcdist.rpc._peers.peer import PeerState
 from rpcdist.testing import UNIT_S as SHORT_S
-from rpcdist.testing import InProcessCluster, WorkerPool, eventually
+from rpcdist.testing import InProcessCluster, WorkerPool, eventually, free_port
 from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S
-
-
-def free_port() -> int:
-    with socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
 
 RETURN_S = 2 * UNIT_S
 """The `peer_timeout` here. It is also the time in which survivors have to come to the next coordinator."""

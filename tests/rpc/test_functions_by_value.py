@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from peer_timeouts import CALM_S
+from peer_timeouts import CALM_S, LIMIT_S
 from torch import nn
 
 from rpcdist import autograd, rpc
 from rpcdist.errors import CallRefused, SerializationError
 from rpcdist.rpc._marshal import marshal as marshal_module
 from rpcdist.rpc._values import codec
-from rpcdist.testing import InProcessCluster
+from rpcdist.testing import InProcessCluster, eventually
 
 GLOBAL = torch.nn.Parameter(torch.full((3,), 2.0))
 
@@ -242,6 +243,14 @@ def fail_with_reference(rref: Any) -> None:
     raise Failed([rref, rpc.RRef("made there")])
 
 
+def all_are_released(cluster: InProcessCluster) -> None:
+    """Waits until no worker owns or holds a reference."""
+    gc.collect()  # frames that an error has passed
+    for name in cluster.names:
+        with cluster.use(name) as agent:
+            eventually(lambda: not agent.rrefs.debug_rrefs(), f"nothing is left at {name}", LIMIT_S)
+
+
 def test_an_exception_carries_large_values_as_a_result_does(cluster: InProcessCluster) -> None:
     with cluster.use("a"):
         for size in (10, 40_000, 500_000):
@@ -255,7 +264,6 @@ def test_an_exception_carries_large_values_as_a_result_does(cluster: InProcessCl
 
 @pytest.mark.parametrize("mode", ["rpc_sync", "rpc_async", "remote"])
 def test_an_exception_carries_references(cluster: InProcessCluster, mode: str) -> None:
-    """That they are released is what the end of the cluster checks."""
     ways: dict[str, Callable[..., Any]] = {
         "rpc_sync": lambda rref: rpc.rpc_sync("b", fail_with_reference, (rref,)),
         "rpc_async": lambda rref: rpc.rpc_async("b", fail_with_reference, (rref,)).wait(),
@@ -268,11 +276,25 @@ def test_an_exception_carries_references(cluster: InProcessCluster, mode: str) -
         assert [rref.to_here() for rref in caught.value.what] == ["mine", "made there"]
         caught.value.what.clear()
         del caught, mine
+    all_are_released(cluster)
+
+
+runs, is_cancelled = threading.Semaphore(0), threading.Semaphore(0)
+
+
+def fail_when_cancelled(rref: Any) -> None:
+    runs.release()
+    assert is_cancelled.acquire(timeout=LIMIT_S)
+    fail_with_reference(rref)
 
 
 def test_a_failure_that_nobody_wants_gives_its_references_back(cluster: InProcessCluster) -> None:
     with cluster.use("a"):
         mine = rpc.RRef("mine")
         for _ in range(3):
-            rpc.rpc_async("b", fail_with_reference, (mine,)).cancel()
+            call = rpc.rpc_async("b", fail_when_cancelled, (mine,))
+            assert runs.acquire(timeout=LIMIT_S)
+            call.cancel()
+            is_cancelled.release()
         del mine
+    all_are_released(cluster)

@@ -11,10 +11,14 @@ from hostile_functions import KINDS, WAYS, Frozen, fail, raised
 from peer_timeouts import CALM_S, LIMIT_S
 
 from rpcdist.autograd import BackwardError
-from rpcdist.errors import Cancelled, RemoteError
+from rpcdist.errors import Cancelled, DeadlineExceeded, RemoteError, TransportError
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.testing import InProcessCluster
 
+# torch's C++ code asks errors for attributes by it, and since 3.13 Python reports what it drops then.
+HAS_ATTRIBUTE = pytest.mark.filterwarnings(
+    r"ignore:Exception ignored in PyObject_HasAttrString\(\):pytest.PytestUnraisableExceptionWarning"
+)
 QUICK = ("frozen", "__setattr__ exits", "__class__", "__str__ exits", "__reduce__", "__init__", "a lock", "SystemExit")
 
 
@@ -53,6 +57,8 @@ def check(way: str, kind: str, error: BaseException | None) -> str:
     if error is None:
         return "no error"
     expected, got = type(raised(kind)), type(error)
+    if issubclass(got, DeadlineExceeded | TransportError):  # RuntimeErrors, too, and what a lost call ends with
+        return f"{way}, {kind}: {got.__name__}"
     if way == "then":  # as torch: a RuntimeError is kept, and others are named by one
         is_right = got is expected or (issubclass(got, RuntimeError) and expected.__name__ in str(error))
     elif way == "backward":  # its own hook may end the caller
@@ -72,6 +78,7 @@ def check(way: str, kind: str, error: BaseException | None) -> str:
 HERE = [way for way in WAYS if "made again" not in way]  # such an actor lives on another worker than its creator
 
 
+@HAS_ATTRIBUTE
 @pytest.mark.parametrize(("way", "to"), [*((way, "callee") for way in WAYS), *((way, "caller") for way in HERE)])
 def test_every_way_to_raise_ends_the_call(cluster: InProcessCluster, way: str, to: str) -> None:
     kinds = [kind for kind in (KINDS if FULL or way == "rpc_sync" else QUICK) if (way, kind) not in OF_ASYNCIO]
@@ -79,6 +86,7 @@ def test_every_way_to_raise_ends_the_call(cluster: InProcessCluster, way: str, t
     assert not any(wrong), list(filter(None, wrong))
 
 
+@HAS_ATTRIBUTE
 @pytest.mark.parametrize(
     "way",
     [

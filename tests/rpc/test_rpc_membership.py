@@ -22,19 +22,12 @@ from rpcdist.errors import (
     UnknownWorker,
     WorldMismatch,
 )
-from rpcdist.testing import WorkerPool
+from rpcdist.testing import WorkerPool, free_port
 from rpcdist.testing.rpc_world import join
 
 pytestmark = pytest.mark.multiproc
 
 PROMPT_S = 3 * UNIT_S
-
-
-def free_port() -> int:
-    with socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 # ---------------------------------------------------------------- who does not fit

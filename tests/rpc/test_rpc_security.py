@@ -26,7 +26,6 @@ from rpc_raw_peer import (
     answers_of,
     call_raw,
     connected,
-    free_port,
     run_on_loop,
     status_of,
     unharmed,
@@ -35,7 +34,7 @@ from rpc_raw_peer import (
 from rpcdist import rpc
 from rpcdist._proto import membership_pb2, rpc_pb2, rref_pb2, store_pb2, value_pb2
 from rpcdist.errors import AuthenticationFailed, ConfigError, RpcdistError, WorldMismatch
-from rpcdist.testing import RpcWorld, WorkerPool, eventually
+from rpcdist.testing import RpcWorld, WorkerPool, eventually, free_port
 from rpcdist.testing.rpc_world import join, leave
 from rpcdist.transport._framing.frames import frame
 from rpcdist.transport.handshake import ClientHandshake

@@ -18,14 +18,13 @@ from rpc_raw_peer import (
     call_raw,
     connected,
     end_of_session,
-    free_port,
     run_on_loop,
     unharmed,
 )
 
 from rpcdist import rpc
 from rpcdist._proto import handshake_pb2, membership_pb2, rpc_pb2, rref_pb2, value_pb2
-from rpcdist.testing import RpcWorld, WorkerPool
+from rpcdist.testing import RpcWorld, WorkerPool, free_port
 from rpcdist.testing.rpc_world import join, leave
 from rpcdist.time_limits import REFUSED_GRACE_S
 from rpcdist.transport._framing.frames import call_frame, frame, reply_frame

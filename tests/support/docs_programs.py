@@ -39,13 +39,6 @@ def blocks_with(text: str, words: str) -> list[str]:
     return [found["code"] for found in FENCE.finditer(text) if found["language"] == "python" and words in found["code"]]
 
 
-def free_port() -> int:
-    with socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def two_free_ports() -> int:
     """The first of two neighbours: one program meets at one address for its process group, and at the next for RPC."""
     while True:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
-import socket
 from collections.abc import Awaitable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -35,7 +34,6 @@ __all__ = [
     "call_raw",
     "connected",
     "end_of_session",
-    "free_port",
     "run_on_loop",
     "status_of",
     "unharmed",
@@ -52,13 +50,6 @@ atexit.register(_runner.close)
 
 def run_on_loop(coroutine: Coroutine[Any, Any, T]) -> T:
     return _runner.run(coroutine)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager

@@ -8,7 +8,6 @@ FOLDER has the programs in `job.json`, and gets what each of them printed, by pr
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
@@ -20,9 +19,8 @@ import traceback
 from pathlib import Path
 from uuid import uuid4
 
+from parent_death import end_with_parent
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-PR_SET_PDEATHSIG = 1
 
 
 def run(script: str) -> int:
@@ -98,8 +96,7 @@ def forked_agent(config: LaunchConfig, folder: Path, programs: list[tuple[str, l
     child = os.fork()
     if child:
         return child
-    prctl = ctypes.CDLL(None).prctl
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent(signal.SIGTERM)
     status = 1
     try:
         config.rdzv_configs["is_host"] = False

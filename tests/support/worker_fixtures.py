@@ -24,7 +24,7 @@ OUTPUT_TAIL_CHARS = 20_000
 @pytest.fixture(scope="session")
 def fork_server(job_token: str, leak_guard: LeakGuard) -> None:
     """The process that all workers are forked from; it outlives the tests."""
-    preload("torch._dynamo")  # the first optimizer in a process imports it, which takes 1.5 s there
+    preload("torch._dynamo")  # the first optimizer in a process imports it, which takes 1 s there
     leak_guard.exempt_child(server_pid())
 
 

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack
 
 import kit_functions as functions
 import psutil
@@ -20,15 +20,16 @@ from rpcdist.testing.limits import LIMIT_S
 FORKS = """
     import os, signal, sys
     ready, told = os.pipe()
-    if os.fork() == 0:
+    child = os.fork()
+    if child == 0:
         if sys.argv[1] == "alone":
             os.setsid()
         os.write(told, b"x")
         signal.pause()
     os.read(ready, 1)
-    print(os.getpid(), flush=True)
+    print(child, flush=True)
 """
-"""A program that leaves a forked child behind, which holds its output."""
+"""A program that leaves a forked child behind, which holds its output, and prints the child's id."""
 
 
 def is_gone(pid: int) -> bool:
@@ -38,38 +39,32 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def child_of(program: Program) -> int:
-    """The process that holds the output of a program which has ended; no other has the program's arguments."""
-    marks = [process for process in psutil.process_iter() if process.pid != program.process.pid]
-    [child] = [process.pid for process in marks if _arguments(process) == program.process.args]
-    return child
-
-
-def _arguments(process: psutil.Process) -> object:
-    with suppress(psutil.Error):
-        return process.cmdline()
-    return None
+def kill(pid: int) -> None:
+    if not is_gone(pid):
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_the_end_of_the_block_ends_what_a_program_forked() -> None:
     started = time.monotonic()
-    with Program(FORKS, "in the group") as program:
-        program.line()
-        assert program.process.wait(60) == 0
-        child = child_of(program)
-        assert not is_gone(child)
-    eventually(lambda: is_gone(child), "the forked child is gone")
+    with ExitStack() as stack:
+        with Program(FORKS, "in the group") as program:
+            child = int(program.line())
+            stack.callback(kill, child)
+            assert program.process.wait(60) == 0
+            assert not is_gone(child)
+        eventually(lambda: is_gone(child), "the forked child is gone")
     assert time.monotonic() - started < 50  # and nobody waited for the child
 
 
 def test_a_process_that_left_the_group_and_holds_the_output_is_an_error() -> None:
-    program = Program(FORKS, "alone")
-    program.line()
-    assert program.process.wait(60) == 0
-    with pytest.raises(AssertionError, match=r"ended with status 0, and 0\.2 s later another process still holds"):
-        program.end(0.2)
-    os.kill(child_of(program), signal.SIGKILL)
-    with program:
+    with Program(FORKS, "alone") as program:
+        child = int(program.line())
+        try:
+            assert program.process.wait(60) == 0
+            with pytest.raises(AssertionError, match=r"status 0, and 0\.2 s later another process still holds"):
+                program.end(0.2)
+        finally:
+            kill(child)
         assert program.end() == 0
 
 

@@ -116,10 +116,17 @@ async def test_a_receiver_without_descriptors_gets_the_first_message_too(
 ) -> None:
     channel: Any = pair.sessions[1]._channel
     take = channel.take_descriptor
-    monkeypatch.setattr(channel, "take_descriptor", lambda: os.close(take()))  # None, as where none was left for it
+    taken: list[int] = []
+
+    def close() -> None:  # None, as where none was left for it
+        taken.append(take())
+        os.close(taken[-1])
+
+    monkeypatch.setattr(channel, "take_descriptor", close)
     for number in range(3):
         pair.sessions[0].send(call(number), [Bytes(bytes([number]) * size) for size in sizes])
         assert await pair.handlers[1].next() == (number, [bytes([number]) * size for size in sizes])
+    assert taken, "no buffer was lent"
 
 
 async def test_a_receiver_that_refuses_while_messages_are_under_way(pair: ChannelPair) -> None:

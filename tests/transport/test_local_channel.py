@@ -22,6 +22,7 @@ from transport_nodes import LIMIT_S, TOKEN, UNIT_S, Memory, Nodes, Recorder, is_
 from rpcdist._proto import handshake_pb2, rpc_pb2, value_pb2
 from rpcdist.errors import AuthenticationFailed, ConfigError, ConnectFailed
 from rpcdist.ids import Identity
+from rpcdist.testing import free_port
 from rpcdist.transport import Node, connector
 from rpcdist.transport._channels import channel_choice, stream_sockets
 from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
@@ -63,13 +64,6 @@ def works(client: Node, server: Node) -> bool:
     assert answers.wait()[0].reply.id == 1 and answers.buffers == [[b"x" * 100_000]]
     client.run(link.close(), LIMIT_S)
     return is_local(link)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 # ---------------------------------------------------------------- which channel

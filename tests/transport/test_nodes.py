@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -58,15 +59,18 @@ def test_another_token_from_another_host_is_noticed_once(
     nodes: Nodes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RPCDIST_CHANNELS", "tcp")  # no Unix socket, by which a process of this host would tell
-    monkeypatch.setattr(admission, "HANDSHAKE_LIMIT_S", 0.05)
+    monkeypatch.setattr(admission, "HANDSHAKE_LIMIT_S", limit_s := 0.3)
     server, friend = (nodes.make(name, serve=True, token=TOKENS[0]) for name in ("server", "friend"))
     server.handle_role("echo", Recorder(echo=True))
     open_link(friend, server)
     stranger = nodes.make("stranger", token=TOKENS[1])
     for _ in range(2):
+        before = server.num_silent
         with pytest.raises(AuthenticationFailed):
             open_link(stranger, server)
+        assert server.num_silent > before
         eventually(lambda: "has another job token" in caplog.text)
+    server.run(asyncio.sleep(2 * limit_s), LIMIT_S)  # on the loop that would warn again, after its limit
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(told) == 1 and "RPCDIST_TOKEN" in told[0]
 
