@@ -446,13 +446,15 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             self._send_buffers(self._highest_rank(False))
         syncs = count_ranks(False, self.process_group, self.device) > 0
         self.require_forward_param_sync = syncs
+        self.reducer.joins = True
         if syncs:
             self.reducer.divide_by = None if self._divide_by_initial_world_size else 1.0
             self.reducer.shadow()
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         self.reducer.end_shadows()
-        self._broadcast_states(self._highest_rank(is_last_joiner), self.forward_sync_buffers)
+        self._authoritative_rank = self._highest_rank(is_last_joiner)  # under torch's name
+        self._broadcast_states(self._authoritative_rank, self.forward_sync_buffers)
 
     def _highest_rank(self, candidate: bool) -> int:
         return highest_rank(candidate, self.process_group, self.device)

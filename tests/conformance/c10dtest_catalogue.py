@@ -22,25 +22,19 @@ WAYS: Final = {
 
 _EVENTS: Final = "looks in a profile for events that torch's C++ code writes for its own backends"
 
-_NUMBERS: Final = "expects numbers of parameters in an error, which names them here"
-_STEPS: Final = "calls steps that prepare torch's reducer in C++"
 _USED_MAP: Final = "reads the map of used parameters of torch's reducer in C++"
 
 DIFFERENT: Final[dict[str, dict[str, str]]] = {
     "compat": {
         "test_all_reduce_complex_unsupported_ops": "expects that products of complex numbers fail; here they work",
-        "test_ddp_build_debug_param_to_name_mapping": _STEPS,
-        "test_ddp_build_debug_param_to_name_mapping_requires_grad": _STEPS,
         "test_ddp_control_flow_different_across_ranks": _USED_MAP,
         "test_ddp_control_flow_same_across_ranks": _USED_MAP,
-        "test_ddp_multiple_nested_unused_params_err_ignore_params": _NUMBERS,
-        "test_ddp_multiple_nested_unused_params_error": _NUMBERS,
         "test_ddp_logging_data_cpu": "expects that times are taken in some iterations only; here they are in all",
-        "test_ddp_native_mixed_precision_ignored_params": "reads the copies of parameters that torch's DDP keeps",
+        "test_ddp_native_mixed_precision_ignored_params": "reads `_mp_param`, a copy that torch's DDP keeps of each "
+        "parameter; here a forward pass makes its copies, and nothing is kept",
         "test_ddp_profiling_torch_profiler": _EVENTS,
-        "test_ddp_unused_params_rebuild_buckets_exception": "expects that errors name parameters in debug mode only",
-        "test_detect_ddp_is_actually_static": "asks torch's reducer in C++ whether the graph was always the same",
-        "test_invalid_static_graph": "expects another text of an error, which names the parameter here",
+        "test_ddp_unused_params_rebuild_buckets_exception": "expects an error that advises debug mode to learn the "
+        "parameters' names; here it names them in every mode",
     },
     "backend": {"test_ddp_profiling_torch_profiler": _EVENTS},
 }

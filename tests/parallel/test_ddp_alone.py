@@ -49,6 +49,41 @@ def test_logging_data_tells_of_what_was_refused() -> None:
     assert not model.static_graph and "training loop" in str(model._get_ddp_logging_data()["error"])
 
 
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_logging_data_tells_whether_the_graph_could_be_static(find_unused: bool) -> None:
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+        def forward(self, inputs: torch.Tensor, used: slice) -> torch.Tensor:
+            for part in self.parts[used]:
+                inputs = part(inputs)
+            return inputs
+
+    model = wrapped(Either(), find_unused_parameters=find_unused)
+    for used in [slice(0, 1 if find_unused else 2)] * 3:
+        model(torch.ones(1, 2), used).sum().backward()
+    assert model._get_ddp_logging_data()["can_set_static_graph"]
+    if find_unused:
+        model(torch.ones(1, 2), slice(1, 2)).sum().backward()
+        assert not model._get_ddp_logging_data()["can_set_static_graph"]
+
+
+def test_parameters_that_are_averaged_have_names_by_their_places() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Embedding(2, 2, sparse=True), nn.Linear(2, 2))
+    module[0].bias.requires_grad_(False)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["2.weight"])
+    model = wrapped(module)
+    parameters, sparse = model._build_params_for_reducer()
+    assert model._build_debug_param_to_name_mapping(parameters) == {0: "0.weight", 1: "1.weight", 2: "2.bias"}
+    assert sparse == [False, True, False]
+    with pytest.raises(ValueError, match=r"Param with name 2\.bias found in module parameters"):
+        model._build_debug_param_to_name_mapping(parameters[:2])
+    with pytest.raises(ValueError, match="Expected param to name mapping to cover all parameters: 4 are in this list"):
+        model._build_debug_param_to_name_mapping([*parameters, nn.Parameter(torch.ones(1))])
+
+
 def test_bucket_caps_in_bytes() -> None:
     listed = wrapped(bucket_cap_mb_list=[1, 2])
     assert (listed.bucket_bytes_cap_list, listed.bucket_bytes_cap) == ([1 << 20, 2 << 20], 2 << 20)

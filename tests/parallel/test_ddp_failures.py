@@ -19,6 +19,7 @@ def test_unused_on_all_ranks_is_named(rank_pool: RankPool) -> None:
     for rank, error in enumerate(rank_pool.run(2, ddp_failure_ranks.forget_a_branch, rank_pool.new_file(), [0, 1])):
         assert error.startswith("UnusedParameters: Expected to have finished reduction in the prior iteration")
         assert f"on rank {rank}, these parameters received no gradient: right.weight, right.bias." in error
+        assert f"\nParameter indices which did not receive grad for rank {rank}: 2 3\n" in error
 
 
 def test_unused_on_one_rank_is_named_everywhere(rank_pool: RankPool) -> None:

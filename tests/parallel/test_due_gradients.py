@@ -72,6 +72,24 @@ def test_static_counts_once_and_then_expects_as_many() -> None:
     assert due.ends_with_pass and due.unaveraged == {0, 1, 2}
 
 
+def test_a_graph_could_be_static_until_a_pass_uses_other_parameters() -> None:
+    due = DueGradients(3, DueRule.FOUND)
+
+    def iterate(reaches: set[int], adds: set[int]) -> bool:
+        due.open()
+        due.begin_pass(reaches)
+        for index in adds:
+            due.add(index)
+        assert due.end_pass()
+        due.close()
+        return due.could_be_static
+
+    assert iterate({0, 1}, {0, 1}) and iterate({0, 1}, {0, 1})
+    assert iterate({0, 1, 2}, {0, 1})  # it reaches one more, and adds nothing there
+    assert not iterate({0, 1}, {0})
+    assert not iterate({0, 1}, {0})
+
+
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("outside"), st.integers(0, 3)),

@@ -178,7 +178,7 @@ def test_submitters_on_many_threads_lose_nothing() -> None:
 
 
 def test_idle_threads_end() -> None:
-    pool = ThreadPool(idle_s=0.01)
+    pool = ThreadPool(idle_s=0.01, keeps_one=False)
     done = threading.Event()
     pool.submit(done.set)
     assert done.wait(LIMIT_S)

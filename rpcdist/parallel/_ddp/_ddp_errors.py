@@ -42,25 +42,37 @@ class UnusedParameters(DataParallelError):
         parameters: names of the parameters without gradients.
         iteration: number of the backward pass, from 1.
         rule: which parameters were to get gradients.
+        indices: their numbers among the parameters that are averaged.
     """
 
-    def __init__(self, rank: int, parameters: Sequence[str], iteration: int, rule: DueRule = DueRule.EVERY) -> None:
-        super().__init__(rank, tuple(parameters), iteration, rule)
+    def __init__(
+        self, rank: int, parameters: Sequence[str], iteration: int, rule: DueRule, indices: Sequence[int]
+    ) -> None:
+        super().__init__(rank, tuple(parameters), iteration, rule, tuple(indices))
         self.rank = rank
         self.parameters = tuple(parameters)
         self.iteration = iteration
         self.rule = rule
+        self.indices = tuple(indices)
 
     def __str__(self) -> str:
+        changed = f" {_GRAPH_CHANGED}" if self.rule is DueRule.STATIC else ""
         return (
-            "Expected to have finished reduction in the prior iteration before starting a new one. In iteration "
-            f"{self.iteration}, on rank {self.rank}, these parameters received no gradient: "
+            "Expected to have finished reduction in the prior iteration before starting a new one."
+            f"{changed}\nParameter indices which did not receive grad for rank {self.rank}: "
+            f"{' '.join(map(str, self.indices[:MAX_NAMES]))}\n"
+            f"In iteration {self.iteration}, on rank {self.rank}, these parameters received no gradient: "
             f"{list_names(self.parameters)}. {_UNUSED_ADVICE[self.rule]} Or the "
             "loss was computed from other tensors than those that the module's forward returned, or there was no "
             "backward pass at all of that rank's loss."
         )
 
 
+# torch's sentence; those above it are torch's, too: programs and readers look for them.
+_GRAPH_CHANGED = (
+    "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used in first "
+    "iteration, but then got unused in the second iteration. this is not compatible with static_graph set to True."
+)
 _UNUSED_ADVICE = {
     DueRule.EVERY: "Either the module does not use them for the loss: pass find_unused_parameters=True to "
     "DistributedDataParallel, or freeze them with requires_grad_(False).",

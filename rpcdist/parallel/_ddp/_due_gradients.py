@@ -56,10 +56,12 @@ class DueGradients:
         missing: the parameters whose gradients the iteration waits for.
         unaveraged: the parameters to whose `.grad` something was added since their last average; empty under `EVERY`.
         static_use: the parameters that some rank uses in a static graph, once the ranks have agreed on them.
+        could_be_static: whether every iteration so far used the same parameters on this rank.
     """
 
     def __init__(self, count: int, rule: DueRule) -> None:
         self.static_use: frozenset[int] | None = None
+        self.could_be_static = True
         self.is_open = self.has_begun = False
         self.missing: set[int] = set()
         self.unaveraged: set[int] = set()
@@ -69,6 +71,8 @@ class DueGradients:
         self._calls = [0] * count
         self._expected: list[int] | None = None
         self._expects = self._all
+        self._unused: set[int] = set()  # in this iteration, and in the one before it
+        self._unused_before: set[int] | None = None
 
     def restart(self) -> None:
         """Other ranks: the static graph is found out again. What was not averaged yet stays so."""
@@ -112,6 +116,7 @@ class DueGradients:
             return set()  # the first iteration of a static graph: everything is reduced at its end
         ready = self.missing.difference(due)
         self.missing -= ready
+        self._unused = ready
         return ready
 
     def add(self, index: int, captured: bool = False) -> bool:
@@ -172,8 +177,14 @@ class DueGradients:
             if self._rule is DueRule.STATIC:
                 self._expected = list(self._calls)
                 self._expects = frozenset(index for index, calls in enumerate(self._calls) if calls)
+            else:
+                self._compare_use(self._unused | self.missing)
             self.missing.clear()
         return not self.missing
+
+    def _compare_use(self, unused: set[int]) -> None:
+        self.could_be_static = self.could_be_static and self._unused_before in (None, unused)
+        self._unused_before = unused
 
     def close(self) -> None:
         """Ends the iteration; further gradients are outside of it."""

@@ -45,6 +45,7 @@ def logging_data(module: nn.Module, reducer: Reducer, forward_sync_buffers: bool
         "find_unused_parameters": int(options.find_unused),
         "gradient_as_bucket_view": int(options.view),
         "static_graph": int(options.static),
+        "can_set_static_graph": reducer._ddp_graph_static(),
         "join_uneven_inputs": int(reducer.joins),
         "has_sync_bn": int(any(isinstance(child, nn.SyncBatchNorm) for child in module.modules())),
         **({} if hook is None or not hook.name else {"comm_hook": hook.name}),

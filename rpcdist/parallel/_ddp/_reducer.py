@@ -150,6 +150,10 @@ class Reducer:
         """When the first reduction of the iteration was started; 0 before."""
         return self._reductions.first_launch_ns
 
+    def _ddp_graph_static(self) -> bool:
+        """Whether `static_graph=True` would have done so far; under torch's name, as its scripts ask for it."""
+        return self._due.could_be_static
+
     # ------------------------------------------------------------ the forward pass
 
     def rebuild(self) -> bool:
@@ -169,10 +173,10 @@ class Reducer:
         with self._lock:
             if not (self._due.is_open and self._due.has_begun):
                 return
-            missing = self._missing()
+            missing, indices = self._missing(), sorted(self._due.missing)
             self._due.close()
             notice = self._notices.post(self.iteration, missing, final=True)
-            error = UnusedParameters(notice.rank, missing, self.iteration, self.options.rule)
+            error = UnusedParameters(notice.rank, missing, self.iteration, self.options.rule, indices)
             self.error = str(error)
             raise error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp._devices import move_to
+from rpcdist.parallel._ddp._parameters import trainable
 
 __all__ = ["TorchMethods"]
 
@@ -20,6 +21,8 @@ class TorchMethods(nn.Module):
 
     dim: int
     device_type: str
+    module: nn.Module
+    parameters_to_ignore: Collection[str]
 
     broadcast_bucket_size = 250 << 20  # bytes; for functions of torch that ask for it
 
@@ -44,6 +47,30 @@ class TorchMethods(nn.Module):
         for name, parameter in module.named_parameters():
             if not hasattr(parameter, "_ddp_ignored"):
                 yield (name, parameter) if named_params else parameter
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """The parameters that are averaged now, in their order, and whether the gradient of each is sparse."""
+        found = trainable(self.module, self.parameters_to_ignore)
+        return [named.tensor for named in found], [named.sparse for named in found]
+
+    def _build_debug_param_to_name_mapping(self, parameters: Sequence[nn.Parameter]) -> dict[int, str]:
+        """The names of parameters by their places in a list.
+
+        Raises:
+            ConfigError: the list is not that of `_build_params_for_reducer`.
+        """
+        places = {parameter: place for place, parameter in enumerate(parameters)}
+        names: dict[int, str] = {}
+        for named in trainable(self.module, self.parameters_to_ignore):
+            if named.tensor not in places:
+                raise ConfigError(f"Param with name {named.name} found in module parameters, but not in this list")
+            names[places[named.tensor]] = named.name
+        if len(names) != len(places):
+            raise ConfigError(
+                f"Expected param to name mapping to cover all parameters: {len(places)} are in this list, and "
+                f"{len(names)} of them are those of the module that require gradients"
+            )
+        return names
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Checks the rate and ignores it: times are taken in every iteration."""

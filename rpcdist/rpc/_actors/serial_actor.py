@@ -148,8 +148,8 @@ class SerialActor:
         try:
             if turn.deadline.expired():
                 raise DeadlineExceeded(
-                    f"the deadline was over before it was the turn of {turn.method}() on {_name(turn)}, which runs one "
-                    "call at a time"
+                    f"RPC ran for more than set timeout: it was over before the turn of {turn.method}() on "
+                    f"{_name(turn)}, which runs one call at a time"
                 )
             turn.began = time.monotonic()
             lasts = self._call(turn)

@@ -97,7 +97,8 @@ class UserCall(Coroutine[Any, Any, None]):
         if self.deadline.is_finite:
             left_s = self.deadline.remaining_s()
             if left_s <= 0:
-                self.end(None, DeadlineExceeded(f"the deadline was over before {self.name} ran"))
+                late = f"RPC ran for more than set timeout: it was over before {self.name} ran"
+                self.end(None, DeadlineExceeded(late))
                 return
             self._timer = loop.call_later(left_s, self._expire)
         context = Context() if self.context is None else self.context.copy()
@@ -106,7 +107,8 @@ class UserCall(Coroutine[Any, Any, None]):
         self._task = asyncio.Task(self, loop=loop, name=self.name, context=context)
 
     def _expire(self) -> None:
-        self.end_soon(DeadlineExceeded(f"{self.name} ran longer than its caller waits, and was cancelled"))
+        late = f"RPC ran for more than set timeout: {self.name} ran longer than its caller waits, and was cancelled"
+        self.end_soon(DeadlineExceeded(late))
 
     def end_soon(self, reason: BaseException | None = None) -> None:
         """Cancels the coroutine; `on_done` gets `reason`. The first reason stays."""

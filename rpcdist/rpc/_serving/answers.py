@@ -78,7 +78,7 @@ class Answers:
         try:
             if result is not None and is_generator(result) and active.entry is None:
                 if active.deadline.expired():  # the caller has given up and will never take an item, nor cancel
-                    raise DeadlineExceeded("the deadline was over before the stream began")
+                    raise DeadlineExceeded("RPC ran for more than set timeout: it was over before the stream began")
                 self._produce(active, result)
                 return
             large: Sequence[LargeBuffer] = ()

@@ -308,7 +308,9 @@ class Dispatcher:
             self._answers.fail(active, Cancelled("the call was cancelled before it ran"))
             return False
         if active.deadline.expired():
-            self._answers.fail(active, DeadlineExceeded("the deadline was over before the call ran"))
+            self._answers.fail(
+                active, DeadlineExceeded("RPC ran for more than set timeout: it was over before the call ran")
+            )
             return False
         return True
 
