@@ -54,7 +54,7 @@ CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", int(GRPC_GREETING_LIMIT_S * 1000)),  # its name for the limit of one attempt
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
-_MOST_CONNECTIONS = 1 << 20
+_MOST_CONNECTIONS = 1 << 13  # each costs 50 KiB before it has proven anything
 _FEWEST_CONNECTIONS = 256  # that a server takes, however few descriptors the process may have
 
 
