@@ -313,7 +313,8 @@ class Incoming:
     def _fail(self, transfer: _IncomingTransfer, exc: _NoMemory) -> None:
         with self._changed:
             transfer.fail(str(exc))
-            if transfer.is_counted:
+            was_aborted = self._transfers.get(transfer.message.transfer) is not transfer
+            if transfer.is_counted and not was_aborted:
                 transfer.is_counted = False
                 self._announced.subtract(transfer.missing)
 
