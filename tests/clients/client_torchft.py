@@ -65,7 +65,18 @@ def replica(backend: str, number: int, is_fatal: bool) -> None:
         optimizer.step()
         num_steps += 1
     print(RESULT + json.dumps([manager.current_step(), num_steps, numbers_of(model)]), flush=True)
+    sys.stdin.read()  # the other replica may still be in the last step, with the store of this one
     manager.shutdown(wait=False)
+
+
+def result_of(process: subprocess.Popen[str]) -> tuple[int, int, Any]:
+    """The last step of a replica, how many it made, and its parameters."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(RESULT):
+            last, num_steps, parameters = json.loads(line.removeprefix(RESULT))
+            return last, num_steps, parameters
+    raise SystemExit("a replica ended without a result")
 
 
 def main(backend: str) -> None:
@@ -77,6 +88,7 @@ def main(backend: str) -> None:
         def start(number: int, is_fatal: bool) -> subprocess.Popen[str]:
             process = subprocess.Popen(
                 [sys.executable, __file__, backend, str(number), str(int(is_fatal))],
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
                 env={**os.environ, "TORCHFT_LIGHTHOUSE": address, "RANK": str(number)},
@@ -88,10 +100,11 @@ def main(backend: str) -> None:
         survivor, dying = start(0, False), start(1, True)
         exit_code = dying.wait(LIMIT_S)
         come_again = start(1, False)
-        outputs = [process.communicate(timeout=LIMIT_S)[0] for process in (survivor, come_again)]
+        ends = [result_of(process) for process in (survivor, come_again)]
+        for process in (survivor, come_again):
+            process.communicate(timeout=LIMIT_S)
         codes = [exit_code, survivor.returncode, come_again.returncode]
     lighthouse.shutdown()
-    ends = [json.loads(line.removeprefix(RESULT)) for out in outputs for line in out.splitlines() if RESULT in line]
     (last, _, parameters), (other_last, num_steps, other_parameters) = ends
     report(
         {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,10 @@ def collector(kind: Callable[..., Any], sync: bool) -> Callable[[int, int], dict
             tcp_port=str(port),
         )
         sizes = [batch.numel() for batch in collected]
+        if store := getattr(collected, "_store", None):
+            # A worker reads an instruction and then deletes it, so that one which comes between is lost.
+            while any(store.check([f"NODE_{rank}_in"]) for rank in (1, 2)):
+                time.sleep(0.01)
         collected.shutdown()
         return {"batches": sizes}
 
@@ -92,6 +97,8 @@ def learner(rank: int, port: int) -> dict[str, object]:
         optimizer.step()
     context.barrier()
     context.close()
+    store.set(f"closed by {rank}", "")
+    store.wait(["closed by 1"])  # rank 0 has the store
     return {"parameters": numbers_of(model)}
 
 
