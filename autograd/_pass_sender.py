@@ -9,7 +9,7 @@ from typing import Protocol
 from rpcdist._proto import autograd_pb2
 from rpcdist.autograd._gradient_codec import encode_gradients
 from rpcdist.autograd._message_nodes import Gradients
-from rpcdist.errors import RpcdistError, WorkerLost
+from rpcdist.errors import RpcdistError, TransportError, WorkerLost
 from rpcdist.rpc._autograd_hooks import AutogradHost
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values import LargeBuffer
@@ -116,8 +116,9 @@ class _PassMessageObserver:
         if session.closed_reason is not None:
             self._fail(self._sender.lost(self._to, session.closed_reason))
 
-    def on_not_sent(self, silence_s: float, reason: str) -> None:
-        self._fail(self._sender.lost(self._to, reason, silence_s))
+    def on_not_sent(self, silence_s: float, reason: str, is_lost: bool = True) -> None:
+        lost = self._sender.lost(self._to, reason, silence_s)
+        self._fail(lost if is_lost else TransportError(f"{lost.what} was not sent: {reason}"))
 
-    def _fail(self, exc: WorkerLost) -> None:
+    def _fail(self, exc: TransportError) -> None:
         self._sender.submit(self._owner.fail, exc)  # observers are called on the I/O loop

@@ -14,6 +14,7 @@ import torch
 
 from rpcdist.collectives._group.callbacks import Callbacks, OrderedFuture, fail_future
 from rpcdist.errors import CollectiveTimeout, ForkedProcess
+from rpcdist.own_shortage import own_shortage
 from rpcdist.waiters import wake_threadsafe
 
 __all__ = ["Work"]
@@ -203,7 +204,11 @@ class Work:
 
         def settle_on_a_thread(work: Work) -> None:
             name = f"rpcdist callbacks of {self.title}"
-            threading.Thread(target=settle, args=(work,), name=name, daemon=True).start()
+            try:
+                threading.Thread(target=settle, args=(work,), name=name, daemon=True).start()
+            except RuntimeError as exc:  # the system gives no more threads
+                own_shortage(exc)
+                settle(work)
 
         self.when_done(settle_on_a_thread if ordered is None and not self._done else settle)
         self._hurry()

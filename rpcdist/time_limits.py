@@ -142,6 +142,7 @@ __all__ = [
     "SELECT_LIMIT_S",
     "SERVE_LIMIT_S",
     "SHARED_MEMORY_SETUP_LIMIT_S",
+    "SHORTAGE_LOG_PERIOD_S",
     "SHUTDOWN_POLL_S",
     "SHUTDOWN_REPORT_INTERVAL_S",
     "SIGNAL_CHECK_INTERVAL_S",
@@ -176,7 +177,8 @@ SURVIVOR_PROBE_SHARE: Final = 0.25
 REFUSED_GRACE_S: Final = 0.5
 """A worker that refuses connections may be restarting its listener; one that refuses for longer is lost at once."""
 ONE_WAY_IN_PEER_TIMEOUTS: Final = 6
-"""A worker that lives, as its own connection to this one shows, and cannot be reached for this long is lost here."""
+"""A worker that lives, as its own connection to this one shows, and cannot be reached for this long is lost here. Where
+it is this process that lacks descriptors, calls that have waited for so long fail, and the worker is not lost."""
 LEASE_IN_PEER_TIMEOUTS: Final = 3
 """An owner keeps the references of a user that it does not hear from this long; then it drops them."""
 AGENT_TICK_S: Final = 0.1
@@ -424,6 +426,8 @@ SHUTDOWN_REPORT_INTERVAL_S: Final = 60.0
 """A graceful `shutdown` logs this often what it waits for."""
 REFUSAL_LOG_PERIOD_S: Final = 60.0
 """A refused connection is logged once in this period for each host and reason."""
+SHORTAGE_LOG_PERIOD_S: Final = 60.0
+"""What this process lacks itself (descriptors, memory, threads, ports) is logged once in this period."""
 ACKNOWLEDGE_DELAY_S: Final = 0.01
 """Control messages that arrive within this time are acknowledged together."""
 CONTEXT_DROP_DELAY_S: Final = 0.05

@@ -25,6 +25,8 @@ from typing import NoReturn, TypeVar
 
 import torch
 
+from rpcdist.own_shortage import own_shortage
+
 __all__ = ["Callbacks", "OrderedFuture", "fail_future"]
 
 logger = logging.getLogger(__name__)
@@ -74,7 +76,11 @@ class Callbacks:
                     self._busy = False
                     self._changed.notify_all()
                     return
-        threading.Thread(target=self._run_all, name=f"rpcdist callbacks {self._group}", daemon=True).start()
+        try:
+            threading.Thread(target=self._run_all, name=f"rpcdist callbacks {self._group}", daemon=True).start()
+        except RuntimeError as exc:  # the system gives no more threads: the caller waits itself
+            own_shortage(exc)
+            self._run_all()
 
     def _run_all(self) -> None:
         while True:

@@ -50,6 +50,7 @@ from rpcdist.collectives._transports.transport_base import (
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveError
+from rpcdist.own_shortage import own_shortage
 from rpcdist.profile_ranges import is_profiling, record_function
 from rpcdist.time_limits import GROUP_VERDICT_LIMIT_S, IDLE_RECHECK_S, THREAD_GRACE_S
 from rpcdist.transport import fork
@@ -129,12 +130,17 @@ class Engine(StateKeeper):
     ) -> Work:
         """See `GroupBackend.submit`."""
         with self._lock:
-            job = self._make_job(operation, timeout_s, finish, result)
             here = not (asynchronous or self._busy or self._jobs)
+            if not (here or self._has_worker()):
+                while self._busy:
+                    self._changed.wait(IDLE_RECHECK_S)
+                here = True
+            job = self._make_job(operation, timeout_s, finish, result)
             if here:
                 self._busy = True
             else:
-                self._enqueue(job)  # under the lock: the order of the numbers is the order of the queue
+                self._jobs.append(job)  # under the lock: the order of the numbers is the order of the queue
+                self._changed.notify_all()
         if here:  # a hop to the worker and back takes longer than a small operation itself
             try:
                 self._run(job)
@@ -161,12 +167,17 @@ class Engine(StateKeeper):
         deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
         return Job(self, operation, sequence, deadline, finish, record, result)
 
-    def _enqueue(self, job: Job) -> None:
-        self._jobs.append(job)
+    def _has_worker(self) -> bool:
+        """Whether there is a thread for what the caller does not carry out itself; the system may give none."""
         if self._worker is None:
-            self._worker = threading.Thread(target=self._work, name=f"rpcdist group {self.state.group}", daemon=True)
-            self._worker.start()
-        self._changed.notify_all()
+            worker = threading.Thread(target=self._work, name=f"rpcdist group {self.state.group}", daemon=True)
+            try:
+                worker.start()
+            except RuntimeError as exc:
+                own_shortage(exc)  # it says so in the log
+                return False
+            self._worker = worker
+        return True
 
     def _run_safely(self, job: Job) -> None:
         try:
@@ -177,7 +188,7 @@ class Engine(StateKeeper):
     def _release(self) -> None:
         with self._lock:
             self._busy = False
-            if self._jobs or self._closing:
+            if self._jobs or self._closing or self._worker is None:
                 self._changed.notify_all()
 
     def _work(self) -> None:

@@ -32,6 +32,7 @@ from rpcdist.errors import (
     StoreTimeout,
     TransportError,
 )
+from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import (
     CONNECT_FIRST_PAUSE_S,
     CONNECT_LONGEST_PAUSE_S,
@@ -129,6 +130,8 @@ class _Remote:
         )  # fmt: skip
 
     async def _why_not(self, exc: TransportError) -> str:
+        if (shortage := own_shortage(exc)) is not None:
+            return shortage
         if not isinstance(exc, ConnectFailed):
             return f"a process answers there, but it serves no store ({exc})"
         host = split_address(self.address)[0]

@@ -12,7 +12,8 @@ import os
 import socket
 import struct
 
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, TransportError
+from rpcdist.own_shortage import own_shortage
 
 __all__ = [
     "host_from_environment",
@@ -101,6 +102,7 @@ def pick_bind_host(coordinator_host: str, explicit: str | None = None) -> str:
 
     Raises:
         ConfigError: the name is unknown, or no interface leads there.
+        TransportError: this process has no descriptor to find that out.
     """
     if explicit:
         return explicit.strip("[]")
@@ -109,11 +111,17 @@ def pick_bind_host(coordinator_host: str, explicit: str | None = None) -> str:
         try:
             return _source_address(family, host)
         except OSError as exc:
+            _refuse_if_short(exc)
             reasons.append(f"{host}: {exc.strerror or exc}")
     raise ConfigError(
         f"no network interface of this machine leads to the coordinator {coordinator_host!r} ({'; '.join(reasons)}). "
         "Check MASTER_ADDR, or name the address to listen on (RpcOptions(host=...))."
     )
+
+
+def _refuse_if_short(exc: Exception) -> None:
+    if (shortage := own_shortage(exc)) is not None:
+        raise TransportError(f"no address to listen on can be chosen: {shortage}") from exc
 
 
 def _literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -131,6 +139,7 @@ def _resolve(host: str) -> list[tuple[int, str]]:
     try:
         found = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError) as exc:
+        _refuse_if_short(exc)
         raise ConfigError(
             f"the coordinator's host name {host!r} is unknown on this machine ({exc}). Check MASTER_ADDR, or write its "
             "IP address."

@@ -22,6 +22,7 @@ from rpcdist.backoff import backoff
 from rpcdist.deadline import Deadline
 from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError
 from rpcdist.ids import Identity
+from rpcdist.own_shortage import own_shortage, try_for_descriptor
 from rpcdist.time_limits import (
     CONNECT_FIRST_PAUSE_S,
     CONNECT_LONGEST_PAUSE_S,
@@ -122,31 +123,48 @@ class Connector:
             raise ConnectFailed(address, "nobody has said which address that name stands for", timeout_s) from exc
         pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S)
         while True:
-            if may_be_local:
-                limit = deadline.earlier(Deadline.after(min(timeout_s / 2, LOCAL_HANDSHAKE_LIMIT_S)))
-                try:
-                    return await self._connect_raw(connect_unix(local_name(address)), wanted, limit)
-                except (TransportError, TimeoutError) as exc:
-                    logger.info("no local channel to %s, so the network is used: %s", address, _reason(exc))
-                    may_be_local = False
-                except OSError as exc:  # nobody there; perhaps not yet
-                    logger.debug("no local channel to %s: %s", address, exc)
             try:
+                if may_be_local:
+                    limit = deadline.earlier(Deadline.after(min(timeout_s / 2, LOCAL_HANDSHAKE_LIMIT_S)))
+                    try:
+                        return await self._connect_raw(connect_unix(local_name(address)), wanted, limit)
+                    except (TransportError, TimeoutError) as exc:
+                        logger.info("no local channel to %s, so the network is used: %s", address, _reason(exc))
+                        may_be_local = False
+                    except OSError as exc:  # nobody there; perhaps not yet
+                        if own_shortage(exc) is not None:
+                            raise
+                        logger.debug("no local channel to %s: %s", address, exc)
+                try_for_descriptor()
                 return await self._connect_by_grpc(wanted, channels.tcp, deadline)
             except TimeoutError as exc:
-                reason = "nobody answered there; does the process run, is the port open?"
-                raise ConnectFailed(address, reason, timeout_s) from exc
-            except ConnectFailed as exc:
-                if not self._credentials.tls_policy.encrypts_grpc:
-                    exc.reason += f" ({TLS_VARIABLE} is off here; is it off there, too?)"
-                elif self._credentials.tls_policy.files is not None:
-                    exc.reason += f" (or does not trust {self._credentials.tls_source}, or they expired by its clock)"
-                if not retry:
+                silence = "nobody answered there; does the process run, is the port open?"
+                raise ConnectFailed(address, own_shortage() or silence, timeout_s) from exc
+            except AuthenticationFailed:
+                raise
+            except (OSError, RuntimeError, MemoryError) as exc:
+                reason = self._passing_reason(exc)
+                if reason is None:
                     raise
                 pause_s = next(pauses)
+                if not retry:
+                    raise ConnectFailed(address, reason) from exc
                 if pause_s >= deadline.remaining_s():
-                    raise ConnectFailed(address, exc.reason, timeout_s) from exc
+                    raise ConnectFailed(address, reason, timeout_s) from exc
                 await asyncio.sleep(pause_s)
+
+    def _passing_reason(self, exc: Exception) -> str | None:
+        """Why an attempt failed that may be repeated: nobody listened, or this process lacked something itself."""
+        if (shortage := own_shortage(exc)) is not None:
+            return shortage
+        if not isinstance(exc, ConnectFailed):
+            return None
+        policy = self._credentials.tls_policy
+        if not policy.encrypts_grpc:
+            return f"{exc.reason} ({TLS_VARIABLE} is off here; is it off there, too?)"
+        if policy.files is not None:
+            return f"{exc.reason} (or does not trust {self._credentials.tls_source}, or they expired by its clock)"
+        return exc.reason
 
     async def _connect_raw(
         self,
@@ -246,7 +264,7 @@ class Connector:
         try:
             wanted = wanted._replace(expected=server)
             return await self._connect_raw(connect_tcp(host, port), wanted, limit, connection, (host, port))
-        except OSError as exc:
+        except (OSError, RuntimeError) as exc:  # RuntimeError: no thread could be started to look up the name
             logger.info("no TCP channel to %s, so gRPC is used: %s", wanted.address, _reason(exc))
             return None
 

@@ -55,6 +55,25 @@ def test_a_chain_is_done_before_the_next_future_has_its_turn(callbacks: Callback
     assert (chain.wait(), other.wait(), seen) == (4, 51, [1, 2, 3, 50])
 
 
+def test_without_a_thread_of_their_own_who_attaches_one_waits(
+    callbacks: Callbacks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [future] = futures(callbacks, 1)
+    completing = threading.Timer(0.0, future.set_result, (3,))
+    started = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread is not completing:
+            completing.start()
+            raise RuntimeError("can't start new thread")
+        started(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert future.then(lambda done: done.value() + 1).wait() == 4
+    completing.join(LIMIT_S)
+    assert callbacks.drain(LIMIT_S)
+
+
 def test_an_idle_group_calls_back_at_once(callbacks: Callbacks) -> None:
     [future] = futures(callbacks, 1)
     future.set_result(3)

@@ -144,6 +144,35 @@ def test_operations_run_in_the_order_of_the_calls(engine: Engine, transport: Scr
     assert transport.seen[0][2] == "rpcdist group g"
 
 
+def test_without_a_thread_of_its_own_each_caller_carries_out_its_operation(
+    engine: Engine, transport: ScriptedTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers stay in the order in which the operations run: the other ranks go by them."""
+    blocking = threading.Thread(target=submit, args=(engine,), name="blocking")
+    others = [threading.Thread(target=submit, args=(engine, True), name="asynchronous") for _ in range(2)]
+    transport.gate = threading.Event()
+    blocking.start()
+    assert transport.entered.wait(LIMIT_S)
+    started = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread not in others:
+            raise RuntimeError("can't start new thread")
+        started(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for thread in others:
+        thread.start()
+    transport.gate.set()
+    for thread in (blocking, *others):
+        thread.join(LIMIT_S)
+    assert submit(engine, asynchronous=True).is_success()
+    monkeypatch.undo()
+    assert submit(engine, asynchronous=True).wait(LIMIT_S)
+    names = ["blocking", "asynchronous", "asynchronous", threading.current_thread().name, "rpcdist group g"]
+    assert [(sequence, name) for _, sequence, name in transport.seen] == list(enumerate(names, start=1))
+
+
 def test_two_threads_take_turns(engine: Engine, transport: ScriptedTransport) -> None:
     def call() -> None:
         for _ in range(200):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from own_shortages import no_free_descriptor
 from peer_timeouts import LIMIT_S, UNIT_S
 from rpc_functions import add
 
@@ -89,6 +90,19 @@ def test_a_session_that_outlives_a_lease_begins_another_one() -> None:
     watch.renew()
     watch.renew()
     assert told == ["ended", "found"]
+
+
+def test_a_process_without_a_free_descriptor_ends_no_lease() -> None:
+    """The user may live all the same: nobody can connect to this process."""
+    events, told = PeerEvents(), list[Identity]()
+    events.lease_ended.listen(told.append)
+    sessions = [SimpleNamespace(peer=Identity("user", 1, 5), last_received=time.monotonic() - 1e6)]
+    watch = LeaseWatch(1e3, lambda: cast(list[PeerSession], sessions), events)
+    with no_free_descriptor():
+        watch.renew()
+    sessions.clear()
+    watch.renew()  # there is a whole lease from the shortage on
+    assert told == []
 
 
 def _error_of(held: rpc.RRef[int]) -> type[Exception] | None:

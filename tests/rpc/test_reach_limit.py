@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
+from own_shortages import no_free_descriptor
 
 from rpcdist.errors import ConnectFailed
 from rpcdist.rpc._peers.reach_limit import ReachLimit, was_refused
 
 REFUSED, SILENT = ConnectFailed("b:1", "Connection refused"), ConnectFailed("b:1", "nobody answered there", 1.0)
-
-
-@contextmanager
-def no_free_descriptor() -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.open(os.devnull, os.O_RDONLY)  # the lowest free number: none below it is left
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        os.close(free)
 
 
 @pytest.fixture
@@ -80,23 +65,19 @@ def test_a_process_that_was_held_up_judges_nobody(clock: list[float]) -> None:
     assert limit.is_over(SILENT)
 
 
+@pytest.mark.parametrize("is_heard", [False, True])
 @pytest.mark.parametrize("failed", [REFUSED, SILENT])
-def test_a_process_without_a_free_descriptor_judges_nobody(clock: list[float], failed: ConnectFailed) -> None:
-    """Its attempts fail whatever the other one does; that is no excuse for ever."""
-    limit = ReachLimit(3.0)
-    clock[0] += 3.0
-    with no_free_descriptor():
-        assert not limit.is_over(failed)
-    assert not limit.is_over(SILENT)  # there is time for one attempt more
-    clock[0] += 0.6
-    assert limit.is_over(SILENT)
-
-
-def test_the_lack_of_descriptors_is_no_excuse_for_ever(clock: list[float]) -> None:
+def test_a_process_without_a_free_descriptor_judges_nobody(
+    clock: list[float], failed: ConnectFailed, is_heard: bool
+) -> None:
+    """Its attempts fail whatever the other one does, however long that lasts."""
     limit = ReachLimit(3.0)
     with no_free_descriptor():
-        for _ in range(11):
+        for _ in range(100):
             clock[0] += 0.5
-            assert not limit.is_over(SILENT)
-        clock[0] += 0.7
-        assert limit.is_over(SILENT)
+            assert not limit.is_over(failed, is_heard)
+            assert limit.shortage is not None
+    assert not limit.is_over(SILENT, is_heard)  # there is time for one attempt more
+    assert limit.shortage is None
+    clock[0] += 0.6
+    assert limit.is_over(SILENT, is_heard)

@@ -37,6 +37,10 @@ LAST_ERROR = "failed to connect to all addresses; last error: "
         ),
         ("Received http2 header with status: 404", "what answered is no rpcdist process"),
         (LAST_ERROR + "UNKNOWN: ipv4:10.0.0.1:9: Too many open files", "Too many open files"),
+        (
+            LAST_ERROR + "INTERNAL: ipv4:10.0.0.1:9: socket: Too many open files\n\0\xb6\x1b\0\xff\x7f",
+            "socket: Too many open files",
+        ),
         ("the coordinator has ended", "the coordinator has ended"),
     ],
 )

@@ -7,8 +7,9 @@ import socket
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from own_shortages import no_free_descriptor
 
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, TransportError
 from rpcdist.transport.addresses import (
     host_from_environment,
     is_loopback,
@@ -117,7 +118,12 @@ def _machine(monkeypatch: pytest.MonkeyPatch, source: str, resolved: list[str], 
     monkeypatch.setattr(FakeProbe, "source", source)
     monkeypatch.setattr(FakeProbe, "unreachable", frozenset(unreachable))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: found)
-    monkeypatch.setattr(socket, "socket", FakeProbe)
+    real = socket.socket
+
+    def make(family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM) -> FakeProbe | socket.socket:
+        return FakeProbe(family, kind) if kind == socket.SOCK_DGRAM else real(family, kind)
+
+    monkeypatch.setattr(socket, "socket", make)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +150,11 @@ def test_no_way_to_the_coordinator_is_an_error_never_all_interfaces(
     _machine(monkeypatch, source, ["10.0.0.1"], unreachable)
     with pytest.raises(ConfigError, match=r"leads to the coordinator 'coordinator'.*MASTER_ADDR"):
         pick_bind_host("coordinator")
+
+
+def test_who_has_no_descriptor_to_find_out_says_so() -> None:
+    with no_free_descriptor(), pytest.raises(TransportError, match=r"chosen: this process has no free file descriptor"):
+        pick_bind_host("127.0.0.1")
 
 
 @pytest.mark.parametrize("name", ["no such name", "x" * 300, ".."])

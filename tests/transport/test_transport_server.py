@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from own_shortages import no_free_descriptor
 from transport_nodes import LIMIT_S, UNIT_S, Memory, Nodes, Recorder, kind_of, open_link
 
 from rpcdist._proto import membership_pb2, rpc_pb2, value_pb2
@@ -64,6 +65,19 @@ def test_a_port_is_picked_bound_and_given_back(nodes: Nodes) -> None:
         free.bind(("127.0.0.1", int(port)))
     with pytest.raises(RpcdistError, match="is closed"):
         node.serve("127.0.0.1", 0)
+
+
+def test_a_process_without_a_free_descriptor_says_so(nodes: Nodes) -> None:
+    """Where it serves and where it connects: gRPC speaks of a port in use, and its text has unset memory in it."""
+    server = nodes.make("server", serve=True)
+    client = nodes.make("client")
+    says = r"this process has no free file descriptor \(ulimit -n is \d+\): close files, or raise the limit"
+    with no_free_descriptor():
+        with pytest.raises(TransportError, match=rf"^cannot listen on 127\.0\.0\.1:0: {says}$"):
+            client.serve("127.0.0.1", 0)
+        with pytest.raises(ConnectFailed, match=rf"^could not connect to {server.address} after 0\.4 s: {says}$"):
+            open_link(client, server, timeout_s=UNIT_S)
+    open_link(client, server)
 
 
 def test_nobody_answers(nodes: Nodes) -> None:

@@ -23,6 +23,7 @@ from rpcdist.collectives._transports.p2p.message_state import MessageState
 from rpcdist.collectives._transports.p2p.requests import Request
 from rpcdist.collectives._transports.pollers import Pollers, Waker
 from rpcdist.errors import GroupAborted
+from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import IDLE_RECHECK_S, PROGRESS_GRACE_S, PROGRESS_STOP_LIMIT_S, SELECT_LIMIT_MS
 
 __all__ = ["ProgressEngine"]
@@ -86,8 +87,13 @@ class ProgressEngine:
             self._followers.clear()
         elif not (self._leader or self._watching or self.stopped) and (settles or self._state.has_work):
             if self.thread is None:
-                self.thread = threading.Thread(target=self._run, name=f"rpcdist p2p {self._group_name}", daemon=True)
-                self.thread.start()
+                thread = threading.Thread(target=self._run, name=f"rpcdist p2p {self._group_name}", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as exc:  # whoever waits moves the messages
+                    own_shortage(exc)
+                    return
+                self.thread = thread
             self._watching = True
             self._called.notify()
 

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple, Protocol
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import DeadlineExceeded
+from rpcdist.own_shortage import own_shortage
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._calling.in_flight import InFlightBytes
 from rpcdist.rpc._marshal.arrived_value import ArrivedFailure
@@ -73,8 +74,8 @@ class CallOwner(Protocol):
     def on_unanswered(self, call: PendingCall, session: MessageSink, reason: str) -> None:
         """The session on which it was sent has ended."""
 
-    def on_undelivered(self, call: PendingCall, silence_s: float, reason: str) -> None:
-        """The worker was declared lost before the message could be given to a session."""
+    def on_undelivered(self, call: PendingCall, silence_s: float, reason: str, is_lost: bool) -> None:
+        """See `SendObserver.on_not_sent`."""
 
 
 class PendingCall:
@@ -169,8 +170,8 @@ class PendingCall:
         if session.closed_reason is not None:
             self._owner.on_unanswered(self, session, session.closed_reason)
 
-    def on_not_sent(self, silence_s: float, reason: str) -> None:
-        self._owner.on_undelivered(self, silence_s, reason)
+    def on_not_sent(self, silence_s: float, reason: str, is_lost: bool = True) -> None:
+        self._owner.on_undelivered(self, silence_s, reason, is_lost)
 
     def deadline_error(self) -> DeadlineExceeded:
         if self.inherited_s is None:
@@ -195,7 +196,8 @@ class PendingCall:
             sent, size = (num_bytes / (1 << 20) for num_bytes in unsent)
             return f"Its arguments were under way: {sent:.1f} of {size:.1f} MiB were sent."
         if self.session is None:
-            return "It was not sent: there was no connection, or its arguments were still being written to it."
+            why = own_shortage() or "there was no connection, or its arguments were still being written to it"
+            return f"It was not sent: {why}."
         if not self.was_asked:
             return ""
         name, now = self.session.peer.name, time.monotonic()

@@ -454,9 +454,12 @@ class Caller:
         except TransportError as exc:
             self.end(call, _lost(session, f"{reason}; {exc}", call.what()))
 
-    def on_undelivered(self, call: PendingCall, silence_s: float, reason: str) -> None:
-        """The worker was declared lost before the call could be sent. Any thread."""
-        self.end(call, WorkerLost(self._directory.name_of(call.peer), call.what(), silence_s, reason))
+    def on_undelivered(self, call: PendingCall, silence_s: float, reason: str, is_lost: bool = True) -> None:
+        """See `SendObserver.on_not_sent`. Any thread."""
+        if is_lost:
+            self.end(call, WorkerLost(self._directory.name_of(call.peer), call.what(), silence_s, reason))
+        else:
+            self.end(call, TransportError(f"{call.what()} was not sent: {reason}"))
 
 
 def _lost(session: MessageSink, reason: str, what: str) -> WorkerLost:

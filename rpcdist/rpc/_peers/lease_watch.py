@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from rpcdist.ids import Identity
+from rpcdist.own_shortage import own_shortage
 from rpcdist.rpc._peers.leases import Leases
 from rpcdist.rpc._peers.network import PeerSession
 from rpcdist.rpc._peers.peer_events import PeerEvents
@@ -49,6 +50,10 @@ class LeaseWatch:
         for session in sessions:
             self._leases.seen(session.peer, session.last_received)
         ended = self._leases.take_ended()
+        if ended and own_shortage() is not None:  # who cannot reach this process may live all the same
+            for identity in ended:
+                self._leases.seen(identity)
+            ended = []
         for identity in ended:
             logger.info("the lease of worker %s ended", identity.name)
             self._ended.publish(identity)

@@ -237,5 +237,5 @@ class SendObserver(Protocol):
     def on_sent(self, session: MessageSink, transfer: int) -> None:
         """It was given to this session, as this transfer (0 for none)."""
 
-    def on_not_sent(self, silence_s: float, reason: str) -> None:
-        """The worker was declared lost before that."""
+    def on_not_sent(self, silence_s: float, reason: str, is_lost: bool = True) -> None:
+        """The worker was declared lost before that; or else this process lacked what it needs to connect."""

@@ -9,6 +9,9 @@ process by now, is LOST at once, and gone; one that is silent is LOST after `pee
 stopped for a while. One that has a connection of its own to this process lives, whatever happens to ours; it is LOST
 when it could not be reached for several peer timeouts, or calls to it would wait for ever.
 
+Where it is this process that has no descriptor, port or thread for a connection, it says nothing of the other one, and
+stays CONNECTING: calls end by their own deadlines, or after several peer timeouts as not sent, and name the shortage.
+
 [Note: late comers] Control messages to a worker that is LOST are kept. If it lives after all, it must learn which of
 its values we gave up, or it would keep them for as long as we live. They leave when it connects to us, or when somebody
 here calls it (`revive`). A closed port may be a firewall's word, so those to a worker that seems gone are kept as well,
@@ -39,6 +42,7 @@ from rpcdist.time_limits import (
     CONNECT_FIRST_PAUSE_S,
     CONNECT_LONGEST_PAUSE_S,
     LEASE_IN_PEER_TIMEOUTS,
+    ONE_WAY_IN_PEER_TIMEOUTS,
 )
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.wire_messages import WireMessage
@@ -70,7 +74,8 @@ class Unsent(NamedTuple):
     observer: SendObserver
 
 
-_Waiting = tuple[WireMessage, Sequence[LargeBuffer], SendObserver | None]
+_Waiting = tuple[WireMessage, Sequence[LargeBuffer], SendObserver | None, float]
+"""A message, its large buffers, who is told, and since when it waits, in monotonic seconds."""
 
 
 class PeerOwner(Protocol):
@@ -181,7 +186,7 @@ class Peer:
     def _queue(self, message: WireMessage, buffers: Sequence[LargeBuffer], sent: SendObserver | None) -> None:
         if self.state in (PeerState.LOST, PeerState.CLOSED):
             raise TransportError(self.lost_reason or "this process has shut down RPC")
-        self._waiting.append((message, buffers, sent))
+        self._waiting.append((message, buffers, sent, time.monotonic()))
         if self.state is PeerState.IDLE:
             self._start_connecting()
 
@@ -262,10 +267,21 @@ class Peer:
                         trying = self._try_now_and_then()
                         self._task = self._network.io.spawn(trying, f"rpcdist try to reach {self.identity.name}")
                     return
+                if limit.shortage is not None:
+                    self._give_up_waiting(f"{limit.shortage}. It could not connect to {self.identity.name!r} meanwhile")
             else:
                 self._up(connection)
                 return
             await asyncio.sleep(next(pauses))
+
+    def _give_up_waiting(self, reason: str) -> None:
+        """Lets go of messages that need not be sent any more, and of those that have waited for too long."""
+        since = time.monotonic() - ONE_WAY_IN_PEER_TIMEOUTS * self._timeout_s
+        with self._lock:
+            told = [sent for _, _, sent, at in self._waiting if sent is not None and at < since and not sent.ended]
+            self._waiting = [one for one in self._waiting if one[3] >= since and not (one[2] and one[2].ended)]
+        for sent in told:
+            sent.on_not_sent(time.monotonic() - self.last_up, reason, is_lost=False)
 
     async def _try_now_and_then(self) -> None:
         """Finds a worker that lives out of reach when it can be reached again: nothing else would tell."""
@@ -304,7 +320,7 @@ class Peer:
                 session.send(introduction)
             for control in self._control.to_resend():  # before anything new: the peer applies them in order
                 session.send(control)
-            is_large = any(buffers for _, buffers, _ in self._waiting)
+            is_large = any(buffers for _, buffers, _, _ in self._waiting)
         if was_lost:
             self._owner.on_peer_found(self)
         if is_large:  # it is copied into shared memory when it is sent, and this loop must not stand still for that
@@ -317,7 +333,7 @@ class Peer:
         """Sends what has waited for the connection, and what others give this peer meanwhile; any thread."""
         try:
             while (waiting := self._take_waiting(session)) is not None:
-                for message, buffers, sent in waiting:
+                for message, buffers, sent, _ in waiting:
                     if sent is not None and sent.ended:
                         continue  # cancelled, or its deadline passed, before the connection stood
                     number = session.send(message, buffers)
@@ -370,7 +386,7 @@ class Peer:
                 self.last_up = self.session.last_received
             self.is_gone = gone
             # Told outside of the lock: their calls end, and whoever waits for one may call this worker again.
-            unsent = [Unsent(message, buffers, sent) for message, buffers, sent in self._waiting if sent is not None]
+            unsent = [Unsent(message, buffers, sent) for message, buffers, sent, _ in self._waiting if sent is not None]
             self._waiting.clear()
         self._owner.on_peer_lost(self, reason, unsent)
 

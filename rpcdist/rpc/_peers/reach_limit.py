@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 from rpcdist.errors import ConnectFailed, TransportError
+from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import LAST_ATTEMPT_SHARE, MIN_ATTEMPT_S, ONE_WAY_IN_PEER_TIMEOUTS, REFUSED_GRACE_S
 
 __all__ = ["ReachLimit", "was_refused"]
 
 MAX_LATE_ATTEMPTS = 5
-
-
-def _has_free_descriptor() -> bool:
-    """Whether this process could open a connection; libraries report the lack of descriptors in many ways."""
-    try:
-        os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-    except OSError:
-        return False
-    return True
 
 
 def was_refused(exc: TransportError) -> bool:
@@ -34,6 +25,10 @@ class ReachLimit:
         timeout_s: the peer timeout.
         last_seen: when the worker was last heard of, in monotonic seconds, if that counts: silence and reconnecting
             share one timeout.
+
+    Attributes:
+        shortage: what this process lacked itself at the last attempt, if that failed; then it judges nobody, for as
+            long as that lasts.
     """
 
     def __init__(self, timeout_s: float, last_seen: float | None = None) -> None:
@@ -41,9 +36,9 @@ class ReachLimit:
         self._started = time.monotonic()
         # A worker that was silent before its connection broke has used up some of its time, but one attempt is due.
         self._limit = max((last_seen or self._started) + timeout_s, self._started + self._grace_s)
-        self._longest = self._started + 2 * timeout_s
         self._longest_heard = self._started + ONE_WAY_IN_PEER_TIMEOUTS * timeout_s
         self._num_failed = 0
+        self.shortage: str | None = None
 
     def __repr__(self) -> str:
         return f"<ReachLimit in {self._limit - time.monotonic():.1f} s, {self._num_failed} attempts have failed>"
@@ -70,8 +65,10 @@ class ReachLimit:
             self._limit = now + self._grace_s  # this process was held up: it judges nobody
             self._longest_heard = max(self._longest_heard, self._limit)
         self._num_failed += 1
-        if now < self._longest and not _has_free_descriptor():
-            self._limit = max(self._limit, now + self._grace_s)  # the attempt says nothing of the other one
+        self.shortage = own_shortage(exc)
+        if self.shortage is not None:  # the attempt says nothing of the other one, and one more is due afterwards
+            self._limit = max(self._limit, now + self._grace_s)
+            self._longest_heard = max(self._longest_heard, self._limit)
             return False
         if is_heard:
             return now >= self._longest_heard

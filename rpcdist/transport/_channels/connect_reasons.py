@@ -22,10 +22,12 @@ _REASONS: Final = (
 
 _PREFIX: Final = re.compile(r"^failed to connect to all addresses; last error: ([A-Z_]+: )?(\w+:\S+: )?")
 
+_UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\ufffd]")  # gRPC appends memory that nobody has set to some texts
+
 
 def connect_reason(details: str) -> str:
     """What a connection failed with, from gRPC's text; the rest of that text where it is none of the usual ones."""
     for words, reason in _REASONS:
         if words in details:
             return reason
-    return _PREFIX.sub("", details)
+    return _UNPRINTABLE.split(_PREFIX.sub("", details), maxsplit=1)[0]

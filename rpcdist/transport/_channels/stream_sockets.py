@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from rpcdist.backoff import backoff
 from rpcdist.errors import AuthenticationFailed
+from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import (
     DESCRIPTOR_SHORTAGE_PAUSE_S,
     KEEP_ALIVE_IDLE_S,
@@ -103,7 +104,8 @@ async def accept(listener: socket.socket) -> socket.socket:
         try:
             connection = await _accept(listener)
         except OSError as exc:  # no descriptors or no memory left: connections that end give some back
-            logger.warning("a connection could not be accepted (%s); trying again", exc)
+            if own_shortage(exc) is None:
+                logger.warning("a connection could not be accepted (%s); trying again", exc)
             await asyncio.sleep(DESCRIPTOR_SHORTAGE_PAUSE_S)
             continue
         fork.note_socket(connection)

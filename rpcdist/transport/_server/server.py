@@ -17,6 +17,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from rpcdist._proto import handshake_pb2
 from rpcdist.errors import TransportError
+from rpcdist.own_shortage import own_shortage
 from rpcdist.transport._channels.brief_polling import may_poll
 from rpcdist.transport._channels.channel_choice import allowed_channels
 from rpcdist.transport._channels.grpc_channel import (
@@ -150,11 +151,15 @@ class Server:
                 if not self._credentials.tls_policy.encrypts_grpc:
                     return server.add_insecure_port(place)
                 return server.add_secure_port(place, self._tls_credentials())  # good for once
-            except RuntimeError as exc:  # gRPC does not say which of the two it was
+            except RuntimeError as exc:  # gRPC does not say what it was
+                if (shortage := own_shortage()) is not None:
+                    raise TransportError(f"cannot listen on {place}: {shortage}") from exc
                 raise OSError(errno.EADDRINUSE, "in use by another process, or not this machine's address") from exc
 
         try:
             return bind(port) if port else self._ports.bind(bind)
+        except TransportError:
+            raise
         except OSError as exc:
             raise TransportError(
                 f"cannot listen on {host} port {port or self._ports}: {exc.strerror}. Choose another port "

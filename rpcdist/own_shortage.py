@@ -1,0 +1,96 @@
+"""What this process lacks itself, so that its attempts fail whatever others do: that is a verdict about nobody else.
+
+Libraries report a shortage in many ways. So what an error says of it counts where the system has said it; else it is
+tried whether a descriptor and a port can be had at all.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from rpcdist.time_limits import SHORTAGE_LOG_PERIOD_S
+
+__all__ = ["NO_THREAD", "own_shortage", "try_for_descriptor"]
+
+logger = logging.getLogger(__name__)
+
+NO_THREAD: Final = "this process can start no further thread (ulimit -u, or the pids limit of its container): raise it"
+_NO_PORT: Final = (
+    "this process has no free local port (net.ipv4.ip_local_port_range): close connections, or widen the range"
+)
+_NO_MEMORY: Final = "this process gets no more memory from the system: free some, or raise its limit"
+_MOST_CAUSES: Final = 10  # of an exception; they may form a circle
+
+_log_lock = threading.Lock()
+_logged: dict[str, float] = {}  # when, in seconds of the monotonic clock
+
+
+def own_shortage(exc: BaseException | None = None) -> str | None:
+    """What this process lacks, and what to do, for the text of an error; logged once a minute. None: nothing is short.
+
+    Args:
+        exc: an attempt to connect that failed, perhaps because of it; None: only descriptors are looked at, which
+            takes a few microseconds.
+    """
+    shortage = next(filter(None, map(_said_by, _causes(exc))), None) or _found(looks_at_ports=exc is not None)
+    if shortage is not None and _is_due(shortage):
+        logger.warning(
+            "%s. Until then what needs it fails here, and no worker counts as lost because of that", shortage
+        )
+    return shortage
+
+
+def try_for_descriptor() -> None:
+    """Raises `OSError` if this process can have no socket now; gRPC's error for that is made of unset memory."""
+    socket.socket().close()
+
+
+def _causes(exc: BaseException | None) -> Iterator[BaseException]:
+    for _ in range(_MOST_CAUSES):
+        if exc is None:
+            return
+        yield exc
+        exc = exc.__cause__
+
+
+def _said_by(exc: BaseException) -> str | None:
+    if isinstance(exc, MemoryError):
+        return _NO_MEMORY
+    if isinstance(exc, OSError):
+        return _of_number(exc.errno)
+    return NO_THREAD if isinstance(exc, RuntimeError) and "can't start new thread" in str(exc) else None
+
+
+def _of_number(number: int | None) -> str | None:
+    if number == errno.EMFILE:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"this process has no free file descriptor (ulimit -n is {limit}): close files, or raise the limit"
+    if number == errno.ENFILE:
+        return "this machine has no free file descriptor (fs.file-max): close files, or raise the limit"
+    return _NO_MEMORY if number in (errno.ENOMEM, errno.ENOBUFS) else None
+
+
+def _found(looks_at_ports: bool) -> str | None:
+    try:
+        with socket.socket() as probe:
+            if looks_at_ports:
+                probe.bind(("", 0))
+    except OSError as exc:
+        return _NO_PORT if exc.errno == errno.EADDRINUSE else _of_number(exc.errno)
+    return None
+
+
+def _is_due(shortage: str) -> bool:
+    now = time.monotonic()
+    with _log_lock:
+        is_due = now - _logged.get(shortage, float("-inf")) >= SHORTAGE_LOG_PERIOD_S
+        if is_due:
+            _logged[shortage] = now
+    return is_due

@@ -1,0 +1,62 @@
+"""A process that has no descriptors left says so itself, and never declares a living worker lost because of it."""
+
+from __future__ import annotations
+
+import pytest
+from own_shortages import (
+    NUM_RESERVED,
+    calls_in_a_shortage,
+    cut_connection,
+    free_descriptors,
+    hold_reference,
+    reserve_descriptors,
+    take_descriptors,
+    use_reference,
+)
+from peer_timeouts import LIMIT_S, UNIT_S
+from rpc_victim_functions import add
+
+from rpcdist import rpc
+from rpcdist.testing import RpcWorld, Worker, WorkerPool
+from rpcdist.time_limits import ONE_WAY_IN_PEER_TIMEOUTS
+
+pytestmark = pytest.mark.multiproc
+
+SHORTAGE_S = (ONE_WAY_IN_PEER_TIMEOUTS + 1) * UNIT_S  # after so long even a worker that is heard is out of reach
+NO_DESCRIPTOR = f"this process has no free file descriptor (ulimit -n is {NUM_RESERVED}): close files, or raise"
+
+
+def call(to: str) -> int:
+    return int(rpc.rpc_sync(to, add, (1, 2), timeout=LIMIT_S))
+
+
+def test_a_worker_without_descriptors_declares_nobody_lost(worker_pool: WorkerPool) -> None:
+    """Its connection breaks meanwhile: one worker has to open it again by gRPC, the other by a Unix socket."""
+
+    def start(name: str) -> Worker:
+        worker = worker_pool.start(name, {"RPCDIST_CHANNELS": "grpc"} if name == "by-grpc" else {})
+        worker.run(reserve_descriptors)
+        return worker
+
+    world = RpcWorld(start, worker_pool.new_url(), 4, {"peer_timeout": UNIT_S})
+    joining = [world.begin_join(name, rank) for rank, name in enumerate(("first", "owner", "by-grpc", "local"))]
+    for joined in joining:
+        joined.result()
+    short = [world["by-grpc"], world["local"]]
+    for worker in short:
+        worker.run(hold_reference, "owner")
+        assert world["owner"].run(call, worker.name) == 3  # the owner goes on hearing of it
+        worker.run(take_descriptors)
+        worker.run(cut_connection, "owner")
+    calling = [worker.begin(calls_in_a_shortage, "owner", SHORTAGE_S, UNIT_S / 2) for worker in short]
+    for worker, pending in zip(short, calling, strict=True):
+        *limited, unlimited = pending.result()
+        assert len(limited) > ONE_WAY_IN_PEER_TIMEOUTS and {kind for kind, _ in limited} == {"DeadlineExceeded"}
+        assert unlimited[0] == "TransportError"
+        for _, text in (*limited, unlimited):
+            assert NO_DESCRIPTOR in text and text.isprintable()
+        output = worker.output()
+        assert output.count(NO_DESCRIPTOR) == 1 and "Invalid encoding" not in output
+        worker.run(free_descriptors)
+        assert worker.run(use_reference) == 7 and worker.run(call, "owner") == 3
+    world.shutdown()

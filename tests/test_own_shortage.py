@@ -1,0 +1,81 @@
+"""What a process lacks itself, in plain words."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import socket
+
+import pytest
+from own_shortages import no_free_descriptor
+
+from rpcdist import own_shortage as module
+from rpcdist.errors import ConnectFailed
+from rpcdist.own_shortage import NO_THREAD, own_shortage, try_for_descriptor
+
+MEMORY, PORTS = "no more memory", "no free local port"
+
+
+def error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_logged_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_logged", {})
+
+
+@pytest.mark.parametrize(
+    ("exc", "says"),
+    [
+        (error(errno.EMFILE), "this process has no free file descriptor"),
+        (error(errno.ENFILE), "this machine has no free file descriptor"),
+        (error(errno.ENOMEM), MEMORY),
+        (error(errno.ENOBUFS), MEMORY),
+        (MemoryError(), MEMORY),
+        (RuntimeError("can't start new thread"), NO_THREAD),
+    ],
+)
+def test_what_the_system_says_counts(exc: BaseException, says: str) -> None:
+    for outer in (exc, ConnectFailed("b:1", "it failed").with_traceback(None)):
+        outer.__cause__ = exc if outer is not exc else None
+        found = own_shortage(outer)
+        assert found is not None and says in found
+
+
+@pytest.mark.parametrize("exc", [None, error(errno.ECONNREFUSED), error(errno.EADDRNOTAVAIL), RuntimeError("no")])
+def test_other_errors_are_not_its_own_fault(exc: BaseException | None) -> None:
+    """An address that no interface has, as ::1 where IPv6 is off, is no lack of ports."""
+    assert own_shortage(exc) is None
+
+
+def test_causes_in_a_circle_are_looked_at_once() -> None:
+    first, second = RuntimeError("first"), RuntimeError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert own_shortage(first) is None
+
+
+def test_descriptors_are_tried_for_whatever_the_error_says(caplog: pytest.LogCaptureFixture) -> None:
+    with no_free_descriptor():
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        found = [own_shortage(), own_shortage(ConnectFailed("b:1", "connection refused"))]
+        with pytest.raises(OSError, match="Too many open files"):
+            try_for_descriptor()
+    assert (
+        found
+        == [f"this process has no free file descriptor (ulimit -n is {limit}): close files, or raise the limit"] * 2
+    )
+    assert own_shortage() is None
+    assert caplog.text.count("no free file descriptor") == 1
+
+
+def test_ports_are_tried_for_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoPorts(socket.socket):
+        def bind(self, address: object) -> None:
+            raise error(errno.EADDRINUSE)
+
+    monkeypatch.setattr(socket, "socket", NoPorts)
+    assert own_shortage() is None
+    found = own_shortage(error(errno.EADDRNOTAVAIL))
+    assert found is not None and PORTS in found
