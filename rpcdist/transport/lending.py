@@ -17,10 +17,10 @@ offsets from their sizes. The lease of a segment ends with the last of its tenso
 
 [Note: what is trusted] Segments hold nothing but bytes of tensors and of buffers beside pickles; sizes, shapes and
 types travel in the socket, and the size of a segment is sealed and checked before it is mapped. What is parsed (text,
-pickles, bodies of values) is copied out first, so it cannot change while it is read. A tensor is not: a peer that writes
-to memory that it has lent can change it between two looks of torch, which trusts what it has seen (the mask of an index
-is counted, then filled). That is as good as running code here, so those who may not run any have their tensors copied
-(`CopiedBuffer`).
+pickles, bodies of values) is copied out first, so it cannot change while it is read. A tensor is not: a peer that
+writes to memory that it has lent can change it between two looks of torch, which trusts what it has seen (the mask of
+an index is counted, then filled). That is as good as running code here, so those who may not run any have their
+tensors copied (`CopiedBuffer`).
 
 [Note: forked children] A child that is forked while it can read a received tensor has the same memory mapped, and keeps
 it when its parent frees the tensor. Such a segment must never be written to again: when its lease ends in the parent,
