@@ -23,7 +23,7 @@ from rpcdist.autograd._message_nodes import Gradients
 from rpcdist.autograd._pass_events import PassOptions
 from rpcdist.autograd._pass_sender import PassSender
 from rpcdist.autograd._releases import Releases
-from rpcdist.autograd._wire_format import check_verdicts, decode_error, encode_error
+from rpcdist.autograd._wire_format import check_addressed, check_verdicts, decode_error, encode_error
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CallRefused, RpcdistError
 from rpcdist.ids import Identity
@@ -46,7 +46,7 @@ class AutogradWorker:
 
     def __init__(self, host: AutogradHost) -> None:
         self.id = host.identity.id
-        self.contexts = ContextTable(self.id, host.identity.incarnation)
+        self.contexts = ContextTable(self.id)
         self.host = host
         self._sender = PassSender(host)
         self._numbers = itertools.count(1)  # of the passes that begin here
@@ -242,6 +242,9 @@ class AutogradWorker:
             if begins:
                 self._refuse(sender, message, AutogradError(f"autograd context {message.context} is over there"))
             return
+        if not (context.takes_part(sender.id) or self._may_abort(kind, message)):
+            return
+        check_addressed(message, sender.id, context.sent_to)
         check_verdicts(message, context.num_sent)
         current = self._pass_of(context, message, sender)
         if current is None:
@@ -253,6 +256,10 @@ class AutogradWorker:
         if message.HasField("gradients"):
             read = partial(decode_gradients, message.gradients, buffers, plain_only=not self.host.allow_pickle)
         current.post(partial(current.take, sender.id, message, read, via), current.can_wait(sender.id, message))
+
+    def _may_abort(self, kind: str | None, message: autograd_pb2.AutogradMessage) -> bool:
+        """Whether a message tells of an error in a pass that began here: any worker that the pass has reached may."""
+        return kind == "aborted" and worker_of(message.backward) == self.id & 0xFFFF
 
     def _pass_of(
         self, context: Context, message: autograd_pb2.AutogradMessage, sender: Identity

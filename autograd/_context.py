@@ -6,6 +6,7 @@ Contexts, messages and passes have 64-bit ids; the high 16 bits are the worker t
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -150,6 +151,15 @@ class Context:
         with self._lock:
             return list(self._sends.values()), [recv for recv, _ in self._recvs.values()]
 
+    def takes_part(self, worker_id: int) -> bool:
+        """Whether a worker exchanged calls with this one in the context, or is this one."""
+        return worker_id in self.known or worker_id in self.callers or worker_id == self._worker_id
+
+    def sent_to(self, message: int) -> int | None:
+        """To whom a message was sent; None for an unknown one."""
+        send = self._sends.get(message)
+        return None if send is None else send.to
+
     def num_sent(self, message: int) -> int:
         """How many tensors a message had that was sent here; 0 for an unknown one."""
         send = self._sends.get(message)
@@ -256,9 +266,8 @@ class _Muted:
 class ContextTable:
     """The contexts of one worker. Any thread may call any method."""
 
-    def __init__(self, worker_id: int, first_number: int) -> None:
+    def __init__(self, worker_id: int) -> None:
         self._worker_id = worker_id
-        self._numbers = itertools.count(first_number)
         self._messages = itertools.count(1)
         self._contexts: dict[int, Context] = {}
         # Ids of contexts that are over: a late call must not bring its context back to life.
@@ -274,7 +283,11 @@ class ContextTable:
         return f"<ContextTable [{len(self._contexts)} alive]>"
 
     def new(self) -> Context:
-        return self.join(make_id(self._worker_id, next(self._numbers) % MAX_NUMBER + 1)) or self.new()
+        """A context of an id that nobody guesses: who names it takes part in it, or was told of it."""
+        while True:
+            id = make_id(self._worker_id, secrets.randbelow(MAX_NUMBER) + 1)
+            if id not in self._contexts and (context := self.join(id)) is not None:
+                return context
 
     def next_message(self) -> int:
         return make_id(self._worker_id, next(self._messages))

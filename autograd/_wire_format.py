@@ -13,6 +13,7 @@ from rpcdist.errors import ProtocolViolation
 from rpcdist.rpc._values.exceptions import text_of
 
 __all__ = [
+    "check_addressed",
     "check_verdicts",
     "decode_begin_options",
     "decode_error",
@@ -105,6 +106,24 @@ def decode_verdicts(message: autograd_pb2.Verdicts) -> Verdicts:
     for partly in message.partly:
         verdicts[partly.message] = sum(1 << index for index in set(partly.tensors))
     return verdicts
+
+
+def check_addressed(message: autograd_pb2.AutogradMessage, sender: int, sent_to: Callable[[int], int | None]) -> None:
+    """Raises `ProtocolViolation` if a neighbour has verdicts on, or gradients of, what was sent to another.
+
+    Args:
+        message: of the neighbour.
+        sender: the neighbour.
+        sent_to: to whom a message of the graph was sent; None for an unknown one.
+    """
+    received, told = message.begin.received, message.verdicts
+    partly = [one.message for verdicts in (received, told) for one in verdicts.partly]
+    named = (received.used, received.unused, received.open, told.used, told.unused, told.open, partly)
+    for ids in (*named, message.gradients.messages):
+        for id in ids:
+            to = sent_to(id)
+            if to is not None and to != sender:
+                raise ProtocolViolation(f"worker {sender} speaks of message {id:#x}, which was sent to worker {to}")
 
 
 def check_verdicts(message: autograd_pb2.AutogradMessage, num_sent: Callable[[int], int]) -> None:

@@ -135,11 +135,14 @@ class RpcOptions(RpcBackendOptions):
             `TlsOptions` names certificates of your own.
         by_value: send functions that the callee cannot import (lambdas, local functions) as code, by cloudpickle.
         allow_functions: patterns `module:qualname` of the callables that peers may call; None allows all. `*` and `?`
-            are wildcards, so `torch:*` allows every function of the module `torch`, but not of `torch.nn`.
+            are wildcards, so `torch:*` allows every function of the module `torch`, but not of `torch.nn`. A name for
+            which a wildcard stands is looked for in the dictionaries of modules and classes alone, without their
+            `__getattr__`; a module is imported only if its whole name is in a pattern.
         autograd_mode: of `rpcdist.autograd.backward`: "smart", or "fast" for torch's, which hangs on unused results.
         allow_pickle: whether values that need pickle may be received, and sent. Without it only plain values get
             through: None, bool, numbers, str, bytes, tensors, and lists, tuples and dicts of them; and what arrives
-            through shared memory is copied, since the peer could change it while it is read.
+            through shared memory is copied, since the peer could change it while it is read. Where there is no
+            `allow_functions` either, only functions of modules that are loaded are found.
         role: what this worker is for, in a word of your choice such as "ps"; `rpc.workers("ps")` finds it by that.
         share_payloads: whether tensors of 64 KiB and more travel through shared memory between processes of one host.
             A received one then behaves as after `share_memory_()`: a forked child sees the same memory, and it cannot

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from chunk_envelopes import chunk_envelope
 
 from rpcdist import rpc
-from rpcdist._proto import rpc_pb2, value_pb2
-from rpcdist.testing import InProcessCluster
+from rpcdist._proto import rpc_pb2, rref_pb2, value_pb2
+from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
+from rpcdist.testing import InProcessCluster, eventually
+from rpcdist.transport._framing.frames import frame
 
 LIMIT_S = 20.0
 
@@ -103,3 +107,105 @@ def test_a_cancellation_counts_only_on_the_session_of_the_call(gate: type[Gate])
         inject(cluster, [rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=id)) for id in range(1, 50)])
         gate.open.set()
         assert future.wait() == "genuine"
+
+
+def count_far() -> Iterator[int]:
+    for number in range(1000):
+        made.append(number)
+        yield number
+
+
+made: list[int] = []
+
+
+def test_credit_for_a_stream_counts_only_on_its_session() -> None:
+    made.clear()
+    with InProcessCluster("caller", "victim", "attacker") as cluster:
+        stream = cluster.run("caller", rpc.rpc_stream, "victim", count_far, timeout=LIMIT_S)
+        eventually(lambda: len(made) == DEFAULT_WINDOW, "the window is full", LIMIT_S)
+        credit = [rpc_pb2.StreamCredit(id=id, items=500) for id in range(1, 50)]
+        inject(cluster, [rpc_pb2.Message(stream_credit=one) for one in credit])
+        assert cluster.run("attacker", rpc.rpc_sync, "victim", whoami) == "victim"
+        assert len(made) == DEFAULT_WINDOW
+        stream.close()
+
+
+def test_how_far_a_call_is_learns_only_its_session(gate: type[Gate]) -> None:
+    with InProcessCluster("caller", "victim", "attacker") as cluster:
+        future = cluster.run("caller", rpc.rpc_async, "victim", answer_late, timeout=LIMIT_S)
+        assert gate.began.wait(LIMIT_S)
+        assert cluster.run("attacker", rpc.rpc_sync, "victim", whoami) == "victim"
+        with cluster.use("victim") as agent:
+            [number] = [active.id for active in agent.dispatcher.calls]
+            asked = rpc_pb2.Message(call_question=rpc_pb2.CallQuestion(id=number))
+            phases = {}
+            for session in agent._inbound.sessions:
+                answers: list[rpc_pb2.Message] = []
+                asking: Any = _SessionOf(session, answers)
+                agent.dispatcher.on_question(asking, asked, [], [])
+                phases[session.peer.name] = answers[0].call_state.phase
+        assert phases == {"caller": rpc_pb2.CallState.RUNNING, "attacker": rpc_pb2.CallState.ENDED}
+        gate.open.set()
+        assert future.wait() == "genuine"
+
+
+class _SessionOf:
+    """Stands for a session in tables, and keeps what is sent on it."""
+
+    def __init__(self, session: Any, sent: list[rpc_pb2.Message]) -> None:
+        self._session = session
+        self.send = sent.append
+
+    def __hash__(self) -> int:
+        return hash(self._session)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self._session
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+
+def test_control_messages_are_acknowledged_by_their_receiver() -> None:
+    with InProcessCluster("victim", "callee", "attacker") as cluster:
+        assert cluster.run("victim", rpc.rpc_sync, "callee", whoami) == "callee"
+        assert cluster.run("victim", rpc.rpc_sync, "attacker", whoami) == "attacker"
+        peer = cluster._agents["victim"].router._peers[1]
+        unacknowledged = peer._control.add(rref_pb2.RRefMessage(creation_probe=rref_pb2.CreationProbe()))
+        inject(cluster, [rpc_pb2.Message(ack=rpc_pb2.Ack(control_seq=1 << 40))])
+        assert list(peer._control._unacknowledged) == [unacknowledged]
+        peer.acknowledged(unacknowledged.control_seq)
+
+
+arrived = threading.Event()
+
+
+def note_arrival() -> None:
+    arrived.set()
+
+
+def test_transfers_are_ended_and_sped_up_on_their_session_alone() -> None:
+    arrived.clear()
+    with InProcessCluster("caller", "victim", "attacker") as cluster:
+        for name in ("caller", "attacker"):
+            assert cluster.run(name, rpc.rpc_sync, "victim", whoami) == "victim"
+        wrapped = rpc_pb2.Message(call=rpc_pb2.Call(id=1 << 40, function=f"{__name__}:note_arrival"))
+        body = wrapped.SerializeToString()
+        with cluster.use("victim") as agent:
+            sessions: dict[str, Any] = {session.peer.name: session for session in agent._inbound.sessions}
+            handed = threading.Event()
+
+            def arrive() -> None:
+                sessions["caller"].receive(frame(rpc_pb2.Message(wrapped=True, transfer=77, large=[len(body)])))
+                before = sessions["caller"]._outgoing.__dict__.copy()
+                for message in (
+                    rpc_pb2.Message(transfer_aborted=rpc_pb2.TransferAborted(transfer=77)),
+                    rpc_pb2.Message(chunk_credit=rpc_pb2.ChunkCredit(bytes=1 << 20)),
+                ):
+                    sessions["attacker"].receive(frame(message))
+                assert sessions["caller"]._outgoing.__dict__ == before
+                sessions["caller"].receive(chunk_envelope(77, 0, 0, memoryview(body)))
+                handed.set()
+
+            agent.caller._io.call_soon(arrive)
+            assert handed.wait(LIMIT_S) and arrived.wait(LIMIT_S)

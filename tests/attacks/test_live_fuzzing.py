@@ -39,6 +39,7 @@ def world(module_pool: WorkerPool) -> Iterator[RpcWorld]:
     """Worker a takes no pickles: what fuzzing finds there runs in the codec, and not in code of its choice."""
     url = f"tcp://127.0.0.1:{free_port()}"
     world = module_pool.world("a", "b", url=url, peer_timeout=CALM_S, allow_pickle=False)
+    world["a"].run(exec, f"import {functions.__name__}")  # nothing is imported for b
     yield world
     world.shutdown()
 

@@ -8,6 +8,7 @@ import pytest
 from peer_timeouts import CALM_S, LIMIT_S
 
 from rpcdist import rpc
+from rpcdist._proto import membership_pb2, rpc_pb2
 from rpcdist.errors import CallRefused, Overloaded, RpcdistError, UnknownActor
 from rpcdist.rpc._actors import actor_names
 from rpcdist.rpc._actors.actor_names import CONFIRM, RELEASE, RESERVE
@@ -18,6 +19,7 @@ from rpcdist.rpc._membership.serving import STOP
 from rpcdist.rpc._peers.calling_worker import check_speaks_for
 from rpcdist.rpc._rref.proxied import _turns_over
 from rpcdist.testing import InProcessCluster
+from rpcdist.transport.identities import identity_to_proto
 
 
 class Journal:
@@ -109,6 +111,28 @@ def test_where_functions_are_listed_nobody_stops_a_worker_unless_that_is_listed(
                     rpc.stop_serving("a")
         with cluster.use("a") as agent:
             agent.serving.stop("the test is over")
+
+
+def test_who_is_there_is_said_by_the_coordinator_alone() -> None:
+    with InProcessCluster("a", "b", "c", peer_timeout=CALM_S) as cluster:
+        gone = membership_pb2.Departure(identity=identity_to_proto(cluster._agents["a"].identity), reason="forged")
+        members = [
+            membership_pb2.Member(identity=identity_to_proto(cluster._agents["c"].identity), address="127.0.0.1:9")
+        ]
+        news = membership_pb2.MembershipMessage(version=1 << 40, members=members, departures=[gone])
+        before = cluster._agents["b"].directory.living()
+        with cluster.use("c") as agent:
+            for worker in ("a", "b"):
+                rpc.rpc_sync(worker, abs, (-1,))  # connects
+                session = agent.router.session_with(rpc.get_worker_info(worker).id)
+                assert session is not None
+                session.send(rpc_pb2.Message(membership=news))
+                rpc.rpc_sync(worker, abs, (-1,))  # comes after it
+        for name in ("a", "b"):
+            directory = cluster._agents[name].directory
+            assert directory.living() == before and directory.losses() == {}
+        with cluster.use("b"):
+            assert rpc.rpc_sync("a", abs, (-1,)) == rpc.rpc_sync("c", abs, (-1,)) == 1
 
 
 def test_names_of_actors_take_a_bounded_part_of_the_memory_of_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from rpcdist.testing import InProcessCluster, eventually
 
 def test_a_peer_brings_a_bounded_number_of_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_context, "MAX_CONTEXTS_OF_PEER", 3)
-    table = ContextTable(0, 0)
+    table = ContextTable(0)
     ids = [make_id(7, number) for number in range(1, 5)]
     assert all(table.join(id, 7) for id in ids[:3]) and table.join(ids[0], 7) is table.find(ids[0])
     with pytest.raises(CallRefused, match="worker 7 has brought 3 autograd contexts"):
@@ -41,7 +41,7 @@ def test_a_peer_brings_a_bounded_number_of_contexts(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_release_of_an_unknown_context_counts_for_its_sender_alone() -> None:
-    table = ContextTable(0, 0)
+    table = ContextTable(0)
     id = make_id(1, 5)
     table.refuse(id, 2)
     assert table.join(id, 2) is None
@@ -86,7 +86,7 @@ def test_a_context_is_ended_by_nobody_who_takes_no_part_in_it() -> None:
                 autograd.backward(context_id, [loss])
                 return autograd.get_gradients(context_id)[x]
 
-        for _ in range(2):  # the next context was named, too
+        for _ in range(2):  # the context of the next number was named, too
             assert cluster.run("a", step).tolist() == [2.0, 2.0, 2.0]
 
 

@@ -129,7 +129,9 @@ class World:
         if worker in self.dead:
             return refused
         protocol = self.protocols[worker]
-        is_served = isinstance(event, events.FetchArrived) and protocol.owners.serves_at_once(event.rref)
+        is_served = isinstance(event, events.FetchArrived) and protocol.owners.serves_at_once(
+            event.rref, event.fork, event.sender
+        )
         todo = protocol.handle(event)
         assert not is_served or [type(action) for action in todo] == [actions.Serve], event
         for action in todo:

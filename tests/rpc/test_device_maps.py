@@ -118,7 +118,7 @@ def test_what_cannot_be_read_is_left_out() -> None:
 
 def test_gradients_arrive_where_their_tensors_are() -> None:
     """They come on the CPU, whatever a map says."""
-    context = ContextTable(0, 1).new()
+    context = ContextTable(0).new()
     sent = torch.ones(2, device="meta", requires_grad=True), torch.ones(3, requires_grad=True)
     history = context.sending(sent, 1)
     assert history is not None

@@ -229,6 +229,7 @@ def test_without_pickle_only_plain_values_pass(
     joining = [world.begin_join("x", 0, by_value=True), world.begin_join("y", 1)]
     for pending in joining:
         pending.result()
+    world["y"].run(exec, f"import {functions.__name__}, {bad_input.__name__}")  # nothing is imported for x
     plain = [1, 2.5, "x", b"x", None, {"k": (1, [torch.ones(3)])}]
     got = world["x"].run(rpc.rpc_sync, "y", functions.make, (plain,))
     assert got[:-1] == plain[:-1] and torch.equal(got[-1]["k"][1][0], torch.ones(3))

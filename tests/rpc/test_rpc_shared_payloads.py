@@ -163,6 +163,7 @@ def lie_in_lent_memory(value: dict[str, list[torch.Tensor]]) -> bool:
 def test_who_takes_no_pickles_has_a_copy_of_what_is_lent(worker_pool: WorkerPool, trusts: bool, nested: bool) -> None:
     """Its caller could write there while torch reads a tensor twice, which corrupted the heap."""
     world = worker_pool.world("a", "b", allow_pickle=trusts)
+    world["b"].run(exec, f"import {__name__}")  # nothing is imported for a, where it is not trusted
     assert set(world["a"].run(where_it_lies, "b", nested)) == {trusts}
     assert (num_segments(world["b"].pid) > 0) is True
     world.shutdown()

@@ -55,7 +55,7 @@ ME, A, B = Incarnation(0, 100), Incarnation(1, 101), Incarnation(2, 102)
 MINE = UniqueId(0, 0, 100)  # a reference, and forks, made by this worker
 F, C = UniqueId(0, 1, 100), UniqueId(0, 2, 100)
 THEIRS = UniqueId(1, 0, 101)  # the same, made by A
-G, D = UniqueId(1, 1, 101), UniqueId(1, 2, 101)
+G, D, E = UniqueId(1, 1, 101), UniqueId(1, 2, 101), UniqueId(1, 3, 101)
 
 Table = list[tuple[RRefEvent, list[RRefAction]]]
 
@@ -94,7 +94,7 @@ TABLES: dict[str, Table] = {
     "owner: messages that overtake the call of remote() wait for it": [
         (FetchArrived(THEIRS, G, A), [SendControl(A, CreationProbe(THEIRS))]),
         (MessageArrived(B, ForkRequest(THEIRS, D)), []),
-        (CreationAccepted(THEIRS, G, A), [SendControl(B, ForkConfirmed(THEIRS, D)), Serve(THEIRS, G)]),
+        (CreationAccepted(THEIRS, G, A), [SendControl(B, ForkConfirmed(THEIRS, D)), Serve(THEIRS, G, A)]),
     ],
     "owner: a stale request for a value that is gone": [
         (MessageArrived(B, ForkRequest(THEIRS, D)), [SendControl(A, CreationProbe(THEIRS))]),
@@ -155,7 +155,7 @@ TABLES: dict[str, Table] = {
         (MessageArrived(A, ForkRequest(MINE, D)), [SendControl(A, ForkRefused(MINE, D, Reason.LEASE_EXPIRED))]),
         (
             FetchArrived(MINE, C, A),
-            [RefuseFetch(MINE, C, Reason.LEASE_EXPIRED), SendControl(A, ForkRefused(MINE, C, Reason.LEASE_EXPIRED))],
+            [RefuseFetch(MINE, C, A, Reason.LEASE_EXPIRED), SendControl(A, ForkRefused(MINE, C, Reason.LEASE_EXPIRED))],
         ),
         (CreationAccepted(THEIRS, G, A), [RefuseCreation(THEIRS, G, Reason.LEASE_EXPIRED)]),
     ],
@@ -169,10 +169,10 @@ TABLES: dict[str, Table] = {
         (MessageArrived(A, UserDeleted(MINE, C)), []),
         (
             FetchArrived(MINE, C, A),
-            [RefuseFetch(MINE, C, Reason.LEASE_EXPIRED), SendControl(A, ForkRefused(MINE, C, Reason.LEASE_EXPIRED))],
+            [RefuseFetch(MINE, C, A, Reason.LEASE_EXPIRED), SendControl(A, ForkRefused(MINE, C, Reason.LEASE_EXPIRED))],
         ),
         (CreationFinished(THEIRS), []),
-        (FetchArrived(THEIRS, G, A), [Serve(THEIRS, G)]),
+        (FetchArrived(THEIRS, G, A), [Serve(THEIRS, G, A)]),
         (MessageArrived(A, UserDeleted(THEIRS, G)), [ReleaseValue(THEIRS)]),
     ],
     "G4: the late user gives up what the owner names": [
@@ -182,8 +182,8 @@ TABLES: dict[str, Table] = {
             MessageArrived(A, ForkRefused(THEIRS, D, Reason.LEASE_EXPIRED)),
             [SendControl(A, UserDeleted(THEIRS, D)), Fail(THEIRS, D, Reason.LEASE_EXPIRED)],
         ),
-        (MessageArrived(A, ForkRefused(THEIRS, C, Reason.LEASE_EXPIRED)), []),
-        (Received(THEIRS, C, None, A, A), [Fail(THEIRS, C, Reason.SHARE_LOST)]),
+        (MessageArrived(A, ForkRefused(THEIRS, E, Reason.LEASE_EXPIRED)), []),
+        (Received(THEIRS, E, None, A, A), [Fail(THEIRS, E, Reason.SHARE_LOST)]),
     ],
     "G5: the owner is lost": [
         (Received(THEIRS, D, G, A, B), [SendControl(A, ForkRequest(THEIRS, D))]),
@@ -203,6 +203,96 @@ TABLES: dict[str, Table] = {
         (DropAll(), [SendControl(A, UserDeleted(THEIRS, D))]),
         (MessageArrived(B, UserDeleted(MINE, C)), [ReleaseValue(MINE)]),
     ],
+    "G6: a value goes to who holds the fork that he names": [
+        (Share(MINE, MINE, C, A), []),
+        (FetchArrived(MINE, C, A), [Serve(MINE, C, A)]),
+        (FetchArrived(MINE, C, B), [RefuseFetch(MINE, C, B, Reason.NOT_HELD)]),
+        (FetchArrived(MINE, D, B), [RefuseFetch(MINE, D, B, Reason.NOT_HELD)]),
+        (FetchArrived(MINE, MINE, A), [RefuseFetch(MINE, MINE, A, Reason.NOT_HELD)]),
+        (MessageArrived(B, ForkRequest(MINE, D)), [SendControl(B, ForkConfirmed(MINE, D))]),
+        (FetchArrived(MINE, D, B), [Serve(MINE, D, B)]),
+        (MessageArrived(B, UserDeleted(MINE, D)), []),
+        (FetchArrived(MINE, D, B), [RefuseFetch(MINE, D, B, Reason.NOT_HELD)]),
+        (HandleDropped(MINE, MINE), []),
+        (MessageArrived(A, UserDeleted(MINE, C)), [ReleaseValue(MINE)]),
+        (FetchArrived(MINE, C, A), [RefuseFetch(MINE, C, A, Reason.UNKNOWN)]),
+    ],
+    "G6: who waits for a creation gets what he holds then": [
+        (FetchArrived(THEIRS, D, B), [RefuseFetch(THEIRS, D, B, Reason.UNKNOWN)]),
+        (FetchArrived(THEIRS, G, A), [SendControl(A, CreationProbe(THEIRS))]),
+        (FetchArrived(THEIRS, E, A), []),
+        (FetchArrived(THEIRS, D, B), [RefuseFetch(THEIRS, D, B, Reason.NOT_HELD)]),
+        (MessageArrived(B, ForkRequest(THEIRS, D)), []),
+        (FetchArrived(THEIRS, D, B), []),
+        (FetchArrived(THEIRS, D, A), [RefuseFetch(THEIRS, D, A, Reason.NOT_HELD)]),
+        (
+            CreationAccepted(THEIRS, G, A),
+            [
+                SendControl(B, ForkConfirmed(THEIRS, D)),
+                Serve(THEIRS, G, A),
+                RefuseFetch(THEIRS, E, A, Reason.NOT_HELD),
+                Serve(THEIRS, D, B),
+            ],
+        ),
+    ],
+    "G6: a child named too early by its maker does not stand in the way of its holder": [
+        (FetchArrived(THEIRS, D, A), [SendControl(A, CreationProbe(THEIRS))]),
+        (MessageArrived(B, ForkRequest(THEIRS, D)), []),
+        (FetchArrived(THEIRS, D, B), [RefuseFetch(THEIRS, D, A, Reason.NOT_HELD)]),
+        (CreationAccepted(THEIRS, G, A), [SendControl(B, ForkConfirmed(THEIRS, D)), Serve(THEIRS, D, B)]),
+    ],
+    "G6: the fork of another is requested": [
+        (Share(MINE, MINE, C, A), []),
+        (MessageArrived(B, ForkRequest(MINE, C)), [SendControl(B, ForkRefused(MINE, C, Reason.NOT_HELD))]),
+        (HandleDropped(MINE, MINE), []),
+        (MessageArrived(B, UserDeleted(MINE, C)), []),
+        (MessageArrived(A, ForkRequest(MINE, C)), [SendControl(A, ForkConfirmed(MINE, C))]),
+        (MessageArrived(A, UserDeleted(MINE, C)), [ReleaseValue(MINE)]),
+    ],
+    "G6: the fork of one who waits is requested": [
+        (MessageArrived(B, ForkRequest(THEIRS, D)), [SendControl(A, CreationProbe(THEIRS))]),
+        (MessageArrived(A, ForkRequest(THEIRS, D)), [SendControl(A, ForkRefused(THEIRS, D, Reason.NOT_HELD))]),
+        (CreationAccepted(THEIRS, G, A), [SendControl(B, ForkConfirmed(THEIRS, D))]),
+    ],
+    "G6: somebody else creates, gives up, or asks about, the reference of a worker": [
+        (CreationAccepted(THEIRS, G, B), [RefuseCreation(THEIRS, G, Reason.NOT_HELD)]),
+        (CreationAccepted(MINE, G, A), [RefuseCreation(MINE, G, Reason.NOT_HELD)]),
+        (CreationAccepted(THEIRS, C, A), [RefuseCreation(THEIRS, C, Reason.NOT_HELD)]),
+        (MessageArrived(B, CreationQuery(THEIRS, G)), []),
+        (MessageArrived(B, ForkRequest(THEIRS, D)), [SendControl(A, CreationProbe(THEIRS))]),
+        (MessageArrived(B, CreationOver(THEIRS)), []),
+        (MessageArrived(B, CreationQuery(THEIRS, G)), []),
+        (CreationAccepted(THEIRS, G, A), [SendControl(B, ForkConfirmed(THEIRS, D))]),
+    ],
+    "G6: a value of ours comes with the fork of another": [
+        (Share(MINE, MINE, C, A), []),
+        (Received(MINE, C, G, ME, B), [SendControl(B, ChildConfirmed(MINE, C)), Confirm(MINE, C)]),
+        (HandleDropped(MINE, C), []),
+        (HandleDropped(MINE, MINE), []),
+        (FetchArrived(MINE, C, A), [Serve(MINE, C, A)]),
+        (MessageArrived(A, UserDeleted(MINE, C)), [ReleaseValue(MINE)]),
+    ],
+    "G6: verdicts on a fork count from its owner": [
+        (Received(THEIRS, D, G, B, A), [SendControl(B, ForkRequest(THEIRS, D))]),
+        (MessageArrived(A, ForkConfirmed(THEIRS, D)), []),
+        (MessageArrived(A, ForkRefused(THEIRS, D, Reason.UNKNOWN)), []),
+        (MessageArrived(A, ForkRefused(THEIRS, D, Reason.LEASE_EXPIRED)), []),
+        (MessageArrived(B, ForkConfirmed(THEIRS, D)), [Confirm(THEIRS, D), SendControl(A, ChildConfirmed(THEIRS, D))]),
+        (MessageArrived(B, ForkRefused(THEIRS, E, Reason.LEASE_EXPIRED)), []),
+        (Received(THEIRS, E, G, B, A), [SendControl(B, ForkRequest(THEIRS, E))]),
+    ],
+    "G6: the end of a share counts from who got it, the question about it from who made it": [
+        (CreateRemote(MINE, F, A), []),
+        (Created(MINE, F), [Confirm(MINE, F)]),
+        (Share(MINE, F, C, B), []),
+        (HandleDropped(MINE, F), []),
+        (MessageArrived(A, ChildConfirmed(MINE, C)), []),
+        (MessageArrived(A, ShareLost(MINE, C)), []),
+        (MessageArrived(B, ShareLost(MINE, C)), [SendControl(A, UserDeleted(MINE, F))]),
+        (MessageArrived(B, ShareQuery(THEIRS, D)), []),
+        (Received(THEIRS, D, None, A, A), [Confirm(THEIRS, D)]),
+        (MessageArrived(B, CreationProbe(MINE)), [SendControl(B, CreationOver(MINE))]),
+    ],
     "a fork can be deleted by its holder only": [
         (Share(MINE, MINE, C, A), []),
         (HandleDropped(MINE, MINE), []),
@@ -216,7 +306,9 @@ TABLES: dict[str, Table] = {
 def test_table(name: str) -> None:
     protocol = RRefProtocol(ME)
     for event, expected in TABLES[name]:
-        is_served = isinstance(event, FetchArrived) and protocol.owners.serves_at_once(event.rref)
+        is_served = isinstance(event, FetchArrived) and protocol.owners.serves_at_once(
+            event.rref, event.fork, event.sender
+        )
         assert protocol.handle(event) == expected, event
         if is_served:
             assert [type(action) for action in expected] == [Serve], event

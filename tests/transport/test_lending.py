@@ -271,6 +271,33 @@ def test_what_a_peer_may_not_say(pair: Pair) -> None:
         pair.borrower.borrow(1, SIZE + 1)
 
 
+def test_segments_belong_to_one_session(pair: Pair) -> None:
+    """Whatever a peer says on another session, by guessing numbers, is about that session's own segments."""
+    number = pair.offer()
+    lent = pair.lend(memoryview(bytearray(SIZE)))
+    assert number is not None and lent == number
+    other = Pair()
+    with pytest.raises(ProtocolViolation, match="is not known"):
+        other.borrower.borrow(number, SIZE)
+    with pytest.raises(ProtocolViolation, match="withdrawn"):
+        other.borrower.withdrawn([number])
+    with pytest.raises(ProtocolViolation, match="not lent"):
+        other.lender.returned([number])
+    with pytest.raises(ProtocolViolation, match="not lent"):
+        other.lender.kept([number])
+    with pytest.raises(ProtocolViolation, match="not offered"):
+        other.lender.answered(number, False)
+    with pytest.raises(ProtocolViolation, match="not refused"):
+        other.lender.unread(number)
+    assert len(pair.borrower.borrow(number, SIZE)) == SIZE
+    pair.pass_back()
+    assert pair.lend(memoryview(bytearray(SIZE))) == number
+    pair.borrower.borrow(number, SIZE)
+    pair.pass_back()
+    other.lender.close()
+    other.borrower.close()
+
+
 def test_a_loan_that_is_given_up_may_have_been_returned_already() -> None:
     """By a peer that guesses numbers: the sender's own error stays, and its message is given up as any other."""
     lender = Lender()

@@ -10,7 +10,7 @@ from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._calling.retries import Retries
 from rpcdist.rpc._futures.collected import note_started
 from rpcdist.rpc._rref import proxied
-from rpcdist.rpc._rref.handles import HandleState
+from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
@@ -22,7 +22,7 @@ class MakeRemote(Protocol):
     """Makes a call whose result stays at the owner (`RRefCalls.remote`)."""
 
     def __call__(
-        self, to: int, func: Any, args: tuple[Any, ...], timeout_s: float, kwargs: None, on: HandleState | None
+        self, to: int, func: Any, args: tuple[Any, ...], timeout_s: float, kwargs: None, on: Handle | None
     ) -> Any: ...
 
 
@@ -69,7 +69,7 @@ class SerialCalls:
         rref._order = order
         number = order.begin()
         arguments: tuple[Any, ...] = (tuple(number), method, args, kwargs)
-        on = state if state.id != state.rref else None
+        on: Handle | None = rref._handle if state.id != state.rref else None
         if on is None:  # made here from a value: the tables of references need not list it, so a call cannot name it
             arguments = (rref, *arguments)
         end = partial(self._end, order, number.number, owner, rref)

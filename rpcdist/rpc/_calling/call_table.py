@@ -21,7 +21,7 @@ from rpcdist.rpc._calling.in_flight import InFlightBytes
 from rpcdist.rpc._marshal.arrived_value import ArrivedFailure
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
-from rpcdist.rpc._rref.handles import HandleState
+from rpcdist.rpc._rref.handles import Handle
 from rpcdist.time_limits import CALL_QUESTION_LEAD_S
 from rpcdist.transport.wire_messages import WireMessage
 
@@ -147,7 +147,7 @@ class PendingCall:
         self.repeat: WireMessage | None = None
         self.forks: Sequence[value_pb2.RRefFork] | None = None
         self.autograd: CallContext | None = None
-        self.on: HandleState | None = None
+        self.on: Handle | None = None
         self.is_bound = True
         self.was_asked = False
         self.state: tuple[rpc_pb2.CallState, float] | None = None

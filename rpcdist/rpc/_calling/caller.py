@@ -29,7 +29,7 @@ from rpcdist.rpc._peers.directory import COORDINATOR, Directory
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._peers.router import Router
-from rpcdist.rpc._rref.handles import HandleState
+from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, takes_long
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
@@ -107,7 +107,7 @@ class Caller:
         args: Any,
         kwargs: Any,
         timeout_s: float,
-        on: HandleState | None = None,
+        on: Handle | None = None,
     ) -> Any:
         """Calls a function, and waits for its result. `on`: see `NewCalls`."""
         if asyncio._get_running_loop() is not None:
@@ -147,7 +147,7 @@ class Caller:
         args: Any,
         kwargs: Any,
         timeout_s: float,
-        on: HandleState | None = None,
+        on: Handle | None = None,
     ) -> Future[Any]:
         """Calls a function; cancelling the future cancels the call. `on`: see `NewCalls`."""
         future: Future[Any] = Future()
@@ -167,7 +167,7 @@ class Caller:
         kwargs: Any,
         timeout_s: float,
         listener: CreationListener,
-        on: HandleState | None = None,
+        on: Handle | None = None,
         is_serial: bool = False,
     ) -> Creation:
         """Asks a worker to run a function and keep its result under the ids of `share`. The rest: see `NewCalls`."""

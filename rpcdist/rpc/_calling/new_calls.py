@@ -24,7 +24,7 @@ from rpcdist.rpc._calling.call_table import (
 )
 from rpcdist.rpc._marshal.marshal import Marshal, Written
 from rpcdist.rpc._peers.directory import Directory
-from rpcdist.rpc._rref.handles import HandleState
+from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, called_method
 from rpcdist.rpc._values import LargeBuffer
@@ -87,7 +87,7 @@ class NewCalls:
         timeout_s: float,
         reply_sink: ReplySink,
         result: ReferenceShare | None = None,
-        on: HandleState | None = None,
+        on: Handle | None = None,
         is_serial: bool = False,
     ) -> NewCall:
         """A call of a function.
@@ -144,7 +144,7 @@ class NewCalls:
                 if result is not None:
                     call.result = (*result.rref, *result.fork)
                 if on is not None:
-                    call.target = (*on.rref, *on.id)
+                    call.target = (*on.state.rref, *on.state.id)
                 return pending, call, value.large
         message, large = self._in_protobuf(pending, name, written, context_id, result)
         if is_serial:
@@ -152,7 +152,7 @@ class NewCalls:
         return pending, message, large
 
     def of_fetch(self, owner: int, share: ReferenceShare, timeout_s: float, reply_sink: ReplySink) -> NewCall:
-        """A call for the value of a reference. It does no harm to ask twice."""
+        """A call for the value of a reference, which whoever waits for it holds. It does no harm to ask twice."""
         timeout_s, deadline = self._limits(timeout_s)
         context, context_id = _join_autograd(owner)
         what = partial(_describe_fetch, share)
@@ -204,7 +204,7 @@ class NewCalls:
         if result is not None:
             name_value(call.result, result)
         if pending.on is not None:
-            name_value(call.on, ReferenceShare(pending.on.rref, pending.on.id))
+            name_value(call.on, ReferenceShare(pending.on.state.rref, pending.on.state.id))
         large: Sequence[LargeBuffer] = ()
         if written is not None:  # else the field stays unset, and neither side has anything to encode or to decode
             try:

@@ -23,7 +23,7 @@ from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._peers.router import REPLACED
 from rpcdist.rpc._rref import proxied
-from rpcdist.rpc._rref.handles import HandleState
+from rpcdist.rpc._rref.handles import Handle, HandleState
 from rpcdist.rpc._rref.identifiers import Incarnation, ReferenceShare
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
@@ -161,12 +161,12 @@ class RRefCalls:
 
         state.value.future._when_done(is_there)  # which actor it is, the value says
 
-    def _on_value(self, rref: Any, args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], HandleState | None]:
+    def _on_value(self, rref: Any, args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], Handle | None]:
         """The owner, the arguments, and the reference to name in the call. The owner's own needs no name."""
         state = self._rrefs.check_sharable(rref)
         if state.value is not None:
             return state.owner.worker, (rref, *args), None
-        return self._rrefs.owner_of(state), args, state
+        return self._rrefs.owner_of(state), args, rref._handle
 
     def remote(
         self,
@@ -175,7 +175,7 @@ class RRefCalls:
         args: Any,
         timeout_s: float,
         kwargs: Any = None,
-        on: HandleState | None = None,
+        on: Handle | None = None,
         is_serial: bool = False,
     ) -> Any:
         """Calls a function whose result stays there; returns a reference to it at once.
@@ -188,7 +188,7 @@ class RRefCalls:
             deadline = Deadline.after(self._caller.timeout_of(timeout_s)).earlier(current_deadline.get())
             self._reach(owner, lambda: self._rrefs.is_lost(owner), deadline)
         # What a method of an actor returns may be that actor: calls of it have numbers, too.
-        rref, share = self._rrefs.create_remote(owner, is_serial or (on is not None and on.is_serial))
+        rref, share = self._rrefs.create_remote(owner, is_serial or (on is not None and on.state.is_serial))
         try:
             rref._creation = self._caller.remote(
                 owner, share, func, args, kwargs, timeout_s, self._rrefs, on, is_serial

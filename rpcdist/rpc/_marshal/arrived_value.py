@@ -206,19 +206,20 @@ class OutgoingRRefs:
         forks: the shares, in the order in which they belong into the value.
     """
 
-    __slots__ = ("_manager", "_to", "_type", "forks")
+    __slots__ = ("_incarnation", "_manager", "_to", "_type", "forks")
 
-    def __init__(self, manager: RRefManager, rref_type: type, to: int) -> None:
+    def __init__(self, manager: RRefManager, rref_type: type, to: int, incarnation: int | None = None) -> None:
         self._manager = manager
         self._type = rref_type
         self._to = to
+        self._incarnation = incarnation
         self.forks: list[value_pb2.RRefFork] = []
 
     def is_external(self, obj: object) -> bool:
         return isinstance(obj, self._type)
 
     def externalize(self, obj: object) -> int:
-        self.forks.append(self._manager.share(obj, self._to))
+        self.forks.append(self._manager.share(obj, self._to, self._incarnation))
         return len(self.forks) - 1
 
     def internalize(self, index: int) -> object:

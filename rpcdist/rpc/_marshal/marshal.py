@@ -110,7 +110,8 @@ class Marshal:
 
     def write(self, obj: object, to: int, session: MessageSink | None = None) -> Written:
         """The first step of encoding an object for a worker; `compact` or `fill` is the next one."""
-        externals = OutgoingRRefs(self._rrefs, self._rref_type, to)
+        incarnation = None if session is None else session.peer.incarnation
+        externals = OutgoingRRefs(self._rrefs, self._rref_type, to, incarnation)
         return Written(obj, to, session, write_plain(obj, externals, plain_only=not self.allow_pickle), externals)
 
     def compact(
@@ -207,7 +208,7 @@ class Marshal:
         shared: list[value_pb2.RRefFork] = []
 
         def fill(value: value_pb2.Value, parts: PickledParts) -> list[LargeBuffer]:
-            externals = OutgoingRRefs(self._rrefs, self._rref_type, to)
+            externals = OutgoingRRefs(self._rrefs, self._rref_type, to, session.peer.incarnation)
             try:
                 large = fill_pickled(value, parts, externals, self._find_device_map(to, session))
             except BaseException:

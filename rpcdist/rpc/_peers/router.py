@@ -90,7 +90,8 @@ class Router:
         self._loopback = Loopback(directory.me, demultiplexer.on_messages)
         self._peers: dict[int, Peer] = {}
         self._inbound: dict[Identity, PeerSession] = {}  # the last session that each worker has opened to this one
-        self._lock = threading.Lock()  # for making peers; they are looked up without it
+        self._for_strangers: dict[int, list[ControlBody]] = {}  # control messages to workers that are not known yet
+        self._lock = threading.Lock()  # for making peers, and for what is kept; they are looked up without it
         events.opened.listen(self._on_opened)
         events.broken.listen(self._on_broken)
         events.replaced.listen(self._on_replaced)
@@ -173,20 +174,32 @@ class Router:
             self._control.apply(kind_of(body), self._directory.me, body)
         elif self._lifetime.is_closed:
             return
-        elif self._directory.knows(to):
-            self.peer(to).send_control(body)
+        elif self._is_kept_for_stranger(to, body):
+            self._network.io.call_soon(self._spawn_introduction, to)
         else:
-            self._network.io.call_soon(self._spawn_introduction, to, body)
+            self.peer(to).send_control(body)
 
-    def _spawn_introduction(self, to: int, body: ControlBody) -> None:
-        self._network.io.spawn(self._send_to_stranger(to, body), "rpcdist control message to a stranger")
+    def _is_kept_for_stranger(self, to: int, body: ControlBody) -> bool:
+        """Keeps a control message to a worker that is not known here; it goes before anything else to that one."""
+        if self._directory.knows(to):
+            return False
+        with self._lock:
+            if self._directory.knows(to):
+                return False
+            self._for_strangers.setdefault(to, []).append(body)
+            return True
 
-    async def _send_to_stranger(self, to: int, body: ControlBody) -> None:
+    def _spawn_introduction(self, to: int) -> None:
+        self._network.io.spawn(self._send_to_stranger(to), "rpcdist control message to a stranger")
+
+    async def _send_to_stranger(self, to: int) -> None:
         """A reference may come from a worker that joined after this one last asked who is there."""
         await self._directory.refresh_async()
         if self._directory.knows(to):
-            self.peer(to).send_control(body)
-        else:
+            peer = self.peer(to)
+            with self._lock:
+                self._introduce(peer)
+        elif self._for_strangers.pop(to, None):
             nobody = Identity(f"worker {to}", to, 0)
             lost = WorkerLost(nobody.name, "a remote reference", 0.0, "it is not a member of the job")
             self._events.lost.publish(nobody, lost)
@@ -220,8 +233,14 @@ class Router:
             if peer is not None:  # on the loop: its listeners must not run under our lock
                 self._network.io.call_soon(peer.declare_lost, REPLACED)
             peer = Peer(self._network, member, self, self._peer_timeout_s)
+            self._introduce(peer)  # before anybody sends to it: a share is announced before its value is asked for
             self._peers[worker_id] = peer
             return peer
+
+    def _introduce(self, peer: Peer) -> None:
+        """Gives a peer what was kept for it; with the lock."""
+        for body in self._for_strangers.pop(peer.identity.id, ()):
+            peer.send_control(body)
 
     def _living_peer(self, worker_id: int) -> Peer:
         """As `peer`; learns first who has the place of a worker that is lost."""

@@ -52,18 +52,20 @@ class Fail(RRefAction):
 
 @dataclass(frozen=True, slots=True)
 class Serve(RRefAction):
-    """Answer the fetches of this fork with the value (as soon as it is there)."""
+    """Answer the sender's fetches of this fork with the value (as soon as it is there)."""
 
     rref: RRefId
     fork: ForkId
+    sender: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
 class RefuseFetch(RRefAction):
-    """Answer the fetches of this fork with an error."""
+    """Answer the sender's fetches of this fork with an error."""
 
     rref: RRefId
     fork: ForkId
+    sender: Incarnation
     reason: Reason
 
 

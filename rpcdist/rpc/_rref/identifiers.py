@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
-__all__ = ["ForkId", "Incarnation", "RRefId", "ReferenceShare", "UniqueId"]
+__all__ = ["ForkId", "Incarnation", "RRefId", "ReferenceShare", "UniqueId", "new_number"]
 
 
 class UniqueId(NamedTuple):
-    """Unique in a job: the worker process that made it, and a number that this process uses once.
+    """Unique in a job: the worker process that made it, and a number of that process, from `new_number`.
 
-    The incarnation is part of it: a replacement that joins under the id of a dead worker counts from 0 again, while
-    references that the dead one made may still be alive elsewhere.
+    The incarnation is part of it: another process may join under the id of a dead worker, while references that the
+    dead one made are still alive elsewhere.
     """
 
     created_on: int
@@ -27,6 +28,11 @@ class UniqueId(NamedTuple):
     @property
     def creator(self) -> Incarnation:
         return Incarnation(self.created_on, self.incarnation)
+
+
+def new_number() -> int:
+    """A number that nobody guesses: who names a reference, or a share of one, was told of it. It is not used again."""
+    return int.from_bytes(os.urandom(8)) >> 1
 
 
 class Incarnation(NamedTuple):

@@ -6,18 +6,24 @@ Threads: every method may be called on any thread and never waits for the networ
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Final
 
 from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.deadline import Deadline
-from rpcdist.errors import NotInitialized, RRefError, WorkerLost
+from rpcdist.errors import NotInitialized, ProtocolViolation, RRefError, WorkerLost
 from rpcdist.rpc._rref import actions, events
 from rpcdist.rpc._rref.handles import Handle, HandleState, OwnerValue, failed_future
 from rpcdist.rpc._rref.host import RRefHost
-from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, ReferenceShare, RRefId, UniqueId
+from rpcdist.rpc._rref.identifiers import (
+    ForkId,
+    Incarnation,
+    ReferenceShare,
+    RRefId,
+    UniqueId,
+    new_number,
+)
 from rpcdist.rpc._rref.problems import FORK_AFTER_DELETION, GONE, creation_error, owner_lost, replaced
 from rpcdist.rpc._rref.protobuf import decode_messages, id_from_pb, id_to_pb
 from rpcdist.rpc._rref.report import LiveRRef, counts, is_held, leaks, live_rrefs
@@ -54,7 +60,6 @@ class RRefManager:
         self.me = Incarnation(host.me.id, host.me.incarnation)
         self.my_name = host.me.name
         self._tables = RRefTables(self.me, host, on_released)
-        self._numbers = itertools.count()
 
     def __repr__(self) -> str:
         return f"<RRefManager {self._tables.protocol!r}>"
@@ -132,14 +137,14 @@ class RRefManager:
         entry.fail(exc)
         self._tables.feed(events.CreationFinished(entry.rref))
 
-    def value_there(self, rref: RRefId) -> Future[Any] | None:
+    def value_there(self, share: ReferenceShare, requester: int, incarnation: int) -> Future[Any] | None:
         """What `when_there` would call `then` with at once, found with less; None if it might be anything else."""
         check_not_forked()
         tables = self._tables
         with tables.lock:
-            if tables.closed or not tables.protocol.owners.serves_at_once(rref):
+            if tables.closed or not tables.protocol.owners.serves_at_once(*share, Incarnation(requester, incarnation)):
                 return None
-            future = tables.values[rref].future
+            future = tables.values[share.rref].future
         return future if future.done() else None
 
     def when_there(
@@ -153,13 +158,19 @@ class RRefManager:
         if self._tables.closed:
             then(failed_future(RRefError(GONE)))
             return
-        event = events.FetchArrived(*share, self._tables.node(requester, incarnation))
-        self._tables.feed(event, lambda: self._tables.fetches.setdefault(share, []).append(then))
+        sender = self._tables.node(requester, incarnation)
+        event = events.FetchArrived(*share, sender)
+        self._tables.feed(event, lambda: self._tables.fetches.setdefault((share, sender), []).append(then))
 
     # ------------------------------------------------------------ references in messages
 
-    def share(self, rref: Any, to: int) -> value_pb2.RRefFork:
+    def share(self, rref: Any, to: int, incarnation: int | None = None) -> value_pb2.RRefFork:
         """A new fork for a message to a worker. Any failure to deliver it goes to `share_failed`.
+
+        Args:
+            rref: the reference.
+            to: the worker's id.
+            incarnation: of its process, where the session is known; None for the one that has the id now.
 
         Raises:
             RRefError: the reference is unusable: deleted, its owner lost, its creation failed.
@@ -168,7 +179,7 @@ class RRefManager:
         child = self._new_id()
         if not state.confirmed:  # whoever gets the share may ask the owner before a creation that lingers is there
             self._host.flush(state.owner.worker)
-        event = events.Share(state.rref, state.id, child, self._tables.node(to, None))
+        event = events.Share(state.rref, state.id, child, self._tables.node(to, incarnation))
         if (value := state.value) is not None:
             self._tables.feed(event, lambda: self._tables.values.setdefault(state.rref, value), owned=state.rref)
         else:
@@ -189,8 +200,14 @@ class RRefManager:
         return state
 
     def receive(self, fork: value_pb2.RRefFork, sender: int, incarnation: int | None = None) -> Token:
-        """A fork arrived in a message. Cheap; runs on the I/O loop."""
+        """A fork arrived in a message. Cheap; runs on the I/O loop.
+
+        Raises:
+            ProtocolViolation: it is here already: it would be dropped, with this message, for who holds it.
+        """
         rref, id = id_from_pb(fork.rref), id_from_pb(fork.fork)
+        if id in self._tables.states:
+            raise ProtocolViolation(f"share {id} of {rref} arrived, which this worker has already")
         owner = Incarnation(fork.owner, fork.owner_incarnation)
         parent = id_from_pb(fork.parent) if fork.HasField("parent") else None
         event = events.Received(rref, id, parent, owner, self._tables.node(sender, incarnation))
@@ -374,7 +391,7 @@ class RRefManager:
     # ------------------------------------------------------------ inside
 
     def _new_id(self) -> UniqueId:
-        return UniqueId(self.me.worker, next(self._numbers), self.me.incarnation)
+        return UniqueId(self.me.worker, new_number(), self.me.incarnation)
 
     def _fork_pb(self, state: HandleState, fork: ForkId, parent: ForkId | None) -> value_pb2.RRefFork:
         return value_pb2.RRefFork(

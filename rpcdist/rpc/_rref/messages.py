@@ -35,6 +35,7 @@ class Reason(enum.IntEnum):
     CREATION_FAILED = 2  # the remote() that should have made the value never reached the owner
     OWNER_LOST = 3  # the owner died
     SHARE_LOST = 4  # the message that carried the reference was given up by its sender
+    NOT_HELD = 5  # the owner does not count this fork for who names it
 
 
 @dataclass(frozen=True, slots=True)

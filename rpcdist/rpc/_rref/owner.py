@@ -84,7 +84,9 @@ class OwnerTable:
 
     def accept(self, event: CreationAccepted) -> None:
         entry = self.entries.get(event.rref)
-        if event.creator in self.ended:
+        if event.rref.creator != event.creator or event.fork.creator != event.creator:
+            self._emit(RefuseCreation(event.rref, event.fork, Reason.NOT_HELD))
+        elif event.creator in self.ended:
             self._emit(RefuseCreation(event.rref, event.fork, Reason.LEASE_EXPIRED))
         elif event.rref in self.refused:
             self._emit(RefuseCreation(event.rref, event.fork, Reason.CREATION_FAILED))
@@ -111,6 +113,8 @@ class OwnerTable:
 
     def answer_creation_query(self, rref: RRefId, fork: ForkId, sender: Incarnation) -> None:
         """The creator does not know whether its call came. If it did not, it is refused from now on."""
+        if rref.creator != sender:
+            return
         entry = self.entries.get(rref)
         if entry is not None and fork in entry.forks:
             self._emit(SendControl(sender, ForkConfirmed(rref, fork)))
@@ -136,6 +140,8 @@ class OwnerTable:
         entry = self._entry_or_expect(rref, creator_is_gone)
         if entry is None:
             self._emit(SendControl(sender, ForkRefused(rref, fork, Reason.UNKNOWN)))
+        elif sender != entry.forks.get(fork, sender) or sender != entry.askers.get(fork, sender):
+            self._emit(SendControl(sender, ForkRefused(rref, fork, Reason.NOT_HELD)))
         elif entry.state is State.EXPECTED:
             entry.askers[fork] = sender
         else:
@@ -185,7 +191,8 @@ class OwnerTable:
             reason = Reason.LEASE_EXPIRED if event.sender in self.ended else Reason.UNKNOWN
             self._emit(Fail(event.rref, event.fork, reason))
             return
-        entry.forks.pop(event.fork, None)  # it was counted if we sent it to ourselves
+        if entry.forks.get(event.fork) == self._me:  # it was counted, as we sent it to ourselves
+            del entry.forks[event.fork]
         entry.local[event.fork] = None
         self._emit(Confirm(event.rref, event.fork))
 
@@ -205,22 +212,36 @@ class OwnerTable:
             self._settle(entry)
 
     def fetch(self, event: FetchArrived, creator_is_gone: bool) -> None:
-        if event.sender in self.ended or (event.sender, event.rref, event.fork) in self.expired:
-            self._emit(RefuseFetch(event.rref, event.fork, Reason.LEASE_EXPIRED))
-            self._emit(SendControl(event.sender, ForkRefused(event.rref, event.fork, Reason.LEASE_EXPIRED)))
+        rref, fork, sender = event.rref, event.fork, event.sender
+        if sender in self.ended or (sender, rref, fork) in self.expired:
+            self._emit(RefuseFetch(rref, fork, sender, Reason.LEASE_EXPIRED))
+            self._emit(SendControl(sender, ForkRefused(rref, fork, Reason.LEASE_EXPIRED)))
             return
-        entry = self._entry_or_expect(event.rref, creator_is_gone)
-        if entry is None:
-            self._emit(RefuseFetch(event.rref, event.fork, Reason.UNKNOWN))
-        elif entry.state is State.EXPECTED:
-            entry.fetchers[event.fork] = event.sender
-        else:
-            self._emit(Serve(event.rref, event.fork))
-
-    def serves_at_once(self, rref: RRefId) -> bool:
-        """Whether `fetch` would do nothing but serve, whoever asks: the value is not awaited, and nobody is refused."""
         entry = self.entries.get(rref)
-        return entry is not None and entry.state is not State.EXPECTED and not self.ended and not self.expired
+        if entry is None and rref.creator == sender == fork.creator:  # the fetch has overtaken the call of `remote()`
+            entry = self._entry_or_expect(rref, creator_is_gone)
+        if entry is None:
+            self._emit(RefuseFetch(rref, fork, sender, Reason.UNKNOWN))
+        elif entry.state is not State.EXPECTED and self._is_held(entry, fork, sender):
+            self._emit(Serve(rref, fork, sender))
+        elif entry.state is State.EXPECTED and self._may_hold(entry, fork, sender):
+            before = entry.fetchers.get(fork, sender)
+            if before != sender:
+                self._emit(RefuseFetch(rref, fork, before, Reason.NOT_HELD))
+            entry.fetchers[fork] = sender
+        else:
+            self._emit(RefuseFetch(rref, fork, sender, Reason.NOT_HELD))
+
+    def serves_at_once(self, rref: RRefId, fork: ForkId, sender: Incarnation) -> bool:
+        """Whether `fetch` would do nothing but serve."""
+        entry = self.entries.get(rref)
+        return (
+            entry is not None
+            and entry.state is not State.EXPECTED
+            and self._is_held(entry, fork, sender)
+            and sender not in self.ended
+            and (sender, rref, fork) not in self.expired
+        )
 
     # The death of others.
 
@@ -258,8 +279,17 @@ class OwnerTable:
             self._emit(SendControl(node, ForkRefused(entry.rref, fork, Reason.LEASE_EXPIRED)))
         for fork in _forks_of(entry.fetchers, node):
             del entry.fetchers[fork]
-            self._emit(RefuseFetch(entry.rref, fork, Reason.LEASE_EXPIRED))
+            self._emit(RefuseFetch(entry.rref, fork, node, Reason.LEASE_EXPIRED))
         self._settle(entry)
+
+    def _is_held(self, entry: OwnerEntry, fork: ForkId, sender: Incarnation) -> bool:
+        """Whether the value may go to who names this fork."""
+        return entry.forks.get(fork) == sender or (sender == self._me and fork in entry.local)
+
+    def _may_hold(self, entry: OwnerEntry, fork: ForkId, sender: Incarnation) -> bool:
+        """Whether who names this fork may turn out to hold it when the call of `remote()` comes."""
+        is_creator = sender == entry.rref.creator and fork not in entry.forks and fork not in entry.askers
+        return is_creator or entry.askers.get(fork) == sender or self._is_held(entry, fork, sender)
 
     def _entry_or_expect(self, rref: RRefId, creator_is_gone: bool) -> OwnerEntry | None:
         """The entry; a new one that is expected if the creator may still send it; None if the value is gone."""
@@ -276,16 +306,19 @@ class OwnerTable:
         for fork, holder in entry.askers.items():
             entry.forks[fork] = holder
             self._emit(SendControl(holder, ForkConfirmed(entry.rref, fork)))
-        for fork in entry.fetchers:
-            self._emit(Serve(entry.rref, fork))
+        for fork, sender in entry.fetchers.items():
+            if self._is_held(entry, fork, sender):
+                self._emit(Serve(entry.rref, fork, sender))
+            else:
+                self._emit(RefuseFetch(entry.rref, fork, sender, Reason.NOT_HELD))
         entry.askers.clear()
         entry.fetchers.clear()
 
     def _refuse_the_waiting(self, entry: OwnerEntry, reason: Reason) -> None:
         for fork, holder in entry.askers.items():
             self._emit(SendControl(holder, ForkRefused(entry.rref, fork, reason)))
-        for fork in entry.fetchers:
-            self._emit(RefuseFetch(entry.rref, fork, reason))
+        for fork, sender in entry.fetchers.items():
+            self._emit(RefuseFetch(entry.rref, fork, sender, reason))
         entry.askers.clear()
         entry.fetchers.clear()
 

@@ -68,6 +68,11 @@ def describe(reason: Reason, what: str, owner: str) -> Exception:
         )
     if reason is Reason.SHARE_LOST:
         return RRefError(f"{what} is unusable: its sender gave up the message that carried it. Ask for it again.")
+    if reason is Reason.NOT_HELD:
+        return RRefError(
+            f"{what} is refused by its owner {owner!r}: the worker that asked does not hold the share that it named, "
+            "which was released, or is another worker's. Use a reference that was sent to this worker."
+        )
     return RRefError(
         f"{what} is unknown to its owner {owner!r}: the worker that shared it died before the owner knew of the share, "
         "or all references to it were dropped."

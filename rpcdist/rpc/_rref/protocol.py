@@ -12,7 +12,8 @@ Assumptions about the shell (A1 to A5):
 - A4. If a worker dies, every other one that knows of it reports `HolderLost`, and `LeaseEnded` when its lease is over.
   A living worker may be reported too: that costs its references, and leaks nothing. After `HolderFound` it may
   own and hold new ones, and its lease begins anew.
-- A5. Identifiers are never used twice in a job.
+- A5. Identifiers are never used twice in a job, and known to those only whom somebody has told.
+- A6. A fetch arrives after the request for its fork, and before that is deleted. One that does not is refused.
 
 Guarantees:
 
@@ -21,6 +22,8 @@ Guarantees:
 - G3. No order of messages is assumed, and applying one twice is the same as applying it once.
 - G4. When the lease of a worker ends, its forks are dropped. If it comes back, it is told `LEASE_EXPIRED` of each.
 - G5. When the owner is lost, every handle on its values fails.
+- G6. A message counts only from who may say it: of a fork, its holder; of a creation, its creator; of the verdict on a
+  fork, its owner; of a share, who made it, or who it is for. A value goes to who holds the fork that he names.
 
 [Note: stale requests] Nothing remembers forks that are gone. A `ForkRequest` that is applied again after its fork was
 deleted counts a fork that nobody holds; but the answer to it, `ForkConfirmed`, reaches a user that does not know the
@@ -208,22 +211,27 @@ class RRefProtocol:
         self.owners.answer_creation_query(message.rref, message.fork, sender)
 
     def _on_creation_over(self, message: CreationOver, sender: Incarnation) -> None:
-        self.owners.creation_over(message.rref, Reason.UNKNOWN)
+        if message.rref.creator == sender:
+            self.owners.creation_over(message.rref, Reason.UNKNOWN)
 
     # Messages to a user.
 
     def _on_fork_confirmed(self, message: ForkConfirmed, sender: Incarnation) -> None:
         user = self.users.forks.get(message.fork)
         if user is not None:
-            self.users.confirm(user)
+            if user.owner == sender:
+                self.users.confirm(user)
         else:
             self._emit(SendControl(sender, UserDeleted(message.rref, message.fork)))  # [Note: stale requests]
 
     def _on_fork_refused(self, message: ForkRefused, sender: Incarnation) -> None:
+        user = self.users.forks.get(message.fork)
+        if user is not None and user.owner != sender:
+            return
         if message.reason is not Reason.LEASE_EXPIRED:
             self.users.refuse(message.fork, message.reason)
             return
-        if not self.users.expire(message.fork):
+        if not self.users.expire(message.fork) and message.fork.creator == sender:
             self.refused_shares.add(message.fork)  # it may have overtaken the fork
         if message.rref.creator == self.me:  # a probe for what was dropped may have come while we were silent
             self._emit(SendControl(sender, CreationOver(message.rref)))
@@ -236,17 +244,19 @@ class RRefProtocol:
     # Messages between parent and child.
 
     def _on_child_confirmed(self, message: ChildConfirmed, sender: Incarnation) -> None:
-        self.users.release(message.fork)
+        self.users.release_by(message.fork, sender)
 
     def _on_share_query(self, message: ShareQuery, sender: Incarnation) -> None:
         """Silence means yes: our verdict on the fork is under way, or will be."""
+        if message.fork.creator != sender:
+            return
         if message.fork in self.users.forks or self.owners.holds(message.rref, message.fork):
             return
         self.refused_shares.add(message.fork)
         self._emit(SendControl(sender, ShareLost(message.rref, message.fork)))
 
     def _on_share_lost(self, message: ShareLost, sender: Incarnation) -> None:
-        self.users.release(message.fork)
+        self.users.release_by(message.fork, sender)
         self.owners.delete(message.rref, message.fork, sender)
 
 

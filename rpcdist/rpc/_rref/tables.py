@@ -40,7 +40,7 @@ class RRefTables:
         protocol: decides; to be fed by `feed` alone.
         states: of the handles of this worker, by fork.
         values: that this worker owns.
-        fetches: by share: who is to be called when the value is there.
+        fetches: by share, and who names it: who is to be called when the value is there.
         losses: why other workers were declared dead.
         dropped: the handles that were collected, and not noticed yet.
         closed: after shutdown; nothing is fed any more.
@@ -62,7 +62,7 @@ class RRefTables:
         self.protocol = RRefProtocol(me)
         self.states: dict[UniqueId, HandleState] = {}
         self.values: dict[RRefId, OwnerValue] = {}
-        self.fetches: dict[ReferenceShare, list[WhenThere]] = {}
+        self.fetches: dict[tuple[ReferenceShare, Incarnation], list[WhenThere]] = {}
         self.losses = Losses()
         self.dropped: Dropped = deque()
         self.closed = False
@@ -203,13 +203,16 @@ class RRefTables:
 
     def _serve(self, action: actions.Serve, effects: list[Callable[[], object]]) -> None:
         value = self.values[action.rref]
-        for then in self.fetches.pop(ReferenceShare(action.rref, action.fork), ()):
+        for then in self._take_fetches(action):
             effects.append(partial(value.future._when_done, then))
 
     def _refuse_fetch(self, action: actions.RefuseFetch, effects: list[Callable[[], object]]) -> None:
         error = self.error(action.reason, str(action.rref), self.me)
-        for then in self.fetches.pop(ReferenceShare(action.rref, action.fork), ()):
+        for then in self._take_fetches(action):
             effects.append(partial(then, failed_future(error)))
+
+    def _take_fetches(self, action: actions.Serve | actions.RefuseFetch) -> Sequence[WhenThere]:
+        return self.fetches.pop((ReferenceShare(action.rref, action.fork), action.sender), ())
 
     def _refuse_creation(self, action: actions.RefuseCreation, effects: list[Callable[[], object]]) -> None:
         """`accept_creation` looks for it."""

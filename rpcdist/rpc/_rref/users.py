@@ -137,6 +137,12 @@ class UserTable:
         del user.children[child]
         self._settle(user)
 
+    def release_by(self, child: ForkId, sender: Incarnation) -> None:
+        """`release`, by the word of a worker; it counts if the child was sent there."""
+        holder = self.parked.get(child)
+        if holder is not None and self.forks[holder].children[child] == sender:
+            self.release(child)
+
     def expire(self, fork: ForkId) -> bool:
         """The owner dropped it with our lease, confirmed or not; false if it is not held here."""
         user = self.forks.get(fork)

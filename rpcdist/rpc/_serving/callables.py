@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from rpcdist.errors import CallRefused
-from rpcdist.rpc._values.function_names import decode_function, function_name
+from rpcdist.rpc._values.function_names import decode_function, function_name, loaded_function, names_itself
 from rpcdist.rpc.options import RpcOptions
 
 __all__ = ["Callables"]
@@ -32,7 +32,10 @@ class Callables:
         self._known: dict[str, tuple[str, str]] = {}  # module and function, by the name on the wire
 
     def find(self, name: str) -> Callable[..., Any]:
-        """The callable that "module:qualified.name" names here, imported if necessary.
+        """The callable that "module:qualified.name" names here.
+
+        Its module is imported, and asked for it (`__getattr__`), where peers may run any code, or where the allow-list
+        has the whole name. Else it is one that a loaded module holds.
 
         Raises:
             CallRefused: it may not be called.
@@ -41,6 +44,8 @@ class Callables:
             return self._always[name]
         if self._options.allow_functions is not None:
             return self._allowed(name, self._options.allow_functions)
+        if not self._options.allow_pickle:
+            return loaded_function(name)
         parts = self._known.get(name)  # not the function: what the module holds now is meant
         if parts is not None and (module := sys.modules.get(parts[0])) is not None:
             function = getattr(module, parts[1], None)
@@ -70,10 +75,12 @@ class Callables:
                 f"worker {self._worker_name!r} does not allow calls of {name}; "
                 "add it to RpcOptions(allow_functions=...) there"
             )
-        function = decode_function(name)
-        home = function_name(function)
+        if name in patterns:
+            return decode_function(name)
+        function = loaded_function(name, any(pattern.partition(":")[0] == module for pattern in patterns))
+        home = function_name(function, is_quiet=True) if names_itself(function) else None
         # A pattern names what a module defines, not what it imports: "tools:*" must not lead to "tools:os.system".
-        if name not in patterns and not (home and self._options.allows(*home.split(":", 1))):
+        if not (home and self._options.allows(*home.split(":", 1))):
             raise CallRefused(
                 f"worker {self._worker_name!r} does not allow calls of {name}, which is "
                 f"{home or 'a callable without a name of its own'}; to allow it, add it to "

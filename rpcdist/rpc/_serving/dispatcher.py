@@ -199,10 +199,11 @@ class Dispatcher:
             Whether it is there. If not, the call goes on when it is: a method in the pool, a fetch on the thread that
             has made the value.
         """
-        if (there_already := self._rrefs.value_there(value.rref)) is not None:
+        peer = active.session.peer
+        if (there_already := self._rrefs.value_there(value, peer.id, peer.incarnation)) is not None:
             active.target = there_already
             return True
-        peer, reader, is_there = active.session.peer, get_ident(), False
+        reader, is_there = get_ident(), False
 
         def there(target: Future[Any]) -> None:
             nonlocal is_there

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -36,6 +35,7 @@ from rpcdist.rpc._values.exceptions import (
 from rpcdist.rpc._values.externals import Externals
 from rpcdist.rpc._values.function_names import FunctionLookupError
 from rpcdist.rpc._values.pickled import PickledParts, read_pickle, write_pickle
+from rpcdist.rpc._values.quiet_lookup import look_up_quietly
 
 __all__ = ["Fill", "RemoteTraceback", "exception_of", "failure_of"]
 
@@ -337,13 +337,18 @@ def _remote_error(failure: rpc_pb2.Failure) -> RemoteError:
 
 
 def _exception_class(module_name: str, qualname: str) -> type[Exception] | None:
-    """A class by its name, if it is a loaded one that an `except` clause may name. Nothing is imported for a peer."""
-    found: Any = sys.modules.get("__main__" if module_name == "__mp_main__" else module_name)
-    for part in qualname.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, type) or not issubclass(found, Exception) or issubclass(RemoteError, found):
+    """A class by its name, if it is a loaded one that an `except` clause may name, and no code of it runs where another
+    class is derived from it. Nothing is imported for a peer, and no module is asked.
+    """
+    try:
+        found = look_up_quietly(module_name, qualname)
+    except AttributeError:
         return None
-    return None if issubclass(found, RpcdistError) else found
+    if type(found) is not type or not issubclass(found, Exception) or issubclass(RemoteError, found):
+        return None
+    if issubclass(found, RpcdistError) or any("__init_subclass__" in vars(base) for base in found.__mro__[:-1]):
+        return None
+    return found
 
 
 def _also(cls: type[Exception], args: tuple[str, str, str, str]) -> RemoteError:

@@ -19,8 +19,17 @@ import torch
 
 from rpcdist.errors import RpcdistError
 from rpcdist.rpc._values.pickled import NOT_ON_CALLEE
+from rpcdist.rpc._values.quiet_lookup import look_up_quietly
 
-__all__ = ["FunctionLookupError", "decode_function", "function_name", "function_reference", "unwrap"]
+__all__ = [
+    "FunctionLookupError",
+    "decode_function",
+    "function_name",
+    "function_reference",
+    "loaded_function",
+    "names_itself",
+    "unwrap",
+]
 
 _DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 
@@ -74,15 +83,42 @@ def function_reference(func: Callable[..., Any], *, by_value: bool = False) -> s
     return None if name is not None and by_value and _goes_by_value(name) else name
 
 
-def function_name(func: Callable[..., Any]) -> str | None:
-    """The "module:qualified.name" under which this process finds `func` itself, or None."""
+def function_name(func: Callable[..., Any], is_quiet: bool = False) -> str | None:
+    """The "module:qualified.name" under which this process finds `func` itself, or None.
+
+    Args:
+        func: the function.
+        is_quiet: only where it is found without code of a module, as by `loaded_function`.
+    """
     special = None if type(func) is types.FunctionType else _special_name(func)
-    if special is not None and _resolves_to(special, func):
+    if special is not None and _resolves_to(special, func, is_quiet):
         return special
     for name in (_plain_name(func), *_other_names(func)):
-        if _resolves_to(name, func):
+        if _resolves_to(name, func, is_quiet):
             return "__main__:" + name.partition(":")[2] if name.startswith("__mp_main__:") else name
     return None
+
+
+def loaded_function(reference: str, may_import: bool = False) -> Callable[..., Any]:
+    """What `function_reference` named, for a peer that may not have code of its choice run: without the code of a
+    module. That finds what the dictionaries of modules and classes hold.
+
+    Args:
+        reference: the name.
+        may_import: whether its module may be imported, if it is not loaded; else there is no import.
+
+    Raises:
+        FunctionLookupError: there is none, or it is not callable. What the import raises passes through.
+    """
+    module_name, _, path = reference.partition(":")
+    if may_import:
+        _import(reference, module_name)  # or waits for another thread that is about it
+    try:
+        func = look_up_quietly(module_name, path)
+    except AttributeError as exc:
+        advice = "Import its module there, or add its whole name to allow_functions."
+        raise FunctionLookupError(f"function {reference!r} was not found on the callee: {exc}. {advice}") from exc
+    return _checked(reference, func)
 
 
 def decode_function(reference: str) -> Callable[..., Any]:
@@ -102,6 +138,10 @@ def decode_function(reference: str) -> Callable[..., Any]:
             func = _walk(module, path)
         except AttributeError as exc:
             raise FunctionLookupError(_advice(reference, f"{exc}")) from exc
+    return _checked(reference, func)
+
+
+def _checked(reference: str, func: Any) -> Callable[..., Any]:
     if not callable(func):
         raise FunctionLookupError(_advice(reference, f"it is a {type(func).__name__}, which cannot be called"))
     return func  # type: ignore[no-any-return]
@@ -136,6 +176,14 @@ def _walk(module: types.ModuleType, path: str) -> Any:
     for part in path.split("."):
         found = getattr(found, part)
     return found
+
+
+def names_itself(func: Any) -> bool:
+    """Whether its attributes can be read without code of its class, as those of a lazy object cannot."""
+    return not any(
+        "__getattr__" in vars(base) or type(vars(base).get("__getattribute__")) is types.FunctionType
+        for base in type(func).__mro__
+    )
 
 
 def _plain_name(func: Any) -> str:
@@ -184,14 +232,14 @@ def _other_names(func: Any) -> Iterator[str]:
         yield f"{module.partition('.')[0]}:{name}"
 
 
-def _resolves_to(name: str, func: object) -> bool:
+def _resolves_to(name: str, func: object, is_quiet: bool = False) -> bool:
     """Whether `name` leads back to `func` in this process. Imports nothing."""
     module_name, _, path = name.partition(":")
     module = sys.modules.get(module_name)
     if module is None:
         return False
     try:
-        found = _walk(module, path)
+        found = look_up_quietly(module_name, path) if is_quiet else _walk(module, path)
     except AttributeError:
         return False
     # A class method or a builtin method of a type is a new, equal object at each look-up.

@@ -1,0 +1,224 @@
+"""A worker with the token names references, and shares of them, that it does not hold."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from peer_timeouts import CALM_S, LIMIT_S
+
+from rpcdist import rpc
+from rpcdist._proto import rpc_pb2, rref_pb2, value_pb2
+from rpcdist.errors import RRefError
+from rpcdist.rpc._rref import proxied
+from rpcdist.rpc._rref.identifiers import ReferenceShare, UniqueId, new_number
+from rpcdist.rpc._rref.owner import OwnerEntry
+from rpcdist.rpc._rref.protobuf import id_to_pb
+from rpcdist.testing import InProcessCluster, eventually
+
+OWNER, USER, ATTACKER = 0, 1, 2
+received: list[Any] = []
+REFUSED = "is refused by its owner 'owner': the worker that asked does not hold the share that it named"
+
+
+class Secret:
+    """A value that lives at the owner."""
+
+    may_tell = threading.Event()
+
+    def tell(self) -> str:
+        return "secret"
+
+    def tell_late(self) -> str:
+        assert self.may_tell.wait(LIMIT_S)
+        return "late"
+
+
+@pytest.fixture
+def cluster() -> Iterator[InProcessCluster]:
+    with InProcessCluster("owner", "user", "attacker", peer_timeout=CALM_S) as cluster:
+        yield cluster
+
+
+def create(cluster: InProcessCluster, at: str) -> Any:
+    rref = cluster.run(at, partial(rpc.remote, "owner", Secret))
+    assert tells(cluster, rref, at) == "secret"
+    return rref
+
+
+def tells(cluster: InProcessCluster, rref: Any, at: str = "user") -> Any:
+    return cluster.run(at, lambda: rref.rpc_sync().tell())
+
+
+def receive(rref: Any) -> None:
+    received.append(rref)
+
+
+def share_of(rref: Any) -> ReferenceShare:
+    return ReferenceShare(rref._handle.state.rref, rref._handle.state.id)
+
+
+def fetch(cluster: InProcessCluster, share: ReferenceShare, at: str = "attacker") -> Any:
+    with cluster.use(at) as agent:
+        return agent.caller.fetch(OWNER, share, LIMIT_S)
+
+
+def call_method(cluster: InProcessCluster, share: ReferenceShare, at: str = "attacker") -> Any:
+    named: Any = SimpleNamespace(state=SimpleNamespace(rref=share.rref, id=share.fork))
+    with cluster.use(at) as agent:
+        return agent.caller.sync(OWNER, proxied._local_invoke, ("tell", (), {}), None, LIMIT_S, named)
+
+
+def say(cluster: InProcessCluster, to: str, *messages: rref_pb2.RRefMessage, at: str = "attacker") -> None:
+    """Sends control messages, and waits until they are there."""
+    with cluster.use(at) as agent:
+        assert rpc.rpc_sync(to, abs, (-1,)) == 1  # connects
+        session = agent.router.session_with(rpc.get_worker_info(to).id)
+        assert session is not None
+        for message in messages:
+            session.send(rpc_pb2.Message(rref=message))
+        assert rpc.rpc_sync(to, abs, (-1,)) == 1  # comes after them
+
+
+def about(share: ReferenceShare) -> dict[str, Any]:
+    return {"rref": id_to_pb(share.rref), "fork": id_to_pb(share.fork)}
+
+
+def entry_of(cluster: InProcessCluster, share: ReferenceShare) -> OwnerEntry | None:
+    with cluster.use("owner") as agent:
+        return agent.rrefs._tables.protocol.owners.entries.get(share.rref)
+
+
+@pytest.mark.parametrize("use", [fetch, call_method])
+def test_a_value_goes_only_to_who_holds_the_share_that_he_names(cluster: InProcessCluster, use: Any) -> None:
+    """The owner looked for the value alone: whoever knew its number, of a process that counts them, was served."""
+    rref = create(cluster, "user")
+    share, own = share_of(rref), UniqueId(ATTACKER, new_number(), cluster._agents["attacker"].identity.incarnation)
+    for fork in (share.fork, own, share.rref, UniqueId(USER, 1, share.fork.incarnation)):
+        with pytest.raises(RRefError, match=REFUSED):
+            use(cluster, ReferenceShare(share.rref, fork))
+    guessed = ReferenceShare(UniqueId(USER, 0, share.rref.incarnation), own)
+    with pytest.raises(RRefError, match="is unknown to its owner 'owner'"):
+        use(cluster, guessed)
+    assert tells(cluster, rref) == "secret"
+    del rref
+
+
+@pytest.mark.parametrize("use", [fetch, call_method])
+def test_a_share_that_was_released_is_of_no_use(cluster: InProcessCluster, use: Any) -> None:
+    kept = create(cluster, "user")
+    cluster.run("user", partial(rpc.rpc_sync, "attacker", receive, (kept,)))
+    released = received.pop()
+    share = share_of(released)
+    assert isinstance(fetch(cluster, share), Secret) and call_method(cluster, share) == "secret"
+    entry = entry_of(cluster, share)
+    assert entry is not None and share.fork in entry.forks
+    del released
+    eventually(lambda: share.fork not in entry.forks, "the owner was told", LIMIT_S)
+    with pytest.raises(RRefError, match=REFUSED):
+        use(cluster, share)
+    del kept
+
+
+def test_a_share_ends_and_is_counted_by_the_word_of_its_holder_alone(cluster: InProcessCluster) -> None:
+    """Whoever asked the owner to count a share took it from its holder, and could then end it."""
+    rref = create(cluster, "user")
+    share = share_of(rref)
+    say(
+        cluster,
+        "owner",
+        rref_pb2.RRefMessage(fork_request=rref_pb2.ForkRequest(**about(share))),
+        rref_pb2.RRefMessage(user_deleted=rref_pb2.UserDeleted(**about(share))),
+        rref_pb2.RRefMessage(share_lost=rref_pb2.ShareLost(**about(share))),
+    )
+    entry = entry_of(cluster, share)
+    assert entry is not None and entry.forks[share.fork].worker == USER
+    assert tells(cluster, rref) == "secret"
+    del rref
+    eventually(lambda: entry_of(cluster, share) is None, "the user's word ends it", LIMIT_S)
+
+
+def test_only_its_creator_gives_up_a_creation(cluster: InProcessCluster) -> None:
+    """Whoever named the reference had its call refused from then on, though its creator was about to make it."""
+    incarnation = cluster._agents["user"].identity.incarnation
+    share = ReferenceShare(*(UniqueId(USER, new_number(), incarnation) for _ in range(2)))
+    say(
+        cluster,
+        "owner",
+        rref_pb2.RRefMessage(creation_query=rref_pb2.CreationQuery(**about(share))),
+        rref_pb2.RRefMessage(creation_over=rref_pb2.CreationOver(rref=id_to_pb(share.rref))),
+    )
+    with cluster.use("owner") as agent:
+        assert share.rref not in agent.rrefs._tables.protocol.owners.refused
+    with cluster.use("attacker") as agent, pytest.raises(RRefError, match=REFUSED):
+        creates_as_another(agent, share)
+    assert entry_of(cluster, share) is None
+    with cluster.use("user") as agent:
+        creates_as_another(agent, share)
+        assert call_method(cluster, share, "user") == "secret"
+
+
+def creates_as_another(agent: Any, share: ReferenceShare) -> None:
+    """A call of `remote()` whose result has given numbers."""
+    outcome: list[BaseException | None] = []
+    reports = SimpleNamespace(
+        on_created=lambda share: outcome.append(None), on_creation_failed=lambda share, exc: outcome.append(exc)
+    )
+    agent.caller.remote(OWNER, share, Secret, (), None, LIMIT_S, reports, None, False)
+    agent.router.flush(OWNER)
+    eventually(lambda: outcome, "the owner has answered", LIMIT_S)
+    if outcome[0] is not None:
+        raise outcome[0]
+
+
+def test_verdicts_on_a_share_count_from_its_owner_alone(cluster: InProcessCluster) -> None:
+    rref = create(cluster, "user")
+    share = share_of(rref)
+    refused = rref_pb2.ForkRefused(**about(share), reason=rref_pb2.ForkRefused.LEASE_EXPIRED)
+    say(cluster, "user", rref_pb2.RRefMessage(fork_refused=refused))
+    assert tells(cluster, rref) == "secret"
+    del rref
+
+
+def test_a_share_that_is_there_already_ends_the_session_that_brings_it(cluster: InProcessCluster) -> None:
+    """It was taken for a new one: when it was dropped, the share of who held it was deleted."""
+    rref = create(cluster, "user")
+    share = share_of(rref)
+    fork = value_pb2.RRefFork(
+        **about(share),
+        parent=id_to_pb(UniqueId(ATTACKER, 1, 1)),
+        owner=OWNER,
+        owner_incarnation=cluster._agents["owner"].identity.incarnation,
+    )
+    call = rpc_pb2.Call(id=1 << 40, function="builtins:abs", arguments=value_pb2.Value(rrefs=[fork]))
+    with cluster.use("attacker") as agent:
+        assert rpc.rpc_sync("user", abs, (-1,)) == 1
+        session = agent.router.session_with(USER)
+        [at_user] = [one for one in cluster._agents["user"]._inbound.sessions if one.peer.name == "attacker"]
+        assert session is not None
+        session.send(rpc_pb2.Message(call=call))
+        eventually(lambda: at_user.closed_reason, "the session has ended", LIMIT_S)
+        assert "which this worker has already" in str(at_user.closed_reason)
+    cluster._agents["user"].rrefs.drain()
+    assert tells(cluster, rref) == "secret"
+    del rref
+
+
+def test_a_call_holds_the_reference_that_it_is_made_on(cluster: InProcessCluster) -> None:
+    """Else the end of a share could overtake a call whose arguments are large, and the owner would refuse that."""
+    rref = create(cluster, "user")
+    share = share_of(rref)
+    Secret.may_tell.clear()
+    with cluster.use("user") as agent:
+        future = rref.rpc_async().tell_late()
+        del rref
+        agent.rrefs.drain()
+        assert [call.on.state.id for call in agent.caller.calls if call.on is not None] == [share.fork]
+        assert call_method(cluster, share, "user") == "secret"
+        Secret.may_tell.set()
+        assert future.wait() == "late"
+    eventually(lambda: entry_of(cluster, share) is None, "it is released after the call", LIMIT_S)
