@@ -36,6 +36,7 @@ from rpcdist.errors import (
     TransportError,
 )
 from rpcdist.ids import Identity
+from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import (
     CHECK_INTERVAL_S,
     HUB_OPEN_LIMIT_S,
@@ -189,7 +190,8 @@ class SocketHub:
                 return await self._connector.connect(HubAddress.parse(address), purpose, unix)
         except TimeoutError as exc:
             waited_s = time.monotonic() - began
-            raise ConnectFailed(address, f"no answer to the handshake for {purpose!r}", waited_s) from exc
+            reason = own_shortage() or f"no answer to the handshake for {purpose!r}"
+            raise ConnectFailed(address, reason, waited_s) from exc
         except OSError as exc:
             if isinstance(exc, RpcdistError):
                 raise

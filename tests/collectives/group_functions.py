@@ -9,11 +9,13 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from leak_guard import LeakGuard
+from own_shortages import no_free_descriptor
 from transport_in_memory import reference, wide
 
 from rpcdist.collectives import FileStore, tcp
@@ -75,6 +77,17 @@ def open_without_descriptors(rank: int, size: int, path: str) -> tuple[str, list
             found = "a group"
     close_group(rank, size)
     return found, guard.leaks(before)
+
+
+def reduce_without_descriptors(rank: int, size: int) -> str:
+    """Adds up numbers in a new group in which rank 0 has no free file descriptor; the error."""
+    operation = Operation(Kind.ALL_REDUCE, (torch.ones(1),), (torch.ones(1),), ReduceOp.SUM)
+    try:
+        with no_free_descriptor() if rank == 0 else nullcontext():
+            backend().submit(operation).wait()
+    except Exception as exc:
+        return f"{type(exc).__name__}: {exc}"
+    return "no error"
 
 
 def backend() -> TcpBackend:

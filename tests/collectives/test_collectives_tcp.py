@@ -71,6 +71,16 @@ def test_a_group_that_fails_at_the_very_end_leaves_nothing_open_and_the_others_h
     assert (of_first, of_second) == ([], [])
 
 
+def test_a_rank_without_descriptors_is_the_one_that_failed(rank_pool: RankPool, group: Any) -> None:
+    """It opens its connections to the other ranks with the first operation, and they wait for it there."""
+    group(3, SOCKETS, 2.0)
+    short, *others = rank_pool.run(3, ranks.reduce_without_descriptors)
+    assert short.startswith("ConnectFailed") and "this process has no free file descriptor (ulimit -n is" in short
+    for error in others:
+        assert error.startswith("CollectiveError: ") and "rank 0 raised ConnectFailed" in error
+        assert "no free file descriptor" in error
+
+
 def test_sends_that_are_lost_when_a_group_is_closed_are_named(rank_pool: RankPool, group: Any) -> None:
     group(2)
     said, nothing = rank_pool.run(2, ranks.close_before_sends_have_left)

@@ -34,6 +34,7 @@ from rpcdist.collectives._transports.p2p.progress_engine import ProgressEngine
 from rpcdist.collectives._transports.p2p.requests import MessageTitle, PostedReceive, Request
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveError, GroupAborted, RpcdistError
+from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import MESSAGE_SPIN_S, MIN_WAIT_S, PROGRESS_STOP_LIMIT_S
 from rpcdist.transport import fork
 
@@ -201,7 +202,7 @@ class Messenger:
         try:
             sock = self._connect(connection.peer, timeout_s, self._raise_error)
         except (OSError, RpcdistError) as exc:
-            reason = f"it cannot be reached: {exc}"
+            reason = own_shortage(exc) or f"it cannot be reached: {exc}"
         finally:
             with self._entrance, self._lock:
                 if sock is not None:

@@ -17,6 +17,7 @@ from typing import Final
 from rpcdist.collectives._transports.pollers import Waker
 from rpcdist.collectives._transports.transport_base import Control, TransportPeerLost, TransportTimeout
 from rpcdist.errors import TransportError
+from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import GROUP_CONNECT_LIMIT_S
 from rpcdist.transport.addresses import is_loopback
 from rpcdist.transport.sockets import HubAddress, SocketHub
@@ -81,6 +82,7 @@ class PairConnections:
         Raises:
             TransportPeerLost: the peer cannot be reached.
             TransportTimeout: the deadline passed.
+            TransportError: this process lacked a descriptor until then.
         """
         connection = self._open.get((peer, channel))
         if connection is None:
@@ -103,6 +105,8 @@ class PairConnections:
         try:
             return self._hub.connect(self._addresses[peer], purpose, limit_s, self._unix, control.check)
         except TransportError as exc:
+            if own_shortage(exc) is not None:
+                raise  # it is this rank that failed, and all ranks are told so
             if control.deadline.expired():
                 raise TransportTimeout(frozenset([peer])) from exc
             raise TransportPeerLost(peer, str(exc)) from exc

@@ -10,6 +10,7 @@ from typing import Final
 from rpcdist._proto import handshake_pb2
 from rpcdist.backoff import backoff
 from rpcdist.errors import AuthenticationFailed, ConnectFailed, ProtocolViolation, RpcdistError
+from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S
 from rpcdist.transport._channels.proving import prove_client
 from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix
@@ -58,10 +59,18 @@ class HubConnector:
         return await self._attempt(address, purpose, unix=False)
 
     async def _attempt(self, address: HubAddress, purpose: str, unix: bool) -> socket.socket:
-        """Connects in one way, again and again while the peer has too much to do."""
+        """Connects in one way, again and again while the peer has too much to do, or this process lacks descriptors."""
         pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S)
         while True:
-            connection = await (connect_unix(address.unix_name) if unix else connect_tcp(address.host, address.port))
+            try:
+                connection = await (
+                    connect_unix(address.unix_name) if unix else connect_tcp(address.host, address.port)
+                )
+            except OSError as exc:
+                if own_shortage(exc) is None:
+                    raise
+                await asyncio.sleep(next(pauses))
+                continue
             try:
                 used = await self._prove(connection, address, purpose)
                 if used is not None:
