@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -36,6 +37,12 @@ def gate() -> Iterator[type[Gate]]:
 def answer_late() -> str:
     Gate.began.set()
     assert Gate.open.wait(LIMIT_S)
+    return "genuine"
+
+
+async def answer_late_on_a_loop() -> str:
+    Gate.began.set()
+    assert await asyncio.to_thread(Gate.open.wait, LIMIT_S)
     return "genuine"
 
 
@@ -102,7 +109,7 @@ def test_items_and_the_end_of_a_stream_count_only_on_its_session(gate: type[Gate
 
 def test_a_cancellation_counts_only_on_the_session_of_the_call(gate: type[Gate]) -> None:
     with InProcessCluster("caller", "victim", "attacker") as cluster:
-        future = cluster.run("caller", rpc.rpc_async, "victim", answer_late, timeout=LIMIT_S)
+        future = cluster.run("caller", rpc.rpc_async, "victim", answer_late_on_a_loop, timeout=LIMIT_S)
         assert gate.began.wait(LIMIT_S)
         inject(cluster, [rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=id)) for id in range(1, 50)])
         gate.open.set()
