@@ -82,7 +82,11 @@ def run_workers(
     for worker in workers:
         worker.kill()
         worker.join()
-    return found, [worker.exitcode for worker in workers]
+    statuses = [worker.exitcode for worker in workers]
+    for worker in workers:
+        worker.close()
+    results.close()
+    return found, statuses
 
 
 def report(results: dict[str, object]) -> None:

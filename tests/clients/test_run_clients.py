@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
 
 import client_results
 import pytest
 import run_clients
 from client_results import GUIDE, example, run_workers
+from large_results import NUM_BYTES, put_much
 from leak_guard import LeakGuard
 from run_clients import BEGIN, CLIENTS, END, FOLDER, HEAD, Outcome, compare, row, write
 
@@ -44,16 +44,12 @@ def test_results_are_equal_or_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert compare("a client", torch, failed) == "torch: ended; rpcdist: exit code 1, 0 results"
 
 
-def put_much(rank: int, _port: int, results: Any) -> None:
-    results.put(bytes([rank]) * 1_000_000)
-
-
 @pytest.mark.multiproc
 def test_workers_may_put_more_than_a_pipe_holds(monkeypatch: pytest.MonkeyPatch, leak_guard: LeakGuard) -> None:
     monkeypatch.setattr(client_results, "WORKER_LIMIT_S", 60.0)
     found, statuses = run_workers(put_much, 2)
     leak_guard.exempt_child(resource_tracker._resource_tracker._pid)  # type: ignore[attr-defined]  # outlives them
-    assert statuses == [0, 0] and sorted(found) == [bytes([rank]) * 1_000_000 for rank in (0, 1)]
+    assert statuses == [0, 0] and sorted(found) == [bytes([rank]) * NUM_BYTES for rank in (0, 1)]
 
 
 def test_rows_take_the_place_of_those_of_the_same_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
