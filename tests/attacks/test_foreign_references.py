@@ -222,3 +222,28 @@ def test_a_call_holds_the_reference_that_it_is_made_on(cluster: InProcessCluster
         Secret.may_tell.set()
         assert future.wait() == "late"
     eventually(lambda: entry_of(cluster, share) is None, "it is released after the call", LIMIT_S)
+
+
+def test_a_share_is_announced_before_its_value_is_asked_for_also_to_a_worker_that_was_unknown(
+    cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner may have joined a moment ago. A fetch that came before the announcement would be refused."""
+    share = ReferenceShare(*(UniqueId(USER, new_number(), 1) for _ in range(2)))
+    request = rref_pb2.RRefMessage(fork_request=rref_pb2.ForkRequest(**about(share)))
+    known = False
+    with cluster.use("user") as agent:
+        router, knows = agent.router, agent.directory.knows
+        assert router._peers.get(ATTACKER) is None
+        monkeypatch.setattr(agent.directory, "knows", lambda worker: (known or worker != ATTACKER) and knows(worker))
+        monkeypatch.setattr(
+            router, "_spawn_introduction", lambda worker: None
+        )  # it asks the coordinator, which is slow
+        for _ in range(2):
+            router.send_control(ATTACKER, request)
+        assert router._peers.get(ATTACKER) is None
+        known = True
+        peer = router.peer(ATTACKER)  # as whoever fetches has it made
+        assert [message.rref for message in peer._control._unacknowledged] == [request, request]
+        assert router._for_strangers == {}
+        assert rpc.rpc_sync("attacker", abs, (-1,)) == 1
+        eventually(lambda: len(peer._control) == 0, "the messages have been acknowledged", LIMIT_S)
