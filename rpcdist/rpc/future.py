@@ -45,7 +45,14 @@ from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._futures.failure import Failure, raise_failure
 from rpcdist.rpc._futures.interrupt import acquire
 from rpcdist.rpc._futures.taking import TakingObserver
-from rpcdist.rpc._values.exceptions import described, get_traceback, set_traceback, text_of, traceback_of
+from rpcdist.rpc._values.exceptions import (
+    described,
+    drop_first_frame,
+    get_traceback,
+    set_traceback,
+    text_of,
+    traceback_of,
+)
 from rpcdist.waiters import wake_threadsafe
 
 __all__ = ["Future"]
@@ -361,8 +368,7 @@ class Future(torch.futures.Future[T]):
         try:
             result = decode()
         except BaseException as error:
-            if (frames := get_traceback(error)) is not None:
-                set_traceback(error, frames.tb_next)
+            drop_first_frame(error)
             self._finish_error(error)
         else:
             self._finish_result(result)
@@ -534,8 +540,7 @@ def _complete_child(child: Future[S], callback: Callable[[Future[T]], S], parent
     try:
         result = callback(parent)
     except BaseException as error:
-        if (frames := get_traceback(error)) is not None:
-            set_traceback(error, frames.tb_next)  # this frame holds both futures
+        drop_first_frame(error)  # it holds both futures
         child._fail(_as_runtime_error(error))
         if issubclass(type(error), KeyboardInterrupt):
             raise

@@ -358,6 +358,10 @@ class Session:
                 if self._shared is not None:
                     self._shared.lent.returned(message.numbers)
                 continue
+            if message.large and messages and self.striping is not None:
+                # First what came before it: from here on, a reader of a payload connection may hand it on.
+                self._handing_on.hand_on(messages)
+                messages = []
             delivery = self._announce(message) if message.large else (message, [])
             if delivery is not None:
                 messages.append(delivery)

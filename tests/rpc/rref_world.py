@@ -232,7 +232,7 @@ class World:
         if step.kind == "remote":
             self.feed(to, events.CreationFailed(self.rref_of(name), self.fork_of(name)))
         else:
-            self.feed(to, events.ShareFailed(self.rref_of(name), self.fork_of(name), node(step.to)))
+            self.feed(to, events.ShareFailed(self.rref_of(name), self.fork_of(name)))
 
     def _deliver_fetch(self, to: int, name: str) -> None:
         self.feed(to, events.FetchArrived(self.rref_of(name), self.fork_of(name), node(self.holder_of(name))))

@@ -13,7 +13,7 @@ from peer_timeouts import LIMIT_S, UNIT_S
 from rpc_functions import add
 
 from rpcdist import rpc
-from rpcdist.errors import LeaseExpired, OwnerLost, RRefError
+from rpcdist.errors import LeaseExpired, OwnerLost, RpcdistError, RRefError
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.lease_watch import LeaseWatch
 from rpcdist.rpc._peers.network import PeerSession
@@ -127,3 +127,36 @@ def test_what_is_dropped_while_connections_are_refused_is_told_later(cluster: In
             eventually(lambda: owner.rrefs.debug_info()["num_forks"] == "0", "the owner counts nothing")
             assert not ended.is_set()
         del held
+
+
+entered, may_answer = threading.Event(), threading.Event()
+
+
+def answer_late(is_own: bool) -> rpc.RRef[int]:
+    """A reference, made before its caller died, and sent when another process has its place."""
+    made: rpc.RRef[int] = rpc.RRef(3) if is_own else rpc.remote("c", add, (1, 2))
+    assert made.to_here() == 3
+    entered.set()
+    assert may_answer.wait(LIMIT_S)
+    return made
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["of the callee", "of a third worker"])
+def test_a_reference_for_a_caller_that_was_replaced_is_given_up(is_own: bool) -> None:
+    """The share is the dead process's. The new one was asked for it, and could give up nothing in its name."""
+    entered.clear()
+    may_answer.clear()
+    with InProcessCluster("a", "b", "c", "x", peer_timeout=UNIT_S) as cluster:
+        ended = [lease_end(cluster, name, "x") for name in ("b", "c")]
+        call = cluster.begin("x", rpc.rpc_sync, "b", answer_late, (is_own,))
+        assert entered.wait(LIMIT_S)
+        cluster.kill("x")
+        with pytest.raises(RpcdistError):
+            call.result(LIMIT_S)
+        cluster.restart("x")
+        assert ended[0].wait(LIMIT_S)
+        assert cluster.run("b", rpc.rpc_sync, "x", add, (1, 2)) == 3
+        may_answer.set()
+        eventually(
+            lambda: not any(cluster.run(name, rpc.debug_rrefs) for name in ("b", "c")), "nothing is left", LIMIT_S
+        )

@@ -130,7 +130,7 @@ TABLES: dict[str, Table] = {
     "a share that was lost": [
         (Share(MINE, MINE, C, A), []),
         (HandleDropped(MINE, MINE), []),
-        (ShareFailed(MINE, C, A), [SendControl(A, ShareQuery(MINE, C))]),
+        (ShareFailed(MINE, C), [SendControl(A, ShareQuery(MINE, C))]),
         (MessageArrived(A, ShareLost(MINE, C)), [ReleaseValue(MINE)]),
     ],
     "a broken connection: every share is asked for, except those on the way": [

@@ -19,6 +19,7 @@ from rpcdist.testing import eventually
 from rpcdist.transport import Link, Node, Session
 from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
 from rpcdist.transport._framing.frames import frame
+from rpcdist.transport._framing.incoming import Delivery
 from rpcdist.transport._socket_hub.hub_address import HubAddress
 from rpcdist.transport._socket_hub.hub_connector import HubConnector
 from rpcdist.transport._striping import stripe_taker
@@ -28,6 +29,7 @@ from rpcdist.transport._striping.striping import MIN_STRIPED_BYTES, PAYLOAD_CONN
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
 from rpcdist.transport.connector import Connector
 from rpcdist.transport.io_loop import IoLoop
+from rpcdist.transport.wire_messages import WireMessage
 
 LARGE = bytes(range(256)) * (MIN_STRIPED_BYTES // 256) + b"and a little more"
 _ids = itertools.count(1_000_000)
@@ -475,3 +477,26 @@ def test_strangers_learn_nothing(nodes: Nodes) -> None:
     with pytest.raises(TransportError):
         payload_socket(stranger, server, payload_purpose(link.session.id, StripePlace(0, 1))).close()
     assert num_open(taker.sessions[0]) == 0
+
+
+def test_what_came_before_a_striped_message_is_handed_on_first(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one envelope: a reader of a payload connection may have the last bytes of the large one at any moment."""
+    (server, taker), answers = serve(nodes, echo=False), Recorder()
+    open_link(nodes.make("client"), server, handler=answers)
+    eventually(lambda: bool(taker.sessions))
+    session, announce, before = taker.sessions[0], Session._announce, list[int]()
+    assert session.striping is not None
+
+    def note(session: Session, message: WireMessage) -> Delivery | None:
+        before.append(len(taker.messages))
+        return announce(session, message)
+
+    monkeypatch.setattr(Session, "_announce", note)
+    small, large = (rpc_pb2.Message(call=rpc_pb2.Call(id=id)) for id in (1, 2))
+    large.transfer, large.large[:] = 7, [MIN_STRIPED_BYTES]
+    server.io.run(receive_there(session, frame(small) + frame(large)), LIMIT_S)
+    assert before == [1]
+
+
+async def receive_there(session: Session, envelope: bytes) -> None:
+    session.receive(envelope)

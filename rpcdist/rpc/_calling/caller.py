@@ -258,7 +258,7 @@ class Caller:
             try:
                 self._admission.wait(call.peer, call.id, num_bytes, call.deadline, call.what)
             except BaseException:
-                self._marshal.give_back(call.forks, call.peer)
+                self._marshal.give_back(call.forks)
                 raise
 
     def _send_later(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
@@ -302,7 +302,7 @@ class Caller:
     def _withdraw(self, call: PendingCall) -> None:
         """Ends a call that failed to be sent, or at which Ctrl-C came: its caller will never see its outcome."""
         if not self.cancel(call, None):
-            self._marshal.give_back(call.forks, call.peer)
+            self._marshal.give_back(call.forks)
 
     def _enter(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         if self._lifetime.is_closed:
@@ -370,7 +370,7 @@ class Caller:
     def end(self, call: PendingCall, exc: BaseException) -> None:
         """Fails a call, unless it has ended; any thread."""
         if self.calls.take(call.id) is not None:
-            self._marshal.give_back(call.forks, call.peer)
+            self._marshal.give_back(call.forks)
             call.reply_sink.failed(exc)
 
     def cancel(self, call: PendingCall, exc: BaseException | None) -> bool:
@@ -388,7 +388,7 @@ class Caller:
             if call.transfer:
                 session.abort_transfer(call.transfer, "the call was cancelled")
             session.send(rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=call.id)))
-        self._marshal.give_back(call.forks, call.peer)
+        self._marshal.give_back(call.forks)
         if exc is not None:
             call.reply_sink.failed(exc)
         return True
@@ -404,7 +404,7 @@ class Caller:
             error = call.deadline_error()
             if call.session is not None and call.transfer:
                 call.session.abort_transfer(call.transfer, "the deadline of the call is over")
-            self._marshal.give_back(call.forks, call.peer)
+            self._marshal.give_back(call.forks)
             call.reply_sink.failed(error)
         for call in to_ask:
             if call.session is not None and call.unsent() is None:

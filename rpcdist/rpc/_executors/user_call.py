@@ -12,7 +12,7 @@ from typing import Any, Protocol, overload
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import Cancelled, DeadlineExceeded
 from rpcdist.rpc._executors.stateful_coroutine import StatefulCoroutine
-from rpcdist.rpc._values.exceptions import get_traceback, set_traceback
+from rpcdist.rpc._values.exceptions import drop_first_frame
 
 __all__ = ["OnDone", "Start", "UserCall", "UserCallHost"]
 
@@ -169,8 +169,7 @@ class UserCall(Coroutine[Any, Any, None]):
         if type(outcome) is StopIteration:  # a coroutine that raises one has a RuntimeError made of it
             self.end(outcome.value, None)
             return
-        if (frames := get_traceback(outcome)) is not None:
-            set_traceback(outcome, frames.tb_next)  # this module's frames explain nothing
+        drop_first_frame(outcome)  # this module's explain nothing
         self.end(None, outcome)
 
     def close(self) -> None:

@@ -145,7 +145,7 @@ class Marshal:
             )
             value.rrefs.extend(externals.forks)
         except BaseException:
-            self.give_back(externals.forks, to)
+            self.give_back(externals.forks)
             raise
         return large, externals.forks
 
@@ -167,10 +167,10 @@ class Marshal:
         externals = OutgoingRRefs(self._rrefs, self._rref_type, self._rrefs.me.worker)
         return unpicklable_part(obj, name, externals, self.by_value)
 
-    def give_back(self, forks: Iterable[value_pb2.RRefFork] | None, to: int) -> None:
+    def give_back(self, forks: Iterable[value_pb2.RRefFork] | None) -> None:
         """Undoes shares whose message may not have arrived."""
         for fork in forks or ():
-            self._rrefs.share_failed(fork, to)
+            self._rrefs.share_failed(fork)
 
     def send(
         self,
@@ -182,7 +182,7 @@ class Marshal:
         """Sends a message with an encoded value on a session; a session that has ended gives the shares back."""
         session.send(message, large)
         if forks and session.closed_reason is not None:
-            self.give_back(forks, session.peer.id)
+            self.give_back(forks)
 
     def arrived(
         self,
@@ -212,7 +212,7 @@ class Marshal:
             try:
                 large = fill_pickled(value, parts, externals, self._find_device_map(to, session))
             except BaseException:
-                self.give_back(externals.forks, to)
+                self.give_back(externals.forks)
                 raise
             value.rrefs.extend(externals.forks)
             shared.extend(externals.forks)

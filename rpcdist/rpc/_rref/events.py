@@ -90,7 +90,6 @@ class ShareFailed(RRefEvent):
 
     rref: RRefId
     child: ForkId
-    to: Incarnation
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,9 +244,9 @@ class RRefManager:
             remaining[0] = sum(token.state.when_settled(settled) for token in tokens)
             return done if remaining[0] else None
 
-    def share_failed(self, fork: value_pb2.RRefFork, to: int) -> None:
+    def share_failed(self, fork: value_pb2.RRefFork) -> None:
         """The message with this fork is lost, or may be."""
-        self._tables.feed(events.ShareFailed(id_from_pb(fork.rref), id_from_pb(fork.fork), self._tables.node(to, None)))
+        self._tables.feed(events.ShareFailed(id_from_pb(fork.rref), id_from_pb(fork.fork)))
 
     def connection_broken(self, worker_id: int, on_the_way: Iterable[value_pb2.RRefFork] = ()) -> None:
         """Messages to a worker may be lost; the forks in `on_the_way` travel in messages that are still being sent."""

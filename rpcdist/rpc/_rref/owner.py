@@ -170,11 +170,12 @@ class OwnerTable:
         entry = self.entries.get(event.rref)
         if entry is None or event.child not in entry.forks:
             return
-        if event.to in self.ended:
-            self.expired.add((event.to, event.rref, event.child))
-            self.delete(event.rref, event.child, event.to)
+        to = entry.forks[event.child]  # it may not have its id any more
+        if to in self.ended:
+            self.expired.add((to, event.rref, event.child))
+            self.delete(event.rref, event.child, to)
         else:
-            self._emit(SendControl(event.to, ShareQuery(event.rref, event.child)))
+            self._emit(SendControl(to, ShareQuery(event.rref, event.child)))
 
     def shared_with(self, node: Incarnation) -> list[tuple[RRefId, ForkId]]:
         """Forks that this worker handed to the node itself: counted since then, perhaps never received."""

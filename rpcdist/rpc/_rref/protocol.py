@@ -148,14 +148,14 @@ class RRefProtocol:
             self.owners.share(event)
 
     def _share_failed(self, event: ShareFailed) -> None:
-        self.users.share_failed(event, self._is_gone(event.to))
+        self.users.share_failed(event, self._is_gone)
         self.owners.share_failed(event)
 
     def _connection_broken(self, event: ConnectionBroken) -> None:
         """Every share that may have been lost is asked for. A receiver that has it is silent."""
         for rref, child in (*self.users.shared_with(event.node), *self.owners.shared_with(event.node)):
             if child not in event.on_the_way:
-                self._share_failed(ShareFailed(rref, child, event.node))
+                self._share_failed(ShareFailed(rref, child))
 
     def _received(self, event: Received) -> None:
         if event.fork in self.refused_shares:

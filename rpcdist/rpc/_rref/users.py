@@ -79,13 +79,15 @@ class UserTable:
         user.children[event.child] = event.to
         self.parked[event.child] = event.holder
 
-    def share_failed(self, event: ShareFailed, to_is_gone: bool) -> None:
+    def share_failed(self, event: ShareFailed, is_gone: Callable[[Incarnation], bool]) -> None:
+        """Whom it was sent to is asked, not who has that id by now."""
         if event.child not in self.parked:
             return
-        if to_is_gone:
+        to = self.forks[self.parked[event.child]].children[event.child]
+        if is_gone(to):
             self.release(event.child)
         else:
-            self._emit(SendControl(event.to, ShareQuery(event.rref, event.child)))
+            self._emit(SendControl(to, ShareQuery(event.rref, event.child)))
 
     def receive(self, event: Received, owner_is_lost: bool) -> None:
         if event.fork in self.forks:

@@ -190,7 +190,7 @@ class Answers:
                 self._rrefs.set_error(active.entry, kept)
         finally:
             if self._lifetime.is_closed:  # the end of this process says more than what it did to its handlers
-                self._marshal.give_back(forks, active.session.peer.id)
+                self._marshal.give_back(forks)
             else:
                 message = rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.id, failure=failure))
                 self._marshal.send(active.session, message, large, forks)

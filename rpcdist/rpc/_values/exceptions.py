@@ -31,6 +31,7 @@ __all__ = [
     "cut",
     "described",
     "described_error",
+    "drop_first_frame",
     "get_cause",
     "get_traceback",
     "rebuild_exception",
@@ -79,6 +80,12 @@ def get_traceback(exc: BaseException) -> TracebackType | None:
 def set_traceback(exc: BaseException, frames: TracebackType | None) -> None:
     """`exc.__traceback__ = frames`."""
     _traceback.__set__(exc, frames)
+
+
+def drop_first_frame(exc: BaseException) -> None:
+    """Takes the frame that has caught an error out of its traceback: with its variables it would hold the error."""
+    if (frames := get_traceback(exc)) is not None:
+        set_traceback(exc, frames.tb_next)
 
 
 def get_cause(exc: BaseException) -> BaseException | None:
