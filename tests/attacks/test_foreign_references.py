@@ -97,7 +97,7 @@ def entry_of(cluster: InProcessCluster, share: ReferenceShare) -> OwnerEntry | N
 def test_a_value_goes_only_to_who_holds_the_share_that_he_names(cluster: InProcessCluster, use: Any) -> None:
     """The owner looked for the value alone: whoever knew its number, of a process that counts them, was served."""
     rref = create(cluster, "user")
-    share, own = share_of(rref), UniqueId(ATTACKER, new_number(), cluster._agents["attacker"].identity.incarnation)
+    share, own = share_of(rref), UniqueId(ATTACKER, new_number(0), cluster._agents["attacker"].identity.incarnation)
     for fork in (share.fork, own, share.rref, UniqueId(USER, 1, share.fork.incarnation)):
         with pytest.raises(RRefError, match=REFUSED):
             use(cluster, ReferenceShare(share.rref, fork))
@@ -145,7 +145,7 @@ def test_a_share_ends_and_is_counted_by_the_word_of_its_holder_alone(cluster: In
 def test_only_its_creator_gives_up_a_creation(cluster: InProcessCluster) -> None:
     """Whoever named the reference had its call refused from then on, though its creator was about to make it."""
     incarnation = cluster._agents["user"].identity.incarnation
-    share = ReferenceShare(*(UniqueId(USER, new_number(), incarnation) for _ in range(2)))
+    share = ReferenceShare(*(UniqueId(USER, new_number(0), incarnation) for _ in range(2)))
     say(
         cluster,
         "owner",
@@ -228,7 +228,7 @@ def test_a_share_is_announced_before_its_value_is_asked_for_also_to_a_worker_tha
     cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its owner may have joined a moment ago. A fetch that came before the announcement would be refused."""
-    share = ReferenceShare(*(UniqueId(USER, new_number(), 1) for _ in range(2)))
+    share = ReferenceShare(*(UniqueId(USER, new_number(0), 1) for _ in range(2)))
     request = rref_pb2.RRefMessage(fork_request=rref_pb2.ForkRequest(**about(share)))
     known = False
     with cluster.use("user") as agent:

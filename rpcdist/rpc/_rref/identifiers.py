@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 __all__ = ["ForkId", "Incarnation", "RRefId", "ReferenceShare", "UniqueId", "new_number"]
+
+_COUNT_BITS: Final = 24
+_MAX_COUNT: Final = (1 << _COUNT_BITS) - 1
 
 
 class UniqueId(NamedTuple):
@@ -20,19 +23,24 @@ class UniqueId(NamedTuple):
     incarnation: int
 
     def __str__(self) -> str:
-        return f"GloballyUniqueId(created_on={self.created_on}, local_id={self.local_id})"
+        """Numbered as by torch: 0, 1, 2 of each worker. The part of the number that nobody guesses stays out of it."""
+        return f"GloballyUniqueId(created_on={self.created_on}, local_id={self.local_id & _MAX_COUNT})"
 
     def __repr__(self) -> str:
-        return f"{self.created_on}.{self.local_id}"
+        return f"{self.created_on}.{self.local_id & _MAX_COUNT}"
 
     @property
     def creator(self) -> Incarnation:
         return Incarnation(self.created_on, self.incarnation)
 
 
-def new_number() -> int:
-    """A number that nobody guesses: who names a reference, or a share of one, was told of it. It is not used again."""
-    return int.from_bytes(os.urandom(8)) >> 1
+def new_number(count: int) -> int:
+    """A number that nobody guesses: who names a reference, or a share of one, was told of it. It is not used again.
+
+    Args:
+        count: how many the process has made before; texts show it.
+    """
+    return int.from_bytes(os.urandom(5)) >> 1 << _COUNT_BITS | count & _MAX_COUNT
 
 
 class Incarnation(NamedTuple):

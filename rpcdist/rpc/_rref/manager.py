@@ -6,6 +6,7 @@ Threads: every method may be called on any thread and never waits for the networ
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Final
@@ -60,6 +61,7 @@ class RRefManager:
         self.me = Incarnation(host.me.id, host.me.incarnation)
         self.my_name = host.me.name
         self._tables = RRefTables(self.me, host, on_released)
+        self._numbers = itertools.count()
 
     def __repr__(self) -> str:
         return f"<RRefManager {self._tables.protocol!r}>"
@@ -391,7 +393,7 @@ class RRefManager:
     # ------------------------------------------------------------ inside
 
     def _new_id(self) -> UniqueId:
-        return UniqueId(self.me.worker, new_number(), self.me.incarnation)
+        return UniqueId(self.me.worker, new_number(next(self._numbers)), self.me.incarnation)
 
     def _fork_pb(self, state: HandleState, fork: ForkId, parent: ForkId | None) -> value_pb2.RRefFork:
         return value_pb2.RRefFork(
