@@ -19,8 +19,9 @@ from rpcdist.collectives._group.bootstrap import exchange_values
 from rpcdist.deadline import Deadline
 from rpcdist.errors import AuthenticationFailed
 from rpcdist.ids import Identity
-from rpcdist.rpc._start import COORDINATOR_KEY, start_agent
+from rpcdist.rpc._start import COORDINATOR_KEY, node_options, start_agent
 from rpcdist.testing import LIMIT_S
+from rpcdist.transport import Node
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.records import Records
 from rpcdist.transport.token import job_token as token_in_use
@@ -75,8 +76,11 @@ def test_a_forged_address_of_the_coordinator_is_refused(
     stranger = torch_distributed.TCPStore("127.0.0.1", served.port, timeout=timedelta(seconds=LIMIT_S))
     stranger.set(KEY, make(f"127.0.0.1:{listener.getsockname()[1]}".encode(), token_in_use()).decode())
     store = PrefixStore("job", TorchStoreAdapter(served))
+    options = rpc.RpcOptions(rpc_timeout=LIMIT_S)
+    # A node of its own: that of the process may be a worker of other tests, and would call itself "b" from now on.
+    network = Node(node_options(options)).start()
     with pytest.raises(AuthenticationFailed) as refused:
-        start_agent(store=store, name="b", rank=1, world_size=2, options=rpc.RpcOptions(rpc_timeout=LIMIT_S))
+        start_agent(store=store, name="b", rank=1, world_size=2, options=options, network=network)
     assert f"'{KEY}'" in str(refused.value) and expected in str(refused.value)
     assert not was_called(listener)
 
