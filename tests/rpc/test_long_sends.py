@@ -12,6 +12,7 @@ import torch
 
 from rpcdist import rpc
 from rpcdist.collectives import HashStore
+from rpcdist.errors import TransportError
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._current import forget_agent, use_agent
 from rpcdist.rpc._peers.network import Connection
@@ -107,6 +108,35 @@ def test_small_calls_come_and_go_while_a_large_buffer_is_copied(
                 break
     assert begun == [copied]
     assert results == [7] * NUM_SMALL_CALLS
+
+
+def test_a_message_that_cannot_be_sent_any_more_takes_no_other_along(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tensor was resized while it waited for the connection. What waited behind it was lost without a word."""
+    gate, open_now = threading.Event(), Peer._open
+
+    async def open_later(peer: Peer, timeout_s: float) -> Connection:
+        await asyncio.to_thread(gate.wait, LIMIT_S)
+        return await open_now(peer, timeout_s)
+
+    with use_agent(agent):
+        assert rpc.rpc_sync("b", number) == 7
+    peer = agent.router.peer(1)
+    monkeypatch.setattr(Peer, "_open", open_later)
+    assert peer.session is not None
+    peer.session.close("the connection of the test ends")
+    eventually(lambda: peer.session is None)
+    tensor, whole = make_large(), make_large()
+    with use_agent(agent):
+        resized, before = rpc.rpc_async("b", echo, (tensor,)), rpc.rpc_async("b", number)
+        after = rpc.rpc_async("b", echo, (whole,))
+        tensor.untyped_storage().resize_(0)
+        gate.set()
+        with pytest.raises(TransportError, match=r"echo.* was not sent: the memory of a tensor was freed or resized"):
+            resized.wait()
+        assert before.wait() == 7 and torch.equal(after.wait(), whole)
+        assert rpc.rpc_sync("b", number) == 7
 
 
 def test_large_buffers_that_wait_for_the_connection_are_copied_beside_the_io_loop(

@@ -90,7 +90,7 @@ class ProgressEngine:
                 thread = threading.Thread(target=self._run, name=f"rpcdist p2p {self._group_name}", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError as exc:  # whoever waits moves the messages
+                except RuntimeError as exc:  # the threads that wait move the messages
                     own_shortage(exc)
                     return
                 self.thread = thread

@@ -238,4 +238,4 @@ class SendObserver(Protocol):
         """It was given to this session, as this transfer (0 for none)."""
 
     def on_not_sent(self, silence_s: float, reason: str, is_lost: bool = True) -> None:
-        """The worker was declared lost before that; or else this process lacked what it needs to connect."""
+        """The worker was declared lost before that; or else this process could not send it, for the reason given."""

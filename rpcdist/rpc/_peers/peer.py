@@ -38,6 +38,7 @@ from rpcdist.rpc._peers.directory import Member
 from rpcdist.rpc._peers.network import Connection, MessageSink, Network, PeerSession, SendObserver
 from rpcdist.rpc._peers.reach_limit import ReachLimit, was_refused
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
+from rpcdist.rpc._values.exceptions import text_of
 from rpcdist.time_limits import (
     CONNECT_FIRST_PAUSE_S,
     CONNECT_LONGEST_PAUSE_S,
@@ -331,23 +332,22 @@ class Peer:
 
     def _send_waiting(self, session: PeerSession) -> None:
         """Sends what has waited for the connection, and what others give this peer meanwhile; any thread."""
-        try:
-            while (waiting := self._take_waiting(session)) is not None:
-                for message, buffers, sent, _ in waiting:
-                    if sent is not None and sent.ended:
-                        continue  # cancelled, or its deadline passed, before the connection stood
+        while (waiting := self._take_waiting(session)) is not None:
+            for message, buffers, sent, _ in waiting:
+                if sent is not None and sent.ended:
+                    continue  # cancelled, or its deadline passed, before the connection stood
+                try:
                     number = session.send(message, buffers)
-                    if sent is not None:
-                        sent.on_sent(session, number)
-        except BaseException as exc:
-            session.close(f"what had waited for it could not be sent: {type(exc).__name__}")
-            raise
-        finally:
-            with self._lock:
-                if self._is_up_by(session):
-                    self.session = session  # last: a thread that sees it may send at once, past what waited
-            if session.closed_reason is not None:  # it ended before this peer listened to it
-                self._network.io.call_soon(self.on_session_closed, session, session.closed_reason)
+                except Exception as exc:  # its tensors are not there any more; the others are sent all the same
+                    if sent is None:
+                        logger.exception("a message to %s could not be sent", self.identity.name)
+                    else:
+                        sent.on_not_sent(time.monotonic() - self.last_up, text_of(exc), is_lost=False)
+                    continue
+                if sent is not None:
+                    sent.on_sent(session, number)
+        if session.closed_reason is not None:  # it ended before this peer listened to it
+            self._network.io.call_soon(self.on_session_closed, session, session.closed_reason)
 
     def _take_waiting(self, session: PeerSession) -> list[_Waiting] | None:
         """The messages to send next; None if there are none, and threads may send by the session from now on."""
@@ -356,7 +356,7 @@ class Peer:
                 return None  # those who wait are told, or wait for the next connection
             waiting, self._waiting = self._waiting, []
             if not waiting:
-                self.session = session
+                self.session = session  # last: a thread that sees it may send at once, past what waited
             return waiting or None
 
     def _is_up_by(self, session: PeerSession) -> bool:
@@ -366,7 +366,7 @@ class Peer:
         with self._lock:
             if self.state is PeerState.CLOSED:
                 return
-            reconnect = self.state is PeerState.UP and self.session is session
+            reconnect = self._is_up_by(session)
             if reconnect:
                 self.session = None
                 self.last_up = session.last_received
