@@ -18,6 +18,7 @@ from leak_guard import GRACE_S, LeakGuard, loop_errors
 from rpc_cluster import cluster as cluster  # fixtures, for every test
 from rpc_cluster import no_agent as no_agent
 from rpc_cluster import running_cluster as running_cluster
+from transport_nodes import nodes as nodes
 from worker_fixtures import add_outputs
 from worker_fixtures import fork_server as fork_server
 from worker_fixtures import module_pool as module_pool

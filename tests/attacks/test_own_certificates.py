@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,6 @@ from rpcdist.transport.unary_proof import SESSION_PATH
 
 AUTHORITY = OwnAuthority()
 CHANNELS = ["grpc", "tcp", "local"]
-
-
-@pytest.fixture
-def nodes() -> Iterator[Nodes]:
-    made = Nodes()
-    yield made
-    made.close()
 
 
 @pytest.fixture(params=CHANNELS)

@@ -57,13 +57,6 @@ print("the server hung up", flush=True)
 
 
 @pytest.fixture
-def nodes() -> Iterator[Nodes]:
-    nodes = Nodes()
-    yield nodes
-    nodes.close()
-
-
-@pytest.fixture
 def hub(nodes: Nodes) -> Iterator[SocketHub]:
     """Of the server, which other Unix sockets lead to as well."""
     hub = SocketHub(nodes.make("server"))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
+
+import pytest
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.ids import Identity, new_incarnation
@@ -13,7 +16,7 @@ from rpcdist.transport._framing.incoming import IncomingBuffer
 from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 from rpcdist.transport.session import HeapPayloads
 
-__all__ = ["LIMIT_S", "TOKEN", "UNIT_S", "Memory", "Nodes", "Recorder", "is_local", "kind_of", "open_link"]
+__all__ = ["LIMIT_S", "TOKEN", "UNIT_S", "Memory", "Nodes", "Recorder", "is_local", "kind_of", "nodes", "open_link"]
 
 TOKEN = "a token for these tests only"
 LIMIT_S = 20.0
@@ -95,6 +98,14 @@ class Nodes:
     def close(self) -> None:
         for node in list(self._running):
             self.stop(node)
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    """With the options of an unsuspecting user."""
+    made = Nodes()
+    yield made
+    made.close()
 
 
 def open_link(client: Node, server: Node, role: str = "echo", **arguments: Any) -> Link:

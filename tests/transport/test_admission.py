@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -210,13 +210,6 @@ def test_who_goes_away_is_forgotten_without_a_word(caplog: pytest.LogCaptureFixt
 
 
 # ---------------------------------------------------------------- crowds at a live server
-
-
-@pytest.fixture
-def nodes() -> Iterator[Nodes]:
-    nodes = Nodes()
-    yield nodes
-    nodes.close()
 
 
 @pytest.fixture

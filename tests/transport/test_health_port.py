@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -15,13 +14,6 @@ from rpcdist.transport._server import health_port
 from rpcdist.transport._server.health_port import HEALTH_PORT_VARIABLE
 
 PROBE = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
-
-
-@pytest.fixture
-def nodes() -> Iterator[Nodes]:
-    made = Nodes()
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -44,13 +44,6 @@ def channels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def nodes() -> Iterator[Nodes]:
-    nodes = Nodes()
-    yield nodes
-    nodes.close()
-
-
-@pytest.fixture
 def server(nodes: Nodes) -> Node:
     server = nodes.make("server", serve=True)
     server.handle_role("echo", Recorder(echo=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 from transport_nodes import LIMIT_S, Nodes, Recorder, open_link
@@ -18,13 +17,6 @@ from rpcdist.transport.shared_node import SharedNode
 from rpcdist.transport.unix_sockets import has_abstract_sockets
 
 TOKENS = ("the token of one job", "the token of another")
-
-
-@pytest.fixture
-def nodes() -> Iterator[Nodes]:
-    nodes = Nodes()
-    yield nodes
-    nodes.close()
 
 
 def test_each_node_has_a_port_an_identity_and_a_token_of_its_own(nodes: Nodes) -> None:

@@ -7,7 +7,7 @@ import logging
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,13 +38,6 @@ _ids = itertools.count(1_000_000)
 @pytest.fixture(autouse=True)
 def channels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHANNELS_VARIABLE, "tcp")
-
-
-@pytest.fixture
-def nodes() -> Iterator[Nodes]:
-    nodes = Nodes()
-    yield nodes
-    nodes.close()
 
 
 def serve(nodes: Nodes, echo: bool = True) -> tuple[Node, Recorder]:

@@ -6,7 +6,6 @@ import errno
 import resource
 import secrets
 import socket
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -16,13 +15,6 @@ from rpcdist.errors import ConfigError, TransportError
 from rpcdist.testing import eventually
 from rpcdist.transport._server.port_range import ANY_PORT, PORTS_VARIABLE, PortRange
 from rpcdist.transport.addresses import split_address
-
-
-@pytest.fixture
-def nodes() -> Iterator[Nodes]:
-    made = Nodes()
-    yield made
-    made.close()
 
 
 def free_ports(num: int) -> list[int]:

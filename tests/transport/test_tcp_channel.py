@@ -29,13 +29,6 @@ def channels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHANNELS_VARIABLE, "tcp")
 
 
-@pytest.fixture
-def nodes() -> Iterator[Nodes]:
-    nodes = Nodes()
-    yield nodes
-    nodes.close()
-
-
 def serve(nodes: Nodes, host: str = "127.0.0.1") -> Node:
     server = nodes.make("server")
     server.serve(host, 0)
