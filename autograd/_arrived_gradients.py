@@ -10,8 +10,6 @@ from rpcdist.autograd._message_nodes import Gradients
 from rpcdist.deadline import Deadline
 from rpcdist.rpc._executors.blocking import blocking
 
-__all__ = ["ArrivedGradients"]
-
 
 class ArrivedGradients:
     """Gradients by message. Any thread may call any method."""

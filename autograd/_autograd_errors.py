@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from rpcdist.errors import RpcdistError
 
-__all__ = ["AutogradError", "BackwardError", "ContextNotFound"]
-
 
 class AutogradError(RpcdistError):
     """A context, or the graph of a backward pass, cannot be used in this way."""

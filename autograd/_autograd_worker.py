@@ -1,6 +1,6 @@
 """Distributed autograd of one worker: owns its contexts and backward passes, and takes the messages for them.
 
-Each message has one handler, `on_message`; the envelopes of sessions and the gRPC service `Autograd` both call it.
+What a worker says in a pass comes to `on_pass`; all else, and the gRPC service `Autograd`, to `on_message`.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from rpcdist._proto import autograd_pb2
 from rpcdist.autograd._autograd_errors import AutogradError
 from rpcdist.autograd._backward_pass import BackwardPass
 from rpcdist.autograd._context import Context, ContextTable, make_id, worker_of
-from rpcdist.autograd._gradient_codec import decode_gradients
-from rpcdist.autograd._message_nodes import Gradients
+from rpcdist.autograd._graph_analysis import new_edge
 from rpcdist.autograd._pass_events import PassOptions
+from rpcdist.autograd._pass_message import PassMessage, begins, decode_error, encode_error, read_message
 from rpcdist.autograd._pass_sender import PassSender
 from rpcdist.autograd._releases import Releases
-from rpcdist.autograd._wire_format import check_addressed, check_verdicts, decode_error, encode_error
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CallRefused, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import AutogradHost
 from rpcdist.rpc._executors.timers import Timer
+from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values import ReceiveBuffer
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import CONTEXT_DROP_DELAY_S
-
-__all__ = ["AutogradWorker"]
+from rpcdist.transport.wire_messages import CompactPass
 
 
 class AutogradWorker:
@@ -100,9 +99,8 @@ class AutogradWorker:
         context = self.contexts.find(context_id)
         edges = _checked_roots(roots)
         gradients = [torch.ones_like(root, requires_grad=False) for root in roots]
-        begun = self._make_pass(context, make_id(self.id, next(self._numbers)), on_end, gradients)
+        begun = self._make_pass(context, make_id(self.id, next(self._numbers)), on_end, gradients, options)
         self._check(begun)
-        begun.prepare(options)
         return begun, partial(begun.start, edges, context.partners(), None)
 
     def _make_pass(
@@ -111,6 +109,7 @@ class AutogradWorker:
         id: int,
         on_end: Callable[[BackwardPass], object] = lambda ended: None,
         root_gradients: Sequence[torch.Tensor] = (),
+        options: PassOptions | None = None,
     ) -> BackwardPass:
         """Makes a pass, and keeps it until it ends. Follow it by `_check`."""
 
@@ -118,7 +117,7 @@ class AutogradWorker:
             self._passes.pop(id, None)
             on_end(ended)
 
-        made = self._passes[id] = BackwardPass(self._sender, context, id, remove, root_gradients)
+        made = self._passes[id] = BackwardPass(self._sender, context, id, remove, root_gradients, options)
         return made
 
     def _check(self, made: BackwardPass) -> None:
@@ -220,77 +219,90 @@ class AutogradWorker:
 
     # ------------------------------------------------------------ messages (I/O loop, or a thread that reads for it)
 
-    def on_message(
+    def on_pass(
+        self, session: MessageSink, part: CompactPass, buffers: Sequence[ReceiveBuffer], jobs: list[PoolJob]
+    ) -> None:
+        self._take(session.peer, part, buffers, session, jobs)
+
+    def _take(
         self,
         sender: Identity,
-        message: autograd_pb2.AutogradMessage,
+        part: CompactPass,
         buffers: Sequence[ReceiveBuffer],
-        via: MessageSink | None = None,
+        via: MessageSink | None,
+        jobs: list[PoolJob],
     ) -> None:
-        kind = message.WhichOneof("end")
+        is_begin = begins(part, buffers)
+        try:
+            context = self.admit(part.context, sender) if is_begin else self.contexts.look_up(part.context)
+        except CallRefused as exc:
+            self._refuse(sender, part, exc)
+            return
+        if context is None:
+            if is_begin:
+                self._refuse(sender, part, AutogradError(f"autograd context {part.context} is over there"))
+            return
+        if not context.takes_part(sender.id):
+            return
+        message = read_message(part, buffers, sender.id, context.sends)
+        current = self._pass_of(context, part.backward)
+        if current is not None:
+            current.receive(sender.id, message, via, jobs)
+        elif is_begin:
+            self._answer_late(context, sender, part)
+
+    def _pass_of(self, context: Context, backward: int) -> BackwardPass | None:
+        """The pass of a message, made for its first message; None if it is over."""
+        with self._finding:  # messages of a pass may arrive on several threads at once, and make one pass
+            current = self._passes.get(backward)
+            if current is not None and current.context is context:
+                return current
+            if backward in context.ended_passes:
+                return None
+            made = self._make_pass(context, backward)
+        self._check(made)
+        return made
+
+    def _answer_late(self, context: Context, sender: Identity, part: CompactPass) -> None:
+        """Answers a begin that came after the pass has ended here: this worker received nothing from that neighbour."""
+        error = context.ended_passes[part.backward]
+        if error is not None:
+            self._refuse(sender, part, error)
+            return
+        answer = PassMessage()
+        answer.begins = True
+        self._sender.send(sender.id, answer.encode(part.context, part.backward)[0])
+
+    def on_message(
+        self, sender: Identity, message: autograd_pb2.AutogradMessage, buffers: Sequence[ReceiveBuffer]
+    ) -> None:
+        kind = message.WhichOneof("body")
         if kind == "release":
             for context_id in (message.context, *message.release.others):
                 self._released_by(sender.id, context_id)
-            return
-        begins = message.HasField("begin")
-        try:
-            context = self.admit(message.context, sender) if begins else self.contexts.look_up(message.context)
-        except CallRefused as exc:
-            self._refuse(sender, message, exc)
-            return
-        if context is None:
-            if begins:
-                self._refuse(sender, message, AutogradError(f"autograd context {message.context} is over there"))
-            return
-        if not (context.takes_part(sender.id) or self._may_abort(kind, message)):
-            return
-        check_addressed(message, sender.id, context.sent_to)
-        check_verdicts(message, context.num_sent)
-        current = self._pass_of(context, message, sender)
-        if current is None:
-            return
-        if kind == "aborted":
-            self.host.submit(current.abort, decode_error(message.aborted))
-            return
-        read: Callable[[], list[Gradients]] | None = None
-        if message.HasField("gradients"):
-            read = partial(decode_gradients, message.gradients, buffers, plain_only=not self.host.allow_pickle)
-        current.post(partial(current.take, sender.id, message, read, via), current.can_wait(sender.id, message))
+        elif kind == "aborted":
+            self._aborted_by(sender, message)
+        elif kind == "part":
+            jobs: list[PoolJob] = []
+            self._take(sender, CompactPass(message.context, message.backward, message.part), buffers, None, jobs)
+            for function, arguments in jobs:
+                self.host.submit(function, *arguments)
 
-    def _may_abort(self, kind: str | None, message: autograd_pb2.AutogradMessage) -> bool:
-        """Whether a message tells of an error in a pass that began here: any worker that the pass has reached may."""
-        return kind == "aborted" and worker_of(message.backward) == self.id & 0xFFFF
-
-    def _pass_of(
-        self, context: Context, message: autograd_pb2.AutogradMessage, sender: Identity
-    ) -> BackwardPass | None:
-        """The pass of a message, made for its first message; None if it is over."""
-        with self._finding:  # messages of a pass may arrive on several threads at once, and make one pass
+    def _aborted_by(self, sender: Identity, message: autograd_pb2.AutogradMessage) -> None:
+        """A pass failed elsewhere. Any worker that a pass has reached may say so where it began."""
+        context = self.contexts.look_up(message.context)
+        is_ours = worker_of(message.backward) == self.id & 0xFFFF
+        if context is None or not (is_ours or context.takes_part(sender.id)):
+            return
+        error = decode_error(message.aborted)
+        with self._finding:
             current = self._passes.get(message.backward)
-            if current is not None and current.context is context:
-                return current
-            has_ended = message.backward in context.ended_passes
-            if not has_ended and message.HasField("aborted"):
-                context.ended_passes[message.backward] = decode_error(message.aborted)
-                return None
-            made = None if has_ended else self._make_pass(context, message.backward)
-        if made is not None:
-            self._check(made)
-        elif message.HasField("begin"):
-            self._answer_late(context, sender, message)
-        return made
+            if current is None or current.context is not context:
+                context.ended_passes.setdefault(message.backward, error)
+                return
+        self.host.submit(current.abort, error)
 
-    def _answer_late(self, context: Context, sender: Identity, message: autograd_pb2.AutogradMessage) -> None:
-        """Answers a begin that came after the pass has ended here: this worker received nothing from that neighbour."""
-        error = context.ended_passes[message.backward]
-        if error is not None:
-            self._refuse(sender, message, error)
-            return
-        answer = autograd_pb2.AutogradMessage(context=message.context, backward=message.backward)
-        answer.begin.received.SetInParent()
-        self._sender.send(sender.id, answer)
-
-    def _refuse(self, sender: Identity, message: autograd_pb2.AutogradMessage, error: BaseException) -> None:
+    def _refuse(self, sender: Identity, message: CompactPass, error: BaseException) -> None:
         answer = autograd_pb2.AutogradMessage(context=message.context, backward=message.backward)
         encode_error(error, self.id, self.host.identity.name, answer.aborted)
         self._sender.send(sender.id, answer)
@@ -311,4 +323,4 @@ def _checked_roots(roots: Sequence[torch.Tensor]) -> list[GradientEdge]:
             raise AutogradError(f"a root of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar")
         if root.grad_fn is None:
             raise AutogradError(f"a root of shape {tuple(root.shape)} does not have a valid gradient function.")
-    return [torch.autograd.graph.get_gradient_edge(root) for root in roots]
+    return [new_edge((root.grad_fn, root.output_nr, None)) for root in roots]

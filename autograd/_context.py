@@ -9,7 +9,7 @@ import itertools
 import secrets
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -21,8 +21,6 @@ from rpcdist.autograd._message_nodes import Gradients, RecordedRecv, RecordedSen
 from rpcdist.autograd._spans import MAX_SPANS, SpanKind
 from rpcdist.errors import CallRefused, SerializationError
 from rpcdist.transport.wire_messages import History
-
-__all__ = ["Context", "ContextTable", "id_limit", "make_id", "worker_of"]
 
 WORKER_SHIFT = 48
 MAX_NUMBER = (1 << WORKER_SHIFT) - 1
@@ -69,6 +67,7 @@ class Context:
         ended_passes: the backward passes that have ended, by id, with the error of those that failed.
         is_spent: whether the last pass has freed the graph's saved tensors.
         is_heavy_elsewhere: whether a worker that this one began a pass on holds much memory for the context.
+        was_general: whether the last pass needed verdicts here; see `_general_part`.
         gradients: the gradients of the leaves on this worker.
         spans: how long the parts of its passes took: (pass, kind, peer or -1, start, end); see `_spans`.
     """
@@ -82,6 +81,7 @@ class Context:
         self.ended_passes: dict[int, BaseException | None] = {}
         self.is_spent = False
         self.is_heavy_elsewhere = False
+        self.was_general = False
         self.gradients = GradientTable()
         self.spans: deque[tuple[int, SpanKind, int, float, float]] = deque(maxlen=MAX_SPANS)
         self._worker_id = worker_id
@@ -155,15 +155,10 @@ class Context:
         """Whether a worker exchanged calls with this one in the context, or is this one."""
         return worker_id in self.known or worker_id in self.callers or worker_id == self._worker_id
 
-    def sent_to(self, message: int) -> int | None:
-        """To whom a message was sent; None for an unknown one."""
-        send = self._sends.get(message)
-        return None if send is None else send.to
-
-    def num_sent(self, message: int) -> int:
-        """How many tensors a message had that was sent here; 0 for an unknown one."""
-        send = self._sends.get(message)
-        return 0 if send is None else len(send.node.next_functions)
+    @property
+    def sends(self) -> Mapping[int, RecordedSend]:
+        """The messages that were sent, by id."""
+        return self._sends
 
     def at_home(self, message: int, gradients: Gradients) -> Gradients:
         """The gradients of a message that was sent, on the devices of its tensors.

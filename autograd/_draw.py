@@ -17,8 +17,6 @@ from rpcdist.autograd._spans import Span
 from rpcdist.rpc._current import current_agent
 from rpcdist.time_limits import GRAPHVIZ_LIMIT_S
 
-__all__ = ["WorkerPart", "draw", "graphviz_text"]
-
 
 class WorkerPart(NamedTuple):
     """One worker's part of a context, as plain data.

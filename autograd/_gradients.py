@@ -12,8 +12,6 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-__all__ = ["GradientTable", "size_bytes"]
-
 
 class GradientTable:
     """Gradients by leaf. Any thread may call any method.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
@@ -26,7 +26,8 @@ from rpcdist.autograd._autograd_errors import AutogradError
 from rpcdist.autograd._message_nodes import RecordedRecv, RecordedSend, RecvNode
 from rpcdist.autograd._pass_events import LocalGraph, LocalRecv, LocalSend
 
-__all__ = ["AccumulateGrad", "Analysis", "Leaf", "analyse"]
+MAX_NODES_BEFORE_SENDING: Final = 64
+"""A worker with a larger graph lets the others know what it has decided before it runs the graph."""
 
 AccumulateGrad = type(torch.ones((), requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
@@ -46,7 +47,7 @@ class Leaf(NamedTuple):
 
 
 # The constructor of a named tuple is a Python function, and these are made for each leaf and tensor of each pass.
-_new_edge: Callable[[tuple[Any, int, None]], GradientEdge] = partial(tuple.__new__, GradientEdge)
+new_edge: Callable[[tuple[Any, int, None]], GradientEdge] = partial(tuple.__new__, GradientEdge)
 _new_leaf: Callable[[tuple[torch.Tensor, GradientEdge, int]], Leaf] = partial(tuple.__new__, Leaf)
 
 
@@ -90,7 +91,7 @@ def analyse(
     for send in sends:
         tensors: Any = send.node.next_functions  # torch's stubs say that a node may be None
         numbered.append(LocalSend(send.id, send.to, send.stamp, len(edges), len(tensors)))
-        edges += [_new_edge((node, number, None)) for node, number in tensors]
+        edges += [new_edge((node, number, None)) for node, number in tensors]
     walk = _Walk(edges)
     masks = walk.masks
     unions = _Unions(len(edges))
@@ -100,7 +101,7 @@ def analyse(
     node: Any  # torch's stubs lack what nodes of these kinds have
     for node in walk.leaves:
         leaf, mask = node.variable, masks[node]
-        leaves.append(_new_leaf((leaf, _new_edge((node, 0, None)), mask)))
+        leaves.append(_new_leaf((leaf, new_edge((node, 0, None)), mask)))
         if leaf._backward_hooks:
             unions.join(mask)
     for node in walk.meetings:
@@ -210,7 +211,7 @@ class _Walk:
                         self._reach(following, number, mask)
 
     def _reach(self, node: Node, number: int, mask: int) -> None:
-        key = _new_edge((node, number, None))
+        key = new_edge((node, number, None))
         self.outputs[key] = self.outputs.get(key, 0) | mask
 
     def _topological(self, starts: Sequence[Node]) -> list[Node]:

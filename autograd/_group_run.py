@@ -7,13 +7,6 @@
     them sent at once. That is for runs that take long, so that the next worker begins meanwhile; for gates, which wait
     for what follows from these gradients; and for nodes of recvs that have hooks.
 
-[Note: without the engine]
-    Where what was sent is a parameter, or a tensor just as it was received, its gradient is that of the leaf or of the
-    recv: a worker that passes on what others compute, and sends its weights along, has no node to execute. A call of
-    the engine would cost it more than all else that it does in such a run. The engine is still asked where somebody
-    watches these tensors (hooks, `retain_grad`), where gradients have to be added up or do not look as they should, and
-    for many at once, which it does in less time.
-
 [Note: gates]
     Usually all gradients from which a group runs have arrived. Where the graph of a worker leads out to another worker
     and back in (A->B->A, through shared nodes), some gradients arrive only after others have been sent. For these, the
@@ -26,26 +19,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from rpcdist.autograd._graph_analysis import AccumulateGrad, Analysis
+from rpcdist.autograd._graph_analysis import Analysis, new_edge
 from rpcdist.autograd._message_nodes import (
     GateOrder,
     Gradients,
     RecordedRecv,
     RecordedSend,
-    RecvNode,
     current_run,
     set_current_run,
     token_edge,
 )
 from rpcdist.autograd._pass_events import Run
-
-__all__ = ["Captured", "GroupRun", "LeafGradients", "RunOwner", "is_in_backward", "queue_callback"]
 
 LeafGradients = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Leaves with their gradients."""
@@ -53,10 +43,88 @@ LeafGradients = Sequence[tuple[torch.Tensor, torch.Tensor]]
 Captured = dict[torch.Tensor, torch.Tensor]
 """Gradients by leaf, as `queue_callback` shows them."""
 
-MAX_WITHOUT_ENGINE: Final = 16
-"""For more gradients at once, one call of the engine costs less."""
-
 _engine = cast(Any, torch.autograd.Variable._execution_engine)
+
+
+class EngineRun:
+    """A call of torch's engine, as the hooks that it calls see it.
+
+    Attributes:
+        callbacks: see `queue_callback`.
+    """
+
+    __slots__ = ("callbacks",)
+
+    def __init__(self) -> None:
+        self.callbacks: list[Callable[[Captured], object]] = []
+
+    def run_apart(
+        self,
+        edges: Sequence[GradientEdge],
+        gradients: Sequence[torch.Tensor],
+        leaves: Mapping[Any, None],
+        outputs: Mapping[GradientEdge, None],
+        received: Mapping[int, list[torch.Tensor | None]],
+        retain_graph: bool,
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Runs what edges reach; returns the gradients of leaves.
+
+        Args:
+            edges: where the engine starts.
+            gradients: for each of the edges.
+            leaves: the nodes of leaves that they reach.
+            outputs: the edges of received tensors that they reach.
+            received: gets the gradients of those, by message and number.
+            retain_graph: see `backward`.
+        """
+        wanted = [new_edge((node, 0, None)) for node in leaves]
+        if outputs:
+            wanted += outputs
+        if not wanted:
+            return []
+        results = self._call(edges, gradients, wanted, retain_graph)
+        # The zips are not strict: behind the leaves come the outputs.
+        captured = [(node.variable, found) for node, found in zip(leaves, results, strict=False) if found is not None]
+        node: Any
+        for (node, number, _), found in zip(outputs, results[len(leaves) :], strict=True):
+            received[node.recv.id][number] = found
+        return captured
+
+    def called_back(self, captured: LeafGradients) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What the callbacks make of the gradients of leaves."""
+        by_leaf = dict(captured)
+        for callback in self.callbacks:
+            callback(by_leaf)
+        return list(by_leaf.items())
+
+    def _call(
+        self,
+        edges: Sequence[GradientEdge],
+        gradients: Sequence[torch.Tensor],
+        wanted: Sequence[GradientEdge],
+        retain_graph: bool,
+    ) -> Sequence[torch.Tensor | None]:
+        """The gradients at the edges that are wanted."""
+        outer = set_current_run(self)
+        try:
+            # `torch.autograd.grad` calls this after checks that the engine repeats.
+            found: Sequence[torch.Tensor | None] = _engine.run_backward(
+                tuple(edges), tuple(gradients), retain_graph, False, tuple(wanted), True, accumulate_grad=False
+            )
+        finally:
+            set_current_run(outer)
+        return found
+
+    # ------------------------------------------------------------ called by nodes (`RunInProgress`)
+
+    def wait_for(self, send: RecordedSend) -> Gradients:
+        raise _not_ours()
+
+    def gradient_of(self, send: RecordedSend) -> Gradients:
+        raise _not_ours()
+
+    def deliver(self, recv: RecordedRecv, gradients: Gradients) -> None:
+        raise _not_ours()
 
 
 class RunOwner(Protocol):
@@ -82,7 +150,7 @@ class RunOwner(Protocol):
         """Adds the gradients of leaves to the context."""
 
 
-class GroupRun:
+class GroupRun(EngineRun):
     """One call of the engine, which runs one or several groups.
 
     Args:
@@ -93,6 +161,7 @@ class GroupRun:
     """
 
     def __init__(self, owner: RunOwner, analysis: Analysis, run: Run, sends_early: bool) -> None:
+        super().__init__()
         self._owner = owner
         self._analysis = analysis
         self._run = run
@@ -102,7 +171,6 @@ class GroupRun:
             if recv.is_hooked:
                 self._delivers = True
         self._unanswered = dict.fromkeys(run.recvs)
-        self.callbacks: list[Callable[[Captured], object]] = []
 
     def __repr__(self) -> str:
         return f"<run of groups {self._run.groups} [{len(self._run.pending)} gates]>"
@@ -110,35 +178,9 @@ class GroupRun:
     def execute(self, retain_graph: bool) -> None:
         """Runs, answers every recv, and collects the gradients of leaves. Blocks only if there are gates."""
         edges, gradients = self._starts()
-        captured = self._without_engine(edges, gradients)
-        if captured is None:
-            captured = self._with_engine(edges, gradients, retain_graph)
+        captured = self._with_engine(edges, gradients, retain_graph)
         if captured:
             self._owner.collect(captured)
-
-    def _without_engine(self, edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]) -> LeafGradients | None:
-        """Answers, and returns the gradients of leaves, where no node is to be executed; None if one has to be."""
-        if self._delivers or not 0 < len(edges) <= MAX_WITHOUT_ENGINE or len(set(edges)) < len(edges):
-            return None
-        captured: list[tuple[torch.Tensor, torch.Tensor]] = []
-        received: dict[int, list[torch.Tensor | None]] = {recv.id: [None] * recv.count for recv in self._recvs}
-        for edge, gradient in zip(edges, gradients, strict=True):
-            node: Any = edge.node  # torch's stubs lack what nodes of these kinds have
-            kind = type(node)
-            if kind is AccumulateGrad:
-                leaf = node.variable
-                if leaf._backward_hooks or not _fits(gradient, leaf):
-                    return None
-                captured.append((leaf, gradient))
-            elif kind is RecvNode:
-                if node.recv.needs_engine() or not _fits(gradient, node._input_metadata[edge.output_nr]):
-                    return None
-                received[node.recv.id][edge.output_nr] = gradient
-            else:
-                return None
-        if self._recvs:
-            self._owner.answer([(recv, received[recv.id]) for recv in self._recvs], False)
-        return captured
 
     def _with_engine(
         self, edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], retain_graph: bool
@@ -157,7 +199,10 @@ class GroupRun:
         self._answer(wanted, results, len(leaves))
         # The zip is not strict: what the leaves do not have belongs to the recvs.
         captured = [(leaf.tensor, found) for leaf, found in zip(leaves, results, strict=False) if found is not None]
-        return self._called_back(captured) if self.callbacks else captured
+        if self.callbacks:
+            self._owner.flush()  # they may wait for what other workers do with the gradients
+            return self.called_back(captured)
+        return captured
 
     def _answer(self, edges: Sequence[GradientEdge], results: Sequence[torch.Tensor | None], at: int) -> None:
         """Answers the recvs that were not delivered, with the results from the number `at` on, if they have any."""
@@ -172,32 +217,6 @@ class GroupRun:
                 answers.append((recv, gradients))
         if answers:
             self._owner.answer(answers, bool(self._run.pending))
-
-    def _called_back(self, captured: LeafGradients) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What the callbacks make of the gradients of leaves."""
-        by_leaf = dict(captured)
-        self._owner.flush()  # they may wait for what other workers do with it
-        for callback in self.callbacks:
-            callback(by_leaf)
-        return list(by_leaf.items())
-
-    def _call(
-        self,
-        edges: Sequence[GradientEdge],
-        gradients: Sequence[torch.Tensor],
-        wanted: Sequence[GradientEdge],
-        retain_graph: bool,
-    ) -> Sequence[torch.Tensor | None]:
-        """The gradients at the edges that are wanted."""
-        outer = set_current_run(self)
-        try:
-            # `torch.autograd.grad` calls this after checks that the engine repeats.
-            found: Sequence[torch.Tensor | None] = _engine.run_backward(
-                tuple(edges), tuple(gradients), retain_graph, False, tuple(wanted), True, accumulate_grad=False
-            )
-        finally:
-            set_current_run(outer)
-        return found
 
     def _starts(self) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """The edges at which the engine starts, and their gradients."""
@@ -255,14 +274,8 @@ class GroupRun:
             self._owner.answer([(recv, gradients)], bool(self._run.pending))
 
 
-def _fits(gradient: torch.Tensor, target: Any) -> bool:
-    """Whether a gradient has the form that the engine would give it, for a tensor or for what a node knows of one."""
-    return (
-        gradient.layout is torch.strided
-        and gradient.dtype is target.dtype
-        and list(gradient.shape) == list(target.shape)
-        and gradient.device == target.device
-    )
+def _not_ours() -> RuntimeError:
+    return RuntimeError("a hook ran an ordinary backward through the graph of a distributed autograd context")
 
 
 def queue_callback(callback: Callable[[Captured], object]) -> None:
@@ -278,7 +291,7 @@ def queue_callback(callback: Callable[[Captured], object]) -> None:
         RuntimeError: no distributed backward runs on this thread.
     """
     run = current_run()
-    if not isinstance(run, GroupRun):
+    if not isinstance(run, EngineRun):
         raise RuntimeError("queue_callback is for hooks that run in a distributed backward pass")
     run.callbacks.append(callback)
 

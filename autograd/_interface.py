@@ -18,8 +18,6 @@ from rpcdist.rpc._current import agent_or_none, current_agent
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future, _get_running_loop
 
-__all__ = ["Mode", "backward", "backward_async", "context", "get_gradients", "is_available"]
-
 Mode = Literal["smart", "fast"]
 
 

@@ -20,22 +20,6 @@ import torch
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-__all__ = [
-    "GateOrder",
-    "Gradients",
-    "RecordedRecv",
-    "RecordedSend",
-    "RecvNode",
-    "RecvRpc",
-    "RunInProgress",
-    "SendRpc",
-    "active_run",
-    "attach",
-    "current_run",
-    "set_current_run",
-    "token_edge",
-]
-
 Gradients = Sequence[torch.Tensor | None]
 
 

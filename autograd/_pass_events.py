@@ -15,27 +15,6 @@ from typing import NamedTuple
 
 from rpcdist.deadline import Deadline
 
-__all__ = [
-    "ChildDone",
-    "Decided",
-    "Finished",
-    "GradientArrived",
-    "GroupEnded",
-    "LocalGraph",
-    "LocalRecv",
-    "LocalSend",
-    "PassAction",
-    "PassEvent",
-    "PassOptions",
-    "PeerBegan",
-    "Run",
-    "SendBegin",
-    "SendDone",
-    "SendVerdicts",
-    "Started",
-    "Verdicts",
-]
-
 Verdicts = Mapping[int, int | None]
 """By message: the mask of its tensors that are used, or None while that is undecided."""
 

@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rpcdist._proto import autograd_pb2
-from rpcdist.autograd._gradient_codec import encode_gradients
-from rpcdist.autograd._message_nodes import Gradients
 from rpcdist.errors import RpcdistError, TransportError, WorkerLost
 from rpcdist.rpc._autograd_hooks import AutogradHost
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values import LargeBuffer
+from rpcdist.transport.wire_messages import CompactPass
 
-__all__ = ["MessageOwner", "PassSender"]
+if TYPE_CHECKING:
+    from rpcdist.autograd._backward_pass import BackwardPass
 
 logger = logging.getLogger(__name__)
-
-
-class MessageOwner(Protocol):
-    """The backward pass that a message belongs to."""
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error that ended the pass."""
-
-    def fail(self, exc: BaseException) -> None:
-        """Ends the pass on all workers."""
-
-    def went_by(self, to: int, session: MessageSink) -> None:
-        """The session by which a message to a worker went."""
 
 
 class PassSender:
@@ -42,14 +28,12 @@ class PassSender:
 
     def __init__(self, host: AutogradHost) -> None:
         self.id = host.identity.id
+        self.plain_only = not host.allow_pickle
+        self.standing_session = host.standing_session
         self._host = host
 
     def name_of(self, worker_id: int) -> str:
         return self._host.worker_name_of(worker_id)
-
-    def session_with(self, worker_id: int) -> MessageSink | None:
-        """The session by which a message to a worker would go now; None if it would have to be opened."""
-        return self._host.session_with(worker_id)
 
     def submit(self, function: Callable[..., object], *arguments: object) -> None:
         """Calls a function on a thread of the pool."""
@@ -58,26 +42,19 @@ class PassSender:
     def send(
         self,
         to: int,
-        body: autograd_pb2.AutogradMessage,
-        owner: MessageOwner | None = None,
+        body: autograd_pb2.AutogradMessage | CompactPass,
+        owner: BackwardPass | None = None,
         large: Sequence[LargeBuffer] = (),
-        via: MessageSink | None = None,
     ) -> None:
-        """Sends a message, at most once, by the session `via` if it is open; if that fails, its owner fails."""
+        """Sends a message, at most once; if that fails, its owner fails."""
         observer = None if owner is None else _PassMessageObserver(self, owner, to)
         try:
-            self._host.send(to, body, large, observer, via)
+            self._host.send(to, body, large, observer)
         except RpcdistError as exc:
             if owner is not None:
                 owner.fail(self.lost(to, str(exc)))
             else:
                 logger.debug("not sent to worker %s: %s", to, exc)
-
-    def encode_gradients(
-        self, target: autograd_pb2.AutogradMessage, gradients: list[Gradients]
-    ) -> Sequence[LargeBuffer]:
-        """Writes the values of gradients into a message; returns their large buffers."""
-        return encode_gradients(gradients, target.gradients)
 
     def spread(self, workers: Iterable[int], body: autograd_pb2.AutogradMessage) -> None:
         """Sends a message to several workers, except this one; ignores workers that are lost."""
@@ -96,7 +73,7 @@ class _PassMessageObserver:
 
     __slots__ = ("_owner", "_sender", "_to")
 
-    def __init__(self, sender: PassSender, owner: MessageOwner, to: int) -> None:
+    def __init__(self, sender: PassSender, owner: BackwardPass, to: int) -> None:
         self._sender = sender
         self._owner = owner
         self._to = to

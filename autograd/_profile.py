@@ -11,8 +11,6 @@ from rpcdist.rpc import api
 from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._current import current_agent
 
-__all__ = ["ask_workers", "profile", "spans_here"]
-
 Part = TypeVar("Part")
 
 

@@ -11,8 +11,6 @@ from rpcdist._proto import autograd_pb2
 from rpcdist.rpc._autograd_hooks import AutogradHost
 from rpcdist.time_limits import CONTEXT_RELEASE_DELAY_S
 
-__all__ = ["Releases"]
-
 MAX_PUT_OFF = 256  # contexts
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from typing import Literal, NamedTuple
-
-__all__ = ["MAX_SPANS", "PassClock", "Span", "SpanKind"]
 
 SpanKind = Literal["analysis", "run", "wait", "gate"]
 
@@ -32,27 +29,3 @@ class Span(NamedTuple):
     start_s: float
     duration_s: float
     backward: int
-
-
-class PassClock:
-    """Takes the times of one pass on one worker; any thread may call any method."""
-
-    __slots__ = ("_idle_since", "parts")
-
-    def __init__(self) -> None:
-        self.parts: list[tuple[SpanKind, int, float, float]] = []  # kind, peer, start, end
-        self._idle_since = 0.0
-
-    def took(self, kind: SpanKind, start_s: float, peer: int = -1) -> None:
-        """Something that began at `start_s` (`time.time()`) has just ended."""
-        self.parts.append((kind, peer, start_s, time.time()))
-
-    def idle(self) -> None:
-        """From now on the pass has nothing to do here."""
-        self._idle_since = time.time()
-
-    def heard(self, peer: int) -> None:
-        """A message of a worker ends the wait, if there is one."""
-        since, self._idle_since = self._idle_since, 0.0
-        if since:
-            self.took("wait", since, peer)

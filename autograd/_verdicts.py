@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rpcdist.autograd._one_message_part import OneMessagePart, find_part
 from rpcdist.autograd._pass_events import (
     ChildDone,
     Decided,
@@ -40,8 +39,6 @@ from rpcdist.autograd._pass_events import (
     Started,
     Verdicts,
 )
-
-__all__ = ["PassState"]
 
 
 @dataclass(slots=True)
@@ -120,9 +117,6 @@ class PassState:
     def _start(self, event: Started) -> list[PassAction]:
         self.is_started = True
         self.parent = event.parent
-        part = None if self.fast else find_part(event, self._early)
-        if part is not None:
-            return self._do_at_once(part)
         self._lay_out(event.graph)
         if self.fast:
             for send in event.graph.sends:
@@ -139,16 +133,6 @@ class PassState:
         known = {action.to for action in actions if isinstance(action, SendBegin)}
         actions += [self._begin(to) for to in sorted(self._told - known)]
         return actions + runs
-
-    def _do_at_once(self, part: OneMessagePart) -> list[PassAction]:
-        self._early, self._verdicts = [], part.verdicts
-        self._told = {part.begin.to}
-        actions: list[PassAction] = [part.begin]
-        if part.run is not None:
-            self._unended = len(part.run.groups)
-            actions.append(part.run)
-        self._end_if_done(actions)
-        return actions
 
     def _lay_out(self, graph: LocalGraph) -> None:
         self._sends = {send.id: send for send in graph.sends}

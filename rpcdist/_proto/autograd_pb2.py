@@ -22,34 +22,23 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from rpcdist._proto import value_pb2 as rpcdist_dot___proto_dot_value__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1drpcdist/_proto/autograd.proto\x12\x07rpcdist\x1a\x1arpcdist/_proto/value.proto\"\x13\n\x11\x41utogradDelivered\"\xac\x02\n\x0f\x41utogradMessage\x12\x0f\n\x07\x63ontext\x18\x01 \x01(\x10\x12\x10\n\x08\x62\x61\x63kward\x18\x02 \x01(\x10\x12%\n\x05\x62\x65gin\x18\x03 \x01(\x0b\x32\x16.rpcdist.BackwardBegin\x12#\n\x08verdicts\x18\x04 \x01(\x0b\x32\x11.rpcdist.Verdicts\x12%\n\tgradients\x18\x05 \x01(\x0b\x32\x12.rpcdist.Gradients\x12#\n\x04\x64one\x18\x06 \x01(\x0b\x32\x15.rpcdist.BackwardDone\x12+\n\x07\x61\x62orted\x18\x07 \x01(\x0b\x32\x18.rpcdist.BackwardAbortedH\x00\x12*\n\x07release\x18\x08 \x01(\x0b\x32\x17.rpcdist.ContextReleaseH\x00\x42\x05\n\x03\x65nd\"{\n\rBackwardBegin\x12\x0c\n\x04\x66\x61st\x18\x01 \x01(\x08\x12\x14\n\x0cretain_graph\x18\x02 \x01(\x08\x12\x12\n\ntimeout_us\x18\x03 \x01(\x04\x12\r\n\x05\x63hild\x18\x04 \x01(\x08\x12#\n\x08received\x18\x05 \x01(\x0b\x32\x11.rpcdist.Verdicts\"[\n\x08Verdicts\x12\x0c\n\x04used\x18\x01 \x03(\x10\x12\x0e\n\x06unused\x18\x02 \x03(\x10\x12\x0c\n\x04open\x18\x03 \x03(\x10\x12#\n\x06partly\x18\x04 \x03(\x0b\x32\x13.rpcdist.PartlyUsed\".\n\nPartlyUsed\x12\x0f\n\x07message\x18\x01 \x01(\x10\x12\x0f\n\x07tensors\x18\x02 \x03(\r\"k\n\tGradients\x12\x10\n\x08messages\x18\x01 \x03(\x10\x12\x1d\n\x05value\x18\x02 \x01(\x0b\x32\x0e.rpcdist.Value\x12\r\n\x05table\x18\x03 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x04 \x03(\r\x12\x0e\n\x06\x61\x62sent\x18\x05 \x03(\r\" \n\x0c\x42\x61\x63kwardDone\x12\x10\n\x08is_heavy\x18\x01 \x01(\x08\"j\n\x0f\x42\x61\x63kwardAborted\x12\x0e\n\x06worker\x18\x01 \x01(\x03\x12\x13\n\x0bworker_name\x18\x02 \x01(\t\x12\x11\n\ttype_name\x18\x03 \x01(\t\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x11\n\ttraceback\x18\x05 \x01(\t\" \n\x0e\x43ontextRelease\x12\x0e\n\x06others\x18\x01 \x03(\x10\x32K\n\x08\x41utograd\x12?\n\x07\x44\x65liver\x12\x18.rpcdist.AutogradMessage\x1a\x1a.rpcdist.AutogradDeliveredb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1drpcdist/_proto/autograd.proto\x12\x07rpcdist\"\x13\n\x11\x41utogradDelivered\"\xa5\x01\n\x0f\x41utogradMessage\x12\x0f\n\x07\x63ontext\x18\x01 \x01(\x10\x12\x10\n\x08\x62\x61\x63kward\x18\x02 \x01(\x10\x12\x0e\n\x04part\x18\x03 \x01(\x0cH\x00\x12+\n\x07\x61\x62orted\x18\x07 \x01(\x0b\x32\x18.rpcdist.BackwardAbortedH\x00\x12*\n\x07release\x18\x08 \x01(\x0b\x32\x17.rpcdist.ContextReleaseH\x00\x42\x06\n\x04\x62ody\"j\n\x0f\x42\x61\x63kwardAborted\x12\x0e\n\x06worker\x18\x01 \x01(\x03\x12\x13\n\x0bworker_name\x18\x02 \x01(\t\x12\x11\n\ttype_name\x18\x03 \x01(\t\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x11\n\ttraceback\x18\x05 \x01(\t\" \n\x0e\x43ontextRelease\x12\x0e\n\x06others\x18\x01 \x03(\x10\x32K\n\x08\x41utograd\x12?\n\x07\x44\x65liver\x12\x18.rpcdist.AutogradMessage\x1a\x1a.rpcdist.AutogradDeliveredb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rpcdist._proto.autograd_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_AUTOGRADDELIVERED']._serialized_start=70
-  _globals['_AUTOGRADDELIVERED']._serialized_end=89
-  _globals['_AUTOGRADMESSAGE']._serialized_start=92
-  _globals['_AUTOGRADMESSAGE']._serialized_end=392
-  _globals['_BACKWARDBEGIN']._serialized_start=394
-  _globals['_BACKWARDBEGIN']._serialized_end=517
-  _globals['_VERDICTS']._serialized_start=519
-  _globals['_VERDICTS']._serialized_end=610
-  _globals['_PARTLYUSED']._serialized_start=612
-  _globals['_PARTLYUSED']._serialized_end=658
-  _globals['_GRADIENTS']._serialized_start=660
-  _globals['_GRADIENTS']._serialized_end=767
-  _globals['_BACKWARDDONE']._serialized_start=769
-  _globals['_BACKWARDDONE']._serialized_end=801
-  _globals['_BACKWARDABORTED']._serialized_start=803
-  _globals['_BACKWARDABORTED']._serialized_end=909
-  _globals['_CONTEXTRELEASE']._serialized_start=911
-  _globals['_CONTEXTRELEASE']._serialized_end=943
-  _globals['_AUTOGRAD']._serialized_start=945
-  _globals['_AUTOGRAD']._serialized_end=1020
+  _globals['_AUTOGRADDELIVERED']._serialized_start=42
+  _globals['_AUTOGRADDELIVERED']._serialized_end=61
+  _globals['_AUTOGRADMESSAGE']._serialized_start=64
+  _globals['_AUTOGRADMESSAGE']._serialized_end=229
+  _globals['_BACKWARDABORTED']._serialized_start=231
+  _globals['_BACKWARDABORTED']._serialized_end=337
+  _globals['_CONTEXTRELEASE']._serialized_start=339
+  _globals['_CONTEXTRELEASE']._serialized_end=371
+  _globals['_AUTOGRAD']._serialized_start=373
+  _globals['_AUTOGRAD']._serialized_end=448
 # @@protoc_insertion_point(module_scope)

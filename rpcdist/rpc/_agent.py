@@ -75,7 +75,7 @@ from rpcdist.rpc._serving.dispatcher import Dispatcher, describe_job
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.time_limits import AGENT_TICK_S, RPC_CLOSE_LIMIT_S
-from rpcdist.transport.wire_messages import CompactCall, CompactReply
+from rpcdist.transport.wire_messages import CompactCall, CompactPass, CompactReply
 
 __all__ = ["ROLE", "Agent", "UpperParts"]
 
@@ -306,6 +306,7 @@ class Agent:
         handle("reply", self.caller.on_reply)
         handle(CompactCall, self.dispatcher.on_call)
         handle(CompactReply, self.caller.on_reply)
+        handle(CompactPass, self.autograd.on_pass)
         handle("cancel", self.dispatcher.on_cancel)
         handle("call_question", self.dispatcher.on_question)
         handle("call_state", self.caller.on_state)

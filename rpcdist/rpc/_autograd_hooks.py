@@ -24,9 +24,10 @@ from rpcdist._proto import autograd_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.ids import Identity
 from rpcdist.rpc._executors.timers import Timer
+from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink, SendObserver
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
-from rpcdist.transport.wire_messages import History
+from rpcdist.transport.wire_messages import CompactPass, History
 
 __all__ = ["AutogradHooks", "AutogradHost", "CallContext", "MakeAutograd", "current_autograd"]
 
@@ -63,13 +64,18 @@ class AutogradHooks(Protocol):
         sender: Identity,
         message: autograd_pb2.AutogradMessage,
         buffers: Sequence[ReceiveBuffer],
-        via: MessageSink | None = None,
     ) -> None:
         """A message arrived. The same message may come twice, and in any order with others.
 
         On the I/O loop, or on a thread that reads for it; it runs no code of users. The ends of contexts come on the
-        loop. `via` is the session by which it came, and by which answers may go.
+        loop.
         """
+        ...
+
+    def on_pass(
+        self, session: MessageSink, part: CompactPass, buffers: Sequence[ReceiveBuffer], jobs: list[PoolJob]
+    ) -> None:
+        """Likewise, for what a worker says in a backward pass; the pool does what is added to `jobs`."""
         ...
 
     def worker_lost(self, identity: Identity, exc: Exception) -> None:
@@ -134,8 +140,8 @@ class AutogradHost(Protocol):
         """Seconds since the connection to a worker was last known to be good."""
         ...
 
-    def session_with(self, worker_id: int) -> MessageSink | None:
-        """The open session by which a message to a worker would go now, or None."""
+    def standing_session(self, worker_id: int) -> MessageSink | None:
+        """The open session with the process that has a worker's place now, or None."""
         ...
 
     def submit(self, function: Callable[..., object], *arguments: object) -> None:
@@ -149,12 +155,11 @@ class AutogradHost(Protocol):
     def send(
         self,
         to: int,
-        message: autograd_pb2.AutogradMessage,
+        message: autograd_pb2.AutogradMessage | CompactPass,
         buffers: Sequence[LargeBuffer] = (),
         observer: SendObserver | None = None,
-        via: MessageSink | None = None,
     ) -> None:
-        """Sends a message to another worker, at most once; by the session `via`, if it is open.
+        """Sends a message to another worker, at most once.
 
         Raises:
             TransportError, UnknownWorker: the worker is lost, or nobody has this id.

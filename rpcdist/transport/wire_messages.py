@@ -1,4 +1,4 @@
-"""Messages as the layers above exchange them with a session: protobuf's, and calls and replies in a compact form.
+"""Messages as the layers above exchange them with a session: protobuf's, and the frequent ones in a compact form.
 
 Protobuf can say everything, but it costs a call more than its network: objects, a serialization and a parse, on each
 side. So the calls and replies that are common, those whose values are plain, have a form of their own, which one
@@ -16,6 +16,7 @@ __all__ = [
     "MAX_COMPACT_BODY_BYTES",
     "MAX_NAME_BYTES",
     "CompactCall",
+    "CompactPass",
     "CompactReply",
     "History",
     "Loan",
@@ -149,7 +150,33 @@ class CompactReply:
         return f"<CompactReply {self.id}, {len(self.body)} B, {self.num_tensors} tensors>"
 
 
-WireMessage = rpc_pb2.Message | CompactCall | CompactReply
+class CompactPass:
+    """What a worker tells a neighbour in a backward pass of distributed autograd.
+
+    Attributes:
+        context: the autograd context.
+        backward: the pass.
+        body: the rest, see `autograd/_pass_message.py`. If it is empty, the first large buffer is the body.
+        transfer, large, loans: as in `CompactCall`.
+    """
+
+    __slots__ = ("backward", "body", "context", "large", "loans", "transfer")
+
+    wrapped: Final = False
+
+    def __init__(self, context: int, backward: int, body: bytes) -> None:
+        self.context = context
+        self.backward = backward
+        self.body = body
+        self.transfer = 0
+        self.large: Sequence[int] = ()
+        self.loans: Sequence[Loan] = ()
+
+    def __repr__(self) -> str:
+        return f"<CompactPass {self.backward:#x} in context {self.context}, {len(self.body)} B>"
+
+
+WireMessage = rpc_pb2.Message | CompactCall | CompactReply | CompactPass
 
 
 def can_linger(message: WireMessage) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from peer_timeouts import CALM_S, LIMIT_S
 from rpcdist import autograd, rpc
 from rpcdist._proto import autograd_pb2, rpc_pb2
 from rpcdist.autograd._context import MAX_NUMBER, ContextTable, make_id, worker_of
-from rpcdist.autograd._wire_format import check_addressed
+from rpcdist.autograd._pass_message import PassMessage, read_message
 from rpcdist.errors import ProtocolViolation
 from rpcdist.testing import InProcessCluster, eventually
+from rpcdist.transport.wire_messages import CompactPass
 
 FIRST, SECOND, THIRD = 0, 1, 2
 
@@ -27,14 +29,14 @@ def triple(x: torch.Tensor) -> torch.Tensor:
     return 3 * x
 
 
-def tell(cluster: InProcessCluster, to: int, *messages: autograd_pb2.AutogradMessage) -> None:
+def tell(cluster: InProcessCluster, to: int, *messages: rpc_pb2.Message | CompactPass) -> None:
     """Has worker c send messages, and waits until they have come."""
     with cluster.use("c") as agent:
         rpc.rpc_sync(to, abs, (-1,))  # connects
         session = agent.router.session_with(to)
         assert session is not None
         for message in messages:
-            session.send(rpc_pb2.Message(autograd=message))
+            session.send(message)
         rpc.rpc_sync(to, abs, (-1,))  # comes after them
 
 
@@ -46,9 +48,11 @@ def test_nobody_ends_or_begins_to_answer_a_pass_of_others() -> None:
             for number in range(1, 4):
                 aborted = autograd_pb2.BackwardAborted(worker=FIRST, type_name="Forged", text="forged")
                 names: Any = {"context": context, "backward": make_id(FIRST, number)}
-                told = autograd_pb2.AutogradMessage(**names, verdicts=autograd_pb2.Verdicts(unused=[1, 2, 3]))
-                done = autograd_pb2.AutogradMessage(**names, done=autograd_pb2.BackwardDone())
-                tell(cluster, SECOND, autograd_pb2.AutogradMessage(**names, aborted=aborted), told, done)
+                ends = rpc_pb2.Message(autograd=autograd_pb2.AutogradMessage(**names, aborted=aborted))
+                told, done = PassMessage(), PassMessage()
+                told.verdicts = {1: 0, 2: 0, 3: 0}
+                done.is_done = True
+                tell(cluster, SECOND, ends, *(one.encode(context, names["backward"])[0] for one in (told, done)))
             with cluster.use("b") as agent:
                 worker: Any = agent.autograd
                 assert worker._passes == {} and worker.contexts.find(context).ended_passes == {}
@@ -64,32 +68,27 @@ def test_nobody_ends_or_begins_to_answer_a_pass_of_others() -> None:
         assert cluster.run("a", step) == [2.0, 2.0, 2.0]
 
 
-Speech = Callable[[autograd_pb2.AutogradMessage, int], Any]
-SPEECHES: dict[str, Speech] = {
-    "used": lambda message, id: message.verdicts.used.append(id),
-    "unused": lambda message, id: message.verdicts.unused.append(id),
-    "open": lambda message, id: message.verdicts.open.append(id),
-    "partly": lambda message, id: message.verdicts.partly.add(message=id, tensors=[0]),
-    "unused at the beginning": lambda message, id: message.begin.received.unused.append(id),
-    "partly at the beginning": lambda message, id: message.begin.received.partly.add(message=id),
-    "gradients": lambda message, id: message.gradients.messages.append(id),
+SPEECHES: dict[str, Callable[[PassMessage], object]] = {
+    "used": lambda message: message.verdicts.update({5: 1}),
+    "unused": lambda message: message.verdicts.update({5: 0}),
+    "open": lambda message: message.verdicts.update({5: None}),
+    "gradients": lambda message: message.add_gradients(5, [torch.ones(2)]),
 }
 
 
+@pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("what", SPEECHES)
-def test_verdicts_and_gradients_are_of_what_was_sent_to_their_sender(what: str) -> None:
+def test_verdicts_and_gradients_are_of_what_was_sent_to_their_sender(what: str, begins: bool) -> None:
     """A neighbour gave verdicts on tensors that another one had been sent, and gradients of them."""
-    message = autograd_pb2.AutogradMessage()
-    SPEECHES[what](message, 5)
-    sent: dict[int, int] = {5: SECOND, 6: THIRD}
-
-    def sent_to(id: int) -> int | None:
-        return sent.get(id)
-
-    check_addressed(message, SECOND, sent_to)
-    check_addressed(message, THIRD, lambda id: None)  # of an unknown one
+    message = PassMessage()
+    message.begins = begins
+    SPEECHES[what](message)
+    part, _ = message.encode(1, 2)
+    tensors = SimpleNamespace(next_functions=(None,))
+    sent: Any = {5: SimpleNamespace(to=SECOND, node=tensors), 6: SimpleNamespace(to=THIRD, node=tensors)}
+    read_message(part, [], SECOND, sent)
     with pytest.raises(ProtocolViolation, match="worker 2 speaks of message 0x5, which was sent to worker 1"):
-        check_addressed(message, THIRD, sent_to)
+        read_message(part, [], THIRD, sent)
 
 
 def test_a_neighbour_that_speaks_of_what_another_was_sent_ends_its_session_and_changes_nothing() -> None:
@@ -102,12 +101,12 @@ def test_a_neighbour_that_speaks_of_what_another_was_sent_ends_its_session_and_c
                 rpc.rpc_sync("c", abs, (-1,))
             tell(cluster, FIRST)
             [at_first] = [one for one in cluster._agents["a"]._inbound.sessions if one.peer.name == "c"]
-            forged = autograd_pb2.AutogradMessage(context=context, backward=make_id(FIRST, 1))
-            forged.verdicts.unused.append(to_b)
+            forged = PassMessage()
+            forged.verdicts = {to_b: 0}
             with cluster.use("c") as agent:
                 session = agent.router.session_with(FIRST)
                 assert session is not None
-                session.send(rpc_pb2.Message(autograd=forged))
+                session.send(forged.encode(context, make_id(FIRST, 1))[0])
                 eventually(lambda: at_first.closed_reason, "the session has ended", LIMIT_S)
                 assert "which was sent to worker 1" in str(at_first.closed_reason)
 

@@ -8,7 +8,6 @@ from full_sets import FULL_ONLY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpcdist.autograd import _verdicts
 from rpcdist.autograd._pass_events import (
     Decided,
     Finished,
@@ -17,7 +16,6 @@ from rpcdist.autograd._pass_events import (
     LocalGraph,
     LocalRecv,
     LocalSend,
-    PassEvent,
     PeerBegan,
     Run,
     SendBegin,
@@ -93,10 +91,9 @@ def test_what_came_with_the_first_message_runs_at_once() -> None:
     recvs = tuple(LocalRecv(id, 0, 2 * id - 1, (feeders,)) for id, feeders in ((1, 0b1), (2, 0b10), (3, 0b1000)))
     assert state.handle(PeerBegan(0, False, {11: None, 12: None}), GradientArrived(11, 1), GradientArrived(12, 1)) == []
     graph = LocalGraph(0, sends, recvs, (0b0001, 0b0010, 0b0100, 0b1000))
-    assert state.handle(Started(graph, frozenset({0}), 0)) == [
-        SendBegin(0, True, {1: None, 2: None, 3: 0}),
-        Run((0, 1), 0b0011, (11, 12), (), (1, 2)),
-    ]
+    begin, *runs = state.handle(Started(graph, frozenset({0}), 0))
+    assert begin == SendBegin(0, True, {1: None, 2: None, 3: 0})
+    assert runs == [Run((0,), 0b01, (11,), (), (1,)), Run((1,), 0b10, (12,), (), (2,))]
     assert not state.is_done
     assert state.handle(GroupEnded(0), GroupEnded(1)) == [SendDone(0)]
     assert state.handle(Decided(0, {11: 1}), GradientArrived(11, 1)) == []  # what comes later changes nothing
@@ -107,27 +104,6 @@ def test_nothing_used_is_done_at_once() -> None:
     state.handle(PeerBegan(0, False, {}))
     graph = LocalGraph(0, (LocalSend(2, 0, 2, 0, 1),), (LocalRecv(1, 0, 1, (0b1,)),), (0b1,))
     assert state.handle(Started(graph, frozenset({0}), 0)) == [SendBegin(0, True, {1: 0}), SendDone(0)]
-
-
-@pytest.mark.parametrize(
-    ("early", "neighbours"),
-    [
-        ((PeerBegan(0, False, {2: None}),), {0}),  # the gradient is missing
-        ((PeerBegan(0, False, {2: 1}),), {0}),
-        ((PeerBegan(0, False, {2: None}), GradientArrived(2, 1)), {0, 2}),  # a second neighbour
-        ((PeerBegan(0, False, {2: None}), GradientArrived(2, 1), PeerBegan(2, True, {})), {0}),
-        ((PeerBegan(0, True, {2: None}), GradientArrived(2, 1)), {0}),  # it takes this worker for its parent
-        ((GradientArrived(2, 1), Decided(0, {2: 1}), PeerBegan(0, False, {2: None})), {0}),
-    ],
-)
-def test_otherwise_it_goes_event_by_event(early: tuple[PassEvent, ...], neighbours: set[int]) -> None:
-    state = PassState(1)
-    state.handle(*early)
-    graph = LocalGraph(0, (LocalSend(2, 0, 2, 0, 1),), (LocalRecv(1, 0, 1, (0b1,)),), (0b1,))
-    begin = state.handle(Started(graph, frozenset(neighbours), 0))[0]
-    assert isinstance(begin, SendBegin)
-    assert not state.is_done
-    assert state._groups, "the whole state is kept"
 
 
 # Shapes of up to 7 messages on 3 workers; the last hop is the root. Needs are (message, tensor).
@@ -271,13 +247,6 @@ def has_points(hops: tuple[Hop, ...]) -> bool:
     return any({0, worker} in pairs and {1, 2} not in pairs for worker in (1, 2))
 
 
-@pytest.mark.parametrize("name", [name for name, hops in SHAPES.items() if has_points(hops)])
-def test_every_interleaving_event_by_event(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the next test, which finds the same end, where no worker does its part in one step."""
-    monkeypatch.setattr(_verdicts, "find_part", lambda started, early: None)
-    assert explore(build(SHAPES[name], 3), 40_000, in_order=False) >= 1
-
-
 @pytest.mark.parametrize("name", [pytest.param(name, marks=FULL_ONLY if name == "seven" else []) for name in SHAPES])
 def test_every_interleaving(name: str) -> None:
     # Of these there are very many; sessions keep the order of messages between two workers.
@@ -316,29 +285,6 @@ def test_random_graphs_in_random_orders(forward: tuple[tuple[Hop, ...], int], da
     while steps := list(world.steps()):
         world.take(data.draw(st.sampled_from(steps)))
     check_the_end(world)
-
-
-@given(forward_passes(max_workers=2))
-def test_in_one_step_and_event_by_event_the_same_is_said(forward: tuple[tuple[Hop, ...], int]) -> None:
-    """What worker 1 answers to the first message, and what it knows then."""
-    world = build(*forward)
-    world.begin()
-    while steps := [step for step in world.steps(in_order=True) if not world.arrives_at(step, 1)]:
-        world.take(steps[0])
-    outcomes = []
-    for in_one_step in (True, False):
-        twin = world.fork()
-        steps = [step for step in twin.steps(in_order=True) if twin.arrives_at(step, 1)]
-        with pytest.MonkeyPatch.context() as patch:
-            if not in_one_step:
-                patch.setattr(_verdicts, "find_part", lambda started, early: None)
-            if steps:
-                twin.take(max(steps, key=len))
-        while steps := [step for step in twin.steps(in_order=True) if step[0] >= len(twin.flying)]:
-            twin.take(steps[0])
-        state = twin.states[1]
-        outcomes.append((sorted(map(repr, twin.flying)), state._verdicts, state._told, state.is_done))
-    assert outcomes[0] == outcomes[1]
 
 
 @settings(max_examples=40)

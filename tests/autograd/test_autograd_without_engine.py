@@ -11,7 +11,7 @@ from torch import Tensor
 
 import rpcdist.autograd as autograd
 import rpcdist.rpc as rpc
-from rpcdist.autograd import _group_run
+from rpcdist.autograd import _direct_part, _group_run
 from rpcdist.testing import InProcessCluster
 
 rpc_sync: Any = rpc.rpc_sync
@@ -97,7 +97,7 @@ def test_many_leaves(engine_calls: list[int], count: int) -> None:
         autograd.backward(context_id, [rpc_sync("bob", total, tuple(tensors))])
         found = autograd.get_gradients(context_id)
     assert all(found[leaf].tolist() == [1.0] * 3 for leaf in tensors)
-    assert engine_calls.count(count) == (count > _group_run.MAX_WITHOUT_ENGINE)
+    assert engine_calls.count(count) == (count > _direct_part.MAX_WITHOUT_ENGINE)
 
 
 def test_a_leaf_that_is_sent_twice_in_a_call(engine_calls: list[int]) -> None:

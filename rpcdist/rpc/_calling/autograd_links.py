@@ -22,6 +22,7 @@ from rpcdist.rpc._peers.peer_events import PeerEvents
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
+from rpcdist.transport.wire_messages import CompactPass
 
 __all__ = ["AutogradLinks", "autograd_handler", "tell_autograd"]
 
@@ -45,7 +46,7 @@ class AutogradLinks:
         self.timeout_of = caller.timeout_of
         self.worker_name_of = directory.name_of
         self.silence_s = router.silence_s
-        self.session_with = router.session_with
+        self.standing_session = router.standing_session
         self.submit = pool.submit
         self.call_later = Timers(io).call_later
         self.send_control = router.send_control
@@ -62,17 +63,12 @@ class AutogradLinks:
     def send(
         self,
         to: int,
-        message: autograd_pb2.AutogradMessage,
+        message: autograd_pb2.AutogradMessage | CompactPass,
         buffers: Sequence[LargeBuffer] = (),
         observer: SendObserver | None = None,
-        via: MessageSink | None = None,
     ) -> None:
-        if via is None or via.closed_reason is not None:
-            self._router.send(to, rpc_pb2.Message(autograd=message), buffers, observer)
-            return
-        number = via.send(rpc_pb2.Message(autograd=message), buffers)
-        if observer is not None:
-            observer.on_sent(via, number)
+        wrapped = message if isinstance(message, CompactPass) else rpc_pb2.Message(autograd=message)
+        self._router.send(to, wrapped, buffers, observer)
 
 
 def autograd_handler(hooks: AutogradHooks, control: ControlReceiver) -> Handler:
@@ -84,7 +80,7 @@ def autograd_handler(hooks: AutogradHooks, control: ControlReceiver) -> Handler:
         if message.control_seq:
             control.on_message(session, message, buffers, jobs)
         else:
-            hooks.on_message(session.peer, message.autograd, buffers, session)
+            hooks.on_message(session.peer, message.autograd, buffers)
 
     return on_message
 

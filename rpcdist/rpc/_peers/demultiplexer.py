@@ -9,7 +9,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.buffers import ReceiveBuffer
-from rpcdist.transport.wire_messages import CompactCall, CompactReply, WireMessage
+from rpcdist.transport.wire_messages import CompactCall, CompactPass, CompactReply, WireMessage
 
 __all__ = ["Demultiplexer", "Handler", "PoolJob"]
 
@@ -39,7 +39,7 @@ class Demultiplexer:
     def __repr__(self) -> str:
         return f"<Demultiplexer [{', '.join(map(str, self._handlers))}]>"
 
-    def handle(self, kind: str | type[CompactCall | CompactReply], handler: Handler) -> None:
+    def handle(self, kind: str | type[CompactCall | CompactReply | CompactPass], handler: Handler) -> None:
         """Says who takes messages of a class, or those of protobuf whose body is of a kind; others are dropped."""
         self._handlers[kind] = handler
 

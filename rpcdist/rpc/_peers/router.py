@@ -211,6 +211,13 @@ class Router:
         peer = self._peers.get(worker_id)
         return peer.session if peer is not None else None
 
+    def standing_session(self, worker_id: int) -> MessageSink | None:
+        """As `session_with`, but None where another process has the worker's place now."""
+        peer = self._peers.get(worker_id)
+        if peer is None or peer.session is None or peer.identity != self._directory.member(worker_id).identity:
+            return None
+        return peer.session
+
     def flush(self, worker_id: int) -> None:
         """Has what lingers in the queue for a worker written now."""
         session = self.session_with(worker_id)

@@ -13,9 +13,10 @@ Every frame begins with the same 28 bytes, little endian, and `size` bytes follo
     CHUNK     function: buffer, id: transfer,           bytes of a large buffer
               timeout: offset
     RETURNED  none                                      numbers (u64) of lent segments that may be used again
+    PASS      flags; id: pass, timeout: context         what the flags announce, then the body of a `CompactPass`
 
     flag      in        what it announces, in this order
-    LARGE     both      transfer (u64), number of large buffers (u16), size (u64) and segment (u64, 0: none) of each
+    LARGE     all       transfer (u64), number of large buffers (u16), size (u64) and segment (u64, 0: none) of each
     NAMED     CALL      size (u16) and UTF-8 of the function's name, for which `function`, if not 0, stands from now on
     RESULT    CALL      two ids (`NamedReference`): `remote()`
     TARGET    CALL      two ids: a method of that reference; or its value, if no function is named
@@ -46,6 +47,7 @@ from rpcdist.transport._framing.message_parts import parsed
 from rpcdist.transport.wire_messages import (
     MAX_NAME_BYTES,
     CompactCall,
+    CompactPass,
     CompactReply,
     History,
     Loan,
@@ -68,6 +70,7 @@ __all__ = [
     "frame",
     "parse",
     "parse_chunk_head",
+    "pass_frame",
     "reply_frame",
     "returned_frame",
     "want_value",
@@ -91,13 +94,15 @@ _pack, _unpack = _HEAD.pack, _HEAD.unpack_from
 _HEAD_BYTES: Final = _HEAD.size
 CHUNK_HEAD_BYTES: Final = _HEAD_BYTES
 
-_MESSAGE, _CALL, _REPLY, _CHUNK, _RETURNED = range(1, 6)
+_MESSAGE, _CALL, _REPLY, _CHUNK, _RETURNED, _PASS = range(1, 7)
 _LARGE, _NAMED, _RESULT, _TARGET, _CONTEXT, _HISTORY = 1, 2, 4, 8, 16, 32
 _CREATED: Final = 2
 _VALUE: Final = 64
 _CALL_FLAGS: Final = _LARGE | _NAMED | _RESULT | _TARGET | _CONTEXT | _HISTORY | _VALUE
 _REPLY_FLAGS: Final = _LARGE | _CREATED | _HISTORY | _VALUE
 _FLAGS_AT: Final = 5
+_PASS_HEAD: Final = Struct("<IBBHIqq")  # as `_HEAD`: ids of passes and contexts are signed
+_PASS_IDS: Final = Struct("<qq")
 _ID: Final = Struct("<Q")
 _ID_AT: Final = 12
 
@@ -192,6 +197,16 @@ def reply_frame(reply: CompactReply) -> bytes:
     return _pack(len(body), _REPLY, flags, reply.num_tensors, 0, reply.id, 0) + body
 
 
+def pass_frame(part: CompactPass) -> bytes:
+    """A part of a backward pass."""
+    body = part.body
+    flags = 0
+    if part.large:
+        flags = _LARGE
+        body = _transfer_of(part) + body
+    return _PASS_HEAD.pack(len(body), _PASS, flags, 0, 0, part.backward, part.context) + body
+
+
 def want_value(frame: bytearray, call: int) -> bool:
     """Changes the frame of a `remote()` so that its reply brings the result along; False if it is another frame."""
     if frame[4] != _CALL or not frame[_FLAGS_AT] & _RESULT or _ID.unpack_from(frame, _ID_AT)[0] != call:
@@ -200,7 +215,7 @@ def want_value(frame: bytearray, call: int) -> bool:
     return True
 
 
-def _transfer_of(message: CompactCall | CompactReply) -> bytes:
+def _transfer_of(message: CompactCall | CompactReply | CompactPass) -> bytes:
     segments = {loan.buffer: loan.segment for loan in message.loans}
     sizes = [_BUFFER.pack(size, segments.get(index, 0)) for index, size in enumerate(message.large)]
     return b"".join((_TRANSFER.pack(message.transfer, len(sizes)), *sizes))
@@ -257,6 +272,15 @@ def parse(data: bytes | bytearray, names: list[str]) -> list[WireMessage | Chunk
                 if body < at:
                     call.body = bytes(data[body:at])
                 found.append(call)
+            elif kind == _PASS:
+                backward, context = _PASS_IDS.unpack_from(data, body - _PASS_IDS.size)
+                part = CompactPass(context, backward, b"")
+                if flags & ~_LARGE:
+                    raise ProtocolViolation(f"a part of a backward pass arrived with unknown flags ({flags:#x})")
+                if flags:
+                    body = _read_large(part, data, body, at)
+                part.body = bytes(data[body:at])
+                found.append(part)
             elif kind == _MESSAGE:
                 found.append(parsed(rpc_pb2.Message, bytes(data[body:at])))
             elif kind == _CHUNK:
@@ -355,7 +379,7 @@ def _read_history(message: CompactCall | CompactReply, data: bytes | bytearray, 
     return after
 
 
-def _read_large(message: CompactCall | CompactReply, data: bytes | bytearray, at: int, end: int) -> int:
+def _read_large(message: CompactCall | CompactReply | CompactPass, data: bytes | bytearray, at: int, end: int) -> int:
     count: int
     message.transfer, count = _TRANSFER.unpack_from(data, at)
     at += _TRANSFER.size

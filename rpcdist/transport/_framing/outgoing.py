@@ -25,13 +25,14 @@ from rpcdist.transport._framing.frames import (
     call_frame,
     chunk_head,
     frame,
+    pass_frame,
     reply_frame,
     returned_frame,
     want_value,
 )
 from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 from rpcdist.transport.shared_memory import Segment
-from rpcdist.transport.wire_messages import CompactCall, CompactReply, WireMessage
+from rpcdist.transport.wire_messages import CompactCall, CompactPass, CompactReply, WireMessage
 
 __all__ = ["Outgoing", "Striper"]
 
@@ -185,6 +186,9 @@ class Outgoing:
             if type(message) is CompactCall:
                 self._add_call(message, None)
                 return 0
+            if type(message) is CompactPass:
+                self._frames.append((pass_frame(message), None, 0))
+                return 0
         return self._add_any(message, buffers)
 
     def _add_any(self, message: WireMessage, buffers: Sequence[OutgoingBuffer]) -> int:
@@ -202,6 +206,8 @@ class Outgoing:
             return number
         if isinstance(message, CompactReply):
             data = reply_frame(message)
+        elif isinstance(message, CompactPass):
+            data = pass_frame(message)
         else:
             data = frame(message)
             if len(data) > MAX_FRAME_BYTES:

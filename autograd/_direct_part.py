@@ -1,0 +1,359 @@
+"""A worker's part in a backward pass whose order is known: no two sources of its graph share a node.
+
+The sources are the roots, and each message that was sent. Where they share nothing but leaves, nothing has to be
+decided: a source runs when its gradient has come, and all that it reaches has a gradient then; or its receiver says
+that it is unused, and so is what it reaches. Loops that train a model on several workers are like this, and chains of
+calls. The other graphs need verdicts before anything runs: those have the parts of
+`_general_part`. Both kinds say the same on the wire, so each worker chooses for itself.
+
+[Note: few functions] The code of a training step runs once in some milliseconds, when hardly anything of it is in the
+processor's caches any more. A function costs about a microsecond then, whatever it does. So there are few of them here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from rpcdist.autograd._graph_analysis import MAX_NODES_BEFORE_SENDING, AccumulateGrad, new_edge
+from rpcdist.autograd._group_run import EngineRun
+from rpcdist.autograd._message_nodes import Gradients, RecordedRecv, RecordedSend, RecvNode
+from rpcdist.autograd._pass_message import PassMessage
+
+if TYPE_CHECKING:
+    from rpcdist.autograd._backward_pass import BackwardPass
+
+MAX_HELD_BYTES: Final = 32 << 10
+"""Gradients of several messages leave together up to this size; larger ones do not wait for each other."""
+
+MAX_WITHOUT_ENGINE: Final = 16
+"""For more gradients at once, one call of the engine costs less."""
+
+_time: Final = time.time
+
+
+class Source:
+    """The roots, or a message that was sent, as the beginning of a part of the graph.
+
+    Attributes:
+        edges: where its gradients enter the graph.
+        leaves: the nodes of the leaves that it reaches.
+        outputs: the edges of the received tensors that it reaches.
+        num_inner: how many other nodes it reaches.
+    """
+
+    __slots__ = ("edges", "leaves", "num_inner", "outputs")
+
+    def __init__(self, edges: Sequence[GradientEdge]) -> None:
+        self.edges = edges
+        self.leaves: dict[Any, None] = {}
+        self.outputs: dict[GradientEdge, None] = {}
+        self.num_inner = 0
+
+    def walk(self, context_id: int, taken: dict[Any, Source], edges: Sequence[GradientEdge] | None = None) -> bool:
+        """Finds what the source reaches; False if its part of the graph is not of the kind that this module is for.
+
+        Args:
+            context_id: of the context.
+            taken: by node, the source that it belongs to; the nodes that are found are added.
+            edges: from where; all edges of the source if it is None.
+        """
+        leaves, outputs = self.leaves, self.outputs
+        num_inner = num_bytes = num_recvs = 0
+        todo: list[Any] = list(self.edges if edges is None else edges)
+        for edge in todo:  # it grows meanwhile
+            node = edge[0]
+            kind = type(node)
+            if kind is AccumulateGrad:
+                leaves[node] = None
+                if node.variable._backward_hooks and taken.setdefault(node, self) is not self:
+                    return False  # its hooks must see the whole gradient
+                continue
+            if node is None:
+                continue
+            owner = taken.get(node)
+            if kind is RecvNode:
+                outputs[new_edge((node, edge[1], None))] = None
+                if owner is None:
+                    recv = node.recv
+                    if recv.context_id != context_id or recv.is_hooked:
+                        return False
+                    num_bytes += recv.size_bytes
+                    num_recvs += 1
+                    taken[node] = self
+                    continue
+            elif owner is None:
+                num_inner += 1
+                taken[node] = self
+                todo += node.next_functions
+                continue
+            if owner is not self:
+                return False
+        self.num_inner = num_inner
+        # Gradients leave when the run has ended. Several that take long are better sent one after the other.
+        return num_recvs <= 1 or (num_inner <= MAX_NODES_BEFORE_SENDING and num_bytes <= MAX_HELD_BYTES)
+
+    def recvs(self) -> dict[int, RecordedRecv]:
+        """The messages that it reaches."""
+        found: dict[int, RecordedRecv] = {}
+        node: Any
+        for node, _, _ in self.outputs:
+            found[node.recv.id] = node.recv
+        return found
+
+
+def find_sources(
+    context_id: int, roots: Sequence[GradientEdge], sends: Iterable[RecordedSend]
+) -> tuple[Source | None, dict[int, Source]] | None:
+    """The roots and the messages that were sent, as sources; None if they are for `_general_part`."""
+    taken: dict[Any, Source] = {}
+    root = None
+    if roots:
+        root = Source(roots)
+        if not root.walk(context_id, taken):
+            return None
+    sources: dict[int, Source] = {}
+    for send in sends:
+        tensors: Any = send.node.next_functions
+        source = sources[send.id] = Source([new_edge((node, number, None)) for node, number in tensors])
+        if not source.walk(context_id, taken):
+            return None
+    return root, sources
+
+
+class DirectPart:
+    """One worker's part; only on the thread that handles the events of the pass.
+
+    Args:
+        owner: the pass.
+        root: the roots, on the worker where the pass began.
+        sources: by id, the messages that were sent; each is taken out when its gradient has come, or it is unused.
+        sends: the same messages.
+        recvs: the messages that were received.
+    """
+
+    __slots__ = ("_children", "_done_early", "_owner", "_recvs", "_root", "_sends", "_sources", "_told", "_unheard")
+
+    def __init__(
+        self,
+        owner: BackwardPass,
+        root: Source | None,
+        sources: dict[int, Source],
+        sends: Sequence[RecordedSend],
+        recvs: Sequence[RecordedRecv],
+    ) -> None:
+        self._owner = owner
+        self._root = root
+        self._sources = sources
+        self._sends = sends
+        self._recvs = recvs
+        self._told: set[int] = set()  # neighbours that have our begin message, or get it at the end of this turn
+        self._unheard: set[int] = set()  # those of `_told` that have not sent theirs
+        self._children: set[int] = set()
+        self._done_early: set[int] = set()
+
+    def start(self, neighbours: Collection[int], early: Sequence[tuple[int, PassMessage]]) -> None:
+        """Begins, with the messages that came before; `neighbours` are all workers to begin with."""
+        owner, root = self._owner, self._root
+        self._told.update(neighbours)
+        self._unheard.update(neighbours)
+        if root is not None:
+            if root.num_inner > MAX_NODES_BEFORE_SENDING and neighbours:
+                self._begin(neighbours, root.recvs())  # they prepare meanwhile
+                owner.flush()
+                neighbours = ()
+            self._run([(root, owner.root_gradients)])
+        if any([send.to == owner.me for send in self._sends]):
+            self._drop_own()
+        for sender, message in early:
+            self._take(sender, message)
+        self._begin(neighbours, ())
+        self._end_if_done()
+
+    def take(self, sender: int, message: PassMessage) -> None:
+        """Handles a neighbour's message."""
+        self._take(sender, message)
+        self._end_if_done()
+
+    def _begin(self, neighbours: Iterable[int], runs: Iterable[int]) -> None:
+        """Tells neighbours that this worker takes part, and which of their messages are undecided.
+
+        Args:
+            neighbours: who is told.
+            runs: of the messages that they sent, those whose gradients follow at once.
+        """
+        parent = self._owner.parent
+        undecided = {id: None for source in self._sources.values() for id in source.recvs()} if self._sources else {}
+        undecided.update(dict.fromkeys(runs))
+        for to in neighbours:
+            message = self._owner.message_to(to)
+            message.begins = True
+            message.is_child = to == parent
+        if undecided:
+            for recv in self._recvs:
+                if recv.id in undecided and recv.sender in neighbours:
+                    self._owner.message_to(recv.sender).verdicts.setdefault(recv.id, None)
+
+    def _take(self, sender: int, message: PassMessage) -> None:
+        sources = self._sources
+        starts: list[tuple[Source, Gradients]] = []
+        unused: list[Source] = []
+        named = message.named()
+        if message.begins:
+            self._unheard.discard(sender)
+            if message.is_child and sender not in self._done_early:
+                self._children.add(sender)
+            if sender not in self._told:
+                self._told.add(sender)
+                self._begin((sender,), ())
+            if sources:
+                for send in self._sends:
+                    if send.to == sender and send.id not in named and send.id in sources:
+                        unused.append(sources.pop(send.id))
+        if message.messages:
+            at_home = self._owner.context.at_home
+            for id, gradients in zip(message.messages, message.gradients, strict=True):
+                source = sources.pop(id, None)
+                if source is not None:
+                    starts.append((source, at_home(id, gradients)))
+        for id, verdict in message.verdicts.items():
+            if verdict == 0 and id in sources:
+                unused.append(sources.pop(id))
+            elif verdict and id in sources:
+                self._pass_on_verdict(sources[id], verdict)
+        if message.is_done:
+            if sender in self._unheard:  # the message overtook that worker's begin
+                self._done_early.add(sender)
+            self._children.discard(sender)
+        if unused:
+            self._drop(unused)
+        if starts:
+            self._run(starts)
+
+    def _pass_on_verdict(self, source: Source, verdict: int) -> None:
+        """A message is used, and its gradient comes later: so are those that it depends on."""
+        edges = [edge for number, edge in enumerate(source.edges) if verdict >> number & 1]
+        reached = Source(edges)
+        reached.walk(self._owner.context.id, {})
+        masks: dict[int, int] = {}
+        node: Any
+        for node, number, _ in reached.outputs:
+            masks[node.recv.id] = masks.get(node.recv.id, 0) | 1 << number
+        for id, recv in source.recvs().items():
+            if recv.sender != self._owner.me:
+                self._owner.message_to(recv.sender).verdicts[id] = masks.get(id, 0)
+
+    def _drop(self, unused: list[Source]) -> None:
+        """Tells the senders of messages that nothing depends on them."""
+        for source in unused:  # it grows meanwhile
+            for id, recv in source.recvs().items():
+                if recv.sender != self._owner.me:
+                    self._owner.message_to(recv.sender).verdicts[id] = 0
+                elif id in self._sources:
+                    unused.append(self._sources.pop(id))
+
+    def _drop_own(self) -> None:
+        """Of what this worker has sent to itself, drops what nothing uses: no message says so."""
+        reached = {id for source in self._sources.values() for id in source.recvs()}
+        own = [send.id for send in self._sends if send.to == self._owner.me and send.id not in reached]
+        self._drop([self._sources.pop(id) for id in own if id in self._sources])
+
+    def _run(self, starts: Sequence[tuple[Source, Gradients]]) -> None:
+        """Runs sources whose gradients have come, in one engine call, and then what this worker has sent to itself."""
+        owner = self._owner
+        while starts:
+            began_s = _time()
+            edges: list[GradientEdge] = []
+            gradients: list[torch.Tensor] = []
+            leaves: dict[Any, None] = {}
+            outputs: dict[GradientEdge, None] = {}
+            received: dict[int, list[torch.Tensor | None]] = {}
+            recvs: list[RecordedRecv] = []
+            num_inner = 0
+            for source, found in starts:
+                for edge, gradient in zip(source.edges, found, strict=True):
+                    if gradient is not None:
+                        edges.append(edge)
+                        gradients.append(gradient)
+                num_inner += source.num_inner
+                leaves.update(source.leaves)
+                if source.outputs:
+                    outputs.update(source.outputs)
+                    for id, recv in source.recvs().items():
+                        received[id] = [None] * recv.count
+                        recvs.append(recv)
+            captured: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if not edges else None
+            run = None
+            if captured is None and not num_inner and len(edges) <= MAX_WITHOUT_ENGINE:
+                captured = _passed_on(edges, gradients, received)
+            if captured is None:
+                run = EngineRun()
+                captured = run.run_apart(edges, gradients, leaves, outputs, received, owner.options.retain_graph)
+            owner.took("run", began_s)
+            starts = []
+            for recv in recvs:
+                if recv.sender == owner.me:
+                    if (own := self._sources.pop(recv.id, None)) is not None:
+                        starts.append((own, owner.context.at_home(recv.id, received[recv.id])))
+                else:
+                    owner.message_to(recv.sender).add_gradients(recv.id, received[recv.id])
+            if run is not None and run.callbacks:
+                owner.flush()  # they may wait for what other workers do with the gradients
+                captured = run.called_back(captured)
+            if captured:
+                owner.context.gradients.add(captured)
+
+    def _end_if_done(self) -> None:
+        if not (self._sources or self._unheard or self._children):
+            self._owner.finish()
+
+    def waits_for(self) -> Mapping[int, str]:
+        """The reasons why the pass has not ended on this worker, by the worker that it waits for."""
+        found = dict.fromkeys(self._unheard, "has not begun")
+        found.update(dict.fromkeys(self._children, "is not done"))
+        found.update({send.to: "owes a gradient" for send in self._sends if send.id in self._sources})
+        return found
+
+
+def _passed_on(
+    edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], received: dict[int, list[torch.Tensor | None]]
+) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    """The gradients of leaves, where there is no node to execute; None if the engine is needed.
+
+    Where what was sent is a parameter, or a tensor just as it was received, its gradient is that of the leaf or of the
+    recv. The engine is still asked where somebody watches these tensors (hooks, `retain_grad`), and where gradients
+    have to be added up or do not look as they should.
+    """
+    if len(edges) > 1 and len(set(edges)) < len(edges):
+        return None
+    captured: list[tuple[torch.Tensor, torch.Tensor]] = []
+    found: list[tuple[int, int, torch.Tensor]] = []
+    node: Any
+    for (node, number, _), gradient in zip(edges, gradients, strict=True):
+        kind = type(node)
+        if kind is AccumulateGrad:
+            leaf = node.variable
+            if leaf._backward_hooks or not _fits(gradient, leaf):
+                return None
+            captured.append((leaf, gradient))
+        elif node is None or node.recv.needs_engine() or not _fits(gradient, node._input_metadata[number]):
+            return None
+        else:
+            found.append((node.recv.id, number, gradient))
+    for message, number, gradient in found:
+        received[message][number] = gradient
+    return captured
+
+
+def _fits(gradient: torch.Tensor, target: Any) -> bool:
+    """Whether a gradient has the form that the engine would give it, for a tensor or for what a node knows of one."""
+    return (
+        gradient.layout is torch.strided
+        and gradient.dtype is target.dtype
+        and list(gradient.shape) == list(target.shape)
+        and gradient.device == target.device
+    )

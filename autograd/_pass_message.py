@@ -1,0 +1,329 @@
+"""What workers say to each other in a backward pass, and its bytes: the body of a PASS frame (`CompactPass`).
+
+All that a worker has to say to a neighbour at a time is one message. Its receiver takes the parts in this order: the
+sender takes part, verdicts, gradients, the sender is done. So any messages may be merged, and any one split.
+
+    head      flags (u8), what is left of the deadline (u64, us; 0: none), and seven counts (u32 each): of messages of
+              the graph that are undecided, unused, used, have gradients here; of tensors without and with a gradient
+    ids       (i64) of the undecided, of the unused, of the used messages, and of those with gradients
+    counts    (u32) of the tensors of each message with gradients, then the numbers (u32) of those that have none
+    masks     for each used message, the size (u32) and the bytes of a bit mask: which of its tensors are used
+    rest      the gradients, one after the other, as a table (`rpcdist/rpc/_values/compact.py`), or as a `Value`
+
+Most gradients are dense tensors on the CPU. A table of those costs a tenth of a value, which has to say what lists they
+are in, how they lie in memory, and which of them share it. Nobody needs to know that here, since the receiver of a
+gradient never changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from struct import Struct, pack, unpack_from
+from struct import error as StructError
+from typing import Final
+
+import torch
+from google.protobuf.message import DecodeError
+
+from rpcdist._proto import autograd_pb2, value_pb2
+from rpcdist.autograd._autograd_errors import BackwardError
+from rpcdist.autograd._message_nodes import Gradients, RecordedSend
+from rpcdist.errors import ProtocolViolation, SerializationError
+from rpcdist.rpc._values import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, decode, encode_into
+from rpcdist.rpc._values.compact import compact_tensors, read_compact_tensors
+from rpcdist.rpc._values.exceptions import text_of
+from rpcdist.transport._framing.message_parts import parsed
+from rpcdist.transport.wire_messages import MAX_COMPACT_BODY_BYTES, CompactPass
+
+_HEAD: Final = Struct("<BQ6I")
+_BEGINS, _CHILD, _FAST, _RETAIN, _DONE, _HEAVY, _COUNTS, _VALUE = (1 << bit for bit in range(8))
+_CPU: Final = torch.device("cpu")
+
+
+class PassMessage:
+    """All that a worker says to a neighbour at a time.
+
+    Attributes:
+        begins: the sender takes part. What it has received from the receiver, and does not name here, is unused.
+        is_child: with `begins`: the receiver began first. It is told when the sender and its children are done.
+        fast, retain_graph, timeout_us: with `begins`: of the pass; the time is what was left of it, 0 for no limit.
+        verdicts: by message of the graph that the receiver sent: a mask of the tensors that are used, or None while
+            that is undecided.
+        messages: the messages of the graph whose gradients are here. They need no verdict.
+        gradients: for each of `messages`, the gradients of its tensors; see `read_gradients`.
+        is_done: the sender and its children have done their part.
+        is_heavy: with `is_done`: one of them holds much memory for the context, so its end must not be put off.
+    """
+
+    __slots__ = (
+        "_rest", "begins", "fast", "gradients", "is_child", "is_done", "is_heavy", "messages", "retain_graph",
+        "timeout_us", "verdicts",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.begins = self.is_child = self.fast = self.retain_graph = self.is_done = self.is_heavy = False
+        self.timeout_us = 0
+        self.verdicts: dict[int, int | None] = {}
+        self.messages: list[int] = []
+        self.gradients: list[Gradients] = []
+        self._rest: _Rest | None = None
+
+    def add_gradients(self, message: int, gradients: Gradients) -> None:
+        """Adds the gradients of the tensors of one message of the graph."""
+        self.messages.append(message)
+        self.gradients.append(gradients)
+
+    def named(self) -> dict[int, int | None]:
+        """The verdicts, with those that a gradient is about to give."""
+        return {**dict.fromkeys(self.messages), **self.verdicts} if self.messages else self.verdicts
+
+    def encode(self, context: int, backward: int) -> tuple[CompactPass, Sequence[LargeBuffer]]:
+        """The message as a session takes it, and its large buffers.
+
+        Gradients arrive on the CPU: the receiver knows on which devices the tensors were that it sent.
+        """
+        flags = _BEGINS * self.begins | _CHILD * self.is_child | _DONE * self.is_done
+        if self.fast or self.retain_graph or self.is_heavy:
+            flags |= _FAST * self.fast | _RETAIN * self.retain_graph | _HEAVY * self.is_heavy
+        ids: list[int] = []
+        masks: list[bytes] = []
+        num_open = num_unused = num_used = 0
+        if self.verdicts:
+            ids = [id for id, mask in self.verdicts.items() if mask is None]
+            num_open = len(ids)
+            ids += [id for id, mask in self.verdicts.items() if mask == 0]
+            num_unused = len(ids) - num_open
+            for id, mask in self.verdicts.items():
+                if mask:
+                    ids.append(id)
+                    masks.append(mask.to_bytes((mask.bit_length() + 7) // 8, "little"))
+            num_used = len(masks)
+        numbers: list[int] = []
+        num_absent = num_tensors = 0
+        rest: bytes = b""
+        large: Sequence[LargeBuffer] = ()
+        if self.messages:
+            ids += self.messages
+            present: list[torch.Tensor] = []
+            absent: list[int] = []
+            for of_message in self.gradients:
+                for one in of_message:
+                    if one is None:
+                        absent.append(len(present) + len(absent))
+                        continue
+                    if one.requires_grad:  # a hook may have returned one that does
+                        one = one.detach()
+                    # A view that torch returns, of an expanded sum, has no table; what is small is copied in any case.
+                    is_ready = one.is_sparse or one.is_contiguous() or one.nbytes > INLINE_LIMIT
+                    present.append(one if is_ready else one.contiguous())
+            num_absent, num_tensors = len(absent), len(present)
+            if absent or num_tensors != len(self.messages) or max(map(len, self.gradients)) != 1:
+                flags |= _COUNTS
+                numbers = [*map(len, self.gradients), *absent]
+            table = compact_tensors(present, shares_memory=False)
+            if table is not None:
+                rest, large = table.body, table.large
+            else:
+                flags |= _VALUE
+                value = value_pb2.Value()
+                large = encode_into(value, present, None, map_device=_to_cpu)
+                rest = value.SerializeToString()
+        head = _HEAD.pack(
+            flags, self.timeout_us, num_open, num_unused, num_used, len(self.messages), num_absent, num_tensors
+        )
+        body = head + pack(f"<{len(ids)}q{len(numbers)}I", *ids, *numbers)
+        for mask_bytes in masks:
+            body += pack("<I", len(mask_bytes)) + mask_bytes
+        body += rest
+        if len(body) <= MAX_COMPACT_BODY_BYTES:
+            return CompactPass(context, backward, body), large
+        return CompactPass(context, backward, b""), [LargeBuffer(memoryview(body)), *large]
+
+    def read_gradients(self, plain_only: bool) -> None:
+        """Fills `gradients` of a message that has arrived. Takes time: not on the I/O loop.
+
+        Raises:
+            SerializationError: they are damaged, refused, or cannot be rebuilt here.
+        """
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            self.gradients = rest.decode(len(self.messages), plain_only)
+
+
+class _Rest:
+    """The gradients of a message that has arrived, as they arrived."""
+
+    __slots__ = ("absent", "body", "buffers", "counts", "is_value", "num_tensors")
+
+    def __init__(
+        self,
+        body: bytes,
+        counts: Sequence[int],
+        absent: Sequence[int],
+        num_tensors: int,
+        buffers: Sequence[ReceiveBuffer],
+        is_value: bool,
+    ) -> None:
+        self.body = body
+        self.counts = counts
+        self.absent = absent
+        self.num_tensors = num_tensors
+        self.buffers = buffers
+        self.is_value = is_value
+
+    def decode(self, num_messages: int, plain_only: bool) -> list[Gradients]:
+        if self.is_value:
+            try:
+                value = parsed(value_pb2.Value, self.body)
+            except (DecodeError, ProtocolViolation) as exc:
+                raise SerializationError(f"gradients arrived that cannot be read: {exc}") from exc
+            tensors = decode(value, self.buffers, None, plain_only=plain_only)
+            if type(tensors) is not list or len(tensors) != self.num_tensors:
+                raise SerializationError(f"a backward pass got no list of {self.num_tensors} gradients")
+        else:
+            tensors, end = read_compact_tensors(self.body, self.num_tensors, self.buffers)
+            if end != len(self.body):
+                raise SerializationError(f"gradients arrived with {len(self.body) - end} bytes that are left over")
+        if not self.counts:  # each message has one tensor, as usual
+            return [[tensor] for tensor in tensors]
+        missing, following = set(self.absent), iter(tensors)
+        flat = [None if number in missing else next(following) for number in range(sum(self.counts))]
+        return [flat[start:end] for start, end in pairwise(accumulate(self.counts, initial=0))]
+
+
+def begins(part: CompactPass, buffers: Sequence[ReceiveBuffer]) -> bool:
+    """Whether the sender of a message says that it takes part in the pass."""
+    body = part.body or (buffers[0].view if buffers else b"")
+    return bool(len(body) and body[0] & _BEGINS)
+
+
+def read_message(
+    part: CompactPass, buffers: Sequence[ReceiveBuffer], sender: int, sends: Mapping[int, RecordedSend]
+) -> PassMessage:
+    """A message that has arrived, its gradients aside. Nothing is made of a number before it is compared with a limit.
+
+    Args:
+        part, buffers: what arrived.
+        sender: the neighbour.
+        sends: the messages of the graph that were sent here in the context.
+
+    Raises:
+        ProtocolViolation: it is damaged, or says something about what its sender cannot know.
+    """
+    body = part.body
+    if not body and buffers:
+        body, buffers = bytes(buffers[0].view), buffers[1:]
+    try:
+        flags, timeout_us, num_open, num_unused, num_used, num_messages, num_absent, num_tensors = _HEAD.unpack_from(
+            body
+        )
+        num_ids = num_open + num_unused + num_used + num_messages
+        if num_ids > 2 * len(sends):  # a verdict and a gradient for each
+            raise ProtocolViolation(f"worker {sender} speaks of {num_ids} messages; {len(sends)} were sent")
+        at = _HEAD.size
+        ids: Sequence[int] = unpack_from(f"<{num_ids}q", body, at) if num_ids else ()
+        at += 8 * num_ids
+        _check_addressed(ids, sender, sends)
+        made = PassMessage()
+        made.begins = bool(flags & _BEGINS)
+        made.is_child = bool(flags & _CHILD)
+        made.is_done = bool(flags & _DONE)
+        if flags & (_FAST | _RETAIN | _HEAVY):
+            made.fast = bool(flags & _FAST)
+            made.retain_graph = bool(flags & _RETAIN)
+            made.is_heavy = bool(flags & _HEAVY)
+        made.timeout_us = timeout_us
+        counts: Sequence[int] = ()
+        absent: Sequence[int] = ()
+        if flags & _COUNTS:
+            if num_absent > (len(body) - at) // 4:
+                raise ProtocolViolation(f"worker {sender} sent a message of a backward pass that is cut off")
+            numbers = unpack_from(f"<{num_messages + num_absent}I", body, at)
+            counts, absent = numbers[:num_messages], numbers[num_messages:]
+            at += 4 * len(numbers)
+        if num_ids > num_messages:
+            made.verdicts = dict.fromkeys(ids[:num_open])
+            made.verdicts.update(dict.fromkeys(ids[num_open : num_open + num_unused], 0))
+            for id in ids[num_open + num_unused : num_ids - num_messages]:
+                (size,) = unpack_from("<I", body, at)
+                at += 4
+                count = len(sends[id].node.next_functions) if id in sends else 0
+                if size > count // 8 + 1 or at + size > len(body):
+                    raise ProtocolViolation(f"a verdict on message {id:#x}, of {count} tensors, has {size} bytes")
+                mask = int.from_bytes(body[at : at + size], "little")
+                at += size
+                if mask >> count:
+                    raise ProtocolViolation(
+                        f"a verdict names tensor {mask.bit_length() - 1} of message {id:#x}, which had {count}"
+                    )
+                made.verdicts[id] = mask
+        if num_messages:
+            made.messages = list(ids[num_ids - num_messages :])
+            _check_counts(made.messages, counts, absent, num_tensors, sends)
+            made._rest = _Rest(body[at:], counts, absent, num_tensors, buffers, bool(flags & _VALUE))
+        elif num_tensors or buffers or at != len(body):
+            raise ProtocolViolation(f"worker {sender} sent a message of a backward pass with bytes that are left over")
+    except StructError as exc:
+        raise ProtocolViolation(f"worker {sender} sent a message of a backward pass that is cut off: {exc}") from exc
+    return made
+
+
+def _check_addressed(ids: Sequence[int], sender: int, sends: Mapping[int, RecordedSend]) -> None:
+    """Raises `ProtocolViolation` for what a neighbour says about a message that was sent to another."""
+    for id in ids:
+        send = sends.get(id)
+        if send is not None and send.to != sender:
+            raise ProtocolViolation(f"worker {sender} speaks of message {id:#x}, which was sent to worker {send.to}")
+
+
+def _check_counts(
+    messages: Sequence[int],
+    counts: Sequence[int],
+    absent: Sequence[int],
+    num_tensors: int,
+    sends: Mapping[int, RecordedSend],
+) -> None:
+    """Raises `ProtocolViolation` unless each message gets as many gradients as it had tensors."""
+    total = sum(counts) if counts else len(messages)
+    if total - len(absent) != num_tensors or len(set(absent)) < len(absent) or (absent and max(absent) >= total):
+        raise ProtocolViolation(
+            f"{num_tensors} gradients arrived for {total} tensors of {len(messages)} messages, of which {len(absent)} "
+            "have none"
+        )
+    for index, id in enumerate(messages):
+        send, count = sends.get(id), counts[index] if counts else 1
+        if send is not None and count != len(send.node.next_functions):
+            raise ProtocolViolation(
+                f"{count} gradients arrived for message {id:#x}, which had {len(send.node.next_functions)} tensors"
+            )
+        if send is None and count > 1:
+            raise ProtocolViolation(f"{count} gradients arrived for message {id:#x}, which was not sent")
+
+
+def _to_cpu(device: torch.device) -> torch.device:
+    return _CPU
+
+
+def encode_error(
+    error: BaseException, worker_id: int, worker_name: str, target: autograd_pb2.BackwardAborted, traceback: str = ""
+) -> None:
+    """Writes the error that ended a pass into a message.
+
+    Args:
+        error: a `BackwardError` keeps the worker that it names.
+        worker_id, worker_name: the worker that any other error came from.
+        target: an empty message, to be filled.
+        traceback: where the error was raised, if it has no traceback of its own.
+    """
+    if isinstance(error, BackwardError):
+        target.worker, target.worker_name = error.node, error.worker
+        target.type_name, target.text, target.traceback = error.type_name, error.text, error.traceback or traceback
+    else:
+        target.worker, target.worker_name = worker_id, worker_name
+        target.type_name, target.text, target.traceback = type(error).__qualname__, text_of(error), traceback
+
+
+def decode_error(message: autograd_pb2.BackwardAborted) -> BackwardError:
+    """The error that ended a pass on another worker."""
+    return BackwardError(message.worker, message.worker_name, message.type_name, message.text, message.traceback)

@@ -1,0 +1,152 @@
+"""What workers say in a backward pass: it arrives as it was said, and damage is named."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rpcdist.autograd._pass_message import PassMessage, begins, read_message
+from rpcdist.errors import ProtocolViolation, SerializationError
+from rpcdist.rpc._values import INLINE_LIMIT
+from rpcdist.transport._framing.frames import parse, pass_frame
+from rpcdist.transport.wire_messages import CompactPass
+
+SENDER = 3
+ONE = torch.rand(2, 3)
+LARGE = torch.rand(INLINE_LIMIT // 4 + 1)
+SPARSE = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.tensor([1.0, 2.0]), (4,), check_invariants=True)
+FLAGS = ("begins", "is_child", "fast", "retain_graph", "is_done", "is_heavy")
+HEAD = struct.Struct("<BQ6I")
+
+
+def sends(*counts: int, to: int = SENDER) -> Any:
+    """Messages 1, 2, ... of so many tensors that were sent to a worker."""
+    return {
+        id: SimpleNamespace(to=to, node=SimpleNamespace(next_functions=(None,) * count))
+        for id, count in enumerate(counts, 1)
+    }
+
+
+def with_gradients(gradients: Sequence[Sequence[Tensor | None]]) -> PassMessage:
+    message = PassMessage()
+    for id, of_message in enumerate(gradients, 1):
+        message.add_gradients(id, of_message)
+    return message
+
+
+def arrived(message: PassMessage, sent: Any, plain_only: bool = False) -> PassMessage:
+    part, large = message.encode(7, 9)
+    buffers: Any = [buffer.copy() for buffer in large]
+    if not large:
+        [part] = parse(pass_frame(part), [])  # type: ignore[assignment]
+    assert isinstance(part, CompactPass) and (part.context, part.backward) == (7, 9)
+    assert begins(part, buffers) == message.begins
+    found = read_message(part, buffers, SENDER, sent)
+    found.read_gradients(plain_only)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("gradients", "is_table"),
+    [
+        ([[ONE]], True),
+        ([[ONE, None], [None], [LARGE, None, ONE]], True),
+        ([[None]], True),
+        ([[ONE.sum().expand(5)], [ONE.t(), ONE[:, 1]]], True),
+        ([[ONE], [ONE]], True),
+        ([[LARGE, LARGE[5:]]], True),
+        ([[ONE[0]]] * 20000, False),  # the message itself becomes a large buffer
+        ([[LARGE.sum().expand(LARGE.shape)]], False),
+        ([[ONE, None, SPARSE]], False),
+        ([[torch.ones(2, dtype=torch.complex64)]], False),
+        ([[torch.ones(2, requires_grad=True)]], True),
+    ],
+)
+def test_gradients_come_back(gradients: list[list[Tensor | None]], is_table: bool) -> None:
+    message = with_gradients(gradients)
+    part, large = message.encode(7, 9)
+    assert bool((part.body or bytes(large[0].view))[0] & 128) != is_table
+    found = arrived(message, sends(*map(len, gradients)))
+    assert [len(of_message) for of_message in found.gradients] == [len(of_message) for of_message in gradients]
+    for came, sent in zip(chain.from_iterable(found.gradients), chain.from_iterable(gradients), strict=True):
+        assert (came is None) == (sent is None)
+        if came is not None and sent is not None:
+            assert torch.equal(came.to_dense(), sent.to_dense()) and not came.requires_grad
+
+
+@given(st.data())
+def test_what_is_said_arrives(data: st.DataObject) -> None:
+    counts = data.draw(st.lists(st.integers(1, 70), max_size=5))
+    message = PassMessage()
+    for field in FLAGS:
+        setattr(message, field, data.draw(st.booleans()))
+    message.timeout_us = data.draw(st.integers(0, 2**64 - 1))
+    for id, count in enumerate(counts, 1):
+        if data.draw(st.booleans()):
+            message.verdicts[id] = data.draw(st.none() | st.integers(0, 2**count - 1))
+        if count < 4 and data.draw(st.booleans()):
+            message.add_gradients(id, [data.draw(st.sampled_from([None, ONE, LARGE])) for _ in range(count)])
+    found = arrived(message, sends(*counts), plain_only=True)
+    for field in (*FLAGS, "timeout_us", "verdicts", "messages"):
+        assert getattr(found, field) == getattr(message, field), field
+    assert found.named() == {**dict.fromkeys(message.messages), **message.verdicts}
+
+
+@pytest.mark.parametrize(
+    ("number", "value", "says"),
+    [
+        (2, 2**32 - 1, "speaks of 4294967297 messages; 2 were sent"),
+        (5, 2**31, "speaks of"),
+        (5, 3, "cut off|gradients arrived|bytes"),
+        (6, 2**32 - 1, "cut off"),
+        (7, 2**32 - 1, "4294967295 gradients arrived for 3 tensors of 2 messages"),
+        (7, 1, "1 gradients arrived for 3 tensors of 2 messages, of which 1 have none"),
+        (0, 0, "gradients arrived for"),
+    ],
+)
+def test_numbers_that_are_not_true_are_refused(number: int, value: int, says: str) -> None:
+    body = with_gradients([[ONE, None], [ONE]]).encode(7, 9)[0].body
+    head = list(HEAD.unpack_from(body))
+    head[number] = value
+    with pytest.raises(ProtocolViolation, match=says):
+        read_message(CompactPass(7, 9, HEAD.pack(*head) + body[HEAD.size :]), [], SENDER, sends(2, 1))
+
+
+def test_a_message_of_another_number_of_tensors_is_refused() -> None:
+    part, _ = with_gradients([[ONE, None], [ONE]]).encode(7, 9)
+    with pytest.raises(ProtocolViolation, match="2 gradients arrived for message 0x1, which had 3 tensors"):
+        read_message(part, [], SENDER, sends(3, 1))
+    with pytest.raises(ProtocolViolation, match="2 gradients arrived for message 0x1, which was not sent"):
+        read_message(part, [], SENDER, {5: sends(1)[1], 6: sends(1)[1]})
+
+
+@pytest.mark.parametrize("mask", [0b10000, 1 << 31, 1 << 100_000], ids=["5 bits", "32 bits", "many bits"])
+def test_a_verdict_on_a_tensor_that_was_not_sent_makes_no_bits(mask: int) -> None:
+    message = PassMessage()
+    message.verdicts = {1: mask}
+    with pytest.raises(ProtocolViolation, match="message 0x1"):
+        read_message(message.encode(7, 9)[0], [], SENDER, sends(4))
+
+
+@given(st.integers(0, 200), st.binary(max_size=8))
+def test_damaged_bytes_are_refused_or_read(at: int, noise: bytes) -> None:
+    message = with_gradients([[ONE, None], [ONE[0]]])
+    message.begins, message.verdicts = True, {3: 5, 1: 0}
+    body = bytearray(message.encode(7, 9)[0].body)
+    body[at : at + len(noise)] = noise
+    for data in (bytes(body), bytes(body[:at])):
+        try:
+            found = read_message(CompactPass(7, 9, data), [], SENDER, sends(2, 1, 3))
+            found.read_gradients(True)
+        except (ProtocolViolation, SerializationError):
+            continue
+        assert len(found.gradients) == len(found.messages)
