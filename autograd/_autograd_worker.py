@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -20,9 +20,18 @@ from rpcdist.autograd._backward_pass import BackwardPass
 from rpcdist.autograd._context import Context, ContextTable, make_id, worker_of
 from rpcdist.autograd._graph_analysis import new_edge
 from rpcdist.autograd._pass_events import PassOptions
-from rpcdist.autograd._pass_message import PassMessage, begins, decode_error, encode_error, read_message
+from rpcdist.autograd._pass_message import (
+    PassMessage,
+    begins,
+    brings_work,
+    decode_error,
+    encode_error,
+    read_message,
+    read_work,
+)
 from rpcdist.autograd._pass_sender import PassSender
 from rpcdist.autograd._releases import Releases
+from rpcdist.autograd._step_part import Outcome, StepPart, do_work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CallRefused, RpcdistError
 from rpcdist.ids import Identity
@@ -67,6 +76,43 @@ class AutogradWorker:
         options = PassOptions(mode == "fast", retain_graph, deadline)
         begun, first = self._begin(context_id, roots, options, lambda ended: None)
         begun.run_here(first)
+
+    def step(
+        self,
+        context_id: int,
+        work: Mapping[int, bytes],
+        own: Callable[[], object],
+        deadline: Deadline,
+        roots: Sequence[torch.Tensor] | None = None,
+    ) -> dict[int, Outcome]:
+        """Has owners of parameters work, after a pass from `roots` if there are any; blocks.
+
+        Args:
+            context_id: of the context.
+            work: by owner, the bytes that it gets.
+            own: what this process does meanwhile.
+            deadline: of all of it.
+            roots: see `backward`.
+
+        Returns:
+            What came of it, by owner.
+        """
+        context = self.contexts.find(context_id)
+        options = PassOptions(self.host.default_mode == "fast", False, deadline)
+        edges: list[GradientEdge] = []
+        gradients: Sequence[torch.Tensor] = ()
+        if roots is not None:
+            edges = _checked_roots(roots)
+            gradients = [torch.ones_like(root, requires_grad=False) for root in roots]
+        id = make_id(self.id, next(self._numbers))
+        begun = self._make_pass(context, id, root_gradients=gradients, options=options)
+        part = begun.then = StepPart(begun, work, own)
+        self._check(begun)
+        try:
+            begun.run_here(begun.start_step if roots is None else partial(begun.start, edges, context.partners(), None))
+        finally:
+            begun.then = None
+        return part.outcomes
 
     def backward_async(
         self, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool, mode: str, deadline: Deadline
@@ -197,7 +243,7 @@ class AutogradWorker:
     def worker_lost(self, identity: Identity, exc: Exception) -> None:
         for current in list(self._passes.values()):
             if current.involves(identity.id):
-                self.host.submit(current.fail, exc)
+                self.host.submit(current.lost, identity.id, exc)
 
     def worker_dead(self, identity: Identity) -> None:
         for context in self.contexts.all():
@@ -232,24 +278,40 @@ class AutogradWorker:
         via: MessageSink | None,
         jobs: list[PoolJob],
     ) -> None:
-        is_begin = begins(part, buffers)
-        try:
-            context = self.admit(part.context, sender) if is_begin else self.contexts.look_up(part.context)
-        except CallRefused as exc:
-            self._refuse(sender, part, exc)
+        context = self.contexts.look_up(part.context)
+        if brings_work(part):
+            if via is not None:
+                jobs.append((do_work, (*read_work(part), part, via)))
             return
-        if context is None:
-            if is_begin:
-                self._refuse(sender, part, AutogradError(f"autograd context {part.context} is over there"))
-            return
-        if not context.takes_part(sender.id):
-            return
+        if context is None or not context.takes_part(sender.id):
+            asked = self._passes.get(part.backward)  # owners of parameters need not take part in the context
+            if asked is None or asked.context is not context or not asked.involves(sender.id):
+                context = self._context_of_stranger(sender, part, buffers)
+            if context is None:
+                return
         message = read_message(part, buffers, sender.id, context.sends)
-        current = self._pass_of(context, part.backward)
+        current = self._passes.get(part.backward)
+        if current is None or current.context is not context:
+            current = self._pass_of(context, part.backward)
         if current is not None:
             current.receive(sender.id, message, via, jobs)
-        elif is_begin:
+        elif message.begins:
             self._answer_late(context, sender, part)
+
+    def _context_of_stranger(
+        self, sender: Identity, part: CompactPass, buffers: Sequence[ReceiveBuffer]
+    ) -> Context | None:
+        """The context of a message whose sender is not known to take part in it; None if it does not begin to."""
+        if not begins(part, buffers):
+            return None
+        try:
+            context = self.admit(part.context, sender)
+        except CallRefused as exc:
+            self._refuse(sender, part, exc)
+            return None
+        if context is None:
+            self._refuse(sender, part, AutogradError(f"autograd context {part.context} is over there"))
+        return context
 
     def _pass_of(self, context: Context, backward: int) -> BackwardPass | None:
         """The pass of a message, made for its first message; None if it is over."""

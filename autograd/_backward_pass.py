@@ -16,7 +16,7 @@ import threading
 import time
 from _thread import RLock
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from math import inf
 from typing import TypeVar
@@ -34,6 +34,7 @@ from rpcdist.autograd._pass_events import PassOptions
 from rpcdist.autograd._pass_message import PassMessage, encode_error
 from rpcdist.autograd._pass_sender import PassSender
 from rpcdist.autograd._spans import SpanKind
+from rpcdist.autograd._step_part import StepPart
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded
 from rpcdist.rpc._executors.blocking import LastAct, blocking, hooks
@@ -61,9 +62,11 @@ class BackwardPass:
         options: of the pass, on the worker where it began.
 
     Attributes:
+        then: what follows when all workers have done their parts, on the worker where the pass began.
         me: this worker.
         parent: the neighbour that began with this worker; None on the worker where the pass began, and before that.
         lock: around the messages that wait to be sent, and the state of the thread.
+        spans: how long what took; kind, peer or -1, start, end.
         error: the error that ended the pass; None while it runs, and if it succeeded.
         is_over: whether the pass has ended on this worker.
         is_finishing: whether nothing is left to do here, except for sending the last messages.
@@ -84,6 +87,7 @@ class BackwardPass:
         self.root_gradients = root_gradients
         self.options = options or _UNKNOWN
         self.parent: int | None = None
+        self.then: StepPart | None = None
         self.lock = RLock()
         self.error: BaseException | None = None
         self.is_over = False
@@ -92,12 +96,12 @@ class BackwardPass:
         self.name_of = sender.name_of
         self._sender = sender
         self._on_end = on_end
-        self._part: DirectPart | GeneralPart | None = None
+        self._part: DirectPart | GeneralPart | StepPart | None = None
         self._early: list[tuple[int, PassMessage]] = []  # messages that came before the pass was begun here
         self._out: dict[int, PassMessage] = {}
         self._involved: set[int] = set()
         self._links: dict[int, MessageSink] = {}  # by neighbour: the session that carries the messages of both
-        self._spans: list[tuple[SpanKind, int, float, float]] = []  # kind, peer, start, end
+        self.spans: list[tuple[SpanKind, int, float, float]] = []
         self._idle_since = 0.0
         self._inbox: deque[Job | tuple[int, PassMessage, MessageSink | None]] = deque()
         self._is_draining = False
@@ -117,10 +121,7 @@ class BackwardPass:
         self.parent = parent
         self._involved.update(neighbours)
         if parent is None:
-            for to in neighbours:
-                session = self._sender.standing_session(to)
-                if session is not None:
-                    self._links[to] = self._source = session
+            self._find_links(neighbours)
         context = self.context
         sends, recvs = context.snapshot()
         is_general = self.options.fast or context.was_general
@@ -131,10 +132,23 @@ class BackwardPass:
         else:
             context.was_general = not self.options.fast
             part = GeneralPart(self, analyse(context.id, roots, sends, recvs))
-        self.took("analysis", began_s)
+        self.spans.append(("analysis", -1, began_s, time.time()))
         self._part = part
         early, self._early = self._early, []
         part.start(neighbours, early)
+
+    def start_step(self) -> None:
+        """Begins with `then`: there is no pass before it."""
+        assert self.then is not None
+        self._part = self.then
+        self._find_links(self.then.owners)
+        self.then.start((), ())
+
+    def _find_links(self, neighbours: Iterable[int]) -> None:
+        for to in neighbours:
+            session = self._sender.standing_session(to)
+            if session is not None:
+                self._links[to] = self._source = session
 
     # ------------------------------------------------------------ for the parts
 
@@ -148,14 +162,19 @@ class BackwardPass:
 
     def finish(self) -> None:
         """Nothing is left to do here, and the children are done."""
-        if not self.is_finishing:
+        if self.then is not None:
+            if self._part is not self.then:
+                self.context.is_spent = not self.options.retain_graph
+                self.start_step()
+        elif not self.is_finishing:
             self.is_finishing = True
             if self.parent is not None:
                 self.message_to(self.parent).is_done = True
 
-    def took(self, kind: SpanKind, start_s: float, peer: int = -1) -> None:
-        """Something that began at `start_s` (`time.time()`) has just ended."""
-        self._spans.append((kind, peer, start_s, time.time()))
+    def timeout_us(self) -> int:
+        """What is left of the deadline, for a message."""
+        deadline = self.options.deadline
+        return 0 if deadline.at == inf else max(1, int(deadline.remaining_s() * 1e6))
 
     def flush(self) -> None:
         """Sends what the other workers must hear; any thread."""
@@ -211,7 +230,7 @@ class BackwardPass:
         if via is not None:
             self._links[sender] = self._source = via
         if self._idle_since:
-            self.took("wait", self._idle_since, sender)
+            self.spans.append(("wait", sender, self._idle_since, time.time()))
             self._idle_since = 0.0
         if message.is_heavy:
             self.context.is_heavy_elsewhere = True
@@ -235,17 +254,20 @@ class BackwardPass:
         """
         self._has_waiter = True
         try:
-            self.guarded(first)
+            if not self.is_over:
+                first()
             while not self.is_over:
-                self.guarded(self._handle_all)
-                send = self.guarded(self._pack)
+                if self._inbox or type(self._part) is GeneralPart:
+                    self._handle_all()
+                send = self._pack()
                 if self.is_finishing and send is not None:
                     send()
                 elif not self.is_over and not self._wait(send):
                     self._expire()
         except BaseException as exc:
             self.fail(exc)
-            raise
+            if not issubclass(type(exc), Exception):
+                raise
         if self.error is not None:
             raise self.error
 
@@ -304,13 +326,13 @@ class BackwardPass:
             return None  # it failed, and `abort` has told the others
         with self.lock:
             out, self._out = self._out, {}
-        if not (out or self.is_finishing):
-            return None
+        if not out:
+            return self._end_well if self.is_finishing else None
         packed: list[tuple[int, CompactPass, Sequence[LargeBuffer]]] = []
         for to, message in out.items():
             if message.begins:
-                message.fast, message.retain_graph, deadline = self.options
-                message.timeout_us = 0 if deadline.at == inf else max(1, int(deadline.remaining_s() * 1e6))
+                message.fast, message.retain_graph, _ = self.options
+                message.timeout_us = self.timeout_us()
             if message.is_done:
                 message.is_heavy = self.context.is_heavy
             packed.append((to, *message.encode(self.context.id, self.id)))
@@ -327,13 +349,16 @@ class BackwardPass:
                     continue
                 session.send(message, large)
                 if session.closed_reason is not None:  # before it was known that this pass uses it, perhaps
-                    self.fail(self._sender.lost(to, session.closed_reason))
+                    self.lost(to, self._sender.lost(to, session.closed_reason))
         except BaseException as exc:
             self.fail(exc)
             if not issubclass(type(exc), Exception):
                 raise
         if ends:
             self._end(None)
+
+    def _end_well(self) -> None:
+        self._end(None)
 
     def _wait(self, send: Job | None) -> bool:
         """Sends, then waits for an event or for the end of the pass; False when the time is over."""
@@ -376,9 +401,10 @@ class BackwardPass:
         part = self._part
         waits = sorted(part.waits_for().items()) if part is not None else ()
         texts = "; ".join([f"worker {self.name_of(peer)!r} {why}" for peer, why in waits])
+        what = "step" if type(part) is StepPart else "backward"
         self.fail(
             DeadlineExceeded(
-                "RPC ran for more than set timeout and will now be marked with an error: backward of autograd context "
+                f"RPC ran for more than set timeout and will now be marked with an error: {what} of autograd context "
                 f"{self.context.id} on worker {self.name_of(self.me)!r} ({texts or 'a gate waits'})"
             )
         )
@@ -386,6 +412,14 @@ class BackwardPass:
     def involves(self, worker_id: int) -> bool:
         """Whether the pass fails if that worker is lost."""
         return worker_id in self._involved or worker_id in (self.parent, worker_of(self.id))
+
+    def lost(self, worker_id: int, exc: Exception) -> None:
+        """A worker is lost, or a message to it; any thread that may run code of users."""
+        part = self._part
+        if type(part) is StepPart:
+            self.post(partial(part.lost, worker_id, exc))
+        else:
+            self.fail(exc)
 
     def fail(self, exc: BaseException) -> None:
         """Ends the pass on all workers, because of an error on this one; any thread."""
@@ -417,8 +451,9 @@ class BackwardPass:
         self.wake()
         context = self.context
         context.ended_passes[self.id] = error
-        context.spans.extend([(self.id, *span) for span in self._spans])
-        context.is_spent = error is None and not self.options.retain_graph
+        context.spans.extend([(self.id, *span) for span in self.spans])
+        if type(part) is not StepPart:
+            context.is_spent = error is None and not self.options.retain_graph
         self._on_end(self)
         return True
 

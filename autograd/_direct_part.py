@@ -43,15 +43,17 @@ class Source:
         edges: where its gradients enter the graph.
         leaves: the nodes of the leaves that it reaches.
         outputs: the edges of the received tensors that it reaches.
+        recvs: their messages, by id.
         num_inner: how many other nodes it reaches.
     """
 
-    __slots__ = ("edges", "leaves", "num_inner", "outputs")
+    __slots__ = ("edges", "leaves", "num_inner", "outputs", "recvs")
 
     def __init__(self, edges: Sequence[GradientEdge]) -> None:
         self.edges = edges
         self.leaves: dict[Any, None] = {}
         self.outputs: dict[GradientEdge, None] = {}
+        self.recvs: dict[int, RecordedRecv] = {}
         self.num_inner = 0
 
     def walk(self, context_id: int, taken: dict[Any, Source], edges: Sequence[GradientEdge] | None = None) -> bool:
@@ -63,7 +65,7 @@ class Source:
             edges: from where; all edges of the source if it is None.
         """
         leaves, outputs = self.leaves, self.outputs
-        num_inner = num_bytes = num_recvs = 0
+        num_inner = num_bytes = 0
         todo: list[Any] = list(self.edges if edges is None else edges)
         for edge in todo:  # it grows meanwhile
             node = edge[0]
@@ -83,7 +85,7 @@ class Source:
                     if recv.context_id != context_id or recv.is_hooked:
                         return False
                     num_bytes += recv.size_bytes
-                    num_recvs += 1
+                    self.recvs[recv.id] = recv
                     taken[node] = self
                     continue
             elif owner is None:
@@ -95,15 +97,7 @@ class Source:
                 return False
         self.num_inner = num_inner
         # Gradients leave when the run has ended. Several that take long are better sent one after the other.
-        return num_recvs <= 1 or (num_inner <= MAX_NODES_BEFORE_SENDING and num_bytes <= MAX_HELD_BYTES)
-
-    def recvs(self) -> dict[int, RecordedRecv]:
-        """The messages that it reaches."""
-        found: dict[int, RecordedRecv] = {}
-        node: Any
-        for node, _, _ in self.outputs:
-            found[node.recv.id] = node.recv
-        return found
+        return len(self.recvs) <= 1 or (num_inner <= MAX_NODES_BEFORE_SENDING and num_bytes <= MAX_HELD_BYTES)
 
 
 def find_sources(
@@ -163,7 +157,7 @@ class DirectPart:
         self._unheard.update(neighbours)
         if root is not None:
             if root.num_inner > MAX_NODES_BEFORE_SENDING and neighbours:
-                self._begin(neighbours, root.recvs())  # they prepare meanwhile
+                self._begin(neighbours, root.recvs)  # they prepare meanwhile
                 owner.flush()
                 neighbours = ()
             self._run([(root, owner.root_gradients)])
@@ -187,7 +181,7 @@ class DirectPart:
             runs: of the messages that they sent, those whose gradients follow at once.
         """
         parent = self._owner.parent
-        undecided = {id: None for source in self._sources.values() for id in source.recvs()} if self._sources else {}
+        undecided = {id: None for source in self._sources.values() for id in source.recvs} if self._sources else {}
         undecided.update(dict.fromkeys(runs))
         for to in neighbours:
             message = self._owner.message_to(to)
@@ -243,14 +237,14 @@ class DirectPart:
         node: Any
         for node, number, _ in reached.outputs:
             masks[node.recv.id] = masks.get(node.recv.id, 0) | 1 << number
-        for id, recv in source.recvs().items():
+        for id, recv in source.recvs.items():
             if recv.sender != self._owner.me:
                 self._owner.message_to(recv.sender).verdicts[id] = masks.get(id, 0)
 
     def _drop(self, unused: list[Source]) -> None:
         """Tells the senders of messages that nothing depends on them."""
         for source in unused:  # it grows meanwhile
-            for id, recv in source.recvs().items():
+            for id, recv in source.recvs.items():
                 if recv.sender != self._owner.me:
                     self._owner.message_to(recv.sender).verdicts[id] = 0
                 elif id in self._sources:
@@ -258,7 +252,7 @@ class DirectPart:
 
     def _drop_own(self) -> None:
         """Of what this worker has sent to itself, drops what nothing uses: no message says so."""
-        reached = {id for source in self._sources.values() for id in source.recvs()}
+        reached = {id for source in self._sources.values() for id in source.recvs}
         own = [send.id for send in self._sends if send.to == self._owner.me and send.id not in reached]
         self._drop([self._sources.pop(id) for id in own if id in self._sources])
 
@@ -283,7 +277,7 @@ class DirectPart:
                 leaves.update(source.leaves)
                 if source.outputs:
                     outputs.update(source.outputs)
-                    for id, recv in source.recvs().items():
+                    for id, recv in source.recvs.items():
                         received[id] = [None] * recv.count
                         recvs.append(recv)
             captured: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if not edges else None
@@ -293,7 +287,7 @@ class DirectPart:
             if captured is None:
                 run = EngineRun()
                 captured = run.run_apart(edges, gradients, leaves, outputs, received, owner.options.retain_graph)
-            owner.took("run", began_s)
+            owner.spans.append(("run", -1, began_s, _time()))
             starts = []
             for recv in recvs:
                 if recv.sender == owner.me:

@@ -141,7 +141,7 @@ class GeneralPart:
     def _execute(self, run: Run, takes_long: bool) -> None:
         began_s = time.time()
         GroupRun(self, self._analysis, run, takes_long).execute(self._owner.options.retain_graph)
-        self._owner.took("run", began_s)
+        self._owner.spans.append(("run", -1, began_s, time.time()))
 
     # ------------------------------------------------------------ gradients (`RunOwner`)
 
@@ -162,7 +162,7 @@ class GeneralPart:
         owner = self._owner
         began_s = time.time()
         arrived = self._gradients.wait(send.id, owner.options.deadline)
-        owner.took("gate", began_s, send.to)
+        owner.spans.append(("gate", send.to, began_s, time.time()))
         if arrived is not None:
             return arrived
         if owner.error is not None:

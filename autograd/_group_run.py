@@ -32,7 +32,7 @@ from rpcdist.autograd._message_nodes import (
     RecordedRecv,
     RecordedSend,
     current_run,
-    set_current_run,
+    stash_run,
     token_edge,
 )
 from rpcdist.autograd._pass_events import Run
@@ -105,14 +105,15 @@ class EngineRun:
         retain_graph: bool,
     ) -> Sequence[torch.Tensor | None]:
         """The gradients at the edges that are wanted."""
-        outer = set_current_run(self)
+        outer = current_run()
+        stash_run(self)
         try:
             # `torch.autograd.grad` calls this after checks that the engine repeats.
             found: Sequence[torch.Tensor | None] = _engine.run_backward(
                 tuple(edges), tuple(gradients), retain_graph, False, tuple(wanted), True, accumulate_grad=False
             )
         finally:
-            set_current_run(outer)
+            stash_run(outer)
         return found
 
     # ------------------------------------------------------------ called by nodes (`RunInProgress`)

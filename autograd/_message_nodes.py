@@ -136,16 +136,9 @@ def _stash_own(run: object) -> None:
     _C._stash_obj_in_tls(_RUN_KEY, run)
 
 
-_stash: Final[Callable[[object], None]] = (
+stash_run: Final[Callable[[object], None]] = (
     _stash_own if _steals(_C._stash_obj_in_tls) else partial(_C._stash_obj_in_tls, _RUN_KEY)
 )
-
-
-def set_current_run(run: RunInProgress | None) -> RunInProgress | None:
-    """Sets the run of the engine calls on this thread; returns the previous one."""
-    before = current_run()
-    _stash(run)
-    return before
 
 
 def active_run() -> RunInProgress:

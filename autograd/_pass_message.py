@@ -3,12 +3,13 @@
 All that a worker has to say to a neighbour at a time is one message. Its receiver takes the parts in this order: the
 sender takes part, verdicts, gradients, the sender is done. So any messages may be merged, and any one split.
 
-    head      flags (u8), what is left of the deadline (u64, us; 0: none), and seven counts (u32 each): of messages of
+    head      flags (u16), what is left of the deadline (u64, us; 0: none), and seven counts (u32 each): of messages of
               the graph that are undecided, unused, used, have gradients here; of tensors without and with a gradient
     ids       (i64) of the undecided, of the unused, of the used messages, and of those with gradients
     counts    (u32) of the tensors of each message with gradients, then the numbers (u32) of those that have none
     masks     for each used message, the size (u32) and the bytes of a bit mask: which of its tensors are used
-    rest      the gradients, one after the other, as a table (`rpcdist/rpc/_values/compact.py`), or as a `Value`
+    rest      the gradients, one after the other, as a table (`rpcdist/rpc/_values/compact.py`), or as a `Value`; or the
+              bytes of `work` or `outcome`
 
 Most gradients are dense tensors on the CPU. A table of those costs a tenth of a value, which has to say what lists they
 are in, how they lie in memory, and which of them share it. Nobody needs to know that here, since the receiver of a
@@ -36,8 +37,8 @@ from rpcdist.rpc._values.exceptions import text_of
 from rpcdist.transport._framing.message_parts import parsed
 from rpcdist.transport.wire_messages import MAX_COMPACT_BODY_BYTES, CompactPass
 
-_HEAD: Final = Struct("<BQ6I")
-_BEGINS, _CHILD, _FAST, _RETAIN, _DONE, _HEAVY, _COUNTS, _VALUE = (1 << bit for bit in range(8))
+_HEAD: Final = Struct("<HQ6I")
+_BEGINS, _CHILD, _FAST, _RETAIN, _DONE, _HEAVY, _COUNTS, _VALUE, _WORK, _OUTCOME = (1 << bit for bit in range(10))
 _CPU: Final = torch.device("cpu")
 
 
@@ -54,11 +55,13 @@ class PassMessage:
         gradients: for each of `messages`, the gradients of its tensors; see `read_gradients`.
         is_done: the sender and its children have done their part.
         is_heavy: with `is_done`: one of them holds much memory for the context, so its end must not be put off.
+        work: alone: what the receiver shall do when the pass has ended, see `_step_part`; `timeout_us` is its limit.
+        outcome: alone: what came of that.
     """
 
     __slots__ = (
-        "_rest", "begins", "fast", "gradients", "is_child", "is_done", "is_heavy", "messages", "retain_graph",
-        "timeout_us", "verdicts",
+        "_rest", "begins", "fast", "gradients", "is_child", "is_done", "is_heavy", "messages", "outcome",
+        "retain_graph", "timeout_us", "verdicts", "work",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -67,6 +70,8 @@ class PassMessage:
         self.verdicts: dict[int, int | None] = {}
         self.messages: list[int] = []
         self.gradients: list[Gradients] = []
+        self.work: bytes | None = None
+        self.outcome: bytes | None = None
         self._rest: _Rest | None = None
 
     def add_gradients(self, message: int, gradients: Gradients) -> None:
@@ -129,6 +134,12 @@ class PassMessage:
                 value = value_pb2.Value()
                 large = encode_into(value, present, None, map_device=_to_cpu)
                 rest = value.SerializeToString()
+        elif self.work is not None:
+            flags |= _WORK
+            rest = self.work
+        elif self.outcome is not None:
+            flags |= _OUTCOME
+            rest = self.outcome
         head = _HEAD.pack(
             flags, self.timeout_us, num_open, num_unused, num_used, len(self.messages), num_absent, num_tensors
         )
@@ -198,6 +209,16 @@ def begins(part: CompactPass, buffers: Sequence[ReceiveBuffer]) -> bool:
     return bool(len(body) and body[0] & _BEGINS)
 
 
+def brings_work(part: CompactPass) -> bool:
+    """Whether a message is for a worker where the pass has ended, or never was."""
+    return len(part.body) >= _HEAD.size and bool(part.body[1] & _WORK >> 8)
+
+
+def read_work(part: CompactPass) -> tuple[bytes, int]:
+    """The bytes of `work`, and the limit in microseconds, of a message that brings it."""
+    return part.body[_HEAD.size :], _HEAD.unpack_from(part.body)[1]
+
+
 def read_message(
     part: CompactPass, buffers: Sequence[ReceiveBuffer], sender: int, sends: Mapping[int, RecordedSend]
 ) -> PassMessage:
@@ -262,6 +283,8 @@ def read_message(
             made.messages = list(ids[num_ids - num_messages :])
             _check_counts(made.messages, counts, absent, num_tensors, sends)
             made._rest = _Rest(body[at:], counts, absent, num_tensors, buffers, bool(flags & _VALUE))
+        elif flags & _OUTCOME:
+            made.outcome = body[at:]
         elif num_tensors or buffers or at != len(body):
             raise ProtocolViolation(f"worker {sender} sent a message of a backward pass with bytes that are left over")
     except StructError as exc:

@@ -52,7 +52,7 @@ class PassSender:
             self._host.send(to, body, large, observer)
         except RpcdistError as exc:
             if owner is not None:
-                owner.fail(self.lost(to, str(exc)))
+                owner.lost(to, self.lost(to, str(exc)))
             else:
                 logger.debug("not sent to worker %s: %s", to, exc)
 
@@ -98,4 +98,4 @@ class _PassMessageObserver:
         self._fail(lost if is_lost else TransportError(f"{lost.what} was not sent: {reason}"))
 
     def _fail(self, exc: TransportError) -> None:
-        self._sender.submit(self._owner.fail, exc)  # observers are called on the I/O loop
+        self._sender.submit(self._owner.lost, self._to, exc)  # observers are called on the I/O loop

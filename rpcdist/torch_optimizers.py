@@ -41,14 +41,19 @@ def take_step(optim: Any, *args: Any, **kwargs: Any) -> Any:
     return _without_gradients(bare, optim, *args, **kwargs)
 
 
-def is_watched(optim: Any) -> bool:
-    """Whether somebody would notice that the wrappers of `step` are missing."""
+def is_watched(optim: Any, ignores_wrapper: bool = False) -> bool:
+    """Whether somebody would notice that the wrappers of `step` are missing.
+
+    Args:
+        optim: any optimizer.
+        ignores_wrapper: not because of the wrapper that a learning-rate scheduler puts into the object.
+    """
     return bool(
         optim._optimizer_step_pre_hooks
         or optim._optimizer_step_post_hooks
         or _torch_optimizer._global_optimizer_pre_hooks
         or _torch_optimizer._global_optimizer_post_hooks
-        or "step" in vars(optim)  # a learning-rate scheduler puts a wrapper there
+        or ("step" in vars(optim) and not ignores_wrapper)  # a learning-rate scheduler puts a wrapper there
         or torch.autograd._profiler_enabled()
     )
 

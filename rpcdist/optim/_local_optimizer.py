@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import struct
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-import rpcdist.autograd as autograd
 from rpcdist.autograd._interface import _retrieve_context
+from rpcdist.autograd._step_part import workers
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import DeadlineExceeded, RpcdistError
 from rpcdist.optim._fused_adam import fused_if_possible, has_fused
 from rpcdist.optim._param_groups import Group, options_of
 from rpcdist.rpc import RRef, get_rpc_timeout
 from rpcdist.rpc._agent_local import AgentLocal
+from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.blocking import blocking
+from rpcdist.rpc._values.plain import PlainWriter, read_plain
 from rpcdist.torch_optimizers import take_step
 
 __all__ = [
@@ -30,6 +34,10 @@ __all__ = [
     "new_local_optimizer",
     "tables",
 ]
+
+
+MAX_KEPT_ERRORS: Final = 64
+MAX_OPTIONS_BYTES: Final = 64 << 10
 
 
 class LocalOptimizer:
@@ -60,6 +68,7 @@ class LocalOptimizer:
         ]
         self.optim = optimizer_class(resolved[0]["params"] if is_flat else resolved, *args, **kwargs)
         self._lock = lock
+        self._has_fused = has_fused(self.optim)
         self._parameters: list[Tensor] = list(dict.fromkeys(p for group in resolved for p in group["params"]))
 
     def step(self, context_id: int, options: Sequence[Group] | None, hogwild: bool) -> bool:
@@ -75,21 +84,23 @@ class LocalOptimizer:
         """
         parameters = self._parameters
         gradients = _gradients_of(context_id, parameters)
-        self._begin_alone("step")
+        if not self._lock.acquire(blocking=False):
+            self._begin_alone("step")
         try:
             if options is not None:
                 self._set_options(options)
-            kept = [parameter.grad for parameter in parameters]
+            kept: list[Tensor | None] = []
             try:
                 for parameter, gradient in zip(parameters, gradients or [None] * len(parameters), strict=True):
+                    kept.append(parameter.grad)
                     parameter.grad = gradient
-                if has_fused(self.optim):
+                if self._has_fused:
                     with fused_if_possible(self.optim, parameters):
                         self._step(hogwild)
                 else:
                     self._step(hogwild)
             finally:
-                for parameter, before in zip(parameters, kept, strict=True):
+                for parameter, before in zip(parameters, kept, strict=False):
                     parameter.grad = before
         finally:
             self._lock.release()
@@ -172,10 +183,9 @@ def _tensor_of(number: int, rref: RRef[Tensor]) -> Tensor:
 
 def _gradients_of(context_id: int, parameters: Sequence[Tensor]) -> Sequence[Tensor | None] | None:
     """In the order of the parameters; None if this process took no part in the context."""
-    try:
-        return _retrieve_context(context_id).gradients.of(parameters)
-    except autograd.ContextNotFound:
-        return None  # the caller checks whether the context is over
+    hooks: Any = current_agent().autograd
+    context = hooks.contexts.look_up(context_id)
+    return None if context is None else context.gradients.of(parameters)  # the caller checks whether it is over
 
 
 def _copied(value: Any) -> Any:
@@ -200,6 +210,7 @@ class OptimizerTable:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._numbers = itertools.count(1)
+        self._errors: OrderedDict[int, BaseException] = OrderedDict()
         self._by_number: WeakValueDictionary[int, LocalOptimizer] = WeakValueDictionary()
 
     def add(self, local: LocalOptimizer) -> int:
@@ -216,6 +227,17 @@ class OptimizerTable:
                 "last one ended; make a new one"
             )
         return local
+
+    def keep_error(self, error: BaseException) -> int:
+        """Keeps what a step raised for the worker that asked for it; returns the number by which it asks."""
+        number = next(self._numbers)
+        self._errors[number] = error
+        if len(self._errors) > MAX_KEPT_ERRORS:
+            self._errors.popitem(last=False)
+        return number
+
+    def take_error(self, number: int) -> BaseException:
+        return self._errors.pop(number, None) or RpcdistError("the step failed, and its error is not kept any more")
 
 
 tables: AgentLocal[OptimizerTable] = AgentLocal(OptimizerTable)
@@ -266,3 +288,52 @@ def new_local_optimizer(
 def call_local_optimizer(number: int, method: str, *args: Any) -> Any:
     """Calls a method of a local optimizer."""
     return getattr(tables.get().find(number), method)(*args)
+
+
+def raise_step_error(number: int) -> None:
+    """Raises what a step raised here."""
+    raise tables.get().take_error(number)
+
+
+# ---------------------------------------------------------------- steps as messages of distributed autograd
+
+_WORK: Final = struct.Struct("<Q?")
+_OUTCOME: Final = struct.Struct("<BQ")
+_TOOK_NO_PART, _STEPPED, _FAILED = range(3)
+
+
+def encode_step(number: int, options: Sequence[Group] | None, hogwild: bool) -> bytes | None:
+    """What an owner is asked to do; None if its options are no plain values, which a call can carry."""
+    work = _WORK.pack(number, hogwild)
+    if options is None:
+        return work
+    writer = PlainWriter(None, MAX_OPTIONS_BYTES)
+    writer.write(options)
+    if writer.externals or writer.buffers or writer.tensors or len(writer.body) > MAX_OPTIONS_BYTES:
+        return None
+    return work + writer.body
+
+
+def _step(context_id: int, work: bytes) -> bytes:
+    table = tables.get()
+    try:
+        number, hogwild = _WORK.unpack_from(work)
+        options: Any = read_plain(work[_WORK.size :], [], [], None) if len(work) > _WORK.size else None
+        return _OUTCOME.pack(table.find(number).step(context_id, options, hogwild), 0)
+    except BaseException as error:  # the worker that asked is told, also of a `sys.exit` in a hook
+        return _OUTCOME.pack(_FAILED, table.keep_error(error))
+
+
+def decode_outcome(outcome: bytes) -> tuple[bool, int]:
+    """Whether the owner took part in the context, and the number of its error; 0 for none.
+
+    Raises:
+        RpcdistError: the owner knows nothing of optimizers.
+    """
+    if len(outcome) != _OUTCOME.size:
+        raise RpcdistError("the worker has no optimizer any more; make a new DistributedOptimizer")
+    kind, number = _OUTCOME.unpack(outcome)
+    return kind == _STEPPED, number if kind == _FAILED else 0
+
+
+workers.append(_step)

@@ -7,10 +7,15 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 import rpcdist.rpc as rpc
+from rpcdist.autograd import BackwardError
+from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import BlockingInLoop, OwnerLost, WorkerLost
+from rpcdist.optim._local_optimizer import decode_outcome, encode_step, raise_step_error
 from rpcdist.rpc import Future, WorkerInfo
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._autograd_hooks import current_autograd
@@ -20,8 +25,7 @@ from rpcdist.rpc._values.exceptions import add_note, text_of
 __all__ = ["OwnerCall", "ask_owners", "ask_owners_async"]
 
 
-@dataclass(frozen=True, slots=True)
-class OwnerCall:
+class OwnerCall(NamedTuple):
     """A function to run at one owner."""
 
     owner: WorkerInfo
@@ -63,6 +67,80 @@ def ask_owners(what: str, calls: Sequence[OwnerCall], instead: str = "asyncio.to
     if error is not None:
         raise error
     return results
+
+
+def ask_steps(
+    what: str,
+    context_id: int,
+    calls: Sequence[OwnerCall],
+    timeout_s: float,
+    instead: str,
+    roots: Sequence[torch.Tensor] | None = None,
+) -> list[bool] | None:
+    """Runs the steps of local optimizers as messages of distributed autograd, after a backward pass if there are roots.
+
+    Args:
+        what: the operation, for the texts of errors.
+        context_id: of the context.
+        calls: the steps as calls, at most one for each owner; the arguments of each are the number of the local
+            optimizer, the method, the context, the options that have changed, and whether it is a hogwild step.
+        timeout_s: with torch's conventions, see `rpc_sync`.
+        instead: the asynchronous alternative that the text of `BlockingInLoop` names.
+        roots: of the backward pass.
+
+    Returns:
+        Which owners took part in the context; None if nothing was done, since only calls can carry the arguments.
+
+    Raises:
+        As `ask_owners` and `autograd.backward`.
+    """
+    if asyncio._get_running_loop() is not None:
+        raise BlockingInLoop(what, f"await {instead}")
+    worker: Any = current_agent().autograd
+    work: dict[int, bytes] = {}
+    own = -1
+    results: list[Any] = [None] * len(calls)
+    me = worker.id
+    for index, (owner, _, args) in enumerate(calls):
+        to = owner.id
+        if to == me:
+            own = index
+            continue
+        number, _, _, options, hogwild = args
+        if (encoded := encode_step(number, options, hogwild)) is None:
+            return None
+        work[to] = encoded
+
+    def step_here() -> None:
+        if own >= 0:
+            results[own] = _outcome_of(partial(calls[own].function, *calls[own].args))
+
+    deadline = Deadline.after(worker.host.timeout_of(timeout_s)).earlier(current_deadline.get())
+    outside = current_autograd.set(None)  # what the owners do is no part of the context that the caller is in
+    try:
+        outcomes = worker.step(context_id, work, step_here, deadline, roots)
+    except BackwardError:
+        if roots is None:
+            worker.contexts.find(context_id)  # it may have been released meanwhile, which has an error of its own
+        raise
+    finally:
+        current_autograd.reset(outside)
+    for index, call in enumerate(calls):
+        if index != own:
+            results[index] = _outcome_of(partial(_stepped, call.owner, outcomes[call.owner.id]))
+    if (error := _error_in(what, calls, results)) is not None:
+        raise error
+    return results
+
+
+def _stepped(owner: WorkerInfo, outcome: bytes | Exception) -> bool:
+    """Whether an owner took part in the context; raises what its step raised."""
+    if isinstance(outcome, Exception):
+        raise outcome
+    took_part, error = decode_outcome(outcome)
+    if error:
+        rpc.rpc_sync(owner, raise_step_error, (error,))
+    return took_part
 
 
 def ask_owners_async(what: str, calls: Sequence[OwnerCall]) -> Future[list[Any]]:

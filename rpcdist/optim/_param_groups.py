@@ -18,6 +18,7 @@ from rpcdist.rpc import PyRRef, RRef, WorkerInfo
 
 __all__ = ["Group", "Shard", "changed_options", "gather_state", "options_of", "parse_groups", "place", "scatter_state"]
 
+_MISSING = object()
 _IMMUTABLE = frozenset((bool, float, int, str, type(None)))  # a copy of one is the same object
 
 Group = dict[str, Any]
@@ -100,19 +101,19 @@ def options_of(group: Mapping[str, Any]) -> Group:
 
 def changed_options(sent: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
     """For each group, the options that differ from those that were sent before."""
-    return [
-        {
-            name: value
-            for name, value in group.items()
-            if name != "params"
-            and not (
-                name in before
-                # nearly always; `nan` is unchanged, too
-                and ((before[name] is value and type(value) in _IMMUTABLE) or _equal(before[name], value))
-            )
-        }
-        for before, group in zip(sent, groups, strict=True)
-    ]
+    changed: list[Group] = []
+    for before, group in zip(sent, groups, strict=True):
+        changes: Group = {}
+        for name, value in group.items():
+            known = before.get(name, _MISSING)
+            if (known is value and type(value) in _IMMUTABLE) or name == "params":
+                continue  # nearly always; `nan` is unchanged, too
+            if known is _MISSING or not _equal(known, value):
+                changes[name] = value
+            elif type(value) in _IMMUTABLE:
+                before[name] = value  # the same object from now on, which is seen sooner
+        changed.append(changes)
+    return changed
 
 
 def _equal(first: Any, second: Any) -> bool:

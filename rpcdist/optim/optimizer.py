@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from rpcdist.autograd._interface import _is_valid_context
+from rpcdist.autograd._interface import _is_valid_context, backward
 from rpcdist.errors import RpcdistError
 from rpcdist.optim._local_optimizer import LocalOptimizer, call_local_optimizer, new_local_optimizer
-from rpcdist.optim._owner_calls import OwnerCall, ask_owners, ask_owners_async
+from rpcdist.optim._owner_calls import OwnerCall, ask_owners, ask_owners_async, ask_steps
 from rpcdist.optim._param_groups import (
     Group,
     Shard,
@@ -23,6 +23,7 @@ from rpcdist.optim._param_groups import (
     scatter_state,
 )
 from rpcdist.rpc import Future, RRef
+from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.torch_optimizers import is_watched
 
 __all__ = ["DistributedOptimizer"]
@@ -125,8 +126,48 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _step(self, context_id: int, hogwild: bool) -> None:
         _is_valid_context(context_id)
         calls, sending = self._step_calls(context_id, hogwild)
-        took_part = ask_owners(self._doing("step"), calls, "optimizer.step_async(...)")
+        took_part = ask_steps(self._doing("step"), context_id, calls, UNSET_RPC_TIMEOUT, "optimizer.step_async(...)")
+        if took_part is None:
+            took_part = ask_owners(self._doing("step"), calls, "optimizer.step_async(...)")
         self._stepped(context_id, took_part, sending)
+
+    def backward_and_step(
+        self,
+        context_id: int,
+        roots: Sequence[torch.Tensor],
+        *,
+        hogwild: bool = False,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> None:
+        """`autograd.backward(context_id, roots)` and `step(context_id)`, with fewer messages; blocks.
+
+        Nobody steps before all workers have all of their gradients: if the backward pass fails, no parameter has
+        changed. If it succeeds and a step fails afterwards, the notes of the error name the workers that have stepped;
+        none has stepped twice. Gradients that are clipped by their norm need the two calls.
+
+        Args:
+            context_id: of `autograd.context()`.
+            roots: scalars, computed in the context on this worker.
+            hogwild: as for `step`.
+            timeout: limit in seconds for all of it; 0 for none, by default the `rpc_timeout` of `init_rpc`.
+
+        Raises:
+            BackwardError: the backward pass failed; no worker has stepped.
+            DeadlineExceeded: the time is over; the text names the workers that it waits for, and for what.
+            Otherwise as `autograd.backward` and `step`.
+        """
+        calls: list[OwnerCall] | None = None
+        if not is_watched(self, ignores_wrapper=True):  # by hooks of `step`, or a profiler
+            _is_valid_context(context_id)
+            calls, sending = self._step_calls(context_id, hogwild)
+            what, instead = self._doing("backward_and_step"), "asyncio.to_thread(optimizer.backward_and_step, ...)"
+            took_part = ask_steps(what, context_id, calls, timeout, instead, roots)
+            if took_part is not None:
+                self._opt_called = True  # learning-rate schedulers want to know
+                self._stepped(context_id, took_part, sending)
+                return
+        backward(context_id, roots, timeout=timeout)
+        self.step(context_id, hogwild=hogwild)
 
     def step_async(self, context_id: int, *, hogwild: bool = False) -> Future[None]:
         """`step` as a future: await it, or wait for it.

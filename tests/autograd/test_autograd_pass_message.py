@@ -25,7 +25,7 @@ ONE = torch.rand(2, 3)
 LARGE = torch.rand(INLINE_LIMIT // 4 + 1)
 SPARSE = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.tensor([1.0, 2.0]), (4,), check_invariants=True)
 FLAGS = ("begins", "is_child", "fast", "retain_graph", "is_done", "is_heavy")
-HEAD = struct.Struct("<BQ6I")
+HEAD = struct.Struct("<HQ6I")
 
 
 def sends(*counts: int, to: int = SENDER) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import Any
@@ -151,3 +152,39 @@ def use(optimizer: DistributedOptimizer, layer: Any, x: Tensor) -> list[str]:
         autograd.backward(context_id, [layer.rpc_sync().forward(x).sum()])
         optimizer.step(context_id)
     return [rref.owner_name() for rref in optimizer.remote_optimizers]
+
+
+def same(x: Tensor) -> Tensor:
+    return x * 1
+
+
+def deadly(x: Tensor) -> Tensor:
+    """A tensor whose backward ends this process."""
+    result = x * 1
+    result.register_hook(lambda gradient: os._exit(9))
+    return result
+
+
+class DeadlySGD(torch.optim.SGD):
+    """Ends its process in the first step, on the first worker."""
+
+    def step(self, closure: Any = None) -> Any:
+        if rpc.get_worker_info().name == "worker1":
+            os._exit(9)
+        return super().step(closure)
+
+
+def step_at_once_with_death(at: str) -> str:
+    """The error of `backward_and_step` when worker1 dies in the pass, or in its step."""
+    layers = [rpc.remote(worker, Layer, (1,)) for worker in ("worker1", "worker2")]
+    rrefs = [rref for layer in layers for rref in layer.rpc_sync().parameter_rrefs()]
+    optimizer = DistributedOptimizer(DeadlySGD if at == "step" else torch.optim.SGD, rrefs, lr=0.1)
+    with autograd.context() as context_id:
+        x = torch.ones(1, 4, requires_grad=True)
+        hidden = rpc_sync("worker1", deadly if at == "pass" else same, (x,))
+        losses = [layer.rpc_sync().forward(hidden).sum() for layer in layers]
+        try:
+            optimizer.backward_and_step(context_id, [losses[0] + losses[1]])
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
+    return "nothing was raised"

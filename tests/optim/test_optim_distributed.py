@@ -62,6 +62,10 @@ class Twins:
             optimizer.step(context_id)
         return norm.item()
 
+    def step_there_at_once(self, optimizer: DistributedOptimizer) -> None:
+        with autograd.context() as context_id:
+            optimizer.backward_and_step(context_id, [self.loss_there()])
+
     def loss_there(self) -> Tensor:
         return self._loss([layer.rpc_sync().forward for layer in self.there])
 

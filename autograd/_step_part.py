@@ -1,0 +1,94 @@
+"""What follows a backward pass at the owners of parameters: the step of an optimizer, as a message of its own.
+
+The worker that called asks each owner with one message, does its own share, and reads the outcomes. At an owner the
+thread that read the message does the work, and answers. `rpcdist.optim` knows what the bytes mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from rpcdist.autograd._pass_message import PassMessage
+from rpcdist.deadline import Deadline, current_deadline
+from rpcdist.rpc._executors.blocking import LastAct, hooks
+from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.transport.wire_messages import CompactPass
+
+if TYPE_CHECKING:
+    from rpcdist.autograd._backward_pass import BackwardPass
+
+Outcome = bytes | Exception
+"""What an owner answered, or why there is no answer."""
+
+workers: Final[list[Callable[[int, bytes], bytes]]] = []
+"""What does the work at an owner: gets the context and the bytes, and never raises. `rpcdist.optim` adds it."""
+
+
+class StepPart:
+    """The part of the worker that asks; only on the thread that handles the events of the pass.
+
+    Args:
+        owner: the pass.
+        work: by owner of parameters, what it shall do.
+        own: the share of this process.
+
+    Attributes:
+        outcomes: by owner.
+    """
+
+    __slots__ = ("_own", "_owner", "_work", "outcomes")
+
+    def __init__(self, owner: BackwardPass, work: Mapping[int, bytes], own: Callable[[], object]) -> None:
+        self._owner = owner
+        self._work = work
+        self._own = own
+        self.outcomes: dict[int, Outcome] = {}
+
+    def start(self, neighbours: Collection[int], early: Sequence[tuple[int, PassMessage]]) -> None:
+        """Asks the owners, and does the share of this process meanwhile."""
+        owner = self._owner
+        timeout_us = owner.timeout_us()
+        for to, work in self._work.items():
+            message = owner.message_to(to)
+            message.work, message.timeout_us = work, timeout_us
+        owner.flush()
+        self._own()
+        self._end_if_done()
+
+    @property
+    def owners(self) -> Collection[int]:
+        """Who is asked."""
+        return self._work
+
+    def take(self, sender: int, message: PassMessage) -> None:
+        """Handles an owner's message."""
+        if message.outcome is not None:
+            self.outcomes.setdefault(sender, message.outcome)
+            self._end_if_done()
+
+    def lost(self, worker_id: int, error: Exception) -> None:
+        """An owner will not answer; the others still may."""
+        self.outcomes.setdefault(worker_id, error)
+        self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        if all([to in self.outcomes for to in self._work]):
+            self._owner.is_finishing = True
+
+    def waits_for(self) -> dict[int, str]:
+        """The owners that have not answered."""
+        return {to: "has not said that its step is done" for to in self._work if to not in self.outcomes}
+
+
+def do_work(work: bytes, timeout_us: int, part: CompactPass, via: MessageSink) -> None:
+    """Does what a worker asks for, and answers; on a thread of the pool."""
+    if timeout_us:
+        current_deadline.set(Deadline.after(timeout_us / 1e6))
+    answer = PassMessage()
+    answer.outcome = workers[0](part.context, work) if workers else b""
+    encoded, _ = answer.encode(part.context, part.backward)
+    if hooks.enter is None:
+        via.send(encoded)
+    else:
+        hooks.last_act = LastAct([lambda: via.send(encoded)], via)

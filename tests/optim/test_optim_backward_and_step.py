@@ -1,0 +1,218 @@
+"""A backward pass and the steps that follow it as one operation: nobody steps unless the whole pass has succeeded."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import optim_functions as functions
+import pytest
+import torch
+from peer_timeouts import CALM_S, LIMIT_S
+from rpc_cluster import Cluster
+from test_optim_distributed import Twins
+from torch import Tensor
+from torch.optim import lr_scheduler
+
+import rpcdist.autograd as autograd
+import rpcdist.rpc as rpc
+from rpcdist.autograd import BackwardError
+from rpcdist.autograd._pass_message import PassMessage
+from rpcdist.errors import BlockingInLoop, DeadlineExceeded
+from rpcdist.optim import DistributedOptimizer
+from rpcdist.optim._local_optimizer import tables
+from rpcdist.testing import InProcessCluster, WorkerPool
+
+rpc_sync: Any = rpc.rpc_sync
+multiproc = pytest.mark.multiproc
+
+
+@multiproc
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam], ids=["SGD", "Adam"])
+def test_it_equals_backward_and_step(cluster: Cluster, kind: Any) -> None:
+    """With a scheduler, so that options travel along; on three workers, one of which is this one."""
+    twins = Twins()
+    single, distributed = kind(twins.parameters(), lr=0.05), DistributedOptimizer(kind, twins.rrefs(), lr=0.05)
+    schedulers = [lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in (single, distributed)]
+    for number in range(4):
+        twins.step_here(single)
+        twins.step_there_at_once(distributed) if number % 2 else twins.step_there(distributed)
+        for scheduler in schedulers:
+            scheduler.step()
+    twins.assert_equal()
+
+
+@multiproc
+def test_hooks_of_a_step_are_called(cluster: Cluster) -> None:
+    twins = Twins()
+    optimizer = DistributedOptimizer(torch.optim.SGD, twins.rrefs(), lr=0.1)
+    seen: list[int] = []
+    optimizer.register_step_post_hook(lambda *arguments: seen.append(1))
+    twins.step_there_at_once(optimizer)
+    assert seen == [1]
+
+
+@multiproc
+def test_options_that_only_a_call_can_carry(cluster: Cluster) -> None:
+    twins = Twins()
+    single = torch.optim.Adam(twins.parameters(), lr=torch.tensor(0.05))
+    distributed = DistributedOptimizer(torch.optim.Adam, twins.rrefs(), lr=torch.tensor(0.05))
+    for optimizer in (single, distributed):
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
+    twins.step_here(single)
+    twins.step_there_at_once(distributed)
+    twins.assert_equal()
+
+
+@multiproc
+def test_nobody_steps_when_the_pass_fails(cluster: Cluster) -> None:
+    twins = Twins()
+    before = twins.values_there()
+    optimizer = DistributedOptimizer(torch.optim.SGD, twins.rrefs(), lr=0.1)
+
+    def fail(gradient: Tensor) -> Tensor:
+        raise ArithmeticError("a hook of the last part of the pass")
+
+    x = twins.x.clone().requires_grad_()
+    x.register_hook(fail)
+    twins.x = x * 1
+    with autograd.context() as context_id:
+        with pytest.raises(BackwardError, match="a hook of the last part"):
+            optimizer.backward_and_step(context_id, [twins.loss_there()])
+    torch.testing.assert_close(twins.values_there(), before)
+
+
+@multiproc
+def test_a_step_that_fails_says_where_it_was_done(cluster: Cluster) -> None:
+    layers = [rpc.remote(worker, functions.Layer, (1,)) for worker in ("worker1", "worker2")]
+    rrefs = [rref for layer in layers for rref in layer.rpc_sync().parameter_rrefs()]
+    optimizer = DistributedOptimizer(functions.PickySGD, rrefs, lr=0.1, fails=True)
+    with autograd.context() as context_id:
+        loss = sum(layer.rpc_sync().forward(torch.ones(1, 4)).sum() for layer in layers)
+        with pytest.raises(ArithmeticError, match="this step fails") as caught:
+            optimizer.backward_and_step(context_id, [loss])
+        assert autograd.get_gradients(context_id) == {}  # the pass is over, and the context goes on
+    assert "backward_and_step of a distributed PickySGD failed on worker 'worker1'" in caught.value.__notes__[0]
+
+
+@multiproc
+@pytest.mark.parametrize("at", ["pass", "step"])
+def test_an_owner_that_dies(worker_pool: WorkerPool, at: str) -> None:
+    world = worker_pool.world("worker0", "worker1", "worker2", peer_timeout=CALM_S)
+    text = world["worker0"].begin(functions.step_at_once_with_death, at).result()
+    if at == "pass":
+        assert text.startswith("BackwardError") and "worker1" in text
+    else:
+        assert text.startswith("OwnerLost") and "it was done on: worker2" in text, text
+
+
+class NoisySGD(torch.optim.SGD):
+    """Counts its steps."""
+
+    steps: ClassVar[dict[int, int]] = {}
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps[id(self)] = self.steps.get(id(self), 0) + 1
+        return super().step(closure)
+
+
+def with_owner(cluster: InProcessCluster, attack: Callable[[DistributedOptimizer, int, Tensor], object]) -> None:
+    """Calls a function on worker a with an optimizer of a parameter on b, a context, and a loss."""
+
+    def body() -> None:
+        rref = rpc.remote("b", weight)
+        optimizer = DistributedOptimizer(NoisySGD, [rref], lr=1.0)
+        with autograd.context() as context_id:
+            attack(optimizer, context_id, rpc_sync("b", total, (rref,)))
+
+    cluster.run("a", body)
+
+
+def weight() -> Tensor:
+    return torch.ones(3, requires_grad=True)
+
+
+def total(rref: Any) -> Tensor:
+    result: Tensor = rref.local_value().sum()
+    return result
+
+
+def test_only_an_owner_that_was_asked_says_that_it_has_stepped(no_agent: None) -> None:
+    """A third worker answers for the owner, for each pass that there may be, while the owner works."""
+    with InProcessCluster("a", "b", "c", peer_timeout=CALM_S) as cluster:
+
+        def attack(optimizer: DistributedOptimizer, context_id: int, loss: Tensor) -> None:
+            forged = PassMessage()
+            forged.outcome = b"\1" + bytes(8)
+
+            def answer() -> None:
+                rpc_sync("a", abs, (-1,))
+                session = rpc._current.current_agent().router.session_with(0)
+                assert session is not None
+                for number in range(1, 20):
+                    session.send(forged.encode(context_id, number)[0])
+                rpc_sync("a", abs, (-1,))
+
+            loss.register_hook(lambda gradient: cluster.begin("c", answer).result(LIMIT_S) and None)
+            optimizer.backward_and_step(context_id, [loss])
+
+        with_owner(cluster, attack)
+
+
+def test_work_for_what_is_not_here_is_answered(no_agent: None) -> None:
+    with InProcessCluster("a", "b", peer_timeout=CALM_S) as cluster:
+
+        def ask(work: bytes) -> Any:
+            with autograd.context() as context_id:
+                agent: Any = rpc._current.current_agent()
+                limit = autograd._interface._deadline(agent.autograd, 5.0)
+                return agent.autograd.step(context_id, {1: work}, lambda: None, limit)
+
+        for work in (b"", b"x" * 8, (77).to_bytes(8, "little") + b"\0", bytes(9) + b"\xff\xff"):
+            outcome = cluster.run("a", ask, work)[1]
+            assert outcome[0] == 2, outcome
+
+        def count() -> int:
+            return len(tables.get()._errors)
+
+        assert cluster.run("b", count) == 4
+
+
+def test_the_deadline_names_who_has_not_stepped(no_agent: None) -> None:
+    with InProcessCluster("a", "b", peer_timeout=CALM_S) as cluster:
+
+        def attack(optimizer: DistributedOptimizer, context_id: int, loss: Tensor) -> None:
+            table = tables._values[cluster._agents["b"]]
+            with table.lock, pytest.raises(DeadlineExceeded, match="worker 'b' has not said that its step is done"):
+                optimizer.backward_and_step(context_id, [loss], timeout=0.3)
+
+        with_owner(cluster, attack)
+
+
+def test_on_an_event_loop_it_is_refused(no_agent: None) -> None:
+    with InProcessCluster("a", "b", peer_timeout=CALM_S) as cluster:
+
+        def attack(optimizer: DistributedOptimizer, context_id: int, loss: Tensor) -> None:
+            import asyncio
+
+            async def step() -> None:
+                optimizer.backward_and_step(context_id, [loss])
+
+            with pytest.raises(BlockingInLoop, match=r"optimizer\.backward_and_step"):
+                asyncio.run(step())
+
+        with_owner(cluster, attack)
+
+
+def test_each_owner_steps_once_a_call(no_agent: None) -> None:
+    NoisySGD.steps.clear()
+    with InProcessCluster("a", "b", peer_timeout=CALM_S) as cluster:
+
+        def attack(optimizer: DistributedOptimizer, context_id: int, loss: Tensor) -> None:
+            optimizer.backward_and_step(context_id, [loss])
+            optimizer.step(context_id)
+
+        for _ in itertools.repeat(None, 3):
+            with_owner(cluster, attack)
+    assert sorted(NoisySGD.steps.values()) == [2, 2, 2]
