@@ -11,6 +11,8 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import atheris
 import torch
@@ -19,16 +21,25 @@ with atheris.instrument_imports(include=["rpcdist"]):
     from google.protobuf.message import DecodeError
 
     from rpcdist._proto import handshake_pb2, rpc_pb2, rref_pb2, value_pb2
+    from rpcdist.autograd._pass_message import PassMessage, read_message
     from rpcdist.errors import RpcdistError
     from rpcdist.rpc._rref.protobuf import decode_messages
     from rpcdist.rpc._values import decode, encode_into
     from rpcdist.rpc._values.compact import read_compact
     from rpcdist.rpc._values.plain import PlainWriter
-    from rpcdist.transport._framing.frames import Chunk, ReturnedSegments, call_frame, chunk_head, frame, parse
+    from rpcdist.transport._framing.frames import (
+        Chunk,
+        ReturnedSegments,
+        call_frame,
+        chunk_head,
+        frame,
+        parse,
+        pass_frame,
+    )
     from rpcdist.transport._framing.incoming import Incoming
     from rpcdist.transport.announced_bytes import AnnouncedBytes
     from rpcdist.transport.identities import identity_from_proto
-    from rpcdist.transport.wire_messages import CompactCall
+    from rpcdist.transport.wire_messages import CompactCall, CompactPass
 
 OUT = Path("out/fuzz")
 MAX_ANNOUNCED_BYTES = 1 << 20
@@ -58,6 +69,24 @@ def values(data: bytes) -> None:
 def compact_values(data: bytes) -> None:
     """A value in the compact form, after the number of its tensors."""
     read_compact(data[1:], data[0] if data else 0, ())
+
+
+def passes(data: bytes) -> None:
+    """What a worker says in a backward pass, about messages of one, two and three tensors."""
+    sends: Any = {id: SimpleNamespace(to=1, node=SimpleNamespace(next_functions=(None,) * id)) for id in (1, 2, 3)}
+    message = read_message(CompactPass(1, 2, data), (), 1, sends)
+    message.read_gradients(plain_only=True)
+    message.encode(1, 2)
+
+
+def examples_of_passes() -> list[bytes]:
+    message = PassMessage()
+    message.begins, message.verdicts = True, {1: None, 2: 0, 3: 5}
+    plain = message.encode(1, 2)[0].body
+    message.add_gradients(2, [torch.ones(2), None])
+    table = message.encode(1, 2)[0].body
+    message.add_gradients(1, [torch.ones(2, dtype=torch.complex64)])
+    return [plain, table, message.encode(1, 2)[0].body]
 
 
 def messages(data: bytes) -> None:
@@ -90,6 +119,7 @@ def examples_of_envelopes() -> list[bytes]:
         frame(rpc_pb2.Message(call=call)),
         frame(rpc_pb2.Message(call=call, transfer=1, large=[5])) + chunk_head(1, 0, 0, 5) + b"12345",
         bytes(call_frame(CompactCall(1, "builtins:len", 9, b"\1", 0), 2, b"builtins:len")),
+        pass_frame(CompactPass(1, 2, examples_of_passes()[0])),
     ]
 
 
@@ -97,6 +127,7 @@ TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = 
     "envelopes": (envelopes, examples_of_envelopes),
     "values": (values, examples_of_values),
     "compact_values": (compact_values, examples_of_compact_values),
+    "passes": (passes, examples_of_passes),
     "messages": (messages, lambda: [b""]),
 }
 
