@@ -64,9 +64,6 @@ class AutogradWorker:
         self._to_drop: deque[Context] = deque()
         self._drop_timer: Timer | None = None  # I/O loop
 
-    def __repr__(self) -> str:
-        return f"<AutogradWorker of {self.host.identity.name} [{len(self.contexts)} contexts]>"
-
     # ------------------------------------------------------------ backward
 
     def backward(

@@ -110,9 +110,6 @@ class BackwardPass:
         self._source: MessageSink | None = None  # where the next message will probably come
         self._led: MessageSink | None = None  # read by the thread that waits
 
-    def __repr__(self) -> str:
-        return f"<BackwardPass {self.id:#x} of {self.context!r}>"
-
     # ------------------------------------------------------------ beginning
 
     def start(self, roots: Sequence[GradientEdge], neighbours: Collection[int], parent: int | None) -> None:

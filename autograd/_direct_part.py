@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -23,9 +23,7 @@ from rpcdist.autograd._graph_analysis import MAX_NODES_BEFORE_SENDING, Accumulat
 from rpcdist.autograd._group_run import EngineRun
 from rpcdist.autograd._message_nodes import Gradients, RecordedRecv, RecordedSend, RecvNode
 from rpcdist.autograd._pass_message import PassMessage
-
-if TYPE_CHECKING:
-    from rpcdist.autograd._backward_pass import BackwardPass
+from rpcdist.autograd._pass_sender import PassOwner
 
 MAX_HELD_BYTES: Final = 32 << 10
 """Gradients of several messages leave together up to this size; larger ones do not wait for each other."""
@@ -36,7 +34,7 @@ MAX_WITHOUT_ENGINE: Final = 16
 _time: Final = time.time
 
 
-class Source:
+class GraphSource:
     """The roots, or a message that was sent, as the beginning of a part of the graph.
 
     Attributes:
@@ -56,7 +54,7 @@ class Source:
         self.recvs: dict[int, RecordedRecv] = {}
         self.num_inner = 0
 
-    def walk(self, context_id: int, taken: dict[Any, Source], edges: Sequence[GradientEdge] | None = None) -> bool:
+    def walk(self, context_id: int, taken: dict[Any, GraphSource], edges: Sequence[GradientEdge] | None = None) -> bool:
         """Finds what the source reaches; False if its part of the graph is not of the kind that this module is for.
 
         Args:
@@ -102,18 +100,18 @@ class Source:
 
 def find_sources(
     context_id: int, roots: Sequence[GradientEdge], sends: Iterable[RecordedSend]
-) -> tuple[Source | None, dict[int, Source]] | None:
+) -> tuple[GraphSource | None, dict[int, GraphSource]] | None:
     """The roots and the messages that were sent, as sources; None if they are for `_general_part`."""
-    taken: dict[Any, Source] = {}
+    taken: dict[Any, GraphSource] = {}
     root = None
     if roots:
-        root = Source(roots)
+        root = GraphSource(roots)
         if not root.walk(context_id, taken):
             return None
-    sources: dict[int, Source] = {}
+    sources: dict[int, GraphSource] = {}
     for send in sends:
         tensors: Any = send.node.next_functions
-        source = sources[send.id] = Source([new_edge((node, number, None)) for node, number in tensors])
+        source = sources[send.id] = GraphSource([new_edge((node, number, None)) for node, number in tensors])
         if not source.walk(context_id, taken):
             return None
     return root, sources
@@ -134,9 +132,9 @@ class DirectPart:
 
     def __init__(
         self,
-        owner: BackwardPass,
-        root: Source | None,
-        sources: dict[int, Source],
+        owner: PassOwner,
+        root: GraphSource | None,
+        sources: dict[int, GraphSource],
         sends: Sequence[RecordedSend],
         recvs: Sequence[RecordedRecv],
     ) -> None:
@@ -155,11 +153,11 @@ class DirectPart:
         owner, root = self._owner, self._root
         self._told.update(neighbours)
         self._unheard.update(neighbours)
+        if len(neighbours) > (owner.parent is not None) and self._is_large():
+            self._begin(neighbours, () if root is None else root.recvs)  # they prepare meanwhile
+            owner.flush()
+            neighbours = ()
         if root is not None:
-            if root.num_inner > MAX_NODES_BEFORE_SENDING and neighbours:
-                self._begin(neighbours, root.recvs)  # they prepare meanwhile
-                owner.flush()
-                neighbours = ()
             self._run([(root, owner.root_gradients)])
         if any([send.to == owner.me for send in self._sends]):
             self._drop_own()
@@ -172,6 +170,11 @@ class DirectPart:
         """Handles a neighbour's message."""
         self._take(sender, message)
         self._end_if_done()
+
+    def _is_large(self) -> bool:
+        """Whether running a part of the graph takes long."""
+        sources = self._sources.values() if self._root is None else (self._root, *self._sources.values())
+        return any([source.num_inner > MAX_NODES_BEFORE_SENDING for source in sources])
 
     def _begin(self, neighbours: Iterable[int], runs: Iterable[int]) -> None:
         """Tells neighbours that this worker takes part, and which of their messages are undecided.
@@ -194,8 +197,8 @@ class DirectPart:
 
     def _take(self, sender: int, message: PassMessage) -> None:
         sources = self._sources
-        starts: list[tuple[Source, Gradients]] = []
-        unused: list[Source] = []
+        starts: list[tuple[GraphSource, Gradients]] = []
+        unused: list[GraphSource] = []
         named = message.named()
         if message.begins:
             self._unheard.discard(sender)
@@ -228,10 +231,10 @@ class DirectPart:
         if starts:
             self._run(starts)
 
-    def _pass_on_verdict(self, source: Source, verdict: int) -> None:
+    def _pass_on_verdict(self, source: GraphSource, verdict: int) -> None:
         """A message is used, and its gradient comes later: so are those that it depends on."""
         edges = [edge for number, edge in enumerate(source.edges) if verdict >> number & 1]
-        reached = Source(edges)
+        reached = GraphSource(edges)
         reached.walk(self._owner.context.id, {})
         masks: dict[int, int] = {}
         node: Any
@@ -241,7 +244,7 @@ class DirectPart:
             if recv.sender != self._owner.me:
                 self._owner.message_to(recv.sender).verdicts[id] = masks.get(id, 0)
 
-    def _drop(self, unused: list[Source]) -> None:
+    def _drop(self, unused: list[GraphSource]) -> None:
         """Tells the senders of messages that nothing depends on them."""
         for source in unused:  # it grows meanwhile
             for id, recv in source.recvs.items():
@@ -256,7 +259,7 @@ class DirectPart:
         own = [send.id for send in self._sends if send.to == self._owner.me and send.id not in reached]
         self._drop([self._sources.pop(id) for id in own if id in self._sources])
 
-    def _run(self, starts: Sequence[tuple[Source, Gradients]]) -> None:
+    def _run(self, starts: Sequence[tuple[GraphSource, Gradients]]) -> None:
         """Runs sources whose gradients have come, in one engine call, and then what this worker has sent to itself."""
         owner = self._owner
         while starts:

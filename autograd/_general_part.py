@@ -6,14 +6,15 @@ its own.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Collection, Sequence
+from _thread import RLock
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from rpcdist.autograd._arrived_gradients import ArrivedGradients
 from rpcdist.autograd._direct_part import MAX_HELD_BYTES
 from rpcdist.autograd._graph_analysis import MAX_NODES_BEFORE_SENDING, Analysis
 from rpcdist.autograd._group_run import GroupRun
@@ -32,12 +33,12 @@ from rpcdist.autograd._pass_events import (
     Started,
 )
 from rpcdist.autograd._pass_message import PassMessage
+from rpcdist.autograd._pass_sender import PassOwner
 from rpcdist.autograd._verdicts import PassState
+from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded
+from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.time_limits import GRADIENT_HOLD_LIMIT_S
-
-if TYPE_CHECKING:
-    from rpcdist.autograd._backward_pass import BackwardPass
 
 
 class GeneralPart:
@@ -48,7 +49,7 @@ class GeneralPart:
         analysis: the worker's graph.
     """
 
-    def __init__(self, owner: BackwardPass, analysis: Analysis) -> None:
+    def __init__(self, owner: PassOwner, analysis: Analysis) -> None:
         self._owner = owner
         self._analysis = analysis
         self._state = PassState(owner.me, owner.options.fast)
@@ -210,3 +211,37 @@ def _mask_of(gradients: Gradients) -> int:
         if gradient is not None:
             mask |= 1 << index
     return mask
+
+
+class ArrivedGradients:
+    """Gradients by message. Any thread may call any method."""
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+        self._changed: threading.Condition | None = None  # made for the first gate; most passes have none
+        self._gradients: dict[int, Gradients] = {}
+        self._is_closed = False
+
+    def __getitem__(self, message: int) -> Gradients:
+        return self._gradients[message]
+
+    def add(self, gradients: Mapping[int, Gradients]) -> None:
+        with self._lock:
+            self._gradients.update(gradients)
+            if self._changed is not None:
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends all waits: the pass is over."""
+        with self._lock:
+            self._is_closed = True
+            if self._changed is not None:
+                self._changed.notify_all()
+
+    def wait(self, message: int, deadline: Deadline) -> Gradients | None:
+        """The gradients of a message; blocks until they are there. None when the time or the pass is over."""
+        with self._lock, blocking():
+            if self._changed is None:
+                self._changed = threading.Condition(self._lock)
+            self._changed.wait_for(lambda: message in self._gradients or self._is_closed, deadline.wait_s())
+            return self._gradients.get(message)

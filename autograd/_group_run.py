@@ -173,9 +173,6 @@ class GroupRun(EngineRun):
                 self._delivers = True
         self._unanswered = dict.fromkeys(run.recvs)
 
-    def __repr__(self) -> str:
-        return f"<run of groups {self._run.groups} [{len(self._run.pending)} gates]>"
-
     def execute(self, retain_graph: bool) -> None:
         """Runs, answers every recv, and collects the gradients of leaves. Blocks only if there are gates."""
         edges, gradients = self._starts()

@@ -63,9 +63,6 @@ class RecordedSend:
         node: Any = self.gate.grad_fn  # torch's stubs say that it may be None
         self.node: Node = node
 
-    def __repr__(self) -> str:
-        return f"<send {self.id:#x} to {self.to} at {self.stamp} [{len(self.node.next_functions)} tensors]>"
-
 
 class RecordedRecv:
     """A message whose tensors require grad, at its receiver.
@@ -101,9 +98,6 @@ class RecordedRecv:
             return True
         living = [tensor() for tensor in self.tensors]
         return any([tensor is not None and tensor.retains_grad for tensor in living])
-
-    def __repr__(self) -> str:
-        return f"<recv {self.id:#x} from {self.sender} at {self.stamp} [{self.count} tensors]>"
 
 
 _RUN_KEY = "rpcdist.autograd.run"

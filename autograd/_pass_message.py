@@ -190,8 +190,11 @@ class _Rest:
             except (DecodeError, ProtocolViolation) as exc:
                 raise SerializationError(f"gradients arrived that cannot be read: {exc}") from exc
             tensors = decode(value, self.buffers, None, plain_only=plain_only)
-            is_list = type(tensors) is list and len(tensors) == self.num_tensors
-            if not is_list or not all([isinstance(one, torch.Tensor) for one in tensors]):
+            if (
+                not isinstance(tensors, list)
+                or len(tensors) != self.num_tensors
+                or not all([isinstance(one, torch.Tensor) for one in tensors])
+            ):
                 raise SerializationError(f"a backward pass got something else than {self.num_tensors} gradients")
         else:
             tensors, end = read_compact_tensors(self.body, self.num_tensors, self.buffers)

@@ -3,20 +3,51 @@
 from __future__ import annotations
 
 import logging
+from _thread import RLock
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+import torch
 
 from rpcdist._proto import autograd_pb2
+from rpcdist.autograd._context import Context
+from rpcdist.autograd._pass_events import PassOptions
+from rpcdist.autograd._pass_message import PassMessage
+from rpcdist.autograd._spans import SpanKind
 from rpcdist.errors import RpcdistError, TransportError, WorkerLost
 from rpcdist.rpc._autograd_hooks import AutogradHost
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values import LargeBuffer
 from rpcdist.transport.wire_messages import CompactPass
 
-if TYPE_CHECKING:
-    from rpcdist.autograd._backward_pass import BackwardPass
-
 logger = logging.getLogger(__name__)
+
+
+class PassOwner(Protocol):
+    """A backward pass, as its part and its messages see it. `BackwardPass` says what these are."""
+
+    me: int
+    context: Context
+    parent: int | None
+    options: PassOptions
+    root_gradients: Sequence[torch.Tensor]
+    spans: list[tuple[SpanKind, int, float, float]]
+    lock: RLock
+    error: BaseException | None
+    is_finishing: bool
+
+    @property
+    def submit(self) -> Callable[..., object]: ...
+    @property
+    def name_of(self) -> Callable[[int], str]: ...
+    def message_to(self, to: int) -> PassMessage: ...
+    def timeout_us(self) -> int: ...
+    def flush(self) -> None: ...
+    def post(self, job: Callable[[], object]) -> None: ...
+    def guarded(self, job: Callable[[], object]) -> object: ...
+    def finish(self) -> None: ...
+    def lost(self, worker_id: int, exc: Exception) -> None: ...
+    def went_by(self, to: int, session: MessageSink) -> None: ...
 
 
 class PassSender:
@@ -43,7 +74,7 @@ class PassSender:
         self,
         to: int,
         body: autograd_pb2.AutogradMessage | CompactPass,
-        owner: BackwardPass | None = None,
+        owner: PassOwner | None = None,
         large: Sequence[LargeBuffer] = (),
     ) -> None:
         """Sends a message, at most once; if that fails, its owner fails."""
@@ -73,7 +104,7 @@ class _PassMessageObserver:
 
     __slots__ = ("_owner", "_sender", "_to")
 
-    def __init__(self, sender: PassSender, owner: BackwardPass, to: int) -> None:
+    def __init__(self, sender: PassSender, owner: PassOwner, to: int) -> None:
         self._sender = sender
         self._owner = owner
         self._to = to

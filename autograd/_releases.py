@@ -28,9 +28,6 @@ class Releases:
         self._count = 0
         self._is_timed = False
 
-    def __repr__(self) -> str:
-        return f"<Releases [{self._count} put off]>"
-
     def tell(self, workers: Iterable[int], context_id: int, at_once: bool) -> None:
         """Tells workers that a context is over; `at_once`: now, and not within `CONTEXT_RELEASE_DELAY_S`."""
         if at_once:

@@ -7,16 +7,14 @@ thread that read the message does the work, and answers. `rpcdist.optim` knows w
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from rpcdist.autograd._pass_message import PassMessage
+from rpcdist.autograd._pass_sender import PassOwner
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.rpc._executors.blocking import LastAct, hooks
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.transport.wire_messages import CompactPass
-
-if TYPE_CHECKING:
-    from rpcdist.autograd._backward_pass import BackwardPass
 
 Outcome = bytes | Exception
 """What an owner answered, or why there is no answer."""
@@ -39,7 +37,7 @@ class StepPart:
 
     __slots__ = ("_own", "_owner", "_work", "outcomes")
 
-    def __init__(self, owner: BackwardPass, work: Mapping[int, bytes], own: Callable[[], object]) -> None:
+    def __init__(self, owner: PassOwner, work: Mapping[int, bytes], own: Callable[[], object]) -> None:
         self._owner = owner
         self._work = work
         self._own = own

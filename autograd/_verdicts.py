@@ -85,14 +85,6 @@ class PassState:
         self._children: set[int] = set()
         self._done_early: set[int] = set()
 
-    def __repr__(self) -> str:
-        if not self.is_started:
-            return f"<PassState of {self.me}, not started>"
-        return (
-            f"<PassState of {self.me} [{self._unended} of {len(self._groups)} groups left, "
-            f"children {sorted(self._children)}, unheard {sorted(self._unheard)}]>"
-        )
-
     def handle(self, *events: PassEvent) -> list[PassAction]:
         """Takes events, all of them before anything follows; returns the actions that follow, in order.
 

@@ -117,12 +117,16 @@ class NoisySGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def with_owner(cluster: InProcessCluster, attack: Callable[[DistributedOptimizer, int, Tensor], object]) -> None:
+def with_owner(
+    cluster: InProcessCluster,
+    attack: Callable[[DistributedOptimizer, int, Tensor], object],
+    kind: Any = torch.optim.SGD,
+) -> None:
     """Calls a function on worker a with an optimizer of a parameter on b, a context, and a loss."""
 
     def body() -> None:
         rref = rpc.remote("b", weight)
-        optimizer = DistributedOptimizer(NoisySGD, [rref], lr=1.0)
+        optimizer = DistributedOptimizer(kind, [rref], lr=1.0)
         with autograd.context() as context_id:
             attack(optimizer, context_id, rpc_sync("b", total, (rref,)))
 
@@ -214,5 +218,5 @@ def test_each_owner_steps_once_a_call(no_agent: None) -> None:
             optimizer.step(context_id)
 
         for _ in itertools.repeat(None, 3):
-            with_owner(cluster, attack)
+            with_owner(cluster, attack, NoisySGD)
     assert sorted(NoisySGD.steps.values()) == [2, 2, 2]

@@ -214,7 +214,9 @@ class Router:
     def standing_session(self, worker_id: int) -> MessageSink | None:
         """As `session_with`, but None where another process has the worker's place now."""
         peer = self._peers.get(worker_id)
-        if peer is None or peer.session is None or peer.identity != self._directory.member(worker_id).identity:
+        if peer is None or peer.session is None or not self._directory.knows(worker_id):
+            return None
+        if peer.identity != self._directory.member(worker_id).identity:
             return None
         return peer.session
 
