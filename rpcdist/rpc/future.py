@@ -44,7 +44,7 @@ from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistE
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._futures.failure import Failure, raise_failure
 from rpcdist.rpc._futures.interrupt import acquire
-from rpcdist.rpc._futures.taking import TakingObserver
+from rpcdist.rpc._futures.taking import Taker
 from rpcdist.rpc._values.exceptions import (
     described,
     drop_first_frame,
@@ -128,7 +128,7 @@ class Future(torch.futures.Future[T]):
         self._once = allocate_lock()
         self._finished = False
         self._on_cancel = on_cancel
-        self._observers: list[LockType | Callable[[], object]] = []  # a lock for each blocked thread
+        self._observers: list[LockType | Taker | Callable[[], object]] = []  # a lock for each blocked thread
         self._callbacks: list[Callable[[Future[T]], object]] = []  # of the user
         self._debt: list[Callable[[], T]] | None = None  # rule 3
         self._error: BaseException | None = None
@@ -355,9 +355,20 @@ class Future(torch.futures.Future[T]):
         if self._callbacks:
             return True
         for observer in tuple(self._observers):
-            if type(observer) is TakingObserver and observer.take():
+            if isinstance(observer, Taker) and observer.take_over(self):
                 return False
         return True
+
+    def _arrive(self, result: T) -> bool:
+        """Completes the future with a result that no code of users has to make, on the thread that has read it.
+
+        Returns:
+            True if the caller must see to it that `_run_callbacks` is called, on a thread that may run user code.
+        """
+        if not self._once.acquire(False):
+            return False
+        self._publish(result)
+        return bool(self._callbacks)
 
     def _settle(self) -> None:
         """Makes the result that was delivered, unless another thread does or did."""
@@ -376,6 +387,11 @@ class Future(torch.futures.Future[T]):
             del self  # [Note: frames]
 
     def _finish_result(self, result: T) -> None:
+        self._publish(result)
+        if self._callbacks:
+            self._run_callbacks()
+
+    def _publish(self, result: T) -> None:
         self._result = result
         self._on_cancel = None
         self._finished = True
@@ -383,8 +399,6 @@ class Future(torch.futures.Future[T]):
             self._wake()
         self._expected = None  # after the waking, which rings there; it holds this future, which would be a cycle
         _base_set_result(self, result)
-        if self._callbacks:
-            self._run_callbacks()
 
     def _finish_error(self, error: BaseException) -> None:
         self._traceback: TracebackType | None = get_traceback(error)
@@ -411,16 +425,21 @@ class Future(torch.futures.Future[T]):
                 return
             if type(observer) is LockType:
                 self._give(observer)
+            elif isinstance(observer, Taker):
+                observer.note_done(self)
             else:
                 observer()
 
-    def _observe(self, observer: Callable[[], object]) -> None:
+    def _observe(self, observer: Taker | Callable[[], object]) -> None:
         """Has `observer` called once when the future is done, on the completing thread or at once; it must be quick."""
         self._observers.append(observer)
         if self._finished and self._forget(observer):
-            observer()
+            if isinstance(observer, Taker):
+                observer.note_done(self)
+            else:
+                observer()
 
-    def _forget(self, observer: LockType | Callable[[], object]) -> bool:
+    def _forget(self, observer: LockType | Taker | Callable[[], object]) -> bool:
         """Takes an observer off the list; False if the reply_sink did, and calls it."""
         try:
             self._observers.remove(observer)

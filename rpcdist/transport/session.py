@@ -215,6 +215,11 @@ class Session:
 
         Nothing is raised when the session has ended: its owner hears of that through `on_closed`.
         """
+        shared = self._shared
+        has_news = shared is not None and shared.is_used and shared.lent.is_news_due
+        if not (buffers or has_news) and self._outgoing.add_quickly(message):
+            self._writer.on_queued(message, 0)
+            return 0
         shield = self._shield if get_ident() == self._main and may_raise_here() else None
         if shield is not None:
             shield.enter()

@@ -20,6 +20,7 @@ from typing import Final
 from rpcdist.errors import TransportError
 from rpcdist.time_limits import BURST_GAP_S
 from rpcdist.transport._channels.channel import Channel, DirectChannel
+from rpcdist.transport._channels.signal_shield import SignalShield, may_raise_here
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.lingering import Lingering
@@ -66,6 +67,8 @@ class SessionWriter:
         self._is_draining = False  # then only the task may leave the queue empty, since it tells `drain`
         self._drained: asyncio.Event = asyncio.Event()
         self._flushing = 0  # the thread that will call `flush` when it has sent
+        self._main = threading.main_thread().ident
+        self._shield = SignalShield()
 
     def __repr__(self) -> str:
         return f"<SessionWriter to {self._name} [{'awake' if self._awake else 'asleep'}]>"
@@ -88,8 +91,8 @@ class SessionWriter:
                 self.flush()
         elif not transfer and can_linger(message) and self._outgoing.num_frames < FLUSH_FRAMES:
             self._lingering.begin()  # the next message takes it along, or a tick
-        elif not (is_urgent(message) and self._is_idle() and self._write_here()):
-            self._tell_task()
+        else:
+            self._shielded(self._write_or_tell if is_urgent(message) and self._is_idle() else self._tell_task)
 
     def send_first(self, first: Callable[[], object] | None) -> None:
         """Calls `first`, and writes what it and others have sent: this thread is about to wait for an answer."""
@@ -101,7 +104,8 @@ class SessionWriter:
                 finally:
                     self._flushing = 0
         finally:
-            self.flush()
+            if self._outgoing:
+                self._write_or_tell()
 
     def hold_back(self, send: Callable[[], object]) -> None:
         """Calls `send`; what it sends on this thread is queued, until somebody calls `flush`."""
@@ -113,7 +117,22 @@ class SessionWriter:
 
     def flush(self) -> None:
         """Writes what waits, on this thread if that is possible."""
-        if self._outgoing and not self._write_here() and not self._awake:
+        if self._outgoing:
+            self._shielded(self._write_or_tell)
+
+    def _shielded(self, act: Callable[[], object]) -> None:
+        """Calls `act`, which no signal may end half way."""
+        if get_ident() != self._main or not may_raise_here():
+            act()
+            return
+        self._shield.enter()
+        try:
+            act()
+        finally:
+            self._shield.leave()
+
+    def _write_or_tell(self) -> None:
+        if not self._write_here() and not self._awake:
             self._tell_task()
 
     def _tell_task(self) -> None:

@@ -92,7 +92,8 @@ class Outcome:
 
 def pending(table: CallTable, timeout_s: float, deadline: Deadline | None = None, owner: Any = None) -> PendingCall:
     deadline = deadline or Deadline.after(timeout_s)
-    made = PendingCall(owner, table.next_id(), 1, lambda: "rpc to 'b' of f", deadline, timeout_s, Outcome())
+    owner = owner or SimpleNamespace(name_of={1: "b"}.get)
+    made = PendingCall(owner, table.next_id(), 1, "f", deadline, timeout_s, Outcome())
     table.add(made)
     return made
 

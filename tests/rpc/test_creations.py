@@ -104,11 +104,14 @@ class Calls:
     def is_pending(self, call: PendingCall) -> bool:
         return True
 
+    def name_of(self, worker_id: int) -> str:
+        return "b"
+
 
 def begun(told: Told, has_message: bool = True, timeout_s: float = 5.0) -> tuple[PendingCall, ValueSink]:
     """The call of a creation, and what would wait for its value."""
     calls: Any = Calls()
-    call = PendingCall(calls, 7, 1, lambda: "a call", Deadline.after(timeout_s), timeout_s, told.creation)
+    call = PendingCall(calls, 7, 1, "f", Deadline.after(timeout_s), timeout_s, told.creation)
     session: Any = Conversation(has_message)
     call.session = session
     told.creation.began(call, lambda: True)
@@ -192,7 +195,7 @@ def test_who_waits_for_the_value_hears_of_every_end(told: Told, how: str) -> Non
 def test_who_gives_up_leaves_the_call_alone(told: Told) -> None:
     call, value_sink = begun(told)
     assert told.creation.want_value(value_sink, 5.0) is call
-    with pytest.raises(DeadlineExceeded, match="a call"):
+    with pytest.raises(DeadlineExceeded, match="rpc to 'b' of f"):
         outcome(value_sink, call)
     late = Value()
     told.creation.replied(None, late, told.jobs)

@@ -22,6 +22,7 @@ from rpcdist.rpc._marshal.arrived_value import ArrivedFailure
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.handles import Handle
+from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.time_limits import CALL_QUESTION_LEAD_S
 from rpcdist.transport.wire_messages import WireMessage
 
@@ -66,7 +67,16 @@ class ReplySink(Protocol):
 
 
 class CallOwner(Protocol):
-    """What a call tells about itself; any thread."""
+    """What a call tells about itself, and asks of others; any thread."""
+
+    def name_of(self, worker_id: int) -> str:
+        """The name of a worker, for messages."""
+
+    def submit(self, function: Callable[..., object], /, *arguments: object) -> None:
+        """Gives a function to the pool."""
+
+    def cancel(self, call: PendingCall, exc: BaseException | None) -> bool:
+        """See `Caller.cancel`."""
 
     def is_pending(self, call: PendingCall) -> bool:
         """Whether it has not ended yet."""
@@ -84,7 +94,7 @@ class PendingCall:
     Attributes:
         id: its number on the wire.
         peer: the worker that it went to.
-        what: for messages, e.g. "rpc to 'w1' of torch.add".
+        called: the name of the function, or the reference whose value is wanted.
         deadline: when it ends at the latest.
         flags: how it is treated.
         timeout_s: what the user asked for.
@@ -101,8 +111,8 @@ class PendingCall:
     """
 
     __slots__ = (
-        "_owner",
         "autograd",
+        "called",
         "deadline",
         "flags",
         "forks",
@@ -110,6 +120,7 @@ class PendingCall:
         "inherited_s",
         "is_bound",
         "on",
+        "owner",
         "peer",
         "repeat",
         "reply_sink",
@@ -118,7 +129,6 @@ class PendingCall:
         "timeout_s",
         "transfer",
         "was_asked",
-        "what",
     )
 
     def __init__(
@@ -126,16 +136,16 @@ class PendingCall:
         owner: CallOwner,
         id: int,
         peer: int,
-        what: Callable[[], str],
+        called: str | ReferenceShare,
         deadline: Deadline,
         timeout_s: float,
         reply_sink: ReplySink,
         flags: CallFlags = USER_CALL,
     ) -> None:
-        self._owner = owner
+        self.owner = owner
         self.id = id
         self.peer = peer
-        self.what = what
+        self.called = called
         self.deadline = deadline
         self.timeout_s = timeout_s
         inherits = deadline.at != INFINITE and deadline is current_deadline.get()
@@ -155,9 +165,15 @@ class PendingCall:
     def __repr__(self) -> str:
         return f"<call {self.id}: {self.what()}, {self.deadline!r}>"
 
+    def what(self) -> str:
+        """For messages, e.g. "rpc to 'w1' of torch.add"."""
+        if isinstance(self.called, str):
+            return f"rpc to {self.owner.name_of(self.peer)!r} of {self.called}"
+        return f"to_here() of {self.called.rref}"
+
     @property
     def ended(self) -> bool:
-        return not self._owner.is_pending(self)
+        return not self.owner.is_pending(self)
 
     @property
     def kept_until(self) -> Deadline | None:
@@ -168,10 +184,14 @@ class PendingCall:
         self.session = session
         self.transfer = transfer
         if session.closed_reason is not None:
-            self._owner.on_unanswered(self, session, session.closed_reason)
+            self.owner.on_unanswered(self, session, session.closed_reason)
 
     def on_not_sent(self, silence_s: float, reason: str, is_lost: bool = True) -> None:
-        self._owner.on_undelivered(self, silence_s, reason, is_lost)
+        self.owner.on_undelivered(self, silence_s, reason, is_lost)
+
+    def cancel(self) -> bool:
+        """Ends it, and tells the callee; its caller completes its own side. False if it has ended already."""
+        return self.owner.cancel(self, None)
 
     def deadline_error(self) -> DeadlineExceeded:
         if self.inherited_s is None:
@@ -252,8 +272,7 @@ class CallTable:
         self._calls[call.id] = call
         if call.flags.counts_as_work:
             self.num_work += 1
-        at = call.ask_at
-        if at < self._earliest:
+        if call.deadline.at - CALL_QUESTION_LEAD_S < self._earliest and (at := call.ask_at) < self._earliest:
             self._earliest = at
             self._wake_at(at)
 

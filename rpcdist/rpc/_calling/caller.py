@@ -19,7 +19,7 @@ from rpcdist.rpc._calling.call_timer import CallTimer
 from rpcdist.rpc._calling.creations import WITHHELD, Creation, CreationListener, ValueSink
 from rpcdist.rpc._calling.in_flight import COUNTED_FROM_BYTES, CallAdmission, InFlightBytes
 from rpcdist.rpc._calling.new_calls import CallMessage, NewCalls
-from rpcdist.rpc._calling.reply_sinks import FutureReplySink, Submit, SyncReplySink
+from rpcdist.rpc._calling.reply_sinks import CallFuture, Submit, SyncReplySink
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedNone
@@ -76,14 +76,15 @@ class Caller:
         self._router = router
         self._marshal = marshal
         self._streams = streams
-        self._submit = submit
+        self.submit = submit
+        self.name_of = directory.name_of
         self._io = io
         self._lifetime = lifetime
         self._timer = CallTimer(io, self._expire)
         in_flight = InFlightBytes(max_in_flight_bytes)
         self._admission = CallAdmission(in_flight, io, handler_loop)
         self.calls = CallTable(self._timer.wake_at, in_flight)
-        self._new_calls = NewCalls(self, self.calls.next_id, directory, marshal, rpc_timeout_s)
+        self._new_calls = NewCalls(self, self.calls.next_id, marshal, rpc_timeout_s)
         self.timeout_of = self._new_calls.timeout_of
 
     def __repr__(self) -> str:
@@ -123,13 +124,13 @@ class Caller:
     def _send_and_wait(
         self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer], reply_sink: SyncReplySink
     ) -> Any:
-        self._wait_for_room(call, message, large)
-        session = self._router.caught_up_session(call.peer)
+        if large or not _is_short(message):
+            self._wait_for_room(call, message, large)
+        session = self._router.session_for_call(call.peer)
+        send = partial(self._send, call, message, large, session)
         # The session is named where this thread shall read before it sends: what takes long to send would keep others
         # from reading, too.
-        if large and takes_long(large):
-            session = None
-        return reply_sink.wait(call, self, partial(self._send, call, message, large), session)
+        return reply_sink.wait(call, self, send, None if large and takes_long(large) else session)
 
     def begin(
         self, to: int, func: Callable[..., Any], args: Any, timeout_s: float = UNSET_RPC_TIMEOUT
@@ -150,11 +151,10 @@ class Caller:
         on: Handle | None = None,
     ) -> Future[Any]:
         """Calls a function; cancelling the future cancels the call. `on`: see `NewCalls`."""
-        future: Future[Any] = Future()
+        future = CallFuture()
         to = self._resolve(to, timeout_s)
-        sink = self._sink(future)
-        call, message, large = self._new_calls.of_function(to, func, args, kwargs, timeout_s, sink, on=on)
-        self._expect(future, call)
+        call, message, large = self._new_calls.of_function(to, func, args, kwargs, timeout_s, future, on=on)
+        future.expect(call)
         self._start_in_turn(call, message, large)
         return future
 
@@ -171,12 +171,12 @@ class Caller:
         is_serial: bool = False,
     ) -> Creation:
         """Asks a worker to run a function and keep its result under the ids of `share`. The rest: see `NewCalls`."""
-        creation = Creation(share, listener, self._submit)
+        creation = Creation(share, listener, self.submit)
         call, message, large = self._new_calls.of_function(
             to, func, args, kwargs, timeout_s, creation, share, on, is_serial
         )
         self._send_in_turn(call, message, large)
-        creation.began(call, partial(self.cancel, call, None))
+        creation.began(call, call.cancel)
         return creation
 
     def fetch_created(self, creation: Creation) -> Any:
@@ -197,15 +197,15 @@ class Caller:
             raise BlockingInLoop("to_here()", "await rref")
         reply_sink = SyncReplySink()
         call, message, large = self._new_calls.of_fetch(owner, share, timeout_s, reply_sink)
-        session = self._router.session_with(owner)
-        return reply_sink.wait(call, self, partial(self._send, call, message, large), session)
+        session = self._router.session_for_call(owner)
+        return reply_sink.wait(call, self, partial(self._send, call, message, large, session), session)
 
     def start_fetch(self, owner: int, share: ReferenceShare, timeout_s: float) -> Future[Any]:
         """`fetch` without waiting."""
-        future: Future[Any] = Future()
-        call, message, large = self._new_calls.of_fetch(owner, share, timeout_s, self._sink(future))
-        self._expect(future, call)
-        self._send(call, message, large)
+        future = CallFuture()
+        call, message, large = self._new_calls.of_fetch(owner, share, timeout_s, future)
+        future.expect(call)
+        self._send(call, message, large, self._router.session_for_call(owner))
         return future
 
     def gather(self, to: int, name: str, args: tuple[Any, ...], timeout_s: float) -> Any:
@@ -216,9 +216,9 @@ class Caller:
 
     def start_gathering(self, to: int, name: str, args: tuple[Any, ...], timeout_s: float) -> Future[Any]:
         """`gather` without waiting."""
-        future: Future[Any] = Future()
-        call, message, large = self._new_calls.of_gathering(to, name, args, timeout_s, self._sink(future))
-        self._expect(future, call)
+        future = CallFuture()
+        call, message, large = self._new_calls.of_gathering(to, name, args, timeout_s, future)
+        future.expect(call)
         self._send(call, message, large)
         return future
 
@@ -233,26 +233,29 @@ class Caller:
 
     def _send_in_turn(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         """Sends a call when there is room for its bytes; see `in_flight`. Waits for that, except on an event loop."""
-        is_on_loop = asyncio._get_running_loop() is not None
-        if not is_on_loop:
+        if large or not _is_short(message):
+            if asyncio._get_running_loop() is not None:
+                self._send_deferred(call, message, large)
+                return
             self._wait_for_room(call, message, large)
         try:
-            if is_on_loop:
-                self._enter(call, message, large)  # its deadline holds while it waits
-                later = partial(self._send_later, call, message, large)
-                if self._admission.defer(call.peer, call.id, num_bytes_of(message, large), later):
-                    self._dispatch(call, message, large)
-            else:
-                self._router.caught_up_session(call.peer)
-                self._enter(call, message, large)
+            session = self._router.session_for_call(call.peer)
+        except BaseException:  # Ctrl-C
+            self._withdraw(call)
+            raise
+        self._send(call, message, large, session)
+
+    def _send_deferred(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
+        try:
+            self._enter(call, message, large)  # its deadline holds while it waits
+            later = partial(self._send_later, call, message, large)
+            if self._admission.defer(call.peer, call.id, num_bytes_of(message, large), later):
                 self._dispatch(call, message, large)
         except BaseException:
             self._withdraw(call)
             raise
 
     def _wait_for_room(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
-        if not large and isinstance(message, CompactCall) and len(message.body) < COUNTED_FROM_BYTES:
-            return  # as most calls
         num_bytes = num_bytes_of(message, large)
         if num_bytes >= COUNTED_FROM_BYTES:
             try:
@@ -279,22 +282,20 @@ class Caller:
             self._router.find_coordinator(deadline)
         return worker_id
 
-    def _sink(self, future: Future[Any]) -> FutureReplySink:
-        return FutureReplySink(future, self._submit)
+    def _send(
+        self,
+        call: PendingCall,
+        message: CallMessage,
+        large: Sequence[LargeBuffer],
+        session: MessageSink | None = None,
+    ) -> None:
+        """Enters a call into the table, and gives its message to its session, or to the router if there is none.
 
-    def _expect(self, future: Future[Any], call: PendingCall) -> None:
-        """Before the call is sent: a future that is complete lets go of both, which hold it."""
-        future._expected = call
-        future._on_cancel = lambda: self.cancel(call, None)
-
-    def _send(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
-        """Enters a call into the table, and gives its message to the router.
-
-        The table comes first: the reply may be there before the router returns.
+        The table comes first: the reply may be there before this returns.
         """
         try:
             self._enter(call, message, large)
-            self._dispatch(call, message, large)
+            self._dispatch(call, message, large, session)
         except BaseException:
             self._withdraw(call)
             raise
@@ -312,7 +313,13 @@ class Caller:
             call.repeat = message
         self.calls.add(call)
 
-    def _dispatch(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
+    def _dispatch(
+        self,
+        call: PendingCall,
+        message: CallMessage,
+        large: Sequence[LargeBuffer],
+        session: MessageSink | None = None,
+    ) -> None:
         at = call.deadline.at
         timeout_us = 0 if at == INFINITE else max(1, int((at - time.monotonic()) * 1e6))
         if isinstance(message, CompactCall):
@@ -320,6 +327,9 @@ class Caller:
         else:
             message.call.id = call.id
             message.call.timeout_us = timeout_us
+        if session is not None:
+            call.on_sent(session, session.send(message, large))
+            return
         try:
             self._router.send_call(call.peer, message, large, call)
         except TransportError as exc:
@@ -460,6 +470,11 @@ class Caller:
             self.end(call, WorkerLost(self._directory.name_of(call.peer), call.what(), silence_s, reason))
         else:
             self.end(call, TransportError(f"{call.what()} was not sent: {reason}"))
+
+
+def _is_short(message: CallMessage) -> bool:
+    """As most calls; large buffers aside. Such do not count among the bytes in flight."""
+    return isinstance(message, CompactCall) and len(message.body) < COUNTED_FROM_BYTES
 
 
 def _lost(session: MessageSink, reason: str, what: str) -> WorkerLost:

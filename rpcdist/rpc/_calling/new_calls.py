@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import FunctionType
 from typing import Any, Final
 
@@ -23,7 +22,6 @@ from rpcdist.rpc._calling.call_table import (
     ReplySink,
 )
 from rpcdist.rpc._marshal.marshal import Marshal, Written
-from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, called_method
@@ -49,7 +47,6 @@ class NewCalls:
     Args:
         owner: of the calls.
         next_id: numbers them.
-        directory: knows the workers' names.
         marshal: encodes arguments.
         rpc_timeout_s: the limit of calls that name none.
     """
@@ -58,7 +55,6 @@ class NewCalls:
         self,
         owner: CallOwner,
         next_id: Callable[[], int],
-        directory: Directory,
         marshal: Marshal,
         rpc_timeout_s: float,
     ) -> None:
@@ -66,7 +62,6 @@ class NewCalls:
         self._names = KnownNames()
         self._owner = owner
         self._next_id = next_id
-        self._directory = directory
         self._marshal = marshal
 
     def __repr__(self) -> str:
@@ -122,12 +117,12 @@ class NewCalls:
             if name is not None and not self._marshal.by_value:
                 self._names.note(func, name)
         context, context_id = (None, 0) if current_autograd.get() is None else _join_autograd(to)
+        called = name
         if on is not None and func in CALLS_OF_METHODS:
-            what = f"the method {called_method(args)}()"
-        else:
-            what = getattr(func, "__qualname__", repr(func)) if name is None else name
-        describe = partial(self._describe, to, what)
-        pending = PendingCall(self._owner, self._next_id(), to, describe, deadline, timeout_s, reply_sink, USER_CALL)
+            called = f"the method {called_method(args)}()"
+        elif called is None:
+            called = getattr(func, "__qualname__", repr(func))
+        pending = PendingCall(self._owner, self._next_id(), to, called, deadline, timeout_s, reply_sink, USER_CALL)
         pending.autograd = context
         pending.on = on
         pending.is_bound = result is not None or on is not None or context is not None
@@ -155,8 +150,7 @@ class NewCalls:
         """A call for the value of a reference, which whoever waits for it holds. It does no harm to ask twice."""
         timeout_s, deadline = self._limits(timeout_s)
         context, context_id = _join_autograd(owner)
-        what = partial(_describe_fetch, share)
-        pending = PendingCall(self._owner, self._next_id(), owner, what, deadline, timeout_s, reply_sink, REPEATABLE)
+        pending = PendingCall(self._owner, self._next_id(), owner, share, deadline, timeout_s, reply_sink, REPEATABLE)
         pending.autograd = context
         call = CompactCall(pending.id, "", target=(*share.rref, *share.fork))
         call.context = context_id
@@ -171,8 +165,7 @@ class NewCalls:
         message.call.function = name
         message.call.counts_as_idle = True
         large, forks = self._marshal.encode(message.call.arguments, (args, {}), to)
-        describe = partial(self._describe, to, name)
-        pending = PendingCall(self._owner, self._next_id(), to, describe, deadline, timeout_s, reply_sink, GATHERING)
+        pending = PendingCall(self._owner, self._next_id(), to, name, deadline, timeout_s, reply_sink, GATHERING)
         pending.forks = forks or None
         return pending, message, large
 
@@ -223,9 +216,6 @@ class NewCalls:
             pending.forks = forks or None
         return message, large
 
-    def _describe(self, to: int, name: str) -> str:
-        return f"rpc to {self._directory.name_of(to)!r} of {name}"
-
     def _limits(self, timeout_s: float) -> tuple[float, Deadline]:
         """The time that the user gave, and the deadline: that of the call that is handled here, if it is earlier."""
         is_default = timeout_s == UNSET_RPC_TIMEOUT
@@ -233,10 +223,6 @@ class NewCalls:
         inherited = current_deadline.get()
         at = time.monotonic() + timeout_s
         return timeout_s, inherited if inherited.at < at else NEVER if at == INFINITE else Deadline(at)
-
-
-def _describe_fetch(share: ReferenceShare) -> str:
-    return f"to_here() of {share.rref}"
 
 
 def _join_autograd(to: int) -> tuple[CallContext | None, int]:

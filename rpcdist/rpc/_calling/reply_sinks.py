@@ -18,7 +18,7 @@ from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import THREAD_GRACE_S
 
-__all__ = ["FutureReplySink", "SyncReplySink", "result_of"]
+__all__ = ["CallFuture", "SyncReplySink", "result_of"]
 
 
 class Canceller(Protocol):
@@ -132,24 +132,29 @@ class SyncReplySink:
         return acquire(self._lock, call.deadline.wait_s())
 
 
-class FutureReplySink:
-    """A future. Its value is decoded by a thread that waits for it, or in the pool; callbacks run in the pool."""
+class CallFuture(Future[Any]):
+    """The future of a call. Its value is decoded by a thread that waits for it, or in the pool; so are callbacks run."""
 
-    __slots__ = ("_submit", "future")
+    __slots__ = ()
 
-    def __init__(self, future: Future[Any], submit: Submit) -> None:
-        self.future = future
-        self._submit = submit
+    def expect(self, call: PendingCall) -> None:
+        """Says which call it is, before that is sent: a complete future lets go of its call, which holds it."""
+        self._expected = call
+        self._on_cancel = call.cancel
 
     def replied(self, failure: ArrivedFailure | None, payload: object, jobs: list[PoolJob]) -> None:
-        future = self.future
-        if future._deliver(partial(result_of, failure, payload)):
+        if failure is None and payload is None:  # as of most functions: there is nothing to make
+            if self._arrive(None):
+                jobs.append((self._run_callbacks, ()))
+        elif self._deliver(partial(result_of, failure, payload)):
             context = payload.autograd if isinstance(payload, Arrived) else None
-            jobs.append((future._settle, ()) if context is None else (_settle_inside, (context, future)))
-        elif future.cancelled() and isinstance(payload, Arrived):
+            jobs.append((self._settle, ()) if context is None else (_settle_inside, (context, self)))
+        elif self.cancelled() and isinstance(payload, Arrived):
             payload.discard()
-        elif future.cancelled() and failure is not None:
+        elif self.cancelled() and failure is not None:
             failure.discard()
 
     def failed(self, exc: BaseException) -> None:
-        self._submit(self.future._fail, exc)
+        call = self._expected
+        if isinstance(call, PendingCall):  # else it is complete
+            call.owner.submit(self._fail, exc)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
-__all__ = ["TakingObserver"]
+__all__ = ["Taker"]
 
 
-class TakingObserver:
-    """An observer of one future, which can also take over its result before the future is done.
+class Taker:
+    """An observer of futures, one for all of them, which can also take over results before their futures are done."""
 
-    Args:
-        done: called once when the future is done, on the completing thread.
-        take: called when the result has arrived and is not decoded yet, on the thread that has read it; whether a
-            thread that waits will call the future's `_settle`, in any case. It must be quick.
-    """
+    def note_done(self, future: Any) -> None:
+        """A future that is observed is done. Called once, on the completing thread; it must be quick."""
+        raise NotImplementedError
 
-    __slots__ = ("_done", "take")
+    def take_over(self, future: Any) -> bool:
+        """The result of a future has arrived and is not decoded yet; called on the thread that has read it.
 
-    def __init__(self, done: Callable[[], object], take: Callable[[], bool]) -> None:
-        self._done = done
-        self.take = take
-
-    def __call__(self) -> None:
-        self._done()
+        Returns:
+            Whether a thread that waits will call the future's `_settle`, in any case.
+        """
+        raise NotImplementedError

@@ -1,12 +1,13 @@
 """Waiting for many futures: `wait_all`, `collect_all`, `wait_any`, `as_completed`.
 
 `torch.futures.wait_all` and `collect_all` work on our futures, too, but they wait in C++: Ctrl-C is ignored, an error
-ends the wait only after all others are done, and callbacks of what `collect_all` returns may run on the I/O loop.
-`replace_torch_functions` therefore puts ours in their place; lists without a future of ours go to torch's own.
+ends the wait only after all others are done, and callbacks of what `collect_all` returns would run on the thread that
+reads a reply. `replace_torch_functions` therefore puts ours in the place of what they call, so that programs get ours
+that have imported the functions by name before; lists without a future of ours go to torch's own.
 
 A thread that waits for a few reads the connection by which the first of them that is pending will come, and makes the
-results that arrive for any of them (`TakingObserver`): nobody else is woken for that. `async for` can do neither: the
-thread of an event loop sleeps in the loop's own selector.
+results that arrive for any of them (`Taker`): nobody else is woken for that. `async for` can do neither: the thread of
+an event loop sleeps in the loop's own selector.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch.futures
 from rpcdist.errors import BlockingInLoop, DeadlineExceeded
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._futures.interrupt import acquire
-from rpcdist.rpc._futures.taking import TakingObserver
+from rpcdist.rpc._futures.taking import Taker
 from rpcdist.rpc.future import Future, Source
 from rpcdist.waiters import wake_threadsafe
 
@@ -37,13 +38,11 @@ _INSTEAD: Final = {
     "as_completed()": "async for future in rpc.as_completed(futures)",
 }
 
-TAKE_UP_TO: Final = 32
-"""As many pending futures. The replies of a longer burst are read by the loop and made by the pool: if the thread that
-waits did it all, 1,000 no-ops would take 1.2x of the time."""
-
 T = TypeVar("T")
 
-_torch_collect_all: Final = torch.futures.collect_all
+_torch_c: Final = cast(Any, torch._C)
+_torch_futures: Final = cast(Any, torch.futures)
+_torch_collect_all: Final = _torch_c._collect_all
 _torch_wait_all: Final = torch.futures.wait_all
 
 
@@ -95,10 +94,6 @@ def wait_all(futures: Sequence[torch.futures.Future[T]], timeout: float | None =
         BaseException: the error of the first that failed.
     """
     members = _list_of(futures, "wait_all()")
-    if len(members) > TAKE_UP_TO:  # nothing is gained there by looking at each as it comes
-        if asyncio._get_running_loop() is not None and not all(member.done() for member in members):
-            raise BlockingInLoop("wait_all()", _INSTEAD["wait_all()"])
-        return [_value_of(member) for member in collect_all(members).wait(timeout)]
     for member in members:
         if isinstance(member, Future):
             member.is_quiet = True  # the first error is raised here
@@ -106,9 +101,8 @@ def wait_all(futures: Sequence[torch.futures.Future[T]], timeout: float | None =
     error: BaseException | None = None
     try:
         with completions._taking():
-            for _ in range(len(completions)):
-                if (error := _error_of(completions._next())) is not None:
-                    break
+            if (failed := completions._wait_for_all()) is not None:
+                error = _error_of(failed)
     finally:
         completions.close()
     if error is None:
@@ -130,7 +124,7 @@ def wait_any(futures: Iterable[torch.futures.Future[T]], timeout: float | None =
         completions = Completions(members, timeout, "wait_any()")
         try:
             with completions._taking():
-                completions._wait_for_one()
+                completions._wait_for(1)
         finally:
             completions.close()
     return AnyDone([member for member in members if member.done()], [member for member in members if not member.done()])
@@ -148,7 +142,7 @@ def as_completed(futures: Iterable[torch.futures.Future[T]], timeout: float | No
     return Completions(list(dict.fromkeys(futures)), timeout, "as_completed()")
 
 
-class Completions(Generic[T]):
+class Completions(Taker, Generic[T]):
     """An iterator, and an async iterator, over futures that become done. Serves one consumer at a time."""
 
     def __init__(self, futures: Sequence[torch.futures.Future[T]], timeout: float | None, what: str) -> None:
@@ -157,20 +151,19 @@ class Completions(Generic[T]):
         self._is_taking = False  # that thread looks at `_taken` after it has cleared this
         self._led: Source | None = None  # where it may be reading
         self._num_finished = 0  # so many at the beginning of `_observed` were seen to be done
+        self._num_wanted = 1  # so many must have arrived before who sleeps is woken
+        self._failed: torch.futures.Future[T] | None = None  # the first that did
         self._sleepers: list[Callable[[], object]] = []
         self._num_total = self._num_left = len(futures)
         self._timeout = timeout
         self._what = what
         self._ends_at = None if timeout is None else time.monotonic() + timeout
-        self._observed: list[tuple[Future[T], Callable[[], object]]] = []
+        self._observed: list[Future[T]] = [future for future in futures if isinstance(future, Future)]
         for future in futures:
-            done = partial(self._one_done, future)
             if isinstance(future, Future):
-                observer = TakingObserver(done, partial(self._take_over, future))
-                self._observed.append((future, observer))
-                future._observe(observer)
+                future._observe(self)
             else:
-                future.add_done_callback(lambda _, done=done: done())  # type: ignore[misc]
+                future.add_done_callback(self.note_done)
 
     def __len__(self) -> int:
         return self._num_left
@@ -209,16 +202,20 @@ class Completions(Generic[T]):
 
     def close(self) -> None:
         """Stops watching; the futures themselves go on."""
-        for future, observer in self._observed:
-            future._forget(observer)
+        for future in self._observed:
+            future._forget(self)
         self._observed.clear()
 
-    def _one_done(self, future: torch.futures.Future[T]) -> None:
+    def note_done(self, future: torch.futures.Future[T]) -> None:
+        """See `Taker`."""
+        if self._failed is None and _has_failed(future):
+            self._failed = future
         self._arrived.append(future)
-        self._wake_one()
+        if self._failed is not None or len(self._arrived) >= self._num_wanted:
+            self._wake_one()
 
-    def _take_over(self, future: Future[T]) -> bool:
-        """The result is there; whether the thread that waits here makes it. See `TakingObserver`."""
+    def take_over(self, future: Future[T]) -> bool:
+        """See `Taker`."""
         self._taken.append(future)
         if not self._is_taking:
             try:
@@ -238,8 +235,8 @@ class Completions(Generic[T]):
 
     @contextlib.contextmanager
     def _taking(self) -> Iterator[None]:
-        """Around waits, and no code of users between them: this thread makes what arrives, if that is little."""
-        self._is_taking = self._num_left <= TAKE_UP_TO
+        """Around waits, and no code of users between them: this thread makes what arrives."""
+        self._is_taking = True
         try:
             yield
         finally:
@@ -247,13 +244,21 @@ class Completions(Generic[T]):
             self._make_taken()
 
     def _next(self) -> torch.futures.Future[T]:
-        if not self._wait_for_one():
+        if not self._wait_for(1):
             raise self._timed_out()
         return self._take()
 
-    def _wait_for_one(self) -> bool:
+    def _wait_for_all(self) -> torch.futures.Future[T] | None:
+        """Waits until all are done, or the first has failed, which it returns."""
+        self._num_wanted = self._num_left
+        if not self._wait_for(self._num_left) and self._failed is None:
+            raise self._timed_out()
+        return self._failed
+
+    def _wait_for(self, number: int) -> bool:
+        """Waits until so many have arrived; False if the time was over, or one failed where all are waited for."""
         self._make_taken()
-        while not self._arrived:
+        while not self._has_ended(number):
             if asyncio._get_running_loop() is not None:
                 raise BlockingInLoop(self._what, _INSTEAD[self._what])
             baton: LockType = allocate_lock()
@@ -262,31 +267,34 @@ class Completions(Generic[T]):
             self._sleepers.append(sleeper)
             try:
                 with blocking():
-                    if not self._arrived and not self._taken and not self._sleep(baton):
+                    if not (self._has_ended(number) or self._taken or self._sleep(baton)):
                         break  # the time is over
             finally:
                 self._forget(sleeper)
             self._make_taken()
         self._make_taken()
-        return bool(self._arrived)
+        return len(self._arrived) >= number
+
+    def _has_ended(self, number: int) -> bool:
+        return len(self._arrived) >= number or (self._failed is not None and number > 1)
 
     def _make_taken(self) -> None:
         while self._taken:
             try:
                 future = self._taken[0]
             except IndexError:
-                return  # `_take_over` took it back in between
-            future._settle()  # it is done then, and `_one_done` is called; unless others make it already
+                return  # `take_over` took it back in between
+            future._settle()  # it is done then, and `note_done` is called; unless others make it already
             with contextlib.suppress(ValueError):
                 self._taken.remove(future)  # only now: who comes here again after Ctrl-C finds it
 
     def _sleep(self, baton: LockType) -> bool:
         """Waits until the baton is given, which is True, or until the time is over."""
         observed = self._observed
-        while self._num_finished < len(observed) and observed[self._num_finished][0].done():
+        while self._num_finished < len(observed) and observed[self._num_finished]._finished:
             self._num_finished += 1
         if self._is_taking and self._num_finished < len(observed):
-            session = observed[self._num_finished][0]._session()
+            session = observed[self._num_finished]._session()
             self._led = session  # before the baton is looked at: whoever gives it then rings
             if session is not None and session.lead(baton.locked, self._left_s()):
                 return True
@@ -323,7 +331,7 @@ class Completions(Generic[T]):
 
 
 def replace_torch_functions() -> Callable[[], None]:
-    """Has `torch.futures.wait_all` and `collect_all` use ours for lists with a future of ours.
+    """Has `torch.futures.wait_all` and `collect_all` use ours for lists with a future of ours, by whatever name.
 
     Returns:
         A function that undoes it, once every agent of the process has undone it.
@@ -333,14 +341,13 @@ def replace_torch_functions() -> Callable[[], None]:
         with _replacing:
             _users.discard(undo)
             if not _users:
-                module.collect_all = _torch_collect_all
-                module.wait_all = _torch_wait_all
+                _torch_c._collect_all = _torch_collect_all
+                _torch_futures.wait_all = _torch_wait_all
 
-    module = cast(Any, torch.futures)
     with _replacing:
         _users.add(undo)
-        module.collect_all = _collect_all_of_any_kind
-        module.wait_all = _wait_all_of_any_kind
+        _torch_c._collect_all = _collect_all_of_any_kind
+        _torch_futures.wait_all = _wait_all_of_any_kind
     return undo
 
 
@@ -377,6 +384,10 @@ def _error_of(future: torch.futures.Future[T]) -> BaseException | None:
     except BaseException as error:
         return error
     return None
+
+
+def _has_failed(future: torch.futures.Future[T]) -> bool:
+    return (future._error if isinstance(future, Future) else _error_of(future)) is not None
 
 
 def _value_of(future: torch.futures.Future[T]) -> T:

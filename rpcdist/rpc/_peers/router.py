@@ -101,17 +101,22 @@ class Router:
 
     # ------------------------------------------------------------ sending
 
-    def caught_up_session(self, worker_id: int) -> MessageSink | None:
-        """As `session_with`, before a call, and not on an event loop. If this process stood still for so long that its
-        peers have given it up (SIGSTOP, or a held interpreter lock), what they said meanwhile is read first: the call
-        then waits for the next connection instead of being lost on the one that they have closed.
+    def session_for_call(self, worker_id: int) -> MessageSink | None:
+        """The session by which a call to a worker goes now, as nearly every call does; None: `send_call` finds the way.
+
+        If this process stood still for so long that its peers have given it up (SIGSTOP, or a held interpreter lock),
+        what they said meanwhile is read first, except on an event loop: the call then waits for the next connection
+        instead of being lost on the one that they have closed.
         """
         peer = self._peers.get(worker_id)
         session = None if peer is None else peer.session
-        if session is None or time.monotonic() - session.last_sent <= self._peer_timeout_s:
+        if peer is None or session is None or peer.identity != self._directory.member(worker_id).identity:
+            return None
+        if time.monotonic() - session.last_sent <= self._peer_timeout_s:
             return session
-        with suppress(RpcdistError):  # the loop is stuck, and the call may try all the same
-            self._network.run(_turns_of_the_loop(), THREAD_GRACE_S)
+        if asyncio._get_running_loop() is None:
+            with suppress(RpcdistError):  # the loop is stuck, and the call may try all the same
+                self._network.run(_turns_of_the_loop(), THREAD_GRACE_S)
         return self.session_with(worker_id)
 
     def send_call(self, to: int, message: WireMessage, buffers: Sequence[LargeBuffer], observer: SendObserver) -> None:
@@ -121,10 +126,7 @@ class Router:
         Raises:
             TransportError: the worker is lost, or this one shuts down.
         """
-        peer = self._peers.get(to)
-        if peer is not None and peer.session is not None and peer.identity == self._directory.member(to).identity:
-            peer.send(message, buffers, observer)  # it is connected, as at nearly every call
-        elif to == self._me:
+        if to == self._me:
             self._loopback.send(message, buffers)
             observer.on_sent(self._loopback, 0)
         else:

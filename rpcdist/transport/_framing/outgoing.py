@@ -166,6 +166,23 @@ class Outgoing:
         """How many messages wait to be written."""
         return len(self._frames)
 
+    def add_quickly(self, message: WireMessage) -> bool:
+        """`add` for a compact message without large buffers, as most are, where it is a single step: no signal finds it
+        half done. False if it is more than that, or the message may be changed later (`want_value`).
+        """
+        if type(message) is CompactReply:
+            self._frames.append((reply_frame(message), None, 0))
+            return True
+        if type(message) is CompactPass:
+            self._frames.append((pass_frame(message), None, 0))
+            return True
+        if type(message) is CompactCall and message.result is None:
+            number = self._functions.get(message.function)
+            if number is not None:
+                self._frames.append((call_frame(message, number), None, 0))
+                return True
+        return False
+
     @property
     def is_empty(self) -> bool:
         return not (self._frames or self._transfers or (self.striper is not None and self.striper.is_busy))
@@ -179,19 +196,6 @@ class Outgoing:
 
     def add(self, message: WireMessage, buffers: Sequence[OutgoingBuffer] = ()) -> int:
         """Queues a message with its large buffers; returns the number of its transfer, 0 if it needs none."""
-        if not buffers:  # most calls and replies
-            if type(message) is CompactReply:
-                self._frames.append((reply_frame(message), None, 0))
-                return 0
-            if type(message) is CompactCall:
-                self._add_call(message, None)
-                return 0
-            if type(message) is CompactPass:
-                self._frames.append((pass_frame(message), None, 0))
-                return 0
-        return self._add_any(message, buffers)
-
-    def _add_any(self, message: WireMessage, buffers: Sequence[OutgoingBuffer]) -> int:
         stream = stream_of(message)
         number = 0
         transfer = None
