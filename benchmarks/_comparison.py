@@ -51,7 +51,14 @@ def measure_in_turns(case: Case, ours: Pair, peer: Pair, rounds: int, effort: fl
         metrics: Metrics = pair.ask_first("measure", case.name, effort, module)
         return metrics
 
-    return in_turns(lambda: ask(ours), lambda: ask(peer), rounds)
+    before = ours.ask_both("waits")
+    samples = in_turns(lambda: ask(ours), lambda: ask(peer), rounds)
+    for who, old, new in zip(("caller", "callee"), before, ours.ask_both("waits"), strict=True):
+        polled, slept, in_vain = (after - earlier for after, earlier in zip(new, old, strict=True))
+        if polled + slept:
+            share = polled / (polled + slept)
+            print(f"  {who}: {share:.0%} of {polled + slept} waits polled, {in_vain} in vain", file=sys.stderr)
+    return samples
 
 
 def in_turns(ours: Callable[[], Metrics], peer: Callable[[], Metrics], rounds: int) -> list[Sample]:

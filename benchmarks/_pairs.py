@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 import traceback
 import warnings
@@ -182,6 +183,18 @@ class RpcPeer:
         cases = importlib.import_module(module).CASES
         measured: dict[str, float] = next(case for case in cases if case.name == name).measure(self.rpc, effort)
         return measured
+
+    def waits(self) -> tuple[int, int, int]:
+        """Of threads for what connections bring: those that polled, those that slept, and how many of these had polled
+        in vain. Since the start; none for torch.
+        """
+        brief_polling = sys.modules.get("rpcdist.transport._channels.brief_polling")
+        found = [each for each in gc.get_objects() if brief_polling and type(each) is brief_polling.BriefPolling]
+        return (
+            sum(each.num_polled for each in found),
+            sum(each.num_slept for each in found),
+            sum(each.num_in_vain for each in found),
+        )
 
     def churn(self, num_calls: int) -> None:
         from _rpc_cases import churn

@@ -12,10 +12,10 @@ import pytest
 from rpcdist.errors import ConfigError
 from rpcdist.transport._channels import brief_polling
 from rpcdist.transport._channels.brief_polling import (
+    HISTORY_WAITS,
     LIMIT_NS,
     LONG_TURN_NS,
     MAX_PAUSE,
-    MAX_PAUSE_CROWDED,
     MIN_PAUSE,
     POLLING_VARIABLE,
     SHORT_NS,
@@ -79,17 +79,65 @@ def sleep(machine: Machine, polling: BriefPolling, sleeps_ns: list[int]) -> list
     return found
 
 
+NUM_TO_LEARN = HISTORY_WAITS + 1  # short waits, until their history is that of short waits alone, and known
+
+
 def polling_now(machine: Machine) -> BriefPolling:
     polling = BriefPolling(machine.poll)
-    assert sleep(machine, polling, [SHORT_NS - 1] * MIN_PAUSE)[-1]
+    assert sleep(machine, polling, [SHORT_NS - 1] * NUM_TO_LEARN)[-1]
     return polling
 
 
 def test_short_sleeps_are_replaced_and_long_ones_are_not(machine: Machine) -> None:
     polling = BriefPolling(machine.poll)
-    assert sleep(machine, polling, [SHORT_NS] * 3 * MIN_PAUSE) == [False] * 3 * MIN_PAUSE
-    assert sleep(machine, polling, [SHORT_NS - 1]) == [True]
-    assert sleep(machine, BriefPolling(machine.poll), [1] * MIN_PAUSE) == [False] * (MIN_PAUSE - 1) + [True]
+    assert sleep(machine, polling, [SHORT_NS] * 30) == [False] * 30
+    polling = BriefPolling(machine.poll)
+    assert sleep(machine, polling, [SHORT_NS - 1] * NUM_TO_LEARN) == [False] * (NUM_TO_LEARN - 1) + [True]
+
+
+def waits(machine: Machine, polling: BriefPolling, times_ns: list[int]) -> list[str]:
+    """What is done in each of some waits, of which these are the times."""
+    found = []
+    for time_ns in times_ns:
+        began_ns = machine.now_ns
+        machine.comes_ns = began_ns + time_ns
+        if polling.is_worth_it and polling.try_polling():
+            found.append("polls")
+            continue
+        found.append("sleeps" if machine.now_ns == began_ns else "in vain")
+        slept_from_ns = machine.now_ns
+        machine.now_ns = max(machine.now_ns, machine.comes_ns)
+        polling.slept(slept_from_ns)
+    return found
+
+
+@pytest.mark.parametrize("num_short", range(HISTORY_WAITS))
+def test_a_rhythm_is_learned(machine: Machine, num_short: int) -> None:
+    """As of a training loop: some answers that come soon, and then one, or the next step, that does not."""
+    polling, step = BriefPolling(machine.poll), [SHORT_NS // 2] * num_short + [30 * SHORT_NS]
+    waits(machine, polling, step * 2 * NUM_TO_LEARN)
+    assert waits(machine, polling, step * 10) == (["polls"] * num_short + ["sleeps"]) * 10
+
+
+def test_one_exception_changes_nothing(machine: Machine) -> None:
+    polling = polling_now(machine)
+    waits(machine, polling, [1] * 2)
+    assert waits(machine, polling, [30 * SHORT_NS]) == ["in vain"]
+    waits(machine, polling, [1] * HISTORY_WAITS)  # with the exception in their history
+    assert waits(machine, polling, [1] * 10) == ["polls"] * 10
+
+
+def test_a_rhythm_that_is_longer_than_the_history_fails_once_in_it(machine: Machine) -> None:
+    polling, step = BriefPolling(machine.poll), [1] * 50 + [30 * SHORT_NS]
+    waits(machine, polling, step * 4)
+    found = waits(machine, polling, step * 10)
+    assert found.count("in vain") <= 10 and found.count("polls") == 500
+
+
+def test_waits_are_counted(machine: Machine) -> None:
+    polling = polling_now(machine)
+    waits(machine, polling, [1, 1, 30 * SHORT_NS])
+    assert (polling.num_polled, polling.num_slept, polling.num_in_vain) == (2, NUM_TO_LEARN + 1, 1)
 
 
 def test_polling_goes_on_until_something_comes(machine: Machine) -> None:
@@ -156,40 +204,28 @@ def pauses_of(machine: Machine, polling: BriefPolling, num_failures: int) -> lis
     return pauses
 
 
-@pytest.mark.parametrize(("turn_ns", "longest"), [(YIELD_NS, MAX_PAUSE), (LONG_TURN_NS + 1, MAX_PAUSE_CROWDED)])
-def test_each_failure_doubles_the_pause_and_each_success_halves_it(
-    machine: Machine, turn_ns: int, longest: int
-) -> None:
-    polling = BriefPolling(machine.poll)
-    machine.turn_ns = turn_ns
-    assert pauses_of(machine, polling, 12) == [min(MIN_PAUSE << number, longest) for number in range(12)]
-    sleep(machine, polling, [1] * longest)
+def test_where_others_keep_the_core_each_failure_doubles_the_pause_and_each_success_halves_it(machine: Machine) -> None:
+    polling = polling_now(machine)
+    machine.turn_ns = LONG_TURN_NS + 1
+    assert polling.try_polling() == []
+    assert pauses_of(machine, polling, 12) == [min(2 * MIN_PAUSE << number, MAX_PAUSE) for number in range(12)]
+    sleep(machine, polling, [1] * MAX_PAUSE)
     machine.comes_ns = 0
-    for _ in range((longest // MIN_PAUSE).bit_length()):
+    for _ in range((MAX_PAUSE // MIN_PAUSE).bit_length()):
         assert polling.try_polling() == READY
     machine.comes_ns = 1 << 60
     assert polling.try_polling() == []
     assert pauses_of(machine, polling, 1) == [2 * MIN_PAUSE]
 
 
-def test_polls_to_which_nothing_comes_do_not_shorten_the_pause_of_a_core_that_others_want(machine: Machine) -> None:
-    polling = BriefPolling(machine.poll)
-    machine.turn_ns = LONG_TURN_NS + 1
-    pauses_of(machine, polling, 12)
-    machine.turn_ns = YIELD_NS
-    assert pauses_of(machine, polling, 3) == [MAX_PAUSE_CROWDED] * 3
-
-
 def test_two_ends_that_sleep_come_back_to_polling_soon(machine: Machine) -> None:
     """Each waits for the other's wake-up while both sleep, which is longer than most waits that poll."""
     polling = polling_now(machine)
     for _ in range(20):  # the peer's vCPU was not there
-        assert polling.try_polling() == []
-        sleep(machine, polling, [600_000] * MAX_PAUSE)
-        assert polling.is_worth_it
-    machine.comes_ns = machine.now_ns + 600_000
-    assert polling.try_polling() == READY
-    assert repr(polling) == "<BriefPolling [polls]>"
+        waits(machine, polling, [2 * LIMIT_NS])
+        found = waits(machine, polling, [600_000] * 2 * NUM_TO_LEARN)
+        assert found[-1] == "polls"
+    assert repr(polling).startswith("<BriefPolling [polls], ")
 
 
 # ---------------------------------------------------------------- who may poll at all
@@ -204,7 +240,7 @@ def test_who_may_poll(
     monkeypatch.setenv(POLLING_VARIABLE, text)
     monkeypatch.setattr(brief_polling, "_has_quota", lambda: has_quota)
     assert may_poll() is expected
-    assert sleep(machine, BriefPolling(machine.poll, may_poll()), [1] * MIN_PAUSE)[-1] is expected
+    assert sleep(machine, BriefPolling(machine.poll, may_poll()), [1] * NUM_TO_LEARN)[-1] is expected
 
 
 def test_a_value_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -361,10 +361,12 @@ def test_a_handler_that_is_replaced_by_a_handler_stays_replaced(reader: Reader, 
 
 @pytest.fixture
 def polling(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> Reader:
-    """The next wait polls, for a minute."""
+    """The next waits poll, for a minute."""
     monkeypatch.setattr(brief_polling, "LIMIT_NS", 60 * 10**9)
     monkeypatch.setattr(brief_polling, "LONG_TURN_NS", 60 * 10**9)
-    reader.lead._brief.is_worth_it = True
+    brief = reader.lead._brief
+    brief._counts[:] = bytes([3]) * len(brief._counts)
+    brief.is_worth_it = True
     return reader
 
 

@@ -233,27 +233,18 @@ class Caller:
 
     def _send_in_turn(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         """Sends a call when there is room for its bytes; see `in_flight`. Waits for that, except on an event loop."""
+        later: Callable[[], None] | None = None
         if large or not _is_short(message):
-            if asyncio._get_running_loop() is not None:
-                self._send_deferred(call, message, large)
-                return
-            self._wait_for_room(call, message, large)
+            if asyncio._get_running_loop() is None:
+                self._wait_for_room(call, message, large)
+            else:
+                later = partial(self._send_later, call, message, large)
         try:
             session = self._router.session_for_call(call.peer)
         except BaseException:  # Ctrl-C
             self._withdraw(call)
             raise
-        self._send(call, message, large, session)
-
-    def _send_deferred(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
-        try:
-            self._enter(call, message, large)  # its deadline holds while it waits
-            later = partial(self._send_later, call, message, large)
-            if self._admission.defer(call.peer, call.id, num_bytes_of(message, large), later):
-                self._dispatch(call, message, large)
-        except BaseException:
-            self._withdraw(call)
-            raise
+        self._send(call, message, large, session, later)
 
     def _wait_for_room(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         num_bytes = num_bytes_of(message, large)
@@ -288,14 +279,22 @@ class Caller:
         message: CallMessage,
         large: Sequence[LargeBuffer],
         session: MessageSink | None = None,
+        later: Callable[[], None] | None = None,
     ) -> None:
         """Enters a call into the table, and gives its message to its session, or to the router if there is none.
 
-        The table comes first: the reply may be there before this returns.
+        The table comes first: the reply may be there before this returns. Where there is no room for the call's bytes,
+        `later` is called when there is, if it is given; the deadline holds meanwhile.
         """
         try:
-            self._enter(call, message, large)
-            self._dispatch(call, message, large, session)
+            if self._lifetime.is_closed:
+                self._admission.end(call.peer, call.id)
+                raise RpcdistError("RPC is shutting down in this process")
+            if call.flags.is_repeatable and not large and not call.forks:
+                call.repeat = message
+            self.calls.add(call)
+            if later is None or self._admission.defer(call.peer, call.id, num_bytes_of(message, large), later):
+                self._dispatch(call, message, large, session)
         except BaseException:
             self._withdraw(call)
             raise
@@ -304,14 +303,6 @@ class Caller:
         """Ends a call that failed to be sent, or at which Ctrl-C came: its caller will never see its outcome."""
         if not self.cancel(call, None):
             self._marshal.give_back(call.forks)
-
-    def _enter(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
-        if self._lifetime.is_closed:
-            self._admission.end(call.peer, call.id)
-            raise RpcdistError("RPC is shutting down in this process")
-        if call.flags.is_repeatable and not large and not call.forks:
-            call.repeat = message
-        self.calls.add(call)
 
     def _dispatch(
         self,

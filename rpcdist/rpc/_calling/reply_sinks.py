@@ -133,7 +133,7 @@ class SyncReplySink:
 
 
 class CallFuture(Future[Any]):
-    """The future of a call. Its value is decoded by a thread that waits for it, or in the pool; so are callbacks run."""
+    """The future of a call. A thread that waits decodes its value, or else the pool, which runs callbacks, too."""
 
     __slots__ = ()
 

@@ -15,5 +15,5 @@ collecting = threading.local()
 
 def note_started(future: Future[Any]) -> None:
     """Adds a future that this thread has started, if it collects them."""
-    if hasattr(collecting, "future_list"):
+    if "future_list" in collecting.__dict__:  # `hasattr` takes a microsecond to say no
         collecting.future_list.append(future)

@@ -166,7 +166,12 @@ class Dispatcher:
                 return
         if active.value is not None and not self._find_target(active, active.value):
             return
-        lane = self._lane(active)
+        # Where it runs if its thread matters: the creation of an actor, and a call that finds it free.
+        lane: Lane | None = None
+        if active.is_serial and active.result is not None:
+            lane = self._actors.begin(active.result.rref)
+        elif active.value is not None and active.function == _IN_TURN:
+            lane = self._actors.free_lane(active.value.rref)
         confirmed = arguments.confirmation() if arguments is not None else None
         if confirmed is not None:
             # A function may rely on its arguments: their owners have counted them before it runs.
@@ -183,14 +188,6 @@ class Dispatcher:
             self._new_context().run(self._run_on_reader, active)
         else:
             jobs.append((self.run, (active,)))
-
-    def _lane(self, active: ActiveCall) -> Lane | None:
-        """Where a call runs whose thread matters: the creation of an actor, and a call that finds it free."""
-        if active.is_serial and active.result is not None:
-            return self._actors.begin(active.result.rref)
-        if active.function == _IN_TURN and active.value is not None:
-            return self._actors.free_lane(active.value.rref)
-        return None
 
     def _find_target(self, active: ActiveCall, value: ReferenceShare) -> bool:
         """Looks up the value that is fetched, or that a method is called on.
@@ -274,9 +271,11 @@ class Dispatcher:
         token = current_deadline.set(active.deadline)
         outer = current_autograd.set(active.autograd)
         try:
-            if not self._wanted(active):
+            now = time.monotonic()
+            if now >= active.cancelled_at or now >= active.deadline.at:
+                self._refuse(active)
                 return
-            active.started = time.monotonic()
+            active.started = now
             if self.gil_wait is not None:
                 self.gil_wait.sample()
             if is_last is None:
@@ -304,16 +303,12 @@ class Dispatcher:
         else:  # the name leads to another one now
             self._pool.submit(self.run, active)
 
-    def _wanted(self, active: ActiveCall) -> bool:
+    def _refuse(self, active: ActiveCall) -> None:
+        """Answers a call that its caller does not want any more."""
+        error: RpcdistError = DeadlineExceeded("RPC ran for more than set timeout: it was over before the call ran")
         if active.cancelled:
-            self._answers.fail(active, Cancelled("the call was cancelled before it ran"))
-            return False
-        if active.deadline.expired():
-            self._answers.fail(
-                active, DeadlineExceeded("RPC ran for more than set timeout: it was over before the call ran")
-            )
-            return False
-        return True
+            error = Cancelled("the call was cancelled before it ran")
+        self._answers.fail(active, error)
 
     def _finish_fetch(self, active: ActiveCall, is_last: bool = False) -> None:
         """Answers with the value, which is there; `is_last` as in `Answers.finish`."""

@@ -1,16 +1,18 @@
-"""Polling a socket for a moment before sleeping on it, where the last waits were short.
+"""Polling a socket for a moment before sleeping on it, where the wait will probably be short.
 
 A thread that sleeps has to be woken, on a core that has often gone idle meanwhile: in a virtual machine that takes some
 70 us, and a call sleeps at both of its ends, while its own work takes 100 us. Who polls is there when the message is.
 
-Polling must not keep a core from others. Between two polls the thread yields: whoever else can run on this core does
-so now, and if the peer is on it, the answer is there after that. Where somebody keeps the core for long, or nothing
-came, sleeping is better; then the next waits sleep, twice as many each time and half as many after each success.
+The waits of a program that repeats itself have a rhythm: in a training loop the answers to a step's calls come soon,
+and the first call of the next step does not. So what the last waits were like, short or long, says what the next one is
+like, as with the branches of a processor: for each history of `HISTORY_WAITS` waits a number of 0 to 3 is counted up by
+a short wait that follows it, and down by a long one, and from 2 on such a wait polls. One exception changes nothing.
 
-The two failures are not alike. Where others want the core, polls fail again and again, and each costs a time slice:
-the pause grows long. Where nothing came, only an idle core was kept awake; and two ends that both sleep take so long
-to answer that the polls of either fail, so a long pause would keep both of them asleep for thousands of calls.
-A virtual core that its host took away for a moment is neither: the thread is late, and nobody else has run.
+Polling must not keep a core from others. Between two polls the thread yields: whoever else can run on this core does
+so now, and if the peer is on it, the answer is there after that. Where somebody keeps the core for long, sleeping is
+better; then the next waits sleep, twice as many each time and half as many after each success. Where nothing came in
+time, only an idle core was kept awake, and the history knows of one more long wait. A virtual core that its host took
+away for a moment is neither: the thread is late, and nobody else has run.
 
 In a container with a limit of processor time nobody polls: that would use up what the work needs, and the system then
 stops the process for the rest of a period. `RPCDIST_POLLING=off` has all waits sleep.
@@ -32,6 +34,9 @@ __all__ = ["POLLING_VARIABLE", "BriefPolling", "may_poll"]
 
 POLLING_VARIABLE: Final = "RPCDIST_POLLING"
 
+HISTORY_WAITS: Final = 6
+"""So many waits tell the rhythm: a training step waits for three answers at its caller, and for three calls at the
+callee, one of which comes late."""
 SHORT_NS: Final = 1_000_000
 """A sleep that took less is worth replacing by polls."""
 LIMIT_NS: Final = 1_000_000
@@ -39,11 +44,10 @@ LIMIT_NS: Final = 1_000_000
 LONG_TURN_NS: Final = 500_000
 """Who yields to somebody, and is back only after that, is not alone with its peer."""
 MIN_PAUSE: Final = 4
-"""Waits that sleep after polls in vain, at first."""
-MAX_PAUSE: Final = 16
-"""Where nothing came."""
-MAX_PAUSE_CROWDED: Final = 1024
-"""Where others kept the core."""
+"""Half as many waits sleep at least after others kept the core."""
+MAX_PAUSE: Final = 1024
+"""And so many at most."""
+_LAST_HISTORY: Final = (1 << HISTORY_WAITS) - 1
 
 Ready = list[tuple[int, int]]
 """What `select.poll` returns: descriptors, and what happened there."""
@@ -73,23 +77,45 @@ class BriefPolling:
 
     Attributes:
         is_worth_it: whether the next wait shall begin with `try_polling`.
+        num_polled: the waits whose end a poll has seen.
+        num_slept: the waits that slept.
+        num_in_vain: those of them that had polled before.
 
     Args:
         poll: polls the socket; its argument is a limit in milliseconds.
         may_poll: if not, `is_worth_it` stays False.
     """
 
-    __slots__ = ("_may_poll", "_num_slept", "_pause", "_poll", "is_worth_it")
+    __slots__ = (
+        "_counts",
+        "_history",
+        "_is_steady",
+        "_may_poll",
+        "_pause",
+        "_poll",
+        "_rest",
+        "_was_long",
+        "is_worth_it",
+        "num_in_vain",
+        "num_polled",
+        "num_slept",
+    )
 
     def __init__(self, poll: Callable[[float], Ready], may_poll: bool = True) -> None:
         self._poll = poll
         self._may_poll = may_poll
+        self._counts = bytearray([1]) * (_LAST_HISTORY + 1)  # of each history
+        self._history = 0  # a bit for each of the last waits, the last one lowest: 1 for a short one
         self._pause = MIN_PAUSE
-        self._num_slept = 0  # that many waits of the pause are over
+        self._rest = 0  # so many waits of the pause are left
+        self._was_long = False  # the wait that is about to sleep, before that
+        self._is_steady = False  # another short wait changes nothing
         self.is_worth_it = False
+        self.num_polled = self.num_slept = self.num_in_vain = 0
 
     def __repr__(self) -> str:
-        return f"<BriefPolling [{'polls' if self.is_worth_it else f'sleeps, {self._num_slept} of {self._pause}'}]>"
+        state = "polls" if self.is_worth_it else f"sleeps, {self._rest} to go" if self._rest else "sleeps"
+        return f"<BriefPolling [{state}], {self.num_polled} waits polled, {self.num_slept} slept>"
 
     def try_polling(self) -> Ready:
         """Polls for `LIMIT_NS` at most.
@@ -105,6 +131,9 @@ class BriefPolling:
             if ready:
                 if self._pause > MIN_PAUSE:
                     self._pause //= 2
+                self.num_polled += 1
+                if not self._is_steady:
+                    self._note(True)
                 return ready
             if not switches:
                 switches = _usage()[SWITCHES]
@@ -112,23 +141,34 @@ class BriefPolling:
             before, now = now, perf_counter_ns()
             if now - before > LONG_TURN_NS:
                 if is_robbed or _usage()[SWITCHES] != switches:
-                    self._pause_for(MAX_PAUSE_CROWDED)
-                    return []
+                    self._rest = self._pause = min(2 * self._pause, MAX_PAUSE)
+                    break
                 is_robbed = True
                 began += now - before
             if now - began > LIMIT_NS:
-                self._pause_for(MAX_PAUSE)
-                return []
+                self._was_long = True
+                break
             switches = _usage()[SWITCHES]
-
-    def _pause_for(self, limit: int) -> None:
-        """The next waits sleep: twice as many as the last time, up to a limit that lengthens only."""
         self.is_worth_it = False
-        self._num_slept = 0
-        self._pause = max(self._pause, min(2 * self._pause, limit))
+        self.num_in_vain += 1
+        return []
 
     def slept(self, since_ns: int) -> None:
-        """A wait slept, since then by `time.perf_counter_ns`."""
-        self._num_slept += 1
-        if self._num_slept >= self._pause and perf_counter_ns() - since_ns < SHORT_NS:
-            self.is_worth_it = self._may_poll
+        """A wait slept, since then by `time.perf_counter_ns`; `try_polling` may have come before."""
+        self.num_slept += 1
+        if self._rest:
+            self._rest -= 1
+        was_long, self._was_long = self._was_long, False
+        self._note(not was_long and perf_counter_ns() - since_ns < SHORT_NS)
+
+    def _note(self, is_short: bool) -> None:
+        """What a wait was like."""
+        counts, history = self._counts, self._history
+        count = counts[history]
+        if is_short:
+            counts[history] = min(count + 1, 3)
+        else:
+            counts[history] = max(count - 1, 0)
+        self._history = history = (history << 1 | is_short) & _LAST_HISTORY
+        self._is_steady = history == _LAST_HISTORY and counts[history] == 3
+        self.is_worth_it = self._may_poll and not self._rest and counts[history] > 1
