@@ -21,10 +21,10 @@ Count = Callable[[str], Counter[str]]
 
 
 LIMITS: dict[Count, tuple[int, str]] = {  # and the method of `Caller` that runs once
-    functions.functions_of_a_call: (75, "sync"),
-    functions.functions_of_a_method: (110, "sync"),
-    functions.functions_of_a_creation: (142, "fetch_created"),
-    functions.functions_of_a_turn: (120, "sync"),
+    functions.functions_of_a_call: (69, "sync"),
+    functions.functions_of_a_method: (93, "sync"),
+    functions.functions_of_a_creation: (140, "fetch_created"),
+    functions.functions_of_a_turn: (108, "sync"),
     functions.functions_of_a_pass: (480, "sync"),
 }
 

@@ -81,6 +81,17 @@ def test_nobody_waits_so_the_deliverer_owes_it() -> None:
     assert future.value() == 4
 
 
+def test_a_result_that_is_made_completes_the_future_but_runs_no_callbacks() -> None:
+    future: Future[int] = Future()
+    seen: list[int] = []
+    assert not Future[int]()._arrive(4)  # no callbacks are left to be run
+    future.add_done_callback(lambda done: seen.append(done.value()))
+    assert future._arrive(5) and future.done() and future.wait() == 5 and not seen
+    assert not future._arrive(6) and not future.cancel()
+    future._run_callbacks()
+    assert seen == [5]
+
+
 def test_an_error_of_decoding_is_the_error_of_the_call() -> None:
     future: Future[int] = Future()
     assert future._deliver(lambda: 1 // 0)

@@ -14,6 +14,8 @@ import pytest
 import torch
 from future_helpers import LIMIT_S, deliver, done_future, failed_future
 from future_helpers import pool as pool
+from torch.futures import collect_all as torch_collect_all
+from torch.futures import wait_all as torch_wait_all
 
 from rpcdist.errors import BlockingInLoop, DeadlineExceeded
 from rpcdist.rpc._executors.thread_pool import ThreadPool
@@ -66,6 +68,39 @@ def test_torch_functions_can_be_replaced() -> None:
     finally:
         undo()
     assert (torch.futures.collect_all, torch.futures.wait_all) == before
+
+
+def test_who_has_imported_them_by_name_before_gets_ours_too() -> None:
+    """Else callbacks of users would hang on the C++ half of a future, which the thread that reads a reply completes."""
+    never: Future[int] = Future()
+    undo = replace_torch_functions()
+    try:
+        combined: Any = torch_collect_all([never])
+        assert isinstance(combined, Future)
+        with pytest.raises(ValueError):
+            torch_wait_all([never, failed_future(ValueError())])
+        never.set_result(1)
+        assert torch_wait_all([never, done_future(2)]) == [1, 2] and combined.wait(LIMIT_S) == [never]
+    finally:
+        undo()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_wait_all_wakes_once_for_all_or_for_the_first_that_fails(pool: ThreadPool, fails: bool) -> None:
+    """Also where the results come in the middle of its looking at them, from several threads."""
+    for _ in range(50):
+        futures: list[Future[int]] = [Future() for _ in range(40)]
+        for number, future in enumerate(futures):
+            if fails and number == 20:
+                pool.submit(future._fail, ValueError("x"))
+            elif not fails or number != 30:
+                pool.submit(future._arrive, number)
+        if fails:
+            with pytest.raises(ValueError):
+                wait_all(futures, LIMIT_S)
+        else:
+            assert wait_all(futures, LIMIT_S) == list(range(40))
+        assert not any(future._observers for future in futures)
 
 
 def test_wait_any(pool: ThreadPool) -> None:

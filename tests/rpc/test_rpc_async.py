@@ -11,6 +11,7 @@ import pytest
 import rpc_functions
 import torch
 from rpc_cluster import Cluster
+from torch.futures import collect_all
 
 import rpcdist.rpc as rpc
 from rpcdist.errors import Cancelled, DeadlineExceeded
@@ -71,6 +72,37 @@ def test_callbacks_may_call_again(cluster: Cluster) -> None:
     rpc.rpc_async("worker1", remote_side.add, (1, 2)).add_done_callback(again)
     assert done.wait(LIMIT_S)
     assert results == [4]
+
+
+@pytest.mark.parametrize("reads_itself", [False, True], ids=["the loop reads", "the main thread reads"])
+@pytest.mark.parametrize("how", ["then", "add_done_callback", "collect_all", "a copy of collect_all"])
+@pytest.mark.parametrize("value", [None, 3, torch.ones(2)], ids=["None", "plain", "a tensor"])
+def test_callbacks_may_call_whoever_reads_the_reply(
+    cluster: Cluster, key: str, value: Any, how: str, reads_itself: bool
+) -> None:
+    """They run neither on the I/O loop, nor on a thread while it reads."""
+    future: Any = rpc.rpc_async("worker1", remote_side.echo_after_gate, (key, value))
+    called: Any = {
+        "then": future.then,
+        "add_done_callback": future.add_done_callback,
+        "collect_all": lambda note: torch.futures.collect_all([future]).then(note),
+        "a copy of collect_all": lambda note: collect_all([future]).then(note),
+    }[how]
+    sums: list[int] = []
+    noted = threading.Event()
+
+    def note(_: object) -> None:
+        try:
+            sums.append(rpc.rpc_sync("worker1", remote_side.add, (1, 1)))
+        finally:
+            noted.set()
+
+    called(note)
+    open_gate("worker1", key)
+    if reads_itself:
+        future.wait(LIMIT_S)
+    assert noted.wait(LIMIT_S)
+    assert sums == [2]
 
 
 def test_torch_functions_wait_for_our_futures(cluster: Cluster) -> None:

@@ -92,6 +92,11 @@ async def wait_at_gate(key: str) -> str:
     return key
 
 
+def echo_after_gate(key: str, value: Any) -> Any:
+    board.wait(key)
+    return value
+
+
 def block_at_gate(key: str) -> str:
     board.put(f"{key} entered", threading.current_thread().name)
     board.wait(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from _thread import allocate_lock, get_ident
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,8 @@ from rpcdist.rpc.future import Future
 from rpcdist.time_limits import THREAD_GRACE_S
 
 __all__ = ["CallFuture", "SyncReplySink", "result_of"]
+
+logger = logging.getLogger(__name__)
 
 
 class Canceller(Protocol):
@@ -41,6 +44,13 @@ def result_of(failure: ArrivedFailure | None, payload: object) -> object:
     if failure is not None:
         raise failure.exception()
     return payload  # a stream, or None
+
+
+def _is_made_here(payload: object) -> bool:
+    """Whether the thread that has read a reply makes its value: that is quick, and runs no code of users."""
+    if isinstance(payload, Arrived):
+        return payload.is_simple and payload.is_short and payload.autograd is None
+    return payload is None  # of most functions
 
 
 def _settle_inside(context: CallContext, future: Future[Any]) -> None:
@@ -133,7 +143,9 @@ class SyncReplySink:
 
 
 class CallFuture(Future[Any]):
-    """The future of a call. A thread that waits decodes its value, or else the pool, which runs callbacks, too."""
+    """The future of a call. Who reads the reply completes it, if its value is plain and short and has no tensors;
+    another value is decoded by a thread that waits, or else by the pool, which runs callbacks, too.
+    """
 
     __slots__ = ()
 
@@ -143,10 +155,16 @@ class CallFuture(Future[Any]):
         self._on_cancel = call.cancel
 
     def replied(self, failure: ArrivedFailure | None, payload: object, jobs: list[PoolJob]) -> None:
-        if failure is None and payload is None:  # as of most functions: there is nothing to make
-            if self._arrive(None):
-                jobs.append((self._run_callbacks, ()))
-        elif self._deliver(partial(result_of, failure, payload)):
+        if failure is None and _is_made_here(payload):
+            try:
+                value = result_of(None, payload)
+            except Exception as exc:  # it is damaged, or nested too deeply for the stack of this thread: see below
+                logger.debug("a reply is left to the pool: %r", exc)
+            else:
+                if self._arrive(value):
+                    jobs.append((self._run_callbacks, ()))
+                return
+        if self._deliver(partial(result_of, failure, payload)):
             context = payload.autograd if isinstance(payload, Arrived) else None
             jobs.append((self._settle, ()) if context is None else (_settle_inside, (context, self)))
         elif self.cancelled() and isinstance(payload, Arrived):
