@@ -44,7 +44,6 @@ from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistE
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._futures.failure import Failure, raise_failure
 from rpcdist.rpc._futures.interrupt import acquire
-from rpcdist.rpc._futures.taking import Taker
 from rpcdist.rpc._values.exceptions import (
     described,
     drop_first_frame,
@@ -90,6 +89,24 @@ class Expected(Protocol):
         """By which the result will come; None if that is not known."""
 
 
+class FutureObserver:
+    """An observer of futures, one for all of them, which can also take over results before their futures are done: so a
+    thread that waits for several makes their results itself, as one that waits for one future does.
+    """
+
+    def note_done(self, future: Future[Any]) -> None:
+        """A future that is observed is done. Called once, on the completing thread; it must be quick."""
+        raise NotImplementedError
+
+    def take_over(self, future: Future[Any]) -> bool:
+        """The result of a future has arrived and is not decoded yet; called on the thread that has read it.
+
+        Returns:
+            Whether a thread that waits will call the future's `_settle`, in any case.
+        """
+        raise NotImplementedError
+
+
 class Future(torch.futures.Future[T]):
     """The result of a call that is still running.
 
@@ -128,7 +145,7 @@ class Future(torch.futures.Future[T]):
         self._once = allocate_lock()
         self._finished = False
         self._on_cancel = on_cancel
-        self._observers: list[LockType | Taker | Callable[[], object]] = []  # a lock for each blocked thread
+        self._observers: list[LockType | FutureObserver | Callable[[], object]] = []  # a lock for each blocked thread
         self._callbacks: list[Callable[[Future[T]], object]] = []  # of the user
         self._debt: list[Callable[[], T]] | None = None  # rule 3
         self._error: BaseException | None = None
@@ -355,7 +372,7 @@ class Future(torch.futures.Future[T]):
         if self._callbacks:
             return True
         for observer in tuple(self._observers):
-            if isinstance(observer, Taker) and observer.take_over(self):
+            if isinstance(observer, FutureObserver) and observer.take_over(self):
                 return False
         return True
 
@@ -425,21 +442,21 @@ class Future(torch.futures.Future[T]):
                 return
             if type(observer) is LockType:
                 self._give(observer)
-            elif isinstance(observer, Taker):
+            elif isinstance(observer, FutureObserver):
                 observer.note_done(self)
             else:
                 observer()
 
-    def _observe(self, observer: Taker | Callable[[], object]) -> None:
+    def _observe(self, observer: FutureObserver | Callable[[], object]) -> None:
         """Has `observer` called once when the future is done, on the completing thread or at once; it must be quick."""
         self._observers.append(observer)
         if self._finished and self._forget(observer):
-            if isinstance(observer, Taker):
+            if isinstance(observer, FutureObserver):
                 observer.note_done(self)
             else:
                 observer()
 
-    def _forget(self, observer: LockType | Taker | Callable[[], object]) -> bool:
+    def _forget(self, observer: LockType | FutureObserver | Callable[[], object]) -> bool:
         """Takes an observer off the list; False if the reply_sink did, and calls it."""
         try:
             self._observers.remove(observer)

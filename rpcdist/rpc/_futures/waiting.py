@@ -5,9 +5,9 @@ ends the wait only after all others are done, and callbacks of what `collect_all
 reads a reply. `replace_torch_functions` therefore puts ours in the place of what they call, so that programs get ours
 that have imported the functions by name before; lists without a future of ours go to torch's own.
 
-A thread that waits for a few reads the connection by which the first of them that is pending will come, and makes the
-results that arrive for any of them (`Taker`): nobody else is woken for that. `async for` can do neither: the thread of
-an event loop sleeps in the loop's own selector.
+A thread that waits for several reads the connection by which the first of them that is pending will come, and makes the
+results that arrive for any of them (`FutureObserver`): nobody else is woken for that. `async for` can do neither: the
+thread of an event loop sleeps in the loop's own selector.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ import torch.futures
 from rpcdist.errors import BlockingInLoop, DeadlineExceeded
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._futures.interrupt import acquire
-from rpcdist.rpc._futures.taking import Taker
-from rpcdist.rpc.future import Future, Source
+from rpcdist.rpc.future import Future, FutureObserver, Source
 from rpcdist.waiters import wake_threadsafe
 
 __all__ = ["AnyDone", "Completions", "as_completed", "collect_all", "replace_torch_functions", "wait_all", "wait_any"]
@@ -142,7 +141,7 @@ def as_completed(futures: Iterable[torch.futures.Future[T]], timeout: float | No
     return Completions(list(dict.fromkeys(futures)), timeout, "as_completed()")
 
 
-class Completions(Taker, Generic[T]):
+class Completions(FutureObserver, Generic[T]):
     """An iterator, and an async iterator, over futures that become done. Serves one consumer at a time."""
 
     def __init__(self, futures: Sequence[torch.futures.Future[T]], timeout: float | None, what: str) -> None:
@@ -207,7 +206,7 @@ class Completions(Taker, Generic[T]):
         self._observed.clear()
 
     def note_done(self, future: torch.futures.Future[T]) -> None:
-        """See `Taker`."""
+        """See `FutureObserver`."""
         if self._failed is None and _has_failed(future):
             self._failed = future
         self._arrived.append(future)
@@ -215,7 +214,7 @@ class Completions(Taker, Generic[T]):
             self._wake_one()
 
     def take_over(self, future: Future[T]) -> bool:
-        """See `Taker`."""
+        """See `FutureObserver`."""
         self._taken.append(future)
         if not self._is_taking:
             try:
