@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
-import grimp
 import networkx  # type: ignore[import-untyped]
 import pytest
 from docs_programs import ROOT
-
-PRODUCT = {
-    "rpcdist": ROOT / "rpcdist",
-    "rpcdist.autograd": ROOT / "autograd",
-    "rpcdist.collectives": ROOT / "collectives",
-}
+from house_size import import_circles, import_graph, sources
 
 # How many entries of these folders may be files: what is more belongs into a subfolder.
 MAX_FILES = {ROOT / "collectives": 20, ROOT / "rpcdist" / "rpc": 16}
@@ -25,24 +18,10 @@ MAX_FILES = {ROOT / "collectives": 20, ROOT / "rpcdist" / "rpc": 16}
 SHARED_BASENAMES = {"__init__.py", "options.py", "constants.py", "functional.py"}
 
 
-def sources() -> Iterator[Path]:
-    """The product's files, without generated ones and without the links that repeat two folders."""
-    for path in sorted((ROOT / "rpcdist").rglob("*.py")):
-        below = path.relative_to(ROOT / "rpcdist").parts[0]
-        if below not in ("_proto", "autograd", "collectives"):
-            yield path
-    yield from sorted((ROOT / "autograd").rglob("*.py"))
-    yield from sorted((ROOT / "collectives").rglob("*.py"))
-
-
 @pytest.fixture(scope="module")
 def imports() -> networkx.DiGraph:
-    """Who imports whom, imports for type checkers and imports inside of functions included."""
-    found = grimp.build_graph("rpcdist", exclude_type_checking_imports=False, cache_dir=None)
-    graph = networkx.DiGraph()
-    for module in found.modules - {"rpcdist"}:
-        graph.add_edges_from((module, imported) for imported in found.find_modules_directly_imported_by(module))
-    return graph
+    """Imports for type checkers and imports inside of functions included."""
+    return import_graph()
 
 
 def test_the_graph_counts_imports_for_type_checkers(imports: networkx.DiGraph) -> None:
@@ -54,8 +33,7 @@ def test_the_graph_counts_imports_for_type_checkers(imports: networkx.DiGraph) -
 
 
 def test_no_module_imports_itself_by_way_of_others(imports: networkx.DiGraph) -> None:
-    circles = [sorted(circle) for circle in networkx.strongly_connected_components(imports) if len(circle) > 1]
-    assert circles == []
+    assert import_circles(imports) == []
 
 
 @pytest.mark.parametrize("folder", MAX_FILES, ids=lambda folder: folder.name)
