@@ -20,7 +20,9 @@ from rpcdist.collectives._group.shared_hosts import find_hosts, share_memory
 from rpcdist.collectives._group.state import GroupState
 from rpcdist.collectives._transports.hierarchical import HierarchicalTransport, Hosts
 from rpcdist.collectives._transports.p2p.mailboxes import Mailboxes
-from rpcdist.collectives._transports.shm import ShmTransport, segment_size, unsupported_here
+from rpcdist.collectives._transports.shm.segment_layout import segment_size
+from rpcdist.collectives._transports.shm.shm_transport import ShmTransport
+from rpcdist.collectives._transports.shm.support import unsupported_here
 from rpcdist.collectives._transports.single import SingleRankTransport
 from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport
 from rpcdist.collectives._transports.transport_base import Transport

@@ -33,8 +33,8 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(80_436, 63_000),
-    "code": Limit(46_057, 36_000),
+    "lines": Limit(79_942, 63_000),
+    "code": Limit(45_760, 36_000),
     "files": Limit(570, 400),
     "classes": Limit(928, 620),
     "protocols": Limit(82, 30),

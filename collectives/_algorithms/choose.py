@@ -10,8 +10,6 @@ from rpcdist.collectives._algorithms import direct, ring, tree
 from rpcdist.collectives._algorithms.steps import Plan
 from rpcdist.collectives._operations.operation import Kind
 
-__all__ = ["CHAIN_SLICE_BYTES", "Algorithm", "choose", "plan_for"]
-
 _DOUBLING_LIMIT_BYTES: Final = 32 << 10
 _DOUBLING_LIMIT_OF_PAIR_BYTES: Final = 128 << 10
 _TREE_LIMIT_BYTES: Final = 128 << 10

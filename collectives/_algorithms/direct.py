@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from rpcdist.collectives._algorithms.steps import Plan, ReceiveStep, Region, Round, SendStep, chain, merge
 from rpcdist.collectives._algorithms.tree import barrier
 
-__all__ = ["direct_all_gather", "gather", "pairwise_all_to_all", "scatter"]
-
 
 def direct_all_gather(rank: int, size: int, counts: Sequence[int]) -> Plan:
     """Every rank sends to every other in one round: for small chunks and few ranks. Buffers as in `ring_all_gather`."""

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 from rpcdist.collectives._algorithms.steps import Plan, ReceiveStep, Region, Round, SendStep, chain, split_evenly
 
-__all__ = ["ring_all_gather", "ring_all_reduce", "ring_reduce_scatter"]
-
 
 def ring_all_reduce(rank: int, size: int, count: int, multiple: int = 1) -> Plan:
     """The ranks reduce a part each, and pass the parts around.

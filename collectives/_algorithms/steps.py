@@ -22,8 +22,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
-__all__ = ["NOTHING", "Plan", "ReceiveStep", "Region", "Round", "SendStep", "chain", "grid", "merge", "split_evenly"]
-
 
 @dataclass(frozen=True, slots=True)
 class Region:

@@ -10,16 +10,6 @@ from dataclasses import replace
 
 from rpcdist.collectives._algorithms.steps import NOTHING, Plan, ReceiveStep, Region, Round, SendStep, merge
 
-__all__ = [
-    "barrier",
-    "chain_broadcast",
-    "chain_reduce",
-    "doubling_all_reduce",
-    "greeting",
-    "tree_broadcast",
-    "tree_reduce",
-]
-
 
 def barrier(rank: int, size: int) -> Plan:
     """In round k, a rank tells the rank 2^k ahead that it has heard, directly or not, from the 2^k ranks behind it."""

@@ -33,8 +33,6 @@ from rpcdist.collectives.options import (
 from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError
 
-__all__ = ["LowerCaseOperations", "TensorLists", "Tensors"]
-
 Given = TypeVar("Given", bound=OperationOptions)
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]

@@ -11,8 +11,6 @@ from rpcdist.collectives._api.default_group import init_process_group
 from rpcdist.collectives._api.group_queries import get_rank, get_world_size, is_initialized
 from rpcdist.errors import ConfigError
 
-__all__ = ["check_device_type", "check_ranks", "checked_names", "set_up_world"]
-
 
 def check_device_type(device_type: str) -> None:
     if not device_type.isalpha():

@@ -45,8 +45,6 @@ from rpcdist.collectives._stores.store_operations import (
     Wait,
 )
 
-__all__ = ["Displaced", "Made", "NotAll", "Unlike", "Wish", "agreement"]
-
 R = TypeVar("R")
 Steps = Generator[StoreOperation[object], object, R]
 

@@ -16,8 +16,6 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveMismatch, RendezvousError, StoreTimeout, listed
 from rpcdist.time_limits import MIN_WAIT_S, STORE_CHECK_INTERVAL_S
 
-__all__ = ["DEFAULT_GROUP", "agree", "wait_for_keys"]
-
 DEFAULT_GROUP: Final = "the default group"
 
 

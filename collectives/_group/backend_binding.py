@@ -15,8 +15,6 @@ from rpcdist.collectives._operations.sparse_all_reduce import all_reduce_sparse
 from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError
 
-__all__ = ["BackendBinding"]
-
 MAX_TAG = 2**31 - 1
 
 

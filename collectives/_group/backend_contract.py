@@ -16,8 +16,6 @@ from rpcdist.collectives.work import Work
 if TYPE_CHECKING:
     from rpcdist.collectives._stores.store_base import Store
 
-__all__ = ["GroupBackend", "GroupContext"]
-
 
 @dataclass(frozen=True, slots=True)
 class GroupContext:

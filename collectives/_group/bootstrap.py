@@ -16,8 +16,6 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import ConnectFailed, DistNetworkError, RendezvousError, StoreTimeout
 from rpcdist.transport.sockets import HubAddress, SocketHub
 
-__all__ = ["Bootstrap", "connect_watch", "exchange_addresses", "exchange_values", "wait_until_made"]
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 

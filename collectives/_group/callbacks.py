@@ -27,8 +27,6 @@ import torch
 
 from rpcdist.own_shortage import own_shortage
 
-__all__ = ["Callbacks", "OrderedFuture", "fail_future"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -19,8 +19,6 @@ from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError, RankLost
 from rpcdist.freed_memory import keep_freed_memory
 
-__all__ = ["MakeBackend", "check_split", "default_timeout", "make_group", "open_group", "split_off"]
-
 MakeBackend = Callable[[Backend | str, GroupContext], GroupBackend]
 """Constructs the backend of a name; blocks until all ranks of the group can be reached."""
 

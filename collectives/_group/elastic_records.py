@@ -17,8 +17,6 @@ from rpcdist.collectives._stores.store_base import Store
 from rpcdist.errors import AuthenticationFailed, RendezvousError
 from rpcdist.transport.records import Records
 
-__all__ = ["MAX_PROCESSES", "ElasticRecords"]
-
 T = TypeVar("T")
 
 MAX_PROCESSES: Final = 4096

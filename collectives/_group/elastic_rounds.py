@@ -13,8 +13,6 @@ from typing import Final
 
 from rpcdist.transport.sockets import HubAddress
 
-__all__ = ["Candidate", "ClosedRound", "awaited", "close", "is_complete"]
-
 _STEPS: Final = range(2**63)
 _MAX_TEXT_CHARS: Final = 4096
 

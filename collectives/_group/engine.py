@@ -55,8 +55,6 @@ from rpcdist.profile_ranges import is_profiling, record_function
 from rpcdist.time_limits import GROUP_VERDICT_LIMIT_S, IDLE_RECHECK_S, THREAD_GRACE_S
 from rpcdist.transport import fork
 
-__all__ = ["Engine"]
-
 logger = logging.getLogger(__name__)
 
 

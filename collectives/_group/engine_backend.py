@@ -18,8 +18,6 @@ from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
 
-__all__ = ["EngineBackend", "Messages"]
-
 logger = logging.getLogger(__name__)
 
 

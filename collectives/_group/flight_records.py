@@ -21,8 +21,6 @@ from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError
 from rpcdist.private_files import why_not_private
 
-__all__ = ["FOLDER_VARIABLE", "FlightRecorder", "MessageLog", "Record", "label"]
-
 logger = logging.getLogger(__name__)
 
 VERSION: Final = 1

@@ -8,8 +8,6 @@ from enum import Enum
 
 from rpcdist.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, GroupAborted, RankLost
 
-__all__ = ["FailureKind", "GroupFailure", "list_ranks"]
-
 MAX_REASON_LENGTH = 4000
 
 

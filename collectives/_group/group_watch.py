@@ -11,8 +11,6 @@ from rpcdist.collectives._group.watch import Watch
 from rpcdist.deadline import Deadline
 from rpcdist.time_limits import THREAD_GRACE_S
 
-__all__ = ["GroupWatch"]
-
 
 class GroupWatch:
     """Connects the watch of a group before anything else of it, so that a rank that dies meanwhile is noticed.

@@ -18,9 +18,6 @@ from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveError, listed
 
-__all__ = ["Job", "JobHost", "OperationTitle", "record_of"]
-
-
 MAX_SHAPES: Final = 8
 """So many shapes an error names."""
 

@@ -15,8 +15,6 @@ from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.rendezvous import rendezvous
 from rpcdist.errors import DistStoreError
 
-__all__ = ["MPI_ADDRESS", "KeptStore", "StoreAndRank"]
-
 MPI_ADDRESS = "mpi"
 """Stands for a URL: MPI tells the ranks where the store is."""
 

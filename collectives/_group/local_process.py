@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from rpcdist.collectives._group.shared_sockets import SharedSockets
     from rpcdist.transport.records import Records
 
-__all__ = ["Closable", "LocalProcess"]
-
 
 class Closable(Protocol):
     """A backend, as far as the end of the process is concerned."""

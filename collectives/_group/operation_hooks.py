@@ -13,8 +13,6 @@ import torch
 from rpcdist.collectives._operations.operation import Kind, Operation
 from rpcdist.collectives.work import Work
 
-__all__ = ["HookOpName", "OperationHooks", "PostHookArgs", "PreHookArgs", "hook_name", "run_abort_hooks"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -6,8 +6,6 @@ from typing import Protocol
 
 from rpcdist.collectives._group.group_failure import GroupFailure
 
-__all__ = ["Reporter", "WatchListener"]
-
 
 class Reporter:
     """Tells the other ranks what this one found out. The base class, for groups of one rank, tells nobody."""

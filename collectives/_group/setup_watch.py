@@ -10,8 +10,6 @@ from rpcdist.collectives._group.group_failure import GroupFailure
 from rpcdist.collectives._group.reporting import WatchListener
 from rpcdist.collectives._group.state import FailureHeard, GroupState, RankLeft
 
-__all__ = ["OpenGroup", "SetupWatch"]
-
 
 class OpenGroup(WatchListener, Protocol):
     """The engine or watchdog of a group that is made."""

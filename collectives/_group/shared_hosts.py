@@ -22,8 +22,6 @@ from rpcdist.time_limits import CHECK_INTERVAL_MS, HOST_PROBE_LIMIT_S, SHARED_ME
 from rpcdist.transport.shared_memory import Segment, accept, offer
 from rpcdist.transport.sockets import SocketHub
 
-__all__ = ["find_hosts", "share_memory"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -10,8 +10,6 @@ from rpcdist.transport import Node, acquire_node
 from rpcdist.transport.addresses import host_from_environment, pick_bind_host, split_address
 from rpcdist.transport.sockets import SocketHub
 
-__all__ = ["SharedSockets", "bind_host"]
-
 
 class SharedSockets:
     """A node and a socket hub, open as long as somebody has a share; whoever makes it has the first one.

@@ -21,23 +21,6 @@ from typing import Final, Protocol
 
 from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure, list_ranks
 
-__all__ = [
-    "LEFT",
-    "Action",
-    "Closing",
-    "Event",
-    "FailOperations",
-    "FailureFound",
-    "FailureHeard",
-    "GroupState",
-    "NoteDeparture",
-    "Opened",
-    "RankLeft",
-    "RunningOperation",
-    "TellRanks",
-    "WakeRunning",
-]
-
 LEFT: Final = "it left the default group"
 """Why a rank is gone that said farewell."""
 

@@ -17,8 +17,6 @@ from rpcdist.collectives._group.state import (
     RankLeft,
 )
 
-__all__ = ["StateKeeper"]
-
 
 class StateKeeper(ABC):
     """Owns the state of a group; any thread may bring it events (it is a `WatchListener`).

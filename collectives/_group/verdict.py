@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure, list_ranks
 
-__all__ = ["monitored_text", "timeout_verdict"]
-
 
 def timeout_verdict(
     title: str, sequence: int, answers: Mapping[int, tuple[int, str]], world_ranks: tuple[int, ...]

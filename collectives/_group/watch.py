@@ -35,8 +35,6 @@ from rpcdist.time_limits import (
 )
 from rpcdist.transport import Node
 
-__all__ = ["Watch"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -10,8 +10,6 @@ from typing import Final
 from rpcdist.errors import ProtocolViolation
 from rpcdist.time_limits import GROUP_SEND_LIMIT_S, GROUP_SILENCE_LIMIT_S
 
-__all__ = ["Message", "WatchConnection", "integer"]
-
 MAX_MESSAGE_BYTES: Final = 64 * 1024
 """More than the longest failure; a peer cannot make this process reserve more."""
 

@@ -19,20 +19,6 @@ from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError
 
-__all__ = [
-    "NON_GROUP_MEMBER",
-    "Group",
-    "World",
-    "current_world",
-    "default_group",
-    "group_or_default",
-    "member_group",
-    "resolve_group_rank",
-    "resolve_root",
-    "use_world",
-    "warn_not_in_group",
-]
-
 NON_GROUP_MEMBER: Final = cast(ProcessGroup, -100)
 """Returned by `new_group` on ranks that are not in the group, with torch's value; functions that get it do nothing.
 

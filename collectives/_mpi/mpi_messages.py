@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI
 
-__all__ = ["MpiMessages"]
 
 _HEADER: Final = struct.Struct("<QIB3x")  # size in bytes, number, dtype
 _NUMBERS: Final = 1 << 15

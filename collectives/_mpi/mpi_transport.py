@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI
 
-__all__ = ["MpiTransport", "abandon"]
 
 _abandoned: Final[list[object]] = []
 """MPI is one for the whole process and ends with it, whichever world a group belongs to; so does this list."""

@@ -13,8 +13,6 @@ from rpcdist.collectives._stores.tcp_store import TCPStore
 if TYPE_CHECKING:
     from rpcdist.collectives._stores.store_base import Store
 
-__all__ = ["rendezvous_through_mpi"]
-
 
 def rendezvous_through_mpi(timeout: timedelta) -> tuple[Store, int, int]:
     """A store that MPI's rank 0 serves, this process's rank, and how many there are.

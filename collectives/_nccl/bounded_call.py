@@ -9,8 +9,6 @@ from typing import Generic, TypeVar
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveTimeout
 
-__all__ = ["call_bounded"]
-
 T = TypeVar("T")
 
 

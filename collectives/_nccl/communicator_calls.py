@@ -18,8 +18,6 @@ from rpcdist.collectives._operations import reduce_kernels
 from rpcdist.collectives._operations.adjacent import joined
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
 
-__all__ = ["NcclCalls", "native_form"]
-
 # These numbers are NCCL's binary interface.
 _UINT8: Final = 1
 _DATATYPES: Final = {

@@ -20,7 +20,6 @@ from rpcdist.errors import ConfigError
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["OLDEST_CUPY", "Communicator", "CudaEvent", "CudaRuntime", "CudaStream", "Runtime", "nccl_is_usable"]
 
 OLDEST_CUPY: Final = 14
 """CuPy 14.0.0 has `commSplit`, and unique ids that are `bytes`; 13.6.0, the newest before it, has neither."""

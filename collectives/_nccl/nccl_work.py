@@ -16,8 +16,6 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import BlockingInLoop, CollectiveTimeout
 from rpcdist.time_limits import NCCL_WORK_POLL_S
 
-__all__ = ["NcclWork"]
-
 
 class NcclWork(Work):
     """See `Work`; the device may be behind, and the host usually need not wait for it.

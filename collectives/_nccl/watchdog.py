@@ -40,8 +40,6 @@ from rpcdist.time_limits import (
     THREAD_GRACE_S,
 )
 
-__all__ = ["NcclWatchdog"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["joined"]
-
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Returns one flat tensor over the memory of all tensors if each begins where the last one ends, else None."""

@@ -11,18 +11,6 @@ import torch
 
 from rpcdist.errors import ConfigError
 
-__all__ = [
-    "barrier_timeout",
-    "check_group_rank",
-    "check_num_tensors",
-    "check_same_count",
-    "check_same_dtype",
-    "check_tensor",
-    "check_tensor_list",
-    "check_timeout",
-    "check_whole_number",
-]
-
 
 def check_tensor(value: object, name: str) -> TypeGuard[torch.Tensor]:
     """Raises TypeError unless it is a tensor."""

@@ -16,8 +16,6 @@ import torch
 from rpcdist.collectives._operations.operation import DTYPES
 from rpcdist.errors import ConfigError
 
-__all__ = ["Copies", "is_dense", "is_ready", "same_kind", "separate"]
-
 _KNOWN: Final = frozenset(DTYPES)
 
 

@@ -17,26 +17,6 @@ from rpcdist.collectives._operations.reduce_kernels import unsupported
 from rpcdist.collectives._operations.reduce_ops import canonical_op
 from rpcdist.errors import ConfigError
 
-__all__ = [
-    "Lowered",
-    "Place",
-    "all_gather",
-    "all_gather_single",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_reduce_many",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "gather",
-    "gather_single",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "scatter",
-]
-
 _KNOWN = frozenset(DTYPES)
 
 

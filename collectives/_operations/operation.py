@@ -32,8 +32,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["FINGERPRINT_BYTES", "Kind", "Operation", "ReduceOp", "describe_fingerprint", "dtype_code"]
-
 
 class Kind(IntEnum):
     """The kinds of operation; their numbers are part of the fingerprint."""

@@ -18,8 +18,6 @@ import torch
 
 from rpcdist.collectives._operations.operation import Operation, ReduceOp
 
-__all__ = ["ReduceKernel", "finish", "premultiply", "premultiply_to", "reduce_into", "reducer", "unsupported"]
-
 Combine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 _FLOAT8: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})

@@ -11,8 +11,6 @@ import torch
 
 from rpcdist.collectives._operations.operation import ReduceOp
 
-__all__ = ["Factor", "PremulSum", "canonical_op", "make_premul_sum", "reduce_op", "supports_complex"]
-
 Factor = float | torch.Tensor
 
 

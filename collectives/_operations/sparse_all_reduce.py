@@ -16,8 +16,6 @@ from rpcdist.collectives._operations.reduce_ops import canonical_op
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveMismatch, ConfigError
 
-__all__ = ["all_reduce_sparse"]
-
 Run = Callable[[Operation], object]
 
 

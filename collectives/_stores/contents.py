@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["Change", "Code", "Contents"]
-
 
 class Code(enum.IntEnum):
     """What a change does. The numbers stand in the files of `FileStore`."""

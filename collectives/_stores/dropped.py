@@ -14,8 +14,6 @@ from typing import Final
 
 from rpcdist.at_exit import register_at_exit
 
-__all__ = ["DROPPED_STORES", "DroppedStores"]
-
 logger = logging.getLogger(__name__)
 
 

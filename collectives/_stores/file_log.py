@@ -33,8 +33,6 @@ from rpcdist.errors import DistStoreError
 from rpcdist.private_files import why_not_private
 from rpcdist.time_limits import LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S
 
-__all__ = ["ChangeLog", "OpenLog"]
-
 MAGIC: Final = b"RPCDSTR1"
 HEADER_BYTES: Final = 16
 MAX_RECORD_BYTES: Final = 1 << 30

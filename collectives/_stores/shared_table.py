@@ -13,8 +13,6 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import DistStoreError
 from rpcdist.time_limits import PARKED_LIMIT_S
 
-__all__ = ["SharedTable"]
-
 
 class _Call:
     """An operation under way: its result so far, and what tells its caller that the result has changed."""

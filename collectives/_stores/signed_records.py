@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.transport.records import Records
 
-__all__ = ["SignedRecords"]
-
 
 class SignedRecords:
     """Any thread may use it.

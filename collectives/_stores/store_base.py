@@ -31,8 +31,6 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DistStoreError, QueueEmptyError, StoreTimeout, listed
 from rpcdist.time_limits import STORE_TIMEOUT_S
 
-__all__ = ["DEFAULT_TIMEOUT", "Store", "Timeout", "Value", "seconds", "timed_out"]
-
 R = TypeVar("R")
 
 Value = bytes | str | bytearray

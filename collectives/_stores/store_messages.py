@@ -13,8 +13,6 @@ from rpcdist.collectives._stores import store_operations as ops
 from rpcdist.collectives._stores.store_operations import Missing, StoreOperation
 from rpcdist.errors import DistStoreError
 
-__all__ = ["operation_of", "reply_with", "request_for", "result_of"]
-
 # Each operation, and the field of the reply that carries its result; none for an operation that returns nothing.
 _RESULT_FIELDS: Final[dict[type[StoreOperation[object]], str]] = {
     ops.Set: "",

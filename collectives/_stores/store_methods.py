@@ -28,8 +28,6 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import DistStoreError
 from rpcdist.time_limits import STORE_GRACE_S, TORCH_STORE_FIRST_PAUSE_S, TORCH_STORE_LONGEST_PAUSE_S
 
-__all__ = ["Offers", "carry_out"]
-
 Offers = Callable[[str], bool]
 """Whether the store has a method of this name."""
 

@@ -20,27 +20,6 @@ from typing import ClassVar, Final, Generic, Self, TypeVar
 from rpcdist.collectives._stores.contents import Change, Code, Contents
 from rpcdist.errors import DistStoreError
 
-__all__ = [
-    "LARGEST_BYTES",
-    "Add",
-    "Append",
-    "Check",
-    "CompareSet",
-    "Decision",
-    "DeleteKey",
-    "Get",
-    "ListKeys",
-    "Missing",
-    "NumKeys",
-    "QueueLen",
-    "QueuePop",
-    "QueuePush",
-    "Set",
-    "StoreOperation",
-    "Wait",
-    "next_number",
-]
-
 R_co = TypeVar("R_co", covariant=True)
 
 LARGEST_BYTES: Final = 128 << 20

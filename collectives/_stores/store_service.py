@@ -22,8 +22,6 @@ from rpcdist.ids import Identity
 from rpcdist.time_limits import STORE_LINGER_S
 from rpcdist.transport import LARGEST_UNCUT_BYTES
 
-__all__ = ["CLOSED", "StoreService"]
-
 CLOSED: Final = "the store was closed by the process that serves it"
 
 Method = Callable[[Identity, Any], Awaitable[Message | bytes]]

@@ -20,8 +20,6 @@ from typing import Final
 from rpcdist.collectives._stores.contents import Change, Code, Contents
 from rpcdist.collectives._stores.store_operations import Missing, QueuePop, StoreOperation
 
-__all__ = ["StoreTable", "Woken"]
-
 _ADDING: Final = frozenset({Code.SET, Code.APPEND, Code.PUSH})
 
 

@@ -17,8 +17,6 @@ from rpcdist.transport import Node, acquire_node
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.fork import in_forked_child
 
-__all__ = ["TABLE_SERVER", "TableServer", "TableShare"]
-
 DESCRIPTOR = store_pb2.DESCRIPTOR.services_by_name["Store"]
 
 

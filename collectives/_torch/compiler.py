@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["hide_frame_from_compiler", "hide_from_compiler"]
-
 
 def hide_from_compiler(*classes: type) -> None:
     """Hides the methods of the classes, and what these call.

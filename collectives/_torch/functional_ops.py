@@ -10,8 +10,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["serve_functional_ops"]
-
 _NAMESPACE: Final = "_c10d_functional"
 _c10d: Any = torch._C._distributed_c10d
 _libraries: Final[list[torch.library.Library]] = []

@@ -22,8 +22,6 @@ import torch
 
 from rpcdist.collectives.work import Work
 
-__all__ = ["TorchWork", "held", "keep_what_torch_holds"]
-
 # torch's stubs describe overloads of its C++ classes, which no single Python method can have.
 _c10d: Any = torch._C._distributed_c10d
 

@@ -24,8 +24,6 @@ from rpcdist.collectives._transports.transport_base import (
     TransportTimeout,
 )
 
-__all__ = ["HierarchicalTransport", "Hosts"]
-
 
 @dataclass(frozen=True, slots=True)
 class Hosts:

@@ -7,8 +7,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["copy_bytes", "memory_at", "memory_of"]
-
 _QUICK_BYTES: Final = 64 << 10
 
 

@@ -6,8 +6,6 @@ import select
 import socket
 from typing import Final
 
-__all__ = ["Pollers", "Waker"]
-
 _MAX_POLLERS: Final = 64
 
 

@@ -6,8 +6,6 @@ from rpcdist.collectives._operations import reduce_kernels
 from rpcdist.collectives._operations.operation import Operation
 from rpcdist.collectives._transports.transport_base import Control, Transport
 
-__all__ = ["SingleRankTransport"]
-
 
 class SingleRankTransport(Transport):
     """Runs the operations of a group of size 1."""

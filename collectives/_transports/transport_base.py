@@ -12,8 +12,6 @@ from abc import ABC, abstractmethod
 from rpcdist.collectives._operations.operation import Operation
 from rpcdist.deadline import Deadline
 
-__all__ = ["Control", "PartControl", "Transport", "TransportMismatch", "TransportPeerLost", "TransportTimeout"]
-
 
 class TransportMismatch(Exception):
     """A peer's fingerprint, or the size of its message, is not the expected one. The engine tells every rank.

@@ -17,8 +17,6 @@ import xxhash
 
 from rpcdist.errors import CheckpointError, ConfigError
 
-__all__ = ["Digests", "FileDigests", "algorithm_of", "digests_of", "write_digests"]
-
 DIGESTS_NAME: Final = ".digests"
 CHUNK_BYTES: Final = 4 << 20
 _ALGORITHMS: Final[dict[str, Callable[[bytes], Any]]] = {"xxh3": xxhash.xxh3_128, "sha256": hashlib.sha256}

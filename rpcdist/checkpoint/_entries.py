@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from rpcdist.errors import ConfigError, RpcdistError
 
-__all__ = ["Entries", "Stateful", "Stored", "entries_of", "restore"]
-
 Entries = dict[str, Any]
 """Tensors, which may be those of a model itself, and other objects."""
 

@@ -21,8 +21,6 @@ from pathlib import Path
 
 from rpcdist.errors import CheckpointError, ConfigError, RpcdistError
 
-__all__ = ["checkpoint_path", "discard", "new_folder", "publish", "writing"]
-
 NUM_RANDOM_BYTES = 8
 
 

@@ -14,8 +14,6 @@ from rpcdist.checkpoint._storage import StoredEntries
 from rpcdist.collectives import ProcessGroup
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
 
-__all__ = ["load", "load_async"]
-
 
 @off_loop("await checkpoint.load_async(...)")
 def load(

@@ -13,8 +13,6 @@ from rpcdist.checkpoint._storage import CheckpointPart, StoredEntries
 from rpcdist.errors import ConfigError
 from rpcdist.rpc import RRef
 
-__all__ = ["by_owner", "entries_at_owner", "load_at_owner", "new_part"]
-
 References = dict[str, RRef[Any]]
 
 

@@ -9,8 +9,6 @@ from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import CheckpointError, ConfigError
 
-__all__ = ["Ranks"]
-
 T = TypeVar("T")
 
 

@@ -20,8 +20,6 @@ from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import ConfigError
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
 
-__all__ = ["save", "save_async"]
-
 
 @off_loop("await checkpoint.save_async(...)")
 def save(

@@ -30,8 +30,6 @@ from rpcdist.checkpoint._entries import Entries
 from rpcdist.checkpoint._folders import writing
 from rpcdist.errors import CheckpointError, ConfigError
 
-__all__ = ["CheckpointPart", "StoredEntries", "WrittenFiles", "end_with_index", "plan_together"]
-
 INDEX_NAME = ".metadata"
 NUM_ENTRIES_SHOWN = 10  # in an error
 

@@ -18,8 +18,6 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-__all__ = ["install_aliases"]
-
 
 def install_aliases(table: Mapping[str, str], missing: Mapping[str, str]) -> None:
     """Makes torch's names mean modules of ours in this process; before a module that uses them is imported.

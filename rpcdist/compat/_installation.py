@@ -12,8 +12,6 @@ from rpcdist.compat._replaced_names import ALIASES, LATE_VIEWS, MISSING, TAKES_G
 from rpcdist.compat._views import install_late, install_views, refuse_torch_groups
 from rpcdist.errors import ConfigError
 
-__all__ = ["install", "is_installed"]
-
 _MARK: Final = "rpcdist_compat"
 """The entry of what `multiprocessing` prepares its children with."""
 

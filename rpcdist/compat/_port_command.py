@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["add_port"]
 
 _DESCRIPTION = """Changes torch.distributed, its rpc, autograd, optim and nn, DDP, SyncBatchNorm and
 DistributedSampler to rpcdist's in the import lines and where they are written out in full. Shows a diff, and writes
@@ -58,7 +57,7 @@ def _scripts_below(folder: Path) -> list[Path]:
 
 def _port_file(path: Path, *, write: bool) -> int:
     """Ports a file; returns 0, 1 if something is left to do, or 2 if it cannot be read."""
-    from rpcdist.compat._porting import port
+    from rpcdist.compat._porting._rewriting import port
 
     content = path.read_bytes()
     try:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ALIASES", "LATE_VIEWS", "MISSING", "READS_OURS", "REFUSED", "TAKES_GROUPS", "VIEWS", "advice_against"]
-
 _ALGORITHMS: Final = "torch.distributed.algorithms"
 _AVERAGING: Final = "rpcdist.parallel.model_averaging"
 

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["add_run", "run_script"]
-
 
 def add_run(commands: Commands) -> None:
     """Adds the command to a parser; `arguments.run(arguments)` runs it."""

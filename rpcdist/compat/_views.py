@@ -19,8 +19,6 @@ from typing import Any
 from rpcdist.compat._replaced_names import READS_OURS, advice_against
 from rpcdist.errors import ConfigError
 
-__all__ = ["install_late", "install_views", "refuse_torch_groups"]
-
 
 class _ViewedModule(ModuleType):
     """A module of torch, of which `_OURS` has the names that the program shall find, by the module that has them."""

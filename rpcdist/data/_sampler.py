@@ -13,7 +13,6 @@ from rpcdist.errors import ConfigError
 if TYPE_CHECKING:
     from rpcdist.collectives import ProcessGroup
 
-__all__ = ["DistributedSampler"]
 
 T_co = TypeVar("T_co", covariant=True)
 

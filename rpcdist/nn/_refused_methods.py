@@ -9,8 +9,6 @@ from torch import nn
 
 from rpcdist.errors import ConfigError
 
-__all__ = ["REFUSED", "RefusesLocalMethods"]
-
 REFUSED = (
     "add_module",
     "apply",

@@ -8,8 +8,6 @@ import torch
 
 from rpcdist.errors import ConfigError
 
-__all__ = ["RemoteDevice", "parse_remote_device"]
-
 
 class RemoteDevice(NamedTuple):
     """A worker and one of its devices.

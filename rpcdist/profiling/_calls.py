@@ -10,8 +10,6 @@ import torch
 
 from rpcdist import rpc
 
-__all__ = ["CALLEE", "Counter", "echo", "make_call", "noop"]
-
 CALLEE: Final = "callee"
 
 

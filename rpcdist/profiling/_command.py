@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["KINDS", "add_profile_call", "parse_size"]
 
 KINDS: Final = ("noop", "echo", "remote", "method")
 """The calls that can be profiled."""

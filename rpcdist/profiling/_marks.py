@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["Mark", "Point", "Recorder", "find_function"]
-
 
 class Mark(NamedTuple):
     """Something happened.

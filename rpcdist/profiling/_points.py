@@ -10,8 +10,6 @@ from typing import Final
 
 from rpcdist.profiling._marks import Point
 
-__all__ = ["POINTS"]
-
 POINTS: Final = (
     # The caller's thread.
     Point("rpcdist.rpc._calling.new_calls:NewCalls.of_function", "the worker is found, the call is made"),

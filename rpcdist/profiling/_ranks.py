@@ -11,8 +11,6 @@ from rpcdist.profiling._marks import Mark, Recorder
 from rpcdist.profiling._points import POINTS
 from rpcdist.profiling._stages import CallTimes
 
-__all__ = ["Measured", "Settings", "measure"]
-
 
 class Settings(NamedTuple):
     """How to measure.

@@ -16,8 +16,6 @@ from typing import Final, NamedTuple
 
 from rpcdist.profiling._marks import Mark
 
-__all__ = ["CallStage", "CallTimes", "Profile", "profile_calls", "table"]
-
 USUAL_SHARE: Final = 0.9
 """A mark that fewer calls have is no stage of the call: a heartbeat, or something that happens now and then."""
 

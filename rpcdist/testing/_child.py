@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["CallFailure", "CallRequest", "Outcome", "Setup", "pack", "serve", "unpack"]
-
 
 @dataclass(frozen=True, slots=True)
 class Setup:

@@ -15,7 +15,8 @@ import torch
 from shared_cases import Case, check, make_operation
 
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
-from rpcdist.collectives._transports.shm import Layout, ShmTransport
+from rpcdist.collectives._transports.shm.segment_layout import Layout
+from rpcdist.collectives._transports.shm.shm_transport import ShmTransport
 from rpcdist.collectives._transports.transport_base import Control, TransportMismatch, TransportTimeout
 from rpcdist.deadline import Deadline
 from rpcdist.transport import shared_memory

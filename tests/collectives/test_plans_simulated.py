@@ -7,11 +7,10 @@ from math import ceil, log2
 
 import pytest
 
-from rpcdist.collectives._algorithms import Plan, ReceiveStep, Region, Round, SendStep, choose, grid, plan_for
-from rpcdist.collectives._algorithms.choose import Algorithm
+from rpcdist.collectives._algorithms.choose import Algorithm, choose, plan_for
 from rpcdist.collectives._algorithms.direct import direct_all_gather, gather, pairwise_all_to_all, scatter
 from rpcdist.collectives._algorithms.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from rpcdist.collectives._algorithms.steps import split_evenly
+from rpcdist.collectives._algorithms.steps import Plan, ReceiveStep, Region, Round, SendStep, grid, split_evenly
 from rpcdist.collectives._algorithms.tree import (
     barrier,
     chain_broadcast,

@@ -21,8 +21,6 @@ from rpcdist.collectives._transports.p2p.message_format import (
 from rpcdist.collectives._transports.p2p.requests import Request, Target
 from rpcdist.errors import ProtocolViolation
 
-__all__ = ["MOST_BYTES", "InStream", "OutStream"]
-
 _STAGING_BYTES: Final = (1 << 16) + HEADER_BYTES  # what comes here first is copied once more
 _INLINE_BYTES: Final = 1 << 14  # a payload up to here is copied when it is put
 _MOST_MESSAGES: Final = 16  # in one system call

@@ -11,8 +11,6 @@ from rpcdist.collectives._transports.sockets.spin_policy import message_spin_s
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.transport.sockets import SocketHub
 
-__all__ = ["Mailboxes"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -18,8 +18,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Generic, TypeVar
 
-__all__ = ["Matcher"]
-
 R = TypeVar("R")
 M = TypeVar("M")
 T = TypeVar("T")

@@ -20,8 +20,6 @@ from typing import Final, NamedTuple
 from rpcdist.collectives._operations.operation import DTYPES
 from rpcdist.errors import ProtocolViolation
 
-__all__ = ["HEADER_BYTES", "Header", "MessageFrame", "pack_header", "refusal", "take_refusals", "unpack_header"]
-
 _HEADER: Final = struct.Struct("<IBBxxqQQ")
 _MAGIC: Final = 0x32705250  # "PRp2"
 _MOST_BYTES: Final = 1 << 48

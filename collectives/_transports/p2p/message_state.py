@@ -25,8 +25,6 @@ from rpcdist.collectives._transports.p2p.requests import PostedReceive, Request,
 from rpcdist.errors import CollectiveMismatch, CollectiveTimeout, ProtocolViolation, RankLost
 from rpcdist.time_limits import REFUSAL_POLL_S
 
-__all__ = ["MessageState"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -38,8 +38,6 @@ from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import MESSAGE_SPIN_S, MIN_WAIT_S, PROGRESS_STOP_LIMIT_S
 from rpcdist.transport import fork
 
-__all__ = ["BUFFER_LIMIT_BYTES", "SMALL_BYTES", "Connect", "Messenger"]
-
 BUFFER_LIMIT_BYTES: Final = 64 << 20
 SMALL_BYTES: Final = 1 << 17
 """The largest payload that is copied behind its header."""

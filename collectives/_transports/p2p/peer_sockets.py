@@ -12,8 +12,6 @@ from rpcdist.collectives._transports.p2p.byte_streams import MOST_BYTES, InStrea
 from rpcdist.collectives._transports.p2p.message_format import Header, MessageFrame, pack_header, take_refusals
 from rpcdist.errors import ProtocolViolation
 
-__all__ = ["IncomingConnection", "OutgoingConnection"]
-
 _REFUSALS_READ: Final = 4096
 
 C = TypeVar("C", bound="_MessageConnection[Any]")

@@ -26,8 +26,6 @@ from rpcdist.errors import GroupAborted
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import IDLE_RECHECK_S, PROGRESS_GRACE_S, PROGRESS_STOP_LIMIT_S, SELECT_LIMIT_MS
 
-__all__ = ["ProgressEngine"]
-
 
 class ProgressEngine:
     """Lets the threads of one rank move its messages, one at a time; see [Note: progress] in `messenger`.

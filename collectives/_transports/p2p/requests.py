@@ -15,8 +15,6 @@ from rpcdist.collectives._transports.p2p.message_format import Header, MessageFr
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveError
 
-__all__ = ["Driver", "MessageTitle", "PostedReceive", "Request", "Target", "UnexpectedMessage"]
-
 
 class MessageTitle(NamedTuple):
     """Names a send or receive in errors; made text only when it is needed.

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 from rpcdist.collectives._operations.operation import Kind
 
-__all__ = ["longest", "mismatched_sizes"]
-
 Row = Sequence[int]
 
 

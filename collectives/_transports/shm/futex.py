@@ -9,8 +9,6 @@ import ctypes
 import errno
 from typing import Final
 
-__all__ = ["unavailable", "wait", "wake"]
-
 _SYS_FUTEX: Final = 202  # on x86-64
 _WAIT: Final = 0  # not FUTEX_PRIVATE: the waiters are other processes
 _WAKE: Final = 1

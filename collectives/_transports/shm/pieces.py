@@ -7,8 +7,6 @@ from functools import lru_cache
 
 import torch
 
-__all__ = ["Piece", "cut"]
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:

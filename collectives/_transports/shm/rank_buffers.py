@@ -12,8 +12,6 @@ import torch
 
 from rpcdist.collectives._transports.shm.segment_layout import Layout
 
-__all__ = ["RankBuffers", "one_thread"]
-
 _MAX_VIEWS: Final = 512
 
 

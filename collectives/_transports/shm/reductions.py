@@ -33,8 +33,6 @@ from rpcdist.collectives._transports.shm.signals import Signals
 from rpcdist.collectives._transports.shm.size_tables import SizeTables
 from rpcdist.collectives._transports.transport_base import Control
 
-__all__ = ["DIRECT_BYTES", "Reductions"]
-
 DIRECT_BYTES: Final = 32 << 10
 """Up to this size more than two ranks reduce directly."""
 _ONE_THREAD_BYTES: Final = 32 << 10

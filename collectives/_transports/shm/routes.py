@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from rpcdist.collectives._operations.operation import Kind
 from rpcdist.collectives._transports.shm.segment_layout import ALIGNMENT
 
-__all__ = ["Publish", "Route", "Take", "num_steps", "route", "shares", "span", "two_phase_slice_bytes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Publish:

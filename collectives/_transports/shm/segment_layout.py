@@ -17,8 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["ALIGNMENT", "BUFFER_BYTES", "LINE", "Layout", "segment_size"]
-
 LINE: Final = 128
 PAGE: Final = 4096
 ALIGNMENT: Final = 64

@@ -23,8 +23,6 @@ from rpcdist.collectives._transports.single import SingleRankTransport
 from rpcdist.collectives._transports.transport_base import Control, Transport
 from rpcdist.transport.shared_memory import Segment, SegmentError
 
-__all__ = ["ShmTransport"]
-
 # Looking a member up in its enum costs as much as a small copy.
 _ALL_REDUCE: Final = Kind.ALL_REDUCE
 _REDUCE: Final = Kind.REDUCE

@@ -50,8 +50,6 @@ from rpcdist.collectives._transports.shm.segment_layout import LINE, Layout
 from rpcdist.collectives._transports.transport_base import Control, TransportMismatch, TransportTimeout
 from rpcdist.time_limits import FUTEX_WAIT_S
 
-__all__ = ["Signals"]
-
 _WORD: Final = 8
 MIN_SPINS: Final = 25
 MAX_SPINS: Final = 800

@@ -10,8 +10,6 @@ from rpcdist.collectives._transports.shm.segment_layout import Layout
 from rpcdist.collectives._transports.shm.signals import Signals
 from rpcdist.collectives._transports.transport_base import TransportMismatch
 
-__all__ = ["SizeTables"]
-
 
 class SizeTables:
     """One rank's view of all tables. The rules of [Note: steps] in `signals` hold for them as well.

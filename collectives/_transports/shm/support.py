@@ -8,8 +8,6 @@ import sys
 from rpcdist.collectives._transports.shm import futex
 from rpcdist.transport import shared_memory
 
-__all__ = ["unsupported_here"]
-
 
 def unsupported_here() -> str | None:
     """Why ranks on this machine cannot use shared memory, as a clause for a message, or None when they can.

@@ -8,8 +8,6 @@ from typing import Final
 from rpcdist.collectives._operations.operation import FINGERPRINT_BYTES, describe_fingerprint
 from rpcdist.collectives._transports.transport_base import TransportMismatch
 
-__all__ = ["HEADER_BYTES", "OperationFrame"]
-
 _MAGIC: Final = b"rpcC"
 _HEADER: Final = struct.Struct(
     f"<4sIIQQ{FINGERPRINT_BYTES}s"

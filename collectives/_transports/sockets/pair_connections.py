@@ -22,8 +22,6 @@ from rpcdist.time_limits import GROUP_CONNECT_LIMIT_S
 from rpcdist.transport.addresses import is_loopback
 from rpcdist.transport.sockets import HubAddress, SocketHub
 
-__all__ = ["STRIPE_BYTES", "PairConnections"]
-
 STRIPE_BYTES: Final = 1 << 20
 """Stripes are at least this long; so shorter messages travel whole."""
 

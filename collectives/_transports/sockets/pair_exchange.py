@@ -24,8 +24,6 @@ from rpcdist.collectives._transports.sockets.spin_policy import SpinPolicy
 from rpcdist.collectives._transports.transport_base import Control, TransportPeerLost, TransportTimeout
 from rpcdist.time_limits import CHECK_INTERVAL_MS
 
-__all__ = ["SMALL_BYTES", "PairExchange"]
-
 SMALL_BYTES: Final = 4 << 10
 _START: Final = 64 - HEADER_BYTES  # so that the numbers start at a multiple of 64
 _MAX_MESSAGES: Final = 64

@@ -6,11 +6,9 @@ from typing import Final
 
 import torch
 
-from rpcdist.collectives._algorithms import Region
+from rpcdist.collectives._algorithms.steps import Region
 from rpcdist.collectives._operations.reduce_kernels import ReduceKernel
 from rpcdist.collectives._transports.memory import memory_of
-
-__all__ = ["PlanBuffer", "Scratch"]
 
 _KEPT_BYTES: Final = 64 << 20
 

@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from rpcdist.collectives._algorithms import Plan, ReceiveStep, Region, SendStep
+from rpcdist.collectives._algorithms.steps import Plan, ReceiveStep, Region, SendStep
 from rpcdist.collectives._operations.reduce_kernels import ReduceKernel
 from rpcdist.collectives._transports.memory import memory_of
 from rpcdist.collectives._transports.pollers import Pollers
@@ -21,8 +21,6 @@ from rpcdist.collectives._transports.sockets.spin_policy import SpinPolicy
 from rpcdist.collectives._transports.sockets.transfers import Receiving, Reduction, Sending, Transfer, slice_bytes
 from rpcdist.collectives._transports.transport_base import Control, TransportTimeout
 from rpcdist.time_limits import CHECK_INTERVAL_MS
-
-__all__ = ["PlanRunner"]
 
 _STAGING_SLOT: Final = -1
 _NO_BYTES: Final = memoryview(b"")

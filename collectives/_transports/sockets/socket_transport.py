@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rpcdist.collectives._algorithms import plan_for
+from rpcdist.collectives._algorithms.choose import plan_for
 from rpcdist.collectives._operations import reduce_kernels
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
 from rpcdist.collectives._transports.memory import copy_bytes
@@ -20,8 +20,6 @@ from rpcdist.collectives._transports.sockets.plan_runner import PlanRunner
 from rpcdist.collectives._transports.sockets.spin_policy import SpinPolicy
 from rpcdist.collectives._transports.transport_base import Control, Transport
 from rpcdist.transport.sockets import SocketHub
-
-__all__ = ["SocketTransport"]
 
 _INPUT_SLOT, _RESULT_SLOT, _SECOND_SLOT = 0, 1, 2
 

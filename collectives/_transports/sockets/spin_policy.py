@@ -9,8 +9,6 @@ from typing import Final
 from rpcdist.time_limits import CROWDED_SPIN_S, MESSAGE_SPIN_S
 from rpcdist.transport.sockets import HubAddress
 
-__all__ = ["SpinPolicy", "message_spin_s"]
-
 MAX_SPINS: Final = 64
 """About 80 us: the cost of a sleep and the wake-up after it on a processor that was otherwise idle."""
 MIN_SPINS: Final = 2

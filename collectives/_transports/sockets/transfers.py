@@ -12,8 +12,6 @@ from rpcdist.collectives._operations.reduce_kernels import Combine
 from rpcdist.collectives._transports.sockets.framing import HEADER_BYTES, OperationFrame
 from rpcdist.collectives._transports.transport_base import TransportPeerLost
 
-__all__ = ["Receiving", "Reduction", "Sending", "Transfer", "slice_bytes"]
-
 SLICE_ELEMENTS: Final = 32 << 10
 """Numbers that are reduced at once. Torch runs larger kernels on several threads, which spin while they wait for each
 other: where ranks share cores, that was measured to take 30 times as long."""

@@ -3,9 +3,3 @@
 `_names` knows which name of ours stands for one of torch's, `_bindings` what the names in a program mean, `_program`
 decides about each of them, and `_edits` changes the text, which otherwise stays as it is, comments and all.
 """
-
-from __future__ import annotations
-
-from rpcdist.compat._porting._rewriting import Left, Result, port
-
-__all__ = ["Left", "Result", "port"]

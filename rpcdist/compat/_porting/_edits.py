@@ -6,8 +6,6 @@ import ast
 import re
 from dataclasses import dataclass
 
-__all__ = ["Text"]
-
 
 @dataclass(frozen=True)
 class _Edit:

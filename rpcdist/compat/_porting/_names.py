@@ -11,8 +11,6 @@ from typing import Final
 
 from rpcdist.compat._replaced_names import ALIASES, REFUSED, VIEWS
 
-__all__ = ["Meaning", "meaning_of"]
-
 _MODULES: Final = {theirs: ours.split() for theirs, ours in (VIEWS | ALIASES).items()}
 """torch's modules, and ours that have their names."""
 

@@ -11,8 +11,6 @@ from rpcdist.compat._porting._bindings import Import, Scope, Use, read_uses
 from rpcdist.compat._porting._edits import Text
 from rpcdist.compat._porting._names import Meaning, meaning_of
 
-__all__ = ["Left", "Result", "port"]
-
 
 @dataclass(frozen=True, order=True)
 class Left:

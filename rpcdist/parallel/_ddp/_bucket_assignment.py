@@ -14,8 +14,6 @@ from typing import Final
 
 from rpcdist.errors import ConfigError
 
-__all__ = ["DEFAULT_FIRST_BUCKET_BYTES", "BucketCaps", "GradientFacts", "assign", "initial_buckets", "rebuilt_buckets"]
-
 MEBIBYTE: Final = 1 << 20
 DEFAULT_FIRST_BUCKET_BYTES: Final = MEBIBYTE
 DEFAULT_CAP_MB: Final = 25

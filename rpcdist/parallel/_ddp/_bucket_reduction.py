@@ -18,8 +18,6 @@ from rpcdist.parallel._ddp._finite_check import FiniteCheck
 from rpcdist.parallel._ddp._sparse_bucket import SparseBucket
 from rpcdist.profile_ranges import is_profiling, record_function
 
-__all__ = ["Bucket", "BucketReductions", "Deliver", "GradientOf", "reduce_runs"]
-
 Bucket = DenseBucket | SparseBucket
 GradientOf = Callable[[BucketEntry], torch.Tensor | None]
 """Returns a parameter's gradient on this rank; None if it has none."""

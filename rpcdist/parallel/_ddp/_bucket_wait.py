@@ -12,8 +12,6 @@ from rpcdist.parallel._ddp._ddp_errors import explained, list_names
 from rpcdist.parallel._ddp._notices import Notices
 from rpcdist.time_limits import DDP_NOTICE_POLL_S
 
-__all__ = ["BucketWait"]
-
 
 class BucketWait:
     """Waits for the reductions of a bucket, and explains why they fail or take long.

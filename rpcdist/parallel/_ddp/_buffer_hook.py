@@ -8,8 +8,6 @@ from enum import Enum
 
 import torch
 
-__all__ = ["BufferHook", "BufferHookLocation"]
-
 
 class BufferHookLocation(Enum):
     """When a buffer hook is called."""

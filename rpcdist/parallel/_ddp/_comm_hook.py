@@ -17,8 +17,6 @@ from rpcdist.parallel._ddp._ddp_errors import list_names
 from rpcdist.parallel._ddp._dense_bucket import DenseBucket
 from rpcdist.parallel._ddp._gradient_layout import view_like
 
-__all__ = ["CommHook", "GradBucket", "RegisteredHook", "check_comm_hook", "name_of_hook", "refuse_complex"]
-
 KEEP_COMPLEX = ("allreduce_hook", "noop_hook", "post_localSGD_hook")
 """The hooks of this package and of torch that keep the imaginary part of gradients, by name."""
 OURS_KEEP_COMPLEX = ("bf16_compress_hook", "fp16_compress_hook")

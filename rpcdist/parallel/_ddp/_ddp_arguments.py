@@ -11,8 +11,6 @@ from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import ConfigError
 
-__all__ = ["choose_sync", "default_group", "group_of_mesh", "member_group"]
-
 
 def member_group(given: ProcessGroup | None) -> ProcessGroup:
     """The group to train in: the given one, or the default one.

@@ -8,16 +8,6 @@ from collections.abc import Sequence
 from rpcdist.errors import CollectiveError, ConfigError, RpcdistError, listed
 from rpcdist.parallel._ddp._due_gradients import DueRule, UnexpectedGradient
 
-__all__ = [
-    "DataParallelError",
-    "ModelsDiffer",
-    "NonFiniteGradients",
-    "UnusedParameters",
-    "explained",
-    "list_names",
-    "unexpected_gradient",
-]
-
 MAX_NAMES = 20
 
 

@@ -16,8 +16,6 @@ from rpcdist.parallel._ddp._dense_bucket import BucketEntry, DenseBucket
 from rpcdist.parallel._ddp._gradient_sources import OrdinaryPass
 from rpcdist.parallel._ddp._parameters import Named, broadcast_tensors
 
-__all__ = ["DelayedReduction"]
-
 
 class DelayedReduction:
     """Reduces the gradients of the delayed parameters.

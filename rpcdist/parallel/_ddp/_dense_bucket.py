@@ -21,8 +21,6 @@ from torch import nn
 from rpcdist.parallel._ddp._gradient_layout import as_run, is_private, view_like
 from rpcdist.parallel._ddp._parameters import Named
 
-__all__ = ["OWN_BYTES", "BucketEntry", "DenseBucket"]
-
 OWN_BYTES: Final = 1 << 19
 
 

@@ -10,8 +10,6 @@ import torch
 from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp._tensor_tree import map_tensors
 
-__all__ = ["choose_device", "move_to"]
-
 
 def choose_device(
     parameters: Sequence[torch.Tensor],

@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum
 
-__all__ = ["DueGradients", "DueRule", "UnexpectedGradient"]
-
 
 class DueRule(Enum):
     """Which parameters get gradients in an iteration."""

@@ -16,8 +16,6 @@ from torch.autograd.graph import Node, get_gradient_edge
 from rpcdist.parallel._ddp._parameters import Named
 from rpcdist.parallel._ddp._tensor_tree import find_tensors
 
-__all__ = ["AccumulationNodes", "adds_to_leaves", "watch_outputs"]
-
 
 def watch_outputs(value: object, reached: Callable[[], None]) -> bool:
     """Calls a function, on the engine's thread, when a pass comes to tensors in a value, before it goes further.

@@ -25,8 +25,6 @@ from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
 from rpcdist.parallel._ddp._ddp_errors import NonFiniteGradients, list_names
 
-__all__ = ["CheckFinite", "FiniteCheck"]
-
 CheckFinite = Literal["probes", "all", "never"]
 PROBE_ELEMENTS: Final = 1024
 

@@ -17,8 +17,6 @@ from rpcdist.parallel._ddp._gradient_sources import in_distributed_pass
 from rpcdist.parallel._ddp._parameters import Named
 from rpcdist.parallel._ddp._reducer import Reducer
 
-__all__ = ["HookOrder", "install_accumulation_hooks", "install_capture_hooks"]
-
 
 def install_accumulation_hooks(parameters: Sequence[Named], reducer: Reducer) -> list[RemovableHandle]:
     """Reports gradients of ordinary backward passes, after they were added to `.grad`."""

@@ -6,8 +6,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["as_run", "fills_its_memory", "is_private", "view_like"]
-
 _OWN_USES: Final = 2
 """Use count of a storage that one tensor owns alone: the tensor's reference, and that of `untyped_storage()`."""
 

@@ -17,15 +17,6 @@ from torch.autograd import Variable
 
 from rpcdist.parallel._ddp._dense_bucket import BucketEntry
 
-__all__ = [
-    "DistributedPass",
-    "GradientSource",
-    "NoPass",
-    "OrdinaryPass",
-    "in_distributed_context",
-    "in_distributed_pass",
-]
-
 
 class GradientSource(ABC):
     """A backward pass as the reducer sees it.

@@ -10,8 +10,6 @@ from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup, ReduceOp
 from rpcdist.parallel.algorithms import JoinHook
 
-__all__ = ["DataParallelJoinHook", "count_ranks", "highest_rank"]
-
 
 class DataParallelJoinHook(JoinHook):
     """Hands the two steps of a joined rank to the model.

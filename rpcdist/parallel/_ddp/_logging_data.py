@@ -10,8 +10,6 @@ from torch import nn
 
 from rpcdist.parallel._ddp._reducer import Reducer
 
-__all__ = ["logging_data"]
-
 
 def logging_data(module: nn.Module, reducer: Reducer, forward_sync_buffers: bool) -> dict[str, str | int]:
     """The options, the buckets, and the times of the last iteration.

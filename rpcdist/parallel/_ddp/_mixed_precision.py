@@ -18,8 +18,6 @@ from torch.func import functional_call
 from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp._tensor_tree import map_tensors
 
-__all__ = ["MixedPrecision"]
-
 _FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype")
 
 

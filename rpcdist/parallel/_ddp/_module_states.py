@@ -11,8 +11,6 @@ from torch import nn
 from rpcdist.collectives import ProcessGroup
 from rpcdist.parallel._ddp._parameters import Named, broadcast_tensors, verify
 
-__all__ = ["_sync_module_states", "_sync_params_and_buffers", "_verify_param_shape_across_processes"]
-
 
 def _sync_module_states(
     module: nn.Module,

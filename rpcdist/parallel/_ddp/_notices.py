@@ -17,8 +17,6 @@ from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import RpcdistError
 from rpcdist.parallel._ddp._ddp_errors import list_names
 
-__all__ = ["Notice", "Notices"]
-
 logger = logging.getLogger(__name__)
 MAX_TOLD: Final = 50
 

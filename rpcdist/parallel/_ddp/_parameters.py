@@ -14,8 +14,6 @@ from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
 from rpcdist.parallel._ddp._ddp_errors import ModelsDiffer
 
-__all__ = ["Named", "broadcast_tensors", "frozen", "has_buffers", "named_buffers", "trainable", "verify"]
-
 PACKED_BELOW_BYTES: Final = 1 << 20
 """Smaller tensors are broadcast together."""
 MAX_PACK_BYTES: Final = 64 << 20

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_hooks
 
-__all__ = ["PowerSGDState"]
-
 
 class PowerSGDState(torch_hooks.PowerSGDState):
     """`torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState`, whose group may be ours, or None.

@@ -16,8 +16,6 @@ from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
 from rpcdist.parallel._ddp._comm_hook import GradBucket
 
-__all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
-
 LARGEST: Final = 255
 LEAST_SCALE: Final = torch.finfo(torch.float32).eps
 SCALE_BYTES: Final = 8  # a scale and a zero point, both float32

@@ -50,8 +50,6 @@ from rpcdist.parallel._ddp._reducer_options import ReducerOptions
 from rpcdist.parallel._ddp._sparse_bucket import SparseBucket
 from rpcdist.parallel._ddp._steps_in_backward import ChangeCheck, step_and_clear, take_over
 
-__all__ = ["Reducer"]
-
 
 class Reducer:
     """Averages the gradients of a model; see the rules at the top of the file.

@@ -6,8 +6,6 @@ from rpcdist.parallel._ddp._bucket_assignment import BucketCaps
 from rpcdist.parallel._ddp._due_gradients import DueRule
 from rpcdist.parallel._ddp._finite_check import CheckFinite
 
-__all__ = ["ReducerOptions"]
-
 
 class ReducerOptions:
     """The choices of the user that the reducer needs.

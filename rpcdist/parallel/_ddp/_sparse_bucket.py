@@ -13,8 +13,6 @@ from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup, ReduceOp, Work
 from rpcdist.parallel._ddp._dense_bucket import BucketEntry
 
-__all__ = ["SparseBucket"]
-
 DENSE: Final = -1
 
 

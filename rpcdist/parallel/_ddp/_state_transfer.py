@@ -17,8 +17,6 @@ from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import CollectiveError, CollectiveMismatch
 
-__all__ = ["HasState", "receive_state", "send_state", "take_over"]
-
 
 class HasState(Protocol):
     """What has a state that newcomers need: an optimizer, a learning rate schedule, a sampler."""

@@ -16,8 +16,6 @@ from torch import nn
 from rpcdist.parallel._ddp._ddp_errors import DataParallelError, list_names
 from rpcdist.parallel._ddp._parameters import Named
 
-__all__ = ["ChangeCheck", "step_and_clear", "take_over"]
-
 
 def take_over(parameters: Sequence[Named]) -> list[nn.Parameter]:
     """Removes the hooks of torch's optimizers in backward; returns the parameters that have such optimizers."""

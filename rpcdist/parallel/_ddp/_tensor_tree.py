@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["find_tensors", "map_tensors"]
-
 
 def find_tensors(value: object) -> list[torch.Tensor]:
     """All tensors in a value: nested lists, tuples, dicts and dataclasses, and local values of remote references."""

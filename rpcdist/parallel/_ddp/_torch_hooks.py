@@ -8,8 +8,6 @@ from rpcdist.collectives import ProcessGroup
 from rpcdist.parallel._ddp import _quantization
 from rpcdist.parallel._ddp._comm_hook import CommHook
 
-__all__ = ["adapt_hook"]
-
 
 def adapt_hook(hook: CommHook, state: Any, group: ProcessGroup) -> tuple[CommHook, Any]:
     """The hook and the state to use for what the user registers.

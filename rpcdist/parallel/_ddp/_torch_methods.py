@@ -13,8 +13,6 @@ from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp._devices import move_to
 from rpcdist.parallel._ddp._parameters import trainable
 
-__all__ = ["TorchMethods"]
-
 
 class TorchMethods(nn.Module):
     """See `DistributedDataParallel`, whose part this is."""

@@ -15,8 +15,6 @@ from rpcdist.parallel.parameter_server._shard import Mode, ParameterShard
 from rpcdist.parallel.parameter_server._sharded_parameters import ShardedParameters, make_config, values_of
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
 
-__all__ = ["ParameterServer"]
-
 
 class ParameterServer(ShardedParameters):
     """The parameters of a model, on one or several workers, for trainers which push gradients and take new values.

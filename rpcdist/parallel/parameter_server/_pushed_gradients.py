@@ -9,8 +9,6 @@ from torch import Tensor
 
 from rpcdist.errors import ConfigError
 
-__all__ = ["Gradient", "SparseGradient", "check_gradients", "mean_gradient"]
-
 SparseGradient = tuple[Tensor, Tensor]
 """The numbers of rows (n,) int64, in which a row may occur twice, and their gradients (n, ...)."""
 

@@ -18,8 +18,6 @@ from rpcdist.parallel.parameter_server._pushed_gradients import Gradient, check_
 from rpcdist.parallel.parameter_server._step_clock import StepClock
 from rpcdist.torch_optimizers import take_step
 
-__all__ = ["Mode", "ParameterShard", "ShardConfig", "ShardState", "new_embedding_shard"]
-
 Mode = Literal["async", "sync"]
 Values = list[Tensor]
 Reply = Future[tuple[bool, Values | None]]

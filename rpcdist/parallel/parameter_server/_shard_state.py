@@ -11,8 +11,6 @@ from rpcdist.errors import ConfigError
 from rpcdist.parallel.parameter_server._row_layout import RowLayout
 from rpcdist.parallel.parameter_server._shard import ShardState
 
-__all__ = ["join_states", "split_state"]
-
 
 def join_states(layouts: Mapping[str, RowLayout], trained: Sequence[str], states: Sequence[ShardState]) -> ShardState:
     """The state of the whole parameters, as one process would have it.

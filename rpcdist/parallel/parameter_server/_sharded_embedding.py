@@ -17,8 +17,6 @@ from rpcdist.parallel.parameter_server._sharded_parameters import ShardedParamet
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
 from rpcdist.torch_optimizers import take_step
 
-__all__ = ["ShardedEmbedding"]
-
 WEIGHT = "weight"
 
 

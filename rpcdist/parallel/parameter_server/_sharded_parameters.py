@@ -17,8 +17,6 @@ from rpcdist.parallel.parameter_server._shard_state import join_states, split_st
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
 from rpcdist.time_limits import MISSING_NAMES_LIMIT_S
 
-__all__ = ["ShardedParameters", "make_config", "values_of"]
-
 
 class ShardedParameters:
     """Parameters whose rows live on several servers. It may be sent to other workers, as an argument of a call.

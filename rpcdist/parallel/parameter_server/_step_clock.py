@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
-__all__ = ["StepClock"]
-
 T = TypeVar("T")
 
 

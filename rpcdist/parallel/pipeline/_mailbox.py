@@ -12,8 +12,6 @@ from rpcdist.errors import DeadlineExceeded
 from rpcdist.parallel.pipeline._schedules import Action, Kind
 from rpcdist.rpc._executors.blocking import blocking
 
-__all__ = ["Mailbox", "TensorSource", "TensorSources"]
-
 
 class TensorSource(Protocol):
     """Where tensors arrive, and where a thread that waits for them can read: a session with a neighbour."""

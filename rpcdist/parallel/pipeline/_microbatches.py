@@ -10,8 +10,6 @@ from torch import Tensor
 
 from rpcdist.errors import ConfigError
 
-__all__ = ["as_tuple", "batch_size", "merge", "split", "split_sizes"]
-
 
 def as_tuple(values: object) -> tuple[object, ...]:
     """The input or output of a stage as a tuple: that of a tuple or list, or of one value."""

@@ -27,8 +27,6 @@ from rpcdist.parallel.pipeline._step_planning import Reduction, make_batch, make
 from rpcdist.parallel.pipeline._timeline import Timeline
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
 
-__all__ = ["Pipeline", "StepResult"]
-
 T = TypeVar("T")
 NUM_CLOCK_READINGS = 5
 

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 from rpcdist.errors import DeadlineExceeded, RpcdistError
 
-__all__ = ["PipelineAborted", "PipelineError", "PipelineTimeout"]
-
 
 class PipelineError(RpcdistError):
     """A step of a pipeline failed. The gradients of its stages are None now; the next step may be tried.

@@ -8,8 +8,6 @@ from typing import Any
 from rpcdist.parallel.pipeline._runners import Runners
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
 
-__all__ = ["PipelineOptimizer"]
-
 
 class PipelineOptimizer:
     """The optimizers of all stages, used as one. Made by `Pipeline.make_optimizer`."""

@@ -18,8 +18,6 @@ from rpcdist.rpc._peers.calling_worker import calling_session
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc.functions import runs_on_reader
 
-__all__ = ["Receiver", "push", "receivers"]
-
 
 class Receiver(Protocol):
     """Takes the tensors that a neighbour pushes: a `StageRunner`."""

@@ -18,8 +18,6 @@ from rpcdist.errors import ConfigError
 from rpcdist.parallel.pipeline._microbatches import batch_size, split, split_sizes
 from rpcdist.parallel.pipeline._step_messages import StageSource
 
-__all__ = ["RemoteStages"]
-
 
 class RemoteStages:
     """A sequential model, cut into stages that live on several workers. Call it inside of an autograd context.

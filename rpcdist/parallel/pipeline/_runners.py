@@ -8,8 +8,6 @@ from typing import Any
 import rpcdist.rpc as rpc
 from rpcdist.parallel.pipeline._stage_runner import StageRunner
 
-__all__ = ["Runners"]
-
 
 class Runners:
     """One remote `StageRunner` per worker. The stages live as long as this object.

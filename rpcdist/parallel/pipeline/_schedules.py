@@ -17,18 +17,6 @@ from typing import Final, Literal, cast
 
 from rpcdist.errors import ConfigError
 
-__all__ = [
-    "KINDS",
-    "SCHEDULES",
-    "Action",
-    "Kind",
-    "Schedule",
-    "check_complete",
-    "forward_only",
-    "parse_action",
-    "schedule",
-]
-
 Kind = Literal["F", "B"]
 KINDS: Final[tuple[Kind, ...]] = ("F", "B")
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from rpcdist.errors import ConfigError
 from rpcdist.parallel.pipeline._schedules import Action, check_complete
 
-__all__ = ["Slot", "bubble", "dependencies", "format_grid", "max_live_microbatches", "simulate", "validate"]
-
 
 @dataclass(frozen=True, slots=True)
 class Slot:

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["Stage"]
-
 _engine: Final[Any] = Variable._execution_engine  # torch's stubs lack its methods
 
 

@@ -11,8 +11,6 @@ from rpcdist.errors import ConfigError
 from rpcdist.parallel.pipeline._stage import Stage
 from rpcdist.torch_optimizers import take_step
 
-__all__ = ["StageOptimizers"]
-
 
 class StageOptimizers:
     """One optimizer per stage and number. The driver numbers the optimizers that it makes."""

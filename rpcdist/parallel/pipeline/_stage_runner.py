@@ -21,8 +21,6 @@ from rpcdist.parallel.pipeline._step_execution import StepExecution
 from rpcdist.parallel.pipeline._step_messages import PipelineConfig, StageSource, StepOrder, StepReport
 from rpcdist.rpc._peers.network import MessageSink
 
-__all__ = ["StageRunner"]
-
 
 class StageRunner:
     """All stages of a pipeline that live on this worker. The driver calls its methods by RPC.

@@ -15,8 +15,6 @@ from rpcdist.parallel.pipeline._runners import Runners
 from rpcdist.parallel.pipeline._step_messages import PipelineConfig, StepOrder, StepReport
 from rpcdist.time_limits import PIPELINE_ABORT_LIMIT_S, PIPELINE_GRACE_S
 
-__all__ = ["execute_step"]
-
 # A runner ends the step at its timeout and says which tensor it waits for. The driver waits longer, to get this error.
 
 

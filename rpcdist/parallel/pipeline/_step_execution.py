@@ -26,8 +26,6 @@ from rpcdist.parallel.pipeline._stage import Stage
 from rpcdist.parallel.pipeline._step_messages import PipelineConfig, StepOrder, StepReport, clock_s
 from rpcdist.rpc._current import current_agent
 
-__all__ = ["StepExecution"]
-
 
 class StepExecution:
     """One step on one worker; used once, by one thread."""

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from rpcdist.parallel.pipeline._schedules import Action
 
-__all__ = ["LossFunction", "PipelineConfig", "StageSource", "StepOrder", "StepReport", "clock_s"]
-
 LossFunction = Callable[..., Tensor]
 StageSource = nn.Module | Callable[[], nn.Module]
 """A module, or a function that makes the module at its worker."""

@@ -12,8 +12,6 @@ from rpcdist.parallel.pipeline._schedules import Action, Schedule, forward_only,
 from rpcdist.parallel.pipeline._simulation import validate
 from rpcdist.parallel.pipeline._step_messages import PipelineConfig, StepOrder
 
-__all__ = ["Batch", "Reduction", "make_batch", "make_orders", "make_schedule", "restrict"]
-
 Reduction = Literal["mean", "sum"]
 
 

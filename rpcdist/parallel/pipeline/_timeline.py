@@ -14,8 +14,6 @@ from rpcdist.parallel.pipeline._simulation import Slot, bubble, simulate
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Timeline"]
-
 
 class Timeline:
     """The measured slots of one step.
