@@ -28,7 +28,7 @@ LOAD_S = 2.0
 JOIN_S = 60.0
 
 
-# ---- what the callee runs; `profile-call` has the same, but its module would load our package beside torch's
+# ---- what the callee runs; `tools/profile_call.py` has the same, but its module would load our package beside torch's
 
 
 def noop() -> None:

@@ -7,9 +7,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rpcdist.compat._port_command import add_port
-from rpcdist.compat._run_command import add_run
-from rpcdist.profiling import add_profile_call
+from rpcdist.compat._commands import add_port, add_run
 
 __all__ = ["main"]
 
@@ -19,7 +17,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rpcdist", description="Commands of rpcdist.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_port(commands)
-    add_profile_call(commands)
     add_run(commands)
     chosen = parser.parse_args(arguments)
     status: int = chosen.run(chosen)

@@ -121,7 +121,6 @@ __all__ = [
     "POOL_LEAD_S",
     "POOL_STALL_S",
     "POOL_TICK_S",
-    "PROFILE_LIMIT_S",
     "PROGRESS_GRACE_S",
     "PROGRESS_STOP_LIMIT_S",
     "REFUSAL_LIMIT_S",
@@ -377,8 +376,6 @@ STORE_LINGER_S: Final = 0.1
 """The store's service stays this long after its last reply, so that the reply leaves before the process ends."""
 LAUNCH_EXIT_LIMIT_S: Final = 60.0
 """A process of `launch` whose function has returned, measured by its parent; then the job fails."""
-PROFILE_LIMIT_S: Final = 300.0
-"""One run of the two processes of `profile-call`, measured by their parent; then they are ended: take fewer calls."""
 LAUNCH_TERMINATE_LIMIT_S: Final = 5.0
 """Processes of `launch` that were asked to end by SIGTERM, measured by their parent; then they are killed."""
 CLUSTER_NOTICE_S: Final = 15.0

@@ -202,7 +202,7 @@ for example in {WITH_OPTIONS}:
     except SystemExit as ended:
         assert ended.code == 0, example
     assert "torch" not in sys.modules, example
-for command in ([], ["port"], ["profile-call"], ["run"]):
+for command in ([], ["port"], ["run"]):
     sys.argv = ["rpcdist", *command, "--help"]
     try:
         runpy.run_module("rpcdist", run_name="__main__")
@@ -212,7 +212,7 @@ for command in ([], ["port"], ["profile-call"], ["run"]):
 """
     result = run(sys.executable, "-c", program, cwd=EXAMPLES)
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.count("usage: ") == len(WITH_OPTIONS) + 4 >= 13
+    assert result.stdout.count("usage: ") == len(WITH_OPTIONS) + 3 >= 12
 
 
 def test_many_processes_are_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,23 +1,29 @@
-"""`python -m rpcdist profile-call`: marks, what they say about a call, and the command."""
+"""`tools/profile_call.py`: what marks say about a call, the points that it marks, and its output."""
 
 from __future__ import annotations
 
-import argparse
-import runpy
 import sys
 import threading
 import types
 from collections.abc import Iterator
 
+import profile_call
 import pytest
+from profile_call import (
+    KINDS,
+    POINTS,
+    CallTimes,
+    Mark,
+    Measured,
+    Point,
+    Recorder,
+    Settings,
+    find_function,
+    measure,
+    profile_calls,
+    table,
+)
 
-from rpcdist.__main__ import main
-from rpcdist.errors import ConfigError
-from rpcdist.profiling._command import KINDS, parse_size
-from rpcdist.profiling._marks import Mark, Point, Recorder, find_function
-from rpcdist.profiling._points import POINTS
-from rpcdist.profiling._ranks import Measured, Settings, measure
-from rpcdist.profiling._stages import CallTimes, profile_calls, table
 from rpcdist.testing import WorkerPool, free_port
 
 
@@ -81,11 +87,6 @@ def test_what_happens_now_and_then_is_no_stage() -> None:
     found = profile_calls(calls, marks(*rows))
     assert [stage.event for stage in found.stages] == ["always"]
     assert found.rare == {"heartbeat (caller, io)": 1}
-
-
-def test_a_profile_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one call"):
-        profile_calls([], [])
 
 
 def test_the_table_adds_up() -> None:
@@ -156,17 +157,6 @@ def test_every_point_is_a_function_of_the_call_path(name: str) -> None:
 # ---- the command
 
 
-@pytest.mark.parametrize(("text", "size"), [("4096", 4096), ("1KiB", 1024), ("2 MiB", 2 << 20), ("5B", 5)])
-def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "KiB", "1 kb", "-1", "1.5MiB"])
-def test_bad_sizes(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="64KiB"):
-        parse_size(text)
-
-
 def measured(pool: WorkerPool, settings: Settings) -> list[Measured]:
     """What `launch` would return, from workers that are quicker to start."""
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -188,13 +178,6 @@ def test_both_processes_are_marked(kind: str, worker_pool: WorkerPool) -> None:
     assert profile_calls(caller.calls, [*caller.marks, *callee.marks]).total_us > 0
 
 
-@pytest.mark.multiproc
-def test_without_marks_nothing_is_wrapped(worker_pool: WorkerPool) -> None:
-    caller, callee = measured(worker_pool, Settings("noop", 0, num_calls=3, pause_s=0, with_marks=False))
-    assert len(caller.calls) == 3
-    assert caller.marks == callee.marks == []
-
-
 def test_the_command_prints_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     started: list[Settings] = []
 
@@ -208,34 +191,11 @@ def test_the_command_prints_the_table(monkeypatch: pytest.MonkeyPatch, capsys: p
             Measured([], peers, []),
         ]
 
-    monkeypatch.setattr("rpcdist._launch.launching.launch", start)
-    assert main(["profile-call", "echo", "--size", "1 MiB", "--calls", "2", "--pause-ms", "1.5"]) == 0
+    monkeypatch.setattr(profile_call, "launch", start)
+    assert profile_call.main(["echo", "--size", "1 MiB", "--calls", "2", "--pause-ms", "1.5"]) == 0
     assert started == [Settings("echo", 1 << 20, 2, 0.0015, marks) for marks in (False, True)]
     output = capsys.readouterr().out
     assert output.startswith("echo of 1048576 bytes: 7.5 us without marks, 7.5 us with them; medians of 2 calls")
     assert "| 2.0   | 5.5      | 73%   | caller  | MainThread | sends" in output
     assert "Not in every call: heartbeat (callee, io): 1, runs (callee, worker): 1." in output
     assert "Not found, so without a mark: a:gone." in output
-
-
-def test_a_run_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def start(*_: object, **__: object) -> list[Measured]:
-        raise ConfigError("RPCDIST_CHANNELS is wrong")
-
-    monkeypatch.setattr("rpcdist._launch.launching.launch", start)
-    assert main(["profile-call", "--channels", "pigeons"]) == 1
-    assert capsys.readouterr().err == "error: RPCDIST_CHANNELS is wrong\n"
-
-
-@pytest.mark.parametrize("arguments", [["--calls", "0"], ["--pause-ms", "-1"]])
-def test_bad_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile-call", *arguments]) == 2
-    assert "at least" in capsys.readouterr().err
-
-
-def test_the_package_is_a_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["rpcdist", "--help"])
-    monkeypatch.delitem(sys.modules, "rpcdist.__main__")  # it was imported above: `runpy` would complain
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_module("rpcdist", run_name="__main__")
-    assert "profile-call" in capsys.readouterr().out
