@@ -25,7 +25,6 @@ _MODULES = {
     "..errors": "DistBackendError DistError DistNetworkError DistStoreError QueueEmptyError StoreTimeout",
     "._group.backend_contract": "BackendBase GroupContext",
     "._group.operation_hooks": "HookOpName PostHookArgs PreHookArgs",
-    "._api.coalesced": "all_gather_coalesced all_reduce_coalesced",
     "._api.operations": (
         "all_gather all_gather_into_tensor all_gather_single all_reduce all_to_all all_to_all_single "
         "barrier broadcast gather gather_into_tensor gather_single monitored_barrier reduce reduce_scatter "
@@ -47,8 +46,8 @@ _MODULES = {
         "_get_object_coll_device _get_pg_config _get_pg_default_device _get_process_group_name _pg_group_ranks _pg_map "
         "_pg_names _rank_not_in_group _register_process_group _resolve_process_group _world"
     ),
-    "._api.point_to_point": "P2POp batch_isend_irecv irecv isend recv send",
-    "._operations.reduce_ops": "_make_nccl_premul_sum reduce_op supports_complex",
+    "._api.point_to_point": "P2POp all_gather_coalesced all_reduce_coalesced batch_isend_irecv irecv isend recv send",
+    "._operations.reduce_kernels": "_make_nccl_premul_sum reduce_op supports_complex",
     "._api.split_groups": "shrink_group split_group",
     "._api.torch_names": (
         "GroupName ProcessGroupGloo ProcessGroupNCCL ProcessGroupNCCL2 ProcessGroupNCCLLazy _all_gather_base "
@@ -56,7 +55,7 @@ _MODULES = {
     ),
     "._stores.store_base": "Store",
     "._stores.file_store": "FileStore",
-    "._stores.hash_store": "HashStore",
+    "._stores.shared_table": "HashStore",
     "._stores.prefix_store": "PrefixStore",
     "._stores.tcp_store": "TCPStore",
     "._stores.torch_store": "TorchStoreAdapter",
@@ -99,7 +98,6 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from rpcdist.collectives._api.coalesced import *
     from rpcdist.collectives._api.default_group import *
     from rpcdist.collectives._api.group_queries import *
     from rpcdist.collectives._api.growing_groups import *
@@ -116,12 +114,12 @@ if TYPE_CHECKING:
     from rpcdist.collectives._group.operation_hooks import PostHookArgs as PostHookArgs
     from rpcdist.collectives._group.operation_hooks import PreHookArgs as PreHookArgs
     from rpcdist.collectives._operations.operation import ReduceOp as ReduceOp
-    from rpcdist.collectives._operations.reduce_ops import make_premul_sum
-    from rpcdist.collectives._operations.reduce_ops import reduce_op as reduce_op
-    from rpcdist.collectives._operations.reduce_ops import supports_complex as supports_complex
+    from rpcdist.collectives._operations.reduce_kernels import make_premul_sum
+    from rpcdist.collectives._operations.reduce_kernels import reduce_op as reduce_op
+    from rpcdist.collectives._operations.reduce_kernels import supports_complex as supports_complex
     from rpcdist.collectives._stores.file_store import *
-    from rpcdist.collectives._stores.hash_store import *
     from rpcdist.collectives._stores.prefix_store import *
+    from rpcdist.collectives._stores.shared_table import *
     from rpcdist.collectives._stores.store_base import Store as Store
     from rpcdist.collectives._stores.tcp_store import *
     from rpcdist.collectives._stores.torch_store import *

@@ -27,7 +27,7 @@ from rpcdist.backoff import backoff
 from rpcdist.collectives._group.creation import open_group
 from rpcdist.collectives._group.elastic_records import ElasticRecords
 from rpcdist.collectives._group.elastic_rounds import Candidate, ClosedRound, awaited, close, is_complete
-from rpcdist.collectives._group.shared_sockets import SharedSockets, bind_host
+from rpcdist.collectives._group.local_process import SharedSockets, bind_host
 from rpcdist.collectives._group.state import LEFT
 from rpcdist.collectives._group.world import current_world
 from rpcdist.collectives._operations.checks import check_timeout

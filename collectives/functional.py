@@ -19,7 +19,7 @@ from torch.autograd import Function
 from rpcdist.collectives._api import operations
 from rpcdist.collectives._group.world import Group, group_or_default
 from rpcdist.collectives._operations.operation import ReduceOp
-from rpcdist.collectives._operations.reduce_ops import canonical_op
+from rpcdist.collectives._operations.reduce_kernels import canonical_op
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError
 

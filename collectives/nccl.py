@@ -18,15 +18,13 @@ import torch
 from rpcdist.collectives._group.backend_contract import GroupBackend, GroupContext
 from rpcdist.collectives._group.bootstrap import exchange_values
 from rpcdist.collectives._group.flight_records import MessageLog, Record
-from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure
+from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure, Reporter
 from rpcdist.collectives._group.group_watch import GroupWatch
-from rpcdist.collectives._group.reporting import Reporter
 from rpcdist.collectives._group.state import GroupState
-from rpcdist.collectives._nccl.bounded_call import call_bounded
 from rpcdist.collectives._nccl.communicator_calls import NcclCalls
 from rpcdist.collectives._nccl.nccl_library import Communicator, CudaRuntime, CudaStream, Runtime
 from rpcdist.collectives._nccl.nccl_work import NcclWork
-from rpcdist.collectives._nccl.watchdog import NcclWatchdog
+from rpcdist.collectives._nccl.watchdog import NcclWatchdog, call_bounded
 from rpcdist.collectives._operations.operation import Kind, Operation, describe_fingerprint
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline

@@ -6,8 +6,8 @@ The operations are for new kinds of stores: what `Store.execute` gets, and the `
 from __future__ import annotations
 
 from rpcdist.collectives._stores.file_store import FileStore
-from rpcdist.collectives._stores.hash_store import HashStore
 from rpcdist.collectives._stores.prefix_store import PrefixStore
+from rpcdist.collectives._stores.shared_table import HashStore
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives._stores.store_operations import (
     Add,

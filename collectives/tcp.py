@@ -13,19 +13,17 @@ from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.bootstrap import Bootstrap, wait_until_made
 from rpcdist.collectives._group.engine import Engine
 from rpcdist.collectives._group.engine_backend import EngineBackend
-from rpcdist.collectives._group.group_failure import GroupFailure
+from rpcdist.collectives._group.group_failure import GroupFailure, Reporter
 from rpcdist.collectives._group.group_watch import GroupWatch
-from rpcdist.collectives._group.reporting import Reporter
 from rpcdist.collectives._group.shared_hosts import find_hosts, share_memory
 from rpcdist.collectives._group.state import GroupState
 from rpcdist.collectives._transports.hierarchical import HierarchicalTransport, Hosts
-from rpcdist.collectives._transports.p2p.mailboxes import Mailboxes
+from rpcdist.collectives._transports.p2p.messenger import Mailboxes
+from rpcdist.collectives._transports.shm.futex import unsupported_here
 from rpcdist.collectives._transports.shm.segment_layout import segment_size
 from rpcdist.collectives._transports.shm.shm_transport import ShmTransport
-from rpcdist.collectives._transports.shm.support import unsupported_here
-from rpcdist.collectives._transports.single import SingleRankTransport
 from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport
-from rpcdist.collectives._transports.transport_base import Transport
+from rpcdist.collectives._transports.transport_base import SingleRankTransport, Transport
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError
 from rpcdist.transport.sockets import SocketHub

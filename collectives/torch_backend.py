@@ -20,14 +20,13 @@ from typing import Any, Final
 import torch
 import torch.distributed as torch_distributed
 
-from rpcdist.collectives._group.arrival import agree
+from rpcdist.collectives._group.bootstrap import agree
 from rpcdist.collectives._group.creation import default_timeout, open_group
 from rpcdist.collectives._operations.checks import barrier_timeout, check_timeout
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
-from rpcdist.collectives._torch.compiler import hide_from_compiler
-from rpcdist.collectives._torch.functional_ops import serve_functional_ops
+from rpcdist.collectives._torch.functional_ops import hide_from_compiler, serve_functional_ops
 from rpcdist.collectives._torch.torch_work import TorchWork, keep_what_torch_holds
 from rpcdist.collectives.backends import default_backend
 from rpcdist.collectives.process_group import ProcessGroup

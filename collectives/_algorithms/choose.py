@@ -6,7 +6,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import Final
 
-from rpcdist.collectives._algorithms import direct, ring, tree
+from rpcdist.collectives._algorithms import plans
 from rpcdist.collectives._algorithms.steps import Plan
 from rpcdist.collectives._operations.operation import Kind
 
@@ -78,29 +78,29 @@ def plan_for(
     slice_elements = max(1, CHAIN_SLICE_BYTES // max(1, element_bytes))
     match kind, algorithm:
         case Kind.ALL_REDUCE, Algorithm.DOUBLING:
-            return tree.doubling_all_reduce(rank, size, counts[0])
+            return plans.doubling_all_reduce(rank, size, counts[0])
         case Kind.ALL_REDUCE, _:
-            return ring.ring_all_reduce(rank, size, counts[0], _PART_MULTIPLE)
+            return plans.ring_all_reduce(rank, size, counts[0], _PART_MULTIPLE)
         case Kind.BROADCAST, Algorithm.TREE:
-            return tree.tree_broadcast(rank, size, root, counts[0])
+            return plans.tree_broadcast(rank, size, root, counts[0])
         case Kind.BROADCAST, _:
-            return tree.chain_broadcast(rank, size, root, counts[0], slice_elements)
+            return plans.chain_broadcast(rank, size, root, counts[0], slice_elements)
         case Kind.REDUCE, Algorithm.TREE:
-            return tree.tree_reduce(rank, size, root, counts[0])
+            return plans.tree_reduce(rank, size, root, counts[0])
         case Kind.REDUCE, _:
-            return tree.chain_reduce(rank, size, root, counts[0], slice_elements)
+            return plans.chain_reduce(rank, size, root, counts[0], slice_elements)
         case Kind.ALL_GATHER, Algorithm.DIRECT:
-            return direct.direct_all_gather(rank, size, counts)
+            return plans.direct_all_gather(rank, size, counts)
         case Kind.ALL_GATHER, _:
-            return ring.ring_all_gather(rank, size, counts)
+            return plans.ring_all_gather(rank, size, counts)
         case Kind.REDUCE_SCATTER, _:
-            return ring.ring_reduce_scatter(rank, size, counts)
+            return plans.ring_reduce_scatter(rank, size, counts)
         case Kind.GATHER, _:
-            return direct.gather(rank, size, root, counts)
+            return plans.gather(rank, size, root, counts)
         case Kind.SCATTER, _:
-            return direct.scatter(rank, size, root, counts)
+            return plans.scatter(rank, size, root, counts)
         case Kind.ALL_TO_ALL, _:
-            return direct.pairwise_all_to_all(rank, size, counts, received)
+            return plans.pairwise_all_to_all(rank, size, counts, received)
         case _:
             assert kind is Kind.BARRIER
-            return tree.barrier(rank, size)
+            return plans.barrier(rank, size)

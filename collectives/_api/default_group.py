@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as torch_distributed
 
-from rpcdist.collectives._group.arrival import DEFAULT_GROUP, agree
+from rpcdist.collectives._group.bootstrap import DEFAULT_GROUP, agree
 from rpcdist.collectives._group.creation import default_timeout, open_group
 from rpcdist.collectives._group.group_failure import list_ranks
 from rpcdist.collectives._group.kept_store import MPI_ADDRESS, KeptStore, StoreAndRank

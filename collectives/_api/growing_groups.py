@@ -12,7 +12,7 @@ import torch
 
 from rpcdist.collectives._api.objects import broadcast_object_list
 from rpcdist.collectives._api.operations import barrier
-from rpcdist.collectives._group.arrival import agree
+from rpcdist.collectives._group.bootstrap import agree
 from rpcdist.collectives._group.creation import open_group
 from rpcdist.collectives._group.world import World, current_world
 from rpcdist.collectives._operations.checks import check_timeout, check_whole_number

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
 
-from rpcdist.collectives._group.arrival import agree
 from rpcdist.collectives._group.backend_contract import GroupBackend, GroupContext
+from rpcdist.collectives._group.bootstrap import agree
 from rpcdist.collectives._group.creation import MakeBackend, check_split, make_group, open_group, split_off
 from rpcdist.collectives._group.world import World, current_world, group_or_default
 from rpcdist.collectives._stores.prefix_store import PrefixStore

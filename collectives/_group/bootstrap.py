@@ -1,4 +1,8 @@
-"""How the ranks of a new group reach one another: each publishes its address in the store, and reads all others'."""
+"""How the ranks of a new group find one another: they agree in the store who takes part, and publish addresses.
+
+`agreement` decides; here its steps are carried out, within the time there is, and its results become errors that name
+the ranks that do not come.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,20 @@ import dataclasses
 import json
 import secrets
 import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final, NoReturn
 
-from rpcdist.collectives._group.arrival import wait_for_keys
+from rpcdist.collectives._group.agreement import Displaced, Made, NotAll, Unlike, Wish, agreement
 from rpcdist.collectives._group.backend_contract import GroupContext
+from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.signed_records import SignedRecords
+from rpcdist.collectives._stores.store_base import Store, timed_out
+from rpcdist.collectives._stores.store_operations import Get, Missing, StoreOperation, Wait
 from rpcdist.deadline import Deadline
-from rpcdist.errors import ConnectFailed, DistNetworkError, RendezvousError, StoreTimeout
+from rpcdist.errors import CollectiveMismatch, ConnectFailed, DistNetworkError, RendezvousError, StoreTimeout, listed
+from rpcdist.time_limits import MIN_WAIT_S, STORE_CHECK_INTERVAL_S
 from rpcdist.transport.sockets import HubAddress, SocketHub
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -129,3 +139,100 @@ def _boot_id() -> str:
         return _BOOT_ID.read_text().strip()
     except OSError:
         return ""
+
+
+DEFAULT_GROUP: Final = "the default group"
+
+
+def agree(
+    store: Store,
+    rank: int,
+    ranks: Sequence[int],
+    what: str,
+    timeout_s: float,
+    description: str,
+    *,
+    fresh: bool,
+    check: Callable[[], None] | None = None,
+) -> Store:
+    """Waits until all ranks of a group have come, and checks that all of them ask for the same group.
+
+    Args:
+        store: the part of the store where groups of this name find each other, one after the other.
+        rank: rank of this process in the world.
+        ranks: ranks of the members in the world, this one included; the first of them leads.
+        what: names the group in errors.
+        timeout_s: limit for all of them to come.
+        description: has to be equal on all of them, as the ranks have.
+        fresh: whether only processes of this start of the job have used that part of the store.
+        check: raises when one of them cannot come any more.
+
+    Returns:
+        The part of the store that only these processes use, for this group.
+
+    Raises:
+        StoreTimeout: naming the ranks that did not come.
+        CollectiveMismatch: naming one that wants something else.
+        RendezvousError: another process has come later under this rank.
+    """
+    wish = Wish(rank, tuple(ranks), description)
+    deadline = Deadline.after(timeout_s)
+    steps = agreement(wish, fresh)
+    result: object = None
+    try:
+        while True:
+            result = _carry_out(store, steps.send(result), deadline, check)
+    except StopIteration as done:
+        match done.value:
+            case Made(number):
+                return PrefixStore(str(number), store)
+            case Unlike(other):
+                _disagree(what, wish, other)
+            case Displaced():
+                raise RendezvousError(
+                    f"making {what} failed: another process has come as rank {rank} after this one, and takes its "
+                    "place. If both belong to the job, give each a RANK of its own; else this one is left from an "
+                    "earlier start, and can end."
+                ) from None
+            case NotAll(missing, twice):
+                raise _missing(missing, twice, len(ranks), what, timeout_s) from None
+        raise AssertionError(done.value) from None
+
+
+def _carry_out(
+    store: Store, operation: StoreOperation[object], deadline: Deadline, check: Callable[[], None] | None
+) -> object:
+    """One operation; one that waits does so until the deadline, with a `check` now and then."""
+    while True:
+        limit = deadline
+        if check is not None and isinstance(operation, Get | Wait):
+            limit = Deadline.after(max(MIN_WAIT_S, min(STORE_CHECK_INTERVAL_S, deadline.remaining_s())))
+        result = store.execute(operation, limit)
+        if not isinstance(result, Missing) or check is None or deadline.expired():
+            return result
+        check()  # after the wait: a rank that has left may have set its keys before
+
+
+def wait_for_keys(store: Store, keys: list[str], timeout_s: float, check: Callable[[], None] | None) -> None:
+    """`store.wait`, with a `check` now and then that raises when a rank cannot come any more."""
+    result = _carry_out(store, Wait(tuple(keys)), Deadline.after(timeout_s), check)
+    if isinstance(result, Missing):
+        raise timed_out("wait", timeout_s, result.keys, store.address)
+
+
+def _disagree(what: str, own: Wish, other: Wish) -> NoReturn:
+    views = [f"rank {wish.rank} wants {wish.description} (ranks {listed(wish.ranks)})" for wish in (own, other)]
+    raise CollectiveMismatch(f"making {what}", f"{views[0]}, but {views[1]}; all ranks have to pass the same arguments")
+
+
+def _missing(late: Sequence[int], twice: int | None, size: int, what: str, timeout_s: float) -> StoreTimeout:
+    who = f"rank {late[0]} has" if len(late) == 1 else f"ranks {listed(late)} have" if late else "the last ranks have"
+    several = "" if twice is None else f" Several processes came as rank {twice}: each needs its own."
+    if what == DEFAULT_GROUP:
+        advice = "Look at those processes, and whether all have the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
+    else:
+        advice = "Every rank has to make the same groups in the same order; see what those ranks do"
+    return StoreTimeout(
+        f"Timed out making {what}: {who} not come within {timeout_s:g} s (world size of the group: {size}). "
+        f"{advice}, or pass a longer timeout.{several}"
+    )

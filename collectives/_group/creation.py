@@ -7,8 +7,8 @@ from datetime import timedelta
 
 import torch
 
-from rpcdist.collectives._group.arrival import agree
 from rpcdist.collectives._group.backend_contract import GroupBackend, GroupContext
+from rpcdist.collectives._group.bootstrap import agree
 from rpcdist.collectives._group.world import World, current_world, default_group
 from rpcdist.collectives._operations.checks import check_timeout
 from rpcdist.collectives._stores.prefix_store import PrefixStore

@@ -23,10 +23,9 @@ import torch
 
 from rpcdist.collectives._group.callbacks import Callbacks
 from rpcdist.collectives._group.flight_records import FlightRecorder
-from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure
+from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure, Reporter
 from rpcdist.collectives._group.job import Job, OperationTitle, record_of
 from rpcdist.collectives._group.operation_hooks import run_abort_hooks
-from rpcdist.collectives._group.reporting import Reporter
 from rpcdist.collectives._group.state import (
     Action,
     Closing,

@@ -1,4 +1,4 @@
-"""`LocalProcess`: what the groups of one process share, whatever their ranks and backends are."""
+"""`LocalProcess`: what the groups of one process share, its sockets among them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.collectives._group.flight_records import FlightRecorder
+from rpcdist.collectives._stores.store_base import Store
+from rpcdist.errors import ConfigError
 from rpcdist.time_limits import GROUP_EXIT_LIMIT_S
 
 if TYPE_CHECKING:
-    from rpcdist.collectives._group.shared_sockets import SharedSockets
+    from rpcdist.transport import Node
     from rpcdist.transport.records import Records
 
 
@@ -44,7 +46,6 @@ class LocalProcess:
         Raises:
             TransportError: the address cannot be bound.
         """
-        from rpcdist.collectives._group.shared_sockets import SharedSockets  # loads gRPC
 
         with self._lock:
             if self._sockets is None or not self._sockets.acquire():
@@ -86,3 +87,70 @@ def _close_all(process: weakref.ref[LocalProcess]) -> None:
     living = process()
     if living is not None:
         living.close_backends()
+
+
+class SharedSockets:
+    """A node and a socket hub, open as long as somebody has a share; whoever makes it has the first one.
+
+    Args:
+        host: the address that the hub listens on.
+
+    Attributes:
+        node: the I/O loop.
+        hub: connects to the hubs of other ranks, and takes their connections.
+
+    Raises (constructor):
+        TransportError: the address cannot be bound.
+    """
+
+    def __init__(self, host: str) -> None:
+        from rpcdist.transport import acquire_node  # loads gRPC
+        from rpcdist.transport.sockets import SocketHub
+
+        self.node: Node = acquire_node()
+        self.hub = SocketHub(self.node)
+        self._num_shares = 1
+        self._lock = threading.Lock()
+        try:
+            self.hub.open(host)
+        except BaseException:
+            self._close()
+            raise
+
+    def acquire(self) -> bool:
+        """Takes a share; returns False when the last one was released already."""
+        with self._lock:
+            if self._num_shares == 0:
+                return False
+            self._num_shares += 1
+            return True
+
+    def release(self) -> None:
+        """Gives up a share; the last one closes the hub. Blocks, bounded."""
+        with self._lock:
+            self._num_shares -= 1
+            if self._num_shares > 0:
+                return
+        self._close()
+
+    def _close(self) -> None:
+        self.hub.close()
+        self.node.release()
+
+
+def bind_host(store: Store) -> str:
+    """The address on which this process listens for other ranks: never all interfaces unless told so.
+
+    In this order: `RPCDIST_HOST` (an address); the address of the interface that `RPCDIST_SOCKET_IFNAME` or
+    `GLOO_SOCKET_IFNAME` names; the address from which packets to the store leave; loopback where the store has no host.
+
+    Raises:
+        ConfigError: a variable is wrong, or no interface leads to the store.
+    """
+    from rpcdist.transport.addresses import host_from_environment, pick_bind_host, split_address
+
+    try:
+        coordinator, _ = split_address(store.address)
+    except ConfigError:
+        coordinator = "127.0.0.1"  # a file, or memory: the processes share a machine
+    return pick_bind_host(coordinator, host_from_environment("GLOO_SOCKET_IFNAME"))

@@ -18,7 +18,7 @@ import torch
 
 from rpcdist.collectives._mpi.mpi_library import Pause, as_bytes, as_elements, mpi_op, wire_dtype
 from rpcdist.collectives._operations import reduce_kernels
-from rpcdist.collectives._operations.adjacent import joined
+from rpcdist.collectives._operations.dense import joined
 from rpcdist.collectives._operations.operation import FINGERPRINT_BYTES, Kind, Operation, ReduceOp, describe_fingerprint
 from rpcdist.collectives._transports.transport_base import Control, Transport, TransportMismatch, TransportTimeout
 

@@ -15,7 +15,7 @@ import torch
 
 from rpcdist.collectives._nccl.nccl_library import Communicator, CudaStream, Runtime
 from rpcdist.collectives._operations import reduce_kernels
-from rpcdist.collectives._operations.adjacent import joined
+from rpcdist.collectives._operations.dense import joined
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
 
 # These numbers are NCCL's binary interface.

@@ -184,3 +184,16 @@ def _overlaps(tensor: torch.Tensor, spans: list[tuple[int, int, int]], itself: i
         if other_end > begin and not (place == itself and (other_begin, other_end) == (begin, end)):
             return True
     return False
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Returns one flat tensor over the memory of all tensors if each begins where the last one ends, else None."""
+    first = tensors[0]
+    place = first.data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != place or not tensor.numel():
+            return None
+        place += tensor.nbytes
+    if place - first.untyped_storage().data_ptr() > first.untyped_storage().nbytes():
+        return None  # adjacent by chance, in different storages
+    return first.as_strided((sum(tensor.numel() for tensor in tensors),), (1,))

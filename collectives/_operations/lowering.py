@@ -13,8 +13,7 @@ import torch
 from rpcdist.collectives._operations import checks
 from rpcdist.collectives._operations.dense import Copies, is_dense, same_kind, separate
 from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation, ReduceOp
-from rpcdist.collectives._operations.reduce_kernels import unsupported
-from rpcdist.collectives._operations.reduce_ops import canonical_op
+from rpcdist.collectives._operations.reduce_kernels import canonical_op, unsupported
 from rpcdist.errors import ConfigError
 
 _KNOWN = frozenset(DTYPES)

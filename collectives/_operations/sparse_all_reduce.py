@@ -12,7 +12,7 @@ import torch
 
 from rpcdist.collectives._operations.lowering import Lowered, Place
 from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation, ReduceOp, dtype_code
-from rpcdist.collectives._operations.reduce_ops import canonical_op
+from rpcdist.collectives._operations.reduce_kernels import canonical_op
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveMismatch, ConfigError
 

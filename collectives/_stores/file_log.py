@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from rpcdist.backoff import backoff
-from rpcdist.collectives._stores.contents import Change, Code
+from rpcdist.collectives._stores.store_operations import Change, Code
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DistStoreError
 from rpcdist.private_files import why_not_private

@@ -10,11 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rpcdist.backoff import backoff
-from rpcdist.collectives._stores.contents import Change, Code, Contents
-from rpcdist.collectives._stores.dropped import DROPPED_STORES
 from rpcdist.collectives._stores.file_log import ChangeLog, OpenLog
-from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, Store, Timeout
-from rpcdist.collectives._stores.store_operations import Missing, StoreOperation
+from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, DROPPED_STORES, Store, Timeout
+from rpcdist.collectives._stores.store_operations import Change, Code, Contents, Missing, StoreOperation
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DistStoreError
 from rpcdist.time_limits import FILE_FIRST_PAUSE_S, FILE_LOCK_LIMIT_S, FILE_LONGEST_PAUSE_S

@@ -1,4 +1,4 @@
-"""A table that the threads and event loops of one process use together."""
+"""A table that the threads and event loops of one process use together, and the store that is such a table."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
+from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, Store, Timeout
 from rpcdist.collectives._stores.store_operations import Missing, StoreOperation
 from rpcdist.collectives._stores.table import StoreTable, Woken
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DistStoreError
 from rpcdist.time_limits import PARKED_LIMIT_S
+
+__all__ = ["HashStore"]
 
 
 class _Call:
@@ -128,3 +131,27 @@ class SharedTable:
         if self._closed_because and isinstance(call.result, Missing):
             raise DistStoreError(self._closed_because)
         return call.result
+
+
+class HashStore(Store):
+    """A store for the threads of one process; useful in tests and for a world of one.
+
+    Args:
+        timeout: how long methods wait that take no timeout of their own.
+    """
+
+    def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        super().__init__(timeout)
+        self._table = SharedTable()
+
+    @property
+    def address(self) -> str:
+        return "this process's memory"
+
+    def clone(self) -> HashStore:
+        twin = HashStore(self._timeout_s)
+        twin._table = self._table
+        return twin
+
+    def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
+        return self._table.execute(operation, deadline)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Sequence
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Final, Self, TypeVar, cast
 
+from rpcdist.at_exit import register_at_exit
 from rpcdist.collectives._stores.store_methods import carry_out
 from rpcdist.collectives._stores.store_operations import (
     LARGEST_BYTES,
@@ -284,3 +288,43 @@ def _data(value: Value) -> bytes:
     if isinstance(value, bytes | bytearray):
         return bytes(value)
     raise TypeError(f"a value of a store is bytes or text, not {type(value).__name__}")
+
+
+logger = logging.getLogger(__name__)
+
+
+class DroppedStores:
+    """The clean-ups that are due. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._closers: deque[tuple[int, Callable[[], None]]] = deque()
+        self._exiting = False
+
+    def add(self, pid: int, close: Callable[[], None]) -> None:
+        """Has `close` called later, in process `pid` only (not in a child forked from it); safe in a finalizer."""
+        self._closers.append((pid, close))
+        if self._exiting:  # a finalizer that runs at exit may come after `at_exit`, when nothing can be interrupted
+            self.close_all()
+
+    def close_all(self) -> None:
+        """Closes what was dropped. An error is logged: nobody is there who could handle it."""
+        while self._closers:
+            try:
+                pid, close = self._closers.popleft()
+            except IndexError:  # another thread was faster
+                return
+            if pid == os.getpid():
+                try:
+                    close()
+                except Exception:
+                    logger.warning("a store that was dropped without close() could not be closed", exc_info=True)
+
+    def at_exit(self) -> None:
+        self._exiting = True
+        self.close_all()
+
+
+DROPPED_STORES: Final = DroppedStores()
+"""Those of this process; finalizers have nobody else to turn to."""
+
+register_at_exit(DROPPED_STORES.at_exit)

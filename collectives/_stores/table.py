@@ -17,8 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from rpcdist.collectives._stores.contents import Change, Code, Contents
-from rpcdist.collectives._stores.store_operations import Missing, QueuePop, StoreOperation
+from rpcdist.collectives._stores.store_operations import Change, Code, Contents, Missing, QueuePop, StoreOperation
 
 _ADDING: Final = frozenset({Code.SET, Code.APPEND, Code.PUSH})
 

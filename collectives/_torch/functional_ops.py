@@ -1,11 +1,13 @@
-"""Functional collectives of torch whose C++ code asks a group for a backend of torch's, which ours do not have.
+"""What torch's C++ code and its compiler meet of ours, apart from works (`torch_work`).
 
-The others call methods of the group that C++ code finds in Python. `torch_work` keeps the works that are registered.
+Functional collectives whose C++ code asks a group for a backend of torch's, which ours do not have, get kernels of
+ours; the others call methods of the group that C++ code finds in Python. The compiler runs some functions as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -57,3 +59,24 @@ def _batch_p2p(
         results.append(tensor.new_empty(0) if sends else tensor)
         _c10d._register_work(results[-1], work)
     return results
+
+
+def hide_from_compiler(*classes: type) -> None:
+    """Hides the methods of the classes, and what these call.
+
+    torch's compiler would trace them, and from there the engine of a group. `torch.compiler.disable` does the same, but
+    imports the compiler.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for attribute in (attribute for cls in classes for attribute in vars(cls).values()):
+        function = attribute.fget if isinstance(attribute, property) else getattr(attribute, "__func__", attribute)
+        if isinstance(function, FunctionType):
+            frames.set_code_exec_strategy(function.__code__, skip)
+
+
+def hide_frame_from_compiler(function: Any) -> None:
+    """Hides a function; what it calls is compiled."""
+    frames = torch._C._dynamo.eval_frame
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, strategy)

@@ -2,13 +2,14 @@
 
 A transport carries the collective operations of one group over one medium: shared memory, sockets, or both. The engine
 calls it with one operation at a time, in the same order on every rank, on whichever thread runs the operation; so a
-transport needs no lock.
+transport needs no lock. `SingleRankTransport` serves a group of one rank.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from rpcdist.collectives._operations import reduce_kernels
 from rpcdist.collectives._operations.operation import Operation
 from rpcdist.deadline import Deadline
 
@@ -120,3 +121,20 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Frees sockets and memory; idempotent; never waits; called once no operation runs."""
+
+
+class SingleRankTransport(Transport):
+    """Runs the operations of a group of size 1."""
+
+    rank = 0
+    size = 1
+
+    def run(self, operation: Operation, control: Control) -> None:
+        for output, source in zip(operation.outputs, operation.inputs, strict=True):
+            if output.data_ptr() != source.data_ptr():
+                output.copy_(source.view_as(output))
+            if operation.reduce_op is not None:
+                reduce_kernels.premultiply(operation, output)
+
+    def close(self) -> None:
+        """Does nothing: nothing is open."""

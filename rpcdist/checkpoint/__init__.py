@@ -8,7 +8,6 @@ The format is that of `torch.distributed.checkpoint`. docs/checkpoints.md is the
 
 from __future__ import annotations
 
-from rpcdist.checkpoint._loading import load, load_async
-from rpcdist.checkpoint._saving import save, save_async
+from rpcdist.checkpoint._saving_and_loading import load, load_async, save, save_async
 
 __all__ = ["load", "load_async", "save", "save_async"]

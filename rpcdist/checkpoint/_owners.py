@@ -1,16 +1,21 @@
-"""Values behind remote references: their owners save and load them, so that they do not travel."""
+"""Values behind remote references: their owners save and load them, so that they do not travel.
+
+`Ranks` are the processes that save or load together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
 import rpcdist.rpc as rpc
+from rpcdist import collectives
 from rpcdist.checkpoint._entries import Entries, Stateful, entries_of, restore
 from rpcdist.checkpoint._storage import CheckpointPart, StoredEntries
-from rpcdist.errors import ConfigError
+from rpcdist.collectives import ProcessGroup
+from rpcdist.errors import CheckpointError, ConfigError
 from rpcdist.rpc import RRef
 
 References = dict[str, RRef[Any]]
@@ -63,3 +68,53 @@ def load_at_owner(folder: str, references: References) -> None:
                 "changed in place; refer to a tensor, a module, or an object with state_dict() and load_state_dict()"
             )
         restore(key, value, stored)
+
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """Does a step on all ranks, or on the first; where it fails on one, it fails on all.
+
+    Args:
+        group: by default the default group, if there is one.
+
+    Raises:
+        ConfigError: it is not a group of ours with this rank in it.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        if group is None and collectives.is_initialized():
+            group = collectives.group.WORLD
+        if group is not None and not isinstance(group, ProcessGroup):
+            raise ConfigError(
+                f"group is {group!r}: give a group of rpcdist.collectives with this rank in it; groups of torch save "
+                "by torch.distributed.checkpoint"
+            )
+        self._group = group
+        self.rank = 0 if group is None else group.rank()
+        self.is_first = self.rank == 0
+
+    def all(self, what: str, step: Callable[[], T]) -> list[T]:
+        """The results of all ranks. `what` is for the error."""
+        if self._group is None:
+            return [step()]
+        error: Exception | None = None
+        own: tuple[bool, T | str]
+        try:
+            own = (True, step())
+        except Exception as exc:
+            error = exc
+            own = (False, f"{type(exc).__name__}: {exc}")
+        outcomes: list[object] = [None] * self._group.size()
+        collectives.all_gather_object(outcomes, own, group=self._group)
+        found = cast("list[tuple[bool, T | str]]", outcomes)
+        if error is not None:
+            raise error
+        if failed := [f"rank {rank}: {text}" for rank, (succeeded, text) in enumerate(found) if not succeeded]:
+            raise CheckpointError(f"{what} failed on {'; '.join(failed)}")
+        return [cast(T, result) for _, result in found]
+
+    def first(self, what: str, step: Callable[[], T]) -> T:
+        """The result of the first rank, which alone does the step."""
+        return cast(T, self.all(what, lambda: step() if self.is_first else None)[0])

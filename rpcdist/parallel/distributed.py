@@ -18,22 +18,30 @@ from torch.utils.hooks import RemovableHandle
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
-from rpcdist.collectives._torch.compiler import hide_frame_from_compiler, hide_from_compiler
+from rpcdist.collectives._torch.functional_ops import hide_frame_from_compiler, hide_from_compiler
 from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp._bucket_assignment import BucketCaps
-from rpcdist.parallel._ddp._buffer_hook import BufferHook, BufferHookLocation
 from rpcdist.parallel._ddp._comm_hook import CommHook, RegisteredHook, check_comm_hook, refuse_complex
-from rpcdist.parallel._ddp._ddp_arguments import choose_sync, group_of_mesh, member_group
+from rpcdist.parallel._ddp._ddp_arguments import ReducerOptions, choose_sync, group_of_mesh, member_group
 from rpcdist.parallel._ddp._ddp_errors import DataParallelError, list_names
-from rpcdist.parallel._ddp._delayed_reduction import DelayedReduction
-from rpcdist.parallel._ddp._devices import choose_device, move_to
 from rpcdist.parallel._ddp._engine_pass import watch_outputs
 from rpcdist.parallel._ddp._finite_check import CheckFinite
-from rpcdist.parallel._ddp._gradient_hooks import HookOrder, install_accumulation_hooks, install_capture_hooks
+from rpcdist.parallel._ddp._gradient_hooks import (
+    DelayedReduction,
+    HookOrder,
+    install_accumulation_hooks,
+    install_capture_hooks,
+)
 from rpcdist.parallel._ddp._gradient_sources import in_distributed_context
-from rpcdist.parallel._ddp._join_hook import DataParallelJoinHook, count_ranks, highest_rank
 from rpcdist.parallel._ddp._logging_data import logging_data
 from rpcdist.parallel._ddp._mixed_precision import MixedPrecision
+from rpcdist.parallel._ddp._model_hooks import (
+    BufferHook,
+    BufferHookLocation,
+    DataParallelJoinHook,
+    count_ranks,
+    highest_rank,
+)
 from rpcdist.parallel._ddp._parameters import (
     Named,
     broadcast_tensors,
@@ -43,9 +51,9 @@ from rpcdist.parallel._ddp._parameters import (
     trainable,
     verify,
 )
+from rpcdist.parallel._ddp._quantization import adapt_hook
 from rpcdist.parallel._ddp._reducer import Reducer
-from rpcdist.parallel._ddp._reducer_options import ReducerOptions
-from rpcdist.parallel._ddp._torch_hooks import adapt_hook
+from rpcdist.parallel._ddp._tensor_tree import choose_device, move_to
 from rpcdist.parallel._ddp._torch_methods import TorchMethods
 from rpcdist.parallel.algorithms import Join, Joinable
 from rpcdist.parallel.comm_hooks import BuiltinCommHookType, average_in, builtin_hook, leaves_equal_bits

@@ -15,7 +15,7 @@ from values_helpers import encode
 from rpcdist import rpc
 from rpcdist._proto import rpc_pb2
 from rpcdist.collectives import FileStore
-from rpcdist.collectives._group.watch_connection import WatchConnection
+from rpcdist.collectives._group.watch import WatchConnection
 from rpcdist.errors import DistStoreError, ProtocolViolation, TransportError
 from rpcdist.testing import InProcessCluster, eventually
 from rpcdist.transport._framing.outgoing import Outgoing

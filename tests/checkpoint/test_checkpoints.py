@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from rpcdist import autograd, checkpoint, rpc
-from rpcdist.checkpoint import _folders, _saving
+from rpcdist.checkpoint import _folders, _saving_and_loading
 from rpcdist.errors import CheckpointError, ConfigError, WorkerLost
 from rpcdist.optim import DistributedOptimizer
 from rpcdist.parallel import ParameterServer, Pipeline, ShardedEmbedding
@@ -173,7 +173,7 @@ def test_a_save_that_fails_leaves_the_old_one_and_the_next_one_tidies_up(
         checkpoint.save(path, {"value": torch.ones(2), "function": lambda: None})
     assert_alone(path)
     with monkeypatch.context() as patch:  # a process that is killed discards nothing
-        patch.setattr(_saving, "end_with_index", interrupt)
+        patch.setattr(_saving_and_loading, "end_with_index", interrupt)
         patch.setattr(_folders, "discard", lambda folder: None)
         with pytest.raises(KeyboardInterrupt):
             checkpoint.save(path, {"value": torch.ones(2)})
@@ -360,7 +360,7 @@ def test_a_dead_owner_leaves_the_old_one(cluster: InProcessCluster, tmp_path: Pa
 def test_workers_that_do_not_share_a_folder_are_told(
     cluster: InProcessCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_saving, "new_part", part_elsewhere)
+    monkeypatch.setattr(_saving_and_loading, "new_part", part_elsewhere)
     with cluster.use("trainer"):
         reference = rpc.remote("owner1", new_parameter, (5.0,))
         with pytest.raises(CheckpointError, match=r"other workers wrote __1_0\.distcp, which this one does not see"):

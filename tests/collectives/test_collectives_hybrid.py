@@ -10,8 +10,13 @@ from transport_in_memory import MemoryControl, memory_transports, reference, run
 
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
 from rpcdist.collectives._transports.hierarchical import HierarchicalTransport, Hosts
-from rpcdist.collectives._transports.single import SingleRankTransport
-from rpcdist.collectives._transports.transport_base import Control, Transport, TransportMismatch, TransportPeerLost
+from rpcdist.collectives._transports.transport_base import (
+    Control,
+    SingleRankTransport,
+    Transport,
+    TransportMismatch,
+    TransportPeerLost,
+)
 
 LEADERS = [
     pytest.param([0, 0, 2, 2], id="two hosts"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure
+from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure, timeout_verdict
 from rpcdist.collectives._group.state import (
     Action,
     Closing,
@@ -24,7 +24,6 @@ from rpcdist.collectives._group.state import (
     TellRanks,
     WakeRunning,
 )
-from rpcdist.collectives._group.verdict import timeout_verdict
 
 WORLD = (10, 11, 12)
 LOST = GroupFailure(FailureKind.LOST, "rank 12 was lost: its process ended", (2,))

@@ -8,17 +8,22 @@ from math import ceil, log2
 import pytest
 
 from rpcdist.collectives._algorithms.choose import Algorithm, choose, plan_for
-from rpcdist.collectives._algorithms.direct import direct_all_gather, gather, pairwise_all_to_all, scatter
-from rpcdist.collectives._algorithms.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from rpcdist.collectives._algorithms.steps import Plan, ReceiveStep, Region, Round, SendStep, grid, split_evenly
-from rpcdist.collectives._algorithms.tree import (
+from rpcdist.collectives._algorithms.plans import (
     barrier,
     chain_broadcast,
     chain_reduce,
+    direct_all_gather,
     doubling_all_reduce,
+    gather,
+    pairwise_all_to_all,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    scatter,
     tree_broadcast,
     tree_reduce,
 )
+from rpcdist.collectives._algorithms.steps import Plan, ReceiveStep, Region, Round, SendStep, grid, split_evenly
 from rpcdist.collectives._operations.operation import Kind
 
 SIZES = range(1, 10)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from point_pairs import BIG, LIMIT_S, Mesh, in_threads, irecv, isend, mesh, number, recv, send, tcp_pair
 
-from rpcdist.collectives._transports.p2p.message_format import HEADER_BYTES, MessageFrame, pack_header
 from rpcdist.collectives._transports.p2p.messenger import Messenger
+from rpcdist.collectives._transports.p2p.requests import HEADER_BYTES, MessageFrame, pack_header
 from rpcdist.errors import (
     CollectiveError,
     CollectiveMismatch,

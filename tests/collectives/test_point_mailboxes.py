@@ -15,7 +15,7 @@ import torch
 from point_pairs import BIG, LIMIT_S, in_threads, irecv, isend, number, recv, send
 from socket_hubs import hubs, open_hub
 
-from rpcdist.collectives._transports.p2p.mailboxes import Mailboxes
+from rpcdist.collectives._transports.p2p.messenger import Mailboxes
 from rpcdist.errors import CollectiveTimeout, ForkedProcess, RankLost
 from rpcdist.testing import Program
 
@@ -95,7 +95,7 @@ def test_a_group_of_one_needs_no_hub() -> None:
 
 PEER = """
     import os, sys, torch
-    from rpcdist.collectives._transports.p2p.mailboxes import Mailboxes
+    from rpcdist.collectives._transports.p2p.messenger import Mailboxes
     from rpcdist.transport import acquire_node
     from rpcdist.transport.sockets import SocketHub
     node = acquire_node()

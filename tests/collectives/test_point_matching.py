@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpcdist.collectives._transports.p2p.matching import Matcher
+from rpcdist.collectives._transports.p2p.message_state import Matcher
 
 Event = tuple[str, int | None, int]  # "recv" or "msg", source, tag
 

@@ -11,21 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcdist.collectives._transports.p2p.byte_streams import InStream, OutStream
-from rpcdist.collectives._transports.p2p.message_format import (
+from rpcdist.collectives._transports.p2p.requests import (
     HEADER_BYTES,
     Header,
     MessageFrame,
-    pack_header,
-    refusal,
-    take_refusals,
-    unpack_header,
-)
-from rpcdist.collectives._transports.p2p.requests import (
     MessageTitle,
     PostedReceive,
     Request,
     Target,
     UnexpectedMessage,
+    pack_header,
+    refusal,
+    take_refusals,
+    unpack_header,
 )
 from rpcdist.errors import ProtocolViolation
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpcdist.collectives._transports.shm.pieces import Piece, cut
+from rpcdist.collectives._transports.shm.routes import Piece, cut
 
 Steps = list[list[tuple[int, int, int, int]]]
 

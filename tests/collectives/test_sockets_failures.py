@@ -15,7 +15,7 @@ from socket_hubs import LIMIT_S, hubs, read_exactly
 from socket_ranks import FakeControl, Ranks, socket_ranks
 
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
-from rpcdist.collectives._transports.sockets.framing import HEADER_BYTES, OperationFrame
+from rpcdist.collectives._transports.sockets.pair_connections import HEADER_BYTES, OperationFrame
 from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport
 from rpcdist.collectives._transports.transport_base import TransportMismatch, TransportPeerLost, TransportTimeout
 from rpcdist.errors import GroupAborted

@@ -13,7 +13,7 @@ from socket_ranks import Ranks, socket_ranks
 from transport_in_memory import reference
 
 from rpcdist.collectives._operations.operation import Kind, Operation
-from rpcdist.collectives._transports.sockets.framing import HEADER_BYTES
+from rpcdist.collectives._transports.sockets.pair_connections import HEADER_BYTES
 from rpcdist.collectives._transports.transport_base import TransportPeerLost
 from rpcdist.errors import GroupAborted
 

@@ -13,8 +13,8 @@ import torch.distributed
 
 from rpcdist.collectives import DistStoreError, FileStore, PrefixStore, StoreTimeout
 from rpcdist.collectives._stores import file_log, file_store
-from rpcdist.collectives._stores.contents import Change, Code
 from rpcdist.collectives._stores.file_log import ChangeLog
+from rpcdist.collectives._stores.store_operations import Change, Code
 from rpcdist.deadline import Deadline
 from rpcdist.testing import Program
 

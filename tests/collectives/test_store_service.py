@@ -26,7 +26,7 @@ from rpcdist.collectives._stores.store_operations import (
     StoreOperation,
     Wait,
 )
-from rpcdist.collectives._stores.store_service import StoreService
+from rpcdist.collectives._stores.table_server import StoreService
 from rpcdist.errors import DistStoreError
 from rpcdist.ids import Identity
 

@@ -13,8 +13,7 @@ from rpcdist import rpc
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded, RpcdistError
 from rpcdist.parallel import Pipeline
-from rpcdist.parallel.pipeline._mailbox import Mailbox
-from rpcdist.parallel.pipeline._receivers import push, receivers
+from rpcdist.parallel.pipeline._mailbox import Mailbox, push, receivers
 from rpcdist.parallel.pipeline._schedules import Action
 from rpcdist.testing import InProcessCluster
 

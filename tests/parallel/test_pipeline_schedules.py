@@ -22,7 +22,7 @@ from rpcdist.parallel.pipeline import (
     simulate,
     validate,
 )
-from rpcdist.parallel.pipeline._step_planning import make_schedule, restrict
+from rpcdist.parallel.pipeline._step_driver import make_schedule, restrict
 
 Texts = list[list[str]]
 

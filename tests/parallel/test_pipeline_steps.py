@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from rpcdist.errors import ConfigError
 from rpcdist.parallel.pipeline import Pipeline
-from rpcdist.parallel.pipeline._microbatches import as_tuple
 from rpcdist.parallel.pipeline._simulation import dependencies
+from rpcdist.parallel.pipeline._step_messages import as_tuple
 
 pytestmark = pytest.mark.multiproc
 

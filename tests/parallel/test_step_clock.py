@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from rpcdist.parallel.parameter_server._step_clock import StepClock
+from rpcdist.parallel.parameter_server._shard import StepClock
 
 
 def run(staleness: int, events: str) -> list[str]:

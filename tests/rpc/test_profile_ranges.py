@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from rpcdist import profile_ranges, rpc
 from rpcdist.parallel.pipeline import Pipeline
-from rpcdist.parallel.pipeline._receivers import push
+from rpcdist.parallel.pipeline._mailbox import push
 from rpcdist.testing import UNIT_S, InProcessCluster
 
 

@@ -11,14 +11,15 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
-from rpcdist.collectives._transports.p2p.message_format import (
+from rpcdist.collectives._transports.p2p.requests import (
     HEADER_BYTES,
     Header,
     MessageFrame,
+    Request,
+    Target,
     pack_header,
     unpack_header,
 )
-from rpcdist.collectives._transports.p2p.requests import Request, Target
 from rpcdist.errors import ProtocolViolation
 
 _STAGING_BYTES: Final = (1 << 16) + HEADER_BYTES  # what comes here first is copied once more

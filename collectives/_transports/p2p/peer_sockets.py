@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar
 
 from rpcdist.collectives._transports.p2p.byte_streams import MOST_BYTES, InStream, OutStream
-from rpcdist.collectives._transports.p2p.message_format import Header, MessageFrame, pack_header, take_refusals
+from rpcdist.collectives._transports.p2p.requests import Header, MessageFrame, pack_header, take_refusals
 from rpcdist.errors import ProtocolViolation
 
 _REFUSALS_READ: Final = 4096

@@ -1,4 +1,4 @@
-"""Sleeping until a word of shared memory changes: Linux's futex(2), by way of ctypes.
+"""Sleeping until a word of shared memory changes: Linux's futex(2), by way of ctypes; and whether this machine can.
 
 Both calls let other Python threads run. Words have 32 bits.
 """
@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import platform
+import sys
 from typing import Final
+
+from rpcdist.collectives._transports.shm import futex
+from rpcdist.transport import shared_memory
 
 _SYS_FUTEX: Final = 202  # on x86-64
 _WAIT: Final = 0  # not FUTEX_PRIVATE: the waiters are other processes
@@ -67,3 +72,17 @@ def wake(address: int) -> None:
     """Wakes all that sleep on the word at `address`."""
     assert _syscall is not None
     _syscall(_SYS_FUTEX, address, _WAKE, _EVERYBODY, None, None, 0)
+
+
+def unsupported_here() -> str | None:
+    """Why ranks on this machine cannot use shared memory, as a clause for a message, or None when they can.
+
+    Flags are plain stores, made after those of the data that they announce. Only x86-64 is known to show them to
+    other cores in that order; see [Note: store order] in `signals`.
+    """
+    machine = platform.machine().lower()
+    if machine not in ("x86_64", "amd64"):
+        return f"its flags rely on the store order of x86-64, and this is {machine or 'an unknown processor'}"
+    if sys.platform != "linux":
+        return f"{sys.platform} has no futex"
+    return shared_memory.unavailable() or futex.unavailable()

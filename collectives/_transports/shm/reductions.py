@@ -25,10 +25,16 @@ import torch
 from rpcdist.collectives._operations.operation import Operation, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import ReduceKernel, premultiply_to, reducer
 from rpcdist.collectives._transports.memory import copy_bytes
-from rpcdist.collectives._transports.shm.pieces import cut
-from rpcdist.collectives._transports.shm.rank_buffers import RankBuffers, one_thread
-from rpcdist.collectives._transports.shm.routes import Publish, Route, num_steps, shares, span, two_phase_slice_bytes
-from rpcdist.collectives._transports.shm.segment_layout import ALIGNMENT, Layout
+from rpcdist.collectives._transports.shm.routes import (
+    Publish,
+    Route,
+    cut,
+    num_steps,
+    shares,
+    span,
+    two_phase_slice_bytes,
+)
+from rpcdist.collectives._transports.shm.segment_layout import ALIGNMENT, Layout, RankBuffers, one_thread
 from rpcdist.collectives._transports.shm.signals import Signals
 from rpcdist.collectives._transports.shm.size_tables import SizeTables
 from rpcdist.collectives._transports.transport_base import Control

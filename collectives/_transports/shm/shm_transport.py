@@ -13,14 +13,12 @@ import torch
 
 from rpcdist.collectives._operations.operation import Kind, Operation
 from rpcdist.collectives._transports.memory import copy_bytes
-from rpcdist.collectives._transports.shm.rank_buffers import RankBuffers
 from rpcdist.collectives._transports.shm.reductions import Reductions
 from rpcdist.collectives._transports.shm.routes import Route, num_steps, route, span
-from rpcdist.collectives._transports.shm.segment_layout import Layout
+from rpcdist.collectives._transports.shm.segment_layout import Layout, RankBuffers
 from rpcdist.collectives._transports.shm.signals import Signals
 from rpcdist.collectives._transports.shm.size_tables import SizeTables
-from rpcdist.collectives._transports.single import SingleRankTransport
-from rpcdist.collectives._transports.transport_base import Control, Transport
+from rpcdist.collectives._transports.transport_base import Control, SingleRankTransport, Transport
 from rpcdist.transport.shared_memory import Segment, SegmentError
 
 # Looking a member up in its enum costs as much as a small copy.

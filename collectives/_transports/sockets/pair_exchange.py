@@ -18,8 +18,7 @@ from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import reducer
 from rpcdist.collectives._transports.memory import copy_bytes, memory_of
 from rpcdist.collectives._transports.pollers import Pollers
-from rpcdist.collectives._transports.sockets.framing import HEADER_BYTES, OperationFrame
-from rpcdist.collectives._transports.sockets.pair_connections import PairConnections
+from rpcdist.collectives._transports.sockets.pair_connections import HEADER_BYTES, OperationFrame, PairConnections
 from rpcdist.collectives._transports.sockets.spin_policy import SpinPolicy
 from rpcdist.collectives._transports.transport_base import Control, TransportPeerLost, TransportTimeout
 from rpcdist.time_limits import CHECK_INTERVAL_MS

@@ -12,11 +12,9 @@ from rpcdist.collectives._operations import reduce_kernels
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
 from rpcdist.collectives._transports.memory import copy_bytes
 from rpcdist.collectives._transports.pollers import Pollers
-from rpcdist.collectives._transports.sockets.framing import OperationFrame
-from rpcdist.collectives._transports.sockets.pair_connections import PairConnections
+from rpcdist.collectives._transports.sockets.pair_connections import OperationFrame, PairConnections
 from rpcdist.collectives._transports.sockets.pair_exchange import PairExchange
-from rpcdist.collectives._transports.sockets.plan_buffers import PlanBuffer, Scratch
-from rpcdist.collectives._transports.sockets.plan_runner import PlanRunner
+from rpcdist.collectives._transports.sockets.plan_runner import PlanBuffer, PlanRunner, Scratch
 from rpcdist.collectives._transports.sockets.spin_policy import SpinPolicy
 from rpcdist.collectives._transports.transport_base import Control, Transport
 from rpcdist.transport.sockets import SocketHub

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from rpcdist.collectives._operations.reduce_kernels import Combine
-from rpcdist.collectives._transports.sockets.framing import HEADER_BYTES, OperationFrame
+from rpcdist.collectives._transports.sockets.pair_connections import HEADER_BYTES, OperationFrame
 from rpcdist.collectives._transports.transport_base import TransportPeerLost
 
 SLICE_ELEMENTS: Final = 32 << 10

@@ -13,8 +13,8 @@ from typing_extensions import ParamSpec, TypeVar  # those of `typing` know no de
 import rpcdist.rpc as rpc
 from rpcdist.errors import NotInitialized, RpcdistError, SerializationError
 from rpcdist.nn import _owner_functions
+from rpcdist.nn._owner_functions import parse_remote_device
 from rpcdist.nn._refused_methods import RefusesLocalMethods, refuse
-from rpcdist.nn._remote_device import parse_remote_device
 from rpcdist.rpc import Future, RRef
 from rpcdist.rpc._executors.async_forms import off_loop
 

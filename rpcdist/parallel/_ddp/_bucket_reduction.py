@@ -11,11 +11,10 @@ import torch
 
 from rpcdist.collectives import ProcessGroup, ReduceOp, Work
 from rpcdist.errors import CollectiveError
-from rpcdist.parallel._ddp._bucket_wait import BucketWait
+from rpcdist.parallel._ddp._buckets import BucketEntry, DenseBucket, SparseBucket
 from rpcdist.parallel._ddp._comm_hook import GradBucket, RegisteredHook
-from rpcdist.parallel._ddp._dense_bucket import BucketEntry, DenseBucket
 from rpcdist.parallel._ddp._finite_check import FiniteCheck
-from rpcdist.parallel._ddp._sparse_bucket import SparseBucket
+from rpcdist.parallel._ddp._notices import BucketWait
 from rpcdist.profile_ranges import is_profiling, record_function
 
 Bucket = DenseBucket | SparseBucket

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from rpcdist.errors import ConfigError
+from rpcdist.parallel._ddp._buckets import DenseBucket, view_like
 from rpcdist.parallel._ddp._ddp_errors import list_names
-from rpcdist.parallel._ddp._dense_bucket import DenseBucket
-from rpcdist.parallel._ddp._gradient_layout import view_like
 
 KEEP_COMPLEX = ("allreduce_hook", "noop_hook", "post_localSGD_hook")
 """The hooks of this package and of torch that keep the imaginary part of gradients, by name."""

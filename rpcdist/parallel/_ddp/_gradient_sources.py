@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch.autograd import Variable
 
-from rpcdist.parallel._ddp._dense_bucket import BucketEntry
+from rpcdist.parallel._ddp._buckets import BucketEntry
 
 
 class GradientSource(ABC):

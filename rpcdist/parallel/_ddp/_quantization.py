@@ -2,19 +2,22 @@
 
 The numbers are those of torch's hooks of the same names. Codes and scales travel in one `all_gather` (torch's hooks
 take two, and work with NCCL only), so a rank receives world_size bytes for each element.
+
+`adapt_hook` chooses them, as torch's own hooks take groups of torch's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
-from rpcdist.parallel._ddp._comm_hook import GradBucket
+from rpcdist.parallel._ddp import _quantization
+from rpcdist.parallel._ddp._comm_hook import CommHook, GradBucket
 
 LARGEST: Final = 255
 LEAST_SCALE: Final = torch.finfo(torch.float32).eps
@@ -104,3 +107,41 @@ def _blocks(rows: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.T
         return iter([tuple(wide)])
     parts = (one.split(BLOCK, 1) if num_rows == 1 else one.split(max(1, BLOCK // row)) for one in wide)
     return zip(*parts, strict=True)
+
+
+def adapt_hook(hook: CommHook, state: Any, group: ProcessGroup) -> tuple[CommHook, Any]:
+    """The hook and the state to use for what the user registers.
+
+    Args:
+        hook: ours, torch's, or the user's own, which is returned as it is, with its state.
+        state: what the hook gets. Where a hook of ours or of torch's wants a group, None and groups of ours are
+            replaced by what it can use; an object such as `PowerSGDState` keeps its identity, and gets the group.
+        group: the model's group, which None stands for.
+    """
+    module = _module(hook)
+    if module.startswith("rpcdist.parallel."):
+        return hook, group if state is None else state
+    if not module.startswith("torch.distributed."):
+        return hook, state
+    if module.endswith(".quantization_hooks"):  # torch's rely on what NCCL's futures bring
+        return getattr(_quantization, getattr(hook, "__name__", "")), group if state is None else state
+    return hook, _torch_state(state, group)
+
+
+def _module(hook: object) -> str:
+    function = getattr(hook, "func", hook)  # of a functools.partial
+    return str(getattr(function, "__module__", ""))
+
+
+def _torch_state(state: Any, group: ProcessGroup) -> Any:
+    from rpcdist.collectives.torch_backend import as_torch_group
+
+    if state is None or isinstance(state, ProcessGroup):
+        return as_torch_group(group if state is None else state)
+    for name in ("process_group", "subgroup"):
+        given = getattr(state, name, state)
+        if isinstance(given, ProcessGroup):
+            setattr(state, name, as_torch_group(given))
+        elif given is None and name == "process_group":
+            setattr(state, name, as_torch_group(group))
+    return state

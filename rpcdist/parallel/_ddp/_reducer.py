@@ -30,12 +30,12 @@ from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import CollectiveError
 from rpcdist.parallel._ddp._bucket_assignment import GradientFacts, initial_buckets, rebuilt_buckets
 from rpcdist.parallel._ddp._bucket_reduction import Bucket, BucketReductions
-from rpcdist.parallel._ddp._bucket_wait import BucketWait
+from rpcdist.parallel._ddp._buckets import BucketEntry, DenseBucket, SparseBucket
 from rpcdist.parallel._ddp._comm_hook import RegisteredHook
+from rpcdist.parallel._ddp._ddp_arguments import ReducerOptions
 from rpcdist.parallel._ddp._ddp_errors import DataParallelError, UnusedParameters, unexpected_gradient
-from rpcdist.parallel._ddp._dense_bucket import BucketEntry, DenseBucket
 from rpcdist.parallel._ddp._due_gradients import DueGradients, UnexpectedGradient
-from rpcdist.parallel._ddp._engine_pass import AccumulationNodes, adds_to_leaves
+from rpcdist.parallel._ddp._engine_pass import AccumulationNodes, ChangeCheck, adds_to_leaves, step_and_clear, take_over
 from rpcdist.parallel._ddp._finite_check import FiniteCheck
 from rpcdist.parallel._ddp._gradient_sources import (
     DistributedPass,
@@ -44,11 +44,8 @@ from rpcdist.parallel._ddp._gradient_sources import (
     OrdinaryPass,
     in_distributed_pass,
 )
-from rpcdist.parallel._ddp._notices import Notices
+from rpcdist.parallel._ddp._notices import BucketWait, Notices
 from rpcdist.parallel._ddp._parameters import Named
-from rpcdist.parallel._ddp._reducer_options import ReducerOptions
-from rpcdist.parallel._ddp._sparse_bucket import SparseBucket
-from rpcdist.parallel._ddp._steps_in_backward import ChangeCheck, step_and_clear, take_over
 
 
 class Reducer:

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from rpcdist.errors import ConfigError
-from rpcdist.parallel._ddp._devices import move_to
 from rpcdist.parallel._ddp._parameters import trainable
+from rpcdist.parallel._ddp._tensor_tree import move_to
 
 
 class TorchMethods(nn.Module):

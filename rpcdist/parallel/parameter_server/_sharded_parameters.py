@@ -11,9 +11,8 @@ from torch import Tensor
 import rpcdist.rpc as rpc
 from rpcdist.errors import ConfigError, DeadlineExceeded
 from rpcdist.parallel.parameter_server._pushed_gradients import Gradient
-from rpcdist.parallel.parameter_server._row_layout import RowLayout
 from rpcdist.parallel.parameter_server._shard import Mode, ParameterShard, ShardConfig
-from rpcdist.parallel.parameter_server._shard_state import join_states, split_state
+from rpcdist.parallel.parameter_server._shard_state import RowLayout, join_states, split_state
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
 from rpcdist.time_limits import MISSING_NAMES_LIMIT_S
 

@@ -6,9 +6,7 @@ the guide.
 
 from __future__ import annotations
 
-from rpcdist.parallel.pipeline._pipeline import Pipeline, StepResult
-from rpcdist.parallel.pipeline._pipeline_errors import PipelineAborted, PipelineError, PipelineTimeout
-from rpcdist.parallel.pipeline._pipeline_optimizer import PipelineOptimizer
+from rpcdist.parallel.pipeline._pipeline import Pipeline, PipelineOptimizer, StepResult
 from rpcdist.parallel.pipeline._remote_stages import RemoteStages
 from rpcdist.parallel.pipeline._schedules import SCHEDULES, Action, parse_action, schedule
 from rpcdist.parallel.pipeline._simulation import (
@@ -19,6 +17,7 @@ from rpcdist.parallel.pipeline._simulation import (
     simulate,
     validate,
 )
+from rpcdist.parallel.pipeline._step_messages import PipelineAborted, PipelineError, PipelineTimeout
 from rpcdist.parallel.pipeline._timeline import Timeline
 
 __all__ = [

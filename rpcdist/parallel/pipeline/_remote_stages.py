@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import rpcdist.rpc as rpc
 from rpcdist.errors import ConfigError
-from rpcdist.parallel.pipeline._microbatches import batch_size, split, split_sizes
-from rpcdist.parallel.pipeline._step_messages import StageSource
+from rpcdist.parallel.pipeline._step_messages import StageSource, batch_size, split, split_sizes
 
 
 class RemoteStages:

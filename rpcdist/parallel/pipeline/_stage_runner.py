@@ -1,24 +1,32 @@
-"""The runner of a worker: holds the worker's stages of one pipeline, and executes the orders of the driver."""
+"""The runner of a worker: holds the worker's stages of one pipeline, and executes the orders of the driver.
+
+`Runners` is the driver's connection to the runners of its pipeline.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import rpcdist.rpc as rpc
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import RpcdistError
-from rpcdist.parallel.pipeline._mailbox import Mailbox, TensorSources
-from rpcdist.parallel.pipeline._pipeline_errors import PipelineAborted, PipelineTimeout
-from rpcdist.parallel.pipeline._receivers import receivers
+from rpcdist.parallel.pipeline._mailbox import Mailbox, TensorSources, receivers
 from rpcdist.parallel.pipeline._schedules import KINDS, Action
-from rpcdist.parallel.pipeline._stage import Stage
-from rpcdist.parallel.pipeline._stage_optimizers import StageOptimizers
+from rpcdist.parallel.pipeline._stage import Stage, StageOptimizers
 from rpcdist.parallel.pipeline._step_execution import StepExecution
-from rpcdist.parallel.pipeline._step_messages import PipelineConfig, StageSource, StepOrder, StepReport
+from rpcdist.parallel.pipeline._step_messages import (
+    PipelineAborted,
+    PipelineConfig,
+    PipelineTimeout,
+    StageSource,
+    StepOrder,
+    StepReport,
+)
 from rpcdist.rpc._peers.network import MessageSink
 
 
@@ -204,3 +212,34 @@ class StageRunner:
             for parameter in stage.module.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
+
+
+class Runners:
+    """One remote `StageRunner` per worker. The stages live as long as this object.
+
+    Args:
+        rrefs: the runners, in the order of the pipeline's workers.
+        timeout_s: limit of each call; 0 for none.
+    """
+
+    def __init__(self, rrefs: Sequence[rpc.RRef[StageRunner]], timeout_s: float) -> None:
+        self._rrefs = list(rrefs)
+        self._timeout_s = timeout_s
+
+    def __len__(self) -> int:
+        return len(self._rrefs)
+
+    def __iter__(self) -> Iterator[rpc.RRef[StageRunner]]:
+        return iter(self._rrefs)
+
+    def ask(self, method: str, *args: object) -> list[Any]:
+        """Calls a method of all runners at the same time, with the same arguments; waits for the results."""
+        return self.ask_each(method, [args] * len(self._rrefs))
+
+    def ask_each(self, method: str, args: Sequence[tuple[object, ...]]) -> list[Any]:
+        """Calls a method of all runners at the same time, with other arguments for each; waits for the results."""
+        calls = [
+            getattr(rref.rpc_async(self._timeout_s), method)(*each)
+            for rref, each in zip(self._rrefs, args, strict=True)
+        ]
+        return rpc.wait_all(calls)

@@ -17,13 +17,18 @@ from torch import Tensor
 
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded
-from rpcdist.parallel.pipeline._mailbox import Mailbox
-from rpcdist.parallel.pipeline._microbatches import as_tuple
-from rpcdist.parallel.pipeline._pipeline_errors import PipelineError, PipelineTimeout
-from rpcdist.parallel.pipeline._receivers import push
+from rpcdist.parallel.pipeline._mailbox import Mailbox, push
 from rpcdist.parallel.pipeline._schedules import Action
 from rpcdist.parallel.pipeline._stage import Stage
-from rpcdist.parallel.pipeline._step_messages import PipelineConfig, StepOrder, StepReport, clock_s
+from rpcdist.parallel.pipeline._step_messages import (
+    PipelineConfig,
+    PipelineError,
+    PipelineTimeout,
+    StepOrder,
+    StepReport,
+    as_tuple,
+    clock_s,
+)
 from rpcdist.rpc._current import current_agent
 
 

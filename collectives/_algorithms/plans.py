@@ -1,14 +1,30 @@
-"""Plans with few rounds, for small tensors: barrier, recursive doubling, binomial trees; and chains for large ones.
+"""The plans: each says which chunks a rank sends, receives and adds in each round.
 
-Recursive doubling and binomial trees as in R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective
-communication operations in MPICH" (2005); the barrier is D. Hensgen, R. Finkel and U. Manber's (1988).
+Trees have few rounds, for small tensors: barrier, recursive doubling, binomial trees; and chains for large ones. Around
+a ring each rank sends to the next only, which moves the fewest bytes, in many rounds. Direct plans move data from its
+source to its destination without a stop between.
+
+Recursive doubling and binomial trees are those of R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective
+communication operations in MPICH" (2005); the barrier is D. Hensgen, R. Finkel and U. Manber's (1988); the rings are P.
+Patarasuk and X. Yuan's, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from rpcdist.collectives._algorithms.steps import NOTHING, Plan, ReceiveStep, Region, Round, SendStep, merge
+from rpcdist.collectives._algorithms.steps import (
+    NOTHING,
+    Plan,
+    ReceiveStep,
+    Region,
+    Round,
+    SendStep,
+    chain,
+    merge,
+    split_evenly,
+)
 
 
 def barrier(rank: int, size: int) -> Plan:
@@ -162,3 +178,127 @@ def _slice(index: int, starts: range, count: int, where: int) -> Region:
         return Region(where, start, stop)
     base = index % 2 * starts.step
     return Region(1, base, base + stop - start)
+
+
+def ring_all_reduce(rank: int, size: int, count: int, multiple: int = 1) -> Plan:
+    """The ranks reduce a part each, and pass the parts around.
+
+    Args:
+        rank: the rank whose plan it is.
+        size: number of ranks.
+        count: elements of the tensor. Buffer 0 is the tensor, in place.
+        multiple: parts start at multiples of this many elements.
+    """
+    parts = [Region(0, start, stop) for start, stop in split_evenly(count, size, multiple)]
+    return chain(_reduce_parts(rank, size, parts), _gather_parts(rank, size, parts))
+
+
+def _reduce_parts(rank: int, size: int, parts: Sequence[Region]) -> Plan:
+    """Afterwards part `rank` is final. Part p starts at rank p + 1 and ends at rank p."""
+    rounds = []
+    for step in range(size - 1):
+        leaving, coming = parts[(rank - 1 - step) % size], parts[(rank - 2 - step) % size]
+        rounds.append(
+            Round(
+                (SendStep((rank + 1) % size, leaving),),
+                (ReceiveStep((rank - 1) % size, coming, operand=coming),),
+                coming if step == size - 2 else None,
+            )
+        )
+    return tuple(rounds)
+
+
+def _gather_parts(rank: int, size: int, parts: Sequence[Region]) -> Plan:
+    """Before it each rank has part `rank`, afterwards all parts."""
+    return tuple(
+        Round(
+            (SendStep((rank + 1) % size, parts[(rank - step) % size]),),
+            (ReceiveStep((rank - 1) % size, parts[(rank - 1 - step) % size]),),
+        )
+        for step in range(size - 1)
+    )
+
+
+def ring_all_gather(rank: int, size: int, counts: Sequence[int]) -> Plan:
+    """Chunks go around the ring until every rank has all of them.
+
+    Args:
+        rank: the rank whose plan it is.
+        size: number of ranks.
+        counts: elements of each rank's chunk. Buffer i is rank i's chunk; this rank's own holds its data already.
+    """
+    return _gather_parts(rank, size, [Region(index, 0, count) for index, count in enumerate(counts)])
+
+
+def ring_reduce_scatter(rank: int, size: int, counts: Sequence[int]) -> Plan:
+    """Partial reductions go around, and each ends at the rank that it belongs to.
+
+    Args:
+        rank: the rank whose plan it is.
+        size: number of ranks.
+        counts: elements of each chunk. Buffers 0 to size - 1 are the chunks, which are only read; buffer `size` is
+            the output; buffers `size` + 1 and `size` + 2 are scratch space as large as the largest chunk.
+    """
+    rounds = []
+    leaving = Region((rank - 1) % size, 0, counts[(rank - 1) % size])
+    for step in range(size - 1):
+        chunk = (rank - 2 - step) % size
+        last = step == size - 2
+        coming = Region(size if last else size + 1 + step % 2, 0, counts[chunk])
+        rounds.append(
+            Round(
+                (SendStep((rank + 1) % size, leaving),),
+                (ReceiveStep((rank - 1) % size, coming, operand=Region(chunk, 0, counts[chunk])),),
+                coming if last else None,
+            )
+        )
+        leaving = coming
+    return tuple(rounds)
+
+
+def direct_all_gather(rank: int, size: int, counts: Sequence[int]) -> Plan:
+    """Every rank sends to every other in one round: for small chunks and few ranks. Buffers as in `ring_all_gather`."""
+    others = [(rank + distance) % size for distance in range(1, size)]
+    sends = tuple(SendStep(peer, Region(rank, 0, counts[rank])) for peer in others)
+    receives = tuple(ReceiveStep(peer, Region(peer, 0, counts[peer])) for peer in reversed(others))
+    return (Round(sends, receives),) if size > 1 else ()
+
+
+def gather(rank: int, size: int, root: int, counts: Sequence[int]) -> Plan:
+    """All send to the root at once. Buffer i is rank i's chunk; other ranks have only their own."""
+    if rank == root:
+        others = [peer for peer in range(size) if peer != root]
+        moves = Round((), tuple(ReceiveStep(peer, Region(peer, 0, counts[peer])) for peer in others))
+    else:
+        moves = Round((SendStep(root, Region(rank, 0, counts[rank])),))
+    return merge((moves,), barrier(rank, size)) if size > 1 else ()
+
+
+def scatter(rank: int, size: int, root: int, counts: Sequence[int]) -> Plan:
+    """The root sends to all at once. Buffers as in `gather`."""
+    if rank == root:
+        others = [peer for peer in range(size) if peer != root]
+        moves = Round(tuple(SendStep(peer, Region(peer, 0, counts[peer])) for peer in others))
+    else:
+        moves = Round((), (ReceiveStep(root, Region(rank, 0, counts[rank])),))
+    return merge((moves,), barrier(rank, size)) if size > 1 else ()
+
+
+def pairwise_all_to_all(rank: int, size: int, sent: Sequence[int], received: Sequence[int]) -> Plan:
+    """In round k, each rank sends to the one k + 1 ahead.
+
+    A barrier follows: only the receiver can see that a chunk has another length than expected, and no rank may return
+    before all have checked theirs.
+
+    Args:
+        rank: the rank whose plan it is.
+        size: number of ranks.
+        sent: elements for each rank. Buffers 0 to size - 1 are these chunks.
+        received: elements from each rank. Buffers size to 2 * size - 1 are these chunks.
+    """
+    rounds = []
+    for distance in range(1, size):
+        ahead, behind = (rank + distance) % size, (rank - distance) % size
+        send = SendStep(ahead, Region(ahead, 0, sent[ahead]))
+        rounds.append(Round((send,), (ReceiveStep(behind, Region(size + behind, 0, received[behind])),)))
+    return chain(tuple(rounds), barrier(rank, size))

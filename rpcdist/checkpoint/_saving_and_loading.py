@@ -1,9 +1,13 @@
-"""`save`: all processes plan, the first one divides the work, all write, the first one publishes."""
+"""`save` and `load`.
+
+To save, all processes plan, the first one divides the work, all write, the first one publishes. To load, every process
+reads what it needs.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,10 +16,10 @@ from torch.distributed.checkpoint import SavePlan
 import rpcdist.rpc as rpc
 from rpcdist.checkpoint import _folders
 from rpcdist.checkpoint._digests import algorithm_of
-from rpcdist.checkpoint._entries import Entries, entries_of
-from rpcdist.checkpoint._owners import by_owner, new_part
-from rpcdist.checkpoint._participants import Ranks
-from rpcdist.checkpoint._storage import CheckpointPart, WrittenFiles, end_with_index, plan_together
+from rpcdist.checkpoint._entries import Entries, entries_of, restore
+from rpcdist.checkpoint._folders import checkpoint_path
+from rpcdist.checkpoint._owners import Ranks, by_owner, load_at_owner, new_part
+from rpcdist.checkpoint._storage import CheckpointPart, StoredEntries, WrittenFiles, end_with_index, plan_together
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import ConfigError
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
@@ -106,3 +110,42 @@ class _Parts:
         assert self._own is not None  # plan() came before
         calls = [each.rpc_async(self._timeout).write(plan) for each, plan in zip(self._others, plans[1:], strict=True)]
         return [self._own.write(plans[0]), *rpc.wait_all(calls)]
+
+
+@off_loop("await checkpoint.load_async(...)")
+def load(
+    path: str | os.PathLike[str],
+    state: MutableMapping[str, object],
+    *,
+    group: ProcessGroup | None = None,
+    timeout: float = rpc.constants.UNSET_RPC_TIMEOUT,
+) -> None:
+    """Loads what `save` wrote, on any number of ranks and owners. All ranks of the group call it.
+
+    The keys say what is loaded; a checkpoint may have more. Tensors, modules and objects with `load_state_dict` get
+    their values in place, at the owner where they are behind a reference. Other values are replaced in `state`.
+    The index and non-tensors are unpickled: load only checkpoints that you trust.
+
+    Args:
+        path, group, timeout: as for `save`.
+        state: the values by key; changed.
+
+    Raises:
+        ConfigError: there is no checkpoint, or it does not fit; values may have been changed by then.
+        CheckpointError: files are damaged, or it failed on another rank.
+        WorkerLost: an owner died. RankLost: a rank died.
+    """
+    folder = str(checkpoint_path(path).resolve())  # all read the same one, even if a newer one is published meanwhile
+
+    def read() -> None:
+        here, there = by_owner(state)
+        calls = [rpc.rpc_async(owner, load_at_owner, (folder, each), timeout=timeout) for owner, each in there.items()]
+        stored = StoredEntries(folder)
+        for key, value in here.items():
+            state[key] = restore(key, value, stored)
+        rpc.wait_all(calls)
+
+    Ranks(group).all("loading", read)
+
+
+load_async = async_form(load)

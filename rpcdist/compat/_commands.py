@@ -1,4 +1,8 @@
-"""`python -m rpcdist port`: changes programs that were written for torch, or shows what it would change."""
+"""The commands for programs that were written for torch.
+
+`python -m rpcdist port` changes them, or shows what it would change; `python -m rpcdist run` runs a script as
+`python script.py` would, with rpcdist in torch's place.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import os
 import sys
 import tokenize
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,10 +32,10 @@ def add_port(commands: Commands) -> None:
     )
     parser.add_argument("--write", action="store_true", help="change the files instead of showing a diff")
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a script, or a folder with scripts")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_port)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _port(arguments: argparse.Namespace) -> int:
     scripts: list[Path] = []
     for path in arguments.paths:
         if not path.exists():
@@ -78,3 +83,52 @@ def _port_file(path: Path, *, write: bool) -> int:
     for left in result.left:
         print(f"{path}:{left.line}: {left.name}: {left.advice}", file=sys.stderr)
     return 1 if result.left else 0
+
+
+def add_run(commands: Commands) -> None:
+    """Adds the command to a parser; `arguments.run(arguments)` runs it."""
+    parser = commands.add_parser(
+        "run",
+        help="run a script that was written for torch",
+        description="Runs a script in this process. With --compat, torch.distributed, its RPC, autograd "
+        "and optimizers, and DDP mean rpcdist's. Under torchrun: torchrun ... -m rpcdist run --compat script.py",
+    )
+    parser.add_argument("--compat", action="store_true", help="put rpcdist in torch's place")
+    parser.add_argument("script", help="the file to run")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script finds in sys.argv")
+    parser.set_defaults(run=_run_program)
+
+
+def run_script(script: str, arguments: list[str]) -> None:
+    """Runs a file as the main module, with its folder first on `sys.path`.
+
+    The module takes the place of `__main__`, as the processes that it starts import the script by its path.
+    """
+    path = Path(script)
+    code = compile(path.read_bytes(), script, "exec")
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=os.path.abspath(script), __builtins__=__builtins__, __spec__=None)
+    sys.argv[:] = [script, *arguments]
+    sys.path[0] = str(path.resolve().parent)
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+def _run_program(arguments: argparse.Namespace) -> int:
+    if not Path(arguments.script).is_file():
+        print(f"error: there is no file {arguments.script}", file=sys.stderr)
+        return 2
+    if arguments.compat:
+        from rpcdist.compat._installation import install
+
+        install()
+    try:
+        run_script(arguments.script, arguments.arguments)
+    except Exception as error:
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_globals.get("__name__") == __name__:
+            frames = frames.tb_next
+        # Told as `python script.py` would, without the way here.
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        return 1
+    return 0
