@@ -1,7 +1,7 @@
 """Collectives, point-to-point messages and the store, with the names of torch.distributed.
 
 It is installed as `rpcdist.collectives`. Importing it is cheap: neither torch nor gRPC is loaded before the first use.
-A type checker reads the imports below; when the program runs, `_MODULES` says where a name is to be found. Modules all
+A type checker reads the imports below; when the program runs, `_MODULES` says which module has a name. Modules all
 of whose names are public are imported whole there.
 """
 

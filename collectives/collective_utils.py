@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _StageOutcome:
-    """What a rank sends to all others: its value, or its error.
+    """The message of a rank to all others: its value, or its error.
 
     Attributes:
         stage: name of the step that the rank is in.
@@ -129,7 +129,7 @@ def all_gather(
 
 
 def _outcome(data_or_fn: object, stage: str | None) -> _StageOutcome:
-    """Whatever goes wrong here, the other ranks are told."""
+    """Any error here is told to the other ranks."""
     try:
         value = data_or_fn() if callable(data_or_fn) else data_or_fn
         return _StageOutcome(stage, pickle.dumps(value, pickle.HIGHEST_PROTOCOL))

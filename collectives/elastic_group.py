@@ -1,6 +1,6 @@
 """`ElasticGroup`: a default group whose ranks may die and be replaced while the others go on.
 
-Each time that a rank is lost, leaves or wants to come in, the processes form the default group anew, in numbered
+Each time that a rank is lost, leaves or wants to come in, the processes form the default group again, in numbered
 rounds. All of it happens in a store that has to outlive the ranks: no rank is special, and each may die, also rank 0.
 `rpcdist.parallel.ElasticDataParallel` does it for training.
 
@@ -10,8 +10,9 @@ Guarantees:
     takes the outcome of a round once.
  2. A process whose address refuses connections, or that said that it leaves, is not waited for. One that only does not
     come, because it is stopped or computes, is waited for as long as `timeout` says; it may come later.
- 3. Records are signed with the job's token; what somebody else writes is refused with `AuthenticationFailed`, and what
-    makes no sense, whoever wrote it, with `RendezvousError`.
+ 3. Records are signed with the job's token. Records of others are refused with `AuthenticationFailed`, and records that
+ make
+    no sense with `RendezvousError`.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ __all__ = ["ElasticGroup"]
 logger = logging.getLogger(__name__)
 
 _ATTEMPT_FAILED = (CollectiveError, RendezvousError, DistNetworkError, StoreTimeout, TransportError)
-"""What making a group raises when one of its ranks goes away meanwhile."""
+"""The errors of making a group when one of its ranks goes away meanwhile."""
 
 
 class ElasticGroup:
@@ -239,12 +240,12 @@ class ElasticGroup:
     # ------------------------------------------------------------ leaving
 
     def close(self, timeout_s: float) -> None:
-        """What the end of the process does."""
+        """The steps at the end of the process."""
         del timeout_s  # each step is bounded
         self.leave()
 
     def end(self) -> None:
-        """Says that the job has finished: who wants to come in later gets `JobEnded`."""
+        """Says that the job has finished: a process that asks to come in later gets `JobEnded`."""
         self._records.end()
 
     def leave(self) -> None:

@@ -135,7 +135,8 @@ def _zeros_like_all(tensor: torch.Tensor, group: ProcessGroup) -> list[torch.Ten
 
 # ---------------------------------------------------------------- each one's backward is another one
 
-# Roots are ranks in the group. `forward` runs without gradients; `backward` records them if it is to be differentiated.
+# Roots are ranks in the group. `forward` runs without gradients; `backward` records them if it can be differentiated
+# itself.
 
 
 class _Broadcast(Function):

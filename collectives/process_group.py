@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from enum import Enum
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -23,28 +23,13 @@ from rpcdist.time_limits import GROUP_TIMEOUT_S
 if TYPE_CHECKING:
     from rpcdist.collectives._stores.store_base import Store
 
-__all__ = ["ProcessGroup", "SplitGroup"]
+__all__ = ["ProcessGroup"]
 
 CPU_BACKENDS: Final = frozenset({"tcp", "gloo", "mpi"})
 """Backends that reach CPU memory only: tensors of other devices are staged in it."""
 
 
 _INSTEAD: Final = "call grow_group, shrink_group or new_group, or use ElasticDataParallel (docs/collectives.md)"
-
-
-class SplitGroup(Protocol):
-    """Makes a group of some ranks of another; see `ProcessGroup.split_group`."""
-
-    def __call__(
-        self,
-        parent: ProcessGroup,
-        ranks: Sequence[int],
-        *,
-        timeout: timedelta | None,
-        options: object | None,
-        name: str | None,
-        description: str | None,
-    ) -> ProcessGroup | None: ...
 
 
 class ProcessGroup(LowerCaseOperations):
@@ -87,7 +72,7 @@ class ProcessGroup(LowerCaseOperations):
         store: Store,
         backends: Mapping[str, GroupBackend],
         *,
-        split: SplitGroup,
+        split: Callable[..., ProcessGroup | None],
         backend_name: str = "tcp",
         names: Mapping[str, str] | None = None,
         timeout_s: float = GROUP_TIMEOUT_S,
@@ -246,7 +231,7 @@ class ProcessGroup(LowerCaseOperations):
     def register_pre_hook(self, hook_id: int, hook: Callable[[PreHookArgs], object]) -> None:
         """Calls `hook` before each operation of this rank, on the caller's thread; it must not change the tensors.
 
-        What it raises reaches the caller, and the operation does not start. A hook of the same id is replaced.
+        An error of it reaches the caller, and the operation does not start. A hook of the same id is replaced.
         """
         self._hooks.pre[hook_id] = hook
         self._use_hooks()
@@ -259,7 +244,7 @@ class ProcessGroup(LowerCaseOperations):
     def register_post_hook(self, hook_id: int, hook: Callable[[PostHookArgs], object]) -> None:
         """Calls `hook` when an asynchronous operation has started, or a blocking one is done, on the caller's thread.
 
-        What it raises reaches the caller; the operation goes on.
+        An error of it reaches the caller; the operation goes on.
         """
         self._hooks.post[hook_id] = hook
         self._use_hooks()
@@ -276,8 +261,8 @@ class ProcessGroup(LowerCaseOperations):
     def register_abort_hook(self, hook_id: int, hook: Callable[[], object]) -> None:
         """Calls `hook` once when the group fails or is aborted, before its operations fail: to write down what was so.
 
-        It runs on the thread that finds the failure, perhaps one that watches over the ranks, so it must be short. What
-        it raises is logged.
+        It runs on the thread that finds the failure, perhaps one that watches over the ranks, so it must be short. Its
+        errors are logged.
 
         Raises:
             ConfigError: a backend of the group calls no hooks.

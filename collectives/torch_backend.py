@@ -39,7 +39,7 @@ if not torch_distributed.is_available():
     raise ConfigError("this torch was built without torch.distributed; use rpcdist.collectives itself instead")
 
 NAME: Final = "rpcdist"
-"""What `init_process_group` and `new_group` of torch take as `backend`."""
+"""The value of `backend` for torch's `init_process_group` and `new_group`."""
 
 _DEVICES: Final = ["cpu", "cuda"]
 _LENT: Final = "rpcdist group "  # names what `as_torch_group` makes
@@ -234,7 +234,7 @@ _open_groups: Final[set[TorchProcessGroup]] = set()
 def _make_group(
     given: torch._C._distributed_c10d._DistributedBackendOptions, options: object | None = None
 ) -> TorchProcessGroup:
-    """What torch calls to make a group: `given` says which ranks, and brings the store."""
+    """Torch calls it to make a group: `given` says which ranks, and brings the store."""
     ranks = tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
     # torch gives groups of one name the same keys: those of the next initialisation and of the next start, and those
     # that the members of two parents make at once.

@@ -33,11 +33,11 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(79_056, 63_000),
-    "code": Limit(45_499, 36_000),
-    "files": Limit(509, 400),
-    "classes": Limit(918, 620),
-    "protocols": Limit(82, 30),
+    "lines": Limit(78_765, 63_000),
+    "code": Limit(45_430, 36_000),
+    "files": Limit(507, 400),
+    "classes": Limit(914, 620),
+    "protocols": Limit(78, 30),
     "time limits": Limit(147, 90),
     "environment variables": Limit(25, 20),
     "import circles": Limit(0, 0),

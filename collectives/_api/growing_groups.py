@@ -30,7 +30,7 @@ DESCRIPTION = "the default group, grown to {} ranks"
 
 @dataclass(frozen=True, slots=True)
 class _Invitation:
-    """What a process that waits has to know: its rank in a group that is about to be made."""
+    """The answer to a process that waits: its rank in a group that is about to be made."""
 
     number: int
     rank: int
@@ -66,8 +66,8 @@ def grow_group(
     can be repeated. The new processes know nothing yet: broadcast model, optimizer and step next.
 
     Args:
-        store: the same part of a store on all of them; it has to outlive what it is used by.
-        world_size: how many ranks there are to be; needed on the ranks that are there. A new process may leave it out.
+        store: the same part of a store on all of them; it must outlive the groups that use it.
+        world_size: the number of ranks after this; needed on the ranks that are there. A new process may leave it out.
         timeout: how long to wait for the others; by default the group's timeout, and in a new process
             `default_pg_timeout`.
         device_id: this process's device, in a new process; as in `init_process_group`.

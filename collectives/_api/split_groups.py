@@ -140,7 +140,7 @@ def shrink_group(
 
 
 def _shrink_world(world: World, old: ProcessGroup, members: tuple[int, ...], options: object | None) -> ProcessGroup:
-    """Ranks are numbered anew, from 0: in the default group, the rank in the group is the rank in the world."""
+    """Ranks are numbered again, from 0: in the default group, the rank in the group is the rank in the world."""
     assert world.store is not None
     store: Store = PrefixStore(f"of/{'-'.join(map(str, members))}", world.store)
     for group in reversed(list(world.groups.values())):

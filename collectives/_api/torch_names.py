@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 GroupName = NewType("GroupName", str)
-"""What `ProcessGroup.group_name` is."""
+"""The type of `ProcessGroup.group_name`."""
 
 
 class _GlooNames(type):
@@ -129,7 +129,7 @@ class _Debugger(pdb.Pdb):
 
 
 class _CoalescedWorks:
-    """What `_coalescing_manager` yields."""
+    """The works that `_coalescing_manager` yields."""
 
     def __init__(self) -> None:
         self.works: list[Work] = []

@@ -11,8 +11,8 @@ The agreement goes in generations 0, 1, 2, ..., each of which is closed once, by
 - `Made`: the owner has read that every rank is here. The group consists of the processes of these tickets.
 - `Unlike`: two processes want different groups.
 
-Every process draws a ticket when it comes, and says in each generation that it is here. What it says in a generation
-with an owner, it said after that owner came. So a process of an earlier start, which is dead, can be in no group.
+Every process draws a ticket when it comes, and says in each generation that it is here. Its record in a generation
+with an owner was written after that owner came. So a process of an earlier start, which is dead, can be in no group.
 
 Rules: no I/O, clock, thread or randomness. `agreement` yields operations of a store, and is sent their results;
 `Missing` as the result of a `Get` says that the time is over. Invariants, which hold whichever process dies, and
@@ -76,7 +76,7 @@ class _Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """All ranks have come; what the group writes into the store begins with the number of the generation."""
+    """All ranks have come; the keys of the group in the store begin with the number of the generation."""
 
     number: int
 

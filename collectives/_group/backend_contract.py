@@ -108,7 +108,7 @@ class GroupBackend(ABC):
         """Runs another operation as a part of the one whose `finish` calls this, on its thread and within its limit.
 
         So an operation can be made of several of which the first finds out the sizes of the others; every rank runs the
-        same parts. What it raises, `finish` has to let through.
+        same parts. `finish` must let its errors through.
         """
         raise NotImplementedError(f"the backend {self.name!r} has no parts")
 

@@ -5,7 +5,8 @@ comes first is chance, and another on each rank, where operations have to come i
 
  1. The callbacks of a group run one at a time, in the order in which the program attached them: the same on all ranks,
     as that of the program's operations is. Each waits for its future before it runs.
- 2. What callbacks call has an order of its own: a second group of the same ranks runs it (`EngineBackend.here`), which
+2. Operations that callbacks call have an order of their own: a second group of the same ranks runs it
+(`EngineBackend.here`), which
     is made when the first callback calls an operation.
  3. A callback that attaches another one waits for its future, and runs it at once.
 
@@ -34,11 +35,7 @@ S = TypeVar("S")
 
 
 class Callbacks:
-    """Runs the callbacks of one group in their order; any thread.
-
-    Args:
-        group: the group's name.
-    """
+    """Runs the callbacks of one group in their order; any thread."""
 
     def __init__(self, group: str) -> None:
         self._group = group
@@ -46,9 +43,6 @@ class Callbacks:
         self._waiting: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
         self._busy = False
         self._runner = 0  # the thread that runs a callback now
-
-    def __repr__(self) -> str:
-        return f"<Callbacks of group {self._group!r}: {len(self._waiting)} waiting>"
 
     def runs_here(self) -> bool:
         """Whether this thread is in a callback."""
@@ -109,7 +103,7 @@ class Callbacks:
 
 
 def _wait(future: torch.futures.Future[T]) -> None:
-    """Waits for a future of an operation, which its own limit ends; what it brings, the callback looks at."""
+    """Waits for a future of an operation, which its own limit ends; the callback reads its result."""
     try:
         torch._C.Future.wait(future)
     except Exception as exc:

@@ -1,7 +1,7 @@
-"""What the processes of an elastic group tell each other through the store: all of it signed, and checked when read.
+"""Records of the processes of an elastic group in the store: all of them signed, and checked when read.
 
-Who wrote it is proven by the signature; that it makes sense is not, as a process of the job may be of another version,
-or broken. Either is an error that names the record.
+The signature proves the writer. It does not prove that a record makes sense: a process of the job may be of another
+version, or broken. Either is an error that names the record.
 """
 
 from __future__ import annotations
@@ -28,10 +28,6 @@ _ENDED: Final = "ended"
 class ElasticRecords:
     """Any thread may use it.
 
-    Args:
-        store: where they are kept, which need not be trusted.
-        records: signs and verifies them.
-
     Raises (whatever reads):
         AuthenticationFailed: somebody who is no process of the job wrote to the store.
         RendezvousError: a process of the job wrote what makes no sense.
@@ -42,9 +38,6 @@ class ElasticRecords:
         self._store = store
         self._records = records
         self._signed = SignedRecords(store, records)
-
-    def __repr__(self) -> str:
-        return f"<ElasticRecords in {self._store!r}>"
 
     # ------------------------------------------------------------ rounds
 
@@ -83,7 +76,7 @@ class ElasticRecords:
     # ------------------------------------------------------------ candidates
 
     def register(self, number: int, own: Candidate) -> None:
-        """Wants to be in a round. Who dies before the last line of this has not come."""
+        """Asks to be in a round. A process that dies before the last line of this has not come."""
         self._signed.set(f"{number}/candidate/{own.identity}", json.dumps(asdict(own)))
         self._store.append(f"{number}/came", f"{own.identity} ")
 
@@ -97,7 +90,7 @@ class ElasticRecords:
         if len(came) > MAX_PROCESSES:
             raise RendezvousError(f"more than {MAX_PROCESSES} processes want to be in round {number} {self._where()}")
         keys = [f"{number}/candidate/{identity}" for identity in came]
-        if own.identity not in came or not self._store.check(keys):  # whoever is on the list wrote his record before
+        if own.identity not in came or not self._store.check(keys):  # written before the list
             raise AuthenticationFailed(
                 f"the list {self._store.full_key(f'{number}/came')!r} of who has come, {self._where()}, was changed by "
                 "somebody else. Let only the machines of the job reach the store, and start the job again"

@@ -1,7 +1,8 @@
-"""The rounds in which an elastic group is formed: who is waited for, and who is in. Pure.
+"""The rounds in which an elastic group is formed: for which processes it waits, and which are its members. Pure.
 
 Everybody who wants to be in the next group writes down a `Candidate`; the first who finds that nobody has to be waited
-for any longer writes down the members, once. Then the round is closed, and whoever is not a member goes on to the next.
+for any longer writes down the members, once.Then the round is closed, and processes that are not members go on to the
+next.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@ Rules:
  1. An operation gets its sequence number when it is submitted; equal numbers on all ranks are the same operation.
  2. One operation runs at a time. A blocking call runs on the caller's own thread when the group is idle; everything
     else runs on the group's worker thread, which starts with the first such call.
- 3. What a failure or a departure means is decided in `GroupState`; the engine takes events to it under its lock, and
+3. `GroupState` decides the meaning of a failure or a departure; the engine takes events to it under its lock, and
     carries out the actions without the lock. Ranks that did not find a failure themselves hear of it from the watch.
- 4. Work is finished without the lock held: whoever waits for it may submit the next operation at once. Callbacks of its
+ 4. Work is finished without the lock held: a thread that waits for it may submit the next operation at once. Callbacks
+ of its
     future run elsewhere: see [Note: callbacks] in `callbacks`.
 """
 
@@ -18,13 +19,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
 
 import torch
 
 from rpcdist.collectives._group.callbacks import Callbacks
-from rpcdist.collectives._group.flight_records import FlightRecorder
+from rpcdist.collectives._group.flight_records import FlightRecorder, Record
 from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure, Reporter
-from rpcdist.collectives._group.job import Job, OperationTitle, record_of
 from rpcdist.collectives._group.operation_hooks import run_abort_hooks
 from rpcdist.collectives._group.state import (
     Action,
@@ -37,9 +39,10 @@ from rpcdist.collectives._group.state import (
     WakeRunning,
 )
 from rpcdist.collectives._group.state_keeper import StateKeeper
-from rpcdist.collectives._operations.operation import Operation
+from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation
 from rpcdist.collectives._transports.pollers import Waker
 from rpcdist.collectives._transports.transport_base import (
+    Control,
     PartControl,
     Transport,
     TransportMismatch,
@@ -48,11 +51,104 @@ from rpcdist.collectives._transports.transport_base import (
 )
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
-from rpcdist.errors import CollectiveError
+from rpcdist.errors import CollectiveError, listed
 from rpcdist.own_shortage import own_shortage
 from rpcdist.profile_ranges import is_profiling, record_function
 from rpcdist.time_limits import GROUP_VERDICT_LIMIT_S, IDLE_RECHECK_S, THREAD_GRACE_S
 from rpcdist.transport import fork
+
+MAX_SHAPES: Final = 8
+"""So many shapes an error names."""
+
+
+class OperationTitle:
+    """The name of an operation, put together only when somebody reads it: most operations never fail."""
+
+    __slots__ = ("_group", "_kind", "_sequence")
+
+    def __init__(self, kind: Kind, sequence: int, group: str) -> None:
+        self._kind = kind
+        self._sequence = sequence
+        self._group = group
+
+    def __str__(self) -> str:
+        return f"{self._kind.title} #{self._sequence} of group {self._group!r}"
+
+
+class Job(Control):
+    """One operation: its number, deadline and Work, and the control of its transport.
+
+    Attributes:
+        name: what it is; `title` is the same as text.
+        operation: its tensors and kind.
+        finish: called once when the transport is done, before the Work is.
+        record: its entry in the flight recorder.
+        work: what the caller waits for.
+    """
+
+    __slots__ = ("_engine", "deadline", "fingerprint", "finish", "name", "operation", "record", "sequence", "work")
+
+    def __init__(
+        self,
+        engine: Engine,
+        operation: Operation,
+        sequence: int,
+        deadline: Deadline,
+        finish: Callable[[], None] | None,
+        record: Record,
+        result: list[torch.Tensor] | None,
+    ) -> None:
+        self._engine = engine
+        self.operation = operation
+        self.sequence = sequence
+        self.deadline = deadline
+        self.finish = finish
+        self.record = record
+        self.name = OperationTitle(operation.kind, sequence, engine.state.group)
+        self.work = Work(self.name, result, callbacks=engine.callbacks)
+
+    @property
+    def title(self) -> str:
+        return str(self.name)
+
+    @property
+    def wakeup_fd(self) -> int:
+        return self._engine.wakeup_fd
+
+    def error_of(self, failure: GroupFailure) -> CollectiveError:
+        """The error of what failed in this operation. The ranks compare sizes only; of a mismatch, shapes are added."""
+        tensors = self.operation.inputs or self.operation.outputs
+        if failure.kind is FailureKind.MISMATCH and tensors:
+            shapes = listed((tuple(tensor.shape) for tensor in tensors), MAX_SHAPES)
+            failure = replace(failure, reason=f"{failure.reason}; the shapes on this rank: {shapes}")
+        return failure.error(self.title)
+
+    def check(self) -> None:
+        state = self._engine.state
+        if state.failure is not None:
+            raise state.failure.error(self.title)
+        if state.departed:
+            departure = state.departure_before(self.sequence)
+            if departure is not None:
+                raise self._engine.fail_everywhere(departure).error(self.title)
+
+
+_DTYPE_NAMES: Final[dict[torch.dtype | None, str]] = {
+    None: "",
+    **{dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES},
+}
+
+
+def record_of(group: str, sequence: int, operation: Operation) -> Record:
+    """The entry of an operation in the flight recorder."""
+    reads, writes = operation.inputs, operation.outputs
+    inputs = [tensor.numel() for tensor in reads]
+    outputs = inputs if writes is reads else [tensor.numel() for tensor in writes]
+    dtype, op = operation.dtype, operation.reduce_op
+    return Record(
+        group, sequence, operation.kind.title, _DTYPE_NAMES[dtype], inputs, outputs, "" if op is None else op.name
+    )
+
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +301,7 @@ class Engine(StateKeeper):
     # ------------------------------------------------------------ running
 
     def _run(self, job: Job) -> None:
-        """Runs one operation to its end; what went wrong is in `job.work` afterwards."""
+        """Runs one operation to its end; an error is in `job.work` afterwards."""
         if is_profiling():
             with record_function(f"{job.operation.kind.title} of group {self.state.group!r}"):
                 self._carry_out(job)
@@ -308,7 +404,7 @@ class Engine(StateKeeper):
             self.state.handle(Closing())
             self._changed.notify_all()
             drained = self._changed.wait_for(lambda: not (self._busy or self._jobs), deadline.wait_s())
-        if not drained:  # the other ranks hear that this one leaves; what they wait for fails by that
+        if not drained:  # the other ranks hear that this one leaves, which fails their operations
             self.fail(GroupFailure(FailureKind.ABORTED, "the group was destroyed while operations ran"))
         if self._worker is not None:
             self._worker.join(min(GROUP_VERDICT_LIMIT_S + THREAD_GRACE_S, deadline.remaining_s() + THREAD_GRACE_S))

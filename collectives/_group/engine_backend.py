@@ -39,13 +39,7 @@ class Messages(Protocol):
 
 
 class EngineBackend(GroupBackend):
-    """A backend made of an engine, which runs the collectives, and of messages.
-
-    Args:
-        context: describes the group.
-        engine: runs the group's operations.
-        messages: carries the group's messages.
-    """
+    """A backend made of an engine, which runs the collectives, and of messages."""
 
     runs_parts = True
 
@@ -94,7 +88,7 @@ class EngineBackend(GroupBackend):
             raise failure.error(f"a callback of group {self.context.name!r}")
 
     def _fail_nested(self, failure: GroupFailure) -> None:
-        """What callbacks wait for cannot end: the callbacks of other ranks may not come to it."""
+        """Operations of callbacks cannot end: the callbacks of other ranks may never call them."""
         if self._nested is not None:
             self._nested._engine.fail(failure)
 

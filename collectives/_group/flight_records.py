@@ -102,12 +102,7 @@ class Record:
 
 
 class MessageLog:
-    """Numbers and records the messages of one group on one rank; any thread.
-
-    Args:
-        group: the group's name.
-        world_ranks: ranks of the members in the world, by rank in the group.
-    """
+    """Numbers and records the messages of one group on one rank; any thread."""
 
     def __init__(self, group: str, world_ranks: tuple[int, ...]) -> None:
         self._group = group
@@ -144,9 +139,6 @@ class FlightRecorder:
         self._dump_lock = threading.Lock()
         self._began = time.strftime("%Y%m%dT%H%M%S")
         self.note: Callable[[Record], None] = self._records.append
-
-    def __repr__(self) -> str:
-        return f"<FlightRecorder with {len(self._records)} operations>"
 
     def entries(self) -> list[Record]:
         """The operations that are remembered, oldest first."""

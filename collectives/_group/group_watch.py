@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.bootstrap import connect_watch, exchange_addresses
 from rpcdist.collectives._group.group_failure import GroupFailure, WatchListener
 from rpcdist.collectives._group.local_process import bind_host
 from rpcdist.collectives._group.state import FailureHeard, GroupState, RankLeft
+from rpcdist.collectives._group.state_keeper import StateKeeper
 from rpcdist.collectives._group.watch import Watch
 from rpcdist.deadline import Deadline
 from rpcdist.time_limits import THREAD_GRACE_S
-
-
-class OpenGroup(WatchListener, Protocol):
-    """The engine or watchdog of a group that is made."""
-
-    def opened(self) -> None:
-        """All ranks are connected: acts on what was heard while the group was made."""
 
 
 class SetupWatch(WatchListener):
@@ -35,7 +28,7 @@ class SetupWatch(WatchListener):
         self._state = state
         self._check = check
         self._lock = threading.Lock()
-        self._group: OpenGroup | None = None
+        self._group: StateKeeper | None = None
 
     def check(self) -> None:
         """Raises when the group cannot be made any more."""
@@ -45,7 +38,7 @@ class SetupWatch(WatchListener):
         if failure is not None:
             raise failure.error(f"making group {self._state.group!r}")
 
-    def end(self, group: OpenGroup) -> None:
+    def end(self, group: StateKeeper) -> None:
         """The group is made: passes on what is heard from now on, and lets the group act on what was heard so far."""
         with self._lock:
             self._group = group
@@ -105,7 +98,7 @@ class GroupWatch:
             self.release()
             raise
 
-    def hand_over(self, group: OpenGroup) -> None:
+    def hand_over(self, group: StateKeeper) -> None:
         """The group is made, and acts on what the watch heard and hears."""
         self._setup.end(group)
 

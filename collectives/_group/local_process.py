@@ -90,10 +90,7 @@ def _close_all(process: weakref.ref[LocalProcess]) -> None:
 
 
 class SharedSockets:
-    """A node and a socket hub, open as long as somebody has a share; whoever makes it has the first one.
-
-    Args:
-        host: the address that the hub listens on.
+    """A node and a socket hub, open as long as there are shares; the constructor takes the first one.
 
     Attributes:
         node: the I/O loop.

@@ -96,7 +96,7 @@ class OperationHooks:
         root: int,
         run: Callable[[], Work],
     ) -> Work:
-        """Runs an operation between the pre-hooks and the post-hooks; what a hook raises reaches the caller."""
+        """Runs an operation between the pre-hooks and the post-hooks; the error of a hook reaches the caller."""
         op_id = next(self._ids)  # threads may run operations at the same time
         for pre in list(self.pre.values()):
             pre(PreHookArgs(name, async_op, inputs, outputs, root, op_id))
@@ -107,7 +107,7 @@ class OperationHooks:
 
 
 def run_abort_hooks(hooks: dict[int, Callable[[], object]], group: str) -> None:
-    """Calls each hook once and forgets it: a group fails once. What a hook raises is logged."""
+    """Calls each hook once and forgets it: a group fails once. The error of a hook is logged."""
     for hook_id in list(hooks):
         hook = hooks.pop(hook_id, None)
         if hook is None:

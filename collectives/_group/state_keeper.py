@@ -1,4 +1,4 @@
-"""What is common to the engine of a group and the watchdog of its device: events go to the group's state."""
+"""The common part of a group's engine and of its device's watchdog: events go to the group's state."""
 
 from __future__ import annotations
 

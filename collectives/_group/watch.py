@@ -49,12 +49,7 @@ Message = dict[str, object]
 
 
 class WatchConnection:
-    """The connection with one rank. Messages leave in order; one that cannot leave in time ends the connection.
-
-    Args:
-        rank: the rank at the other end, in the group.
-        sock: connected; the connection's from now on.
-    """
+    """The connection with one rank. Messages leave in order; one that cannot leave in time ends the connection."""
 
     def __init__(self, rank: int, sock: socket.socket) -> None:
         self.rank = rank

@@ -4,8 +4,8 @@ A message is announced by a small header on one communicator, under the user's t
 one, under a number that the header names. So a receiver knows what comes before it posts memory for it, a receive from
 any source learns who sent, and two receives of one tag cannot take each other's elements.
 
-Nothing blocks inside MPI: messages under way are looked at in turn, by whoever waits for one of them, and by a thread
-of the group while asynchronous ones are under way.
+Nothing blocks inside MPI: messages under way are looked at in turn, by a thread that waits for one of them, and by a
+thread of the group while asynchronous ones are under way.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class MpiMessages:
         self._report = report
         self._me = headers.Get_rank()
         self._lock = threading.Lock()
-        self._looking = threading.Lock()  # whoever holds it looks for all
+        self._looking = threading.Lock()  # the thread that holds it looks for all
         self._changed = threading.Condition(self._lock)
         self._under_way: deque[_PendingMessage] = deque()
         self._numbers = [0] * headers.Get_size()

@@ -4,8 +4,8 @@ Every call of MPI is a nonblocking one that is polled, so a rank that does not c
 limits), and no thread ever sleeps inside MPI. Before an operation, all ranks exchange what they are about to do, on a
 communicator of its own; MPI itself would answer a mismatch with a hang, a crash or wrong numbers.
 
-What was under way when a group failed cannot be taken back: MPI may still write to its memory, which is therefore
-kept for the life of the process.
+An operation that was under way when a group failed cannot be taken back: MPI may still write to its memory, which is
+therefore kept for the life of the process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Operations as calls of an NCCL communicator. Everything here only enqueues; nothing waits for the device.
 
 Tensors are moved as bytes. They are reduced by NCCL where NCCL has the numbers and the operation, seen as other numbers
-where that gives the same bits (complex sums as sums of reals, bool as bytes); what NCCL cannot reduce at all (bitwise
-operations, 16-bit integers, complex products) is moved to where it is needed and reduced there by torch.
+where that gives the same bits (complex sums as sums of reals, bool as bytes); numbers that NCCL cannot reduce at all
+(bitwise operations, 16-bit integers, complex products) are moved to the rank that needs them and reduced there by
+torch.
 """
 
 from __future__ import annotations
@@ -97,14 +98,7 @@ def _keep_last_bit(tensor: torch.Tensor, size: int) -> None:
 
 
 class NcclCalls:
-    """Enqueues the operations of one group.
-
-    Args:
-        runtime: the group's device and its NCCL.
-        communicator: the group's NCCL communicator.
-        rank: rank of this process in the group.
-        size: number of ranks in the group.
-    """
+    """Enqueues the operations of one group."""
 
     def __init__(self, runtime: Runtime, communicator: Communicator, rank: int, size: int) -> None:
         self._runtime = runtime
@@ -270,7 +264,7 @@ class NcclCalls:
         return []
 
     def _exchange(self, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor], stream: int) -> None:
-        """Sends to and receives from many ranks in one go; what this rank sends to itself is copied."""
+        """Sends to and receives from many ranks in one go; a chunk for this rank itself is copied."""
         me = self._rank
         with self._runtime.grouped():
             for peer, tensor in sends.items():

@@ -107,7 +107,7 @@ class Runtime(Protocol):
         """The calls in this block start together, at its end."""
 
     def on(self, stream: CudaStream) -> AbstractContextManager[object]:
-        """What torch does in this block goes to the stream."""
+        """Work of torch in this block goes to the stream."""
 
     def current_stream(self) -> CudaStream: ...
 

@@ -3,7 +3,7 @@
 Rules:
 
  1. Every operation is registered before its first call of NCCL, so that a call that blocks is under watch as well.
- 2. What a failure or a departure means is decided in `GroupState`. With a failure, all operations that are not done
+2. `GroupState` decides the meaning of a failure or a departure. With a failure, all operations that are not done
     fail, and the communicator is aborted, which ends kernels and calls that wait for a peer.
  3. Tensors of operations that failed are kept until the communicator is aborted: the device may use them until then.
 """
@@ -45,15 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class NcclWatchdog(StateKeeper):
-    """Watches over the operations of one group on the device, and ends them when the group fails.
-
-    Args:
-        state: the group's state; the watchdog's from now on.
-        runtime: the group's device and its NCCL.
-        communicator: the group's NCCL communicator; the watchdog ends it.
-        recorder: the flight recorder of this process.
-        reporter: tells the other ranks what this one found.
-    """
+    """Watches over the operations of one group on the device, and ends them when the group fails."""
 
     def __init__(
         self,
@@ -195,7 +187,7 @@ class NcclWatchdog(StateKeeper):
     # ------------------------------------------------------------ life
 
     def close(self, deadline: Deadline) -> None:
-        """Waits for what is under way, then frees the communicator; what is not done in time is aborted. Idempotent."""
+        """Waits for operations under way, then frees the communicator; late operations are aborted. Idempotent."""
         with self._changed:
             self._closing = True
             self.state.handle(Closing())

@@ -18,7 +18,7 @@ r the root, `=` means that the same tensors stand in `inputs` and `outputs` (the
 Where the backend says `reduces_many`, ALL_REDUCE takes several tensors that share no memory: it is their concatenation
 that the ranks reduce, and that has to have the same size on all of them.
 The chunks of REDUCE_SCATTER and ALL_TO_ALL may differ in length. An input that is not also an output is never
-written to. It shares no memory with an output, but for these: the input of ALL_GATHER may be out[m] itself, and the
+written to. It shares no memory with an output, except for these: the input of ALL_GATHER may be out[m] itself, and the
 output of REDUCE_SCATTER in[m] itself. Tensors may be empty.
 """
 

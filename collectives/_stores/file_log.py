@@ -5,8 +5,8 @@ record is 4 bytes of length, 4 bytes of CRC-32 and a body, all little endian; a 
 byte, two 4-byte lengths, a key and a value. Readers see all changes of a record or none.
 
 Rules: writers hold an exclusive lock on the file, readers a shared one, so nobody reads while somebody writes. The
-kernel drops the lock of a process that dies. What it wrote of its record by then is an incomplete tail: readers stop
-before it, and the next writer cuts it off.
+kernel drops the lock of a process that dies. The part of its record that it wrote by then is an incomplete tail:
+readers stop before it, and the next writer cuts it off.
 
 [Note: flock per operation] The lock is `flock` on a descriptor that is opened for one operation. POSIX record locks
 belong to the process and vanish when any of its descriptors for the file closes; and a descriptor that stays open would

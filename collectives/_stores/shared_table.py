@@ -40,9 +40,6 @@ class SharedTable:
         self.failure = ""
         """Why the process that serves it gives up, if it does."""
 
-    def __repr__(self) -> str:
-        return f"<SharedTable of {self._table!r}{' closed' if self.closed else ''}>"
-
     @property
     def num_waiting(self) -> int:
         return self._table.num_waiters

@@ -1,4 +1,4 @@
-"""Records in a store that processes of the job have signed: what is to be believed goes through here."""
+"""Records in a store that processes of the job have signed: all that a process may trust goes through here."""
 
 from __future__ import annotations
 
@@ -9,19 +9,11 @@ from rpcdist.transport.records import Records
 
 
 class SignedRecords:
-    """Any thread may use it.
-
-    Args:
-        store: where they are kept, which need not be trusted.
-        records: signs and verifies them.
-    """
+    """Any thread may use it."""
 
     def __init__(self, store: Store, records: Records) -> None:
         self._store = store
         self._records = records
-
-    def __repr__(self) -> str:
-        return f"<SignedRecords in {self._store!r}>"
 
     def set(self, key: str, value: str) -> None:
         self._store.set(key, self._records.sign(self._store.full_key(key), value.encode()))

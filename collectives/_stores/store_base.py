@@ -264,7 +264,7 @@ def timed_out(what: str, timeout_s: float, keys: Iterable[str], address: str) ->
     """The error for keys that did not come in time."""
     return StoreTimeout(
         f"{what} timeout after {round(timeout_s * 1000)}ms, keys: {listed(keys)} (missing in the store at {address}). "
-        "Whoever sets them has not come, has failed, or uses another store or prefix."
+        "The process that sets them has not come, has failed, or uses another store or prefix."
     )
 
 

@@ -24,7 +24,7 @@ from rpcdist.errors import DistStoreError
 
 
 class Code(enum.IntEnum):
-    """What a change does. The numbers stand in the files of `FileStore`."""
+    """The kind of a change. The numbers stand in the files of `FileStore`."""
 
     SET = 1
     APPEND = 2
@@ -49,9 +49,6 @@ class Contents:
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.queues: dict[str, deque[bytes]] = {}
-
-    def __repr__(self) -> str:
-        return f"<Contents [{len(self.values)} keys, {len(self.queues)} queues]>"
 
     def without_value(self, keys: Iterable[str]) -> tuple[str, ...]:
         """Those of `keys` that have no value, in their order."""
@@ -135,7 +132,7 @@ class StoreOperation(ABC, Generic[R_co]):
 
     @abstractmethod
     def decide(self, contents: Contents) -> Decision[R_co]:
-        """What the operation returns and changes; `Missing` when it has to wait."""
+        """The result and the changes of the operation; `Missing` when it has to wait."""
 
     @abstractmethod
     def under(self, prefix: str) -> Self:

@@ -50,9 +50,6 @@ class StoreTable:
         self._watching: dict[str, dict[int, _Waiter]] = {}
         self._last_number = 0
 
-    def __repr__(self) -> str:
-        return f"<StoreTable of {self.contents!r}, {self.num_waiters} waiters>"
-
     @property
     def num_waiters(self) -> int:
         return len(self._waiters)

@@ -39,9 +39,6 @@ class StoreService:
         self.table = SharedTable()
         self._replied_at = float("-inf")
 
-    def __repr__(self) -> str:
-        return f"<StoreService of {self.table!r}>"
-
     def methods(self) -> Mapping[str, Method]:
         """The handlers by method name, as `Node.add_service` takes them."""
         return {"Execute": self.execute, "ExecuteLarge": self.execute_large}
@@ -144,11 +141,7 @@ class _Serving:
 
 
 class TableServer:
-    """Serves a table at each port that a store asks for, all on one node.
-
-    Args:
-        acquire: returns the node on which it serves.
-    """
+    """Serves a table at each port that a store asks for, all on one node."""
 
     def __init__(self, acquire: Callable[[], Node]) -> None:
         self._acquire = acquire

@@ -88,7 +88,7 @@ class _Local:
 
 
 class _Remote:
-    """The table is behind an authenticated link, which is opened anew when it broke between two calls."""
+    """The table is behind an authenticated link, which is opened again when it broke between two calls."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
         self.address = address

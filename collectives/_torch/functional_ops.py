@@ -1,4 +1,4 @@
-"""What torch's C++ code and its compiler meet of ours, apart from works (`torch_work`).
+"""Our side of torch's C++ code and of its compiler, apart from works (`torch_work`).
 
 Functional collectives whose C++ code asks a group for a backend of torch's, which ours do not have, get kernels of
 ours; the others call methods of the group that C++ code finds in Python. The compiler runs some functions as they are.
@@ -76,7 +76,7 @@ def hide_from_compiler(*classes: type) -> None:
 
 
 def hide_frame_from_compiler(function: Any) -> None:
-    """Hides a function; what it calls is compiled."""
+    """Hides a function; functions that it calls are compiled."""
     frames = torch._C._dynamo.eval_frame
     strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
     frames.set_code_exec_strategy(function.__code__, strategy)

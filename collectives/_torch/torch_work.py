@@ -27,18 +27,11 @@ _c10d: Any = torch._C._distributed_c10d
 
 
 class TorchWork(_c10d.Work):  # type: ignore[misc]  # see _c10d
-    """Our Work, one or several, where torch expects its own.
-
-    Args:
-        works: at least one; it is done when all of them are.
-    """
+    """Our Work, one or several, where torch expects its own."""
 
     def __init__(self, *works: Work) -> None:
         super().__init__()
         self._works = works
-
-    def __repr__(self) -> str:
-        return f"<TorchWork {', '.join(map(repr, self._works))}>"
 
     def wait(self, timeout: timedelta | float = timedelta(0)) -> bool:
         """Blocks until it is done; 0 leaves the limit to the operations' own."""

@@ -48,7 +48,7 @@ class TransportTimeout(Exception):
 
 
 class Control(ABC):
-    """What a transport asks the engine while it waits. The engine makes one for each operation."""
+    """The questions of a transport to the engine while it waits. The engine makes one for each operation."""
 
     deadline: Deadline
     sequence: int
@@ -69,13 +69,7 @@ class Control(ABC):
 
 
 class PartControl(Control):
-    """The control of a whole operation, as one of its parts sees it.
-
-    Args:
-        whole: the control of the whole operation.
-        sequence: the number of the operation on the part's own transport.
-        fingerprint: the bytes that the ranks of the part compare.
-    """
+    """The control of a whole operation, as one of its parts sees it."""
 
     __slots__ = ("_whole", "deadline", "fingerprint", "sequence")
 

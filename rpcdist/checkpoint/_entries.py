@@ -21,7 +21,7 @@ Entries = dict[str, Any]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An optimizer, a scheduler, a pipeline, parameter servers: whatever has a state."""
+    """An optimizer, a scheduler, a pipeline, parameter servers and other objects with a state."""
 
     def state_dict(self) -> Mapping[Any, Any]: ...
 

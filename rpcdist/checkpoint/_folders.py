@@ -4,9 +4,9 @@
 its own; then one `rename` puts a new link in the place of the old one, and the old folder goes. Whenever a process
 dies, the link leads to a whole checkpoint, and what was left half-way is removed by the next one.
 
-Who writes a folder holds a lock on it, which ends with the process. So a second save to the same path is refused, and
-takes no folder away that is being written or that was published a moment ago. On file systems that cannot lock folders
-(NFS), nothing guards against that.
+A process that writes a folder holds a lock on it, which ends with the process. So a second save to the same path is
+refused, and takes no folder away that is being written or that was published a moment ago. On file systems that cannot
+lock folders (NFS), nothing guards against that.
 """
 
 from __future__ import annotations
@@ -95,11 +95,12 @@ def writing(folder: Path) -> Iterator[None]:
         if not (isinstance(exc, OSError) or (isinstance(exc, RuntimeError) and _OF_FILES in str(exc))):
             raise CheckpointError(
                 f"a value of the checkpoint at {folder} cannot be turned into bytes ({type(exc).__name__}: "
-                f"{str(exc)[:300]}): leave it out, or save something that stands for it. What was there before is whole"
+                f"{str(exc)[:300]}): leave it out, or save something that stands for it. "
+                "The checkpoint that was there before is whole"
             ) from exc
         raise CheckpointError(
             f"writing the checkpoint into {folder} failed ({type(exc).__name__}: {str(exc)[:300]}); its disk has "
-            f"{_free_mib(folder)}. What was there before is whole: make room, and save again"
+            f"{_free_mib(folder)}. The checkpoint that was there before is whole. Make room, and save again"
         ) from exc
 
 

@@ -76,9 +76,6 @@ T = TypeVar("T")
 class Ranks:
     """Does a step on all ranks, or on the first; where it fails on one, it fails on all.
 
-    Args:
-        group: by default the default group, if there is one.
-
     Raises:
         ConfigError: it is not a group of ours with this rank in it.
     """

@@ -37,11 +37,12 @@ def save(
     """Saves a state in one folder; blocks until it is on the disk. All ranks of the group call it.
 
     Values are tensors, modules, remote references, objects with `state_dict` (optimizers, pipelines, parameter servers,
-    schedulers), and anything that can be pickled. What is behind a reference is written by its owner. An entry that
+    schedulers), and anything that can be pickled. The owner of a reference writes the value behind it. An entry that
     several ranks have, as those of a replicated model, is written once; the others count as equal. Do not change the
     values meanwhile.
 
-    The old checkpoint stays until the new one is whole: whoever dies meanwhile, `path` leads to one of the two.
+    The old checkpoint stays until the new one is whole: `path` leads to one of the two, whichever process dies
+    meanwhile.
 
     Args:
         path: becomes a link to the folder; on a file system that all workers and ranks share.
@@ -82,7 +83,7 @@ save_async = async_form(save)
 
 
 class _Parts:
-    """What this process writes, and what the owners of its references write."""
+    """The parts that this process and the owners of its references write."""
 
     def __init__(self, folder: str, timeout: float, algorithm: str) -> None:
         self._algorithm = algorithm

@@ -1,6 +1,6 @@
 """Plans, files and their index, by the planners and the file system of `torch.distributed.checkpoint`.
 
-Their functions `save` and `load` ask torch's own process groups who takes part. What they do in between is here, so
+Their functions `save` and `load` ask torch's own process groups for the ranks. Their steps in between are here, so
 that it can be asked of ranks of our groups, and of owners of remote references.
 """
 
@@ -35,13 +35,7 @@ NUM_ENTRIES_SHOWN = 10  # in an error
 
 
 class CheckpointPart:
-    """What one process writes: first its plan, then, when all plans are known, its share of the files.
-
-    Args:
-        folder: where to.
-        entries: of this process.
-        algorithm: of the digests of its files.
-    """
+    """The part of one process: first its plan, then, when all plans are known, its share of the files."""
 
     def __init__(self, folder: str, entries: Entries, algorithm: str) -> None:
         self._algorithm = algorithm
@@ -166,7 +160,9 @@ class StoredEntries:
         wanted = tuple(entry.shape) if isinstance(entry, Tensor) else None
         if shape != wanted:
             stored, expected = (f"a tensor {size}" if size is not None else "no tensor" for size in (shape, wanted))
-            raise ConfigError(f"the entry {key!r} of the checkpoint is {stored}, but {expected} was to be loaded")
+            raise ConfigError(
+                f"the entry {key!r} of the checkpoint is {stored}, but the object to load it into has {expected}"
+            )
 
     def _missing(self, key: str) -> str:
         known = sorted(self._metadata.state_dict_metadata)

@@ -9,7 +9,7 @@ or, without a change to the program:
     $ python -m rpcdist run --compat train.py --epochs 3
     $ torchrun --nproc-per-node 4 -m rpcdist run --compat train.py --epochs 3
 
-What cannot be replaced is refused by name (`docs/coming_from_torch.md`).
+Parts that cannot be replaced are refused by name (`docs/coming_from_torch.md`).
 """
 
 from __future__ import annotations

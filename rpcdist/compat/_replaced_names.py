@@ -18,7 +18,7 @@ ALIASES: Final = {
     f"{_ALGORITHMS}.model_averaging.hierarchical_model_averager": _AVERAGING,
     f"{_ALGORITHMS}.model_averaging.utils": _AVERAGING,
 }
-"""Modules that are ours as a whole, for everybody. What is below them and only torch has stays torch's."""
+"""Modules that are ours as a whole, for everybody. Names below them that only torch has stay torch's."""
 
 MISSING: Final = {
     "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook": "use ZeroRedundancyOptimizer without overlap",
@@ -91,7 +91,7 @@ TAKES_GROUPS: Final = {
 
 
 def advice_against(module: str) -> str | None:
-    """What to tell a program that imports a module of torch's; None for modules that may be imported."""
+    """The advice for a program that imports a module of torch's; None for modules that may be imported."""
     for refused, advice in REFUSED.items():
         if module == refused or module.startswith(f"{refused}."):
             return f"rpcdist.compat cannot replace {refused}, which {advice}; and run the program without compat"

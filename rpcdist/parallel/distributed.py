@@ -344,7 +344,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
 
     @property
     def named_module_buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers that are synchronised, by name; looked up anew, since modules may replace them."""
+        """The buffers that are synchronised, by name; looked up each time, since modules may replace them."""
         return named_buffers(self.module, self.parameters_to_ignore)
 
     @property

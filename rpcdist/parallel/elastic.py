@@ -102,7 +102,7 @@ class ElasticDataParallel(nn.Module):
     Attributes:
         module: the module.
         step: how many steps the state has behind it.
-        num_restarts: how often the group was formed anew.
+        num_restarts: how often the group was formed again.
 
     Raises:
         ConfigError: an argument is wrong, or there is a process group already.
@@ -190,7 +190,7 @@ class ElasticDataParallel(nn.Module):
                 self.close()  # an error, or `break`: the others go on
 
     def _current_group(self) -> ProcessGroup:
-        """The group, formed anew if it has failed or somebody wants to come in."""
+        """The group, formed again if it has failed or a process wants to come in."""
         now = time.monotonic()
         if self._group is not None and self._failure is None and now - self._looked_at_s > ELASTIC_CHECK_INTERVAL_S:
             self._looked_at_s = now
@@ -308,7 +308,7 @@ def _check_arguments(module: object, optimizers: Sequence[object], store: object
 
 
 def _description(module: nn.Module, optimizers: Sequence[Optimizer], backend: str, options: dict[str, Any]) -> str:
-    """What has to be equal on all ranks, in words, with a digest of the details."""
+    """The facts that must be equal on all ranks, in words, with a digest of the details."""
     parameters = list(module.named_parameters())
     details = [(name, str(each.dtype), tuple(each.shape), each.requires_grad) for name, each in parameters]
     kinds = [type(each).__name__ for each in optimizers]

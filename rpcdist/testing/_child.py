@@ -20,7 +20,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a worker is told when it starts.
+    """The settings of a worker when it starts.
 
     Attributes:
         output: the file that receives its stdout and stderr.
@@ -41,7 +41,7 @@ class CallRequest:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a request ended with; `packed` is the pickled value or `CallFailure`."""
+    """The result of a request; `packed` is the pickled value or `CallFailure`."""
 
     number: int
     packed: bytes
@@ -49,7 +49,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class CallFailure:
-    """What a function raised, and where."""
+    """The error that a function raised, and where."""
 
     error: BaseException
     trace: str

@@ -26,8 +26,7 @@ from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._current import forget_agent, use_agent
 from rpcdist.rpc._start import start_agent
 from rpcdist.testing.limits import LIMIT_S
-from rpcdist.testing.memory_network import MemoryNetwork
-from rpcdist.testing.memory_node import MemoryNode
+from rpcdist.testing.memory_network import MemoryNetwork, MemoryNode
 
 __all__ = ["InProcessCluster"]
 

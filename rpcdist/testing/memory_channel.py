@@ -13,7 +13,7 @@ __all__ = ["MemoryChannel", "Path", "channel_pair"]
 
 
 class Path:
-    """What happens to everything that one worker sends to another one. Used on the I/O loop.
+    """The way from one worker to another: delay, loss and cuts of everything that is sent on it. Used on the I/O loop.
 
     Attributes:
         delay_s: how much later it arrives, in seconds.

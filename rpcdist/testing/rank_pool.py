@@ -86,12 +86,12 @@ class RankPool:
         return [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
 
     def outcomes(self, pending: Sequence[Pending[T]], limit_s: float = LIMIT_S) -> list[T | Exception]:
-        """What each rank returned or raised; waits for all."""
+        """The results or errors of all ranks, in their order; waits for all."""
         limit = time.monotonic() + limit_s
         return [_outcome(one, limit) for one in pending]
 
     def outputs(self) -> str:
-        """What the workers have written since `begin`, to be shown when a test fails."""
+        """The output of the workers since `begin`, for a test that fails."""
         texts = {worker: worker.output(before) for worker, before in self._written.items()}
         return "\n".join(f"--- output of {worker!r}\n{text}" for worker, text in texts.items() if text)
 

@@ -51,11 +51,8 @@ class Pending(Generic[T]):
         self._number = number
         self._what = what
 
-    def __repr__(self) -> str:
-        return f"<Pending {self._what}>"
-
     def result(self, limit_s: float = LIMIT_S) -> T:
-        """Waits for the call; what the function returned. To be called once.
+        """Waits for the call, and returns its result. Call it once.
 
         Raises:
             BaseException: what the function raised, with the worker's traceback as a note.
@@ -169,7 +166,7 @@ class Worker:
         self.wait_until_stopped()
 
     def wait_until_stopped(self, limit_s: float = LIMIT_S) -> None:
-        """Waits until the process stands still, whoever has stopped it."""
+        """Waits until the process stands still, whichever process has stopped it."""
         wait_until_stopped(self.pid, limit_s)
 
     def resume(self) -> None:
@@ -204,7 +201,7 @@ class Worker:
     # ------------------------------------------------------------ output
 
     def output(self, since_bytes: int = 0) -> str:
-        """What the process has written to stdout and stderr, except the first `since_bytes`."""
+        """The output of the process on stdout and stderr, except the first `since_bytes`."""
         with contextlib.suppress(FileNotFoundError), self._output.open("rb") as file:
             file.seek(since_bytes)
             return file.read().decode(errors="replace")

@@ -106,7 +106,7 @@ class WorkerPool:
         return world
 
     def outputs(self) -> str:
-        """What the workers have written, to be shown when a test fails."""
+        """The output of the workers, for a test that fails."""
         return "\n".join(f"--- output of {worker!r}\n{text}" for worker in self if (text := worker.output()))
 
     def close(self) -> None:

@@ -200,9 +200,15 @@ def interrupt(*_: object) -> None:
             {"missing": torch.ones(1)},
             r"no entry 'missing'; it has model\._extra_state, model\.weight, optimizer, step$",
         ),
-        ({"model.weight": torch.ones(3)}, r"'model\.weight' of the checkpoint is a tensor \(2,\), but a tensor \(3,\)"),
-        ({"step": torch.ones(1)}, r"'step' of the checkpoint is no tensor, but a tensor \(1,\)"),
-        ({"model.weight": 1}, r"is a tensor \(2,\), but no tensor"),
+        (
+            {"model.weight": torch.ones(3)},
+            r"'model\.weight' of the checkpoint is a tensor \(2,\), but the object to load it into has a tensor \(3,\)",
+        ),
+        (
+            {"step": torch.ones(1)},
+            r"'step' of the checkpoint is no tensor, but the object to load it into has a tensor \(1,\)",
+        ),
+        ({"model.weight": 1}, r"is a tensor \(2,\), but the object to load it into has no tensor"),
         ({"model": None}, r"'model' was saved as a module: give a module with the same parameters"),
         (
             {"optimizer": torch.optim.SGD([torch.ones(1), torch.ones(1)])},

@@ -70,7 +70,7 @@ class Outcome:
         state: parameters and the optimizer's state.
         batches_tracked: forward passes that count for the running statistics.
         counted: the steps that counted here, with the size of the world.
-        restarts: how often the group was formed anew.
+        restarts: how often the group was formed again.
     """
 
     state: list[float]

@@ -126,9 +126,6 @@ class InStream:
 class OutStream:
     """Makes bytes out of requests, in the order of `put`.
 
-    Args:
-        sent: called with each request that is sent completely.
-
     Attributes:
         queue: the messages that are not sent completely, each with its payload.
         num_sent: number of messages that were sent completely.

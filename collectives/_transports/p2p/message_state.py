@@ -39,7 +39,7 @@ _Source = int | None  # None for any
 
 
 class _Kept(Generic[T]):
-    """What is kept of one kind, by tag and in the order of its coming.
+    """Receives or messages that are kept, by tag and in the order of their coming.
 
     Attributes:
         weights: the summed weights of what is kept, by source.
@@ -93,9 +93,6 @@ class Matcher(Generic[R, M]):
         self._receives: _Kept[R] = _Kept()
         self._messages: _Kept[M] = _Kept()
 
-    def __repr__(self) -> str:
-        return f"<Matcher: {len(self._receives.items())} receives, {self.num_messages} messages>"
-
     @property
     def num_messages(self) -> int:
         return len(self._messages.items())
@@ -124,7 +121,7 @@ class Matcher(Generic[R, M]):
         self._messages.take(None, tag, message)
 
     def should_read(self, source: int, a_send_is_stuck: bool) -> bool:
-        """Whether the source's socket is to be read now (M6)."""
+        """Whether the source's socket should be read now (M6)."""
         wanted = self._receives.weights
         may_fill = a_send_is_stuck and self.buffered_bytes(source) <= self._limit_bytes
         return may_fill or wanted[source] > 0 or wanted[None] > 0
@@ -143,11 +140,6 @@ logger = logging.getLogger(__name__)
 
 class MessageState:
     """The requests, messages and connections of one rank.
-
-    Args:
-        rank: this process's rank in the group.
-        ranks: the members' ranks in the world, for error messages.
-        limit_bytes: the limit of `Matcher`.
 
     Attributes:
         pending: requests that are not complete, in the order of their calls.
@@ -172,12 +164,12 @@ class MessageState:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is pending, or bytes of a failed message are to be sent, since the next comes behind."""
+        """Whether a request is pending, or bytes of a failed message must be sent, since the next comes behind."""
         return bool(self.pending) or self.a_send_is_stuck
 
     @property
     def a_send_is_stuck(self) -> bool:
-        """Whether a connection is open and has not taken all that is to be sent on it."""
+        """Whether a connection is open and has not taken all bytes that wait for it."""
         for connection in self.outgoing.values():  # no generator: a signal handler's error is lost where one is closed
             if connection.stream.queue and connection.is_open:
                 return True
@@ -337,7 +329,7 @@ class MessageState:
             self._give_up(victim, self._mismatch(victim, self.rank, connection.peer, expected, header))
 
     def lose(self, rank: int, reason: str) -> None:
-        """Notes that a rank is gone. What it sent before can still be received: its connection is read to the end."""
+        """Notes that a rank is gone. Its earlier messages can still be received: the connection is read to the end."""
         self.lost.setdefault(rank, reason)
         if rank in self.outgoing:
             self.outgoing[rank].end(reason)

@@ -1,8 +1,9 @@
 """Sends and receives between the ranks of a group, over one stream socket per direction.
 
 [Note: progress] A send tries its socket at once, on the caller's thread and under the lock. A small one with nothing
-before it needs no request if the socket takes all of it. Whatever is left, and every receive, has a `Request`, and
-whoever waits for it leads or follows (`ProgressEngine`); what nobody waits for is moved by the group's own thread. The
+before it needs no request if the socket takes all of it. The rest of a send, and every receive, has a `Request`. A
+thread that waits for a request drives the sockets itself or follows the thread that does (`ProgressEngine`). Requests
+that no thread waits for are driven by the group's background thread. The
 leader has a turn at each socket after the other, so that both directions of an exchange move: it reads the sockets that
 a request waits for (rule M6 of `Matcher`), and writes the rest of the messages. It observes the deadlines, and sleeps
 in poll when nothing can be done. A send that the receiver does not read is stuck, and while it is stuck this rank reads
@@ -50,7 +51,7 @@ should give up; may block."""
 
 
 class Messenger:
-    """The messages of one rank. Any thread may use it, but for the threads of event loops: calls may block.
+    """The messages of one rank. Any thread may use it, except the threads of event loops: calls may block.
 
     Args:
         group_name: the group's name in errors.
@@ -79,9 +80,6 @@ class Messenger:
         self._lock = self._progress.lock
         self._entrance = self._progress.entrance
         self._num_calls = {"send": 0, "recv": 0}
-
-    def __repr__(self) -> str:
-        return f"<Messenger of group {self._group_name!r}: {len(self._state.pending)} pending, {self._state.matcher!r}>"
 
     # ------------------------------------------------------------ operations
 

@@ -6,7 +6,7 @@
    `send`, `recv` or `wait`, else the group's own thread, which is started when it is first needed.
 3. A leader stops when its own request is done, and for callbacks, which may do anything: also wait for another request,
    and so lead again. A thread that waits then takes the lead, else the group's thread.
-4. Whoever changes what concerns the leader or those who follow calls `changed`.
+4. Code that changes the state of the leader or of followers calls `changed`.
 5. A leader gives the lock away after each turn, in which every socket is read and written once (`entrance`).
 6. A signal handler may raise wherever a thread of the program waits. So locks are held by `with` alone: a thread that
    was interrupted while it took one does not hold it, and must not release it.
@@ -104,10 +104,10 @@ class ProgressEngine:
         return follower
 
     def _watch(self) -> None:
-        """Lets the group's own thread wait until requests are left alone.
+        """Parks the background thread until there are requests that no user thread is driving.
 
-        Who has called `isend` or `irecv` usually waits soon, and a thread that moves its own messages is faster than
-        one that is woken for them. So this thread does nothing while other threads lead again and again.
+        A thread that has called `isend` or `irecv` usually waits soon, and a thread that moves its own messages is
+        faster than one that is woken for them. So this thread does nothing while other threads lead again and again.
         """
         state = self._state
         while not self.stopped:
@@ -232,7 +232,7 @@ class ProgressEngine:
             raise
 
     def _masks(self) -> dict[int, int]:
-        """What the leader waits for: the events by descriptor."""
+        """The events that the leader waits for, by descriptor."""
         state = self._state
         stuck = state.a_send_is_stuck
         masks = {one.sock.fileno(): select.POLLIN for one in state.incoming.values() if state.is_wanted(one, stuck)}

@@ -120,7 +120,7 @@ class MessageTitle(NamedTuple):
 
 
 class Driver(Protocol):
-    """What moves messages."""
+    """Moves messages."""
 
     def drive(self, mine: Request) -> None:
         """Moves them on the calling thread until the request is done."""
@@ -194,7 +194,7 @@ class PostedReceive(Request):
     finish: Callable[[], None] | None = None
 
     def settle(self) -> None:
-        """See `Request.settle`; what `finish` raises is the error of the receive."""
+        """See `Request.settle`; an error of `finish` is the error of the receive."""
         self._result = [self.tensor]
         try:
             if self.error is None and self.arrived is not None:

@@ -61,14 +61,7 @@ class _PreparedReduction:
 
 
 class Reductions:
-    """One rank's reducing operations.
-
-    Args:
-        rank: this process's rank in the group.
-        layout: where everything lies in the segment.
-        buffers: the buffers of all ranks.
-        signals: the flags of the group.
-    """
+    """One rank's reducing operations."""
 
     def __init__(self, rank: int, layout: Layout, buffers: RankBuffers, signals: Signals) -> None:
         self._rank = rank

@@ -1,4 +1,4 @@
-"""Who publishes which bytes, and who takes them: the plans of the operations on shared memory. Pure.
+"""Which rank publishes which bytes, and which takes them: the plans of the operations on shared memory. Pure.
 
 An operation runs in steps. In each step a rank copies one slice of each tensor that it publishes to its own buffer, at
 the tensor's place in it; when all ranks have done so, it takes slices out of other ranks' buffers. Slice number k of a
@@ -99,7 +99,7 @@ def two_phase_slice_bytes(size: int, buffer_bytes: int) -> int:
 
 
 def shares(length: int, size: int, multiple: int) -> list[tuple[int, int]]:
-    """Cuts `length` elements into `size` runs (start, stop) that start at a `multiple`; equal but for the last."""
+    """Cuts `length` elements into `size` runs (start, stop) that start at a `multiple`; equal except the last."""
     share = -(-length // (size * multiple)) * multiple
     return [(min(rank * share, length), min((rank + 1) * share, length)) for rank in range(size)]
 

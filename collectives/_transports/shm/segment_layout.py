@@ -83,12 +83,7 @@ _MAX_VIEWS: Final = 512
 
 
 class RankBuffers:
-    """Every rank's two buffers.
-
-    Args:
-        layout: where everything lies in the segment.
-        memory: the whole segment, as bytes.
-    """
+    """Every rank's two buffers."""
 
     def __init__(self, layout: Layout, memory: torch.Tensor) -> None:
         self._layout = layout

@@ -61,10 +61,6 @@ class ShmTransport(Transport):
         self._routes: dict[tuple[int, int], Route] = {}
         self._closed = False
 
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else f"step {self._signals.step}"
-        return f"<ShmTransport {self.rank}/{self.size}: {state}>"
-
     def run(self, operation: Operation, control: Control) -> None:
         if self.size == 1:
             SingleRankTransport().run(operation, control)

@@ -59,14 +59,7 @@ YIELDS: Final = 100
 
 
 class Signals:
-    """The flags of one group as one rank sees them. Used by one thread at a time.
-
-    Args:
-        rank: this process's rank in the group.
-        layout: where everything lies in the segment.
-        memory: the mapped segment.
-        address: the address at which it is mapped.
-    """
+    """The flags of one group as one rank sees them. Used by one thread at a time."""
 
     def __init__(self, rank: int, layout: Layout, memory: mmap.mmap, address: int) -> None:
         self.step = 0

@@ -51,13 +51,7 @@ def _reduce_scatter(rows: Sequence[Row]) -> dict[int, str]:
 
 
 class SizeTables:
-    """One rank's view of all tables. The rules of [Note: steps] in `signals` hold for them as well.
-
-    Args:
-        rank: this process's rank in the group.
-        layout: where everything lies in the segment.
-        signals: the flags of the group.
-    """
+    """One rank's view of all tables. The rules of [Note: steps] in `signals` hold for them as well."""
 
     def __init__(self, rank: int, layout: Layout, signals: Signals) -> None:
         self._rank = rank

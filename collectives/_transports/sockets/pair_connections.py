@@ -71,9 +71,6 @@ class PairConnections:
         self.waker = Waker()  # wakes the thread that waits for a connection of a lower rank
         hub.announce(self._prefix, self._arrive)
 
-    def __repr__(self) -> str:
-        return f"<PairConnections of {self._prefix}, rank {self._rank}: to {sorted(self._open)}>"
-
     def stripes(self, peer: int, size_bytes: int) -> list[tuple[int, int]]:
         """Returns start and stop of the stripe that each channel carries of a message, by channel; one or more."""
         number = min(self._num_channels[peer], max(1, size_bytes // STRIPE_BYTES))

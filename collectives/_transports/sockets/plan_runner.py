@@ -24,12 +24,7 @@ _KEPT_BYTES: Final = 64 << 20
 
 
 class PlanBuffer:
-    """A dense tensor that a plan names by number.
-
-    Args:
-        tensor: dense and contiguous.
-        reducer: the kernel of the operation, if it reduces.
-    """
+    """A dense tensor that a plan names by number."""
 
     __slots__ = ("_element_bytes", "_numbers", "_unit_bytes", "memory", "tensor")
 

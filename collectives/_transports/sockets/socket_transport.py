@@ -65,9 +65,6 @@ class SocketTransport(Transport):
             Kind.BARRIER: lambda operation: [],
         }
 
-    def __repr__(self) -> str:
-        return f"<SocketTransport rank {self.rank} of {self.size}: {self._connections!r}>"
-
     def run(self, operation: Operation, control: Control) -> None:
         if self._pair_exchange.takes(operation):
             self._pair_exchange.run(operation, control)

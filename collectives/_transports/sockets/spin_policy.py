@@ -19,10 +19,6 @@ class SpinPolicy:
 
     Spinning keeps a core busy, so there is none of it where a host has more ranks than cores.
 
-    Args:
-        rank: this process's rank in the group.
-        addresses: each rank's hub address, by rank.
-
     Attributes:
         spins: how often to try the socket, with `os.sched_yield` in between.
     """

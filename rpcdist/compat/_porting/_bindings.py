@@ -1,6 +1,6 @@
-"""What the names in a module mean: which of them are bound by an import, as seen from the place where they are used.
+"""The meaning of the names in a module: which import binds them, as seen from the place of their use.
 
-And which of our names stands for one of torch's.
+It also says which of our names stands for one of torch's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CHECKPOINT: Final = (
 
 @dataclass(frozen=True)
 class Meaning:
-    """What is to become of one of torch's names.
+    """The fate of one of torch's names.
 
     Attributes:
         ours: the full name of ours that takes its place; None where torch's stays.
@@ -57,7 +57,7 @@ class Meaning:
 
 @cache
 def meaning_of(name: str) -> Meaning:
-    """What a full name such as `torch.distributed.rpc.api.remote` becomes; names of anything may be asked for."""
+    """The meaning of a full name such as `torch.distributed.rpc.api.remote`; any name may be asked for."""
     for theirs, ours in _CLASSES.items():
         if _is_within(name, theirs):
             return Meaning(ours + name.removeprefix(theirs), ours.rpartition(".")[0])
@@ -223,7 +223,7 @@ def _read_import(statement: ast.Import | ast.ImportFrom, scope: Scope) -> None:
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """What is inside of a scope, without what is inside of scopes in it."""
+    """The nodes inside of a scope, without those inside of scopes in it."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, _SCOPES):

@@ -18,7 +18,7 @@ class _Edit:
 
 
 class Text:
-    """The source of a module, and what is to be changed in it.
+    """The source of a module, and the changes to make in it.
 
     Positions are indices of characters in the source.
     """
@@ -98,7 +98,7 @@ class Text:
 
 @dataclass(frozen=True, order=True)
 class Left:
-    """What has to be changed by hand: the line in the text as it was, what stands there, and what to do."""
+    """A change to make by hand: the line in the text as it was, the name that stands there, and advice."""
 
     line: int
     name: str

@@ -31,7 +31,7 @@ _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
     "generated_methods",
     "module_rref",
 )
-# Attributes that are made anew where it arrives.
+# Attributes that the receiver makes again.
 _OWN_METHODS = ("forward_async", "forward")
 
 

@@ -38,12 +38,6 @@ def reduce_runs(runs: Sequence[torch.Tensor], group: ProcessGroup, divisor: floa
 class BucketReductions:
     """The reductions of one iteration at a time. The reducer's lock guards it.
 
-    Args:
-        group: the ranks that reduce.
-        waiter: waits for the operations.
-        finite: examines the gradients.
-        hook: reduces dense buckets instead of an average.
-
     Attributes:
         first_launch_ns: when the first operation of the iteration was started; 0 before.
     """

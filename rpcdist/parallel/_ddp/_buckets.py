@@ -71,9 +71,6 @@ class BucketEntry:
         self.name = named.name
         self.parameter: nn.Parameter = named.tensor
 
-    def __repr__(self) -> str:
-        return f"<{self.name} {tuple(self.parameter.shape)}>"
-
 
 class DenseBucket:
     """Dense gradients of one dtype and device. The reducer's lock guards it.
@@ -203,11 +200,6 @@ DENSE: Final = -1
 
 class SparseBucket:
     """One parameter with sparse gradients. The reducer's lock guards it.
-
-    Args:
-        number: position in the order of communication.
-        member: the parameter.
-        group: the ranks that reduce.
 
     Attributes:
         indices: the parameter's.

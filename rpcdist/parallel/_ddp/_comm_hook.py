@@ -1,6 +1,6 @@
 """Communication hooks of the user, which reduce the gradients of a bucket instead of an average.
 
-A hook is the user's code: whatever it returns is examined, and an error names it.
+A hook is the user's code: its result is examined, and an error names the hook.
 """
 
 from __future__ import annotations

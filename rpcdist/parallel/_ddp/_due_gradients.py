@@ -2,7 +2,8 @@
 
 Rules:
  1. A forward pass that synchronises opens an iteration. So does a backward pass that belongs to such a forward pass
-    after its iteration has ended. What arrives outside of an iteration, e.g. under `no_sync`, stays on its rank.
+    after its iteration has ended. A gradient that arrives outside of an iteration, e.g. under `no_sync`, stays on its
+    rank.
  2. `EVERY`: the iteration ends with the backward pass in which the last parameter gets its gradient. Each gets one.
  3. `FOUND`: the iteration ends with the first backward pass. Due are the parameters to which that pass will add.
  4. `STATIC`: the first iteration is like `FOUND`, and counts. Each later one ends with the pass in which every
@@ -44,10 +45,6 @@ class UnexpectedGradient(Exception):
 class DueGradients:
     """The state of one iteration at a time; see the rules at the top of the file.
 
-    Args:
-        count: number of parameters; their indices are 0 to `count` - 1.
-        rule: the rule.
-
     Attributes:
         is_open: whether an iteration is open.
         has_begun: whether a gradient has arrived in this iteration.
@@ -73,14 +70,10 @@ class DueGradients:
         self._unused_before: set[int] | None = None
 
     def restart(self) -> None:
-        """Other ranks: the static graph is found out again. What was not averaged yet stays so."""
+        """The ranks changed: the static graph is found out again. Gradients that were not averaged yet stay so."""
         self.is_open = False
         self.static_use = self._expected = None
         self._expects = self._all
-
-    def __repr__(self) -> str:
-        state = f"open, {len(self.missing)} missing" if self.is_open else "no iteration"
-        return f"<DueGradients {self._rule.name} of {len(self._all)}: {state}>"
 
     @property
     def ends_with_pass(self) -> bool:

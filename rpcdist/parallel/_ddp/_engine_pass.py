@@ -43,11 +43,7 @@ def _reached(reached: Callable[[], None], _: tuple[torch.Tensor, ...]) -> None:
 
 
 class AccumulationNodes:
-    """The nodes of the graph that add to the `.grad` of parameters.
-
-    Args:
-        parameters: whose nodes they are.
-    """
+    """The nodes of the graph that add to the `.grad` of parameters."""
 
     def __init__(self, parameters: Sequence[Named]) -> None:
         self._parameters = [named.tensor for named in parameters]
@@ -114,11 +110,7 @@ def step_and_clear(parameters: Sequence[nn.Parameter]) -> None:
 
 
 class ChangeCheck:
-    """Notices that a parameter was changed while a backward pass ran.
-
-    Args:
-        parameters: those that are averaged.
-    """
+    """Notices that a parameter was changed while a backward pass ran."""
 
     def __init__(self, parameters: Sequence[Named]) -> None:
         self._parameters = parameters

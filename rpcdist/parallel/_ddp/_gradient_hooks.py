@@ -54,12 +54,7 @@ def _captured(reference: weakref.ref[Reducer], index: int, gradient: torch.Tenso
 
 
 class HookOrder:
-    """Keeps hooks the last ones of their parameters: a reduction that has begun must not be overtaken by other hooks.
-
-    Args:
-        parameters: as given to `install_accumulation_hooks`.
-        handles: what it returned.
-    """
+    """Keeps hooks the last ones of their parameters: no other hook may change a gradient whose reduction has begun."""
 
     def __init__(self, parameters: Sequence[Named], handles: Sequence[RemovableHandle]) -> None:
         self._hooks = [_hooks_of(named.tensor) for named in parameters]

@@ -23,7 +23,7 @@ _FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype")
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """What `DistributedDataParallel` takes as `mixed_precision`; only tensors of floating-point numbers are cast.
+    """The argument `mixed_precision` of `DistributedDataParallel`; only tensors of floating-point numbers are cast.
 
     Attributes:
         param_dtype: of parameters and inputs in the forward pass; None leaves them as they are.

@@ -89,12 +89,7 @@ class Notices:
 
 
 class BucketWait:
-    """Waits for the reductions of a bucket, and explains why they fail or take long.
-
-    Args:
-        group: the ranks that reduce.
-        notices: where the ranks say which gradients they lack.
-    """
+    """Waits for the reductions of a bucket, and explains why they fail or take long."""
 
     def __init__(self, group: ProcessGroup, notices: Notices) -> None:
         self._group = group

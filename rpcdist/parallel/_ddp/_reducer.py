@@ -91,10 +91,6 @@ class Reducer:
         self._stepped: list[nn.Parameter] | None = None  # by optimizers of their own, once that is known
         self.use_group(group)
 
-    def __repr__(self) -> str:
-        state = f"waits for bucket {self._next}" if self._due.is_open else "idle"
-        return f"<Reducer of {len(self.parameters)} parameters in {len(self.buckets)} buckets: {state}>"
-
     def use_group(self, group: ProcessGroup) -> None:
         """Reduces in this group from now on, and starts again with the initial buckets."""
         self.group = group

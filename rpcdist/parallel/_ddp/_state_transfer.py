@@ -1,6 +1,6 @@
 """Sends the state of a training to ranks that came later: tensors as they are, everything else pickled.
 
-What arrives is taken over wholly or not at all.
+The receiver takes over all of the state, or nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rpcdist.errors import CollectiveError, CollectiveMismatch
 
 
 class HasState(Protocol):
-    """What has a state that newcomers need: an optimizer, a learning rate schedule, a sampler."""
+    """An object with a state that newcomers need: an optimizer, a learning rate schedule, a sampler."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
@@ -118,7 +118,7 @@ def take_over(state: Any, module: nn.Module, others: Sequence[HasState], sender:
 
 
 def _problem(state: Any, module: nn.Module, num_others: int, step: int) -> str:
-    """What is wrong with a state; empty if nothing is."""
+    """A description of the fault in a state; empty if there is none."""
     if not isinstance(state, dict) or state.keys() != {"step", "module", "others"}:
         return "it is not made of step, module and others"
     if type(state["step"]) is not int or state["step"] != step:

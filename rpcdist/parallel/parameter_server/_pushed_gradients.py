@@ -48,7 +48,7 @@ def check_gradients(parameters: Sequence[Tensor], gradients: Sequence[Gradient])
 
 
 def mean_gradient(parameter: Tensor, gradients: Sequence[Gradient]) -> Tensor | None:
-    """What one process would have had: the mean over the trainers, in the order given.
+    """The gradient of one process with all inputs: the mean over the trainers, in the order given.
 
     Where some trainers have a gradient and others have none, the latter count as zeros.
 

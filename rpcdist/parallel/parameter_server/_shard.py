@@ -1,4 +1,4 @@
-"""What one server keeps: its rows of the parameters, their optimizer, and the trainers that wait for each other."""
+"""The contents of one server: its rows of the parameters, their optimizer, and the trainers that wait in it."""
 
 from __future__ import annotations
 
@@ -120,11 +120,6 @@ class ParameterShard:
     """Rows of parameters on this server. Calls of several trainers run on several threads.
 
     One lock guards the values: a gradient is applied as a whole, and what trainers get is of one moment.
-
-    Args:
-        config: the rules.
-        values: the rows of each parameter; copied.
-        is_trained: of each parameter, whether the optimizer has it.
     """
 
     def __init__(self, config: ShardConfig, values: Sequence[Tensor], is_trained: Sequence[bool]) -> None:

@@ -1,4 +1,4 @@
-"""What `ParameterServer` and `ShardedEmbedding` have in common: calls to all servers, and the whole state."""
+"""The common part of `ParameterServer` and `ShardedEmbedding`: calls to all servers, and the whole state."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class ShardedParameters:
     load_state_dict_async = async_form(load_state_dict)
 
     def _push(self, parts: Sequence[Sequence[Gradient]], wants_values: bool) -> list[Any]:
-        """Pushes the gradients for each server; what the servers answer when this trainer may go on."""
+        """Pushes the gradients for each server; returns the servers' answers when this trainer may go on."""
         me, begins = _my_name(), self._step is None
         last = self._step
         if last is None:
@@ -117,12 +117,12 @@ class ShardedParameters:
         except Exception:
             self._step = None  # some servers may count this step, and others not: the next one is new on all of them
             raise
-        # A server that took this worker for dead does not count it any more: it begins anew.
+        # A server that took this worker for dead does not count it any more: it begins again.
         self._step = last + 1 if all(takes_part for takes_part, _ in answers) else None
         return [values for _, values in answers]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_step": None}  # whoever gets it is another trainer
+        return {**self.__dict__, "_step": None}  # the process that gets it is another trainer
 
     def _slowest(self) -> str:
         """For whom the servers wait, as far as they can be asked in a moment."""

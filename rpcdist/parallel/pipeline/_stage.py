@@ -44,9 +44,6 @@ class Stage:
         self.device = device
         self._graphs: dict[int, _Graph] = {}
 
-    def __repr__(self) -> str:
-        return f"<Stage {self.index} [{len(self._graphs)} micro-batches alive]>"
-
     def forward(self, microbatch: int, values: Sequence[object], *, with_grad: bool) -> object:
         """The module's output for one micro-batch. Call `keep` with the values from which its backward starts."""
         arguments = [self._own(value) for value in values]

@@ -56,9 +56,6 @@ class StageRunner:
         self._ended_step = 0
         receivers.get()[config.key, worker] = self
 
-    def __repr__(self) -> str:
-        return f"<StageRunner of {self._config.key} on {self._name}: {list(self.stages.values())}>"
-
     @property
     def _name(self) -> str:
         return self._config.workers[self._worker]
@@ -215,12 +212,7 @@ class StageRunner:
 
 
 class Runners:
-    """One remote `StageRunner` per worker. The stages live as long as this object.
-
-    Args:
-        rrefs: the runners, in the order of the pipeline's workers.
-        timeout_s: limit of each call; 0 for none.
-    """
+    """One remote `StageRunner` per worker. The stages live as long as this object."""
 
     def __init__(self, rrefs: Sequence[rpc.RRef[StageRunner]], timeout_s: float) -> None:
         self._rrefs = list(rrefs)
