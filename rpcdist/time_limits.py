@@ -37,7 +37,6 @@ __all__ = [
     "COORDINATOR_LOOK_UP_LIMIT_S",
     "COORDINATOR_STALE_S",
     "COPY_TURN_LIMIT_S",
-    "CROWDED_SPIN_S",
     "DDP_NOTICE_POLL_S",
     "DEBUGGER_LIMIT_S",
     "DEPARTURE_REVIEW_S",
@@ -95,7 +94,6 @@ __all__ = [
     "LONGEST_TIMEOUT_S",
     "LOOP_CLOSE_LIMIT_S",
     "LOOP_READ_LIMIT_S",
-    "MESSAGE_SPIN_S",
     "MIN_ATTEMPT_S",
     "MIN_WAIT_S",
     "MISSING_NAMES_LIMIT_S",
@@ -145,6 +143,7 @@ __all__ = [
     "SHUTDOWN_POLL_S",
     "SHUTDOWN_REPORT_INTERVAL_S",
     "SIGNAL_CHECK_INTERVAL_S",
+    "SPIN_LIMIT_S",
     "STORE_CHECK_INTERVAL_S",
     "STORE_GRACE_S",
     "STORE_LARGE_LIMIT_S",
@@ -468,10 +467,8 @@ FUTEX_WAIT_S: Final = 0.01
 """A rank that sleeps on shared memory looks this often whether its group has failed; others wake it at once."""
 PROGRESS_GRACE_S: Final = 0.001
 """Messages whose owner may be about to wait for them are left alone this long by the own thread of their group."""
-MESSAGE_SPIN_S: Final = 500e-6
-"""A thread that waits for a message tries its socket this long before it sleeps; 1 MiB takes 300 us on one host."""
-CROWDED_SPIN_S: Final = 50e-6
-"""The same where a host has more ranks than cores."""
+SPIN_LIMIT_S: Final = 500e-6
+"""A rank that waits for another one tries for so long before it sleeps, at most; 1 MiB takes 300 us on one host."""
 REFUSAL_POLL_S: Final = 0.001
 """A thread that sends messages reads at most this often whether the receiver refused some."""
 NCCL_POLL_S: Final = 0.002

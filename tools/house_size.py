@@ -33,12 +33,12 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(78_765, 63_000),
-    "code": Limit(45_430, 36_000),
+    "lines": Limit(78_757, 63_000),
+    "code": Limit(45_428, 36_000),
     "files": Limit(507, 400),
     "classes": Limit(914, 620),
     "protocols": Limit(78, 30),
-    "time limits": Limit(147, 90),
+    "time limits": Limit(146, 90),
     "environment variables": Limit(25, 20),
     "import circles": Limit(0, 0),
 }

@@ -13,7 +13,6 @@ import torch
 
 from rpcdist.collectives._transports.p2p.messenger import Connect, Messenger
 from rpcdist.collectives.work import Work
-from rpcdist.time_limits import MESSAGE_SPIN_S
 
 __all__ = [
     "BIG",
@@ -44,7 +43,7 @@ class Mesh:
     """
 
     def __init__(
-        self, size: int, tcp: bool = False, buffer_limit_bytes: int = 1 << 20, spin_s: float = MESSAGE_SPIN_S
+        self, size: int, tcp: bool = False, buffer_limit_bytes: int = 1 << 20, num_ranks_here: int = 0
     ) -> None:
         self.tcp = tcp
         self.sockets: dict[tuple[int, int], socket.socket] = {}
@@ -56,7 +55,7 @@ class Mesh:
                 range(size),
                 self._connect_from(rank),
                 buffer_limit_bytes=buffer_limit_bytes,
-                spin_s=spin_s,
+                num_ranks_here=num_ranks_here,
             )
             for rank in range(size)
         ]
@@ -86,10 +85,10 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 @contextmanager
 def mesh(
-    size: int = 2, tcp: bool = False, buffer_limit_bytes: int = 1 << 20, spin_s: float = MESSAGE_SPIN_S
+    size: int = 2, tcp: bool = False, buffer_limit_bytes: int = 1 << 20, num_ranks_here: int = 0
 ) -> Iterator[Mesh]:
     """A `Mesh` for the length of a block."""
-    made = Mesh(size, tcp, buffer_limit_bytes, spin_s)
+    made = Mesh(size, tcp, buffer_limit_bytes, num_ranks_here)
     try:
         yield made
     finally:

@@ -33,11 +33,11 @@ from rpcdist.collectives._transports.p2p.message_state import MessageState
 from rpcdist.collectives._transports.p2p.peer_sockets import OutgoingConnection
 from rpcdist.collectives._transports.p2p.progress_engine import ProgressEngine
 from rpcdist.collectives._transports.p2p.requests import MessageFrame, MessageTitle, PostedReceive, Request, pack_header
-from rpcdist.collectives._transports.sockets.spin_policy import message_spin_s
+from rpcdist.collectives._transports.spin_policy import SpinPolicy, ranks_here
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveError, GroupAborted, ProtocolViolation, RpcdistError, TransportError
 from rpcdist.own_shortage import own_shortage
-from rpcdist.time_limits import MESSAGE_SPIN_S, MIN_WAIT_S, PROGRESS_STOP_LIMIT_S
+from rpcdist.time_limits import MIN_WAIT_S, PROGRESS_STOP_LIMIT_S
 from rpcdist.transport import fork
 from rpcdist.transport.sockets import SocketHub
 
@@ -59,7 +59,7 @@ class Messenger:
         ranks: the members' ranks in the world, by rank in the group.
         connect: opens a connection; called once for each peer, on the thread of the first send to it.
         buffer_limit_bytes: limit for each peer of the messages that are kept before their receive is called.
-        spin_s: how long a blocked thread tries its socket before it sleeps, in seconds.
+        num_ranks_here: ranks of the group on this host, for the `SpinPolicy`.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class Messenger:
         connect: Connect,
         *,
         buffer_limit_bytes: int = BUFFER_LIMIT_BYTES,
-        spin_s: float = MESSAGE_SPIN_S,
+        num_ranks_here: int = 0,
     ) -> None:
         self._group_name = group_name
         self._rank = rank
         self._connect = connect
         self._state = MessageState(rank, ranks, buffer_limit_bytes)
-        self._progress = ProgressEngine(self._state, spin_s, group_name)
+        self._progress = ProgressEngine(self._state, SpinPolicy(num_ranks_here), group_name)
         self._lock = self._progress.lock
         self._entrance = self._progress.entrance
         self._num_calls = {"send": 0, "recv": 0}
@@ -282,7 +282,7 @@ class Mailboxes(Messenger):
         uid: str = "",
         addresses: Sequence[str] = (),
     ) -> None:
-        super().__init__(group_name, rank, ranks, self._dial, spin_s=message_spin_s(rank, addresses))
+        super().__init__(group_name, rank, ranks, self._dial, num_ranks_here=ranks_here(rank, addresses))
         self._hub, self._uid = hub, uid
         self._addresses = tuple(addresses)
         self._prefix = f"{uid}/messages to {rank} from "

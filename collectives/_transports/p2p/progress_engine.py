@@ -22,6 +22,7 @@ import time
 from rpcdist.collectives._transports.p2p.message_state import MessageState
 from rpcdist.collectives._transports.p2p.requests import Request
 from rpcdist.collectives._transports.pollers import Pollers, Waker
+from rpcdist.collectives._transports.spin_policy import SpinPolicy
 from rpcdist.errors import GroupAborted
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import IDLE_RECHECK_S, PROGRESS_GRACE_S, PROGRESS_STOP_LIMIT_S, SELECT_LIMIT_MS
@@ -32,7 +33,7 @@ class ProgressEngine:
 
     Args:
         state: the requests, messages and connections.
-        spin_s: how long a blocked thread tries its sockets before it sleeps, in seconds.
+        spin_policy: how long a blocked thread tries its sockets before it sleeps.
         group_name: the group's name in errors, and that of its own thread.
 
     Attributes:
@@ -44,14 +45,14 @@ class ProgressEngine:
         stopped: the end has begun: no thread leads any more.
     """
 
-    def __init__(self, state: MessageState, spin_s: float, group_name: str) -> None:
+    def __init__(self, state: MessageState, spin_policy: SpinPolicy, group_name: str) -> None:
         self.lock = threading.Lock()
         self.entrance = threading.Lock()
         self.sleeping = False
         self.thread: threading.Thread | None = None
         self.stopped = False
         self._state = state
-        self._spin_s = spin_s
+        self._spin_policy = spin_policy
         self._group_name = group_name
         self._pollers = Pollers()
         self._waker = Waker()
@@ -188,7 +189,9 @@ class ProgressEngine:
 
     def _move(self, mine: Request | None) -> None:
         """Moves bytes until the request is done or callbacks are due; without one, until another thread can lead."""
-        state, spin_s, spins_until = self._state, 0.0 if mine is None else self._spin_s, 0.0
+        state, policy = self._state, self._spin_policy
+        spins_until = 0.0
+        in_vain = False  # the last turn moved nothing
         while True:
             with self.lock:
                 self.sleeping = False
@@ -196,13 +199,19 @@ class ProgressEngine:
                 moved = self._step(now)
                 if state.settled or (mine.done if mine is not None else self._followers or not state.has_work):
                     return
+                if moved and in_vain:
+                    policy.came()
                 if moved or not spins_until:
-                    spins_until = now + spin_s
-                self.sleeping = not moved and now >= spins_until
+                    spins_until = now + (0.0 if mine is None else policy.spin_s)
+                in_vain = not moved
+                self.sleeping = in_vain and now >= spins_until
                 poller = self._pollers.get(self._masks(), self._waker.fileno()) if self.sleeping else None
             if poller is not None:
                 poller.poll(min(1000 * max(0.0, state.next_deadline - now), SELECT_LIMIT_MS))
                 self._waker.drain()
+                if mine is not None:
+                    policy.slept(time.monotonic() - now)
+                    in_vain = False
             elif not moved:
                 os.sched_yield()  # the peer may share this core
             with self.entrance:  # the next of the others has it, who may not be awake yet

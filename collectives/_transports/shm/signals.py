@@ -42,20 +42,17 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import time
 from typing import Final
 
 from rpcdist.collectives._operations.operation import FINGERPRINT_BYTES, describe_fingerprint
 from rpcdist.collectives._transports.shm import futex
 from rpcdist.collectives._transports.shm.segment_layout import LINE, Layout
+from rpcdist.collectives._transports.spin_policy import SpinPolicy
 from rpcdist.collectives._transports.transport_base import Control, TransportMismatch, TransportTimeout
 from rpcdist.time_limits import FUTEX_WAIT_S
 
 _WORD: Final = 8
-MIN_SPINS: Final = 25
-MAX_SPINS: Final = 800
-"""Reads of a flag that keep the interpreter's lock: about 30 us."""
-YIELDS: Final = 100
-"""Reads with a `sched_yield` after each, which lets other threads run: about 60 us when the core is otherwise idle."""
 
 
 class Signals:
@@ -77,9 +74,7 @@ class Signals:
         self._sleepers = range(layout.sleepers // _WORD, (layout.sleepers + layout.size + _WORD - 1) // _WORD)
         self._fence = threading.Lock()
         self._is_first_step = False
-        self._crowded = layout.size > len(os.sched_getaffinity(0))
-        self._spins = 0 if self._crowded else MAX_SPINS
-        self._yields = range(1 if self._crowded else YIELDS)
+        self._spin_policy = SpinPolicy(layout.size)
 
     def _headers(self, layout: Layout, half: int) -> memoryview:
         start = layout.header(half, 0)
@@ -131,13 +126,9 @@ class Signals:
         for _, flag in self._peers[half]:
             if words[flag] != step:
                 last = False
-                for _ in range(self._spins):
-                    if words[flag] == step:
-                        break
-                else:
-                    if not self._yield_for(flag):
-                        self._sleep(control)
-                        break
+                if not self._spin_for(flag):
+                    self._sleep(control)
+                    break
         if last:
             self._wake_sleepers(half)
         if self._is_first_step:
@@ -171,15 +162,18 @@ class Signals:
                 futex.wake(self._address + wakeup * _WORD)
                 return
 
-    def _yield_for(self, flag: int) -> bool:
+    def _spin_for(self, flag: int) -> bool:
         """Lets other threads and processes run, a few times; returns whether the flag was raised meanwhile."""
-        words, step = self._words, self.step
-        for count in self._yields:
-            if words[flag] == step:
-                self._adapt(count)
-                return True
+        words, step, policy = self._words, self.step, self._spin_policy
+        began = now = time.monotonic()
+        while True:
             os.sched_yield()
-        return False
+            if now - began >= policy.spin_s:
+                return False
+            if words[flag] == step:
+                policy.came()
+                return True
+            now = time.monotonic()
 
     def _sleep(self, control: Control) -> None:
         """Sleeps until the flags of all ranks are raised."""
@@ -187,6 +181,7 @@ class Signals:
         flags = [flag for _, flag in self._peers[step & 1]]
         wakeup = self._wakeup[step & 1]
         self._bytes[self._mark] = 1
+        began = time.monotonic()
         try:
             while True:
                 seen = words[wakeup]
@@ -196,16 +191,7 @@ class Signals:
                 futex.wait(self._address + wakeup * _WORD, seen, FUTEX_WAIT_S)
         finally:
             self._bytes[self._mark] = 0
-
-    def _adapt(self, num_yields: int) -> None:
-        """Spins longer or shorter from now on.
-
-        A flag that was raised after many yields was raised on another core, and spinning would have seen it sooner. One
-        that was raised after the first yields was raised by a rank that shares this core, and was kept from running as
-        long as this rank spun.
-        """
-        if not self._crowded:
-            self._spins = min(2 * self._spins, MAX_SPINS) if num_yields > 2 else max(self._spins // 2, MIN_SPINS)
+            self._spin_policy.slept(time.monotonic() - began)
 
     def _check(self, control: Control) -> None:
         """Raises when waiting any longer is pointless."""

@@ -19,7 +19,7 @@ from rpcdist.collectives._operations.reduce_kernels import reducer
 from rpcdist.collectives._transports.memory import copy_bytes, memory_of
 from rpcdist.collectives._transports.pollers import Pollers
 from rpcdist.collectives._transports.sockets.pair_connections import HEADER_BYTES, OperationFrame, PairConnections
-from rpcdist.collectives._transports.sockets.spin_policy import SpinPolicy
+from rpcdist.collectives._transports.spin_policy import SpinPolicy
 from rpcdist.collectives._transports.transport_base import Control, TransportPeerLost, TransportTimeout
 from rpcdist.time_limits import CHECK_INTERVAL_MS
 
@@ -138,22 +138,23 @@ class PairExchange:
         """Receives at least one byte; returns how many."""
         spin_policy = self._spin_policy
         try:
-            for _ in range(spin_policy.spins):
+            began = now = time.monotonic()
+            while now - began < spin_policy.spin_s:
                 try:
                     number = connection.recv_into(room)
                 except BlockingIOError:
                     os.sched_yield()
+                    now = time.monotonic()
                     continue
-                spin_policy.message_came()
+                spin_policy.came()
                 return self._not_ended(number)
             while True:
-                began = time.monotonic()
                 self._wait(connection, select.POLLIN, control)
-                spin_policy.slept(time.monotonic() - began)
+                spin_policy.slept(time.monotonic() - now)
                 try:
                     return self._not_ended(connection.recv_into(room))
                 except BlockingIOError:
-                    pass  # a spurious wakeup
+                    now = time.monotonic()  # a spurious wakeup
         except OSError as exc:
             raise TransportPeerLost(self._peer, exc.strerror or str(exc)) from exc
 

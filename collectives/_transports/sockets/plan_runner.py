@@ -15,8 +15,8 @@ from rpcdist.collectives._operations.reduce_kernels import ReduceKernel
 from rpcdist.collectives._transports.memory import memory_of
 from rpcdist.collectives._transports.pollers import Pollers
 from rpcdist.collectives._transports.sockets.pair_connections import OperationFrame, PairConnections
-from rpcdist.collectives._transports.sockets.spin_policy import SpinPolicy
 from rpcdist.collectives._transports.sockets.transfers import Receiving, Reduction, Sending, Transfer, slice_bytes
+from rpcdist.collectives._transports.spin_policy import SpinPolicy
 from rpcdist.collectives._transports.transport_base import Control, TransportTimeout
 from rpcdist.time_limits import CHECK_INTERVAL_MS
 
@@ -165,16 +165,17 @@ class PlanRunner:
         spin_policy = self._spin_policy
         pending = self._unfinished(transfers)
         while pending:
-            for _ in range(spin_policy.spins):
+            num_before = len(pending)
+            began = now = time.monotonic()
+            while len(pending) == num_before and now - began < spin_policy.spin_s:
                 os.sched_yield()
-                pending = self._unfinished(before := pending)
-                if len(pending) < len(before):
-                    spin_policy.message_came()
-                    break
+                pending = self._unfinished(pending)
+                now = time.monotonic()
+            if len(pending) < num_before:
+                spin_policy.came()
             else:
-                began = time.monotonic()
                 self._wait(pending)
-                spin_policy.slept(time.monotonic() - began)
+                spin_policy.slept(time.monotonic() - now)
                 pending = self._unfinished(pending)
 
     def _unfinished(self, transfers: list[Transfer]) -> list[Transfer]:

@@ -15,7 +15,7 @@ from rpcdist.collectives._transports.pollers import Pollers
 from rpcdist.collectives._transports.sockets.pair_connections import OperationFrame, PairConnections
 from rpcdist.collectives._transports.sockets.pair_exchange import PairExchange
 from rpcdist.collectives._transports.sockets.plan_runner import PlanBuffer, PlanRunner, Scratch
-from rpcdist.collectives._transports.sockets.spin_policy import SpinPolicy
+from rpcdist.collectives._transports.spin_policy import SpinPolicy, ranks_here
 from rpcdist.collectives._transports.transport_base import Control, Transport
 from rpcdist.transport.sockets import SocketHub
 
@@ -51,7 +51,7 @@ class SocketTransport(Transport):
         self._connections = PairConnections(rank, hub, group_name, addresses, unix, sockets_per_pair)
         self._scratch = Scratch()
         self._pollers = Pollers()
-        self._spin_policy = SpinPolicy(rank, addresses)
+        self._spin_policy = SpinPolicy(ranks_here(rank, addresses))
         self._pair_exchange = PairExchange(rank, size, self._connections, self._pollers, self._spin_policy)
         self._buffers: dict[Kind, Callable[[Operation], list[torch.Tensor]]] = {
             Kind.ALL_REDUCE: self._for_all_reduce,
