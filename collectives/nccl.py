@@ -23,8 +23,7 @@ from rpcdist.collectives._group.group_watch import GroupWatch
 from rpcdist.collectives._group.state import GroupState
 from rpcdist.collectives._nccl.communicator_calls import NcclCalls
 from rpcdist.collectives._nccl.nccl_library import Communicator, CudaRuntime, CudaStream, Runtime
-from rpcdist.collectives._nccl.nccl_work import NcclWork
-from rpcdist.collectives._nccl.watchdog import NcclWatchdog, call_bounded
+from rpcdist.collectives._nccl.watchdog import NcclWatchdog, NcclWork, call_bounded
 from rpcdist.collectives._operations.operation import Kind, Operation, describe_fingerprint
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline

@@ -22,7 +22,7 @@ import torch.distributed as torch_distributed
 
 from rpcdist.collectives._group.bootstrap import agree
 from rpcdist.collectives._group.creation import default_timeout, open_group
-from rpcdist.collectives._operations.checks import barrier_timeout, check_timeout
+from rpcdist.collectives._operations.operation import barrier_timeout, check_timeout
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives._stores.torch_store import TorchStoreAdapter

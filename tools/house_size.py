@@ -33,9 +33,9 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(78_757, 63_000),
-    "code": Limit(45_428, 36_000),
-    "files": Limit(507, 400),
+    "lines": Limit(78_679, 63_000),
+    "code": Limit(45_417, 36_000),
+    "files": Limit(498, 400),
     "classes": Limit(914, 620),
     "protocols": Limit(78, 30),
     "time limits": Limit(146, 90),

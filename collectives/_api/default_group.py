@@ -15,7 +15,7 @@ from rpcdist.collectives._group.creation import default_timeout, open_group
 from rpcdist.collectives._group.group_failure import list_ranks
 from rpcdist.collectives._group.kept_store import MPI_ADDRESS, KeptStore, StoreAndRank
 from rpcdist.collectives._group.world import NON_GROUP_MEMBER, Group, current_world, default_group
-from rpcdist.collectives._operations.checks import check_timeout, check_whole_number
+from rpcdist.collectives._operations.operation import check_timeout, check_whole_number
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives._stores.torch_store import TorchStoreAdapter

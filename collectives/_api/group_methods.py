@@ -15,8 +15,7 @@ import torch
 
 from rpcdist.collectives._group.backend_binding import BackendBinding
 from rpcdist.collectives._operations import lowering
-from rpcdist.collectives._operations.checks import check_tensor, check_timeout
-from rpcdist.collectives._operations.operation import ReduceOp
+from rpcdist.collectives._operations.operation import ReduceOp, check_tensor, check_timeout
 from rpcdist.collectives.options import (
     AllgatherOptions,
     AllreduceCoalescedOptions,

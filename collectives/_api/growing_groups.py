@@ -15,7 +15,7 @@ from rpcdist.collectives._api.operations import barrier
 from rpcdist.collectives._group.bootstrap import agree
 from rpcdist.collectives._group.creation import open_group
 from rpcdist.collectives._group.world import World, current_world
-from rpcdist.collectives._operations.checks import check_timeout, check_whole_number
+from rpcdist.collectives._operations.operation import check_timeout, check_whole_number
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.signed_records import SignedRecords
 from rpcdist.collectives._stores.store_base import Store

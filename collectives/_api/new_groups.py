@@ -10,7 +10,7 @@ import torch
 
 from rpcdist.collectives._group.creation import default_timeout, make_group
 from rpcdist.collectives._group.world import NON_GROUP_MEMBER, current_world, default_group, group_or_default
-from rpcdist.collectives._operations.checks import check_timeout
+from rpcdist.collectives._operations.operation import check_timeout
 from rpcdist.collectives.backends import Backend, BackendConfig
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError

@@ -20,14 +20,14 @@ import torch
 from rpcdist.collectives._group.backend_binding import BackendBinding
 from rpcdist.collectives._group.world import Group, member_group, resolve_group_rank, resolve_root
 from rpcdist.collectives._operations import lowering
-from rpcdist.collectives._operations.checks import (
+from rpcdist.collectives._operations.operation import (
+    ReduceOp,
     barrier_timeout,
     check_same_dtype,
     check_tensor,
     check_tensor_list,
     check_timeout,
 )
-from rpcdist.collectives._operations.operation import ReduceOp
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError, begins_traceback

@@ -10,8 +10,13 @@ import torch
 from rpcdist.collectives._api.group_queries import get_rank
 from rpcdist.collectives._group.world import Group, group_or_default, member_group, resolve_group_rank
 from rpcdist.collectives._operations import lowering
-from rpcdist.collectives._operations.checks import check_num_tensors, check_same_dtype, check_tensor, check_tensor_list
-from rpcdist.collectives._operations.operation import ReduceOp
+from rpcdist.collectives._operations.operation import (
+    ReduceOp,
+    check_num_tensors,
+    check_same_dtype,
+    check_tensor,
+    check_tensor_list,
+)
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError, begins_traceback

@@ -1,3 +1,1 @@
 """The life of a group: how its ranks find each other, run operations in order, watch each other, and fail."""
-
-__all__: list[str] = []

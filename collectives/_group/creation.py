@@ -10,7 +10,7 @@ import torch
 from rpcdist.collectives._group.backend_contract import GroupBackend, GroupContext
 from rpcdist.collectives._group.bootstrap import agree
 from rpcdist.collectives._group.world import World, current_world, default_group
-from rpcdist.collectives._operations.checks import check_timeout
+from rpcdist.collectives._operations.operation import check_timeout
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.backends import Backend, BackendConfig, make_backend

@@ -40,7 +40,6 @@ from rpcdist.collectives._group.state import (
 )
 from rpcdist.collectives._group.state_keeper import StateKeeper
 from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation
-from rpcdist.collectives._transports.pollers import Waker
 from rpcdist.collectives._transports.transport_base import (
     Control,
     PartControl,
@@ -49,6 +48,7 @@ from rpcdist.collectives._transports.transport_base import (
     TransportPeerLost,
     TransportTimeout,
 )
+from rpcdist.collectives._transports.waiting import Waker
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveError, listed

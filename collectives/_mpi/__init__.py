@@ -1,3 +1,1 @@
 """The parts of the `mpi` backend."""
-
-__all__: list[str] = []

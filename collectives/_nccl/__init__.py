@@ -1,3 +1,1 @@
 """The parts of the `nccl` backend."""
-
-__all__: list[str] = []

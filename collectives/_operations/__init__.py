@@ -1,3 +1,1 @@
 """Operations of a group as data, and how the tensors of a call become one."""
-
-__all__: list[str] = []

@@ -10,9 +10,16 @@ from typing import NamedTuple
 
 import torch
 
-from rpcdist.collectives._operations import checks
 from rpcdist.collectives._operations.dense import Copies, is_dense, same_kind, separate
-from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation, ReduceOp
+from rpcdist.collectives._operations.operation import (
+    DTYPES,
+    Kind,
+    Operation,
+    ReduceOp,
+    check_group_rank,
+    check_num_tensors,
+    check_same_count,
+)
 from rpcdist.collectives._operations.reduce_kernels import canonical_op, unsupported
 from rpcdist.errors import ConfigError
 
@@ -86,7 +93,7 @@ def all_reduce_coalesced(place: Place, tensors: list[torch.Tensor], op: object) 
 
 
 def reduce(place: Place, tensor: torch.Tensor, root: int, op: object) -> Lowered:
-    checks.check_group_rank(root, place.size, "reduce")
+    check_group_rank(root, place.size, "reduce")
     reduce_op, factor = canonical_op(op)
     _check_reduces(reduce_op, tensor, "reduce")
     copies = Copies(place.staged)
@@ -95,17 +102,17 @@ def reduce(place: Place, tensor: torch.Tensor, root: int, op: object) -> Lowered
 
 
 def broadcast(place: Place, tensor: torch.Tensor, root: int) -> Lowered:
-    checks.check_group_rank(root, place.size, "broadcast")
+    check_group_rank(root, place.size, "broadcast")
     copies = Copies(place.staged, moves_only=True)
     dense = (copies.update(tensor, copy_back=place.rank != root),)
     return Lowered(Operation(Kind.BROADCAST, dense, dense, root=root), copies.finish(), [tensor], [tensor])
 
 
 def all_gather(place: Place, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Lowered:
-    checks.check_num_tensors(outputs, place.size, "all_gather", "tensor_list")
+    check_num_tensors(outputs, place.size, "all_gather", "tensor_list")
     copies, (source, *targets) = _read_and_write(place, [tensor], outputs)
     for target in targets:
-        checks.check_same_count(target, source.numel(), "all_gather", "tensor_list", "`tensor`")
+        check_same_count(target, source.numel(), "all_gather", "tensor_list", "`tensor`")
     inputs = separate((source,), targets, (0, place.rank))
     return Lowered(Operation(Kind.ALL_GATHER, inputs, tuple(targets)), copies.finish(), outputs, [tensor])
 
@@ -115,7 +122,7 @@ def all_gather_single(place: Place, output: torch.Tensor, tensor: torch.Tensor) 
     _check_one_dtype("all_gather_single", output, tensor)
     copies, (source, target) = _read_and_write(place, [tensor], [output])
     count = source.numel()
-    checks.check_same_count(
+    check_same_count(
         target, count * place.size, "all_gather_single", "output_tensor", f"{place.size} times `input_tensor`"
     )
     targets = _split(target, [count] * place.size)
@@ -125,28 +132,26 @@ def all_gather_single(place: Place, output: torch.Tensor, tensor: torch.Tensor) 
 
 def gather(place: Place, outputs: list[torch.Tensor], tensor: torch.Tensor, root: int) -> Lowered:
     """`outputs` is empty on all ranks but the root."""
-    checks.check_group_rank(root, place.size, "gather")
+    check_group_rank(root, place.size, "gather")
     if place.rank == root:
-        checks.check_num_tensors(outputs, place.size, "gather", "gather_list")
+        check_num_tensors(outputs, place.size, "gather", "gather_list")
     copies, (source, *targets) = _read_and_write(place, [tensor], outputs)
     for target in targets:
-        checks.check_same_count(target, source.numel(), "gather", "gather_list", "`tensor`")
+        check_same_count(target, source.numel(), "gather", "gather_list", "`tensor`")
     inputs = separate((source,), targets)
     return Lowered(Operation(Kind.GATHER, inputs, tuple(targets), root=root), copies.finish(), outputs, [tensor])
 
 
 def gather_single(place: Place, output: torch.Tensor | None, tensor: torch.Tensor, root: int) -> Lowered:
     """The root's output is the inputs of all ranks, concatenated or stacked; the others have none."""
-    checks.check_group_rank(root, place.size, "gather_single")
+    check_group_rank(root, place.size, "gather_single")
     if output is None or place.rank != root:
         copies, (source,) = _read_and_write(place, [tensor], [])
         return Lowered(Operation(Kind.GATHER, (source,), (), root=root), copies.finish(), [], [tensor])
     _check_one_dtype("gather_single", output, tensor)
     copies, (source, target) = _read_and_write(place, [tensor], [output])
     count = source.numel()
-    checks.check_same_count(
-        target, count * place.size, "gather_single", "gather_tensor", f"{place.size} times `tensor`"
-    )
+    check_same_count(target, count * place.size, "gather_single", "gather_tensor", f"{place.size} times `tensor`")
     targets = _split(target, [count] * place.size)
     inputs = separate((source,), targets)
     return Lowered(Operation(Kind.GATHER, inputs, targets, root=root), copies.finish(), [output], [tensor])
@@ -154,12 +159,12 @@ def gather_single(place: Place, output: torch.Tensor | None, tensor: torch.Tenso
 
 def scatter(place: Place, output: torch.Tensor, tensors: list[torch.Tensor], root: int) -> Lowered:
     """`tensors` is empty on all ranks but the root."""
-    checks.check_group_rank(root, place.size, "scatter")
+    check_group_rank(root, place.size, "scatter")
     if place.rank == root:
-        checks.check_num_tensors(tensors, place.size, "scatter", "scatter_list")
+        check_num_tensors(tensors, place.size, "scatter", "scatter_list")
     copies, (*sources, target) = _read_and_write(place, tensors, [output])
     for source in sources:
-        checks.check_same_count(source, target.numel(), "scatter", "scatter_list", "`tensor`")
+        check_same_count(source, target.numel(), "scatter", "scatter_list", "`tensor`")
     inputs = separate(sources, (target,))
     return Lowered(Operation(Kind.SCATTER, inputs, (target,), root=root), copies.finish(), [output], tensors)
 
@@ -167,10 +172,10 @@ def scatter(place: Place, output: torch.Tensor, tensors: list[torch.Tensor], roo
 def reduce_scatter(place: Place, output: torch.Tensor, tensors: list[torch.Tensor], op: object) -> Lowered:
     reduce_op, factor = canonical_op(op)
     _check_reduces(reduce_op, output, "reduce_scatter")
-    checks.check_num_tensors(tensors, place.size, "reduce_scatter", "input_list")
+    check_num_tensors(tensors, place.size, "reduce_scatter", "input_list")
     copies, (*sources, target) = _read_and_write(place, tensors, [output], moves_only=False)
     own = sources[place.rank].numel()
-    checks.check_same_count(target, own, "reduce_scatter", "output", f"`input_list[{place.rank}]`")
+    check_same_count(target, own, "reduce_scatter", "output", f"`input_list[{place.rank}]`")
     inputs = separate(sources, (target,), (place.rank, 0))
     operation = Operation(Kind.REDUCE_SCATTER, inputs, (target,), reduce_op, factor=factor)
     return Lowered(operation, copies.finish(), [output], tensors)
@@ -183,17 +188,15 @@ def reduce_scatter_single(place: Place, output: torch.Tensor, tensor: torch.Tens
     _check_one_dtype("reduce_scatter_single", output, tensor)
     copies, (source, target) = _read_and_write(place, [tensor], [output], moves_only=False)
     count = target.numel()
-    checks.check_same_count(
-        source, count * place.size, "reduce_scatter_single", "input", f"{place.size} times `output`"
-    )
+    check_same_count(source, count * place.size, "reduce_scatter_single", "input", f"{place.size} times `output`")
     inputs = separate(_split(source, [count] * place.size), (target,), (place.rank, 0))
     operation = Operation(Kind.REDUCE_SCATTER, inputs, (target,), reduce_op, factor=factor)
     return Lowered(operation, copies.finish(), [output], [tensor])
 
 
 def all_to_all(place: Place, outputs: list[torch.Tensor], tensors: list[torch.Tensor]) -> Lowered:
-    checks.check_num_tensors(outputs, place.size, "all_to_all", "output_tensor_list")
-    checks.check_num_tensors(tensors, place.size, "all_to_all", "input_tensor_list")
+    check_num_tensors(outputs, place.size, "all_to_all", "output_tensor_list")
+    check_num_tensors(tensors, place.size, "all_to_all", "input_tensor_list")
     copies, dense = _read_and_write(place, tensors, outputs)
     sources, targets = dense[: place.size], dense[place.size :]
     return Lowered(_all_to_all(place, sources, targets), copies.finish(), outputs, tensors)
@@ -219,7 +222,7 @@ def barrier() -> Lowered:
 
 def _all_to_all(place: Place, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Operation:
     mine = f"the part for this rank, {place.rank},"
-    checks.check_same_count(targets[place.rank], sources[place.rank].numel(), "all_to_all", "output", mine)
+    check_same_count(targets[place.rank], sources[place.rank].numel(), "all_to_all", "output", mine)
     return Operation(Kind.ALL_TO_ALL, separate(sources, targets), tuple(targets))
 
 

@@ -1,3 +1,1 @@
 """Stores: a table of keys through which the processes of a job find each other. `rpcdist.collectives` exports them."""
-
-__all__: list[str] = []

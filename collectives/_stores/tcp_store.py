@@ -14,9 +14,8 @@ from rpcdist._proto import store_pb2
 from rpcdist.backoff import backoff
 from rpcdist.collectives._stores.shared_table import SharedTable
 from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, DROPPED_STORES, Store, Timeout, seconds
-from rpcdist.collectives._stores.store_messages import request_for, result_of
 from rpcdist.collectives._stores.store_operations import Missing, NumKeys, QueuePop, StoreOperation
-from rpcdist.collectives._stores.table_server import CLOSED, TABLE_SERVER, TableShare
+from rpcdist.collectives._stores.table_server import CLOSED, TABLE_SERVER, TableShare, request_for, result_of
 from rpcdist.deadline import Deadline
 from rpcdist.errors import (
     AuthenticationFailed,

@@ -14,6 +14,6 @@ Parts that cannot be replaced are refused by name (`docs/coming_from_torch.md`).
 
 from __future__ import annotations
 
-from rpcdist.compat._installation import install, is_installed
+from rpcdist.compat._aliases import install, is_installed
 
 __all__ = ["install", "is_installed"]

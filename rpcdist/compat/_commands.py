@@ -119,7 +119,7 @@ def _run_program(arguments: argparse.Namespace) -> int:
         print(f"error: there is no file {arguments.script}", file=sys.stderr)
         return 2
     if arguments.compat:
-        from rpcdist.compat._installation import install
+        from rpcdist.compat._aliases import install
 
         install()
     try:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rpcdist.parallel import model_averaging as model_averaging
     from rpcdist.parallel import parameter_server as parameter_server
     from rpcdist.parallel import pipeline as pipeline
-    from rpcdist.parallel._ddp._mixed_precision import MixedPrecision as MixedPrecision
+    from rpcdist.parallel._ddp._ddp_arguments import MixedPrecision as MixedPrecision
     from rpcdist.parallel.algorithms import Join as Join
     from rpcdist.parallel.diloco import DiLoCoOptimizer as DiLoCoOptimizer
     from rpcdist.parallel.distributed import DistributedDataParallel as DistributedDataParallel
@@ -57,7 +57,7 @@ _HOMES: dict[str, str | None] = {
     "DistributedDataParallel": "rpcdist.parallel.distributed",
     "ElasticDataParallel": "rpcdist.parallel.elastic",
     "Join": "rpcdist.parallel.algorithms",
-    "MixedPrecision": "rpcdist.parallel._ddp._mixed_precision",
+    "MixedPrecision": "rpcdist.parallel._ddp._ddp_arguments",
     "ParameterServer": "rpcdist.parallel.parameter_server",
     "Pipeline": "rpcdist.parallel.pipeline",
     "ShardedEmbedding": "rpcdist.parallel.parameter_server",

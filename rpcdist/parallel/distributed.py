@@ -22,7 +22,13 @@ from rpcdist.collectives._torch.functional_ops import hide_frame_from_compiler, 
 from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp._bucket_assignment import BucketCaps
 from rpcdist.parallel._ddp._comm_hook import CommHook, RegisteredHook, check_comm_hook, refuse_complex
-from rpcdist.parallel._ddp._ddp_arguments import ReducerOptions, choose_sync, group_of_mesh, member_group
+from rpcdist.parallel._ddp._ddp_arguments import (
+    MixedPrecision,
+    ReducerOptions,
+    choose_sync,
+    group_of_mesh,
+    member_group,
+)
 from rpcdist.parallel._ddp._ddp_errors import DataParallelError, list_names
 from rpcdist.parallel._ddp._engine_pass import watch_outputs
 from rpcdist.parallel._ddp._finite_check import CheckFinite
@@ -33,8 +39,6 @@ from rpcdist.parallel._ddp._gradient_hooks import (
     install_capture_hooks,
 )
 from rpcdist.parallel._ddp._gradient_sources import in_distributed_context
-from rpcdist.parallel._ddp._logging_data import logging_data
-from rpcdist.parallel._ddp._mixed_precision import MixedPrecision
 from rpcdist.parallel._ddp._model_hooks import (
     BufferHook,
     BufferHookLocation,
@@ -54,7 +58,7 @@ from rpcdist.parallel._ddp._parameters import (
 from rpcdist.parallel._ddp._quantization import adapt_hook
 from rpcdist.parallel._ddp._reducer import Reducer
 from rpcdist.parallel._ddp._tensor_tree import choose_device, move_to
-from rpcdist.parallel._ddp._torch_methods import TorchMethods
+from rpcdist.parallel._ddp._torch_methods import TorchMethods, logging_data
 from rpcdist.parallel.algorithms import Join, Joinable
 from rpcdist.parallel.comm_hooks import BuiltinCommHookType, average_in, builtin_hook, leaves_equal_bits
 from rpcdist.parallel.sync_batch_norm import adopt_sync_batch_norms

@@ -8,7 +8,6 @@ import pytest
 
 from rpcdist._proto import store_pb2
 from rpcdist.collectives._stores import store_operations
-from rpcdist.collectives._stores.store_messages import operation_of, reply_with, request_for, result_of
 from rpcdist.collectives._stores.store_operations import (
     Add,
     Append,
@@ -26,7 +25,7 @@ from rpcdist.collectives._stores.store_operations import (
     StoreOperation,
     Wait,
 )
-from rpcdist.collectives._stores.table_server import StoreService
+from rpcdist.collectives._stores.table_server import StoreService, operation_of, reply_with, request_for, result_of
 from rpcdist.errors import DistStoreError
 from rpcdist.ids import Identity
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 import rpcdist.rpc as rpc
 from rpcdist.errors import ConfigError, DeadlineExceeded
-from rpcdist.parallel.parameter_server._pushed_gradients import Gradient
-from rpcdist.parallel.parameter_server._shard import Mode, ParameterShard, ShardConfig
+from rpcdist.parallel.parameter_server._shard import Gradient, Mode, ParameterShard, ShardConfig
 from rpcdist.parallel.parameter_server._shard_state import RowLayout, join_states, split_state
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
 from rpcdist.time_limits import MISSING_NAMES_LIMIT_S

@@ -11,6 +11,7 @@ from rpcdist.parallel.pipeline._remote_stages import RemoteStages
 from rpcdist.parallel.pipeline._schedules import SCHEDULES, Action, parse_action, schedule
 from rpcdist.parallel.pipeline._simulation import (
     Slot,
+    Timeline,
     bubble,
     format_grid,
     max_live_microbatches,
@@ -18,7 +19,6 @@ from rpcdist.parallel.pipeline._simulation import (
     validate,
 )
 from rpcdist.parallel.pipeline._step_messages import PipelineAborted, PipelineError, PipelineTimeout
-from rpcdist.parallel.pipeline._timeline import Timeline
 
 __all__ = [
     "SCHEDULES",

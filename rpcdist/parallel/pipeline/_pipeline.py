@@ -16,7 +16,7 @@ from torch import Tensor
 import rpcdist.rpc as rpc
 from rpcdist.errors import ConfigError, RpcdistError
 from rpcdist.parallel.pipeline._schedules import Action, Schedule
-from rpcdist.parallel.pipeline._simulation import Slot, format_grid
+from rpcdist.parallel.pipeline._simulation import Slot, Timeline, format_grid
 from rpcdist.parallel.pipeline._stage_runner import Runners, StageRunner
 from rpcdist.parallel.pipeline._step_driver import (
     Reduction,
@@ -34,7 +34,6 @@ from rpcdist.parallel.pipeline._step_messages import (
     clock_s,
     merge,
 )
-from rpcdist.parallel.pipeline._timeline import Timeline
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
 
 T = TypeVar("T")
