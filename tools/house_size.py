@@ -33,10 +33,10 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(78_679, 63_000),
-    "code": Limit(45_417, 36_000),
-    "files": Limit(498, 400),
-    "classes": Limit(914, 620),
+    "lines": Limit(79_355, 63_000),
+    "code": Limit(45_914, 36_000),
+    "files": Limit(496, 400),
+    "classes": Limit(917, 620),
     "protocols": Limit(78, 30),
     "time limits": Limit(146, 90),
     "environment variables": Limit(25, 20),
