@@ -40,6 +40,7 @@ from rpcdist.collectives._group.state import (
 )
 from rpcdist.collectives._group.state_keeper import StateKeeper
 from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation
+from rpcdist.collectives._transports.rank_waits import Waker
 from rpcdist.collectives._transports.transport_base import (
     Control,
     PartControl,
@@ -48,7 +49,6 @@ from rpcdist.collectives._transports.transport_base import (
     TransportPeerLost,
     TransportTimeout,
 )
-from rpcdist.collectives._transports.waiting import Waker
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveError, listed

@@ -17,9 +17,9 @@ import torch
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import reducer
 from rpcdist.collectives._transports.memory import copy_bytes, memory_of
+from rpcdist.collectives._transports.rank_waits import Pollers, SpinPolicy
 from rpcdist.collectives._transports.sockets.pair_connections import HEADER_BYTES, OperationFrame, PairConnections
 from rpcdist.collectives._transports.transport_base import Control, TransportPeerLost, TransportTimeout
-from rpcdist.collectives._transports.waiting import Pollers, SpinPolicy
 from rpcdist.time_limits import CHECK_INTERVAL_MS
 
 SMALL_BYTES: Final = 4 << 10

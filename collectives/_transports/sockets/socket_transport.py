@@ -11,11 +11,11 @@ from rpcdist.collectives._algorithms.choose import plan_for
 from rpcdist.collectives._operations import reduce_kernels
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
 from rpcdist.collectives._transports.memory import copy_bytes
+from rpcdist.collectives._transports.rank_waits import Pollers, SpinPolicy, ranks_here
 from rpcdist.collectives._transports.sockets.pair_connections import OperationFrame, PairConnections
 from rpcdist.collectives._transports.sockets.pair_exchange import PairExchange
 from rpcdist.collectives._transports.sockets.plan_runner import PlanBuffer, PlanRunner, Scratch
 from rpcdist.collectives._transports.transport_base import Control, Transport
-from rpcdist.collectives._transports.waiting import Pollers, SpinPolicy, ranks_here
 from rpcdist.transport.sockets import SocketHub
 
 _INPUT_SLOT, _RESULT_SLOT, _SECOND_SLOT = 0, 1, 2
