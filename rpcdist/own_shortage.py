@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import resource
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
-from rpcdist.time_limits import SHORTAGE_LOG_PERIOD_S
+from rpcdist.errors import RpcdistError, TransportError
+from rpcdist.time_limits import MIN_ATTEMPT_S, SHORTAGE_LOG_PERIOD_S
 
-__all__ = ["NO_THREAD", "own_shortage", "try_for_descriptor"]
+__all__ = ["NO_THREAD", "START_DESCRIPTORS", "check_can_start", "names_shortage", "own_shortage", "try_for_descriptor"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +29,13 @@ _NO_PORT: Final = (
     "this process has no free local port (net.ipv4.ip_local_port_range): close connections, or widen the range"
 )
 _NO_MEMORY: Final = "this process gets no more memory from the system: free some, or raise its limit"
+START_DESCRIPTORS: Final = 32
+"""What event loops, gRPC's poller, listeners and first connections take when a process starts. Measured: 22 to 28."""
+
+START_THREADS: Final = 8
+"""What these start as threads, most of them gRPC's own. Measured: 7."""
+
+_NONE_FREE: Final = "no free file descriptor"
 _MOST_CAUSES: Final = 10  # of an exception; they may form a circle
 
 _log_lock = threading.Lock()
@@ -52,6 +62,75 @@ def try_for_descriptor() -> None:
     socket.socket().close()
 
 
+def check_can_start(what: str) -> None:
+    """Looks whether there are descriptors and threads for something that is about to start.
+
+    uvloop aborts the process where it gets no descriptor for a new loop, and gRPC crashes where it gets none for its
+    poller, or no thread.
+
+    Args:
+        what: what cannot start otherwise, for the text.
+
+    Raises:
+        TransportError: fewer than `START_DESCRIPTORS` are free, or fewer than `START_THREADS` can be started.
+    """
+    _check_descriptors(what)
+    _check_threads(what)
+
+
+def _check_descriptors(what: str) -> None:
+    held: list[int] = []
+    try:
+        while len(held) < START_DESCRIPTORS:
+            held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as exc:
+        shortage = _of_number(exc.errno, len(held))
+        if shortage is None:
+            raise
+        raise TransportError(f"{what} cannot start: {shortage}") from exc
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+
+
+def _check_threads(what: str) -> None:
+    done = threading.Event()
+    threads = [threading.Thread(target=done.wait, args=(MIN_ATTEMPT_S,), daemon=True) for _ in range(START_THREADS)]
+    try:
+        for thread in threads:
+            thread.start()
+    except RuntimeError as exc:
+        raise TransportError(f"{what} cannot start: {NO_THREAD}") from exc
+    finally:
+        done.set()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+
+
+@contextmanager
+def names_shortage(what: str, error: type[RpcdistError] = TransportError) -> Iterator[None]:
+    """Turns what the system and libraries raise in a shortage of this process into an error that names it.
+
+    Args:
+        what: what failed because of it, for the text.
+        error: the class of the new error, whose constructor takes the text.
+
+    Raises:
+        TransportError, or `error`: the shortage. Errors of this package, and those that name no shortage, pass
+            unchanged.
+    """
+    try:
+        yield
+    except RpcdistError:
+        raise
+    except (OSError, MemoryError, RuntimeError) as exc:
+        shortage = next(filter(None, map(_said_by, _causes(exc))), None)
+        if shortage is None:
+            raise
+        raise error(f"{what} failed: {shortage}") from exc
+
+
 def _causes(exc: BaseException | None) -> Iterator[BaseException]:
     for _ in range(_MOST_CAUSES):
         if exc is None:
@@ -68,12 +147,13 @@ def _said_by(exc: BaseException) -> str | None:
     return NO_THREAD if isinstance(exc, RuntimeError) and "can't start new thread" in str(exc) else None
 
 
-def _of_number(number: int | None) -> str | None:
+def _of_number(number: int | None, num_free: int = 0) -> str | None:
+    free = f"only {num_free} free file descriptors of the {START_DESCRIPTORS} that it needs" if num_free else _NONE_FREE
     if number == errno.EMFILE:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return f"this process has no free file descriptor (ulimit -n is {limit}): close files, or raise the limit"
+        return f"this process has {free} (ulimit -n is {limit}): close files, or raise the limit"
     if number == errno.ENFILE:
-        return "this machine has no free file descriptor (fs.file-max): close files, or raise the limit"
+        return f"this machine has {free} (fs.file-max): close files, or raise the limit"
     return _NO_MEMORY if number in (errno.ENOMEM, errno.ENOBUFS) else None
 
 

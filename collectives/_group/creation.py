@@ -18,6 +18,7 @@ from rpcdist.collectives.constants import default_pg_nccl_timeout, default_pg_ti
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError, RankLost
 from rpcdist.freed_memory import keep_freed_memory
+from rpcdist.own_shortage import names_shortage
 
 MakeBackend = Callable[[Backend | str, GroupContext], GroupBackend]
 """Constructs the backend of a name; blocks until all ranks of the group can be reached."""
@@ -64,7 +65,8 @@ def open_group(
                     process,
                     outlives_ranks,
                 )
-                opened[backend_name] = make(backend_name, context)
+                with names_shortage(f"making group {name!r}"):
+                    opened[backend_name] = make(backend_name, context)
             by_device[device_type] = opened[backend_name]
     except BaseException:
         for opened_backend in opened.values():

@@ -30,6 +30,7 @@ from rpcdist.backoff import backoff
 from rpcdist.collectives._stores.store_operations import Change, Code
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DistStoreError
+from rpcdist.own_shortage import own_shortage
 from rpcdist.private_files import why_not_private
 from rpcdist.time_limits import LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S
 
@@ -201,4 +202,6 @@ def _system_errors(path: str) -> Iterator[None]:
         if isinstance(exc, DistStoreError):
             raise
         hint = " (the store was closed by all its users, or somebody removed it)" if exc.errno == errno.ENOENT else ""
-        raise DistStoreError(f"the file of a store cannot be used: {path}: {exc.strerror}{hint}") from exc
+        raise DistStoreError(
+            f"the file of a store cannot be used: {path}: {own_shortage(exc) or exc.strerror}{hint}"
+        ) from exc

@@ -33,6 +33,7 @@ from rpcdist.errors import (
 )
 from rpcdist.ids import check_worker_name
 from rpcdist.off_loop import run_in_thread
+from rpcdist.own_shortage import check_can_start, names_shortage
 from rpcdist.time_limits import CLUSTER_NOTICE_S, CLUSTER_START_LIMIT_S, LAUNCH_CAUSE_LIMIT_S
 
 if TYPE_CHECKING:
@@ -178,7 +179,9 @@ class LocalCluster:
     ) -> None:
         await run_in_thread(partial(self.__exit__, kind, error, traceback), self._abandon, name="rpcdist-cluster-end")
 
+    @names_shortage("starting the cluster")
     def _start_here(self) -> None:
+        check_can_start("the cluster")
         port = self._held.enter_context(held_port(0))
         size, address = len(self.names), f"tcp://{HOST}:{port}"
         variables = {**os.environ, **self._env, **job_variables(size, port)}

@@ -18,6 +18,7 @@ from rpcdist._launch.stop_signals import StopSignals
 from rpcdist._launch.supervisor import run_job
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError
+from rpcdist.own_shortage import check_can_start, names_shortage
 
 __all__ = ["launch"]
 
@@ -66,7 +67,8 @@ def launch(
         DeadlineExceeded: the job did not end within `join_timeout_s`.
         ConfigError: an argument is wrong, the port is in use, or the launcher's WORLD_SIZE is not `workers`.
         SerializationError: the function or its arguments, or a result here, cannot be pickled.
-        OSError: a process cannot be started.
+        TransportError: this process has too few descriptors, or too little memory, to start the others.
+        OSError: a process cannot be started for another reason.
         SystemExit: a rank called `sys.exit` with this code (not 0); there is no guard, and the text has the line where
             it belongs; or 130 after Ctrl-C, and 143 after SIGTERM. That of Ctrl-C is a `KeyboardInterrupt` as well, and
             at a prompt or in a notebook nothing but that.
@@ -78,7 +80,8 @@ def launch(
             raise ConfigError(f"workers={workers}, but the launcher started WORLD_SIZE={placement.world_size}")
         return [function(placement.rank, *args)]
     call = pickle_call(function, args)
-    with StopSignals() as stop, held_port(master_port) as port:
+    check_can_start("launch")
+    with names_shortage("launch"), StopSignals() as stop, held_port(master_port) as port:
         variables = {**os.environ, **(env or {}), **job_variables(workers, port)}
         outcome = run_job(call, workers, variables, Deadline.after(join_timeout_s), stop)
     if isinstance(outcome, Succeeded):

@@ -24,8 +24,6 @@ class StopSignals:
         self._read_end = self._write_end = -1
 
     def __enter__(self) -> Self:
-        self._read_end, self._write_end = os.pipe()
-        os.set_blocking(self._write_end, False)
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGINT, signal.SIGTERM):
                 if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
@@ -35,16 +33,24 @@ class StopSignals:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for signum, handler in self._replaced.items():
             signal.signal(signum, handler)
-        os.close(self._read_end)
-        os.close(self._write_end)
+        if self._read_end >= 0:
+            os.close(self._read_end)
+            os.close(self._write_end)
 
     def fileno(self) -> int:
+        """Opened when it is first asked for: an end has to be orderly also where no descriptor is left."""
+        if self._read_end < 0:
+            self._read_end, self._write_end = os.pipe()
+            os.set_blocking(self._write_end, False)
+            if self.received is not None:
+                os.write(self._write_end, b"\0")
         return self._read_end
 
     def _record(self, number: int, _: FrameType | None) -> None:
         if self.received is None:
             self.received = signal.Signals(number)
-            os.write(self._write_end, b"\0")
+            if self._write_end >= 0:
+                os.write(self._write_end, b"\0")
 
 
 class KeptInterrupt:

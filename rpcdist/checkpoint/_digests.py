@@ -16,6 +16,7 @@ from typing import Any, Final
 import xxhash
 
 from rpcdist.errors import CheckpointError, ConfigError
+from rpcdist.own_shortage import own_shortage
 
 DIGESTS_NAME: Final = ".digests"
 CHUNK_BYTES: Final = 4 << 20
@@ -103,7 +104,9 @@ class Digests:
                     raise self._damaged(name, number * CHUNK_BYTES)
                 self._compared.add((name, number))
         except OSError as exc:
-            raise CheckpointError(f"the file {path} of a checkpoint cannot be read: {exc.strerror or exc}") from exc
+            raise CheckpointError(
+                f"the file {path} of a checkpoint cannot be read: {own_shortage(exc) or exc.strerror or exc}"
+            ) from exc
 
     def _damaged(self, name: str, at: int | None = None) -> CheckpointError:
         where = "" if at is None else f" between bytes {at} and {at + CHUNK_BYTES}"

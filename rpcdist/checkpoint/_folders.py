@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rpcdist.errors import CheckpointError, ConfigError, RpcdistError
+from rpcdist.own_shortage import own_shortage
 
 NUM_RANDOM_BYTES = 8
 
@@ -97,6 +98,10 @@ def writing(folder: Path) -> Iterator[None]:
                 f"a value of the checkpoint at {folder} cannot be turned into bytes ({type(exc).__name__}: "
                 f"{str(exc)[:300]}): leave it out, or save something that stands for it. "
                 "The checkpoint that was there before is whole"
+            ) from exc
+        if (shortage := own_shortage(exc)) is not None:
+            raise CheckpointError(
+                f"writing the checkpoint into {folder} failed: {shortage}. What was there before is whole"
             ) from exc
         raise CheckpointError(
             f"writing the checkpoint into {folder} failed ({type(exc).__name__}: {str(exc)[:300]}); its disk has "

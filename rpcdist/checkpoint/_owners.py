@@ -16,6 +16,7 @@ from rpcdist.checkpoint._entries import Entries, Stateful, entries_of, restore
 from rpcdist.checkpoint._storage import CheckpointPart, StoredEntries
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import CheckpointError, ConfigError
+from rpcdist.own_shortage import names_shortage
 from rpcdist.rpc import RRef
 
 References = dict[str, RRef[Any]]
@@ -95,11 +96,13 @@ class Ranks:
     def all(self, what: str, step: Callable[[], T]) -> list[T]:
         """The results of all ranks. `what` is for the error."""
         if self._group is None:
-            return [step()]
+            with names_shortage(f"{what} of a checkpoint", CheckpointError):
+                return [step()]
         error: Exception | None = None
         own: tuple[bool, T | str]
         try:
-            own = (True, step())
+            with names_shortage(f"{what} of a checkpoint", CheckpointError):
+                own = (True, step())
         except Exception as exc:
             error = exc
             own = (False, f"{type(exc).__name__}: {exc}")

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from rpcdist.deadline import Deadline
 from rpcdist.errors import BlockingInLoop, DeadlineExceeded, RpcdistError
+from rpcdist.own_shortage import check_can_start
 from rpcdist.time_limits import CANCELLED_TASKS_LIMIT_S, LOOP_CLOSE_LIMIT_S
 
 __all__ = ["IoLoop", "new_event_loop"]
@@ -23,7 +24,12 @@ logger = logging.getLogger(__name__)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """A uvloop loop, or asyncio's where uvloop is missing or `RPCDIST_LOOP=asyncio` asks for it."""
+    """A uvloop loop, or asyncio's where uvloop is missing or `RPCDIST_LOOP=asyncio` asks for it.
+
+    Raises:
+        TransportError: this process has too few free descriptors.
+    """
+    check_can_start("an event loop")
     if sys.platform != "win32" and os.environ.get("RPCDIST_LOOP", "uvloop") != "asyncio":
         try:
             import uvloop

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 
 from rpcdist.errors import ConfigError
+from rpcdist.own_shortage import names_shortage
 from rpcdist.transport import fork
 from rpcdist.transport._server.port_range import PORTS_VARIABLE, PortRange
 from rpcdist.transport._tls.tls_options import CERTIFICATE_VARIABLE
@@ -40,7 +41,8 @@ class SharedNode:
         with self._lock:
             node = self._node()
             if node is None or not node.share():
-                node = Node(options or NodeOptions()).start()
+                with names_shortage("starting the node"):
+                    node = Node(options or NodeOptions()).start()
                 self._node = weakref.ref(node)
             elif options is not None:
                 self._check_same(node, options)

@@ -15,6 +15,7 @@ from own_shortages import (
 )
 from peer_timeouts import LIMIT_S, UNIT_S
 from rpc_victim_functions import add
+from starts_in_a_shortage import STARTS, start_with_few_descriptors, start_without_threads
 
 from rpcdist import rpc
 from rpcdist.testing import RpcWorld, Worker, WorkerPool
@@ -60,3 +61,23 @@ def test_a_worker_without_descriptors_declares_nobody_lost(worker_pool: WorkerPo
         worker.run(free_descriptors)
         assert worker.run(use_reference) == 7 and worker.run(call, "owner") == 3
     world.shutdown()
+
+
+@pytest.mark.parametrize("name", list(STARTS))
+def test_what_starts_without_descriptors_says_so_and_leaves_the_process_alive(
+    worker_pool: WorkerPool, name: str
+) -> None:
+    """uvloop aborted the process, gRPC crashed it, and all else was a bare `OSError`."""
+    numbers = [0, 1, 2, 3, 5, 8, 10, 13, 16, 20, 24, 33, 40]
+    *few, unlimited = worker_pool.start("short").run(start_with_few_descriptors, name, numbers)
+    assert unlimited == "started"
+    for number, outcome in zip(numbers, few, strict=True):
+        named = "free file descriptor" in outcome and "raise the limit" in outcome and not outcome.startswith("bare ")
+        assert named or (number > 0 and outcome == "started"), (number, outcome)
+
+
+@pytest.mark.parametrize("name", ["init_rpc", "TCPStore", "acquire_node", "launch", "LocalCluster"])
+def test_what_starts_without_threads_says_so(worker_pool: WorkerPool, name: str) -> None:
+    short, unlimited = worker_pool.start("short").run(start_without_threads, name)
+    assert "this process can start no further thread" in short and not short.startswith("bare ")
+    assert unlimited == "started"

@@ -79,12 +79,30 @@ def open_without_descriptors(rank: int, size: int, path: str) -> tuple[str, list
     return found, guard.leaks(before)
 
 
-def reduce_without_descriptors(rank: int, size: int) -> str:
-    """Adds up numbers in a new group in which rank 0 has no free file descriptor; the error."""
+def reduce_without_descriptors(rank: int, size: int, short: int) -> str:
+    """Adds up numbers in a new group in which one rank has no free file descriptor; the error."""
     operation = Operation(Kind.ALL_REDUCE, (torch.ones(1),), (torch.ones(1),), ReduceOp.SUM)
+    return _error_of(lambda: backend().submit(operation).wait(), rank == short)
+
+
+def send_without_descriptors(rank: int, size: int, short: int, timeout_s: float) -> tuple[str, str]:
+    """Sends from rank 0 to rank 1, of which one has no free file descriptor; the error, and that of a second try."""
+    tensor = torch.full((3,), float(1 - rank))
+    message = backend().send if rank == 0 else backend().recv
+
+    def exchange(limit_s: float) -> None:
+        message(tensor, 1 - rank, 0, asynchronous=False, timeout_s=limit_s)
+
+    first = _error_of(lambda: exchange(timeout_s), rank == short)
+    second = _error_of(lambda: exchange(LIMIT_S), False)
+    assert tensor.eq(1).all()
+    return first, second
+
+
+def _error_of(step: Callable[[], object], is_short: bool) -> str:
     try:
-        with no_free_descriptor() if rank == 0 else nullcontext():
-            backend().submit(operation).wait()
+        with no_free_descriptor() if is_short else nullcontext():
+            step()
     except Exception as exc:
         return f"{type(exc).__name__}: {exc}"
     return "no error"

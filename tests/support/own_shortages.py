@@ -6,7 +6,8 @@ import os
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
 from typing import Any
 
 from rpc_victim_functions import add, make
@@ -19,6 +20,7 @@ __all__ = [
     "NUM_RESERVED",
     "calls_in_a_shortage",
     "cut_connection",
+    "few_descriptors",
     "free_descriptors",
     "hold_reference",
     "no_free_descriptor",
@@ -35,17 +37,29 @@ _held: list[Any] = []
 _limits: list[tuple[int, int]] = []
 
 
-@contextmanager
-def no_free_descriptor() -> Iterator[None]:
+def no_free_descriptor() -> AbstractContextManager[None]:
     """Leaves this process no free descriptor."""
+    return few_descriptors(0)
+
+
+@contextmanager
+def few_descriptors(num_free: int) -> Iterator[None]:
+    """Leaves this process so many free descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.open(os.devnull, os.O_RDONLY)  # the lowest free number: none below it is left
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))
+    free = (number for number in range(soft) if not _is_open(number))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(islice(free, num_free, None)), hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        os.close(free)
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 # ---------------------------------------------------------------- in a worker

@@ -28,7 +28,8 @@ from rpcdist.collectives._transports.p2p.requests import (
     UnexpectedMessage,
     refusal,
 )
-from rpcdist.errors import CollectiveMismatch, CollectiveTimeout, ProtocolViolation, RankLost
+from rpcdist.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, ProtocolViolation, RankLost
+from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import REFUSAL_POLL_S
 
 R = TypeVar("R")
@@ -309,6 +310,15 @@ class MessageState:
         for request in self.outgoing[peer].stream.clear():
             self.complete(request, self._lost_error(request, peer, reason))
 
+    def fail_unopened(self, connection: OutgoingConnection, shortage: str) -> None:
+        """Fails the sends of a connection that this process could not open for lack of something: nobody is lost."""
+        for request in connection.stream.clear():
+            self.complete(request, self._short_error(request, shortage))
+
+    def _short_error(self, request: Request, shortage: str) -> CollectiveError:
+        assert request.peer is not None
+        return CollectiveError(request.title, f"no connection to rank {self.ranks[request.peer]}: {shortage}")
+
     def read_refusals(self, connection: OutgoingConnection, now: float) -> None:
         """Takes what the peer refused since the last time."""
         if connection.is_open and now - connection.refusals_read_at > REFUSAL_POLL_S:
@@ -364,11 +374,19 @@ class MessageState:
             source = request.source if request.peer is None else request.peer
             whom = f"rank {self.ranks[source]}" if source >= 0 else "any rank"
             begun = request.source >= 0
+            if source not in self.incoming and (shortage := own_shortage()) is not None:
+                error = CollectiveError(request.title, f"no connection of {whom} could be accepted: {shortage}")
+                self._give_up(request, error)
+                return
             what = "its message did not arrive completely" if begun else f"no message with tag {request.tag}"
             self._give_up(request, CollectiveTimeout(request.title, f"{what} from {whom} {limit}"))
             return
         assert request.peer is not None
         connection = self.outgoing[request.peer]
+        if not connection.is_open and (shortage := own_shortage()) is not None:
+            self.complete(request, self._short_error(request, shortage))
+            connection.stream.withdraw(request)
+            return
         text = f"rank {self.ranks[request.peer]} did not receive {request.header()} with tag {request.tag} {limit}"
         self.complete(request, CollectiveTimeout(request.title, text))
         if not connection.stream.withdraw(request):

@@ -88,6 +88,7 @@ class Messenger:
 
         Raises:
             RankLost: the peer is gone or cannot be reached.
+            CollectiveError: this process lacks a descriptor or the like to open the connection; the text names it.
             CollectiveMismatch: the peer refused this message, or an earlier one.
             CollectiveTimeout: the peer did not read it in time.
         """
@@ -196,16 +197,19 @@ class Messenger:
 
     def _open(self, connection: OutgoingConnection, timeout_s: float) -> None:
         """Opens a new connection, which has messages already, also of other threads; it is ended if that fails."""
-        sock, reason = None, "the connection was interrupted"
+        sock, reason, shortage = None, "the connection was interrupted", None
         try:
             sock = self._connect(connection.peer, timeout_s, self._raise_error)
         except (OSError, RpcdistError) as exc:
-            reason = own_shortage(exc) or f"it cannot be reached: {exc}"
+            shortage, reason = own_shortage(exc), f"it cannot be reached: {exc}"
         finally:
             with self._entrance, self._lock:
                 if sock is not None:
                     connection.open(sock)
                 if not connection.is_open:
+                    if shortage is not None:
+                        self._state.fail_unopened(connection, shortage)
+                    self._state.expire(time.monotonic())  # silence until the deadline does not say that it is gone
                     connection.end(reason)
                     del self._state.outgoing[connection.peer]  # the next send tries again
                 connection.write()

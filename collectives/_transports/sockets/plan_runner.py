@@ -17,6 +17,8 @@ from rpcdist.collectives._transports.rank_waits import Pollers, SpinPolicy
 from rpcdist.collectives._transports.sockets.pair_connections import OperationFrame, PairConnections
 from rpcdist.collectives._transports.sockets.transfers import Receiving, Reduction, Sending, Transfer, slice_bytes
 from rpcdist.collectives._transports.transport_base import Control, TransportTimeout
+from rpcdist.errors import TransportError
+from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import CHECK_INTERVAL_MS
 
 _KEPT_BYTES: Final = 64 << 20
@@ -206,6 +208,12 @@ class PlanRunner:
             if ready - {wakeup_fd}:
                 break
             if self._control.deadline.expired():
+                self._check_own_shortage(pending)
                 raise TransportTimeout(frozenset(transfer.peer for transfer in pending))
         if arrivals in ready:
             self._connections.waker.drain()
+
+    def _check_own_shortage(self, pending: list[Transfer]) -> None:
+        """Raises `TransportError` if lower ranks may have connected, and this process could not accept them."""
+        if any(transfer.connection is None for transfer in pending) and (shortage := own_shortage()) is not None:
+            raise TransportError(f"no connection of a lower rank could be accepted: {shortage}")

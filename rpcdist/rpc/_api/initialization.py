@@ -11,6 +11,7 @@ from rpcdist.collectives import HashStore, PrefixStore, Store
 from rpcdist.collectives.rendezvous import job_attempt, open_rendezvous
 from rpcdist.errors import AlreadyInitialized, BlockingInLoop, RpcdistError
 from rpcdist.ids import check_worker_name
+from rpcdist.own_shortage import names_shortage
 from rpcdist.rpc import backend_registry, constants
 from rpcdist.rpc._current import agent_or_none, starts
 from rpcdist.rpc._start import node_options
@@ -48,6 +49,7 @@ def init_rpc(
         DuplicateName, WorldMismatch, RendezvousError: the workers do not fit together, or somebody did not come; the
             text says who.
         AuthenticationFailed: the job token of the coordinator is another one.
+        TransportError: this process has too few free descriptors, threads or the like; the text names the shortage.
         ForkedProcess: this process was forked from a worker.
         BlockingInLoop: called on an event loop; nothing has begun.
     """
@@ -74,7 +76,8 @@ def init_rpc(
 
     check_worker_name(name)
     try:
-        _start_with_node(backend, name, rank, world_size, rpc_backend_options)
+        with names_shortage("init_rpc"):
+            _start_with_node(backend, name, rank, world_size, rpc_backend_options)
     except RpcdistError as exc:
         # The error says what to do; the way there, through sockets and stores, would hide it behind 80 lines.
         logger.debug("init_rpc of %s failed", name, exc_info=True)

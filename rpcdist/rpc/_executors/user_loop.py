@@ -23,6 +23,7 @@ from typing import Any, Final, Literal, TypeVar
 from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.deadline import NEVER, Deadline
 from rpcdist.errors import Cancelled, ConfigError, ForkedProcess, NotInitialized
+from rpcdist.own_shortage import check_can_start
 from rpcdist.rpc._executors.stateful_coroutine import StatefulCoroutine
 from rpcdist.rpc._executors.torch_state import adopt_num_threads
 from rpcdist.rpc._executors.user_call import OnDone, Start, UserCall
@@ -245,6 +246,7 @@ def _where(task: asyncio.Task[Any]) -> str:
 def _new_loop(kind: LoopKind) -> asyncio.AbstractEventLoop:
     if kind not in ("auto", "uvloop", "asyncio"):
         raise ConfigError(f"the kind of the user loop is 'auto', 'uvloop' or 'asyncio', but not {kind!r}")
+    check_can_start("the event loop of user functions")
     if kind != "asyncio":
         try:
             import uvloop
