@@ -5,13 +5,14 @@ from __future__ import annotations
 from contextlib import suppress
 from itertools import product
 from struct import pack
+from sys import getsizeof
 
 import pytest
 import torch
 from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
-from values_helpers import encode
+from values_helpers import encode, round_trip
 
 from rpcdist._proto import rpc_pb2, rref_pb2, value_pb2
 from rpcdist.errors import ProtocolViolation, SerializationError
@@ -19,7 +20,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._peers.announcements import Announcements
 from rpcdist.rpc._rref.protobuf import decode_messages
 from rpcdist.rpc._values import decode
-from rpcdist.rpc._values.rebuild import MAX_UNTRUSTED_TENSORS
+from rpcdist.rpc._values.rebuild import FREE_UNTRUSTED_TENSORS
 from rpcdist.transport._framing.frames import Chunk, parse
 from rpcdist.transport._framing.incoming import BUFFER_BYTES, TRANSFER_BYTES, Incoming, IncomingBuffer, heap_buffer
 from rpcdist.transport._framing.message_parts import count_fields, parsed
@@ -69,7 +70,7 @@ def test_a_dict_of_colliding_keys_is_refused(keys: list[bytes]) -> None:
 
 
 def test_colliding_dicts_in_one_value_share_one_limit() -> None:
-    one = dict_of(colliding_ints(1_500)).body
+    one = dict_of(colliding_ints(500)).body
     decode(value_pb2.Value(body=one), plain_only=True)
     with pytest.raises(SerializationError, match="hashes collide"):
         decode(value_pb2.Value(body=pack("<BI", LIST, 100) + one * 100), plain_only=True)
@@ -250,6 +251,24 @@ def test_a_session_that_has_ended_holds_no_buffers() -> None:
 
 def test_more_tensors_than_an_untrusted_peer_may_send_are_refused() -> None:
     value = encode(torch.ones(())).value
-    value.tensors.extend([value.tensors[0]] * MAX_UNTRUSTED_TENSORS)
-    with pytest.raises(SerializationError, match="131073 tensors"):
+    value.tensors.extend([value.tensors[0]] * FREE_UNTRUSTED_TENSORS)
+    with pytest.raises(SerializationError, match="16385 tensors of 4 bytes arrived from a peer that may send 16384"):
         decode(value, plain_only=True)
+
+
+@pytest.mark.parametrize("part", [b"\xb0", b"\x8c\0\0\0\0", b"\x87\x02ab", b"\x83" + bytes(8)])
+def test_a_value_costs_three_times_its_weight_and_24_mib(part: bytes) -> None:
+    """Of one byte each, a million empty dicts took 72 MiB."""
+    body = pack("<BI", LIST, 290_000) + part * 290_000
+    made = decode(value_pb2.Value(body=body), plain_only=True)
+    assert isinstance(made, list)
+    twice = 2 * getsizeof(made)  # the list is read into another one
+    assert twice + sum(map(getsizeof, made)) <= 3 * len(body) + (24 << 20)
+    with pytest.raises(SerializationError, match="more than"):
+        decode(value_pb2.Value(body=pack("<BI", LIST, 1_000_000) + part * 1_000_000), plain_only=True)
+
+
+def test_many_tensors_that_weigh_something_pass() -> None:
+    """A message costs some three times its weight, and 16 MiB."""
+    tensors = [torch.full((1 + index % 7, 100), float(index)) for index in range(30_000)]
+    assert all(map(torch.equal, round_trip(tensors, plain_only=True)[1], tensors))

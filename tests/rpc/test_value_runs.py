@@ -203,7 +203,7 @@ def test_lists_of_tensors_count_as_parts() -> None:
     message = value_pb2.Value()
     encode_into(message, [[torch.ones(1) for _ in range(COUNT)]])
     listed = message.body[message.body.index(pack("<II", COUNT, 0)) - 1 :]
-    times = MAX_ITEMS // COUNT
+    times = 1 + MAX_ITEMS // COUNT
     message.body = pack("<BI", 0x8D, times) + times * listed  # a tuple of as many lists
     with pytest.raises(SerializationError, match="damaged"):
         decode(message)
@@ -287,9 +287,10 @@ def test_two_runs_cannot_claim_one_buffer() -> None:
         decode(message)
 
 
-def test_runs_count_against_the_limit_of_strangers() -> None:
+@pytest.mark.parametrize(("count", "size"), [(MAX_UNTRUSTED_TENSORS + 1, 1000), (20_000, 1)])
+def test_runs_count_against_the_limit_of_strangers(count: int, size: int) -> None:
     message = value_pb2.Value()
-    run = message.tensors.add(dtype=8, shape=[1], run=MAX_UNTRUSTED_TENSORS + 1)
-    message.buffers.add(inline=bytes(run.run))
-    with pytest.raises(SerializationError, match=f"value of {MAX_UNTRUSTED_TENSORS + 1} tensors"):
+    run = message.tensors.add(dtype=8, shape=[size], run=count)
+    message.buffers.add(inline=bytes(run.run * size))
+    with pytest.raises(SerializationError, match=f"value of {count} tensors"):
         decode(message, plain_only=True)

@@ -17,10 +17,10 @@ __all__ = ["CHECKED_FROM", "HashWork"]
 CHECKED_FROM: Final = 128
 """Dicts of fewer entries are not watched: comparing all of their keys with each other takes less than 0.1 ms."""
 
-_FREE_WORK: Final = 100_000_000
-_WORK_PER_PART: Final = 1_000
-_WORK_PER_BYTE: Final = 5
-"""What filling may cost in all, in nanoseconds of the processor: ten times what ordinary keys take."""
+_FREE_WORK: Final = 25_000_000
+_WORK_PER_BYTE: Final = 48
+"""What filling may cost in all, in nanoseconds of the processor: 50 ms for each MiB of the value. Ordinary keys take a
+quarter of that at most (short tuples; a number has nine bytes and takes 80 ns)."""
 
 _KEYED: Final = frozenset((str, bytes))
 
@@ -35,33 +35,31 @@ class HashWork:
         size_bytes: of the value; hashing a long number takes time for each byte.
     """
 
-    __slots__ = ("_spent", "_work_of_size")
+    __slots__ = ("_limit", "_spent")
 
     def __init__(self, size_bytes: int) -> None:
-        self._work_of_size = size_bytes * _WORK_PER_BYTE
+        self._limit = _FREE_WORK + size_bytes * _WORK_PER_BYTE
         self._spent = 0
 
-    def fill(self, made: dict[object, object], keys: list[Any], values: list[Any], num_parts: int) -> None:
+    def fill(self, made: dict[object, object], keys: list[Any], values: list[Any]) -> None:
         """Adds the entries to `made`.
 
         Args:
             made: the dict.
             keys: of the entries.
             values: as many.
-            num_parts: how many parts of the value have been read.
 
         Raises:
-            SerializationError: the keys collide so much that filling takes far longer than their number accounts for.
+            SerializationError: the keys collide so much that filling takes far longer than their size accounts for.
         """
         if _KEYED.issuperset(map(type, keys)):
             made.update(zip(keys, values, strict=True))
             return
-        limit = _FREE_WORK + self._work_of_size + num_parts * _WORK_PER_PART
         for start in range(0, len(keys), CHECKED_FROM):
             began = time.thread_time_ns()
             made.update(zip(keys[start : start + CHECKED_FROM], values[start : start + CHECKED_FROM], strict=True))
             self._spent += time.thread_time_ns() - began
-            if self._spent > limit:
+            if self._spent > self._limit:
                 raise SerializationError(
                     f"a dict of {len(keys)} keys arrived whose hashes collide: {start + CHECKED_FROM} of them took "
                     f"{self._spent / 1e9:.2f} s to enter. Send the entries as a list of pairs, or with keys of type str"

@@ -27,13 +27,17 @@ from rpcdist.rpc._values.externals import Externals
 from rpcdist.rpc._values.hash_work import CHECKED_FROM, HashWork
 from rpcdist.rpc._values.tensor_runs import RUNS_FROM
 
-__all__ = ["MAX_DEPTH", "MAX_ITEMS", "NotPlain", "PlainWriter", "read_plain"]
+__all__ = ["FREE_ITEMS", "ITEM_BYTES", "MAX_DEPTH", "MAX_ITEMS", "NotPlain", "PlainWriter", "most_items", "read_plain"]
 
 MAX_DEPTH: Final = 64
 """Containers within containers; deeper values are pickled."""
 
 MAX_ITEMS: Final = 1 << 20
 """Objects in one value; a tensor counts once. More are pickled, or refused where only plain values may pass."""
+
+FREE_ITEMS: Final = 300_000
+ITEM_BYTES: Final = 56
+"""What a part takes in memory: a number 40 with its place in a list, a short text 58, an empty dict of one byte 72."""
 
 # Tags. A byte below 128 is that integer itself.
 _NONE, _TRUE, _FALSE, _INT64, _BIG, _FLOAT, _COMPLEX = range(0x80, 0x87)
@@ -63,6 +67,11 @@ _MIN_INT64: Final = -(1 << 63)
 _MAX_INT64: Final = (1 << 63) - 1
 
 
+def most_items(size_bytes: int) -> int:
+    """The parts that a body of that size may have, so that the objects take some three times its size and 16 MiB."""
+    return min(MAX_ITEMS, FREE_ITEMS + 3 * size_bytes // ITEM_BYTES)
+
+
 class NotPlain(Exception):
     """The value has a part that the plain codec does not write."""
 
@@ -87,6 +96,7 @@ class PlainWriter:
         "_known",
         "_known_externals",
         "_left",
+        "_max_items",
         "_may_list_tensors",
         "_num_listed",
         "_seen",
@@ -100,7 +110,7 @@ class PlainWriter:
 
     def __init__(self, source: Externals | None, max_items: int, *, may_list_tensors: bool = False) -> None:
         self._source = source
-        self._left = max_items
+        self._left = self._max_items = max_items
         self._may_list_tensors = may_list_tensors
         self._num_listed = max_items
         self.lists_tensors = False
@@ -116,10 +126,12 @@ class PlainWriter:
         """Writes `obj`.
 
         Raises:
-            NotPlain: a part of it is not plain, or it has more than `max_items` parts. The body is useless
-                then.
+            NotPlain: a part of it is not plain, or it has more than `max_items` parts, or than its size allows. The
+                body is useless then.
         """
         self._items((obj,), 0)
+        if self._max_items - self._left > most_items(len(self.body)):
+            raise NotPlain
 
     def _items(self, items: tuple[Any, ...] | list[Any], depth: int) -> None:
         # One loop for all small types: a Python call per item would cost more than the item.
@@ -300,7 +312,7 @@ def read_plain(
 
 
 class _Reader:
-    __slots__ = ("body", "buffers", "externals", "hash_work", "left", "made", "tensors", "used")
+    __slots__ = ("body", "buffers", "externals", "hash_work", "left", "listed_left", "made", "tensors", "used")
 
     def __init__(
         self,
@@ -313,7 +325,8 @@ class _Reader:
         self.tensors = tensors
         self.buffers = buffers
         self.externals = externals
-        self.left = MAX_ITEMS
+        self.left = most_items(len(body))
+        self.listed_left = MAX_ITEMS  # of tensors, which are counted elsewhere: each takes a place in a list
         self.hash_work: HashWork | None = None
         self.made: list[object] = []
         self.used: set[int] = set()
@@ -324,7 +337,8 @@ class _Reader:
         self.left -= count
         if self.left < 0 or depth > MAX_DEPTH:
             raise SerializationError(
-                f"a value arrived with more than {MAX_ITEMS} parts, or nested deeper than {MAX_DEPTH} containers"
+                f"a value of {len(body)} bytes arrived with more than {most_items(len(body))} parts, or nested deeper "
+                f"than {MAX_DEPTH} containers. Send numbers as a tensor, and the rest in several calls"
             )
         items: list[Any] = []
         add = items.append
@@ -382,7 +396,7 @@ class _Reader:
             else:
                 if self.hash_work is None:
                     self.hash_work = HashWork(len(self.body))
-                self.hash_work.fill(made, parts[::2], parts[1::2], MAX_ITEMS - self.left)
+                self.hash_work.fill(made, parts[::2], parts[1::2])
         return made, position
 
     def other(self, tag: int, position: int, depth: int) -> tuple[object, int]:
@@ -429,9 +443,9 @@ class _Reader:
         return self.reference(tag, number), position
 
     def tensor_list(self, count: int, start: int) -> list[object]:
-        self.left -= count
+        self.listed_left -= count
         made: list[object] = list(self.tensors[start : start + count])
-        if self.left < 0 or len(made) != count:
+        if self.listed_left < 0 or len(made) != count:
             raise SerializationError(f"a value arrived that is damaged: it lists {count} tensors that it has not")
         self.made.append(made)
         return made

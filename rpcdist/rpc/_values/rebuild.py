@@ -25,7 +25,11 @@ __all__ = ["contiguous_strides", "over_storage", "rebuild_tensors"]
 
 MAX_DIMS: Final = 64  # torch's own limit
 MAX_UNTRUSTED_TENSORS: Final = 1 << 17
-"""Of one value, from a peer that may send host tensors only: the header of a tensor has two bytes, the tensor 500."""
+"""Of one value, from a peer that may send host tensors only."""
+
+FREE_UNTRUSTED_TENSORS: Final = 1 << 14
+_TENSOR_BYTES: Final = 1 << 10
+"""What a tensor takes in memory (measured: 830 to 1,300), where its header can have two bytes on the wire."""
 
 MAX_BYTES: Final = 1 << 62  # torch counts in signed 64-bit integers
 
@@ -37,7 +41,8 @@ def rebuild_tensors(
 ) -> list[torch.Tensor]:
     """The tensors of `value` over `buffers` (see `received_buffers`), in their order.
 
-    With `host_only`, tensors for other devices than cpu and meta are refused, and more than `MAX_UNTRUSTED_TENSORS`.
+    With `host_only`, tensors for other devices than cpu and meta are refused, and so many that they would take more
+    than three times the bytes of `buffers` and 16 MiB.
 
     Raises:
         SerializationError: a header that does not fit its buffer, or that this torch cannot represent.
@@ -46,12 +51,12 @@ def rebuild_tensors(
     count = len(messages)
     if not count:
         return []
-    if host_only and count > MAX_UNTRUSTED_TENSORS:  # before there is an object for each
-        raise _too_many(count)
+    if host_only:  # before there is an object for each
+        _check_number(count, buffers)
     # By index: protobuf's own iteration costs half a microsecond more.
     headers = [messages[0]] if count == 1 else [messages[position] for position in range(count)]
-    if host_only and (total := sum([message.run or 1 for message in headers])) > MAX_UNTRUSTED_TENSORS:
-        raise _too_many(total)
+    if host_only:
+        _check_number(sum([message.run or 1 for message in headers]), buffers)
     if host_only and any(message.device not in ("", "meta") for message in headers):
         raise SerializationError(
             "a tensor for another device than cpu arrived from a peer that may send host tensors only"
@@ -68,8 +73,17 @@ def rebuild_tensors(
         raise SerializationError(f"a tensor that arrived cannot be rebuilt here: {exc}") from exc
 
 
-def _too_many(count: int) -> SerializationError:
-    return SerializationError(f"a value of {count} tensors arrived from a peer that may send {MAX_UNTRUSTED_TENSORS}")
+def _check_number(count: int, buffers: Sequence[bytes | ReceiveBuffer]) -> None:
+    """Raises `SerializationError` if a peer that may send host tensors only has sent too many of them."""
+    if count <= FREE_UNTRUSTED_TENSORS:
+        return
+    size = sum([buffer.size if isinstance(buffer, ReceiveBuffer) else len(buffer) for buffer in buffers])
+    most = min(MAX_UNTRUSTED_TENSORS, FREE_UNTRUSTED_TENSORS + 3 * size // _TENSOR_BYTES)
+    if count > most:
+        raise SerializationError(
+            f"a value of {count} tensors of {size} bytes arrived from a peer that may send {most} of that size. Send "
+            "fewer and larger ones, or several calls"
+        )
 
 
 def _rebuild_all(

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from rpcdist.rpc._values.dtypes import DTYPE_CODES
 from rpcdist.rpc._values.externals import Externals
 from rpcdist.rpc._values.pickled import write_pickle
-from rpcdist.rpc._values.plain import MAX_DEPTH, MAX_ITEMS
+from rpcdist.rpc._values.plain import FREE_ITEMS, ITEM_BYTES, MAX_DEPTH, MAX_ITEMS
 
 __all__ = ["unpicklable_part", "why_not_plain"]
 
@@ -47,7 +47,10 @@ def why_not_plain(obj: object, externals: Externals | None, name: str = "value")
             f"{path} is a {kind.__module__}.{kind.__qualname__}, which only pickle can send, and pickle is off here. "
             "Send None, bool, numbers, str, bytes, tensors, and lists, tuples and dicts of them"
         )
-    return f"{name} has more than {MAX_ITEMS} parts, which only pickle can send; put numbers into a tensor"
+    return (
+        f"{name} has more parts than may go without pickle ({FREE_ITEMS}, one more for each {ITEM_BYTES // 3} bytes, "
+        f"and {MAX_ITEMS} at most): put numbers into a tensor, or send it in several calls"
+    )
 
 
 def _parts(item: object) -> list[tuple[object, str]]:
