@@ -97,9 +97,10 @@ def test_workers_are_known(cluster: Cluster) -> None:
         assert context._known_worker_ids() == {1, 2}
         assert len(context._send_functions()) == len(context._recv_functions()) == 1
         (send,) = context._send_functions().values()
-        assert send.name() == "SendRpcBackward" and [n.variable for n, _ in send.next_functions] == [x, w]  # type: ignore[union-attr]
+        # Not `name()`, which torch below 2.13 refuses for functions that were written in Python.
+        assert type(send).__name__ == "SendRpcBackward" and [n.variable for n, _ in send.next_functions] == [x, w]  # type: ignore[union-attr]
         (recv,) = context._recv_functions().values()
-        assert recv.name() == "RecvRpcBackward"
+        assert type(recv).__name__ == "RecvRpcBackward"
         assert debug_info(("worker1", "worker2")).popitem()[1]["num_autograd_contexts"] == "1"
 
 

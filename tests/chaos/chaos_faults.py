@@ -14,7 +14,7 @@ from network_cable import Cable
 
 __all__ = ["FAULTS", "NETWORK_FAULTS", "Fault", "act", "faults_from"]
 
-FAULTS = ("kill", "stop", "long stop", "hold the interpreter")
+FAULTS = ("kill", "stop", "long stop", "hold the interpreter", "hostile member")
 NETWORK_FAULTS = ("delay", "loss", "partition", "long partition")
 SHORT_S = 0.4 * PEER_TIMEOUT_S  # nobody is declared lost
 LONG_S = 1.3 * PEER_TIMEOUT_S  # the others give the worker up; its lease goes on
@@ -58,6 +58,8 @@ def act(fault: Fault, world: ChaosWorld, cable: Cable | None, fired: Counter[str
             fired[fault.kind] += 1  # `stop` has seen the state of the process
         case "hold the interpreter":
             fired[fault.kind] += world[fault.victim].run(hold_the_interpreter, SHORT_S) > 0.8 * SHORT_S
+        case "hostile member":
+            fired[fault.kind] += world.attack(fault.victim) > 0
         case "delay":
             fired[fault.kind] += _on(cable, "delay_s", 0.01, lambda on: on.num_delayed, SHORT_S) > 0
         case "loss":

@@ -14,7 +14,9 @@ import peer_timeouts
 from chaos_diagnosis import state_of_this_process
 from chaos_drivers import quiet_calls, reach, start_drivers, stop_drivers
 from chaos_functions import close_books, open_books
+from chaos_hostile import attack
 from network_cable import enter_namespace
+from rpc_victim_functions import address as address_of_this_worker
 from rpc_victim_functions import left_behind, sees
 
 from rpcdist import rpc
@@ -61,6 +63,8 @@ class ChaosWorld:
         self._workers: dict[str, Worker] = {}
         self._number_of: dict[str, int] = {}
         self._num_processes = 0
+        self._hostile: Worker | None = None
+        self._num_attacks = 0
         self.folder = pool.folder / "ledgers"
         self.folder.mkdir()
         self.ended: set[int] = set()
@@ -118,6 +122,17 @@ class ChaosWorld:
             assert failures == [], f"{pending!r}: {failures}"
             num_done += num
         return num_done
+
+    def attack(self, name: str) -> int:
+        """A member that is no worker misbehaves towards this one; how many sessions it had. Its process stays."""
+        if self._hostile is None:
+            self._hostile = self._pool.start("hostile")
+            namespace = self._places[self.names[0]].namespace
+            if namespace is not None:
+                self._hostile.run(enter_namespace, namespace)
+        self._num_attacks += 1
+        address = self[name].run(address_of_this_worker)
+        return self._hostile.run(attack, address, f"{self._seed}/attack {self._num_attacks}")
 
     def kill(self, name: str) -> int:
         """The exit status."""

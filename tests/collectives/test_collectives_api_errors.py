@@ -131,6 +131,8 @@ def test_exceptions_are_those_of_torch(what: str, both: None, monkeypatch: pytes
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     expected, found = outcome(WRONG[what], theirs), outcome(WRONG[what], ours)
     assert expected is not None, "torch accepts this"
+    if isinstance(expected, AttributeError) and "has no attribute" in str(expected):
+        pytest.skip(f"torch {torch.__version__}: {expected}")
     assert isinstance(found, type(expected)), f"torch: {expected!r}\nhere: {found!r}"
 
 

@@ -18,9 +18,19 @@ from threads_at_once import problems_of_threads
 from rpcdist import rpc
 from rpcdist.rpc._current import current_agent
 
+_doubled = itertools.count(1)
+_num_doubled = 0
+
 
 def double(number: int) -> int:
+    global _num_doubled
+    _num_doubled = next(_doubled)
     return 2 * number
+
+
+def num_doubled() -> int:
+    """How often `double` has run here."""
+    return _num_doubled
 
 
 def sleep(seconds: float) -> float:

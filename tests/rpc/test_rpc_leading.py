@@ -11,7 +11,7 @@ import pytest
 import rpc_leading_functions as functions
 from peer_timeouts import CALM_S
 
-from rpcdist.testing import RpcWorld, WorkerPool
+from rpcdist.testing import RpcWorld, WorkerPool, eventually
 
 pytestmark = pytest.mark.multiproc
 
@@ -29,7 +29,9 @@ def test_ctrl_c_at_any_moment_leaves_the_connection_whole(world: RpcWorld, how: 
     caller = world["a"]
     session = None
     for _ in range(6):
+        before = world["b"].run(functions.num_doubled)
         pending = caller.begin(functions.call_until_interrupted, "b", how)
+        eventually(lambda: world["b"].run(functions.num_doubled) > before, "it calls")  # noqa: B023
         threading.Event().wait(chance.uniform(0.05, 0.3))  # the moment is the point: anywhere in a call
         os.kill(caller.pid, signal.SIGINT)
         assert pending.result()[0] == "KeyboardInterrupt"
