@@ -130,7 +130,8 @@ class PlainWriter:
                 body is useless then.
         """
         self._items((obj,), 0)
-        if self._max_items - self._left > most_items(len(self.body)):
+        num_items = self._max_items - self._left
+        if num_items > FREE_ITEMS and num_items > most_items(len(self.body)):
             raise NotPlain
 
     def _items(self, items: tuple[Any, ...] | list[Any], depth: int) -> None:
