@@ -26,6 +26,7 @@ __all__ = [
     "CANCELLED_TASKS_LIMIT_S",
     "CHECK_INTERVAL_MS",
     "CHECK_INTERVAL_S",
+    "CHUNK_LIMIT_S",
     "CLUSTER_NOTICE_S",
     "CLUSTER_START_LIMIT_S",
     "CONNECT_FIRST_PAUSE_S",
@@ -287,6 +288,8 @@ GROUP_VERDICT_LIMIT_S: Final = 1.5
 """A rank that lost a connection or ran out of time waits for rank 0 to say why; then it says what it knows."""
 GROUP_SEND_LIMIT_S: Final = 2.0
 """One message between rank 0 and another rank about the state of the group; a rank that does not take it misses it."""
+CHUNK_LIMIT_S: Final = 30.0
+"""Published tensors between hosts: one chunk, from the source before; then the chunk is fetched from the publisher."""
 HOST_PROBE_LIMIT_S: Final = 5.0
 """The test whether two ranks share a host; without an answer they use sockets."""
 SHARED_MEMORY_SETUP_LIMIT_S: Final = 20.0

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rpcdist.parallel import model_averaging as model_averaging
     from rpcdist.parallel import parameter_server as parameter_server
     from rpcdist.parallel import pipeline as pipeline
+    from rpcdist.parallel import published as published
     from rpcdist.parallel._ddp._ddp_arguments import MixedPrecision as MixedPrecision
     from rpcdist.parallel.algorithms import Join as Join
     from rpcdist.parallel.diloco import DiLoCoOptimizer as DiLoCoOptimizer
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from rpcdist.parallel.parameter_server import ParameterServer as ParameterServer
     from rpcdist.parallel.parameter_server import ShardedEmbedding as ShardedEmbedding
     from rpcdist.parallel.pipeline import Pipeline as Pipeline
+    from rpcdist.parallel.published import Published as Published
     from rpcdist.parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
     from rpcdist.parallel.zero_redundancy import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 
@@ -36,6 +38,7 @@ __all__ = [
     "MixedPrecision",
     "ParameterServer",
     "Pipeline",
+    "Published",
     "ShardedEmbedding",
     "SyncBatchNorm",
     "ZeroRedundancyOptimizer",
@@ -47,6 +50,7 @@ __all__ = [
     "model_averaging",
     "parameter_server",
     "pipeline",
+    "published",
     "sync_batch_norm",
     "zero_redundancy",
 ]
@@ -60,6 +64,7 @@ _HOMES: dict[str, str | None] = {
     "MixedPrecision": "rpcdist.parallel._ddp._ddp_arguments",
     "ParameterServer": "rpcdist.parallel.parameter_server",
     "Pipeline": "rpcdist.parallel.pipeline",
+    "Published": "rpcdist.parallel.published",
     "ShardedEmbedding": "rpcdist.parallel.parameter_server",
     "SyncBatchNorm": "rpcdist.parallel.sync_batch_norm",
     "ZeroRedundancyOptimizer": "rpcdist.parallel.zero_redundancy",
@@ -71,6 +76,7 @@ _HOMES: dict[str, str | None] = {
     "model_averaging": None,
     "parameter_server": None,
     "pipeline": None,
+    "published": None,
     "sync_batch_norm": None,
     "zero_redundancy": None,
 }

@@ -25,6 +25,12 @@ class MappedSegment:
 
     Python's own `mmap` keeps a descriptor open for each map, and a process may have a thousand.
 
+    Args:
+        number: number of the segment, in its session and direction.
+        segment: the memory.
+        is_writable: whether this process may write; one that may not, and does, is ended by SIGSEGV.
+        is_filled: whether all pages are taken from the system at once; else `fill` does that, or the first touch.
+
     Attributes:
         number: number of the segment, in its session and direction.
         address: where it begins.
@@ -36,12 +42,17 @@ class MappedSegment:
 
     __slots__ = ("_at_end", "address", "number", "size_bytes")
 
-    def __init__(self, number: int, segment: Segment) -> None:
+    def __init__(self, number: int, segment: Segment, *, is_writable: bool = True, is_filled: bool = True) -> None:
         self.number = number
         self.size_bytes = segment.size_bytes
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        protection = mmap.PROT_READ | mmap.PROT_WRITE if is_writable else mmap.PROT_READ
         self.address = _mmap(None, self.size_bytes, protection, mmap.MAP_SHARED, segment.fileno(), 0) or 0
         if self.address in (0, _MAP_FAILED):
             raise SegmentError(f"cannot map {segment!r}: {os.strerror(ctypes.get_errno())}")
         self._at_end = AtEnd(_munmap, self.address, self.size_bytes)
+        if is_filled:
+            self.fill()
+
+    def fill(self) -> None:
+        """Takes all pages from the system that are not there yet; the memory has to be writable."""
         _madvise(self.address, self.size_bytes, _MADV_POPULATE_WRITE)

@@ -24,6 +24,7 @@ __all__ = ["Segment", "SegmentError", "accept", "offer", "unavailable"]
 
 _OFFER: Final = struct.Struct("<8sQ")
 _MAGIC: Final = b"rpcdshm1"
+_F_SEAL_FUTURE_WRITE: Final = 0x10  # in Python's fcntl from 3.13 on
 _MAX_DESCRIPTORS: Final = 4  # more than one is refused, but has to be received to be closed
 
 
@@ -57,8 +58,12 @@ class Segment:
         self.size_bytes = size_bytes
 
     @classmethod
-    def create(cls, size_bytes: int) -> Segment:
+    def create(cls, size_bytes: int, *, is_for_readers: bool = False) -> Segment:
         """New memory. Pages are taken from the system when they are first touched.
+
+        Args:
+            size_bytes: its size.
+            is_for_readers: only this process will write to it: map it, then call `forbid_writing`, then offer it.
 
         Raises:
             SegmentError: the system refuses.
@@ -69,7 +74,8 @@ class Segment:
             raise SegmentError(f"cannot create shared memory: {unavailable() or exc}") from exc
         try:
             os.ftruncate(descriptor, size_bytes)
-            _seal(descriptor)
+            if not is_for_readers:
+                _seal(descriptor)
         except OSError as exc:
             os.close(descriptor)
             raise SegmentError(f"cannot create {size_bytes} bytes of shared memory: {exc.strerror}") from exc
@@ -110,16 +116,28 @@ class Segment:
         """The descriptor; -1 once it is closed."""
         return self._descriptor
 
-    def map(self) -> mmap.mmap:
-        """Makes the memory readable and writable here. The map outlives the segment's descriptor.
+    def forbid_writing(self) -> None:
+        """Lets nobody map the memory for writing from now on, whoever has the descriptor; maps that exist stay.
+
+        Raises:
+            SegmentError: the kernel is older than Linux 5.1, or the segment was not created for readers.
+        """
+        try:
+            _seal(self._descriptor, _F_SEAL_FUTURE_WRITE)
+        except OSError as exc:
+            raise SegmentError(f"cannot seal {self!r} against writing: {exc.strerror}") from exc
+
+    def map(self, is_writable: bool = True) -> mmap.mmap:
+        """Makes the memory readable, and writable, here. The map outlives the segment's descriptor.
 
         Raises:
             SegmentError: the system refuses, or the segment is closed.
         """
         if self._descriptor < 0:  # for mmap, -1 would mean new memory
             raise SegmentError(f"cannot map {self!r}")
+        protection = mmap.PROT_READ | mmap.PROT_WRITE if is_writable else mmap.PROT_READ
         try:
-            return mmap.mmap(self._descriptor, self.size_bytes, mmap.MAP_SHARED)
+            return mmap.mmap(self._descriptor, self.size_bytes, mmap.MAP_SHARED, protection)
         except (OSError, ValueError) as exc:
             raise SegmentError(f"cannot map {self!r}: {exc}") from exc
 
@@ -194,10 +212,10 @@ def _close_all(descriptors: list[int]) -> None:
         os.close(descriptor)
 
 
-def _seal(descriptor: int) -> None:
+def _seal(descriptor: int, further: int = 0) -> None:
     import fcntl  # not on Windows
 
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | further
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
 
 

@@ -295,6 +295,12 @@ class Directory:
         member = self._by_id.get(worker_id)
         return member.identity.incarnation if member is not None else 0
 
+    def living_incarnation(self, name: str) -> int:
+        """Of the worker of this name, if it lives; else 0."""
+        worker_id = self._by_name.get(name)
+        member = None if worker_id is None else self._living.get(worker_id)
+        return 0 if member is None or member.identity.name != name else member.identity.incarnation
+
     def names(self) -> list[str]:
         return sorted(self._by_name)
 

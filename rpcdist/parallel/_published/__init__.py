@@ -1,0 +1,3 @@
+"""The parts of `rpcdist.parallel.Published`: how tensors lie in a segment, who holds versions, who reads them."""
+
+__all__: list[str] = []

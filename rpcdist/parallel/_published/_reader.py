@@ -1,0 +1,190 @@
+"""A consumer's side of the versions that a process of its host holds."""
+
+from __future__ import annotations
+
+import ctypes
+import select
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from rpcdist.deadline import Deadline
+from rpcdist.errors import TransportError
+from rpcdist.parallel._published._layout import VersionLayout
+from rpcdist.parallel._published._words import (
+    ASKED,
+    HAVE,
+    MAX_SEGMENTS,
+    NEWEST,
+    PAGE_BYTES,
+    READING,
+    WAITING,
+    unpacked,
+)
+from rpcdist.time_limits import CHECK_INTERVAL_S, SHARED_MEMORY_SETUP_LIMIT_S
+from rpcdist.transport.mapped_segments import MappedSegment
+from rpcdist.transport.shared_memory import Segment
+
+__all__ = ["HELLO", "VersionReader", "memory_of_segment", "words_of"]
+
+HELLO: Final = struct.Struct("<8sQQ")
+"""What a source sends with the descriptors of its page, the reader's page and its segments: their size and number."""
+HELLO_MAGIC: Final = b"rpcdpub1"
+
+
+def memory_of_segment(mapped: MappedSegment) -> Tensor:
+    """The bytes of a mapped segment, which stays mapped as long as something refers to them."""
+    memory = (ctypes.c_char * mapped.size_bytes).from_address(mapped.address)
+    memory.mapped = mapped  # type: ignore[attr-defined]
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def words_of(page: Segment, is_writable: bool) -> memoryview:
+    """The words of a page."""
+    return memoryview(page.map(is_writable)).cast("q")
+
+
+class VersionReader:
+    """Reads the versions of one source; one thread at a time.
+
+    Args:
+        layout: of the versions.
+        source_page: words of the source.
+        own_page: words of this reader.
+        segments: memory of the versions.
+        connection: a socket whose other end the source has. It ends when the source does.
+    """
+
+    def __init__(
+        self,
+        layout: VersionLayout,
+        source_page: memoryview,
+        own_page: memoryview,
+        segments: Sequence[Tensor],
+        connection: socket.socket,
+    ) -> None:
+        self.layout = layout
+        self._source = source_page
+        self._own = own_page
+        self._segments = segments
+        self._connection = connection
+        self._views: dict[int, list[Tensor]] = {}
+        self._fence = threading.Lock()
+        self._has_ended = False
+
+    def __repr__(self) -> str:
+        return f"<VersionReader of version {self.newest} [{'ended' if self._has_ended else 'open'}]>"
+
+    def __del__(self) -> None:
+        self._connection.close()
+
+    @classmethod
+    def received(cls, layout: VersionLayout, connection: socket.socket) -> VersionReader:
+        """The reader of the source at the other end of a Unix socket, which sends its descriptors at once.
+
+        Raises:
+            TransportError: they did not come, or they are something else.
+        """
+        connection.settimeout(SHARED_MEMORY_SETUP_LIMIT_S)
+        message, descriptors, _, _ = socket.recv_fds(connection, HELLO.size, MAX_SEGMENTS + 2, socket.MSG_CMSG_CLOEXEC)
+        connection.setblocking(False)
+        segments: list[Segment] = []
+        try:
+            if len(message) != HELLO.size or not message.startswith(HELLO_MAGIC):
+                raise TransportError(f"a source of published tensors sent something else: {message[:32]!r}")
+            _, size_bytes, num_segments = HELLO.unpack(message)
+            if len(descriptors) != num_segments + 2:
+                raise TransportError(f"a source of published tensors sent {len(descriptors)} descriptors")
+            sizes = [PAGE_BYTES, PAGE_BYTES, *[size_bytes] * num_segments]
+            while descriptors:
+                segments.append(Segment.received(descriptors.pop(0), sizes[len(segments)]))
+            if layout.offsets()[1] > size_bytes:
+                raise TransportError(f"a source of published tensors has {size_bytes} bytes, too few for the tensors")
+            memory = [memory_of_segment(MappedSegment(0, s, is_writable=False, is_filled=False)) for s in segments[2:]]
+            return cls(layout, words_of(segments[0], False), words_of(segments[1], True), memory, connection)
+        finally:
+            for descriptor in descriptors:
+                Segment(descriptor, 0).close()
+            for segment in segments:
+                segment.close()
+
+    @property
+    def newest(self) -> int:
+        """The newest whole version; 0 for none."""
+        return unpacked(self._source[NEWEST])[0]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the source has ended; its versions can still be read here."""
+        if not self._has_ended:
+            with suppress(BlockingIOError, InterruptedError):
+                try:
+                    while data := self._connection.recv(4096):
+                        del data  # bytes that woke this reader up
+                    self._has_ended = True
+                except (ConnectionError, ValueError):
+                    self._has_ended = True
+        return self._has_ended
+
+    def begin(self) -> tuple[int, list[Tensor]]:
+        """The newest version and its tensors, which nobody overwrites before `end`. There has to be a version."""
+        while True:
+            newest = self._source[NEWEST]
+            self._own[READING] = newest
+            with self._fence:  # [Note: hazards]
+                pass
+            if self._source[NEWEST] == newest:
+                break
+        version, segment = unpacked(newest)
+        views = self._views.get(segment)
+        if views is None:
+            views = self._views[segment] = self.layout.views(self._segments[segment])
+        return version, views
+
+    def end(self, version: int) -> None:
+        """The tensors of `begin` are not used any more; `version` has been taken, or 0."""
+        if version:
+            self._own[HAVE] = version
+        self._own[READING] = 0
+        with self._fence:
+            pass
+        if self._source[ASKED]:
+            with suppress(OSError):  # it has ended, or has not read the bytes of earlier reads
+                self._connection.send(b"r")
+
+    def note(self, version: int) -> None:
+        """Says that this consumer has a version, which `begin` gave it and which it keeps reading."""
+        self._own[HAVE] = version
+        with self._fence:
+            pass
+        if self._source[ASKED]:
+            with suppress(OSError):
+                self._connection.send(b"r")
+
+    def wait_for_newer(self, version: int, deadline: Deadline) -> bool:
+        """Waits until there is a newer version, or the source has ended; whether there is. It looks again by itself."""
+        poller = select.poll()
+        poller.register(self._connection, select.POLLIN)
+        self._own[WAITING] = 1
+        try:
+            while True:
+                with self._fence:
+                    pass
+                if self.newest > version:
+                    return True
+                if deadline.expired() or self.has_ended:
+                    return False
+                poller.poll(1 + 1000 * min(CHECK_INTERVAL_S, deadline.remaining_s()))
+        finally:
+            self._own[WAITING] = 0
+
+    def close(self) -> None:
+        """Ends the connection. Tensors of `begin` stay mapped as long as somebody has them, and may be overwritten."""
+        self._has_ended = True
+        self._connection.close()

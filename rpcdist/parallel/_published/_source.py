@@ -1,0 +1,416 @@
+"""A process that holds versions of published tensors for its host: the publisher, or the first consumer of a host."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import select
+import socket
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from rpcdist import rpc
+from rpcdist.collectives._transports.shm.support import unsupported_here
+from rpcdist.deadline import Deadline
+from rpcdist.errors import DeadlineExceeded, TransportError
+from rpcdist.parallel._published._layout import VersionLayout
+from rpcdist.parallel._published._reader import HELLO, HELLO_MAGIC, VersionReader, memory_of_segment, words_of
+from rpcdist.parallel._published._words import (
+    ASKED,
+    HAVE,
+    NEWEST,
+    PAGE_BYTES,
+    READING,
+    WAITING,
+    packed,
+    unpacked,
+)
+from rpcdist.rpc._current import current_agent
+from rpcdist.time_limits import CHECK_INTERVAL_S, HUB_OPEN_LIMIT_S
+from rpcdist.transport import Node
+from rpcdist.transport.addresses import split_address
+from rpcdist.transport.mapped_segments import MappedSegment
+from rpcdist.transport.shared_memory import Segment, SegmentError
+from rpcdist.transport.sockets import SocketHub
+
+if TYPE_CHECKING:
+    from rpcdist.rpc._agent import Agent
+
+__all__ = ["CHUNK_BYTES", "VersionSource", "ask", "purpose_of", "worker_of"]
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES: Final = 2 << 20
+"""What travels in one message between hosts; a host passes a chunk on when it has it."""
+
+_PURPOSE: Final = "read/"
+_SEPARATOR: Final = "/"  # no worker has it in its name
+
+
+def purpose_of(worker: str) -> str:
+    """What a worker of this host says that connects to read."""
+    return _PURPOSE + worker
+
+
+def worker_of(source_name: str) -> str:
+    """The worker that has a source."""
+    return source_name.partition(_SEPARATOR)[0]
+
+
+def ask(source_name: str, method: str, *args: object, timeout: float) -> rpc.Future[Any]:
+    """Calls a method of a source, on whichever worker it is."""
+    return rpc.rpc_async(worker_of(source_name), _answer, (source_name, method, args), timeout=timeout)
+
+
+def _answer(source_name: str, method: str, args: tuple[object, ...]) -> object:
+    """At the worker of a source."""
+    sources = _sources.get(current_agent())
+    source = None if sources is None else sources.get(source_name)
+    if source is None:
+        raise TransportError(f"the source {source_name!r} of published tensors has been closed")
+    return getattr(source, method)(*args)
+
+
+class _AdmittedReader:
+    """A reader, as its source sees it."""
+
+    __slots__ = ("name", "socket", "words")
+
+    def __init__(self, name: str, words: memoryview, connection: socket.socket) -> None:
+        self.name = name
+        self.words = words
+        self.socket = connection
+
+    def has_ended(self) -> bool:
+        """Whether the reader has closed its end, or its process is gone."""
+        with suppress(BlockingIOError, InterruptedError):
+            try:
+                while self.socket.recv(4096):
+                    pass  # bytes by which readers say that they have finished
+            except (ConnectionError, ValueError):
+                pass
+            return True
+        return False
+
+    def wake(self) -> None:
+        with suppress(OSError):  # it has ended, or has enough to wake up by
+            self.socket.send(b"n")
+
+
+class _Memory:
+    """The words of a source and its segments, shared with other processes where that is possible."""
+
+    def __init__(self, size_bytes: int, num_segments: int, is_shared: bool) -> None:
+        self.size_bytes = size_bytes
+        self.descriptors: list[Segment] = []
+        self._mapped: list[MappedSegment] = []
+        if is_shared:
+            page = Segment.create(PAGE_BYTES, is_for_readers=True)
+            self.words = words_of(page, True)
+            page.forbid_writing()
+            self.descriptors.append(page)
+            for number in range(num_segments):
+                segment = Segment.create(size_bytes, is_for_readers=True)
+                self._mapped.append(MappedSegment(number, segment, is_filled=False))
+                segment.forbid_writing()
+                self.descriptors.append(segment)
+            self.tensors = [memory_of_segment(mapped) for mapped in self._mapped]
+        else:
+            self.words = memoryview(bytearray(PAGE_BYTES)).cast("q")
+            self.tensors = [torch.empty(size_bytes, dtype=torch.uint8) for _ in range(num_segments)]
+        self.is_filled = [not is_shared] * num_segments
+
+    def fill(self, segment: int) -> None:
+        """Before a segment is written for the first time: one system call in place of a fault for each page."""
+        if not self.is_filled[segment]:
+            self.is_filled[segment] = True
+            self._mapped[segment].fill()
+
+
+class VersionSource:
+    """Versions of published tensors, for the readers of a host, and for the next host; any thread may use it.
+
+    Of its `keep` + 1 segments, one has the newest version, up to `keep` - 1 have older ones that are being read, and
+    one takes the next version.
+
+    Args:
+        name: under which the tensors are published.
+        layout: of every version.
+        keep: how many whole versions there may be at once.
+
+    Attributes:
+        address: where the readers of this host connect; empty where memory cannot be shared.
+        source_name: tells it apart from all others; `worker_of` has the worker.
+    """
+
+    def __init__(self, name: str, layout: VersionLayout, keep: int) -> None:
+        agent = current_agent()
+        self.name = name
+        self.layout = layout
+        self._keep = keep
+        self._agent = agent
+        self._me = agent.worker_name
+        self.source_name = f"{self._me}{_SEPARATOR}{secrets.token_hex(4)}"
+        self._connections: list[_AdmittedReader] = []
+        self._pins: dict[
+            str, tuple[int, int]
+        ] = {}  # version and segment that other hosts fetch, by their sources' names
+        _sources.setdefault(agent, weakref.WeakValueDictionary())[self.source_name] = self
+        self._changed = threading.Condition()  # guards the two above, and what subclasses say
+        self._hub: SocketHub | None = None
+        self.address = ""
+        size_bytes = max(1, layout.offsets()[1])
+        self._num_chunks = -(-size_bytes // CHUNK_BYTES)
+        network = agent.network
+        is_shared = agent.options.share_payloads and isinstance(network, Node) and unsupported_here() is None
+        try:
+            self._memory = _Memory(size_bytes, keep + 1, is_shared)
+        except SegmentError as exc:
+            logger.warning("%r is not shared between the processes of this host: %s", name, exc)
+            self._memory = _Memory(size_bytes, keep + 1, False)
+        self._views: dict[int, list[Tensor]] = {}
+        if self._memory.descriptors and isinstance(network, Node) and network.address is not None:
+            self._hub = SocketHub(network)
+            self._hub.announce(_PURPOSE, self._on_connection)
+            self.address = self._hub.open(split_address(network.address)[0], HUB_OPEN_LIMIT_S)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.name!r} [version {self.newest}, {len(self._connections)} readers]>"
+
+    @property
+    def newest(self) -> int:
+        """The number of the newest whole version; 0 for none."""
+        return unpacked(self._memory.words[NEWEST])[0]
+
+    # ------------------------------------------------------------ readers of this host
+
+    def reader(self) -> VersionReader:
+        """A reader in this process."""
+        ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.setblocking(False)
+        if self._memory.descriptors:
+            self._admit(self._me, ours)
+            return VersionReader.received(self.layout, theirs)
+        own = memoryview(bytearray(PAGE_BYTES)).cast("q")
+        with self._changed:
+            self._connections.append(_AdmittedReader(self._me, own, ours))
+        return VersionReader(self.layout, self._memory.words, own, self._memory.tensors, theirs)
+
+    def _on_connection(self, purpose: str, connection: socket.socket) -> None:
+        """A process of this host wants to read; on the I/O loop."""
+        if connection.family != socket.AF_UNIX:
+            connection.close()  # of another host: memory cannot be shared
+            return
+        try:
+            self._admit(purpose.removeprefix(_PURPOSE), connection)
+        except OSError as exc:
+            logger.warning("%r cannot be read by %r: %s", self.name, purpose.removeprefix(_PURPOSE), exc)
+            connection.close()
+
+    def _admit(self, name: str, connection: socket.socket) -> None:
+        page = Segment.create(PAGE_BYTES)
+        words = words_of(page, True)
+        with self._changed:  # before it reads
+            self._connections.append(_AdmittedReader(name, words, connection))
+        descriptors = self._memory.descriptors
+        hello = HELLO.pack(HELLO_MAGIC, self._memory.size_bytes, len(descriptors) - 1)
+        with page:
+            files = [descriptors[0].fileno(), page.fileno(), *(s.fileno() for s in descriptors[1:])]
+            socket.send_fds(connection, [hello], files)
+
+    def _forget_ended(self) -> None:
+        """Lets go of readers that are gone, and of other hosts' workers that are; needs the lock."""
+        for connection in [connection for connection in self._connections if connection.has_ended()]:
+            self._connections.remove(connection)
+            connection.socket.close()
+        if self._pins:
+            living = {worker.name for worker in rpc.workers()}
+            self._pins = {source: pin for source, pin in self._pins.items() if worker_of(source) in living}
+
+    # ------------------------------------------------------------ writing a version
+
+    def _free_segment(self) -> int | None:
+        """A segment that nobody reads, for the next version; None if there is none. Its caller is the only writer."""
+        with self._changed:
+            self._forget_ended()
+            taken = {unpacked(word)[1] for c in self._connections if (word := c.words[READING])}
+            taken |= {segment for _, segment in self._pins.values()}
+            newest = self._memory.words[NEWEST]
+            if newest:
+                taken.add(unpacked(newest)[1])
+            free = [segment for segment in range(self._keep + 1) if segment not in taken]
+            if not free:
+                return None
+            return next((segment for segment in free if self._memory.is_filled[segment]), free[0])  # a warm one
+
+    def _wait_for_segment(self, deadline: Deadline) -> int | None:
+        """Waits until `_free_segment` finds one; None if the time is over."""
+        found: list[int | None] = []
+
+        def is_found() -> bool:
+            found.append(self._free_segment())
+            return found[-1] is not None
+
+        self._wait_for_readers(is_found, deadline)
+        return found[-1]
+
+    def _views_of(self, segment: int) -> list[Tensor]:
+        """The tensors in a segment that is about to be written."""
+        self._memory.fill(segment)
+        views = self._views.get(segment)
+        if views is None:
+            views = self._views[segment] = self.layout.views(self._memory.tensors[segment])
+        return views
+
+    def _release(self, version: int, segment: int) -> None:
+        """What was written is the newest version from now on."""
+        with self._changed:
+            self._memory.words[NEWEST] = packed(version, segment)
+            connections = list(self._connections)
+            self._changed.notify_all()  # taking the lock again, or giving it back, is the fence of [Note: hazards]
+        for connection in connections:
+            if connection.words[WAITING]:
+                connection.wake()
+
+    def _holders(self) -> list[str]:
+        """The workers that keep older versions from being overwritten."""
+        with self._changed:
+            newest = self._memory.words[NEWEST]
+            readers = {c.name for c in self._connections if c.words[READING] not in (0, newest)}
+            return sorted(readers | set(map(worker_of, self._pins)))
+
+    # ------------------------------------------------------------ what readers have
+
+    def behind(self, version: int, timeout: float) -> dict[str, int]:
+        """Waits until all readers of this host have a version, or a newer one; those that do not, and what they have.
+
+        Args:
+            version: its number.
+            timeout: limit in seconds.
+        """
+
+        def find() -> dict[str, int]:
+            return {c.name: c.words[HAVE] for c in self._connections if c.words[HAVE] < version}
+
+        found: dict[str, int] = {}
+
+        def is_done() -> bool:
+            nonlocal found
+            found = find()
+            return not found
+
+        self._wait_for_readers(is_done, Deadline.after(timeout))
+        return found
+
+    def _wait_for_readers(self, is_done: Callable[[], bool], deadline: Deadline) -> bool:
+        """Waits until something holds that changes when a reader finishes or ends; whether it does.
+
+        Several threads may wait, and one may take the byte that was meant for the other, so each looks again by itself.
+        """
+        while True:
+            self._memory.words[ASKED] = 1
+            with self._changed:  # a fence, too
+                self._forget_ended()
+                sockets = [connection.socket for connection in self._connections]
+                if is_done():
+                    self._memory.words[ASKED] = 0
+                    return True
+            if deadline.expired():
+                self._memory.words[ASKED] = 0
+                return False
+            poller = select.poll()
+            for each in sockets:
+                poller.register(each, select.POLLIN)
+            poller.poll(1 + 1000 * min(CHECK_INTERVAL_S, deadline.remaining_s()))
+
+    # ------------------------------------------------------------ other hosts
+
+    def begin_fetch(self, fetcher: str, at_least: int, timeout: float) -> int:
+        """Keeps a version from being overwritten until another host has fetched it; its number.
+
+        Args:
+            fetcher: the name of the source there, which fetches one version at a time.
+            at_least: the version has to be this one or a newer one; waits until there is one, or it begins to come.
+            timeout: limit in seconds.
+
+        Raises:
+            DeadlineExceeded: there is none in time.
+        """
+        deadline = Deadline.after(timeout)
+        with self._changed:
+            while (found := self._fetchable(at_least)) is None:
+                if deadline.expired():
+                    raise DeadlineExceeded(f"{self._me!r} did not get version {at_least} of {self.name!r} in time")
+                self._changed.wait(deadline.wait_s())
+            self._pins[fetcher] = found
+            return found[0]
+
+    def _fetchable(self, at_least: int) -> tuple[int, int] | None:
+        """The newest version that is here or coming, and its segment, unless it is older; needs the lock."""
+        newest = self._memory.words[NEWEST]
+        return unpacked(newest) if newest and unpacked(newest)[0] >= at_least else None
+
+    def chunk(self, fetcher: str, version: int, index: int, timeout: float) -> Tensor:
+        """Some of the bytes of a version.
+
+        Args:
+            fetcher: the name that `begin_fetch` was given.
+            version: its result.
+            index: of the chunk.
+            timeout: limit of the wait for a chunk that this process does not have yet, in seconds.
+
+        Raises:
+            TransportError: the version is gone.
+            DeadlineExceeded: the chunk did not come in time.
+        """
+        deadline = Deadline.after(timeout)
+        with self._changed:
+            while True:
+                found, segment = self._pins.get(fetcher, (0, 0))
+                if found != version:
+                    raise TransportError(f"{self._me!r} does not keep version {version} of {self.name!r} any more")
+                if self._num_chunks_of(version) > index:
+                    return self._memory.tensors[segment][index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+                if deadline.expired():
+                    raise DeadlineExceeded(f"{self._me!r} did not get chunk {index} of {self.name!r} in time")
+                self._changed.wait(deadline.wait_s())
+
+    def _num_chunks_of(self, version: int) -> int:
+        """How many chunks of a version that is kept for somebody are here; needs the lock."""
+        return self._num_chunks
+
+    def end_fetch(self, fetcher: str) -> None:
+        """Another host has fetched its version, or has given up."""
+        with self._changed:
+            self._pins.pop(fetcher, None)
+
+    # ------------------------------------------------------------ the end
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all connections; readers keep what they have mapped. Idempotent."""
+        if (sources := _sources.get(self._agent)) is not None:
+            sources.pop(self.source_name, None)
+        hub, self._hub = self._hub, None
+        if hub is not None:
+            hub.close()
+        with self._changed:
+            connections, self._connections = self._connections, []
+        for connection in connections:
+            connection.socket.close()
+        for segment in self._memory.descriptors:
+            segment.close()
+
+
+_sources: Final[weakref.WeakKeyDictionary[Agent, weakref.WeakValueDictionary[str, VersionSource]]] = (
+    weakref.WeakKeyDictionary()
+)

@@ -1,0 +1,199 @@
+"""What the workers of the tests of published tensors do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rpcdist import rpc
+from rpcdist.errors import RpcdistError
+from rpcdist.parallel import Published
+from rpcdist.parallel._published._layout import VersionLayout
+
+SHAPES: dict[str, tuple[int, ...]] = {"a": (300, 1000), "b": (7,), "c": (), "empty": (0, 3), "d": (500_000,)}
+
+names = ["policy"]  # the last one is used
+held: dict[str, Published] = {}
+viewed: dict[str, Tensor] = {}
+
+
+def use(name: str) -> None:
+    """Publishes and pulls under this name from now on; ends what was before."""
+    for each in held.values():
+        each.close()
+    held.clear()
+    names.append(name)
+
+
+def weights() -> Published:
+    """This worker's own, the same one in every call."""
+    return held.setdefault(names[-1], Published(names[-1]))
+
+
+def filled(value: float) -> dict[str, Tensor]:
+    return {name: torch.full(shape, float(value)) for name, shape in SHAPES.items()}
+
+
+def layout_bytes() -> int:
+    """The size of a version in memory."""
+    return VersionLayout.of(filled(0)).offsets()[1]
+
+
+def values_in(tensors: dict[str, Tensor]) -> list[float]:
+    return sorted({value for tensor in tensors.values() for value in tensor.unique().tolist()})
+
+
+def publish(value: float, **options: Any) -> int:
+    return weights().publish(filled(value), **options)
+
+
+def pull(newer_than: int = 0, **options: Any) -> tuple[int, list[float]]:
+    """The version, and the different values in all tensors."""
+    target = filled(-1)
+    version = weights().pull_into(target, newer_than, **options)
+    return version, values_in(target)
+
+
+def pull_in_coroutine(newer_than: int) -> int:
+    return asyncio.run(weights().pull_into_async(filled(-1), newer_than, wait=True))
+
+
+def view() -> tuple[int, list[float]]:
+    """What a view shows; it stays valid until this worker's next view or pull."""
+    viewed.update(weights().view())
+    return weights().version, values_in(viewed)
+
+
+def look_at_view() -> list[float]:
+    """The same tensors once more."""
+    return values_in(viewed)
+
+
+def has_copy() -> bool:
+    """Whether this worker holds versions for its host, and does not read those of another one."""
+    return weights()._copy is not None
+
+
+def write_to_view() -> None:
+    weights().view()["a"].fill_(1.0)
+
+
+def close() -> None:
+    weights().close()
+
+
+def descriptors_and_maps() -> tuple[int, int]:
+    """How many descriptors are open, and how much shared memory is mapped, in bytes."""
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:" in line]
+    sizes = [int(end, 16) - int(start, 16) for start, end in (fields[0].split("-") for fields in maps)]
+    return len(os.listdir("/proc/self/fd")), sum(sizes)
+
+
+def publish_many(last: int) -> int:
+    """Publishes as fast as it can, until there are so many versions."""
+    while publish(weights().version + 1) < last:
+        pass
+    return weights().version
+
+
+def pull_until(version: int) -> int:
+    """Pulls until there is this version; the number of different ones that came."""
+    have, num = 0, 0
+    while have < version:
+        have = weights().pull_into(filled(-1), have, wait=True)
+        num += 1
+    return num
+
+
+# ---------------------------------------------------------------- the ledger
+
+
+def write_line(path: str, *words: object) -> None:
+    """One write, so that a process that is killed leaves whole lines."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(descriptor, (" ".join(map(str, words)) + "\n").encode())
+    finally:
+        os.close(descriptor)
+
+
+def publish_for_ever(ledger: str) -> None:
+    """Each version is filled with a value of its own, which is noted before it is published, and its number after."""
+    value = os.getpid() * 100.0  # other processes begin far away from it
+    while True:
+        value += 1
+        write_line(ledger, "begins", value)
+        version = publish(value)
+        write_line(ledger, "published", value, version)
+
+
+def consume_for_ever(ledger: str) -> None:
+    """Pulls, and sometimes looks; notes version and values."""
+    have, num = 0, 0
+    while True:
+        num += 1
+        try:
+            if num % 3:
+                have, values = pull(have, wait=True, timeout=5)
+            else:
+                have, values = view()
+        except RpcdistError as exc:
+            write_line(ledger, "waits", os.getpid(), type(exc).__name__)
+            continue
+        write_line(ledger, "has", os.getpid(), have, *values)
+
+
+# ---------------------------------------------------------------- calls beside it
+
+
+def latencies_s(to: str, seconds: float) -> list[float]:
+    """How long calls of a no-op to another worker take, for some time."""
+    rpc.rpc_sync(to, pow, (2, 3))
+    found, end = [], time.monotonic() + seconds
+    while time.monotonic() < end:
+        began = time.perf_counter()
+        rpc.rpc_sync(to, pow, (2, 3))
+        found.append(time.perf_counter() - began)
+        time.sleep(0.001)  # so that it is one call beside the others' work, and no load of its own
+    return found
+
+
+class Net(nn.Module):
+    """A module with parameters, a buffer and tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.tied = self.first
+
+
+def publish_module(seed: int) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    net = Net()
+    weights().publish(net)
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def pull_module() -> dict[str, Tensor]:
+    net = Net()
+    weights().pull_into(net)
+    assert all(parameter.requires_grad for parameter in net.parameters())
+    return dict(net.state_dict())
+
+
+def publish_as(dtype: torch.dtype) -> int:
+    values = {"w": torch.linspace(-1, 1, 100, dtype=torch.float64), "n": torch.arange(5)}
+    return weights().publish(values, dtype=dtype)
+
+
+def pull_as(dtype: torch.dtype) -> dict[str, Tensor]:
+    target = {"w": torch.zeros(100, dtype=dtype), "n": torch.zeros(5, dtype=torch.int64)}
+    weights().pull_into(target)
+    return target

@@ -1,0 +1,276 @@
+"""Published tensors on one host: whole versions in shared memory, who may write to it, and what errors say."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import published_functions as there
+import pytest
+import torch
+from docs_programs import run_page
+from torch import nn
+
+from rpcdist.errors import BlockingInLoop, ConfigError, DeadlineExceeded
+from rpcdist.parallel import Published
+from rpcdist.testing import InProcessCluster, RpcWorld, WorkerEnded, WorkerPool
+from rpcdist.transport.shared_memory import Segment, SegmentError
+
+pytestmark = pytest.mark.multiproc
+
+
+@pytest.fixture(scope="module")
+def lasting_world(module_pool: WorkerPool) -> RpcWorld:
+    return module_pool.world("trainer", "g0", "g1", world_size=None)
+
+
+@pytest.fixture
+def world(lasting_world: RpcWorld, request: pytest.FixtureRequest) -> RpcWorld:
+    """Workers that survive the test, and publish under a name of their own in each."""
+    for worker in lasting_world:
+        worker.run(there.use, request.node.name)
+    return lasting_world
+
+
+@pytest.fixture
+def mortal_world(worker_pool: WorkerPool) -> RpcWorld:
+    """Workers of one test."""
+    return worker_pool.world("trainer", "g0", "g1", world_size=None)
+
+
+def test_consumers_get_the_newest_version_whole(world: RpcWorld) -> None:
+    waiting = world["g0"].begin(there.pull)  # nobody has published yet
+    assert world["trainer"].run(there.publish, 7) == 1
+    assert waiting.result() == (1, [7.0])
+    assert world["trainer"].run(there.publish, 8) == 2
+    assert world["trainer"].run(there.publish, 9) == 3
+    assert world["g0"].run(there.pull, 1) == (3, [9.0])
+    assert world["g0"].run(there.pull, 3) == (3, [-1.0])  # nothing newer, and nothing was copied
+    assert world["g1"].run(there.view) == (3, [9.0])
+    assert world["trainer"].run(there.pull) == (3, [9.0])
+    waiting = world["g1"].begin(there.pull, 3, wait=True)
+    in_coroutine = world["g0"].begin(there.pull_in_coroutine, 3)
+    assert world["trainer"].run(there.publish, 10) == 4
+    assert waiting.result() == (4, [10.0])
+    assert in_coroutine.result() == 4
+
+
+def test_all_on_a_host_share_the_memory_of_the_publisher(world: RpcWorld) -> None:
+    world["trainer"].run(there.publish, 1)
+    for name in ("g0", "g1"):
+        world[name].run(there.pull)
+        assert not world[name].run(there.has_copy)
+    size_bytes = sum(torch.Size(shape).numel() * 4 for shape in there.SHAPES.values())
+    assert world["g0"].run(there.descriptors_and_maps)[1] >= 3 * size_bytes  # three segments, mapped and not copied
+
+
+def test_modules_with_buffers_and_tied_weights(world: RpcWorld) -> None:
+    published = world["trainer"].run(there.publish_module, 1)
+    torch.testing.assert_close(world["g0"].run(there.pull_module), published, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float64])
+def test_dtypes_are_converted_by_the_publisher_and_by_the_consumer(world: RpcWorld, wanted: torch.dtype) -> None:
+    world["trainer"].run(there.publish_as, torch.bfloat16)
+    found = world["g0"].run(there.pull_as, wanted)
+    expected = torch.linspace(-1, 1, 100, dtype=torch.float64).to(torch.bfloat16).to(wanted)
+    torch.testing.assert_close(found, {"w": expected, "n": torch.arange(5)}, rtol=0, atol=0)
+
+
+def test_a_view_stays_what_it_was_until_the_next_one(world: RpcWorld) -> None:
+    world["trainer"].run(there.publish, 1)
+    assert world["g0"].run(there.view) == (1, [1.0])
+    assert [world["trainer"].run(there.publish, value) for value in range(2, 12)] == list(range(2, 12))
+    assert world["g0"].run(there.look_at_view) == [1.0]
+    assert world["g0"].run(there.view) == (11, [11.0])
+
+
+def test_a_version_is_left_out_when_all_memory_is_being_read(world: RpcWorld, request: pytest.FixtureRequest) -> None:
+    name = request.node.name
+    world["trainer"].run(there.publish, 1)
+    world["g0"].run(there.view)
+    world["trainer"].run(there.publish, 2)
+    world["g1"].run(there.view)
+    assert world["trainer"].run(there.publish, 3) == 3
+    assert world["trainer"].run(there.publish, 4) == 3
+    assert (
+        f"version 4 of {name!r} was left out: 2 other versions are still read, by g0, g1" in world["trainer"].output()
+    )
+    error = world["trainer"].begin(there.publish, 4, within=9, timeout=0.1).error(DeadlineExceeded)
+    assert f"version 4 of {name!r} was not published in time: 2 other versions are still read, by g0, g1" in str(error)
+    waiting = world["trainer"].begin(there.publish, 5, within=9)
+    world["g1"].run(there.close)  # lets go of its view
+    assert waiting.result() == 4
+    assert world["g0"].run(there.view) == (4, [5.0])
+
+
+def test_a_reader_that_is_killed_gives_its_version_back(mortal_world: RpcWorld) -> None:
+    world = mortal_world
+    world["trainer"].run(there.publish, 1)
+    world["g0"].run(there.view)
+    world["trainer"].run(there.publish, 2)
+    world["g1"].run(there.view)
+    assert world["trainer"].run(there.publish, 3) == 3
+    before = world["trainer"].run(there.descriptors_and_maps)
+    world["g0"].kill()
+    world["g1"].kill()
+    assert world["trainer"].run(there.publish, 4) == 4
+    after = world["trainer"].run(there.descriptors_and_maps)
+    assert after[0] < before[0] and after[1] < before[1]  # what it had for them is freed
+
+
+def test_a_stopped_reader_holds_up_nobody(world: RpcWorld) -> None:
+    world["trainer"].run(there.publish, 1)
+    world["g0"].run(there.view)
+    world["g0"].stop()
+    assert world["trainer"].run(there.publish_many, 21) == 21
+    assert world["g1"].run(there.pull)[0] == 21
+    world["g0"].resume()
+    assert world["g0"].run(there.look_at_view) == [1.0]
+
+
+def test_consumers_cannot_write_to_what_they_share(mortal_world: RpcWorld) -> None:
+    world = mortal_world
+    world["trainer"].run(there.publish, 1)
+    with pytest.raises(WorkerEnded, match=f"status {-signal.SIGSEGV}"):
+        world["g0"].run(there.write_to_view)
+    assert world["g1"].run(there.pull) == (1, [1.0])
+    segment = Segment.create(4096, is_for_readers=True)
+    ours = segment.map()
+    segment.forbid_writing()
+    ours[0] = 7
+    with pytest.raises(SegmentError, match="not permitted"):
+        segment.map()
+    assert segment.map(is_writable=False)[0] == 7
+    segment.close()
+
+
+def test_the_bound_on_staleness_waits_for_all_consumers(mortal_world: RpcWorld) -> None:
+    world = mortal_world
+    world["trainer"].run(there.publish, 1)
+    assert world["g0"].run(there.pull) == (1, [1.0])
+    assert world["g1"].run(there.pull) == (1, [1.0])
+    assert world["trainer"].run(there.publish, 2, within=1) == 2
+    waiting = world["trainer"].begin(there.publish, 3, within=0)
+    assert world["g0"].run(there.pull, 2, wait=True) == (3, [3.0])
+    assert not waiting.done()
+    assert world["g1"].run(there.view) == (3, [3.0])
+    assert waiting.result() == 3
+    error = world["trainer"].begin(there.publish, 4, within=0, timeout=0.1).error(DeadlineExceeded)
+    assert "version 4 of 'policy' is published" in str(error)
+    assert "'g0' (3), 'g1' (3)" in str(error)
+    assert world["g0"].run(there.pull) == (4, [4.0])
+    waiting = world["trainer"].begin(there.publish, 5, within=0)
+    world["g0"].kill()
+    world["g1"].kill()
+    assert waiting.result() == 5  # the dead do not count
+
+
+def test_a_publisher_that_dies_is_replaced_and_the_numbers_go_on(mortal_world: RpcWorld) -> None:
+    world = mortal_world
+    world["g0"].run(there.publish, 1)
+    world["g0"].run(there.publish, 2)
+    assert world["g1"].run(there.pull) == (2, [2.0])
+    world["g0"].kill()
+    assert world["g1"].run(there.pull) == (2, [2.0])  # what is mapped stays
+    assert world["g1"].run(there.pull, 2) == (2, [-1.0])
+    waiting = world["g1"].begin(there.pull, 2, wait=True)
+    assert world["trainer"].run(there.publish, 3) == 3  # another worker
+    assert waiting.result() == (3, [3.0])
+    world["trainer"].run(there.publish, 4, version=10)
+    assert world["g1"].run(there.pull) == (10, [4.0])
+    error = world["trainer"].begin(there.publish, 5, version=10).error(ConfigError)
+    assert "version=10 of 'policy': the next one is 11" in str(error)
+    world.shutdown("trainer", "g1")  # without `close` before it
+
+
+def test_memory_and_descriptors_stay_as_they_are(world: RpcWorld) -> None:
+    world["trainer"].run(there.publish_many, 5)
+    for name in ("g0", "g1"):
+        world[name].run(there.pull)
+    before = {worker.name: worker.run(there.descriptors_and_maps) for worker in world}
+    pulling = [world[name].begin(there.pull_until, 1005) for name in ("g0", "g1")]
+    assert world["trainer"].run(there.publish_many, 1005) == 1005
+    for pending in pulling:
+        assert pending.result() >= 1
+    assert {worker.name: worker.run(there.descriptors_and_maps) for worker in world} == before
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.fixture
+def cluster() -> Iterator[InProcessCluster]:
+    with InProcessCluster("trainer", "g0") as cluster:
+        yield cluster
+
+
+def test_bad_input_is_an_error_that_names_tensor_shapes_and_workers(cluster: InProcessCluster) -> None:
+    with cluster.use("trainer"):
+        weights = Published("policy")
+        for bad, text in [
+            ({}, "no tensor to publish"),
+            ([torch.ones(2)], "are a list: give a module"),
+            ({"a": 3}, "'a' of the values of 'policy' is a int"),
+            ({3: torch.ones(2)}, "the name 3, which is no text"),
+            ({"a": torch.ones(2).to_sparse()}, "'a' of the values of 'policy' is sparse"),
+            ({"a": torch.ones(2, device="meta")}, "'a' of the values of 'policy' is on the meta device"),
+        ]:
+            with pytest.raises(ConfigError, match=text):
+                weights.publish(bad)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"dtype=torch\.int32"):
+            weights.publish({"a": torch.ones(2)}, dtype=torch.int32)
+        weights.publish({"a": torch.ones(2, 3), "b": torch.ones(4)})
+        for further, text in [
+            ({"a": torch.ones(3, 2), "b": torch.ones(4)}, r"'a' of 'policy' has shape \(3, 2\) .* and \(2, 3\) in"),
+            ({"a": torch.ones(2, 3)}, "'b' of 'policy' is missing"),
+            ({"a": torch.ones(2, 3), "b": torch.ones(4), "c": torch.ones(1)}, "first without c"),
+        ]:
+            with pytest.raises(ConfigError, match=text):
+                weights.publish(further)
+        with pytest.raises(ConfigError, match="within is a number of versions"):
+            weights.publish({"a": torch.ones(2, 3), "b": torch.ones(4)}, within=-1)
+    with cluster.use("g0"):
+        mine = Published("policy")
+        a, b = torch.zeros(2, 3), torch.zeros(4)
+        targets: list[tuple[nn.Module | dict[str, torch.Tensor], str]] = [
+            (
+                {"a": torch.zeros(2, 4)},
+                r"'a' of 'policy' has shape \(2, 3\) at its publisher 'trainer', and \(2, 4\) at 'g0'",
+            ),
+            ({"a": a, "x": b}, "'trainer' does not publish 'x' in 'policy', as 'g0' wants; it publishes 'a', 'b'"),
+            ({"b": torch.zeros(4, dtype=torch.int32)}, r"float32 at its publisher 'trainer', .* torch\.int32 at 'g0'"),
+            ({}, "nothing to pull 'policy' into"),
+            (nn.ParameterDict({"a": a}), "'trainer' publishes 'b' in 'policy', which the module of 'g0' does not have"),
+        ]
+        for target, text in targets:
+            with pytest.raises(ConfigError, match=text):
+                mine.pull_into(target)
+        assert not a.any() and not b.any()
+        assert mine.pull_into({"b": b}) == 1  # some of them
+        assert b.eq(1).all()
+        with pytest.raises(ConfigError, match=r"'trainer' publishes under the name 'policy' already"):
+            mine.publish({"a": torch.ones(1)})
+        with pytest.raises(DeadlineExceeded, match="nobody published 'polcy' in time"):
+            Published("polcy").pull_into({"b": b}, timeout=0.05)
+        for keep in (0, 8, True):
+            with pytest.raises(ConfigError, match="keep is the number of versions"):
+                Published("policy", keep=keep)
+        with pytest.raises(ConfigError, match="name of published tensors"):
+            Published("")
+        mine.close()
+
+
+def test_the_page_runs(cluster: InProcessCluster) -> None:
+    with cluster.use("trainer"):
+        run_page("docs/weights.md")
+
+
+async def test_an_event_loop_is_not_blocked() -> None:
+    weights = Published("policy")
+    with pytest.raises(BlockingInLoop, match="publish_async"):
+        weights.publish({})
+    with pytest.raises(BlockingInLoop, match="pull_into_async"):
+        weights.pull_into({})
+    with pytest.raises(BlockingInLoop, match="view_async"):
+        weights.view()
