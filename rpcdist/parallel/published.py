@@ -26,7 +26,6 @@ from rpcdist.errors import (
     ActorNameTaken,
     ConfigError,
     DeadlineExceeded,
-    RpcdistError,
     TransportError,
     UnknownActor,
     WorkerLost,
@@ -180,17 +179,15 @@ class Published:
                     raise
             time.sleep(next(pauses))
         origin = made.local_value()
-        # The numbers go on where consumers of an earlier publisher have come to, and its hosts follow this one.
+        # The numbers go on where consumers of an earlier publisher have come to, and its hosts follow this one. A
+        # worker that dies, or does not answer, says when it connects what it has seen.
         others = [worker for worker in rpc.workers() if worker.id != agent.worker_id]
-        asked = [
-            rpc.rpc_async(worker, _follow, (self.name, origin.describe(0)), timeout=ASK_FOR_NAMES_LIMIT_S)
-            for worker in others
-        ]
-        for future in asked:
-            try:
-                origin.start_at(future.wait())
-            except RpcdistError:
-                pass  # it dies, or does not answer: it says when it connects what it has seen
+        description = origin.describe(0)
+        for seen in rpc.call_each(
+            others, _follow, self.name, description, return_exceptions=True, timeout=ASK_FOR_NAMES_LIMIT_S
+        ):
+            if isinstance(seen, int):
+                origin.start_at(seen)
         origin.start_at(_known(self.name).newest)
         return origin
 

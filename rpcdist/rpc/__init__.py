@@ -5,6 +5,7 @@
     rpc.rpc_sync("worker1", torch.add, args=(x, 1))         # calls, and waits for the result
     future = rpc.rpc_async("worker1", torch.add, (x, 1))    # a future: future.wait(), or `await future`
     rpc.call("worker1", torch.add, x, 1)                    # the same as the first; type checkers see the arguments
+    rpc.call_each(["worker1", "worker2"], torch.add, x, 1)  # on several workers at once: a list of results
 
     counter = rpc.remote("worker1", Counter)                # an object that lives on worker1: a remote reference
     counter.rpc_sync().add(1)                               # calls its method there, concurrently with other calls
@@ -20,9 +21,9 @@
 In coroutines, `async with rpc.session("worker0", ...)` is both ends; `rpcdist.LocalCluster` starts the processes, too.
 
 Names and arguments are those of `torch.distributed.rpc`. It does not have `session`, `call`, `call_async`, `get_actor`,
-`rpc_stream`, `Stream`, `wait_any`, `as_completed`, `idempotent`, the functions about who is in the job (`workers`,
-`wait_for_worker`, `on_membership_change`, `serve`), and those for coroutines, whose names end in `_async`. The guide is
-`docs/rpc.md`; the errors are in `rpcdist.errors`.
+`call_each`, `rpc_stream`, `Stream`, `wait_any`, `as_completed`, `idempotent`, the functions about who is in the job
+(`workers`, `wait_for_worker`, `wait_for_workers`, `on_membership_change`, `serve`), and those for coroutines, whose
+names end in `_async`. The guide is `docs/rpc.md`; the errors are in `rpcdist.errors`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from rpcdist.rpc import api, backend_registry, constants, functions, internal, o
 from rpcdist.rpc._agent import Agent as RpcAgent
 from rpcdist.rpc._agent import Agent as TensorPipeAgent
 from rpcdist.rpc._api.initialization import init_rpc
+from rpcdist.rpc._api.many_workers import call_each, call_each_async
 from rpcdist.rpc._api.restarting_actor import RestartingActor
 from rpcdist.rpc._api.rpc_session import RpcSession, init_rpc_async, session, shutdown_async
 from rpcdist.rpc._calling.result_streams import Stream
@@ -86,6 +88,8 @@ from rpcdist.rpc.membership import (
     stop_serving_async,
     wait_for_worker,
     wait_for_worker_async,
+    wait_for_workers,
+    wait_for_workers_async,
     workers,
 )
 from rpcdist.rpc.options import RpcBackendOptions, RpcOptions, TensorPipeRpcBackendOptions, TlsOptions
@@ -115,6 +119,8 @@ __all__ = [
     "backend_registry",
     "call",
     "call_async",
+    "call_each",
+    "call_each_async",
     "collect_all",
     "constants",
     "construct_rpc_backend_options",
@@ -153,6 +159,8 @@ __all__ = [
     "wait_any",
     "wait_for_worker",
     "wait_for_worker_async",
+    "wait_for_workers",
+    "wait_for_workers_async",
     "workers",
 ]
 

@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 from rpcdist.backoff import backoff
 from rpcdist.deadline import Deadline
-from rpcdist.errors import WorkerLost
+from rpcdist.errors import ConfigError, DeadlineExceeded, WorkerLost, listed
 from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
 from rpcdist.rpc._membership.membership_watch import MembershipChange
 from rpcdist.rpc._membership.serving import PING, STOP
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
+from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, MIN_WAIT_S
 
@@ -26,12 +27,14 @@ __all__ = [
     "stop_serving_async",
     "wait_for_worker",
     "wait_for_worker_async",
+    "wait_for_workers",
+    "wait_for_workers_async",
     "workers",
 ]
 
 
 def workers(role: str | None = None) -> list[WorkerInfo]:
-    """The workers that live, by rank, this one included; those of a role (`RpcOptions(role=...)`), if one is given.
+    """The workers that live, by rank, this one included; those of a role (`init_rpc(..., role=...)`), if one is given.
 
     Nobody is asked: the coordinator tells everybody who comes and goes.
     """
@@ -67,6 +70,55 @@ def wait_for_worker(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> WorkerInfo
 
 
 wait_for_worker_async = async_form(wait_for_worker)
+
+
+@off_loop("await rpc.wait_for_workers_async(...)")
+def wait_for_workers(role: str, count: int, timeout: float = UNSET_RPC_TIMEOUT) -> list[WorkerInfo]:
+    """Waits until so many workers of a role are in the job and answer; all of that role that do, by rank.
+
+    Args:
+        role: which they gave to `init_rpc`.
+        count: how many have to be there at least.
+        timeout: limit in seconds; 0 for none; by default the `rpc_timeout` of `init_rpc`.
+
+    Raises:
+        ConfigError: the count is less than 1.
+        DeadlineExceeded: the time is over; the text says who is there.
+        BlockingInLoop: called on an event loop.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigError(f"count is the number of workers to wait for, 1 or more, not {count!r}")
+    agent = current_agent()
+    limit_s = agent.caller.timeout_of(timeout)
+    deadline = Deadline.after(limit_s)
+    pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, deadline)
+    while True:
+        agent.directory.wait_while(lambda: len(workers(role)) < count, deadline)
+        found = workers(role)
+        if len(found) >= count:
+            left_s = max(deadline.remaining_s(), MIN_WAIT_S) if deadline.is_finite else 0
+            asked = [agent.caller.start_gathering(info.id, PING, (), left_s) for info in found]
+            answering = [info for info, future in zip(found, asked, strict=True) if _answers(future)]
+            if len(answering) >= count:
+                return answering
+        if deadline.expired():
+            raise DeadlineExceeded(
+                f"{len(found)} of {count} workers of the role {role!r} came within {limit_s:.3g} s: "
+                f"{listed(info.name for info in found) or 'none'}. Check that the others were started with "
+                f"init_rpc(..., role={role!r}), and look at their logs"
+            )
+        time.sleep(next(pauses))  # one that is there by its name, and does not answer, has died or is about to
+
+
+wait_for_workers_async = async_form(wait_for_workers)
+
+
+def _answers(future: Future[object]) -> bool:
+    try:
+        future.wait()
+    except (WorkerLost, DeadlineExceeded):
+        return False
+    return True
 
 
 def on_membership_change(callback: Callable[[MembershipChange], object]) -> Callable[[], None]:

@@ -219,7 +219,7 @@ class RpcOptions(RpcBackendOptions):
         self.max_incoming_bytes = (
             None if max_incoming_bytes is None else _at_least_one("max_incoming_bytes", max_incoming_bytes)
         )
-        self.role = _role(role)
+        self.role = role
         self.max_in_flight_bytes = _at_least_one("max_in_flight_bytes", max_in_flight_bytes)
         _known("transport", _transports, _TRANSPORTS)
         _known("channel", _channels, _CHANNELS)
@@ -229,6 +229,15 @@ class RpcOptions(RpcBackendOptions):
         if self.init_timeout is not None:
             return self.init_timeout
         return max(self.rpc_timeout, DEFAULT_INIT_TIMEOUT_SEC) if self.rpc_timeout else None
+
+    @property
+    def role(self) -> str:
+        """What this worker is for; see the class."""
+        return self._role
+
+    @role.setter
+    def role(self, role: str) -> None:
+        self._role = _role(role)
 
     @property
     def num_worker_threads(self) -> int:

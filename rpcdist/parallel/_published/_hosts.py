@@ -12,7 +12,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -318,8 +318,8 @@ class HostCopy(VersionSource):
                         self._changed.notify_all()
         finally:
             for _, call in under_way:
+                call.is_quiet = True
                 call.cancel()
-                call.add_done_callback(_look)
         ask(upstream, "end_fetch", me, timeout=limit_s).wait()
         return version
 
@@ -346,14 +346,6 @@ class HostCopy(VersionSource):
 def _try_to_tell(source: str, method: str, *args: object) -> None:
     """Calls a method of a source that may have ended, and does not wait for it."""
     try:
-        ask(source, method, *args, timeout=CHUNK_LIMIT_S).add_done_callback(_look)
+        ask(source, method, *args, timeout=CHUNK_LIMIT_S).is_quiet = True
     except RpcdistError as exc:
         logger.debug("%s of %s: %s", method, source, exc)
-
-
-def _look(done: rpc.Future[Any]) -> None:
-    """Takes note of the outcome of a call that nobody waits for any more."""
-    try:
-        done.wait()
-    except Exception as exc:
-        logger.debug("a call of a source of published tensors: %s", exc)

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from rpcdist.collectives import HashStore, PrefixStore, Store
 from rpcdist.collectives.rendezvous import job_attempt, open_rendezvous
-from rpcdist.errors import AlreadyInitialized, BlockingInLoop, RpcdistError
+from rpcdist.errors import AlreadyInitialized, BlockingInLoop, ConfigError, RpcdistError
 from rpcdist.ids import check_worker_name
 from rpcdist.own_shortage import names_shortage
 from rpcdist.rpc import backend_registry, constants
@@ -31,6 +31,8 @@ def init_rpc(
     rank: int = -1,
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
+    *,
+    role: str | None = None,
 ) -> None:
     """Makes this process a worker of the job: ready to call and to be called when this returns.
 
@@ -42,6 +44,8 @@ def init_rpc(
         rpc_backend_options: `RpcOptions`, or torch's `TensorPipeRpcBackendOptions`. `init_method` says where the
             workers find each other, and `init_timeout` limits the wait for all of them. A world of one (`rank=0,
             world_size=1`) needs no address.
+        role: what this worker is for, in a word of your choice such as "generator": `rpc.workers("generator")` finds it
+            by that. The same as `RpcOptions(role=...)`.
 
     Raises:
         AlreadyInitialized: without `shutdown` before.
@@ -68,6 +72,10 @@ def init_rpc(
         backend = backend_registry.BackendType["TENSORPIPE"]
     if rpc_backend_options is None:
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
+    if role is not None:
+        if not isinstance(rpc_backend_options, RpcOptions):
+            raise ConfigError(f"role={role!r}: the backend {backend!r} knows no roles")
+        rpc_backend_options.role = role
     check_not_forked()
     if agent_or_none() is not None:
         raise AlreadyInitialized("RPC is already initialized; call shutdown() first")

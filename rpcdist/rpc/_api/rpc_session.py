@@ -27,12 +27,14 @@ async def init_rpc_async(
     rank: int = -1,
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
+    *,
+    role: str | None = None,
 ) -> None:
     """`init_rpc` for coroutines: the event loop goes on while the workers find each other.
 
     When the task is cancelled, the start goes on beside it until its time is over, and is undone if it succeeds then.
     """
-    await _start_in_thread(partial(init_rpc, name, backend, rank, world_size, rpc_backend_options))
+    await _start_in_thread(partial(init_rpc, name, backend, rank, world_size, rpc_backend_options, role=role))
 
 
 async def shutdown_async(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> dict[str, str]:  # noqa: ASYNC109  # as `shutdown` has it
@@ -47,6 +49,8 @@ def session(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
     shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT,
+    *,
+    role: str | None = None,
 ) -> RpcSession:
     """Makes this process a worker for the time of a `with` or `async with` block.
 
@@ -56,7 +60,9 @@ def session(
     The start is `init_rpc`, with its arguments; the end is a graceful `shutdown` with the limit `shutdown_timeout`, or,
     if the block is left by an exception, one that waits for nobody.
     """
-    return RpcSession(partial(init_rpc, name, backend, rank, world_size, rpc_backend_options), shutdown_timeout)
+    return RpcSession(
+        partial(init_rpc, name, backend, rank, world_size, rpc_backend_options, role=role), shutdown_timeout
+    )
 
 
 class RpcSession:

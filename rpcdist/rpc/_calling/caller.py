@@ -18,7 +18,7 @@ from rpcdist.rpc._calling.call_table import INFINITE, CallTable, PendingCall
 from rpcdist.rpc._calling.call_timer import CallTimer
 from rpcdist.rpc._calling.creations import WITHHELD, Creation, CreationListener, ValueSink
 from rpcdist.rpc._calling.in_flight import COUNTED_FROM_BYTES, CallAdmission, InFlightBytes
-from rpcdist.rpc._calling.new_calls import CallMessage, NewCalls
+from rpcdist.rpc._calling.new_calls import CallMessage, NewCall, NewCalls
 from rpcdist.rpc._calling.reply_sinks import CallFuture, Submit, SyncReplySink
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._executors.io_thread import IoThread
@@ -157,6 +157,21 @@ class Caller:
         future.expect(call)
         self._start_in_turn(call, message, large)
         return future
+
+    def start_each(
+        self, workers: Sequence[Destination], func: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float
+    ) -> list[Future[Any]]:
+        """`start` for several workers; what can be encoded once for all of them is."""
+        futures: list[Future[Any]] = []
+        made: NewCall | None = None
+        for to in [self._resolve(worker, timeout_s) for worker in workers]:
+            future = CallFuture()
+            again = None if made is None else self._new_calls.for_another(made, to, future)
+            made = again or self._new_calls.of_function(to, func, args, kwargs, timeout_s, future)
+            future.expect(made[0])
+            self._start_in_turn(*made)
+            futures.append(future)
+        return futures
 
     def remote(
         self,

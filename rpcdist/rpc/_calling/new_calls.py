@@ -146,6 +146,17 @@ class NewCalls:
             message.call.result.is_serial = True
         return pending, message, large
 
+    def for_another(self, made: NewCall, to: int, reply_sink: ReplySink) -> NewCall | None:
+        """The same call for another worker, without encoding it again; None if parts of it are for one worker alone."""
+        call, message, large = made
+        if not isinstance(message, CompactCall) or message.context or message.result or message.target:
+            return None
+        describe = partial(self._describe, to, message.function)
+        pending = PendingCall(
+            self._owner, self._next_id(), to, describe, call.deadline, call.timeout_s, reply_sink, USER_CALL
+        )
+        return pending, CompactCall(pending.id, message.function, 0, message.body, message.num_tensors), large
+
     def of_fetch(self, owner: int, share: ReferenceShare, timeout_s: float, reply_sink: ReplySink) -> NewCall:
         """A call for the value of a reference, which whoever waits for it holds. It does no harm to ask twice."""
         timeout_s, deadline = self._limits(timeout_s)

@@ -1,0 +1,153 @@
+"""Calls to many workers at once: `call_each`, for workers by name or by role."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar, overload
+
+from rpcdist.errors import BlockingInLoop, ConfigError, listed
+from rpcdist.rpc._calling.caller import Destination
+from rpcdist.rpc._current import current_agent
+from rpcdist.rpc._futures.waiting import wait_all
+from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
+from rpcdist.rpc.functions import is_idempotent
+from rpcdist.rpc.future import Future
+from rpcdist.rpc.rref import Later
+
+__all__ = ["call_each", "call_each_async", "chosen_workers"]
+
+T = TypeVar("T")
+
+
+def chosen_workers(workers: str | Iterable[Destination]) -> list[Destination]:
+    """The workers of a role, which is a text, or those that are listed.
+
+    Raises:
+        ConfigError: no worker that lives has the role.
+    """
+    if not isinstance(workers, str):
+        return list(workers)
+    living = current_agent().directory.living()
+    found: list[Destination] = [member.identity.name for member in living if member.role == workers]
+    if not found:
+        there = listed(f"{member.identity.name} ({member.role or 'no role'})" for member in living)
+        raise ConfigError(
+            f"no worker has the role {workers!r}; these are there: {there}. Several workers are given as a list of "
+            "names, and a role by init_rpc(..., role=...)"
+        )
+    return found
+
+
+@overload
+def call_each(
+    workers: str | Iterable[Destination],
+    func: Callable[..., Later[T]],
+    /,
+    *args: Any,
+    return_exceptions: bool = ...,
+    timeout: float = ...,
+    **kwargs: Any,
+) -> list[T]: ...
+@overload
+def call_each(
+    workers: str | Iterable[Destination],
+    func: Callable[..., T],
+    /,
+    *args: Any,
+    return_exceptions: bool = ...,
+    timeout: float = ...,
+    **kwargs: Any,
+) -> list[T]: ...
+def call_each(
+    workers: str | Iterable[Destination],
+    func: Callable[..., Any],
+    /,
+    *args: Any,
+    return_exceptions: bool = False,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    **kwargs: Any,
+) -> list[Any]:
+    """Runs a function on several workers at once, and waits for the results: a list in the order of the workers.
+
+        rpc.call_each(["worker1", "worker2"], load, path)
+        rpc.call_each("generator", set_temperature, 0.7)  # all workers of a role
+
+    The arguments are encoded once, if they are plain values and tensors.
+
+    Args:
+        workers: names, ranks or `WorkerInfo`; or the role of those that live, a text.
+        func: as for `rpc_sync`.
+        args: positional arguments.
+        return_exceptions: as for `asyncio.gather`: put what a call raised in the place of its result. Otherwise the
+            first error is raised when it comes, and the other calls go on.
+        timeout: limit of all calls together, in seconds; 0 for none; by default the `rpc_timeout` of `init_rpc`.
+        kwargs: keyword arguments.
+
+    Raises:
+        ConfigError: no worker has the role.
+        UnknownWorker: somebody is not in the job; nobody was called.
+        DeadlineExceeded, WorkerLost: they name the worker that did not answer, or died.
+        Exception: what the function raised, with the remote traceback as `__cause__`.
+    """
+    if asyncio._get_running_loop() is not None:
+        raise BlockingInLoop("call_each", "await rpc.call_each_async(...)")
+    futures = _start(workers, func, args, kwargs, timeout)
+    if not return_exceptions:
+        return wait_all(futures)
+    results = []
+    for future in futures:
+        try:
+            results.append(future.wait())
+        except Exception as exc:
+            results.append(exc)
+    return results
+
+
+@overload
+def call_each_async(
+    workers: str | Iterable[Destination],
+    func: Callable[..., Later[T]],
+    /,
+    *args: Any,
+    return_exceptions: bool = ...,
+    timeout: float = ...,
+    **kwargs: Any,
+) -> Coroutine[Any, Any, list[T]]: ...
+@overload
+def call_each_async(
+    workers: str | Iterable[Destination],
+    func: Callable[..., T],
+    /,
+    *args: Any,
+    return_exceptions: bool = ...,
+    timeout: float = ...,
+    **kwargs: Any,
+) -> Coroutine[Any, Any, list[T]]: ...
+async def call_each_async(
+    workers: str | Iterable[Destination],
+    func: Callable[..., Any],
+    /,
+    *args: Any,
+    return_exceptions: bool = False,
+    timeout: float = UNSET_RPC_TIMEOUT,  # noqa: ASYNC109  # it travels with the calls
+    **kwargs: Any,
+) -> list[Any]:
+    """`call_each` for coroutines. Cancelling the task cancels all calls."""
+    futures = _start(workers, func, args, kwargs, timeout)
+    return await asyncio.gather(*futures, return_exceptions=return_exceptions)
+
+
+def _start(
+    workers: str | Iterable[Destination],
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    timeout: float,
+) -> list[Future[Any]]:
+    agent = current_agent()
+    chosen = chosen_workers(workers)
+    if not is_idempotent(func):
+        return agent.caller.start_each(chosen, func, args, kwargs, timeout)
+    ids = [agent.directory.resolve(worker) for worker in chosen]
+    return [agent.retries.start(worker_id, func, args, kwargs, timeout) for worker_id in ids]

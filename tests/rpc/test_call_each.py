@@ -1,0 +1,176 @@
+"""Calls to many workers at once: encoded once, results in order, and errors that name a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from rpcdist import autograd, rpc
+from rpcdist.errors import BlockingInLoop, ConfigError, DeadlineExceeded, UnknownWorker, WorkerLost
+from rpcdist.rpc._marshal.marshal import Marshal
+from rpcdist.testing import LIMIT_S, InProcessCluster, eventually, eventually_async
+
+NAMES = ("a", "b", "c", "d")
+ran: list[str] = []
+entered = threading.Semaphore(0)
+release = threading.Event()
+
+
+@pytest.fixture
+def cluster() -> Iterator[InProcessCluster]:
+    ran.clear()
+    release.clear()
+    with InProcessCluster(*NAMES, elastic=True) as cluster:
+        yield cluster
+        release.set()
+
+
+def name_and(value: object = None, *, note: str = "") -> tuple[str, object, str]:
+    return rpc.get_worker_info().name, value, note
+
+
+def total(tensor: Tensor) -> float:
+    return float(tensor.sum())
+
+
+def change(tensor: Tensor) -> Tensor:
+    return tensor.add_(1)
+
+
+def fail_on(name: str) -> str:
+    here = rpc.get_worker_info().name
+    if here == name:
+        raise ValueError(f"{here} cannot")
+    ran.append(here)
+    return here
+
+
+def wait_on(name: str) -> str:
+    here = rpc.get_worker_info().name
+    if here == name:
+        entered.release()
+        release.wait(LIMIT_S)
+    return here
+
+
+async def later(value: int) -> int:
+    await asyncio.sleep(0)
+    return value + 1
+
+
+async def wait_for_ever() -> None:
+    ran.append("begun")
+    try:
+        await asyncio.Event().wait()
+    finally:
+        ran.append(rpc.get_worker_info().name)
+
+
+@rpc.idempotent
+def again() -> str:
+    return rpc.get_worker_info().name
+
+
+def test_results_are_in_the_order_of_the_workers(cluster: InProcessCluster) -> None:
+    with cluster.use("a"):
+        found = rpc.call_each(["d", 1, rpc.get_worker_info("a")], name_and, 7, note="n")
+        assert found == [("d", 7, "n"), ("b", 7, "n"), ("a", 7, "n")]
+        assert rpc.call_each(["b", "b"], later, 1) == [2, 2]
+        assert rpc.call_each([], later, 1) == []
+        assert rpc.call_each(NAMES, again) == list(NAMES)
+        assert rpc.call_each(["c"], pow, 2, 5) == [32]
+
+
+def test_arguments_are_encoded_once(cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = torch.ones(300_000)
+    num = 0
+    original = Marshal.write
+
+    def counted(self: Marshal, obj: object, to: int, session: object = None) -> object:
+        nonlocal num
+        num += type(obj) is tuple and bool(obj) and type(obj[0]) is tuple and any(each is large for each in obj[0])
+        return original(self, obj, to, session)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Marshal, "write", counted)
+    with cluster.use("a"):
+        assert rpc.call_each(("b", "c", "d"), total, large) == [300_000.0] * 3
+        assert num == 1
+        found = rpc.call_each(("b", "c", "d"), change, large)  # nobody sees what another one does to it
+        assert num == 2
+        assert all(each.eq(2).all() for each in found)
+        assert large.eq(1).all()
+        assert rpc.call_each(("b", "c", "d"), name_and, {"k": [1, "x", None]})[2][1] == {"k": [1, "x", None]}
+
+
+def test_arguments_that_are_for_one_worker_are_encoded_for_each(cluster: InProcessCluster) -> None:
+    with cluster.use("a"):
+        rref = rpc.RRef(torch.ones(3))
+        assert rpc.call_each(("b", "c"), rref_total, rref) == [3.0, 3.0]
+        assert [found[1] for found in rpc.call_each(("b", "c"), name_and, {1, 2})] == [{1, 2}, {1, 2}]  # pickled
+        with autograd.context() as context:
+            weight = torch.ones(3, requires_grad=True)
+            results = rpc.call_each(("b", "c"), torch.mul, weight, 2.0)
+            autograd.backward(context, [results[0].sum() + results[1].sum()])
+            assert autograd.get_gradients(context)[weight].tolist() == [4.0, 4.0, 4.0]
+
+
+def rref_total(rref: rpc.RRef[Tensor]) -> float:
+    return float(rref.to_here().sum())
+
+
+def test_the_first_error_is_raised_and_the_others_go_on(cluster: InProcessCluster) -> None:
+    with cluster.use("a"):
+        with pytest.raises(ValueError, match="c cannot") as caught:
+            rpc.call_each(("b", "c", "d"), fail_on, "c")
+        assert "'c'" in str(caught.value.__cause__)
+        eventually(lambda: sorted(ran) == ["b", "d"], "the others have run")
+        found = rpc.call_each(("b", "c", "d"), fail_on, "c", return_exceptions=True)
+        assert found[0] == "b" and found[2] == "d"
+        assert isinstance(found[1], ValueError)
+
+
+def test_a_straggler_and_a_dead_worker_are_named(cluster: InProcessCluster) -> None:
+    with cluster.use("a"):
+        with pytest.raises(DeadlineExceeded, match="'c'"):
+            rpc.call_each(NAMES, wait_on, "c", timeout=0.2)
+        release.set()
+        assert entered.acquire(timeout=LIMIT_S)
+        release.clear()
+        calling = cluster.begin("a", rpc.call_each, NAMES, wait_on, "c", return_exceptions=True)
+        assert entered.acquire(timeout=LIMIT_S)
+        cluster.kill("c")
+        found = calling.result(LIMIT_S)
+        assert [found[0], found[1], found[3]] == ["a", "b", "d"]
+        assert isinstance(found[2], WorkerLost) and found[2].worker == "c"
+        release.set()
+        with pytest.raises(UnknownWorker, match="nobody"):
+            rpc.call_each(["b", "nobody"], fail_on, "")
+        assert ran == []  # nobody was called
+
+
+async def test_in_coroutines(cluster: InProcessCluster) -> None:
+    with cluster.use("a"):
+        assert await rpc.call_each_async(NAMES, later, 1) == [2, 2, 2, 2]
+        with pytest.raises(ValueError, match="c cannot"):
+            await rpc.call_each_async(NAMES, fail_on, "c")
+        found = await rpc.call_each_async(NAMES, fail_on, "c", return_exceptions=True)
+        assert [type(each) for each in found] == [str, str, ValueError, str]
+        with pytest.raises(BlockingInLoop, match="call_each_async"):
+            rpc.call_each(NAMES, later, 1)
+        ran.clear()
+        task = asyncio.ensure_future(rpc.call_each_async(("b", "c"), wait_for_ever))
+        await eventually_async(lambda: ran.count("begun") == 2, "both have begun")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    await eventually_async(lambda: {"b", "c"} <= set(ran), "both were cancelled")
+
+
+def test_nobody_has_the_role(cluster: InProcessCluster) -> None:
+    with cluster.use("a"), pytest.raises(ConfigError, match=r"no worker has the role 'b'; .* a \(no role\), b"):
+        rpc.call_each("b", again)
