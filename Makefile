@@ -65,6 +65,7 @@ bench: $(READY)  ## compares with torch, Gloo and, with RAY=/path/to/python, Ray
 	$(BIN)/python benchmarks/elastic.py $(BENCH)
 	$(BIN)/python benchmarks/pipeline.py $(BENCH)
 	$(BIN)/python benchmarks/parameter_server.py $(BENCH)
+	$(BIN)/python benchmarks/weights.py $(BENCH)
 
 conformance: $(READY)  ## torch's own tests against rpcdist
 	$(BIN)/python tests/conformance/run_conformance.py --write; rpc=$$?; \

@@ -138,3 +138,24 @@ def draw_rewards(
         right.bar_label(bars, fmt="{:,.0f}")
         right.set(title=f"Steps per second: {batched / single:.1f} times as many")
         right.margins(y=0.12)
+
+
+def draw_asynchronous_rewards(
+    path: Path,
+    title: str,
+    rewards: Sequence[tuple[float, float]],
+    ages: Sequence[tuple[float, int]],
+    absences: Sequence[tuple[str, float, float]],
+) -> None:
+    """The (time, share of right lists) of each step and the (time, age) of each batch of samples; times in seconds."""
+    with picture(path, title) as (left, right):
+        seconds, shares = zip(*rewards, strict=True)
+        left.plot(seconds, [100 * share for share in shares], linewidth=0.7, alpha=0.35, label="of each step")
+        left.plot(seconds, [100 * share for share in moving_mean(shares, 20)], color="C0", label="mean of 20 steps")
+        left.set(title="Lists that are sorted right, in %", xlabel="seconds", ylim=(0, 101))
+        times, versions = zip(*ages, strict=True)
+        right.scatter(times, versions, s=6, alpha=0.5, linewidths=0, color="C1", label="a batch of samples")
+        right.set(title="Versions since the weights of a sample", xlabel="seconds", ylim=(-0.5, max(versions) + 1.5))
+        for axes in (left, right):
+            for name, begin, end in absences:
+                axes.axvspan(begin, end, color="C3", alpha=0.15, label=f"without {name}")

@@ -138,7 +138,7 @@ class Published:
         deadline = Deadline.after(current_agent().caller.timeout_of(timeout))
         if within is not None and (isinstance(within, bool) or not isinstance(within, int) or within < 0):
             raise ConfigError(f"within is a number of versions, 0 or more, not {within!r:.100}")
-        values = {name: value.detach() for name, value in tensors_of(tensors, f"the values of {self.name!r}").items()}
+        values = tensors_of(tensors, f"the values of {self.name!r}")
         with self._publishing:
             origin = self._origin
             if origin is None:

@@ -228,6 +228,7 @@ def test_bad_input_is_an_error_that_names_tensor_shapes_and_workers(cluster: InP
         ]:
             with pytest.raises(ConfigError, match=text):
                 weights.publish(further)
+        assert weights.publish({"b": torch.full((4,), 2.0), "a": torch.ones(2, 3)}) == 2  # in another order
         with pytest.raises(ConfigError, match="within is a number of versions"):
             weights.publish({"a": torch.ones(2, 3), "b": torch.ones(4)}, within=-1)
     with cluster.use("g0"):
@@ -247,8 +248,8 @@ def test_bad_input_is_an_error_that_names_tensor_shapes_and_workers(cluster: InP
             with pytest.raises(ConfigError, match=text):
                 mine.pull_into(target)
         assert not a.any() and not b.any()
-        assert mine.pull_into({"b": b}) == 1  # some of them
-        assert b.eq(1).all()
+        assert mine.pull_into({"b": b}) == 2  # some of them
+        assert b.eq(2).all()
         with pytest.raises(ConfigError, match=r"'trainer' publishes under the name 'policy' already"):
             mine.publish({"a": torch.ones(1)})
         with pytest.raises(DeadlineExceeded, match="nobody published 'polcy' in time"):

@@ -6,13 +6,13 @@ import pytest
 
 from rpcdist import rpc
 from rpcdist.errors import ConfigError, DeadlineExceeded
-from rpcdist.testing import LIMIT_S, UNIT_S, WorkerPool
+from rpcdist.testing import LIMIT_S, WorkerPool
 
 pytestmark = pytest.mark.multiproc
 
 
 def join(name: str, rank: int, url: str, role: str | None) -> None:
-    options = rpc.RpcOptions(init_method=url, peer_timeout=2 * UNIT_S, rpc_timeout=LIMIT_S)
+    options = rpc.RpcOptions(init_method=url, rpc_timeout=LIMIT_S)
     rpc.init_rpc(name, rank=rank, rpc_backend_options=options, role=role)
 
 

@@ -81,7 +81,7 @@ class Publisher(VersionSource):
                 logger.warning("version %s of %r was left out: %s", number, self.name, why)
                 return self.newest
             with torch.no_grad():
-                torch._foreach_copy_(self._views_of(segment), list(tensors.values()))
+                torch._foreach_copy_(self._views_of(segment), [tensors[name] for name in self.layout.names])
             with self._changed:
                 number = max(self._next, version or 0)  # now: `start_at` may have been called meanwhile
                 self._next = number + 1
@@ -308,6 +308,7 @@ class HostCopy(VersionSource):
             for index in range(begin, self._num_chunks + CHUNKS_UNDER_WAY):
                 if index < self._num_chunks:
                     call = ask(upstream, "chunk", me, version, index, limit_s, timeout=2 * limit_s)
+                    call.is_quiet = True  # the first error ends all of them
                     under_way.append((index, call))
                 if under_way and (len(under_way) == CHUNKS_UNDER_WAY or index >= self._num_chunks):
                     number, call = under_way.popleft()
@@ -318,7 +319,6 @@ class HostCopy(VersionSource):
                         self._changed.notify_all()
         finally:
             for _, call in under_way:
-                call.is_quiet = True
                 call.cancel()
         ask(upstream, "end_fetch", me, timeout=limit_s).wait()
         return version

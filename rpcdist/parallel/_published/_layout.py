@@ -34,12 +34,19 @@ def tensors_of(what: nn.Module | Mapping[str, Tensor], purpose: str) -> dict[str
         raise ConfigError(f"{purpose} are a {type(what).__name__}: give a module, or a dictionary of tensors by name")
     tensors = dict(what)
     for name, tensor in tensors.items():
+        if (
+            type(name) is str
+            and isinstance(tensor, Tensor)
+            and tensor.layout is torch.strided
+            and not (tensor.is_meta or tensor.is_quantized)
+        ):
+            continue  # as nearly always
         if not isinstance(name, str):
             raise ConfigError(f"{purpose} have the name {name!r}, which is no text")
         if not isinstance(tensor, Tensor):
             raise ConfigError(f"{name!r} of {purpose} is a {type(tensor).__name__}, not a tensor; leave it out")
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-            kind = "quantized" if tensor.is_quantized else "on the meta device" if tensor.is_meta else "sparse"
+        kind = "quantized" if tensor.is_quantized else "on the meta device" if tensor.is_meta else "sparse"
+        if kind != "sparse" or tensor.layout is not torch.strided:
             raise ConfigError(f"{name!r} of {purpose} is {kind}; only dense tensors with memory can be published")
     return tensors
 
@@ -97,7 +104,7 @@ class VersionLayout(NamedTuple):
 
     def check_published(self, tensors: Mapping[str, Tensor], name: str) -> None:
         """Raises `ConfigError` if the tensors of a further version are not those of the first one."""
-        if list(tensors) == self.names and [tuple(t.shape) for t in tensors.values()] == self.shapes:
+        if list(tensors) == self.names and [tensor.shape for tensor in tensors.values()] == self.shapes:
             return
         for tensor_name, shape in zip(self.names, self.shapes, strict=True):
             if tensor_name not in tensors:
@@ -112,7 +119,9 @@ class VersionLayout(NamedTuple):
                 f"{name!r} was published first without {listed(sorted(further))}; publish them under another name"
             )
 
-    def matched(self, targets: Mapping[str, Tensor], is_whole: bool, name: str, publisher: str, me: str) -> list[int]:
+    def matched(
+        self, targets: Mapping[str, Tensor], is_whole: bool, name: str, publisher: str, me: str
+    ) -> Sequence[int]:
         """The index of the published tensor for each target.
 
         Args:
@@ -125,8 +134,11 @@ class VersionLayout(NamedTuple):
         Raises:
             ConfigError: a target has no published tensor, another shape, or a dtype that its values do not fit into.
         """
+        values = targets.values()
         if list(targets) == self.names:
             indices: Sequence[int] = range(len(self.names))
+            if [value.shape for value in values] == self.shapes and [value.dtype for value in values] == self.dtypes:
+                return indices
         else:
             numbers = {tensor_name: number for number, tensor_name in enumerate(self.names)}
             if unknown := [tensor_name for tensor_name in targets if tensor_name not in numbers]:
@@ -140,7 +152,7 @@ class VersionLayout(NamedTuple):
                     "does not have; give a dictionary of the tensors that it wants"
                 )
             indices = [numbers[tensor_name] for tensor_name in targets]
-        for index, target in zip(indices, targets.values(), strict=True):
+        for index, target in zip(indices, values, strict=True):
             if target.shape != self.shapes[index]:
                 raise ConfigError(
                     f"tensor {self.names[index]!r} of {name!r} has shape {self.shapes[index]} at its publisher "
@@ -151,4 +163,4 @@ class VersionLayout(NamedTuple):
                     f"tensor {self.names[index]!r} of {name!r} is {self.dtypes[index]} at its publisher {publisher!r}, "
                     f"which cannot be converted to {target.dtype} at {me!r}"
                 )
-        return list(indices)
+        return indices
