@@ -8,12 +8,12 @@ All ranks of the world make the same meshes in the same order, as they do with g
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
 
+from rpcdist._launch.placement import launcher_variable
 from rpcdist.collectives._api.default_group import init_process_group
 from rpcdist.collectives._api.group_queries import get_rank, get_world_size, is_initialized
 from rpcdist.collectives._api.new_groups import new_group
@@ -404,6 +404,6 @@ def set_up_world(device_type: str) -> None:
     if not is_initialized():
         init_process_group()
     if device_type == "cuda" and torch.cuda.is_available() and not torch.cuda.is_initialized():
-        local_rank = os.environ.get("LOCAL_RANK", "")
+        local_rank = launcher_variable("LOCAL_RANK")
         number = int(local_rank) if local_rank.isdigit() else get_rank()
         torch.cuda.set_device(number % torch.cuda.device_count())

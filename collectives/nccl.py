@@ -15,6 +15,7 @@ from typing import ClassVar, Final
 
 import torch
 
+from rpcdist._launch.placement import launcher_variable
 from rpcdist.collectives._group.backend_contract import GroupBackend, GroupContext
 from rpcdist.collectives._group.bootstrap import exchange_values
 from rpcdist.collectives._group.flight_records import MessageLog, Record
@@ -393,7 +394,7 @@ def default_device(context: GroupContext) -> torch.device:
     if context.device is not None and context.device.index is not None:
         return context.device
     count = torch.cuda.device_count()
-    local_rank = os.environ.get("LOCAL_RANK", "")
+    local_rank = launcher_variable("LOCAL_RANK")
     number = int(local_rank) if local_rank.isdigit() else context.ranks[context.rank]
     return torch.device("cuda", number % count if count else 0)
 

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
+from rpcdist._launch.placement import how_to_set_address, torch_variables
 from rpcdist.backoff import backoff
 from rpcdist.collectives.constants import default_pg_timeout
 from rpcdist.deadline import Deadline
@@ -64,9 +65,10 @@ def register_rendezvous_handler(scheme: str, handler: RendezvousHandler) -> None
 def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: object) -> Iterator[tuple[Store, int, int]]:
     """Finds the other processes; the first `next()` yields (store, rank, world_size).
 
-    `env://` reads MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE; `tcp://host:port?rank=0&world_size=2` and
-    `file:///path?rank=0&world_size=2` say it themselves, or through `rank` and `world_size`. Rank 0 serves the store on
-    the host and port; when `torchrun` started the process, its agent serves it already.
+    `env://` reads MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, or what Slurm, Open MPI and Kubernetes set instead
+    (docs/clusters.md); `tcp://host:port?rank=0&world_size=2` and `file:///path?rank=0&world_size=2` say it themselves,
+    or through `rank` and `world_size`. Rank 0 serves the store on the host and port; when `torchrun` started the
+    process, its agent serves it already.
 
     Args:
         url: as above, or of a registered scheme.
@@ -97,8 +99,10 @@ def open_rendezvous(url: str, rank: int, world_size: int | None, **options: obje
     query = _query(parts)
     size = -1 if world_size is None else world_size
     if world_size is None and parts.scheme == "env":
-        rank = _number("RANK", os.environ.get("RANK") or str(rank))
-        size = _number("WORLD_SIZE", os.environ.get("WORLD_SIZE") or "-1")
+        # An engine's word does not replace a rank that the caller gives, as RANK does.
+        found = torch_variables(os.environ, socket.getfqdn) if rank == -1 else os.environ
+        rank = _number("RANK", found.get("RANK") or str(rank))
+        size = _number("WORLD_SIZE", found.get("WORLD_SIZE") or "-1")
     given = {"rank": rank} if rank != -1 else {}
     if size != -1 or world_size is None:
         given["world_size"] = size
@@ -212,19 +216,22 @@ def _wait_for_listener(host: str, port: int, timeout_s: float) -> None:
 
 
 _HOW_TO_START = (
-    "Start the processes with torchrun, or set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE in each of them, or pass "
-    "the rank, the world size, and an init_method like tcp://127.0.0.1:29500."
+    "Start the processes with torchrun, srun or mpirun, or set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE in each, "
+    "or pass the rank, the world size, and an init_method like tcp://127.0.0.1:29500."
 )
 
 
 def _env_handler(
     url: str, timeout: Timeout | None = None, wait_for_workers: bool = True, **_: object
 ) -> Iterator[tuple[Store, int, int]]:
+    found = torch_variables(os.environ, socket.getfqdn)
+
     def variable(name: str) -> str:
-        value = os.environ.get(name)
+        value = found.get(name)
         if not value:
             error = _error("env", f"environment variable {name} expected, but not set")
-            error.add_note(_HOW_TO_START)  # the text itself is torch's
+            advice = how_to_set_address(os.environ, socket.getfqdn) if name == "MASTER_ADDR" else ""
+            error.add_note(advice or _HOW_TO_START)  # the text itself is torch's
             raise error
         return value
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as torch_distributed
 
+from rpcdist._launch.placement import launcher_variable
 from rpcdist.collectives._group.bootstrap import DEFAULT_GROUP, agree
 from rpcdist.collectives._group.creation import default_timeout, open_group
 from rpcdist.collectives._group.group_failure import list_ranks
@@ -160,13 +161,12 @@ def destroy_process_group(group: Group = None) -> None:
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """This process's rank among those of its machine, from LOCAL_RANK; `fallback_rank` when that is not set.
+    """This process's rank among those of its machine, from LOCAL_RANK or the engine; `fallback_rank` without both.
 
     Raises:
         ConfigError: neither is there.
     """
-    local = os.environ.get("LOCAL_RANK")
-    if local is not None:
+    if local := launcher_variable("LOCAL_RANK"):
         return int(local)
     if fallback_rank is not None:
         return int(fallback_rank)

@@ -8,6 +8,7 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from rpcdist._launch.placement import launcher_variable
 from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.collectives._group.flight_records import FlightRecorder
 from rpcdist.collectives._stores.store_base import Store
@@ -139,7 +140,8 @@ def bind_host(store: Store) -> str:
     """The address on which this process listens for other ranks: never all interfaces unless told so.
 
     In this order: `RPCDIST_HOST` (an address); the address of the interface that `RPCDIST_SOCKET_IFNAME` or
-    `GLOO_SOCKET_IFNAME` names; the address from which packets to the store leave; loopback where the store has no host.
+    `GLOO_SOCKET_IFNAME` names; the address from which packets to the store leave, or to MASTER_ADDR where the store has no host; loopback
+    where that is not set.
 
     Raises:
         ConfigError: a variable is wrong, or no interface leads to the store.
@@ -149,5 +151,5 @@ def bind_host(store: Store) -> str:
     try:
         coordinator, _ = split_address(store.address)
     except ConfigError:
-        coordinator = "127.0.0.1"  # a file, or memory: the processes share a machine
+        coordinator = launcher_variable("MASTER_ADDR") or "127.0.0.1"  # a file, or memory
     return pick_bind_host(coordinator, host_from_environment("GLOO_SOCKET_IFNAME"))

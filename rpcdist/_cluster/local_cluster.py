@@ -59,8 +59,8 @@ class LocalCluster:
     stand at the top of a module. In a notebook, and under `python -c` and `python -`, functions and classes of the main
     module travel by value. No process outlives this one (on Linux).
 
-    Under torchrun, or another launcher that sets RANK and WORLD_SIZE, nothing is started. The processes are the
-    launcher's: that of rank 0 runs the block, and the others serve in `with` until its end, and then exit.
+    Under torchrun, srun or mpirun, or another launcher of several processes, nothing is started. The processes are
+    the launcher's: that of rank 0 runs the block, and the others serve in `with` until its end, and then exit.
 
     Args:
         workers: how many there are, this process included, called `worker0`, `worker1` and so on; or their names.
@@ -223,7 +223,10 @@ class LocalCluster:
     def _join_launched(self, placement: Placement) -> None:
         """Under a launcher: rank 0 goes on to the block, the others never return."""
         if placement.world_size != len(self.names):
-            raise ConfigError(f"workers={len(self.names)}, but the launcher started WORLD_SIZE={placement.world_size}")
+            raise ConfigError(
+                f"workers={len(self.names)}, but the launcher started WORLD_SIZE={placement.world_size} processes: "
+                "give LocalCluster as many workers, or call rpc.init_rpc(name) instead, or start one process"
+            )
         with KeptInterrupt():
             join_cluster(placement.rank, self.names, "env://", self._options, serve=placement.rank != 0)
         if placement.rank != 0:

@@ -43,9 +43,9 @@ def launch(
     anything, so `init_rpc(name)` and `init_process_group()` need no more arguments. As with every way to spawn
     processes, the call must be under `if __name__ == "__main__":`, since each process imports the main module.
 
-    Under torchrun, or another launcher that sets RANK and WORLD_SIZE, nothing is started: the function is called in
-    this process with the rank of the environment, and the list has this one result. `join_timeout_s`, `env` and
-    `master_port` are then the launcher's business.
+    Under torchrun, srun or mpirun, or another launcher of several processes, nothing is started: the function is called
+    in this process with its rank, and the list has this one result. `join_timeout_s`, `env` and `master_port` are then
+    the launcher's business.
 
     When a rank fails, all others are ended, and the error names the rank that failed first. Ctrl-C and SIGTERM, which
     the ranks get as SIGTERM, end all ranks. No rank outlives this process, even if that is killed (on Linux).
@@ -77,7 +77,10 @@ def launch(
     placement = placement_from_environment()
     if placement is not None:
         if placement.world_size != workers:
-            raise ConfigError(f"workers={workers}, but the launcher started WORLD_SIZE={placement.world_size}")
+            raise ConfigError(
+                f"workers={workers}, but the launcher started WORLD_SIZE={placement.world_size} processes: pass as "
+                "many workers, or start one process"
+            )
         return [function(placement.rank, *args)]
     call = pickle_call(function, args)
     check_can_start("launch")

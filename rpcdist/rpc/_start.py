@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from urllib.parse import urlsplit
 import torch
 
 from rpcdist import _upper_layers
+from rpcdist._launch.placement import launcher_variable
 from rpcdist._proto.membership_pb2 import JoinReply
 from rpcdist.collectives import Store
 from rpcdist.collectives._stores.signed_records import SignedRecords
@@ -129,12 +129,16 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
 
 
 def _bind_host(options: RpcOptions) -> str:
-    """What options or environment name; else loopback, or the interface that reaches the coordinator."""
+    """What options or environment name; else loopback, or the interface that reaches the coordinator.
+
+    A file and the schemes of users name no host: there MASTER_ADDR counts, as with `env://`.
+    """
     url = urlsplit(options.init_method)
-    coordinator = url.hostname if url.scheme == "tcp" else None
-    if url.scheme == "env":
-        coordinator = os.environ.get("MASTER_ADDR")
-    return pick_bind_host(coordinator or "127.0.0.1", options.host or host_from_environment("TP_SOCKET_IFNAME"))
+    explicit = options.host or host_from_environment("TP_SOCKET_IFNAME")
+    coordinator = url.hostname if url.scheme == "tcp" else launcher_variable("MASTER_ADDR")
+    if not coordinator and not explicit and url.scheme != "env":
+        logger.info("%s:// names no host, so RPC listens on loopback: for several machines set MASTER_ADDR", url.scheme)
+    return pick_bind_host(coordinator or "127.0.0.1", explicit)
 
 
 def _find_coordinator(records: SignedRecords, timeout_s: float) -> str:
