@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rpcdist import rpc as rpc
     from rpcdist._cluster import LocalCluster as LocalCluster
     from rpcdist._launch import Placement as Placement
+    from rpcdist._launch import Role as Role
     from rpcdist._launch import launch as launch
     from rpcdist._launch import placement_from_environment as placement_from_environment
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LocalCluster",
     "Placement",
+    "Role",
     "__version__",
     "autograd",
     "checkpoint",
@@ -57,6 +59,7 @@ __all__ = [
 _MODULE_OF: Final = {
     "LocalCluster": "rpcdist._cluster",
     "Placement": "rpcdist._launch",
+    "Role": "rpcdist._launch",
     "launch": "rpcdist._launch",
     "placement_from_environment": "rpcdist._launch",
 }

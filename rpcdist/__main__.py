@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from rpcdist._launch.commands import add_launch_commands
 from rpcdist.compat._commands import add_port, add_run
 
 __all__ = ["main"]
@@ -16,6 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command that the arguments name; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m rpcdist", description="Commands of rpcdist.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_launch_commands(commands)
     add_port(commands)
     add_run(commands)
     chosen = parser.parse_args(arguments)

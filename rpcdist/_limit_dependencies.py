@@ -31,6 +31,8 @@ DEPENDENCIES: Final = (
     ("PEER_TIMEOUT_S", ("RETURN_LONGEST_PAUSE_S",), "survivors come to the next coordinator within its recovery"),
     ("ORPHAN_TIMEOUT_S", ("PEER_TIMEOUT_S",), "the search outlasts the recovery by far"),
     ("RETURN_LONGEST_PAUSE_S", ("RETURN_FIRST_PAUSE_S",), "pauses grow"),
+    ("RESTART_LONGEST_PAUSE_S", ("RESTART_FIRST_PAUSE_S",), "pauses grow"),
+    ("JOB_STOP_LIMIT_S", ("LAUNCH_TERMINATE_LIMIT_S", "LAUNCH_KILL_LIMIT_S"), "the ranks are ended meanwhile"),
     ("RPC_CLOSE_LIMIT_S", ("LAST_REPLIES_LIMIT_S",), "the last replies are one step before the close"),
     ("RPC_CLOSE_LIMIT_S", ("GENERATORS_LIMIT_S",), "async generators are closed at the end of the user loop"),
     ("LOOP_CLOSE_LIMIT_S", ("CANCELLED_TASKS_LIMIT_S",), "an I/O loop ends its tasks before its thread is joined"),

@@ -299,6 +299,9 @@ class ProcessFailed(RpcdistError):
         what: what happened to it, e.g. "raised ValueError" or "was killed by SIGKILL".
         traceback: the traceback of its exception; empty if it ended without one.
         exit_code: of a process that ended without an exception, or the negative number of the signal that killed it.
+        worker: its name, where it has a role.
+        output: the last lines that it wrote to stdout and stderr.
+        outcomes: what became of each process, by name: "returned", "raised ValueError", "stopped" and the like.
     """
 
     def __init__(self, rank: int, what: str, traceback: str = "", exit_code: int | None = None) -> None:
@@ -307,9 +310,15 @@ class ProcessFailed(RpcdistError):
         self.what = what
         self.traceback = traceback
         self.exit_code = exit_code
+        self.worker = ""
+        self.output = ""
+        self.outcomes: dict[str, str] = {}
 
     def __str__(self) -> str:
-        return f"rank {self.rank} {self.what}" + (f"\n\n{self.traceback.rstrip()}" if self.traceback else "")
+        name = f"{self.worker} (rank {self.rank})" if self.worker else f"rank {self.rank}"
+        if self.traceback:
+            return f"{name} {self.what}\n\n{self.traceback.rstrip()}"
+        return f"{name} {self.what}" + (f"; its last lines:\n\n{self.output.rstrip()}" if self.output else "")
 
 
 class SerializationError(RpcdistError, TypeError):

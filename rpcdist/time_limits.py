@@ -71,6 +71,7 @@ __all__ = [
     "HUB_OPEN_LIMIT_S",
     "IDLE_RECHECK_S",
     "INIT_NOTICE_S",
+    "JOB_STOP_LIMIT_S",
     "KEEP_ALIVE_IDLE_S",
     "KEEP_ALIVE_PROBES",
     "KEEP_ALIVE_PROBE_S",
@@ -126,6 +127,8 @@ __all__ = [
     "REFUSAL_LOG_PERIOD_S",
     "REFUSAL_POLL_S",
     "REFUSED_GRACE_S",
+    "RESTART_FIRST_PAUSE_S",
+    "RESTART_LONGEST_PAUSE_S",
     "RETURN_FIRST_PAUSE_S",
     "RETURN_LONGEST_PAUSE_S",
     "ROLE_LIMIT_S",
@@ -380,6 +383,8 @@ LAUNCH_EXIT_LIMIT_S: Final = 60.0
 """A process of `launch` whose function has returned, measured by its parent; then the job fails."""
 LAUNCH_TERMINATE_LIMIT_S: Final = 5.0
 """Processes of `launch` that were asked to end by SIGTERM, measured by their parent; then they are killed."""
+JOB_STOP_LIMIT_S: Final = 20.0
+"""`python -m rpcdist stop` waits for the end of the program that called `launch`; then it says that this goes on."""
 CLUSTER_NOTICE_S: Final = 15.0
 """The processes of a `LocalCluster` import the program, measured by their parent; then it logs which are not so far."""
 CLUSTER_START_LIMIT_S: Final = 300.0
@@ -389,6 +394,10 @@ LAUNCH_KILL_LIMIT_S: Final = 5.0
 
 # ------------------------------------------------------------ Retrying
 
+RESTART_FIRST_PAUSE_S: Final = 0.2
+"""Longest first pause before `launch` starts a rank again whose process was lost."""
+RESTART_LONGEST_PAUSE_S: Final = 10.0
+"""Longest of these pauses."""
 CONNECT_FIRST_PAUSE_S: Final = 0.05
 """Longest first pause between attempts to reach a process that does not listen yet, or again."""
 CONNECT_LONGEST_PAUSE_S: Final = 0.5

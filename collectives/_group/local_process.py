@@ -140,8 +140,8 @@ def bind_host(store: Store) -> str:
     """The address on which this process listens for other ranks: never all interfaces unless told so.
 
     In this order: `RPCDIST_HOST` (an address); the address of the interface that `RPCDIST_SOCKET_IFNAME` or
-    `GLOO_SOCKET_IFNAME` names; the address from which packets to the store leave, or to MASTER_ADDR where the store has no host; loopback
-    where that is not set.
+    `GLOO_SOCKET_IFNAME` names; the address from which packets to the store leave, or
+    to MASTER_ADDR where the store has no host; loopback where that is not set.
 
     Raises:
         ConfigError: a variable is wrong, or no interface leads to the store.

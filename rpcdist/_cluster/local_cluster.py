@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Self
 
 from rpcdist._cluster.joining import join_cluster
 from rpcdist._launch.background_ranks import BackgroundRanks
+from rpcdist._launch.local_ranks import LocalRanks, RankTask
 from rpcdist._launch.outcome_errors import error_of, interrupted
+from rpcdist._launch.output import KEPT_LINES, JobOutput
 from rpcdist._launch.placement import Placement, placement_from_environment
 from rpcdist._launch.rank_call import pickle_call
 from rpcdist._launch.rank_main import check_not_importing_main
-from rpcdist._launch.rendezvous_port import HOST, held_port, job_variables
+from rpcdist._launch.rendezvous_port import HOST, held_port
 from rpcdist._launch.reports import Raised
+from rpcdist._launch.roles import Role, plan_job, this_machine
 from rpcdist._launch.stop_signals import KeptInterrupt, StopSignals
 from rpcdist.errors import (
     AlreadyInitialized,
@@ -65,7 +68,12 @@ class LocalCluster:
     Args:
         workers: how many there are, this process included, called `worker0`, `worker1` and so on; or their names.
         options: for all workers; `init_method` is chosen here.
-        env: environment variables of the new processes, beside those of this one.
+        env: environment variables of the new processes, beside those of this one; or a list with those of each worker,
+            empty for the first, which is this process.
+        resources: of each worker, as in `launch`: `{"GPU": 1}` shows the workers as many GPUs as there are workers, and
+            LOCAL_RANK is the number of the own one.
+        prefix: whether each line that a new process writes begins with its worker's name.
+        log_dir: a folder for what each of them writes, in files `NAME.0.log`.
 
     Attributes:
         names: of the workers, by rank.
@@ -79,19 +87,30 @@ class LocalCluster:
     """
 
     def __init__(
-        self, workers: int | Sequence[str], *, options: RpcOptions | None = None, env: Mapping[str, str] | None = None
+        self,
+        workers: int | Sequence[str],
+        *,
+        options: RpcOptions | None = None,
+        env: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
+        resources: Mapping[str, float] | None = None,
+        prefix: bool = False,
+        log_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         self.names = _names(workers)
         # Told here, and not by the processes that are started for it, in a traceback for each.
         if options is not None and not hasattr(options, "init_method"):
             raise ConfigError(f"options={options!r}: give an rpc.RpcOptions, or nothing")
-        for name, value in dict(env or {}).items():
-            if not isinstance(name, str) or not isinstance(value, str):
-                raise ConfigError(f"env[{name!r}]={value!r}: names and values of environment variables are texts")
+        if env and not isinstance(env, Mapping) and env[0]:
+            raise ConfigError(
+                f"env has {dict(env[0])} for {self.names[0]!r}, which is this process: it has an environment"
+            )
+        role = Role("worker", join_cluster, len(self.names), env=env, resources=resources)
+        self._plan = plan_job([role], {}, os.environ, this_machine(os.environ), named=False)
         self._options = options
-        self._env = dict(env or {})
+        self._output = JobOutput(prefix, log_dir)
         self._held = ExitStack()  # the port
         self._processes: BackgroundRanks | None = None
+        self._engine: LocalRanks | None = None
         self._is_worker = False
         self._cancelled = False
 
@@ -147,6 +166,16 @@ class LocalCluster:
         finally:
             self._abandon()
 
+    def logs(self, name: str) -> str:
+        """The last lines that the process of a worker has written, 200 at most; all of them are in `log_dir`.
+
+        Raises:
+            ConfigError: no worker has this name, or it is this process.
+        """
+        if name not in self.names[1:]:
+            raise ConfigError(f"no process was started for {name!r}; there are {', '.join(self.names[1:]) or 'none'}")
+        return self._output.tail(name, KEPT_LINES)
+
     def __enter__(self) -> Self:
         return self.start()
 
@@ -183,11 +212,15 @@ class LocalCluster:
     def _start_here(self) -> None:
         check_can_start("the cluster")
         port = self._held.enter_context(held_port(0))
-        size, address = len(self.names), f"tcp://{HOST}:{port}"
-        variables = {**os.environ, **self._env, **job_variables(size, port)}
+        address = f"tcp://{HOST}:{port}"
         # They import torch while this process does.
         call = pickle_call(join_cluster, (self.names, address, self._options, True), imports=("rpcdist.rpc",))
-        processes = self._processes = BackgroundRanks(call, range(1, size), variables)
+        common = {**os.environ, "MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
+        tasks = {
+            rank: RankTask(name, call, {**common, **one.variables})
+            for rank, (name, one) in enumerate(zip(self.names, self._plan.ranks, strict=True))
+        }
+        processes = self._processes = BackgroundRanks(range(1, len(tasks)), partial(self._make_engine, tasks))
         self._check_not_cancelled()  # from here on, `_cancel` finds the processes
         processes.start()
         with KeptInterrupt():
@@ -196,6 +229,10 @@ class LocalCluster:
             self._join(processes, address)
         self._is_worker = True
         self._check_not_cancelled()
+
+    def _make_engine(self, tasks: Mapping[int, RankTask], wake: int) -> LocalRanks:
+        self._engine = LocalRanks(tasks, wake, self._output)
+        return self._engine
 
     def _join(self, processes: BackgroundRanks, address: str) -> None:
         processes.wait_until_ready(CLUSTER_START_LIMIT_S, CLUSTER_NOTICE_S, self._say_who_is_missing)
@@ -238,8 +275,8 @@ class LocalCluster:
         with StopSignals():  # a second Ctrl-C does not interrupt this, which takes seconds at most
             processes, self._processes = self._processes, None
             try:
-                if processes is not None:
-                    processes.pause()
+                if processes is not None and self._engine is not None:
+                    self._engine.pause()
                 if self._is_worker:
                     self._is_worker = False
                     with suppress(NotInitialized):  # the block, or another thread, has done it

@@ -14,5 +14,6 @@ from __future__ import annotations
 
 from rpcdist._launch.launching import launch
 from rpcdist._launch.placement import Placement, placement_from_environment
+from rpcdist._launch.roles import Role
 
-__all__ = ["Placement", "launch", "placement_from_environment"]
+__all__ = ["Placement", "Role", "launch", "placement_from_environment"]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import selectors
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from rpcdist._launch.outcome_errors import error_of
 from rpcdist._launch.progress import Failed, Progress
-from rpcdist._launch.rank_call import RankCall
-from rpcdist._launch.rank_process import RankProcess, start_rank
-from rpcdist._launch.supervisor import end_processes, rank_variables, take_in
+from rpcdist._launch.supervisor import Engine
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded
 from rpcdist.time_limits import LAUNCH_CAUSE_LIMIT_S, LAUNCH_EXIT_LIMIT_S, SELECT_LIMIT_S
@@ -27,21 +24,18 @@ class BackgroundRanks:
     death of one ends no other.
 
     Args:
-        call: what each rank runs.
         ranks: those to start.
-        variables: environment variables of all.
+        make_engine: makes the engine where they run, from a descriptor that wakes it when it is readable.
     """
 
-    def __init__(self, call: RankCall, ranks: Sequence[int], variables: Mapping[str, str]) -> None:
-        self._call = call
+    def __init__(self, ranks: Sequence[int], make_engine: Callable[[int], Engine]) -> None:
         self._ranks = ranks
-        self._variables = variables
         self._progress = Progress(ranks, float("inf"), LAUNCH_CAUSE_LIMIT_S, LAUNCH_EXIT_LIMIT_S)
-        self._processes: list[RankProcess] = []
         self._error: BaseException | None = None  # of the thread: a process could not be started, or watched
         self._must_end = False  # `end` has been called
         self._changed = threading.Condition()  # guards all of these
         self._stop, self._stop_writer = os.pipe()
+        self.engine = make_engine(self._stop)
         self._thread = threading.Thread(target=self._run, name="rpcdist-ranks", daemon=True)
 
     def start(self) -> None:
@@ -90,7 +84,7 @@ class BackgroundRanks:
 
         if not self._wait_for(have_ended, Deadline.after(LAUNCH_EXIT_LIMIT_S)):
             with self._changed:
-                running = ", ".join(str(process.rank) for process in self._processes if not process.has_ended)
+                running = ", ".join(str(rank) for rank in self._ranks if not self._progress.has_ended(rank))
             raise DeadlineExceeded(
                 f"{LAUNCH_EXIT_LIMIT_S:g} s after `shutdown` these ranks have not ended: {running}; is a thread still "
                 "running there?"
@@ -103,13 +97,6 @@ class BackgroundRanks:
             outcome = self._progress.outcome(time.monotonic())
         return outcome if isinstance(outcome, Failed) else None
 
-    def pause(self) -> None:
-        """Stops all where they are until `end`, so that none of them notices what this process closes meanwhile."""
-        with self._changed:  # nobody is reaped meanwhile, whose id could be another's
-            for process in self._processes:
-                if not process.has_ended:
-                    process.pause()
-
     def end(self) -> None:
         """Ends all that still run, the thread, and `wait_until_ready`; called once, on any thread, also before `start`.
 
@@ -121,42 +108,34 @@ class BackgroundRanks:
         if self._thread.ident is not None:  # it was started
             os.write(self._stop_writer, b"\0")
             self._thread.join()
+        else:
+            self.engine.end()
         os.close(self._stop)
         os.close(self._stop_writer)
 
     def _run(self) -> None:
         try:
-            self._start_all()
-            self._watch()
+            while not self._must_end:
+                self._advance()
         except BaseException as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
         finally:
-            end_processes(self._processes)
+            self.engine.end()
 
-    def _start_all(self) -> None:
-        for rank in self._ranks:
-            process = start_rank(rank, self._call, rank_variables(self._variables, rank))
-            with self._changed:
-                self._processes.append(process)
-
-    def _watch(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._stop, selectors.EVENT_READ)
-            for process in self._processes:
-                selector.register(process, selectors.EVENT_READ, process)
-            looked_at = time.monotonic()
-            while True:
-                ready = selector.select(SELECT_LIMIT_S)
-                alive_at, looked_at = looked_at, time.monotonic()
-                for key, _ in ready:
-                    if key.fileobj == self._stop:
-                        return
-                    with self._changed:
-                        if not take_in(key.data, self._progress, alive_at, looked_at):
-                            selector.unregister(key.fileobj)
-                        self._changed.notify_all()
+    def _advance(self) -> None:
+        """One step of `run_job`, while other threads look at the progress."""
+        with self._changed:
+            starts = self._progress.to_start(time.monotonic())
+        for rank, attempt in starts:
+            self.engine.start(rank, attempt)
+        events = self.engine.reports(SELECT_LIMIT_S)
+        now = time.monotonic()
+        with self._changed:
+            for rank, event in events:
+                self._progress.take(rank, event, now)
+            self._changed.notify_all()
 
     def _wait_for(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
         """Waits for a condition, which may also become true, or raise, because time passes."""

@@ -2,50 +2,104 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
-from typing import Final, TypeVar, TypeVarTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar, TypeVarTuple, overload
 
+from rpcdist._launch.job_records import JobRecord
+from rpcdist._launch.local_ranks import LocalRanks, RankTask
 from rpcdist._launch.outcome_errors import error_of, interrupted
-from rpcdist._launch.placement import placement_from_environment
-from rpcdist._launch.progress import Succeeded
+from rpcdist._launch.output import ERROR_LINES, JobOutput
+from rpcdist._launch.placement import Placement, placement_from_environment
+from rpcdist._launch.progress import Outcome, Progress, Succeeded
 from rpcdist._launch.rank_call import load_result, pickle_call
 from rpcdist._launch.rank_main import check_not_importing_main
-from rpcdist._launch.rendezvous_port import held_port, job_variables
+from rpcdist._launch.rendezvous_port import HOST, held_port
+from rpcdist._launch.roles import JobPlan, Role, plan_job, this_machine
 from rpcdist._launch.stop_signals import StopSignals
 from rpcdist._launch.supervisor import run_job
+from rpcdist.backoff import backoff
 from rpcdist.deadline import Deadline
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, ProcessFailed
 from rpcdist.own_shortage import check_can_start, names_shortage
+from rpcdist.time_limits import (
+    LAUNCH_CAUSE_LIMIT_S,
+    LAUNCH_EXIT_LIMIT_S,
+    RESTART_FIRST_PAUSE_S,
+    RESTART_LONGEST_PAUSE_S,
+)
 
-__all__ = ["launch"]
+__all__ = ["check_join_timeout", "launch", "progress_of", "results_by_role", "results_of", "roles_of", "run_here"]
 
-_OWN_VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+logger = logging.getLogger("rpcdist.launch")
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
+Variables = Mapping[str, str] | Sequence[Mapping[str, str]]
 
+
+@overload
 def launch(
     function: Callable[[int, *Ts], T],
-    args: tuple[*Ts] = (),  # type: ignore[assignment]  # the default for functions of the rank alone
+    args: tuple[*Ts] = ...,
     *,
     workers: int,
     join_timeout_s: float | None = None,
+    env: Variables | None = None,
+    master_port: int = 0,
+    max_restarts: int = 0,
+    resources: Mapping[str, float] | None = None,
+    prefix: bool | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
+    name: str | None = None,
+) -> list[T]: ...
+
+
+@overload
+def launch(
+    *,
+    roles: Sequence[Role],
+    join_timeout_s: float | None = None,
     env: Mapping[str, str] | None = None,
     master_port: int = 0,
-) -> list[T]:
+    prefix: bool | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
+    name: str | None = None,
+) -> dict[str, list[Any]]: ...
+
+
+def launch(
+    function: Callable[..., Any] | None = None,
+    args: tuple[Any, ...] = (),
+    *,
+    workers: int | None = None,
+    roles: Sequence[Role] | None = None,
+    join_timeout_s: float | None = None,
+    env: Variables | None = None,
+    master_port: int = 0,
+    max_restarts: int = 0,
+    resources: Mapping[str, float] | None = None,
+    prefix: bool | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
+    name: str | None = None,
+) -> list[Any] | dict[str, list[Any]]:
     """Calls a function in `workers` new processes of this machine, and returns the results in the order of ranks.
 
     Each process is a rank: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set before it imports
     anything, so `init_rpc(name)` and `init_process_group()` need no more arguments. As with every way to spawn
     processes, the call must be under `if __name__ == "__main__":`, since each process imports the main module.
 
+    With `roles` instead of a function, the ranks of each role run its function, and the results are lists by the name
+    of the role. All of them are one world. `placement_from_environment().name` is the name of a rank's worker.
+
     Under torchrun, srun or mpirun, or another launcher of several processes, nothing is started: the function is called
-    in this process with its rank, and the list has this one result. `join_timeout_s`, `env` and `master_port` are then
-    the launcher's business.
+    in this process with its rank, and the list has this one result. The other arguments are then the launcher's
+    business.
 
     When a rank fails, all others are ended, and the error names the rank that failed first. Ctrl-C and SIGTERM, which
     the ranks get as SIGTERM, end all ranks. No rank outlives this process, even if that is killed (on Linux).
@@ -55,15 +109,24 @@ def launch(
             notebook, and under `python -c` and `python -`, functions and classes of the main module go by value.
         args: the other arguments of the function, pickled.
         workers: number of processes, and the world size.
+        roles: see `Role`; instead of all of these, and of `max_restarts` and `resources`.
         join_timeout_s: limit for the whole job in seconds; None for no limit.
-        env: environment variables of the new processes, beside those of this process.
+        env: environment variables of the new processes, beside those of this process; or a list with those of each.
         master_port: port for the rendezvous; 0 takes a free one, and keeps it from other programs until the end.
+        max_restarts: how often each rank is started again whose process is killed. An exception always ends the job.
+        resources: of each rank: `{"GPU": 1, "CPU": 4}` are its GPUs (`CUDA_VISIBLE_DEVICES`), and its threads. By
+            default all see all GPUs, and share the cores.
+        prefix: whether each line that a rank writes begins with its name; by default with roles only.
+        log_dir: a folder for what each rank writes, in files `NAME.ATTEMPT.log`.
+        name: of the job, for `python -m rpcdist status`; by default its address stands for it.
 
     Returns:
-        What the function returned on rank 0, 1 and so on; the results travel pickled.
+        What the function returned on rank 0, 1 and so on; the results travel pickled. With roles, by role; None for a
+        daemon that was stopped.
 
     Raises:
-        ProcessFailed: a rank raised an exception, or its process ended without returning; the text has its traceback.
+        ProcessFailed: a rank raised an exception, or its process ended without returning; the text has its traceback,
+            or the last lines of its output.
         DeadlineExceeded: the job did not end within `join_timeout_s`.
         ConfigError: an argument is wrong, the port is in use, or the launcher's WORLD_SIZE is not `workers`.
         SerializationError: the function or its arguments, or a result here, cannot be pickled.
@@ -73,35 +136,132 @@ def launch(
             it belongs; or 130 after Ctrl-C, and 143 after SIGTERM. That of Ctrl-C is a `KeyboardInterrupt` as well, and
             at a prompt or in a notebook nothing but that.
     """
-    _check(workers, join_timeout_s, env or {})
+    check_not_importing_main("launch")
+    check_join_timeout(join_timeout_s)
+    all_roles, common = roles_of(function, args, workers, roles, env, max_restarts, resources)
+    machine = this_machine({**os.environ, **common})
+    plan = plan_job(all_roles, common, os.environ, machine, named=roles is not None)
     placement = placement_from_environment()
     if placement is not None:
-        if placement.world_size != workers:
-            raise ConfigError(
-                f"workers={workers}, but the launcher started WORLD_SIZE={placement.world_size} processes: pass as "
-                "many workers, or start one process"
-            )
-        return [function(placement.rank, *args)]
-    call = pickle_call(function, args)
+        return run_here(placement, plan, by_role=roles is not None)
+    if plan.notice:
+        logger.info(plan.notice)
+    output = JobOutput(roles is not None if prefix is None else prefix, log_dir)
+    calls = {role.name: pickle_call(role.function, role.args) for role in all_roles}
+    progress = progress_of(plan, join_timeout_s)
     check_can_start("launch")
     with names_shortage("launch"), StopSignals() as stop, held_port(master_port) as port:
-        variables = {**os.environ, **(env or {}), **job_variables(workers, port)}
-        outcome = run_job(call, workers, variables, Deadline.after(join_timeout_s), stop)
+        address = {"MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
+        tasks = {
+            rank: RankTask(one.name, calls[one.role.name], {**os.environ, **one.variables, **address})
+            for rank, one in enumerate(plan.ranks)
+        }
+        with JobRecord(name, f"{HOST}:{port}", output.log_dir) as record:
+            outcome = run_job(LocalRanks(tasks, stop, output), progress, stop, partial(record.write, plan, progress))
+    results = results_of(outcome, plan, progress, output, join_timeout_s, named=roles is not None)
+    return results if roles is None else results_by_role(results, plan)
+
+
+def roles_of(
+    function: Callable[..., Any] | None,
+    args: tuple[Any, ...],
+    workers: int | None,
+    roles: Sequence[Role] | None,
+    env: Variables | None,
+    max_restarts: int,
+    resources: Mapping[str, float] | None,
+) -> tuple[Sequence[Role], Mapping[str, str]]:
+    """The roles that the arguments of `launch` mean, and the variables of all ranks. Raises `ConfigError`."""
+    if roles is None:
+        if function is None or workers is None:
+            raise ConfigError("give launch a function and the number of workers, or roles")
+        if workers < 1:
+            raise ConfigError(f"workers must be at least 1, not {workers}")
+        return [Role("worker", function, workers, args, max_restarts, env, resources)], {}
+    if function is not None or workers is not None or args or max_restarts or resources:
+        raise ConfigError(
+            "function, args, workers, max_restarts and resources are those of a Role, where there are roles"
+        )
+    if env is not None and not isinstance(env, Mapping):
+        raise ConfigError("env is a dictionary where there are roles; a list of them belongs to a Role")
+    for role in roles:
+        if not isinstance(role, Role):
+            raise ConfigError(f"roles has {role!r}, which is no rpcdist.Role")
+    return roles, env or {}
+
+
+def check_join_timeout(join_timeout_s: float | None) -> None:
+    if join_timeout_s is not None and not join_timeout_s > 0:
+        raise ConfigError(f"join_timeout_s must be above 0, not {join_timeout_s:g}; None means no limit")
+
+
+def run_here(placement: Placement, plan: JobPlan, by_role: bool) -> list[Any] | dict[str, list[Any]]:
+    """Under a launcher: this process is one of the ranks."""
+    if placement.world_size != len(plan.ranks):
+        raise ConfigError(
+            f"workers={len(plan.ranks)}, but the launcher started WORLD_SIZE={placement.world_size} processes: pass as "
+            "many workers, or start one process"
+        )
+    role = plan.ranks[placement.rank].role
+    if by_role:
+        for variable in ("RPCDIST_ROLE", "RPCDIST_ROLE_RANK"):
+            os.environ[variable] = plan.ranks[placement.rank].variables[variable]
+    result = role.function(placement.rank, *role.args)
+    return {role.name: [result]} if by_role else [result]
+
+
+def progress_of(plan: JobPlan, join_timeout_s: float | None) -> Progress:
+    """That of a job whose ranks have not been started."""
+    return Progress(
+        range(len(plan.ranks)),
+        Deadline.after(join_timeout_s).at,
+        LAUNCH_CAUSE_LIMIT_S,
+        LAUNCH_EXIT_LIMIT_S,
+        max_restarts=plan.max_restarts,
+        daemons=plan.daemons,
+        pause_s=_restart_pause_s,
+    )
+
+
+def _restart_pause_s(number: int) -> float:
+    pauses = backoff(RESTART_FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S)
+    return [next(pauses) for _ in range(number)][-1]
+
+
+def results_of(
+    outcome: Outcome | signal.Signals,
+    plan: JobPlan,
+    progress: Progress,
+    output: JobOutput,
+    join_timeout_s: float | None,
+    named: bool,
+) -> list[Any]:
+    """The results by rank; raises what says how the job has ended otherwise."""
     if isinstance(outcome, Succeeded):
-        return [load_result(rank, result) for rank, result in enumerate(outcome.results)]
+        return [None if one is None else load_result(rank, one) for rank, one in enumerate(outcome.results)]
     if outcome == signal.SIGINT:
         raise interrupted()
     if isinstance(outcome, signal.Signals):
         print("terminated", file=sys.stderr)
         raise SystemExit(128 + outcome)
-    raise error_of(outcome, workers, join_timeout_s)
+    error = error_of(outcome, len(plan.ranks), join_timeout_s)
+    if isinstance(error, ProcessFailed):
+        name = plan.ranks[error.rank].name
+        error.worker = name if named else ""
+        error.output = output.tail(name, ERROR_LINES)
+        error.outcomes = {
+            one.name: progress.state(rank) if progress.is_over(rank) else "stopped"
+            for rank, one in enumerate(plan.ranks)
+        }
+        for rank, loss in progress.losses().items():
+            restarts = f"restarted {progress.num_restarts(rank)} of {plan.max_restarts[rank]} times"
+            error.add_note(f"{plan.ranks[rank].name} {loss}, and was {restarts}")
+    raise error
 
 
-def _check(workers: int, join_timeout_s: float | None, env: Mapping[str, str]) -> None:
-    check_not_importing_main("launch")
-    if workers < 1:
-        raise ConfigError(f"workers must be at least 1, not {workers}")
-    if join_timeout_s is not None and not join_timeout_s > 0:
-        raise ConfigError(f"join_timeout_s must be above 0, not {join_timeout_s:g}; None means no limit")
-    if clash := sorted(set(env).intersection(_OWN_VARIABLES)):
-        raise ConfigError(f"env must not have {', '.join(clash)}: `launch` sets it for each process")
+def results_by_role(results: list[Any], plan: JobPlan) -> dict[str, list[Any]]:
+    """Results by rank as lists by role."""
+    by_role: dict[str, list[Any]] = {}
+    for one, result in zip(plan.ranks, results, strict=True):
+        by_role.setdefault(one.role.name, []).append(result)
+    return by_role

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from rpcdist._launch.progress import Died, Failed, Late, Stuck
+from rpcdist._launch.progress import Failed, Late, Stuck
 from rpcdist._launch.reports import Exited, Raised
 from rpcdist.errors import DeadlineExceeded, ProcessFailed
 from rpcdist.time_limits import LAUNCH_EXIT_LIMIT_S
@@ -42,15 +42,4 @@ def error_of(outcome: Failed | Late | Stuck, workers: int, join_timeout_s: float
         return SystemExit(cause.code)
     if isinstance(cause, Raised):
         return ProcessFailed(outcome.rank, f"raised {cause.type_name}", traceback=cause.traceback)
-    return ProcessFailed(outcome.rank, _describe(cause), exit_code=cause.returncode)
-
-
-def _describe(death: Died) -> str:
-    when = "after" if death.has_returned else "before"
-    if death.returncode is None:
-        return "closed the pipe to the process that started it, and went on"
-    if death.returncode >= 0:
-        return f"ended with exit code {death.returncode} {when} its function returned"
-    number = -death.returncode
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    return f"was killed by {name} {when} its function returned"
+    return ProcessFailed(outcome.rank, str(cause), exit_code=cause.returncode)

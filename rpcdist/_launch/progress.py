@@ -1,19 +1,23 @@
-"""Decides when a job has ended, and which rank's failure ended it. Pure: no process, no clock.
+"""Decides when a job has ended, whose failure ended it, and who is started again. Pure: no process, no clock.
 
-1. A job succeeds when every rank has returned and its process has ended.
+1. A job succeeds when every rank that it waits for has returned and its process has ended. It does not wait for the
+   ranks of a role that is a daemon.
 2. A job fails with the first failure. Failures that look like the loss of another rank (`may_be_consequence`) count
    last: after such a failure, other ranks have `cause_limit_s` to report a better reason.
 3. A process that ended without a report has failed before everything that was seen together with it: its peers notice
    its closed connections, and report, while its parent is still waking up.
+4. A process that ended without a report is no failure while its rank has restarts left. An exception is one at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import signal
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from rpcdist._launch.reports import Exited, Raised, Ready, Report, Returned
+from rpcdist._launch.reports import Ended, Event, Exited, Raised, Ready, Returned
 
 __all__ = ["Died", "Failed", "Late", "Outcome", "Progress", "Stuck", "Succeeded"]
 
@@ -22,20 +26,32 @@ __all__ = ["Died", "Failed", "Late", "Outcome", "Progress", "Stuck", "Succeeded"
 class Died:
     """The process ended without a report, or with an exit code other than 0 after the function had returned.
 
-    `returncode` is as in `subprocess`: the exit code, or the negative number of a signal; None if the process closed
-    its pipe and went on. `alive_at` is when its end had not been seen yet.
+    `returncode`, `alive_at` and `reason` are those of `Ended`.
     """
 
     returncode: int | None
     alive_at: float
     has_returned: bool = False
+    reason: str = ""
+
+    def __str__(self) -> str:
+        when = "after" if self.has_returned else "before"
+        if self.reason:
+            return f"was lost: {self.reason}"
+        if self.returncode is None:
+            return "closed the pipe to the process that started it, and went on"
+        if self.returncode >= 0:
+            return f"ended with exit code {self.returncode} {when} its function returned"
+        number = -self.returncode
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        return f"was killed by {name} {when} its function returned"
 
 
 @dataclass(frozen=True, slots=True)
 class Succeeded:
-    """Every rank has returned; the results are pickled, in the order of the ranks."""
+    """Every rank that the job waits for has returned; pickled results in the order of the ranks, None for daemons."""
 
-    results: tuple[bytes, ...]
+    results: tuple[bytes | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +87,33 @@ class Progress:
         deadline: when the job must have ended; infinity for never. All times are those of one clock, in seconds.
         cause_limit_s: how long a failure that may be a consequence waits for its cause.
         exit_limit_s: how long a process may take to end after its report.
+        max_restarts: how often a rank whose process is lost is started again; none that is not there.
+        daemons: ranks for which the job does not wait.
+        pause_s: how long to wait before the restart of this number.
     """
 
-    def __init__(self, ranks: Sequence[int], deadline: float, cause_limit_s: float, exit_limit_s: float) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        deadline: float,
+        cause_limit_s: float,
+        exit_limit_s: float,
+        *,
+        max_restarts: Mapping[int, int] | None = None,
+        daemons: Collection[int] = (),
+        pause_s: Callable[[int], float] = lambda number: 0.0,
+    ) -> None:
         self._ranks = ranks
         self._deadline = deadline
         self._cause_limit_s = cause_limit_s
         self._exit_limit_s = exit_limit_s
+        self._max_restarts = max_restarts or {}
+        self._waits_for = [rank for rank in ranks if rank not in daemons] or ranks
+        self._pause_s = pause_s
+        self._due = dict.fromkeys(ranks, -math.inf)  # when to start which rank
+        self._starts: Counter[int] = Counter()  # by rank; those that the engine lost before they ran included
+        self._restarts: Counter[int] = Counter()
+        self._deaths: dict[int, Died] = {}  # the last one of each rank that is started again
         self._results: dict[int, bytes] = {}
         self._failures: dict[int, Died | Exited | Raised] = {}
         self._ready: set[int] = set()
@@ -85,26 +121,25 @@ class Progress:
         self._exit_deadlines: dict[int, float] = {}
         self._cause_deadline = math.inf
 
-    def reported(self, rank: int, report: Ready | Report, now: float) -> None:
-        """The function of `rank` begins, or has ended."""
-        if isinstance(report, Ready):
+    def to_start(self, now: float) -> list[tuple[int, int]]:
+        """The ranks to start now, each with the number of its start, from 0; they count as started."""
+        ranks = [rank for rank, moment in self._due.items() if now >= moment]
+        for rank in ranks:
+            del self._due[rank]
+            self._starts[rank] += 1
+        return [(rank, self._starts[rank] - 1) for rank in ranks]
+
+    def take(self, rank: int, event: Event, now: float) -> None:
+        """Takes in what an engine has said of a rank."""
+        if isinstance(event, Ended):
+            self._take_end(rank, event, now)
+        elif isinstance(event, Ready):
             self._ready.add(rank)
-        elif isinstance(report, Returned):
-            self._results[rank] = report.result
+        elif isinstance(event, Returned):
+            self._results[rank] = event.result
             self._exit_deadlines[rank] = now + self._exit_limit_s
         else:
-            self._fail(rank, report, now)
-
-    def ended(self, rank: int, returncode: int | None, alive_at: float, now: float) -> None:
-        """The process of `rank` has ended; without a report, that is a failure."""
-        self._ended.add(rank)
-        self._exit_deadlines.pop(rank, None)
-        has_returned = rank in self._results
-        if rank not in self._failures and not (has_returned and returncode == 0):
-            self._fail(rank, Died(returncode, alive_at, has_returned), now)
-
-    def has_reported(self, rank: int) -> bool:
-        return rank in self._results or rank in self._failures
+            self._fail(rank, event, now)
 
     def not_ready(self) -> list[int]:
         """The ranks that have not imported everything yet."""
@@ -120,8 +155,8 @@ class Progress:
             rank, cause = min(self._failures.items(), key=_order)
             if not _may_be_consequence(cause) or now >= self._cause_deadline or self._all_have_reported():
                 return Failed(rank, cause)
-        elif self.all_have_ended():
-            return Succeeded(tuple(self._results[rank] for rank in self._ranks))
+        elif self._ended.issuperset(self._waits_for):
+            return Succeeded(tuple(self._results.get(rank) for rank in self._ranks))
         late = [rank for rank, limit in self._exit_deadlines.items() if now >= limit]
         if late:
             return Stuck(min(late))
@@ -130,15 +165,67 @@ class Progress:
         return None
 
     def next_deadline(self) -> float:
-        """When `outcome` may change though nothing is reported; infinity for never."""
-        return min(self._deadline, self._cause_deadline, *self._exit_deadlines.values())
+        """When `outcome` or `to_start` may change though nothing is reported; infinity for never."""
+        return min(self._deadline, self._cause_deadline, *self._exit_deadlines.values(), *self._due.values())
+
+    def state(self, rank: int) -> str:
+        """What a rank does, or what became of it, in words."""
+        if rank in self._failures:
+            state = _words(self._failures[rank])
+        elif rank in self._results:
+            state = "returned"
+        elif rank in self._due:
+            state = f"{_words(self._deaths[rank])}, and starts again" if rank in self._deaths else "starts"
+        else:
+            state = "runs" if rank in self._ready else "starts"
+        number = self._restarts[rank]
+        return state + (f" (restarted {number} of {self._max_restarts.get(rank, 0)} times)" if number else "")
+
+    def losses(self) -> dict[int, str]:
+        """What became of the last process of each rank that was started again: "was killed by SIGKILL ..."."""
+        return {rank: str(death) for rank, death in self._deaths.items()}
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether its process is gone for good."""
+        return rank in self._ended
+
+    def num_restarts(self, rank: int) -> int:
+        """How often it was started again; starts that the engine lost do not count."""
+        return self._restarts[rank]
+
+    def is_over(self, rank: int) -> bool:
+        """Whether its function has ended, or its process is gone for good."""
+        return rank in self._ended or rank in self._results or rank in self._failures
+
+    def _take_end(self, rank: int, end: Ended, now: float) -> None:
+        self._exit_deadlines.pop(rank, None)
+        has_returned = rank in self._results
+        if rank not in self._failures and not (has_returned and end.returncode == 0):
+            death = Died(end.returncode, end.alive_at, has_returned, end.reason)
+            if not has_returned and self._starts_again(rank, end.has_run):
+                self._restarts[rank] += end.has_run
+                self._deaths[rank] = death
+                self._ready.discard(rank)
+                self._due[rank] = now + self._pause_s(self._starts[rank])
+                return
+            self._fail(rank, death, now)
+        self._ended.add(rank)
+
+    def _starts_again(self, rank: int, has_run: bool) -> bool:
+        return not has_run or self._restarts[rank] < self._max_restarts.get(rank, 0)
 
     def _fail(self, rank: int, cause: Died | Exited | Raised, now: float) -> None:
         self._failures[rank] = cause
         self._cause_deadline = min(self._cause_deadline, now + self._cause_limit_s)
 
     def _all_have_reported(self) -> bool:
-        return all(self.has_reported(rank) for rank in self._ranks)
+        return all(rank in self._results or rank in self._failures for rank in self._ranks)
+
+
+def _words(cause: Died | Exited | Raised) -> str:
+    if isinstance(cause, Raised):
+        return f"raised {cause.type_name}"
+    return f"exited with {cause.code!r}" if isinstance(cause, Exited) else str(cause)
 
 
 def _may_be_consequence(cause: Died | Exited | Raised) -> bool:

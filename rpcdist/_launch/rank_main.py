@@ -7,6 +7,7 @@ before the process is tied to its parent, so a parent that is killed at any time
 from __future__ import annotations
 
 import ctypes
+import io
 import multiprocessing
 import os
 import pickle
@@ -51,6 +52,8 @@ def main() -> None:
     _end_with_parent(task.parent_pid)
     _close_standard_input()
     _close_in_forked_children(task.report_fd)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # it is a pipe, and its reader shows each line at once
     rank_pid = os.getpid()
     report = _run(task)
     for stream in (sys.stdout, sys.stderr):
@@ -100,7 +103,7 @@ def _call(task: Task) -> bytes:
     finally:
         del process._inheriting  # type: ignore[attr-defined]
     function, args = task.call.load()
-    _write(task.report_fd, frame(Ready()))
+    _write(task.report_fd, frame(Ready(f"process {os.getpid()}")))
     return task.call.dump_result(function(task.rank, *args))
 
 

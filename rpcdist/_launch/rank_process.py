@@ -1,4 +1,4 @@
-"""One started process: its command and environment, its reports, and how it is ended."""
+"""One started process: its command and environment, its reports and output, and how it is ended."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from multiprocessing import spawn
-from typing import Any
+from typing import IO, Any
 
+from rpcdist._launch.output import WorkerOutput
 from rpcdist._launch.rank_call import RankCall
 from rpcdist._launch.rank_main import BOOTSTRAP, Task
 from rpcdist._launch.reports import Inbox, Ready, Report
@@ -31,14 +32,21 @@ class RankProcess:
         rank: its rank.
         popen: the process, the leader of a process group of its own.
         reports: the end of its pipe that is read; owned by this object.
+        output: takes in what it writes.
     """
 
-    def __init__(self, rank: int, popen: subprocess.Popen[bytes], reports: int) -> None:
+    def __init__(self, rank: int, popen: subprocess.Popen[bytes], reports: int, output: WorkerOutput) -> None:
         self.rank = rank
         self._popen = popen
         self._reports = reports
+        self._output = output
         self._inbox = Inbox()
         self.has_ended = False
+        self.streams: dict[str, IO[bytes]] = {}
+        for name, stream in (("stdout", popen.stdout), ("stderr", popen.stderr)):
+            assert stream is not None  # they are pipes
+            os.set_blocking(stream.fileno(), False)
+            self.streams[name] = stream
 
     def fileno(self) -> int:
         """Readable when the rank has written, or ended."""
@@ -49,6 +57,16 @@ class RankProcess:
         data = os.read(self._reports, _READ_BYTES)
         self.has_ended = not data
         return self._inbox.feed(data) if data else []
+
+    def copy_output(self, name: str) -> bool:
+        """Takes in what can be read of `stdout` or `stderr`; returns False when nothing will come any more."""
+        try:
+            data = os.read(self.streams[name].fileno(), _READ_BYTES)  # more than a pipe holds
+        except BlockingIOError:
+            return True
+        if data:
+            self._output.write(name, data)
+        return bool(data)
 
     def terminate(self) -> None:
         """Asks it to end: SIGTERM, which ends a process that installed no handler."""
@@ -78,11 +96,15 @@ class RankProcess:
             return None
 
     def close(self) -> None:
-        """Closes the pipe."""
+        """Takes in the rest of the output, and closes the pipes. Children that live on cannot write any more."""
+        for name, stream in self.streams.items():
+            self.copy_output(name)
+            stream.close()
+        self._output.close()
         os.close(self._reports)
 
 
-def start_rank(rank: int, call: RankCall, environment: Mapping[str, str]) -> RankProcess:
+def start_rank(rank: int, call: RankCall, environment: Mapping[str, str], output: WorkerOutput) -> RankProcess:
     """Starts a process that calls a function.
 
     Args:
@@ -100,6 +122,9 @@ def start_rank(rank: int, call: RankCall, environment: Mapping[str, str]) -> Ran
             popen = subprocess.Popen(
                 _command(),
                 stdin=file,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
                 env=dict(environment),
                 pass_fds=(report_fd,),
                 process_group=0,  # so that Ctrl-C in a terminal reaches only the parent, which ends all
@@ -109,7 +134,7 @@ def start_rank(rank: int, call: RankCall, environment: Mapping[str, str]) -> Ran
         raise
     finally:
         os.close(report_fd)
-    return RankProcess(rank, popen, reports)
+    return RankProcess(rank, popen, reports, output)
 
 
 def _command() -> list[str]:

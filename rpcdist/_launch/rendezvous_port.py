@@ -9,7 +9,7 @@ from typing import Final
 
 from rpcdist.errors import ConfigError
 
-__all__ = ["HOST", "held_port", "job_variables"]
+__all__ = ["HOST", "held_port"]
 
 HOST: Final = "127.0.0.1"
 
@@ -31,8 +31,3 @@ def held_port(port: int) -> Iterator[int]:
         except OSError as exc:
             raise ConfigError(f"master_port {port}: {exc.strerror}") from exc
         yield holder.getsockname()[1]
-
-
-def job_variables(world_size: int, port: int) -> dict[str, str]:
-    """The environment variables that all ranks of a job share."""
-    return {"WORLD_SIZE": str(world_size), "MASTER_ADDR": HOST, "MASTER_PORT": str(port)}

@@ -16,10 +16,11 @@ from typing import Final
 
 from rpcdist.errors import GroupAborted
 
-__all__ = ["Exited", "Inbox", "Raised", "Ready", "Report", "Returned", "frame", "report_of_exception"]
+__all__ = ["Ended", "Event", "Exited", "Inbox", "Raised", "Ready", "Report", "Returned", "frame", "report_of_exception"]
 
 _LENGTH: Final = struct.Struct("<Q")
 
+_OWN_PACKAGES: Final = (__package__, "rpcdist.ray")
 _IMPORTERS: Final = ("multiprocessing.spawn", "runpy")
 
 # What the loss of another rank looks like. A rank that fails with one of these is rarely the one that failed first.
@@ -28,7 +29,9 @@ _CONSEQUENCES: Final = (ConnectionError, TimeoutError, GroupAborted)
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The main module and the function are imported; the function is called now."""
+    """The main module and the function are imported; the function is called now, at `where` (host and process id)."""
+
+    where: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,25 @@ class Raised:
     moment: float
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The process is gone: said by the engine that started it.
+
+    Attributes:
+        returncode: as in `subprocess`; None if the engine knows none, or the process closed its pipe and went on.
+        alive_at: when its end had not been seen yet, by the clock of the supervisor.
+        reason: why it was lost, in the engine's words; empty where the return code says all.
+        has_run: False if the engine lost it before it ran: then it is started again, and that counts as no restart.
+    """
+
+    returncode: int | None
+    alive_at: float
+    reason: str = ""
+    has_run: bool = True
+
+
 Report = Returned | Exited | Raised
+Event = Ready | Report | Ended
 
 
 def report_of_exception(error: BaseException) -> Report:
@@ -75,7 +96,7 @@ def report_of_exception(error: BaseException) -> Report:
 
 def _is_on_the_way(frame: FrameType) -> bool:
     """Whether a frame comes before the user's: our own, and those that import the main module."""
-    return frame.f_globals.get("__package__") == __package__ or frame.f_globals.get("__name__") in _IMPORTERS
+    return frame.f_globals.get("__package__") in _OWN_PACKAGES or frame.f_globals.get("__name__") in _IMPORTERS
 
 
 def frame(report: Ready | Report) -> bytes:

@@ -28,8 +28,15 @@ def test_the_launched_program_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiproc
+def test_the_roles_run(tmp_path: Path) -> None:
+    (tmp_path / "roles.py").write_text(PROGRAMS[2])
+    [printed] = run([([sys.executable, "roles.py"], environment())], tmp_path)
+    assert f"$ python roles.py\n{printed}" == OUTPUTS[2]
+
+
+@pytest.mark.multiproc
 def test_the_rank_that_failed_first_is_shown(tmp_path: Path) -> None:
-    (tmp_path / "fails.py").write_text(PROGRAMS[2])
+    (tmp_path / "fails.py").write_text(PROGRAMS[3])
     result = subprocess.run(
         [sys.executable, "fails.py"],
         cwd=tmp_path,
@@ -40,4 +47,4 @@ def test_the_rank_that_failed_first_is_shown(tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 1
-    assert result.stderr.replace(f"{tmp_path}/", "").endswith(OUTPUTS[2])
+    assert result.stderr.replace(f"{tmp_path}/", "").endswith(OUTPUTS[3])

@@ -6,7 +6,7 @@ import pytest
 
 from rpcdist import Placement, placement_from_environment
 from rpcdist._launch.progress import Died, Failed, Late, Outcome, Progress, Stuck, Succeeded
-from rpcdist._launch.reports import Exited, Inbox, Raised, Ready, Report, Returned, frame, report_of_exception
+from rpcdist._launch.reports import Ended, Exited, Inbox, Raised, Ready, Report, Returned, frame, report_of_exception
 from rpcdist.errors import ConfigError, RankLost
 
 CAUSE_LIMIT_S, EXIT_LIMIT_S = 1.0, 60.0
@@ -15,12 +15,13 @@ Event = tuple[float, int, Report | int | None]  # when, which rank, and its repo
 
 def outcome_of(events: list[Event], now: float, world_size: int = 2, deadline: float = 100.0) -> Outcome | None:
     progress = Progress(range(world_size), deadline, CAUSE_LIMIT_S, EXIT_LIMIT_S)
+    progress.to_start(0.0)
     for moment, rank, what in events:
         alive_at = max((earlier for earlier, *_ in events if earlier < moment), default=0.0)
         if isinstance(what, (int, type(None))):
-            progress.ended(rank, what, alive_at, moment)
+            progress.take(rank, Ended(what, alive_at), moment)
         else:
-            progress.reported(rank, what, moment)
+            progress.take(rank, what, moment)
     return progress.outcome(now)
 
 
@@ -69,12 +70,14 @@ def test_outcomes(events: list[Event], now: float, expected: Outcome | None) -> 
 
 def test_the_next_deadline_is_the_earliest() -> None:
     progress = Progress(range(3), 100.0, CAUSE_LIMIT_S, EXIT_LIMIT_S)
+    assert progress.next_deadline() == float("-inf")
+    assert progress.to_start(0.0) == [(0, 0), (1, 0), (2, 0)]
     assert progress.next_deadline() == 100.0
-    progress.reported(0, DONE, 2.0)
+    progress.take(0, DONE, 2.0)
     assert progress.next_deadline() == 62.0
-    progress.ended(0, 0, 2.0, 3.0)
+    progress.take(0, Ended(0, 2.0), 3.0)
     assert progress.next_deadline() == 100.0
-    progress.reported(1, LOST, 4.0)
+    progress.take(1, LOST, 4.0)
     assert progress.next_deadline() == 5.0
 
 

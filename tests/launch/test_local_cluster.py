@@ -28,6 +28,8 @@ from program_sessions import (
 
 from rpcdist import LocalCluster, rpc
 from rpcdist._launch.background_ranks import BackgroundRanks
+from rpcdist._launch.local_ranks import LocalRanks, RankTask
+from rpcdist._launch.output import JobOutput
 from rpcdist._launch.rank_call import pickle_call
 from rpcdist.errors import AlreadyInitialized, BlockingInLoop, ConfigError, DeadlineExceeded, WorkerLost
 from rpcdist.testing import eventually, eventually_async, free_port
@@ -211,12 +213,17 @@ def test_a_start_cancelled_before_its_thread_runs_starts_nothing(monkeypatch: py
     assert not children() - before
 
 
+def engine(wake: int) -> LocalRanks:
+    call = pickle_call(pid, ())
+    return LocalRanks({rank: RankTask(f"worker{rank}", call, {}) for rank in (1, 2)}, wake, JobOutput())
+
+
 def test_what_the_watching_thread_failed_with_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> NoReturn:
         raise OSError("no more processes")
 
-    monkeypatch.setattr("rpcdist._launch.background_ranks.start_rank", fail)
-    processes = BackgroundRanks(pickle_call(pid, ()), [1], {})
+    monkeypatch.setattr("rpcdist._launch.local_ranks.start_rank", fail)
+    processes = BackgroundRanks([1], engine)
     processes.start()
     try:
         for wait in (partial(processes.wait_until_ready, LIMIT_S, LIMIT_S, print), processes.wait_until_ended):
@@ -230,7 +237,7 @@ def test_a_slow_start_says_whom_it_waits_for(monkeypatch: pytest.MonkeyPatch, ca
     """The processes are never started here, so that none is ready."""
     monkeypatch.setattr("rpcdist._cluster.local_cluster.CLUSTER_NOTICE_S", 0.01)
     cluster = LocalCluster(["trainer", "server", "observer"])
-    processes = BackgroundRanks(pickle_call(pid, ()), [1, 2], {})
+    processes = BackgroundRanks([1, 2], engine)
     with pytest.raises(DeadlineExceeded, match=r"after 0\.02 s these ranks had not imported the program: 1, 2; is the"):
         processes.wait_until_ready(0.02, 0.01, cluster._say_who_is_missing)
     processes.end()

@@ -1,0 +1,196 @@
+"""`python -m rpcdist launch | status | stop | logs`: jobs on this machine, from a shell."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from rpcdist._launch.job_records import Job, find_job, jobs, start_of
+from rpcdist._launch.launching import launch
+from rpcdist._launch.roles import Role
+from rpcdist.errors import ConfigError, RpcdistError
+from rpcdist.time_limits import JOB_STOP_LIMIT_S, SELECT_LIMIT_S
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+__all__ = ["add_launch_commands"]
+
+
+def add_launch_commands(commands: Commands) -> None:
+    """Adds these commands."""
+    add = commands.add_parser("launch", help="runs a function in processes of this machine, in one role or several")
+    add.set_defaults(run=_told(_launch))
+    add.add_argument(
+        "function", nargs="?", metavar="MODULE:FUNCTION", help="called with its rank in --workers processes"
+    )
+    add.add_argument("--workers", type=int, metavar="N", help="how many")
+    add.add_argument(
+        "--role",
+        action="append",
+        default=[],
+        metavar="NAME=N:MODULE:FUNCTION",
+        help="instead: the N processes of a role; once for each role, that of rank 0 first",
+    )
+    add.add_argument(
+        "--daemon", action="append", default=[], metavar="NAME", help="the job does not wait for this role"
+    )
+    add.add_argument(
+        "--max-restarts",
+        action="append",
+        default=[],
+        metavar="[NAME=]N",
+        help="starts each rank (of this role) again, so often, whose process is lost",
+    )
+    add.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of all ranks")
+    add.add_argument("--log-dir", metavar="FOLDER", help="keeps what each rank writes in a file of its own")
+    add.add_argument("--no-prefix", action="store_true", help="no names in front of the lines")
+    add.add_argument("--name", help="of the job, for the commands below; else its address")
+    status = commands.add_parser("status", help="says what the ranks of the jobs do that `launch` runs here")
+    status.set_defaults(run=_told(_status))
+    status.add_argument("job", nargs="?", metavar="ADDRESS|NAME", help="one job; all of this user by default")
+    stop = commands.add_parser("stop", help="ends a job that `launch` runs here")
+    stop.set_defaults(run=_told(_stop))
+    stop.add_argument("job", metavar="ADDRESS|NAME")
+    logs = commands.add_parser("logs", help="shows what the ranks of a job have written, if it has a --log-dir")
+    logs.set_defaults(run=_told(_logs))
+    logs.add_argument("job", metavar="ADDRESS|NAME")
+    logs.add_argument("worker", nargs="?", help="one worker; all by default")
+
+
+def _told(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """A command whose errors are one line, as they say what to do."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        try:
+            return command(arguments)
+        except RpcdistError as error:
+            print(f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
+            return 1
+
+    return run
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    env = dict(_pair("--env", text) for text in arguments.env)
+    restarts = dict(_restarts(text) for text in arguments.max_restarts)
+    common: dict[str, Any] = {"log_dir": arguments.log_dir, "prefix": not arguments.no_prefix, "name": arguments.name}
+    if not arguments.role:
+        if arguments.function is None or arguments.workers is None:
+            raise ConfigError("give MODULE:FUNCTION and --workers, or --role once or several times")
+        launch(
+            _function(arguments.function),
+            workers=arguments.workers,
+            env=env,
+            max_restarts=restarts.get("", 0),
+            **common,
+        )
+        return 0
+    roles = []
+    for text in arguments.role:
+        name, rest = _pair("--role", text)
+        count, _, function = rest.partition(":")
+        if not count.isdecimal():
+            raise ConfigError(f"--role {text}: NAME=N:MODULE:FUNCTION is meant, with a number for N")
+        num_restarts = restarts.get(name, restarts.get("", 0))
+        roles.append(
+            Role(name, _function(function), int(count), max_restarts=num_restarts, daemon=name in arguments.daemon)
+        )
+    names = {role.name for role in roles}
+    for name in {*arguments.daemon, *restarts} - {"", *names}:
+        raise ConfigError(f"no --role defines {name!r}; there are {', '.join(sorted(names))}")
+    launch(roles=roles, env=env, **common)
+    return 0
+
+
+def _restarts(text: str) -> tuple[str, int]:
+    name, _, number = text.rpartition("=")
+    if not number.isdecimal():
+        raise ConfigError(f"--max-restarts {text}: a number is meant, or NAME=NUMBER")
+    return name, int(number)
+
+
+def _pair(option: str, text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"{option} {text}: there is no '='")
+    return name, value
+
+
+def _function(text: str) -> Callable[..., Any]:
+    module, colon, name = text.partition(":")
+    if not colon:
+        raise ConfigError(f"{text!r}: MODULE:FUNCTION is meant, with a colon between the two")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as exc:
+        raise ConfigError(f"{text}: {exc}; modules are looked for in this folder, too") from exc
+    function = getattr(found, name, None)
+    if not callable(function):
+        raise ConfigError(f"{text}: the module {module} has no function {name!r}")
+    return function  # type: ignore[no-any-return]
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    found = list(jobs()) if arguments.job is None else [find_job(arguments.job)]
+    if not found:
+        print("no job of this user runs on this machine")
+    for job in found:
+        print(f"{job.name}: at {job.address}, process {job.pid}" + (f", logs in {job.log_dir}" if job.log_dir else ""))
+        width = max(map(len, job.states), default=0)
+        for name, state in job.states.items():
+            print(f"  {name:{width}}  {state}")
+    return 0
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    job = find_job(arguments.job)
+    with suppress(ProcessLookupError):
+        os.kill(job.pid, signal.SIGTERM)
+    if not _has_ended(job, JOB_STOP_LIMIT_S):
+        raise ConfigError(f"process {job.pid} was asked to end, and goes on after {JOB_STOP_LIMIT_S:g} s")
+    print(f"{job.name} has ended")
+    return 0
+
+
+def _has_ended(job: Job, limit_s: float) -> bool:
+    """Whether the program of a job ends within the limit."""
+    end = time.monotonic() + limit_s
+    try:
+        handle = os.pidfd_open(job.pid)
+    except ProcessLookupError:
+        return True
+    try:
+        while start_of(job.pid) == job.started:
+            remaining_s = end - time.monotonic()
+            if remaining_s <= 0:
+                return False
+            if select.select([handle], [], [], min(remaining_s, SELECT_LIMIT_S))[0]:
+                return True
+        return True
+    finally:
+        os.close(handle)
+
+
+def _logs(arguments: argparse.Namespace) -> int:
+    job = find_job(arguments.job)
+    if job.log_dir is None:
+        raise ConfigError(f"the job {job.name} keeps no logs: start it with --log-dir, or launch(..., log_dir=...)")
+    if arguments.worker is not None and arguments.worker not in job.states:
+        raise ConfigError(f"the job {job.name} has no worker {arguments.worker!r}; there are {', '.join(job.states)}")
+    for name in [arguments.worker] if arguments.worker is not None else list(job.states):
+        attempt = 0
+        while os.path.exists(path := os.path.join(job.log_dir, f"{name}.{attempt}.log")):
+            print(f"==> {path}")
+            with open(path, errors="replace") as file:
+                sys.stdout.writelines(file)
+            attempt += 1
+    return 0

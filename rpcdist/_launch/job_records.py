@@ -1,0 +1,150 @@
+"""The jobs of this user that `launch` runs on this machine: a file for each, while it runs.
+
+A file says which process runs the job and what its ranks do; nothing secret is in it. The folder is the user's own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self
+
+from rpcdist.errors import ConfigError
+from rpcdist.private_files import why_not_private
+
+if TYPE_CHECKING:
+    from rpcdist._launch.progress import Progress
+    from rpcdist._launch.roles import JobPlan
+
+__all__ = ["Job", "JobRecord", "find_job", "jobs", "start_of"]
+
+logger = logging.getLogger("rpcdist.launch")
+
+_SUFFIX: Final = ".json"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a file says: `pid` and `started` name the process that called `launch`, `states` those of the ranks."""
+
+    name: str
+    address: str
+    pid: int
+    started: str
+    log_dir: str | None
+    states: dict[str, str] = field(default_factory=dict)
+
+    def is_called(self, wanted: str) -> bool:
+        """Whether it has this name or address."""
+        return wanted in (self.name, self.address, str(self.pid))
+
+
+class JobRecord:
+    """The file of a job of this process, while entered.
+
+    A job runs without it where no folder can be had, which the log says then.
+
+    Args:
+        name: what the user calls the job; the address where it is None.
+        address: of its rendezvous.
+        log_dir: where the output of the ranks goes.
+
+    Raises:
+        ConfigError: another job runs under this name.
+    """
+
+    def __init__(self, name: str | None, address: str, log_dir: str | None) -> None:
+        self._job = Job(name or address, address, os.getpid(), start_of(os.getpid()), log_dir)
+        self._path: str | None = None
+
+    def __enter__(self) -> Self:
+        if other := next((job for job in jobs() if job.name == self._job.name), None):
+            raise ConfigError(f"a job {other.name!r} runs already, by process {other.pid}: choose another name")
+        try:
+            self._path = os.path.join(_folder(create=True), f"{os.getpid()}-{id(self)}{_SUFFIX}")
+        except OSError as exc:
+            logger.info("`python -m rpcdist status` will not know this job: %s", exc)
+        self._save()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._path is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(self._path)
+
+    def write(self, plan: JobPlan, progress: Progress) -> None:
+        """Says what the ranks do now."""
+        self._job.states.update({one.name: progress.state(rank) for rank, one in enumerate(plan.ranks)})
+        self._save()
+
+    def _save(self) -> None:
+        if self._path is None:
+            return
+        temporary = self._path + ".new"
+        try:
+            with open(temporary, "w") as file:
+                json.dump(asdict(self._job), file)
+            os.replace(temporary, self._path)
+        except OSError as exc:  # a full disk, say: the job itself goes on
+            logger.info("`python -m rpcdist status` will not know this job: %s", exc)
+            self._path = None
+
+
+def jobs() -> Iterator[Job]:
+    """The jobs of this user whose program runs. Files that a killed program left behind are removed."""
+    try:
+        folder = _folder(create=False)
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return
+    for name in names:
+        path = os.path.join(folder, name)
+        if not name.endswith(_SUFFIX):
+            continue
+        try:
+            with open(path) as file:
+                job = Job(**json.load(file))
+        except (OSError, ValueError, TypeError):
+            continue  # it ended just now, or another version wrote it
+        if start_of(job.pid) == job.started != "":
+            yield job
+        else:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+def find_job(wanted: str) -> Job:
+    """The job of this name or address. Raises `ConfigError`."""
+    known = list(jobs())
+    for job in known:
+        if job.is_called(wanted):
+            return job
+    running = ", ".join(job.name for job in known) or "none"
+    raise ConfigError(f"no job {wanted!r} of this user runs on this machine; running: {running}")
+
+
+def start_of(pid: int) -> str:
+    """When a process was started, so that another one of the same id is told apart; empty if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _folder(create: bool) -> str:
+    """The folder of the files, which must be this user's alone."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    user = os.geteuid() if hasattr(os, "geteuid") else os.getlogin()
+    folder = os.path.join(runtime, "rpcdist") if os.path.isdir(runtime) else f"{tempfile.gettempdir()}/rpcdist-{user}"
+    if create:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    if why := why_not_private(os.lstat(folder), is_folder=True):
+        raise PermissionError(f"the folder {folder} {why}")
+    return folder

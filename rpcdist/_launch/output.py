@@ -1,0 +1,117 @@
+"""What the ranks of a job write: each line goes on to this process's streams, with a name in front, and into a file."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections import deque
+from typing import IO, Final
+
+from rpcdist.errors import ConfigError
+
+__all__ = ["ERROR_LINES", "KEPT_LINES", "JobOutput", "WorkerOutput"]
+
+ERROR_LINES: Final = 20
+"""So many lines of a rank that failed are in the error."""
+
+KEPT_LINES: Final = 200
+_LONGEST_LINE_BYTES: Final = 1 << 13
+_LINE: Final = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
+_COLOURS: Final = (36, 33, 35, 32, 34, 31)  # of a terminal
+
+
+class JobOutput:
+    """Where the output of a job's ranks goes.
+
+    Args:
+        prefix: whether each line on the terminal begins with the worker's name.
+        log_dir: a folder for the files `NAME.ATTEMPT.log`; made if it is not there.
+
+    Raises:
+        ConfigError: the folder cannot be made.
+    """
+
+    def __init__(self, prefix: bool = False, log_dir: str | os.PathLike[str] | None = None) -> None:
+        self._prefix = prefix
+        self.log_dir = None if log_dir is None else os.path.abspath(log_dir)
+        self._workers: dict[str, WorkerOutput] = {}
+        if self.log_dir is not None:
+            try:
+                os.makedirs(self.log_dir, exist_ok=True)
+            except OSError as exc:
+                raise ConfigError(f"log_dir={self.log_dir!r} cannot be made: {exc.strerror}") from exc
+
+    def open(self, name: str, attempt: int) -> WorkerOutput:
+        """That of the process which is worker `name` in this attempt."""
+        path = None if self.log_dir is None else os.path.join(self.log_dir, f"{name}.{attempt}.log")
+        colour = _COLOURS[len(self._workers) % len(_COLOURS)]
+        before = self._workers.get(name)
+        output = WorkerOutput(name if self._prefix else None, path, colour if before is None else before.colour)
+        self._workers[name] = output
+        return output
+
+    def tail(self, name: str, num_lines: int) -> str:
+        """The last lines of a worker's last process."""
+        return self._workers[name].tail(num_lines) if name in self._workers else ""
+
+
+class WorkerOutput:
+    """What one process writes to its two streams. Used on one thread; `tail` on any."""
+
+    def __init__(self, prefix: str | None, path: str | None, colour: int) -> None:
+        self.colour = colour
+        self._prefix = prefix
+        self._file: IO[bytes] | None = None if path is None else open(path, "wb", buffering=0)
+        self._kept: deque[bytes] = deque(maxlen=KEPT_LINES)
+        self._begun = {"stdout": b"", "stderr": b""}  # lines without an end so far
+
+    def write(self, stream: str, data: bytes) -> None:
+        """Takes in what has arrived from `stdout` or `stderr`."""
+        if self._file is not None:
+            self._file.write(data)
+        # A carriage return ends a line as well, since progress bars write nothing else.
+        whole = self._begun[stream] + data
+        lines = _LINE.findall(whole)
+        begun = whole[sum(map(len, lines)) :]
+        while len(begun) > _LONGEST_LINE_BYTES:
+            lines.append(begun[:_LONGEST_LINE_BYTES])
+            begun = begun[_LONGEST_LINE_BYTES:]
+        self._begun[stream] = begun
+        self._kept.extend(lines)
+        self._show(stream, data if self._prefix is None else self._named(stream, lines))
+
+    def close(self) -> None:
+        """Shows what has no end of its line; closes the file."""
+        for stream, begun in self._begun.items():
+            if begun:
+                self._kept.append(begun + b"\n")
+                if self._prefix is not None:
+                    self._show(stream, self._named(stream, [begun + b"\n"]))
+            self._begun[stream] = b""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def tail(self, num_lines: int) -> str:
+        """The last lines."""
+        return b"".join(list(self._kept)[-num_lines:]).decode(errors="replace")
+
+    def _named(self, stream: str, lines: list[bytes]) -> bytes:
+        """The lines, with the worker's name in front of each where that is wished."""
+        target = getattr(sys, stream)
+        name = f"[{self._prefix}] ".encode()
+        if target is not None and target.isatty():
+            name = b"\x1b[%dm%s\x1b[0m" % (self.colour, name)
+        return b"".join(name + line for line in lines)
+
+    def _show(self, stream: str, data: bytes) -> None:
+        target = getattr(sys, stream)
+        if not data or target is None:  # the second: pythonw, and daemons
+            return
+        if hasattr(target, "buffer"):
+            target.flush()
+            target.buffer.write(data)
+        else:  # of a notebook
+            target.write(data.decode(errors="replace"))
+        target.flush()

@@ -1,0 +1,209 @@
+"""The roles of a job, and the plan of its ranks: names, environments and devices of each. Pure."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rpcdist.errors import ConfigError
+from rpcdist.ids import check_worker_name
+
+__all__ = ["JobPlan", "Machine", "RankPlan", "Role", "check_environment", "plan_job", "this_machine"]
+
+OWN_VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+THREADS_VARIABLE: Final = "OMP_NUM_THREADS"
+DEVICES_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
+
+Variables = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """Ranks of a job that run the same function: `Role("trainer", train, 4)` are trainer0, trainer1 and so on.
+
+    Args:
+        name: of the role.
+        function: called with the rank of the process in the whole job, and `args`.
+        count: how many ranks it has.
+        args: the other arguments of the function, pickled.
+        max_restarts: how often a rank of it is started again whose process is killed or lost.
+        env: environment variables of its ranks; or a list with those of each rank.
+        resources: of each rank: `{"CPU": 2, "GPU": 1}`, and on Ray whatever its nodes have.
+        daemon: whether the job ends without it: when all other roles have returned, its ranks are stopped.
+    """
+
+    name: str
+    function: Callable[..., object]
+    count: int
+    args: tuple[Any, ...] = ()
+    max_restarts: int = 0
+    env: Variables | Sequence[Variables] | None = None
+    resources: Mapping[str, float] | None = None
+    daemon: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What one machine has: cores that this process may use, and GPUs as `CUDA_VISIBLE_DEVICES` names them."""
+
+    num_cores: int
+    gpus: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """One rank: `variables` are those that differ from the environment of this process."""
+
+    name: str
+    role: Role
+    variables: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlan:
+    """The ranks of a job, in order, and in words what was decided without the user."""
+
+    ranks: tuple[RankPlan, ...]
+    notice: str = ""
+
+    @property
+    def max_restarts(self) -> dict[int, int]:
+        return {rank: plan.role.max_restarts for rank, plan in enumerate(self.ranks)}
+
+    @property
+    def daemons(self) -> set[int]:
+        return {rank for rank, plan in enumerate(self.ranks) if plan.role.daemon}
+
+
+def this_machine(environment: Variables) -> Machine:
+    """The cores of this process, and the GPUs that it may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    visible = environment.get(DEVICES_VARIABLE)
+    if visible is not None:
+        return Machine(cores, tuple(name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")))
+    found = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)] if os.path.isdir("/dev") else []
+    return Machine(cores, tuple(str(number) for number in range(len(found))))
+
+
+def plan_job(
+    roles: Sequence[Role], common: Variables, environment: Variables, machine: Machine | None, *, named: bool = True
+) -> JobPlan:
+    """Numbers the ranks in the order of the roles, and gives each its environment.
+
+    LOCAL_RANK counts the ranks of a role, so that it is the number of the rank's GPU among those that the role sees.
+
+    Args:
+        roles: of the job.
+        common: variables of all ranks, which those of the roles replace.
+        environment: of this process, which the ranks get as well.
+        machine: the one where all ranks run; None if an engine places them, which then gives them their devices.
+        named: whether the ranks get to know their roles.
+
+    Raises:
+        ConfigError: a role is wrong, or asks for more than there is.
+    """
+    _check(roles, common)
+    if machine is not None:
+        _check_resources(roles, machine)
+    size = sum(role.count for role in roles)
+    free = list(machine.gpus) if machine is not None else []
+    plans: list[RankPlan] = []
+    threads: set[int] = set()
+    for role in roles:
+        num_gpus = _num_gpus(role) * role.count
+        gpus, free = free[:num_gpus], free[num_gpus:]
+        for index in range(role.count):
+            given = {**common, **_env_of(role, index)}
+            own = {"RANK": str(len(plans)), "LOCAL_RANK": str(index), "WORLD_SIZE": str(size)}
+            if named:
+                own |= {"RPCDIST_ROLE": role.name, "RPCDIST_ROLE_RANK": str(index)}
+            if gpus:
+                own[DEVICES_VARIABLE] = ",".join(_visible(gpus, _num_gpus(role), index))
+            if machine is not None and not {**environment, **given}.get(THREADS_VARIABLE):
+                cores = int((role.resources or {}).get("CPU", machine.num_cores // size))
+                threads.add(max(1, cores))
+                own[THREADS_VARIABLE] = str(max(1, cores))
+            plans.append(RankPlan(f"{role.name}{index}", role, given | own))
+    _check_names(plans)
+    if machine is None or not threads:
+        return JobPlan(tuple(plans))
+    each = " or ".join(map(str, sorted(threads)))
+    notice = f"{size} processes on {machine.num_cores} cores: {THREADS_VARIABLE}={each} in each"
+    return JobPlan(tuple(plans), notice)
+
+
+def _visible(gpus: Sequence[str], per_rank: int, index: int) -> Sequence[str]:
+    """The GPUs that a rank sees: all of its role, of which LOCAL_RANK is its own; or its own, where it has several."""
+    return gpus if per_rank == 1 else gpus[per_rank * index : per_rank * (index + 1)]
+
+
+def _num_gpus(role: Role) -> int:
+    return int((role.resources or {}).get("GPU", 0))
+
+
+def _env_of(role: Role, index: int) -> Variables:
+    if role.env is None:
+        return {}
+    return role.env if isinstance(role.env, Mapping) else role.env[index]
+
+
+def _check(roles: Sequence[Role], common: Variables) -> None:
+    if not roles:
+        raise ConfigError("roles is empty: a job has at least one role")
+    names = [role.name for role in roles]
+    for role in roles:
+        check_worker_name(f"{role.name}0")
+        if names.count(role.name) > 1:
+            raise ConfigError(f"two roles have the name {role.name!r}: give each its own")
+        if isinstance(role.count, bool) or not isinstance(role.count, int) or role.count < 1:
+            raise ConfigError(f"role {role.name!r}: the count of its ranks must be at least 1, not {role.count!r}")
+        if role.max_restarts < 0:
+            raise ConfigError(f"role {role.name!r}: max_restarts must not be negative, as {role.max_restarts} is")
+        if not callable(role.function):
+            raise ConfigError(f"role {role.name!r}: {role.function!r} is not a function")
+        if role.env is not None and not isinstance(role.env, Mapping) and len(role.env) != role.count:
+            raise ConfigError(
+                f"role {role.name!r}: env has variables for {len(role.env)} ranks, and there are {role.count}"
+            )
+        for index in range(role.count):
+            check_environment({**common, **_env_of(role, index)})
+    if all(role.daemon for role in roles):
+        raise ConfigError(f"all roles ({', '.join(names)}) are daemons: the job would end when it starts")
+
+
+def check_environment(variables: Variables) -> None:
+    """Raises `ConfigError` where a variable is no text, or is one that belongs to the launcher."""
+    for name, value in variables.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ConfigError(f"env[{name!r}]={value!r}: names and values of environment variables are texts")
+    if clash := sorted(set(variables).intersection(OWN_VARIABLES)):
+        raise ConfigError(f"env must not have {', '.join(clash)}: `launch` sets it for each process")
+
+
+def _check_resources(roles: Sequence[Role], machine: Machine) -> None:
+    for role in roles:
+        for name, amount in (role.resources or {}).items():
+            if name not in ("CPU", "GPU"):
+                raise ConfigError(
+                    f"role {role.name!r} asks for {name!r}: one machine has CPU and GPU; rpcdist.ray has more"
+                )
+            if amount < 0 or int(amount) != amount:
+                raise ConfigError(f"role {role.name!r} asks for {amount} {name}: on one machine it is a whole number")
+    wanted = sum(_num_gpus(role) * role.count for role in roles)
+    if wanted > len(machine.gpus):
+        asked = ", ".join(f"{role.name}: {role.count} x {_num_gpus(role)}" for role in roles if _num_gpus(role))
+        has = f"{len(machine.gpus)} ({', '.join(machine.gpus)})" if machine.gpus else "none"
+        raise ConfigError(f"the roles ask for {wanted} GPUs ({asked}), and this machine has {has}")
+
+
+def _check_names(plans: Iterable[RankPlan]) -> None:
+    seen: dict[str, Role] = {}
+    for plan in plans:
+        other = seen.setdefault(plan.name, plan.role)
+        if other is not plan.role:
+            raise ConfigError(
+                f"roles {other.name!r} and {plan.role.name!r} would both have a worker {plan.name!r}: rename one"
+            )

@@ -1,0 +1,71 @@
+"""Functions of the roles that the tests of `launch` start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from rpcdist import placement_from_environment, rpc
+from rpcdist.errors import WorkerLost
+
+__all__ = ["call_until_back", "die_once", "exit_after_lines", "name_and_threads", "stay", "wait_for_ever"]
+
+
+def name_and_threads(rank: int, word: str) -> tuple[int, str, str | None, str]:
+    place = placement_from_environment()
+    assert place is not None and place.rank == rank
+    print("says", word)
+    return rank, place.name, place.role, os.environ["OMP_NUM_THREADS"]
+
+
+def wait_for_ever(rank: int) -> None:
+    print("waits")
+    threading.Event().wait()
+
+
+def exit_after_lines(rank: int) -> None:
+    for number in range(30):
+        print("line", number, file=sys.stderr)
+    os._exit(3)
+
+
+def stay(rank: int) -> None:
+    rpc.init_rpc(_name())
+    rpc.shutdown()
+
+
+def die_once(rank: int, folder: str) -> str:
+    rpc.init_rpc(_name())
+    first = Path(folder, f"was{rank}")
+    if not first.exists():
+        first.touch()
+        # Not before the others have joined and called.
+        while not Path(folder, "called").exists():
+            threading.Event().wait(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    rpc.shutdown()
+    return "came back"
+
+
+def call_until_back(rank: int, folder: str, victim: str) -> tuple[bool, bool]:
+    """Whether the victim was lost, and was another process afterwards."""
+    rpc.init_rpc(_name())
+    before = rpc.rpc_sync(victim, os.getpid, timeout=60)
+    Path(folder, "called").touch()
+    was_lost, pid = False, before
+    while pid == before:
+        try:
+            pid = rpc.rpc_sync(victim, os.getpid, timeout=60)
+        except WorkerLost:
+            was_lost = True
+    rpc.shutdown()
+    return was_lost, pid != before
+
+
+def _name() -> str:
+    place = placement_from_environment()
+    assert place is not None
+    return place.name

@@ -1,0 +1,201 @@
+"""`launch` with roles, restarts, files for the output, and the commands of a shell, with real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import role_functions as functions
+from program_sessions import LIMIT_S, environment, read_until, session_members, start
+
+from rpcdist import LocalCluster, Role, launch, rpc
+from rpcdist._launch.output import WorkerOutput
+from rpcdist.errors import ConfigError, ProcessFailed
+
+pytestmark = pytest.mark.multiproc
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # no other test's jobs
+
+
+def test_roles_names_output_and_daemons(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    roles = [
+        Role("server", functions.wait_for_ever, 1, daemon=True),
+        Role("trainer", functions.name_and_threads, 2, ("hello",), resources={"CPU": 3}),
+    ]
+    results = launch(roles=roles, log_dir=tmp_path / "logs")
+    assert results == {
+        "server": [None],
+        "trainer": [(1, "trainer0", "trainer", "3"), (2, "trainer1", "trainer", "3")],
+    }
+    lines = capfd.readouterr().out.splitlines()
+    assert {"[trainer0] says hello", "[trainer1] says hello"} <= set(lines)
+    assert set(lines) <= {"[trainer0] says hello", "[trainer1] says hello", "[server0] waits"}
+    assert (tmp_path / "logs" / "trainer1.0.log").read_text() == "says hello\n"
+    assert not list(tmp_path.glob("rpcdist/*"))  # the record of the job is gone
+
+
+def test_the_last_lines_of_a_rank_that_died_are_in_the_error() -> None:
+    with pytest.raises(ProcessFailed) as caught:
+        launch(roles=[Role("waiter", functions.wait_for_ever, 1), Role("bad", functions.exit_after_lines, 1)])
+    lines = "".join(f"line {number}\n" for number in range(10, 30))
+    expected = "bad0 (rank 1) ended with exit code 3 before its function returned; its last lines:\n\n" + lines
+    assert str(caught.value) == expected.rstrip()
+    assert (caught.value.worker, caught.value.exit_code, caught.value.output) == ("bad0", 3, lines)
+    died = "ended with exit code 3 before its function returned"
+    assert caught.value.outcomes == {"waiter0": "stopped", "bad0": died}
+
+
+def test_a_killed_rank_comes_back_under_its_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    roles = [
+        Role("server", functions.stay, 1),
+        Role("dying", functions.die_once, 1, (str(tmp_path),), max_restarts=1),
+        Role("caller", functions.call_until_back, 1, (str(tmp_path), "dying0")),
+    ]
+    results = launch(roles=roles, log_dir=tmp_path)
+    assert results == {"server": [None], "dying": ["came back"], "caller": [(True, True)]}
+    assert sorted(path.name for path in tmp_path.glob("dying0.*")) == ["dying0.0.log", "dying0.1.log"]
+
+
+def test_rank_0_comes_back_as_well(tmp_path: Path) -> None:
+    roles = [
+        Role("dying", functions.die_once, 1, (str(tmp_path),), max_restarts=1),
+        Role("caller", functions.call_until_back, 1, (str(tmp_path), "dying0")),
+    ]
+    assert launch(roles=roles) == {"dying": ["came back"], "caller": [(True, True)]}
+
+
+def test_restarts_that_are_used_up_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ProcessFailed, match="rank 0 ended with exit code 3") as caught:
+        launch(functions.exit_after_lines, workers=1, max_restarts=1)
+    died = "ended with exit code 3 before its function returned"
+    assert caught.value.__notes__ == [f"worker0 {died}, and was restarted 1 of 1 times"]
+    assert caught.value.outcomes == {"worker0": f"{died} (restarted 1 of 1 times)"}
+    assert capfd.readouterr().err.count("line 29\n") == 2
+
+
+def test_the_output_of_a_cluster(tmp_path: Path) -> None:
+    with LocalCluster(2, log_dir=tmp_path, resources={"CPU": 5}, env=[{}, {"EXTRA": "more"}]) as cluster:
+        assert rpc.rpc_sync("worker1", os.getenv, ("OMP_NUM_THREADS",)) == "5"
+        assert rpc.rpc_sync("worker1", os.getenv, ("EXTRA",)) == "more"
+        rpc.rpc_sync("worker1", print, ("said by a worker",))
+        with pytest.raises(ConfigError, match="no process was started for 'worker0'; there are worker1"):
+            cluster.logs("worker0")
+    assert cluster.logs("worker1") == "said by a worker\n"
+    assert (tmp_path / "worker1.0.log").read_text() == "said by a worker\n"
+    with pytest.raises(ConfigError, match=r"env has .* for 'worker0', which is this process"):
+        LocalCluster(2, env=[{"A": "b"}, {}])
+
+
+@pytest.mark.parametrize("chunks", [[b"one\ntw", b"o\nbar\rthree"], [b"one\ntwo\nbar\rthree"]])
+def test_lines_have_names_however_they_arrive(chunks: list[bytes], capfd: pytest.CaptureFixture[str]) -> None:
+    output = WorkerOutput("w", None, 36)
+    for chunk in chunks:
+        output.write("stdout", chunk)
+    output.write("stderr", b"x" * 10_000)
+    output.close()
+    out, err = capfd.readouterr()
+    assert out.splitlines() == ["[w] one", "[w] two", "[w] bar", "[w] three"]
+    assert err == f"[w] {'x' * 8192}[w] {'x' * 1808}\n"
+
+
+# ---------------------------------------------------------------- from a shell
+
+FOLDER = Path(__file__).parent
+
+
+def command(*arguments: str, folder: Path = FOLDER) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rpcdist", *arguments],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def test_a_job_is_seen_and_stopped_from_a_shell(tmp_path: Path) -> None:
+    arguments = [
+        "--role",
+        "waiter=2:role_functions:wait_for_ever",
+        "--name",
+        "job",
+        "--log-dir",
+        str(tmp_path / "logs"),
+    ]
+    with start(sys.executable, "-m", "rpcdist", "launch", *arguments, cwd=FOLDER) as process:
+        assert process.stdout is not None
+        first = read_until(process.stdout, "waits")
+        second = read_until(process.stdout, "waits")
+        assert sorted([first, second]) == ["[waiter0] waits\n", "[waiter1] waits\n"]
+        status = command("status").stdout
+        where = re.escape(str(tmp_path / "logs"))
+        assert re.fullmatch(
+            rf"job: at 127\.0\.0\.1:\d+, process {process.pid}, logs in {where}\n  waiter0  runs\n  waiter1  runs\n",
+            status,
+        )
+        address = re.findall(r"127\.0\.0\.1:\d+", status)[0]
+        assert command("status", address).stdout == status
+        logs = command("logs", "job", "waiter1").stdout
+        assert logs == f"==> {tmp_path / 'logs' / 'waiter1.0.log'}\nwaits\n"
+        wrong = command("logs", "job", "trainer0")
+        assert (wrong.returncode, wrong.stderr) == (
+            1,
+            "ConfigError: the job job has no worker 'trainer0'; there are waiter0, waiter1\n",
+        )
+        stopped = command("stop", "job")
+        assert (stopped.returncode, stopped.stdout) == (0, "job has ended\n"), stopped.stderr
+        _, errors = process.communicate(timeout=LIMIT_S)
+        assert not session_members(process.pid)
+    assert (process.returncode, errors) == (128 + signal.SIGTERM, "terminated\n")
+    assert command("status").stdout == "no job of this user runs on this machine\n"
+
+
+def test_what_a_killed_program_leaves_is_no_job() -> None:
+    with start(
+        sys.executable, "-m", "rpcdist", "launch", "--workers", "1", "role_functions:wait_for_ever", cwd=FOLDER
+    ) as process:
+        assert process.stdout is not None
+        read_until(process.stdout, "waits")
+        process.kill()
+        process.wait(LIMIT_S)
+        wrong = command("stop", "job")
+    assert (wrong.returncode, wrong.stderr) == (
+        1,
+        "ConfigError: no job 'job' of this user runs on this machine; running: none\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give MODULE:FUNCTION and --workers, or --role"),
+        (["--workers", "2", "role_functions"], "'role_functions': MODULE:FUNCTION is meant"),
+        (["--workers", "2", "no_such_module:f"], "No module named 'no_such_module'"),
+        (["--workers", "2", "role_functions:nothing"], "the module role_functions has no function 'nothing'"),
+        (["--role", "a:role_functions:stay"], "there is no '='"),
+        (["--role", "a=x:role_functions:stay"], "with a number for N"),
+        (["--role", "a=1:role_functions:stay", "--daemon", "b"], "no --role defines 'b'; there are a"),
+        (["--role", "a=1:role_functions:stay", "--max-restarts", "b=2"], "no --role defines 'b'"),
+        (["--role", "a=1:role_functions:stay", "--max-restarts", "many"], "a number is meant, or NAME=NUMBER"),
+    ],
+)
+def test_wrong_commands_are_explained(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rpcdist.__main__ import main
+
+    monkeypatch.syspath_prepend(str(FOLDER))
+    assert main(["launch", *arguments]) == 1
+    assert message in capsys.readouterr().err
