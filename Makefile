@@ -11,7 +11,7 @@ TEST_WORKERS ?= 4
 FUZZ_S ?= 300
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: setup demo test check fmt proto bench conformance clients stress fuzz clean
+.PHONY: setup demo test check fmt proto bench conformance clients engines stress fuzz clean
 
 setup: $(READY)
 
@@ -80,6 +80,13 @@ $(CLIENTS_READY): pyproject.toml constraints.txt tests/clients/requirements.txt 
 
 clients: $(CLIENTS_READY)  ## libraries on torch and on rpcdist; CLIENTS=--write keeps the table, CLIENTS=Fabric runs one
 	out/clients/bin/python tests/clients/run_clients.py $(CLIENTS)
+
+# Ray and its trainer go into .venv/, where nothing else needs them; Slurm and Open MPI are Debian's.
+engines: export RPCDIST_ENGINES := 1
+engines: $(READY)  ## jobs on Ray, Slurm and MPI, which this installs where they are missing; takes root for Slurm
+	$(BIN)/python -m pip install --quiet 'ray[train]>=2.40'
+	which srun slurmctld munged mpirun >/dev/null || apt-get install -y --no-install-recommends slurm-wlm munge openmpi-bin
+	$(BIN)/pytest tests/engines tests/launch/test_steps.py
 
 stress: $(READY)  ## random load, and the full sets of the tests that vary dtypes, sizes and faults
 	RPCDIST_TEST_FULL=1 $(BIN)/pytest -m stress

@@ -38,6 +38,9 @@ __all__ = [
 
 ATTEMPT_VARIABLE: Final = "RPCDIST_ATTEMPT"
 
+STORE_VARIABLE: Final = "RPCDIST_STORE"
+"""Names the host and port of a store that no rank serves, so that rank 0, too, can be lost and come back elsewhere."""
+
 FILE_SUFFIX: Final = ".rpcdist"
 
 RendezvousHandler = Callable[..., Iterator[tuple["Store", int, int]]]
@@ -124,7 +127,7 @@ def open_rendezvous(url: str, rank: int, world_size: int | None, **options: obje
 def create_store(
     host: str, port: int, rank: int, world_size: int, timeout: Timeout | None = None, wait_for_workers: bool = True
 ) -> Store:
-    """The store at an address: served by rank 0, called by the others, or the one of `torchrun`'s agent.
+    """The store at an address: served by rank 0, called by the others; or that of `torchrun`'s agent, or RPCDIST_STORE.
 
     Args:
         host: MASTER_ADDR.
@@ -140,12 +143,16 @@ def create_store(
         DistNetworkError: rank 0's port is in use.
     """
     from rpcdist.collectives._stores.tcp_store import TCPStore
+    from rpcdist.transport.addresses import split_address
 
     if not 0 <= port < 2**16:
         raise ConfigError(f"port must have value from 0 to 65535 but was {port}.")
     timeout = default_pg_timeout if timeout is None else timeout
     if uses_agent_store():
         return _agent_store(host, port, world_size, timeout)
+    if outside := os.environ.get(STORE_VARIABLE):
+        host, port = split_address(outside)
+        return TCPStore(host, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
     return TCPStore(
         host,
         port,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self
 
 from rpcdist._cluster.joining import join_cluster
 from rpcdist._launch.background_ranks import BackgroundRanks
+from rpcdist._launch.job_plan import Role, plan_job, this_machine
 from rpcdist._launch.local_ranks import LocalRanks, RankTask
 from rpcdist._launch.outcome_errors import error_of, interrupted
 from rpcdist._launch.output import KEPT_LINES, JobOutput
@@ -23,7 +24,6 @@ from rpcdist._launch.rank_call import pickle_call
 from rpcdist._launch.rank_main import check_not_importing_main
 from rpcdist._launch.rendezvous_port import HOST, held_port
 from rpcdist._launch.reports import Raised
-from rpcdist._launch.roles import Role, plan_job, this_machine
 from rpcdist._launch.stop_signals import KeptInterrupt, StopSignals
 from rpcdist.errors import (
     AlreadyInitialized,

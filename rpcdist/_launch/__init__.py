@@ -12,8 +12,8 @@ The same program also runs under torchrun, which then starts the processes inste
 
 from __future__ import annotations
 
+from rpcdist._launch.job_plan import Role
 from rpcdist._launch.launching import launch
 from rpcdist._launch.placement import Placement, placement_from_environment
-from rpcdist._launch.roles import Role
 
 __all__ = ["Placement", "Role", "launch", "placement_from_environment"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rpcdist._launch.outcome_errors import error_of
-from rpcdist._launch.progress import Failed, Progress
-from rpcdist._launch.supervisor import Engine
+from rpcdist._launch.progress import Failed, Progress, restart_pause_s
+from rpcdist._launch.supervisor import RankEngine
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded
 from rpcdist.time_limits import LAUNCH_CAUSE_LIMIT_S, LAUNCH_EXIT_LIMIT_S, SELECT_LIMIT_S
@@ -26,11 +26,24 @@ class BackgroundRanks:
     Args:
         ranks: those to start.
         make_engine: makes the engine where they run, from a descriptor that wakes it when it is readable.
+        max_restarts: as in `Progress`.
     """
 
-    def __init__(self, ranks: Sequence[int], make_engine: Callable[[int], Engine]) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        make_engine: Callable[[int], RankEngine],
+        max_restarts: Mapping[int, int] | None = None,
+    ) -> None:
         self._ranks = ranks
-        self._progress = Progress(ranks, float("inf"), LAUNCH_CAUSE_LIMIT_S, LAUNCH_EXIT_LIMIT_S)
+        self._progress = Progress(
+            ranks,
+            float("inf"),
+            LAUNCH_CAUSE_LIMIT_S,
+            LAUNCH_EXIT_LIMIT_S,
+            max_restarts=max_restarts,
+            pause_s=restart_pause_s,
+        )
         self._error: BaseException | None = None  # of the thread: a process could not be started, or watched
         self._must_end = False  # `end` has been called
         self._changed = threading.Condition()  # guards all of these
@@ -75,16 +88,17 @@ class BackgroundRanks:
                 "or does an import wait for something?"
             )
 
-    def wait_until_ended(self) -> None:
-        """Waits until all have ended. Raises `DeadlineExceeded` after the limit for functions that have returned."""
+    def wait_until_ended(self, ranks: Sequence[int] | None = None) -> None:
+        """Waits until these have ended, or all. Raises `DeadlineExceeded` after the limit for what has returned."""
+        waited_for = self._ranks if ranks is None else ranks
 
         def have_ended() -> bool:
             self._check_watched()
-            return self._progress.all_have_ended()
+            return all(map(self._progress.has_ended, waited_for))
 
         if not self._wait_for(have_ended, Deadline.after(LAUNCH_EXIT_LIMIT_S)):
             with self._changed:
-                running = ", ".join(str(rank) for rank in self._ranks if not self._progress.has_ended(rank))
+                running = ", ".join(str(rank) for rank in waited_for if not self._progress.has_ended(rank))
             raise DeadlineExceeded(
                 f"{LAUNCH_EXIT_LIMIT_S:g} s after `shutdown` these ranks have not ended: {running}; is a thread still "
                 "running there?"
@@ -128,9 +142,10 @@ class BackgroundRanks:
         """One step of `run_job`, while other threads look at the progress."""
         with self._changed:
             starts = self._progress.to_start(time.monotonic())
+            next_start_s = self._progress.next_start() - time.monotonic()
         for rank, attempt in starts:
             self.engine.start(rank, attempt)
-        events = self.engine.reports(SELECT_LIMIT_S)
+        events = self.engine.reports(max(0.0, min(next_start_s, SELECT_LIMIT_S)))
         now = time.monotonic()
         with self._changed:
             for rank, event in events:

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from rpcdist._launch.job_records import Job, find_job, jobs, start_of
+from rpcdist._launch.job_plan import Role
+from rpcdist._launch.job_records import LaunchedJob, find_job, jobs, start_of
 from rpcdist._launch.launching import launch
-from rpcdist._launch.roles import Role
 from rpcdist.errors import ConfigError, RpcdistError
 from rpcdist.time_limits import JOB_STOP_LIMIT_S, SELECT_LIMIT_S
 
@@ -161,7 +161,7 @@ def _stop(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _has_ended(job: Job, limit_s: float) -> bool:
+def _has_ended(job: LaunchedJob, limit_s: float) -> bool:
     """Whether the program of a job ends within the limit."""
     end = time.monotonic() + limit_s
     try:

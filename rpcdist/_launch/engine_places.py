@@ -13,7 +13,7 @@ from typing import Final
 
 from rpcdist.errors import ConfigError
 
-__all__ = ["Place", "engine_places", "first_host"]
+__all__ = ["EnginePlace", "engine_places", "first_host"]
 
 LOOPBACK: Final = "127.0.0.1"
 TORCH_PORT: Final = 29500
@@ -24,7 +24,7 @@ _NUM_PORTS: Final = 10000
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class EnginePlace:
     """What an engine says.
 
     Attributes:
@@ -45,7 +45,7 @@ class Place:
     advice: str = ""
 
 
-def engine_places(environment: Mapping[str, str], own_name: Callable[[], str]) -> list[Place]:
+def engine_places(environment: Mapping[str, str], own_name: Callable[[], str]) -> list[EnginePlace]:
     """The places that all engines give, the innermost first.
 
     `mpirun` starts its daemons by Slurm, so a rank of it finds the place of its daemon in Slurm's variables: these are
@@ -62,7 +62,7 @@ def engine_places(environment: Mapping[str, str], own_name: Callable[[], str]) -
     return found
 
 
-def _open_mpi(environment: Mapping[str, str]) -> Place | None:
+def _open_mpi(environment: Mapping[str, str]) -> EnginePlace | None:
     if "OMPI_COMM_WORLD_RANK" not in environment:
         return None
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
@@ -70,7 +70,7 @@ def _open_mpi(environment: Mapping[str, str]) -> Place | None:
     on_one_host = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(size)
     host = LOOPBACK if on_one_host else _host_of_mpirun(environment, rank)
     job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", "")
-    return Place(says, rank, size, local_rank, None, host, _port(job), _set_address("mpirun -x MASTER_ADDR=host"))
+    return EnginePlace(says, rank, size, local_rank, None, host, _port(job), _set_address("mpirun -x MASTER_ADDR=host"))
 
 
 def _host_of_mpirun(environment: Mapping[str, str], rank: int) -> str | None:
@@ -81,7 +81,7 @@ def _host_of_mpirun(environment: Mapping[str, str], rank: int) -> str | None:
     return _host_in_uris([uri, *_pmix_uris(environment)])
 
 
-def _slurm(environment: Mapping[str, str]) -> Place | None:
+def _slurm(environment: Mapping[str, str]) -> EnginePlace | None:
     step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID")
     if step is None or "SLURM_PROCID" not in environment:  # a batch script has a SLURM_PROCID, and is no step
         return None
@@ -92,7 +92,7 @@ def _slurm(environment: Mapping[str, str]) -> Place | None:
     host = LOOPBACK if on_one_host else first_host(nodes)
     port = _port(f"{environment.get('SLURM_JOB_ID')}.{step}")
     node_rank = environment.get("SLURM_NODEID", "")
-    return Place(
+    return EnginePlace(
         says,
         rank,
         size,
@@ -110,13 +110,13 @@ def first_host(node_list: str) -> str:
     return re.sub(r"\[([^\]]*)\]", lambda numbers: re.split("[-,]", numbers[1])[0], first[0] if first else "")
 
 
-def _pmix(environment: Mapping[str, str]) -> Place | None:
+def _pmix(environment: Mapping[str, str]) -> EnginePlace | None:
     """PMIx has no variable for the size of the world: its launchers set their own, or the user sets WORLD_SIZE."""
     if "PMIX_RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
     says, (rank, size) = _read("PMIx", environment, ("PMIX_RANK", "WORLD_SIZE"))
     host = _host_in_uris(_pmix_uris(environment))
-    return Place(says, rank, size, None, None, host, _port(environment.get("PMIX_NAMESPACE", "")), _set_address())
+    return EnginePlace(says, rank, size, None, None, host, _port(environment.get("PMIX_NAMESPACE", "")), _set_address())
 
 
 def _pmix_uris(environment: Mapping[str, str]) -> list[str]:
@@ -133,7 +133,7 @@ def _host_in_uris(uris: Iterable[str]) -> str | None:
     return None
 
 
-def _kubeflow(environment: Mapping[str, str]) -> Place | None:
+def _kubeflow(environment: Mapping[str, str]) -> EnginePlace | None:
     if "PET_NNODES" not in environment or "PET_NODE_RANK" not in environment:
         return None
     per_node = environment.get("PET_NPROC_PER_NODE", "1")
@@ -147,7 +147,7 @@ def _kubeflow(environment: Mapping[str, str]) -> Place | None:
         )
     says, (rank, size) = _read("Kubeflow's Trainer", environment, ("PET_NODE_RANK", "PET_NNODES"))
     port = environment.get("PET_MASTER_PORT", "")
-    return Place(
+    return EnginePlace(
         says,
         rank,
         size,
@@ -159,7 +159,7 @@ def _kubeflow(environment: Mapping[str, str]) -> Place | None:
     )
 
 
-def _indexed_job(environment: Mapping[str, str], own_name: Callable[[], str]) -> Place | None:
+def _indexed_job(environment: Mapping[str, str], own_name: Callable[[], str]) -> EnginePlace | None:
     """A pod's full name is JOB-INDEX.SUBDOMAIN...; RANK beside it is that of a process which the pod has started."""
     if "JOB_COMPLETION_INDEX" not in environment or "WORLD_SIZE" not in environment or "RANK" in environment:
         return None
@@ -168,7 +168,7 @@ def _indexed_job(environment: Mapping[str, str], own_name: Callable[[], str]) ->
     job, dash, index = pod.rpartition("-")
     host = f"{job}-0.{subdomain}" if dot and dash and index == str(rank) else None
     advice = _set_address("a pod has a name for others when its template has a `subdomain`, that of a headless Service")
-    return Place(says, rank, size, 0, rank, host, TORCH_PORT, advice)
+    return EnginePlace(says, rank, size, 0, rank, host, TORCH_PORT, advice)
 
 
 def _set_address(how: str = "") -> str:

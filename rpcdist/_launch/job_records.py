@@ -19,10 +19,10 @@ from rpcdist.errors import ConfigError
 from rpcdist.private_files import why_not_private
 
 if TYPE_CHECKING:
+    from rpcdist._launch.job_plan import JobPlan
     from rpcdist._launch.progress import Progress
-    from rpcdist._launch.roles import JobPlan
 
-__all__ = ["Job", "JobRecord", "find_job", "jobs", "start_of"]
+__all__ = ["JobRecord", "LaunchedJob", "find_job", "jobs", "start_of"]
 
 logger = logging.getLogger("rpcdist.launch")
 
@@ -30,7 +30,7 @@ _SUFFIX: Final = ".json"
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class LaunchedJob:
     """What a file says: `pid` and `started` name the process that called `launch`, `states` those of the ranks."""
 
     name: str
@@ -60,7 +60,7 @@ class JobRecord:
     """
 
     def __init__(self, name: str | None, address: str, log_dir: str | None) -> None:
-        self._job = Job(name or address, address, os.getpid(), start_of(os.getpid()), log_dir)
+        self._job = LaunchedJob(name or address, address, os.getpid(), start_of(os.getpid()), log_dir)
         self._path: str | None = None
 
     def __enter__(self) -> Self:
@@ -96,7 +96,7 @@ class JobRecord:
             self._path = None
 
 
-def jobs() -> Iterator[Job]:
+def jobs() -> Iterator[LaunchedJob]:
     """The jobs of this user whose program runs. Files that a killed program left behind are removed."""
     try:
         folder = _folder(create=False)
@@ -109,7 +109,7 @@ def jobs() -> Iterator[Job]:
             continue
         try:
             with open(path) as file:
-                job = Job(**json.load(file))
+                job = LaunchedJob(**json.load(file))
         except (OSError, ValueError, TypeError):
             continue  # it ended just now, or another version wrote it
         if start_of(job.pid) == job.started != "":
@@ -119,7 +119,7 @@ def jobs() -> Iterator[Job]:
                 os.unlink(path)
 
 
-def find_job(wanted: str) -> Job:
+def find_job(wanted: str) -> LaunchedJob:
     """The job of this name or address. Raises `ConfigError`."""
     known = list(jobs())
     for job in known:

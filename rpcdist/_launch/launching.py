@@ -10,28 +10,22 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple, overload
 
+from rpcdist._launch.job_plan import JobPlan, Role, plan_job, this_machine
 from rpcdist._launch.job_records import JobRecord
 from rpcdist._launch.local_ranks import LocalRanks, RankTask
 from rpcdist._launch.outcome_errors import error_of, interrupted
 from rpcdist._launch.output import ERROR_LINES, JobOutput
 from rpcdist._launch.placement import Placement, placement_from_environment
-from rpcdist._launch.progress import Outcome, Progress, Succeeded
+from rpcdist._launch.progress import Outcome, Progress, Succeeded, restart_pause_s
 from rpcdist._launch.rank_call import load_result, pickle_call
 from rpcdist._launch.rank_main import check_not_importing_main
 from rpcdist._launch.rendezvous_port import HOST, held_port
-from rpcdist._launch.roles import JobPlan, Role, plan_job, this_machine
 from rpcdist._launch.stop_signals import StopSignals
 from rpcdist._launch.supervisor import run_job
-from rpcdist.backoff import backoff
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, ProcessFailed
 from rpcdist.own_shortage import check_can_start, names_shortage
-from rpcdist.time_limits import (
-    LAUNCH_CAUSE_LIMIT_S,
-    LAUNCH_EXIT_LIMIT_S,
-    RESTART_FIRST_PAUSE_S,
-    RESTART_LONGEST_PAUSE_S,
-)
+from rpcdist.time_limits import LAUNCH_CAUSE_LIMIT_S, LAUNCH_EXIT_LIMIT_S
 
 __all__ = ["check_join_timeout", "launch", "progress_of", "results_by_role", "results_of", "roles_of", "run_here"]
 
@@ -219,13 +213,8 @@ def progress_of(plan: JobPlan, join_timeout_s: float | None) -> Progress:
         LAUNCH_EXIT_LIMIT_S,
         max_restarts=plan.max_restarts,
         daemons=plan.daemons,
-        pause_s=_restart_pause_s,
+        pause_s=restart_pause_s,
     )
-
-
-def _restart_pause_s(number: int) -> float:
-    pauses = backoff(RESTART_FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S)
-    return [next(pauses) for _ in range(number)][-1]
 
 
 def results_of(

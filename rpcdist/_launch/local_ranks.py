@@ -12,7 +12,7 @@ from typing import Protocol
 from rpcdist._launch.output import JobOutput
 from rpcdist._launch.rank_call import RankCall
 from rpcdist._launch.rank_process import RankProcess, start_rank
-from rpcdist._launch.reports import Ended, Event, Ready
+from rpcdist._launch.reports import Event, ProcessEnded, Ready
 from rpcdist.deadline import Deadline
 from rpcdist.time_limits import LAUNCH_KILL_LIMIT_S, LAUNCH_TERMINATE_LIMIT_S, SELECT_LIMIT_S
 
@@ -33,7 +33,7 @@ class Wakes(Protocol):
 
 
 class LocalRanks:
-    """See `Engine`. `pause` may be called on any thread, all else on one.
+    """See `RankEngine`. `pause` may be called on any thread, all else on one.
 
     Args:
         tasks: by rank.
@@ -120,7 +120,7 @@ class LocalRanks:
             return reports
         if process not in self._reported:
             process.kill_group()  # before it is reaped
-        return [*reports, Ended(self._reap(process), alive_at)]
+        return [*reports, ProcessEnded(self._reap(process), alive_at)]
 
     def _reap(self, process: RankProcess) -> int | None:
         """The return code of a process that ends now; its output is complete then."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from rpcdist._launch.engine_places import Place, engine_places
+from rpcdist._launch.engine_places import EnginePlace, engine_places
 from rpcdist.errors import ConfigError
 
 __all__ = [
@@ -129,7 +129,9 @@ def torch_variables(environment: Mapping[str, str], own_name: Callable[[], str])
     return {name: str(value) for name, value in zip(_VARIABLES, implied, strict=True) if value is not None} | found
 
 
-def _engine_of(environment: Mapping[str, str], own_name: Callable[[], str], also_of_one: bool = False) -> Place | None:
+def _engine_of(
+    environment: Mapping[str, str], own_name: Callable[[], str], also_of_one: bool = False
+) -> EnginePlace | None:
     """The engine that started this process, whose word agrees with torch's variables and with the other engines."""
     if "TORCHELASTIC_RUN_ID" in environment:
         return None
@@ -146,7 +148,7 @@ def _engine_of(environment: Mapping[str, str], own_name: Callable[[], str], also
     return next(iter(several or (places if also_of_one else ())), None)
 
 
-def _may_be(rank: int | None, size: int | None, place: Place) -> bool:
+def _may_be(rank: int | None, size: int | None, place: EnginePlace) -> bool:
     """Whether torch's variables fit an engine's: they say the same, or this process is one of several of its task."""
     if rank is None or size is None:
         return rank in (None, place.rank) and size in (None, place.world_size)
@@ -161,7 +163,7 @@ def _contradiction(one: str, other: str) -> ConfigError:
     )
 
 
-def _placement(place: Place, environment: Mapping[str, str]) -> Placement:
+def _placement(place: EnginePlace, environment: Mapping[str, str]) -> Placement:
     host = environment.get("MASTER_ADDR") or place.host
     port = _number(environment, "MASTER_PORT")
     return Placement(

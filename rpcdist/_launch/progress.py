@@ -17,16 +17,18 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from rpcdist._launch.reports import Ended, Event, Exited, Raised, Ready, Returned
+from rpcdist._launch.reports import Event, Exited, ProcessEnded, Raised, Ready, Returned
+from rpcdist.backoff import backoff
+from rpcdist.time_limits import RESTART_FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S
 
-__all__ = ["Died", "Failed", "Late", "Outcome", "Progress", "Stuck", "Succeeded"]
+__all__ = ["Died", "Failed", "Late", "Outcome", "Progress", "Stuck", "Succeeded", "restart_pause_s"]
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
     """The process ended without a report, or with an exit code other than 0 after the function had returned.
 
-    `returncode`, `alive_at` and `reason` are those of `Ended`.
+    `returncode`, `alive_at` and `reason` are those of `ProcessEnded`.
     """
 
     returncode: int | None
@@ -131,7 +133,7 @@ class Progress:
 
     def take(self, rank: int, event: Event, now: float) -> None:
         """Takes in what an engine has said of a rank."""
-        if isinstance(event, Ended):
+        if isinstance(event, ProcessEnded):
             self._take_end(rank, event, now)
         elif isinstance(event, Ready):
             self._ready.add(rank)
@@ -168,6 +170,10 @@ class Progress:
         """When `outcome` or `to_start` may change though nothing is reported; infinity for never."""
         return min(self._deadline, self._cause_deadline, *self._exit_deadlines.values(), *self._due.values())
 
+    def next_start(self) -> float:
+        """When the next rank has to be started; infinity for never."""
+        return min(self._due.values(), default=math.inf)
+
     def state(self, rank: int) -> str:
         """What a rank does, or what became of it, in words."""
         if rank in self._failures:
@@ -197,7 +203,7 @@ class Progress:
         """Whether its function has ended, or its process is gone for good."""
         return rank in self._ended or rank in self._results or rank in self._failures
 
-    def _take_end(self, rank: int, end: Ended, now: float) -> None:
+    def _take_end(self, rank: int, end: ProcessEnded, now: float) -> None:
         self._exit_deadlines.pop(rank, None)
         has_returned = rank in self._results
         if rank not in self._failures and not (has_returned and end.returncode == 0):
@@ -236,3 +242,9 @@ def _order(failure: tuple[int, Died | Exited | Raised]) -> tuple[bool, float, in
     rank, cause = failure
     moment = cause.alive_at if isinstance(cause, Died) else cause.moment
     return _may_be_consequence(cause), moment, rank
+
+
+def restart_pause_s(number: int) -> float:
+    """How long to wait before restart `number` of a rank: longer each time, and random, so that ranks differ."""
+    pauses = backoff(RESTART_FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S)
+    return [next(pauses) for _ in range(number)][-1]

@@ -15,7 +15,7 @@ HOST: Final = "127.0.0.1"
 
 
 @contextmanager
-def held_port(port: int) -> Iterator[int]:
+def held_port(port: int, host: str = HOST) -> Iterator[int]:
     """A port on which rank 0 can listen, and no other program meanwhile.
 
     Our socket is bound but does not listen. With SO_REUSEADDR on both sides, the kernel lets a second socket bind and
@@ -27,7 +27,7 @@ def held_port(port: int) -> Iterator[int]:
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            holder.bind((HOST, port))
+            holder.bind((host, port))
         except OSError as exc:
             raise ConfigError(f"master_port {port}: {exc.strerror}") from exc
         yield holder.getsockname()[1]

@@ -16,7 +16,18 @@ from typing import Final
 
 from rpcdist.errors import GroupAborted
 
-__all__ = ["Ended", "Event", "Exited", "Inbox", "Raised", "Ready", "Report", "Returned", "frame", "report_of_exception"]
+__all__ = [
+    "Event",
+    "Exited",
+    "Inbox",
+    "ProcessEnded",
+    "Raised",
+    "Ready",
+    "Report",
+    "Returned",
+    "frame",
+    "report_of_exception",
+]
 
 _LENGTH: Final = struct.Struct("<Q")
 
@@ -60,7 +71,7 @@ class Raised:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ProcessEnded:
     """The process is gone: said by the engine that started it.
 
     Attributes:
@@ -77,7 +88,7 @@ class Ended:
 
 
 Report = Returned | Exited | Raised
-Event = Ready | Report | Ended
+Event = Ready | Report | ProcessEnded
 
 
 def report_of_exception(error: BaseException) -> Report:

@@ -14,10 +14,10 @@ from rpcdist._launch.progress import Outcome, Progress
 from rpcdist._launch.reports import Event
 from rpcdist._launch.stop_signals import StopSignals
 
-__all__ = ["Engine", "run_job"]
+__all__ = ["RankEngine", "run_job"]
 
 
-class Engine(Protocol):
+class RankEngine(Protocol):
     """Starts processes of ranks, says what they report, and ends them. Used on one thread."""
 
     def start(self, rank: int, attempt: int) -> None:
@@ -38,7 +38,7 @@ class Engine(Protocol):
 
 
 def run_job(
-    engine: Engine, progress: Progress, stop: StopSignals, changed: Callable[[], object] = lambda: None
+    engine: RankEngine, progress: Progress, stop: StopSignals, changed: Callable[[], object] = lambda: None
 ) -> Outcome | signal.Signals:
     """Starts the ranks and waits for the outcome; when this returns or raises, all processes have ended.
 

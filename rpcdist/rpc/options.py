@@ -11,6 +11,7 @@ devices and the device maps may be changed until `init_rpc` reads them.
 from __future__ import annotations
 
 import fnmatch
+import os
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -133,7 +134,8 @@ class RpcOptions(RpcBackendOptions):
         token: the job's secret; by default `RPCDIST_TOKEN`, or else a file that only this user can read.
         tls: False turns encryption off, for networks that are declared trusted; None does what `RPCDIST_TLS` says;
             `TlsOptions` names certificates of your own.
-        by_value: send functions that the callee cannot import (lambdas, local functions) as code, by cloudpickle.
+        by_value: send functions that the callee cannot import (lambdas, local functions) as code, by cloudpickle; False
+            by default.
         allow_functions: patterns `module:qualname` of the callables that peers may call; None allows all. `*` and `?`
             are wildcards, so `torch:*` allows every function of the module `torch`, but not of `torch.nn`. A name for
             which a wildcard stands is looked for in the dictionaries of modules and classes alone, without their
@@ -181,7 +183,7 @@ class RpcOptions(RpcBackendOptions):
         job: str | None = None,
         token: str | bytes | None = None,
         tls: bool | TlsOptions | None = None,
-        by_value: bool = False,
+        by_value: bool | None = None,
         allow_functions: Sequence[str] | None = None,
         allow_pickle: bool = True,
         autograd_mode: str = "smart",
@@ -209,7 +211,8 @@ class RpcOptions(RpcBackendOptions):
         self.job = _job(job)
         self.token = _token(token)
         self.tls = _tls(tls)
-        self.by_value = by_value
+        # A launcher says so where the ranks cannot import the program, as those of a notebook on Ray.
+        self.by_value = os.environ.get("RPCDIST_BY_VALUE") == "1" if by_value is None else by_value
         self.allow_functions = None if allow_functions is None else tuple(map(_pattern, allow_functions))
         self.allow_pickle = allow_pickle
         if autograd_mode not in ("smart", "fast"):

@@ -1,7 +1,8 @@
 """The job token: the secret that all processes of a job share, and where it comes from.
 
-In this order: the option given in code, the environment variable `RPCDIST_TOKEN`, and a file of the user's own, which
-is created with a random token where there is none. So one machine, and a cluster with a shared home, need no set-up.
+In this order: the option given in code, the one that an engine brought, the environment variable `RPCDIST_TOKEN`, and a
+file of the user's own, which is created with a random token where there is none. So one machine, and a cluster with a
+shared home, need no set-up.
 """
 
 from __future__ import annotations
@@ -15,18 +16,33 @@ from typing import Final
 from rpcdist.errors import ConfigError
 from rpcdist.private_files import why_not_private
 
-__all__ = ["MIN_TOKEN_LENGTH", "describe_token_source", "job_token", "token_path"]
+__all__ = ["MIN_TOKEN_LENGTH", "bring_job_token", "describe_token_source", "job_token", "token_path"]
 
 TOKEN_VARIABLE: Final = "RPCDIST_TOKEN"
 FILE_VARIABLE: Final = "RPCDIST_TOKEN_FILE"
 MIN_TOKEN_LENGTH: Final = 16
 """A recorded handshake can be used to try tokens offline, so short ones are refused; 16 random characters are safe."""
 
+_BROUGHT: Final = "the token that the engine brought"
 _MAX_TOKEN_LENGTH: Final = 4096
 _MIN_DIFFERENT: Final = 6  # characters; of 16 random hexadecimal digits fewer are different once in 2000 times
 _ADVICE: Final = "Make a good one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
 # What a file system answers that has no hard links (vfat, some network and container mounts).
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
+
+
+_brought: list[str] = []
+"""What `bring_job_token` was given last: of this process, and not in its environment, which others can read."""
+
+
+def bring_job_token(token: str) -> None:
+    """Sets the token of this process: an engine that starts it has another way to hand it over than its environment.
+
+    Raises:
+        ConfigError: as `job_token`.
+    """
+    _checked(token, _BROUGHT)
+    _brought[:] = [token]
 
 
 def job_token(explicit: str | None = None) -> bytes:
@@ -44,6 +60,8 @@ def job_token(explicit: str | None = None) -> bytes:
     """
     if explicit is not None:
         return _checked(explicit, "the token option")
+    if _brought:
+        return _checked(_brought[0], _BROUGHT)
     from_environment = os.environ.get(TOKEN_VARIABLE)
     if from_environment is not None:
         return _checked(from_environment, f"the environment variable {TOKEN_VARIABLE}")
@@ -54,6 +72,8 @@ def describe_token_source(explicit: str | None = None) -> str:
     """Says where `job_token` takes the token from, for error messages; never contains the token, never raises."""
     if explicit is not None:
         return "the token given as an option"
+    if _brought:
+        return _BROUGHT
     if TOKEN_VARIABLE in os.environ:
         return f"the token in the environment variable {TOKEN_VARIABLE}"
     try:

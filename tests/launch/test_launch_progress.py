@@ -6,7 +6,17 @@ import pytest
 
 from rpcdist import Placement, placement_from_environment
 from rpcdist._launch.progress import Died, Failed, Late, Outcome, Progress, Stuck, Succeeded
-from rpcdist._launch.reports import Ended, Exited, Inbox, Raised, Ready, Report, Returned, frame, report_of_exception
+from rpcdist._launch.reports import (
+    Exited,
+    Inbox,
+    ProcessEnded,
+    Raised,
+    Ready,
+    Report,
+    Returned,
+    frame,
+    report_of_exception,
+)
 from rpcdist.errors import ConfigError, RankLost
 
 CAUSE_LIMIT_S, EXIT_LIMIT_S = 1.0, 60.0
@@ -19,7 +29,7 @@ def outcome_of(events: list[Event], now: float, world_size: int = 2, deadline: f
     for moment, rank, what in events:
         alive_at = max((earlier for earlier, *_ in events if earlier < moment), default=0.0)
         if isinstance(what, (int, type(None))):
-            progress.take(rank, Ended(what, alive_at), moment)
+            progress.take(rank, ProcessEnded(what, alive_at), moment)
         else:
             progress.take(rank, what, moment)
     return progress.outcome(now)
@@ -75,7 +85,7 @@ def test_the_next_deadline_is_the_earliest() -> None:
     assert progress.next_deadline() == 100.0
     progress.take(0, DONE, 2.0)
     assert progress.next_deadline() == 62.0
-    progress.take(0, Ended(0, 2.0), 3.0)
+    progress.take(0, ProcessEnded(0, 2.0), 3.0)
     assert progress.next_deadline() == 100.0
     progress.take(1, LOST, 4.0)
     assert progress.next_deadline() == 5.0

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from rpcdist import Role
+from rpcdist._launch.job_plan import Machine, plan_job, this_machine
 from rpcdist._launch.progress import Died, Failed, Progress, Succeeded
-from rpcdist._launch.reports import Ended, Event, Exited, Raised, Ready, Returned
-from rpcdist._launch.roles import Machine, plan_job, this_machine
+from rpcdist._launch.reports import Event, Exited, ProcessEnded, Raised, Ready, Returned
 from rpcdist.errors import ConfigError
 
 MACHINE = Machine(8, ("0", "1", "5"))
 DONE = Returned(b"done")
 LOST = Raised("RankLost", "traceback", True, 1.0)
-KILLED = Ended(-9, 0.0)
+KILLED = ProcessEnded(-9, 0.0)
 
 
 def variables(role: Role, *more: Role, environment: dict[str, str] | None = None) -> list[dict[str, str]]:
@@ -119,11 +119,13 @@ def test_a_lost_process_is_started_again_after_a_pause_that_grows() -> None:
     assert job.state(1) == (
         "was killed by SIGKILL before its function returned, and starts again (restarted 1 of 2 times)"
     )
+    assert job.next_start() == 11.0
     assert job.to_start(11.0) == [(1, 1)]
+    assert job.next_start() == math.inf
     assert job.state(1) == "starts (restarted 1 of 2 times)"
     take(job, (12.0, 1, KILLED))
     assert job.to_start(31.9) == [] and job.to_start(32.0) == [(1, 2)]
-    take(job, (33.0, 1, DONE), (33.0, 0, DONE), (33.0, 1, Ended(0, 33.0)), (33.0, 0, Ended(0, 33.0)))
+    take(job, (33.0, 1, DONE), (33.0, 0, DONE), (33.0, 1, ProcessEnded(0, 33.0)), (33.0, 0, ProcessEnded(0, 33.0)))
     assert job.outcome(33.0) == Succeeded((b"done", b"done"))
     assert job.losses() == {1: "was killed by SIGKILL before its function returned"}
     assert (job.num_restarts(0), job.num_restarts(1)) == (0, 2)
@@ -139,9 +141,9 @@ def test_the_last_restart_is_the_last() -> None:
 
 def test_what_the_engine_lost_before_it_ran_counts_as_no_restart() -> None:
     job = progress()
-    take(job, (1.0, 0, Ended(None, 1.0, "the node died", has_run=False)))
+    take(job, (1.0, 0, ProcessEnded(None, 1.0, "the node died", has_run=False)))
     assert job.to_start(11.0) == [(0, 1)] and job.num_restarts(0) == 0
-    take(job, (12.0, 0, Ended(None, 12.0, "the node died")))
+    take(job, (12.0, 0, ProcessEnded(None, 12.0, "the node died")))
     assert job.outcome(12.0) == Failed(0, Died(None, 12.0, False, "the node died"))
     assert job.state(0) == "was lost: the node died"
 
@@ -149,7 +151,7 @@ def test_what_the_engine_lost_before_it_ran_counts_as_no_restart() -> None:
 @pytest.mark.parametrize("report", [Raised("ValueError", "", False, 1.0), Exited(3, 1.0)])
 def test_an_exception_is_no_loss(report: Raised | Exited) -> None:
     job = progress(max_restarts={1: 5})
-    take(job, (1.0, 1, report), (1.0, 1, Ended(1, 1.0)))
+    take(job, (1.0, 1, report), (1.0, 1, ProcessEnded(1, 1.0)))
     assert job.outcome(1.0) == Failed(1, report)
     assert job.state(1) == ("raised ValueError" if isinstance(report, Raised) else "exited with 3")
 
@@ -166,7 +168,7 @@ def test_a_job_does_not_wait_for_daemons() -> None:
     job = progress(daemons={1})
     take(job, (1.0, 1, Ready()), (1.0, 0, DONE))
     assert job.outcome(1.0) is None
-    take(job, (2.0, 0, Ended(0, 2.0)))
+    take(job, (2.0, 0, ProcessEnded(0, 2.0)))
     assert job.outcome(2.0) == Succeeded((b"done", None))
     assert (job.is_over(0), job.is_over(1), job.state(1)) == (True, False, "runs")
 

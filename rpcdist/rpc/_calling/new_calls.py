@@ -151,9 +151,8 @@ class NewCalls:
         call, message, large = made
         if not isinstance(message, CompactCall) or message.context or message.result or message.target:
             return None
-        describe = partial(self._describe, to, message.function)
         pending = PendingCall(
-            self._owner, self._next_id(), to, describe, call.deadline, call.timeout_s, reply_sink, USER_CALL
+            self._owner, self._next_id(), to, call.called, call.deadline, call.timeout_s, reply_sink, USER_CALL
         )
         return pending, CompactCall(pending.id, message.function, 0, message.body, message.num_tensors), large
 

@@ -1,0 +1,304 @@
+"""`rpcdist.ray.Cluster`: this process and actors of Ray are the workers of a job, while a `with` block lasts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+
+from rpcdist import rpc
+from rpcdist._launch.background_ranks import BackgroundRanks
+from rpcdist._launch.job_plan import RankPlan, Role, check_environment
+from rpcdist._launch.outcome_errors import error_of, interrupted
+from rpcdist._launch.placement import placement_from_environment
+from rpcdist._launch.rank_call import main_has_a_file, pickle_call
+from rpcdist._launch.rank_main import check_not_importing_main
+from rpcdist._launch.rendezvous_port import held_port
+from rpcdist._launch.reports import Raised
+from rpcdist._launch.stop_signals import StopSignals
+from rpcdist.deadline import Deadline
+from rpcdist.errors import AlreadyInitialized, ConfigError, DeadlineExceeded, NotInitialized, RpcdistError, WorkerLost
+from rpcdist.ids import check_worker_name
+from rpcdist.off_loop import run_in_thread
+from rpcdist.ray._ray_launch import main_module, reserve, say_where
+from rpcdist.ray._ray_ranks import RayRanks
+from rpcdist.rpc import RpcOptions
+from rpcdist.time_limits import CLUSTER_NOTICE_S, CLUSTER_START_LIMIT_S
+from rpcdist.transport.token import job_token
+
+__all__ = ["Cluster"]
+
+
+@dataclass(frozen=True, slots=True)
+class _StartedWorkers:
+    """Workers that were started together: by rank, and what watches their actors."""
+
+    names: Mapping[int, str]
+    ranks: BackgroundRanks
+
+
+class Cluster:
+    """A job on Ray: this process is its worker of rank 0, `worker0`, and the others are actors on Ray's nodes.
+
+        with rpcdist.ray.Cluster(8, resources={"GPU": 1}) as cluster:
+            rpc.rpc_sync("worker7", pow, (2, 10))
+            cluster.add("extra")
+            cluster.remove("worker3")
+
+    As `rpcdist.LocalCluster`, but workers come and go (`rpc.workers()`, `world_size=None`). Use `async with` in a
+    coroutine, and `await cluster.start_async()` and `await cluster.close_async()` in a notebook. When the block is left
+    by an exception, the actors are killed.
+
+    Args:
+        workers: how many there are, this process included; or their names.
+        resources: of each other worker, e.g. `{"CPU": 2, "GPU": 1}`; by default one CPU. This process takes none.
+        options: for all workers; `init_method` is chosen here.
+        env: environment variables of the other workers.
+        max_restarts: how often a worker is started again whose process or node is lost.
+        join_timeout_s: limit of the start, and of each `add`, in seconds; None waits for Ray's resources without limit.
+        strategy, runtime_env: as in `rpcdist.ray.launch`.
+
+    Raises:
+        ConfigError: an argument is wrong, or the cluster does not have what the workers ask for.
+        AlreadyInitialized: this process is a worker already.
+        ProcessFailed: a worker failed before it had joined.
+        DeadlineExceeded: the workers did not come in time.
+    """
+
+    def __init__(
+        self,
+        workers: int | Sequence[str],
+        *,
+        resources: Mapping[str, float] | None = None,
+        options: RpcOptions | None = None,
+        env: Mapping[str, str] | None = None,
+        max_restarts: int = 0,
+        join_timeout_s: float | None = None,
+        strategy: str = "PACK",
+        runtime_env: dict[str, Any] | None = None,
+    ) -> None:
+        names = [f"worker{rank}" for rank in range(workers)] if isinstance(workers, int) else list(workers)
+        if not names or isinstance(workers, str):
+            raise ConfigError(f"workers={workers!r}: give the number of workers, at least 1, or a list of their names")
+        if len(set(names)) < len(names):
+            raise ConfigError(f"workers={workers!r}: a name is there twice; give every worker its own")
+        for name in names:
+            check_worker_name(name)
+        check_environment(env or {})
+        self._first_names = names
+        self._resources = resources
+        self._options = RpcOptions() if options is None else copy.copy(options)
+        self._env = dict(env or {})
+        self._max_restarts = max_restarts
+        self._join_timeout_s = join_timeout_s
+        self._strategy = strategy
+        self._runtime_env = runtime_env
+        self._batches: list[_StartedWorkers] = []
+        self._held = ExitStack()  # the port
+        self._next_rank = 1
+        self._is_worker = False
+
+    def __repr__(self) -> str:
+        return f"<Cluster on Ray of {', '.join(self.names)}{'' if self._is_worker else ' [closed]'}>"
+
+    @property
+    def names(self) -> list[str]:
+        """The workers that were started and not removed, this process first."""
+        return [self._first_names[0], *(name for batch in self._batches for name in batch.names.values())]
+
+    def start(self) -> Self:
+        """Joins the job and starts the others; blocks until all have joined. Errors: see the class."""
+        check_not_importing_main("rpcdist.ray.Cluster")
+        if placement_from_environment() is not None:
+            raise ConfigError(
+                "a launcher started this process as one of several: start one process, and the cluster starts the "
+                "others; or call rpc.init_rpc(name) in each"
+            )
+        if rpc.api._is_current_rpc_agent_set():
+            raise AlreadyInitialized("this process is a worker already: call rpc.shutdown() before rpcdist.ray.Cluster")
+        if not ray.is_initialized():
+            ray.init(log_to_driver=True)
+        try:
+            host = ray.util.get_node_ip_address()
+            port = self._held.enter_context(held_port(0, host))
+            self._options.init_method = f"tcp://{host}:{port}"
+            if not main_has_a_file():
+                self._options.by_value = True
+            rpc.init_rpc(self._first_names[0], rank=0, rpc_backend_options=copy.copy(self._options))
+            self._is_worker = True
+            if self._first_names[1:]:
+                self._add(self._first_names[1:], self._resources, self._env)
+        except BaseException as error:
+            self._abandon()
+            if type(error) is KeyboardInterrupt:
+                raise interrupted() from None
+            raise
+        return self
+
+    def add(
+        self,
+        name: str | None = None,
+        *,
+        resources: Mapping[str, float] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> str:
+        """Starts one more worker, and returns its name when it has joined: by default `worker` and its rank.
+
+        Without `resources` and `env` it gets those of the others. Errors: see the class.
+        """
+        self._check_open()
+        name = f"worker{self._next_rank}" if name is None else name
+        check_worker_name(name)
+        if name in self.names:
+            raise ConfigError(f"there is a worker {name!r} already: {', '.join(self.names)}")
+        check_environment(env or {})
+        self._add([name], resources or self._resources, dict(self._env if env is None else env))
+        return name
+
+    def remove(self, name: str) -> None:
+        """Has a worker finish what it does, leave the job, and end.
+
+        Raises:
+            ConfigError: no worker has this name, or it is this process.
+            WorkerLost: it was lost before.
+            DeadlineExceeded: it did not end; then it is killed at the end of the cluster.
+        """
+        self._check_open()
+        batch = next((batch for batch in self._batches if name in batch.names.values()), None)
+        if batch is None:
+            raise ConfigError(f"{name!r} is no worker that can be removed; there are {', '.join(self.names[1:])}")
+        rank = next(rank for rank, its in batch.names.items() if its == name)
+        rpc.stop_serving(name)
+        batch.ranks.wait_until_ended([rank])
+        names = {other: its for other, its in batch.names.items() if other != rank}
+        self._batches.remove(batch)
+        if names:
+            self._batches.append(_StartedWorkers(names, batch.ranks))
+        else:
+            batch.ranks.end()
+
+    def close(self) -> None:
+        """Has all workers finish and leave, and waits for the ends of their actors.
+
+        Raises:
+            ProcessFailed: the end of a worker failed.
+            DeadlineExceeded: an actor did not end.
+        """
+        if not self._is_worker:
+            return
+        try:
+            for name in self.names[1:]:
+                with suppress(WorkerLost):  # nobody is there to be told
+                    rpc.stop_serving(name)
+            if rpc.api._is_current_rpc_agent_set():
+                rpc.shutdown()
+            self._is_worker = False
+            for batch in self._batches:
+                batch.ranks.wait_until_ended(list(batch.names))
+                failure = batch.ranks.failure()
+                if failure is not None and isinstance(failure.cause, Raised):
+                    raise error_of(failure, len(self.names))
+        except KeyboardInterrupt:
+            self._abandon()
+            raise interrupted() from None
+        finally:
+            self._abandon()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        self._abandon()
+        if kind is KeyboardInterrupt:
+            raise interrupted() from None
+
+    async def start_async(self) -> Self:
+        """`start` for coroutines and notebooks: the event loop goes on. Cancelled, it leaves nothing behind."""
+        await run_in_thread(self.start, self._abandon, name="rpcdist-cluster-start")
+        return self
+
+    async def close_async(self) -> None:
+        """`close` for coroutines and notebooks. Cancelled while it waits for the others, the job ends at once."""
+        await run_in_thread(self.close, self._abandon, name="rpcdist-cluster-end")
+
+    async def __aenter__(self) -> Self:
+        return await self.start_async()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await run_in_thread(partial(self.__exit__, kind, error, traceback), self._abandon, name="rpcdist-cluster-end")
+
+    def _check_open(self) -> None:
+        if not self._is_worker:
+            raise NotInitialized("the cluster is not open: use it in its `with` block")
+
+    def _add(self, names: Sequence[str], resources: Mapping[str, float] | None, env: Mapping[str, str]) -> None:
+        deadline = Deadline.after(self._join_timeout_s)
+        ranks = range(self._next_rank, self._next_rank + len(names))
+        self._next_rank += len(names)
+        by_rank = dict(zip(ranks, names, strict=True))
+        role = Role("worker", join_and_serve, len(names), resources=resources, max_restarts=self._max_restarts)
+        plans = {rank: RankPlan(name, role, {**env, "RANK": str(rank)}) for rank, name in by_rank.items()}
+        with StopSignals() as stop:
+            group = reserve(list(plans.values()), self._strategy, deadline, stop)
+            if group is None:
+                raise interrupted() if stop.received else DeadlineExceeded("Ray had no room for the workers in time")
+        call = pickle_call(join_and_serve, (by_rank, self._options), imports=("rpcdist.rpc",))
+        token = job_token(self._options.token if isinstance(self._options.token, str) else None)
+        make_engine = partial(
+            RayRanks,
+            plans,
+            {role.name: call},
+            {},
+            token.decode("utf-8", "surrogateescape"),
+            main_module(),
+            group,
+            self._runtime_env,
+            placed=partial(say_where, plans),
+        )
+        batch = _StartedWorkers(by_rank, BackgroundRanks(ranks, make_engine, dict.fromkeys(ranks, self._max_restarts)))
+        self._batches.append(batch)
+        batch.ranks.start()
+        limit_s = min(deadline.remaining_s(), CLUSTER_START_LIMIT_S)
+        batch.ranks.wait_until_ready(limit_s, min(limit_s, CLUSTER_NOTICE_S), lambda missing: None)
+        try:
+            for name in names:
+                rpc.wait_for_worker(name, timeout=min(deadline.remaining_s(), CLUSTER_START_LIMIT_S))
+        except RpcdistError as error:
+            failure = batch.ranks.failure()
+            if failure is None:
+                raise
+            raise error_of(failure, len(self.names)) from error
+
+    def _abandon(self) -> None:
+        """Ends what is left of the job at once."""
+        with StopSignals():  # a second Ctrl-C does not interrupt this, which takes seconds at most
+            batches, self._batches = self._batches, []
+            try:
+                if self._is_worker:
+                    self._is_worker = False
+                    with suppress(NotInitialized):  # the block has done it
+                        rpc.shutdown(graceful=False)
+            finally:
+                for engine in {id(batch.ranks): batch.ranks for batch in batches}.values():
+                    engine.end()
+                self._held.close()
+
+
+def join_and_serve(rank: int, names: Mapping[int, str], options: RpcOptions) -> None:
+    """What the actor of a worker runs: it joins, and serves until it is told to stop."""
+    rpc.init_rpc(names[rank], rank=rank, rpc_backend_options=options)
+    rpc.serve()
+    rpc.shutdown()

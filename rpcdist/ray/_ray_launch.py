@@ -1,0 +1,237 @@
+"""`rpcdist.ray.launch`: the ranks of a job on Ray's nodes."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar, TypeVarTuple, overload
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from rpcdist._launch.job_plan import JobPlan, RankPlan, Role, plan_job
+from rpcdist._launch.job_records import JobRecord
+from rpcdist._launch.launching import check_join_timeout, progress_of, results_by_role, results_of, roles_of, run_here
+from rpcdist._launch.output import JobOutput
+from rpcdist._launch.placement import placement_from_environment
+from rpcdist._launch.progress import Late, Outcome, Progress
+from rpcdist._launch.rank_call import RankCall, main_has_a_file, pickle_call
+from rpcdist._launch.rank_main import check_not_importing_main
+from rpcdist._launch.stop_signals import StopSignals
+from rpcdist._launch.supervisor import run_job
+from rpcdist.deadline import Deadline
+from rpcdist.errors import ConfigError
+from rpcdist.ray._rank_actor import MainModule, Where
+from rpcdist.ray._ray_ranks import RayRanks
+from rpcdist.time_limits import INIT_NOTICE_S, SELECT_LIMIT_S
+
+__all__ = ["launch", "main_module", "reserve", "say_where"]
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+Variables = Mapping[str, str] | Sequence[Mapping[str, str]]
+
+
+@overload
+def launch(
+    function: Callable[[int, *Ts], T],
+    args: tuple[*Ts] = ...,
+    *,
+    workers: int,
+    resources: Mapping[str, float] | None = None,
+    max_restarts: int = 0,
+    join_timeout_s: float | None = None,
+    env: Variables | None = None,
+    strategy: str = "PACK",
+    runtime_env: dict[str, Any] | None = None,
+    name: str | None = None,
+) -> list[T]: ...
+
+
+@overload
+def launch(
+    *,
+    roles: Sequence[Role],
+    join_timeout_s: float | None = None,
+    env: Mapping[str, str] | None = None,
+    strategy: str = "PACK",
+    runtime_env: dict[str, Any] | None = None,
+    name: str | None = None,
+) -> dict[str, list[Any]]: ...
+
+
+def launch(
+    function: Callable[..., Any] | None = None,
+    args: tuple[Any, ...] = (),
+    *,
+    workers: int | None = None,
+    roles: Sequence[Role] | None = None,
+    resources: Mapping[str, float] | None = None,
+    max_restarts: int = 0,
+    join_timeout_s: float | None = None,
+    env: Variables | None = None,
+    strategy: str = "PACK",
+    runtime_env: dict[str, Any] | None = None,
+    name: str | None = None,
+) -> list[Any] | dict[str, list[Any]]:
+    """`rpcdist.launch`, on the nodes of Ray: each rank is an actor's process. Connects to Ray where that is not done.
+
+    This process serves the store at which the ranks meet, so that rank 0, too, can be lost, and come back on another
+    node. A rank whose process or node is lost is started again `max_restarts` times under its rank and name; the others
+    go on. The job token travels in a call of an actor: it is in no environment and in no file.
+
+    The script of this program is imported at the nodes, so the call is under `if __name__ == "__main__":`. In a
+    notebook, functions and classes go by value.
+
+    Args:
+        function, args, workers, roles, max_restarts, name: as in `rpcdist.launch`.
+        resources: of each rank, e.g. `{"CPU": 2, "GPU": 1}`; by default one CPU.
+        join_timeout_s: limit for the whole job in seconds, the wait for Ray's resources included.
+        env: environment variables of the ranks; that of this process does not travel.
+        strategy: how Ray places the ranks on its nodes: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
+        runtime_env: what Ray installs for the ranks; `{"working_dir": "."}` ships the folder of the script.
+
+    Raises:
+        ProcessFailed, SerializationError, SystemExit: as `rpcdist.launch`.
+        DeadlineExceeded: the job did not end within `join_timeout_s`.
+        ConfigError: an argument is wrong, or the cluster does not have what the ranks ask for.
+    """
+    check_not_importing_main("rpcdist.ray.launch")
+    check_join_timeout(join_timeout_s)
+    all_roles, common = roles_of(function, args, workers, roles, env, max_restarts, resources)
+    plan = plan_job(all_roles, common, {}, None, named=roles is not None)
+    placement = placement_from_environment()
+    if placement is not None:
+        return run_here(placement, plan, by_role=roles is not None)
+    calls = {role.name: pickle_call(role.function, role.args) for role in all_roles}
+    if not ray.is_initialized():
+        ray.init(log_to_driver=True)
+    deadline = Deadline.after(join_timeout_s)
+    progress = progress_of(plan, join_timeout_s)
+    with StopSignals() as stop:
+        group = reserve(plan.ranks, strategy, deadline, stop)
+        if group is None:
+            outcome: Any = stop.received or Late(tuple(range(len(plan.ranks))))
+        else:
+            outcome = _run(plan, calls, group, runtime_env, progress, stop, name)
+    results = results_of(outcome, plan, progress, JobOutput(), join_timeout_s, named=roles is not None)
+    return results if roles is None else results_by_role(results, plan)
+
+
+def _run(
+    plan: JobPlan,
+    calls: Mapping[str, RankCall],
+    group: PlacementGroup,
+    runtime_env: dict[str, Any] | None,
+    progress: Progress,
+    stop: StopSignals,
+    name: str | None,
+) -> Outcome | signal.Signals:
+    from rpcdist.collectives import TCPStore
+    from rpcdist.transport.token import job_token
+
+    host = ray.util.get_node_ip_address()
+    store = TCPStore(host, 0, None, True, wait_for_workers=False)
+    try:
+        address = f"{host}:{store.port}"
+        common = {
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(store.port),
+            "RPCDIST_STORE": address,
+            "RPCDIST_ATTEMPT": secrets.token_hex(8),
+        }
+        if not main_has_a_file():
+            common["RPCDIST_BY_VALUE"] = "1"
+        token = job_token().decode("utf-8", "surrogateescape")
+        plans = dict(enumerate(plan.ranks))
+        engine = RayRanks(
+            plans, calls, common, token, main_module(), group, runtime_env, stop, placed=partial(say_where, plans)
+        )
+        with JobRecord(name, address, None) as record:
+            return run_job(engine, progress, stop, partial(record.write, plan, progress))
+    finally:
+        store.close()
+
+
+def main_module() -> MainModule | None:
+    """The script of this program, for the ranks; None where functions go by value."""
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    if path is None or not main_has_a_file():
+        return None
+    absolute = os.path.abspath(path)
+    below = os.path.relpath(absolute)
+    return MainModule(absolute, None if below.startswith("..") else below, sys.argv)
+
+
+def reserve(plans: Sequence[RankPlan], strategy: str, deadline: Deadline, stop: StopSignals) -> PlacementGroup | None:
+    """A bundle of resources for each rank; None if a signal or the deadline came first.
+
+    Raises:
+        ConfigError: no node has what a rank asks for, or all nodes together do not have what the job asks for. With a
+            deadline, a cluster that grows has that time to get it.
+    """
+    bundles = [dict(one.role.resources or {"CPU": 1}) for one in plans]
+    if (lack := lacking(bundles, plans)) and not deadline.is_finite:
+        raise ConfigError(lack)
+    try:
+        group = placement_group(bundles, strategy=strategy)
+    except ValueError as exc:
+        raise ConfigError(f"Ray refuses to place the ranks: {exc}") from exc
+    notice_at = time.monotonic() + INIT_NOTICE_S
+    try:
+        while not group.wait(min(SELECT_LIMIT_S, 0.2)):
+            if stop.received:
+                remove_placement_group(group)
+                return None
+            if deadline.expired():
+                raise ConfigError(lack or f"Ray had no room within join_timeout_s: {_free(bundles)}")
+            if time.monotonic() >= notice_at:
+                notice_at = float("inf")
+                print(f"waiting for room on Ray: {_free(bundles)}", file=sys.stderr)
+    except BaseException:
+        with suppress(RayError, ValueError):
+            remove_placement_group(group)
+        raise
+    return group
+
+
+def lacking(bundles: Sequence[Mapping[str, float]], plans: Sequence[RankPlan]) -> str:
+    """What the cluster does not have, with what is there; empty if it has all."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for bundle, one in zip(bundles, plans, strict=True):
+        for resource, amount in bundle.items():
+            most = max((node.get(resource, 0) for node in nodes), default=0)
+            if amount > most:
+                known = ", ".join(sorted({name for node in nodes for name in node if ":" not in name}))
+                return (
+                    f"{one.name} asks for {amount:g} {resource}, and no node of this cluster has more than {most:g}; "
+                    f"its {len(nodes)} nodes have {known}"
+                )
+    for resource in {resource for bundle in bundles for resource in bundle}:
+        wanted, there = sum(bundle.get(resource, 0) for bundle in bundles), sum(node.get(resource, 0) for node in nodes)
+        if wanted > there:
+            return f"{len(bundles)} ranks ask for {wanted:g} {resource}, and this cluster has {there:g}"
+    return ""
+
+
+def _free(bundles: Sequence[Mapping[str, float]]) -> str:
+    free = ray.available_resources()
+    names = sorted({resource for bundle in bundles for resource in bundle})
+    asked = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in names}
+    return ", ".join(f"{asked[name]:g} {name} are asked for, {free.get(name, 0):g} are free" for name in names)
+
+
+def say_where(plans: Mapping[int, RankPlan], where: Mapping[int, Where]) -> None:
+    by_node: dict[str, list[str]] = {}
+    for rank, place in where.items():
+        by_node.setdefault(f"{place.node} ({place.address})", []).append(plans[rank].name)
+    """Tells the user, once, which rank runs where."""
+    print("; ".join(f"{node}: {', '.join(names)}" for node, names in by_node.items()), file=sys.stderr)

@@ -1,0 +1,200 @@
+"""The engine of Ray: ranks are actors, each in its bundle of a placement group."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rpcdist._launch.job_plan import DEVICES_VARIABLE, RankPlan
+from rpcdist._launch.rank_call import RankCall
+from rpcdist._launch.reports import Event, Exited, ProcessEnded, Raised, Ready, Report
+from rpcdist.ray._rank_actor import MainModule, RankActor, Where
+
+__all__ = ["RayRanks"]
+
+_POLL_S: Final = 0.2
+"""Ray's wait cannot be woken by Ctrl-C: it is cut into pieces of this length."""
+
+
+class RayRanks:
+    """See `RankEngine`.
+
+    Args:
+        plans: by rank.
+        calls: what each role runs, by its name.
+        common: variables of all ranks.
+        token: the job's secret. It travels as an argument of a method: it is in no environment and in no file.
+        main: the script of the driver; None where functions go by value.
+        group: a bundle for each rank; removed at the end.
+        runtime_env: of the actors.
+        wake: `reports` returns soon while this is readable.
+        placed: called once with where each rank runs, when all of them do.
+    """
+
+    def __init__(
+        self,
+        plans: Mapping[int, RankPlan],
+        calls: Mapping[str, RankCall],
+        common: Mapping[str, str],
+        token: str,
+        main: MainModule | None,
+        group: PlacementGroup,
+        runtime_env: dict[str, Any] | None,
+        wake: Any,
+        placed: Callable[[Mapping[int, Where]], object],
+    ) -> None:
+        self._plans = plans
+        self._bundles = {rank: index for index, rank in enumerate(plans)}
+        self._calls = calls
+        self._common = common
+        self._token = token
+        self._main = main
+        self._group = group
+        self._runtime_env = runtime_env
+        self._wake = wake
+        self._placed: Callable[[Mapping[int, Where]], object] | None = placed
+        self._actors: dict[int, Any] = {}
+        self._pending: dict[Any, tuple[int, str]] = {}  # what Ray was asked: of which rank, and which method
+        self._where: dict[int, Where] = {}  # of the ranks that run
+        self._local_ranks: dict[int, int] = {}
+
+    def start(self, rank: int, attempt: int) -> None:
+        plan = self._plans[rank]
+        wanted = dict(plan.role.resources or {"CPU": 1})
+        self._actors[rank] = (
+            ray.remote(RankActor)
+            .options(
+                num_cpus=wanted.pop("CPU", 0),
+                num_gpus=wanted.pop("GPU", 0),
+                resources=wanted,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=self._bundles[rank]
+                ),
+                max_restarts=0,
+                runtime_env=self._runtime_env,
+            )
+            .remote(plan.name)
+        )
+        self._ask(rank, "where")
+
+    def reports(self, limit_s: float) -> list[tuple[int, Event]]:
+        end = time.monotonic() + limit_s
+        while True:
+            wait_s = max(0.0, min(_POLL_S, end - time.monotonic()))
+            if not self._pending:
+                woken = select.select([self._wake], [], [], wait_s)[0]
+                done: list[Any] = []
+            else:
+                done, _ = ray.wait(list(self._pending), num_returns=1, timeout=wait_s)
+                woken = select.select([self._wake], [], [], 0)[0]
+            events = [event for future in done for event in self._take(future)]
+            if events or woken or time.monotonic() >= end:
+                return events
+
+    def end(self) -> None:
+        for rank in list(self._actors):
+            self._kill(rank)
+        with suppress(RayError, ValueError):  # Ray has been shut down, or is lost
+            remove_placement_group(self._group)
+
+    def _ask(self, rank: int, method: str, *arguments: object) -> None:
+        self._pending[getattr(self._actors[rank], method).remote(*arguments)] = rank, method
+
+    def _take(self, future: Any) -> list[tuple[int, Event]]:
+        rank, method = self._pending.pop(future)
+        now = time.monotonic()
+        try:
+            answer = ray.get(future)
+        except RayTaskError as error:  # the function or the script could not be imported
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            return self._over(rank, Raised(type(cause).__qualname__, str(error), False, now), 1)
+        except RayActorError as error:
+            return self._over(rank, None, None, _reason(error), has_run="never ran" not in str(error))
+        if method == "where":
+            self._place(rank, answer)
+            return []
+        if method == "prepare":
+            self._ask(rank, "run", rank)
+            where = self._where[rank]
+            return [(rank, Ready(f"process {where.pid} of {where.node} ({where.address})"))]
+        report: Report = answer
+        if isinstance(report, Raised | Exited):
+            report = replace(report, moment=now)  # the clock of another machine says nothing here
+        return self._over(rank, report, 0)
+
+    def _over(
+        self, rank: int, report: Report | None, returncode: int | None, reason: str = "", has_run: bool = True
+    ) -> list[tuple[int, Event]]:
+        """What is said of a rank whose actor is of no more use."""
+        self._kill(rank)
+        end = ProcessEnded(returncode, time.monotonic(), reason, has_run)
+        return [(rank, end)] if report is None else [(rank, report), (rank, end)]
+
+    def _kill(self, rank: int) -> None:
+        self._where.pop(rank, None)
+        self._local_ranks.pop(rank, None)
+        with suppress(RayError, ValueError):  # it is dead, or Ray has been shut down
+            ray.kill(self._actors.pop(rank), no_restart=True)
+
+    def _place(self, rank: int, where: Where) -> None:
+        """The rank has a process now. When all have one, they are told their places; later ones at once."""
+        self._where[rank] = where
+        if self._placed is None:
+            self._prepare(rank)
+        elif len(self._where) == len(self._plans):
+            self._placed(dict(sorted(self._where.items())))
+            self._placed = None
+            for each in sorted(self._where):
+                self._local_ranks[each] = self._free_local_rank(each)
+            for each in sorted(self._where):
+                self._prepare(each)
+
+    def _prepare(self, rank: int) -> None:
+        local_rank = self._local_ranks.setdefault(rank, self._free_local_rank(rank))
+        plan = self._plans[rank]
+        variables = {**self._common, **plan.variables, "LOCAL_RANK": str(local_rank)}
+        if visible := self._visible(rank):
+            variables[DEVICES_VARIABLE] = ",".join(visible)
+        self._ask(rank, "prepare", variables, self._token, self._main, self._calls[plan.role.name])
+
+    def _free_local_rank(self, rank: int) -> int:
+        """The lowest number that no other rank of the role has on this node."""
+        taken = {self._local_ranks[other] for other in self._neighbours(rank) if other in self._local_ranks}
+        return min(set(range(len(taken) + 1)) - taken)
+
+    def _neighbours(self, rank: int) -> list[int]:
+        """The other ranks of the role on the same node."""
+        here, role = self._where[rank].address, self._plans[rank].role.name
+        return [
+            other
+            for other, where in self._where.items()
+            if other != rank and where.address == here and self._plans[other].role.name == role
+        ]
+
+    def _visible(self, rank: int) -> list[str]:
+        """The GPUs that a rank sees: those of its role on this node, of which LOCAL_RANK is its own.
+
+        Its own only, where it has several, or where an earlier rank of the node is gone, and the numbers have gaps.
+        """
+        own = list(self._where[rank].gpus)
+        by_local_rank = {self._local_ranks[other]: self._where[other].gpus for other in self._neighbours(rank)}
+        by_local_rank[self._local_ranks[rank]] = tuple(own)
+        gpus = [by_local_rank.get(number, ()) for number in range(self._local_ranks[rank] + 1)]
+        if len(own) != 1 or any(len(of_rank) != 1 for of_rank in gpus):
+            return own
+        return [by_local_rank[number][0] for number in sorted(by_local_rank)]
+
+
+def _reason(error: RayActorError) -> str:
+    """Ray's words, without the table of the actor's data."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and line[:1] not in "\t "]
+    return " ".join(lines)[:500] or type(error).__name__
