@@ -119,6 +119,66 @@ def lost_ranks() -> None:
     assert rpcdist.ray.launch(die_once, workers=2, max_restarts=1, env=env) == ["came back"] * 2
 
 
+def node_of(rank: int) -> tuple[str, str]:
+    """The nodes of the first and the last process of a rank. The one that is not on rank 0's node waits for its end."""
+    import ray
+
+    rpc.init_rpc(_name())
+    here = ray.get_runtime_context().get_node_id()
+    first = Path(os.environ[FIRST], f"node{rank}")
+    if not first.exists():
+        first.write_text(here)
+        if here != rpc.rpc_sync("worker0", _node_id):
+            Path(os.environ[FIRST], "joined").touch()
+            threading.Event().wait()
+        _wait_for_another_process("worker1", rpc.rpc_sync("worker1", os.getpid))
+    rpc.shutdown()
+    return first.read_text(), here
+
+
+def _wait_for_another_process(name: str, pid: int) -> None:
+    while True:
+        try:
+            if rpc.rpc_sync(name, os.getpid) != pid:
+                return
+        except RpcdistError:
+            time.sleep(0.1)  # until the new one has joined
+
+
+def _node_id() -> str:
+    import ray
+
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
+
+
+def lost_node() -> None:
+    """One of two nodes is lost with its rank, which comes back on the other one."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    import rpcdist.ray
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    try:
+        second = nodes.add_node(num_cpus=2)
+        ray.init(address=nodes.address)
+
+        def kill_node() -> None:
+            while not Path(os.environ[FIRST], "joined").exists():
+                time.sleep(0.1)
+            nodes.remove_node(second, allow_graceful=False)
+
+        threading.Thread(target=kill_node, daemon=True).start()
+        env = {FIRST: os.environ[FIRST]}
+        results = rpcdist.ray.launch(node_of, workers=2, max_restarts=1, env=env, strategy="SPREAD")
+        assert len({first for first, _ in results}) == 2, results
+        assert len({last for _, last in results}) == 1, results
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+
+
 def cluster() -> None:
     """Workers are called, added, removed, and one is killed."""
     import rpcdist.ray
@@ -130,12 +190,7 @@ def cluster() -> None:
         assert sorted(info.name for info in rpc.workers()) == ["extra", "worker0", "worker1"]
         pid = rpc.rpc_sync("worker1", os.getpid)
         os.kill(pid, signal.SIGKILL)
-        while True:
-            try:
-                if rpc.rpc_sync("worker1", os.getpid) != pid:
-                    break
-            except RpcdistError:
-                time.sleep(0.1)  # until the new one has joined
+        _wait_for_another_process("worker1", pid)
         try:
             made.remove("worker2")
         except ConfigError as error:
@@ -192,6 +247,8 @@ def train_with_ray(config: dict[str, str]) -> None:
 if __name__ == "__main__":
     import ray
 
-    ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=sys.argv[1] == "interrupted")
+    if sys.argv[1] != "lost_node":  # which makes a cluster of its own
+        shows_output = sys.argv[1] == "interrupted"
+        ray.init("local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=shows_output)
     globals()[sys.argv[1]]()
     print("done")
