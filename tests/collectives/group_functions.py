@@ -8,8 +8,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -79,13 +79,14 @@ def open_without_descriptors(rank: int, size: int, path: str) -> tuple[str, list
     return found, guard.leaks(before)
 
 
-def reduce_without_descriptors(rank: int, size: int, short: int) -> str:
+def reduce_without_descriptors(rank: int, size: int, short: int, mark: str) -> str:
     """Adds up numbers in a new group in which one rank has no free file descriptor; the error."""
     operation = Operation(Kind.ALL_REDUCE, (torch.ones(1),), (torch.ones(1),), ReduceOp.SUM)
-    return _error_of(lambda: backend().submit(operation).wait(), rank == short)
+    with _shortage(rank == short, mark):
+        return _error_of(lambda: backend().submit(operation).wait())
 
 
-def send_without_descriptors(rank: int, size: int, short: int, timeout_s: float) -> tuple[str, str]:
+def send_without_descriptors(rank: int, size: int, short: int, mark: str, timeout_s: float) -> tuple[str, str]:
     """Sends from rank 0 to rank 1, of which one has no free file descriptor; the error, and that of a second try."""
     tensor = torch.full((3,), float(1 - rank))
     message = backend().send if rank == 0 else backend().recv
@@ -93,16 +94,26 @@ def send_without_descriptors(rank: int, size: int, short: int, timeout_s: float)
     def exchange(limit_s: float) -> None:
         message(tensor, 1 - rank, 0, asynchronous=False, timeout_s=limit_s)
 
-    first = _error_of(lambda: exchange(timeout_s), rank == short)
-    second = _error_of(lambda: exchange(LIMIT_S), False)
+    with _shortage(rank == short, mark):
+        first = _error_of(lambda: exchange(timeout_s))
+    second = _error_of(lambda: exchange(LIMIT_S))
     assert tensor.eq(1).all()
     return first, second
 
 
-def _error_of(step: Callable[[], object], is_short: bool) -> str:
+@contextmanager
+def _shortage(is_here: bool, mark: str) -> Iterator[None]:
+    """No descriptor is free here, or else it has come so far at the rank that has none."""
+    with no_free_descriptor() if is_here else nullcontext():
+        if is_here:
+            os.mkdir(mark)  # which takes no descriptor
+        eventually(lambda: os.path.isdir(mark), "the other rank has no descriptor")
+        yield
+
+
+def _error_of(step: Callable[[], object]) -> str:
     try:
-        with no_free_descriptor() if is_short else nullcontext():
-            step()
+        step()
     except Exception as exc:
         return f"{type(exc).__name__}: {exc}"
     return "no error"

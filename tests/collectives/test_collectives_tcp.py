@@ -74,7 +74,7 @@ def test_a_group_that_fails_at_the_very_end_leaves_nothing_open_and_the_others_h
 def test_a_rank_without_descriptors_is_the_one_that_failed(rank_pool: RankPool, group: Any) -> None:
     """It opens its connections to the other ranks with the first operation, and they wait for it there."""
     group(3, SOCKETS, 2.0)
-    short, *others = rank_pool.run(3, ranks.reduce_without_descriptors, 0)
+    short, *others = rank_pool.run(3, ranks.reduce_without_descriptors, 0, f"{rank_pool.new_file()}.short")
     assert short.startswith("ConnectFailed") and "this process has no free file descriptor (ulimit -n is" in short
     for error in others:
         assert error.startswith("CollectiveError: ") and "rank 0 raised ConnectFailed" in error
@@ -84,7 +84,7 @@ def test_a_rank_without_descriptors_is_the_one_that_failed(rank_pool: RankPool, 
 def test_a_rank_that_cannot_accept_connections_blames_itself(rank_pool: RankPool, group: Any) -> None:
     """Rank 0 connects to it in vain, and its verdict may be the first: that time was over."""
     group(2, SOCKETS, 2.0)
-    for error in rank_pool.run(2, ranks.reduce_without_descriptors, 1):
+    for error in rank_pool.run(2, ranks.reduce_without_descriptors, 1, f"{rank_pool.new_file()}.short"):
         blames_itself = "TransportError" in error and "no free file descriptor" in error
         assert blames_itself or (error.startswith("CollectiveTimeout: ") and "though all ranks have come" in error)
 
@@ -93,7 +93,7 @@ def test_a_rank_that_cannot_accept_connections_blames_itself(rank_pool: RankPool
 def test_a_message_in_a_shortage_blames_the_rank_that_is_short(rank_pool: RankPool, group: Any, short: int) -> None:
     """It was a `RankLost` of the other one. Afterwards, messages go through."""
     group(2, SOCKETS)
-    outcomes = rank_pool.run(2, ranks.send_without_descriptors, short, 2.0)
+    outcomes = rank_pool.run(2, ranks.send_without_descriptors, short, f"{rank_pool.new_file()}.short", 2.0)
     error = outcomes[short][0]
     assert error.startswith("CollectiveError: ") and "no connection" in error
     assert "this process has no free file descriptor (ulimit -n is" in error
