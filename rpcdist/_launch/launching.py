@@ -133,9 +133,9 @@ def launch(
     check_not_importing_main("launch")
     check_join_timeout(join_timeout_s)
     all_roles, common = roles_of(function, args, workers, roles, env, max_restarts, resources)
-    machine = this_machine({**os.environ, **common})
-    plan = plan_job(all_roles, common, os.environ, machine, named=roles is not None)
     placement = placement_from_environment()
+    machine = None if placement is not None else this_machine({**os.environ, **common})
+    plan = plan_job(all_roles, common, os.environ, machine, named=roles is not None)
     if placement is not None:
         return run_here(placement, plan, by_role=roles is not None)
     if plan.notice:

@@ -278,6 +278,8 @@ def test_under_torchrun_the_function_runs_here(monkeypatch: pytest.MonkeyPatch) 
     for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "host")):
         monkeypatch.setenv(name, value)
     assert launch(functions.describe, ("word",), workers=2) == [(1, os.getpid(), "word", "1 1 2 host", None)]
+    # The launcher gives its ranks their devices, on several machines perhaps.
+    assert len(launch(functions.describe, ("word",), workers=2, resources={"GPU": 1000})) == 1
     with pytest.raises(ConfigError, match="workers=3, but the launcher started WORLD_SIZE=2"):
         launch(functions.describe, ("word",), workers=3)
 
