@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rpcdist import rpc
 from rpcdist.errors import RpcdistError
 from rpcdist.parallel import Published
 from rpcdist.parallel._published._layout import VersionLayout
@@ -147,21 +145,6 @@ def consume_for_ever(ledger: str) -> None:
             write_line(ledger, "waits", os.getpid(), type(exc).__name__)
             continue
         write_line(ledger, "has", os.getpid(), have, *values)
-
-
-# ---------------------------------------------------------------- calls beside it
-
-
-def latencies_s(to: str, seconds: float) -> list[float]:
-    """How long calls of a no-op to another worker take, for some time."""
-    rpc.rpc_sync(to, pow, (2, 3))
-    found, end = [], time.monotonic() + seconds
-    while time.monotonic() < end:
-        began = time.perf_counter()
-        rpc.rpc_sync(to, pow, (2, 3))
-        found.append(time.perf_counter() - began)
-        time.sleep(0.001)  # so that it is one call beside the others' work, and no load of its own
-    return found
 
 
 class Net(nn.Module):
