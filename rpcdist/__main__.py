@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rpcdist._launch.commands import add_launch_commands
+from rpcdist._launch.job_commands import add_launch_commands
 from rpcdist.compat._commands import add_port, add_run
 
 __all__ = ["main"]

@@ -211,9 +211,8 @@ def test_a_file_binds_where_the_environment_would(
 
 
 def test_groups_over_a_file_bind_where_the_environment_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rpcdist.collectives._group.shared_sockets import bind_host
-
     from rpcdist.collectives import HashStore
+    from rpcdist.collectives._group.local_process import bind_host
 
     for name in ("RPCDIST_HOST", "RPCDIST_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rpcdist import rpc
-from rpcdist.collectives._transports.shm.support import unsupported_here
+from rpcdist.collectives._transports.shm.futex import unsupported_here
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded, TransportError
 from rpcdist.parallel._published._layout import VersionLayout
