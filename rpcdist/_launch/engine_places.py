@@ -1,4 +1,4 @@
-"""The table of engines: what Open MPI, Slurm, PMIx, Kubeflow's Trainer and Kubernetes say to a process that they start.
+"""The table of engines: the variables by which Open MPI, Slurm, PMIx, Kubeflow's Trainer and Kubernetes name a process.
 
 Each row is a function from an environment to a place, or None where the engine did not start this process. Pure.
 """
@@ -25,7 +25,7 @@ _NUM_PORTS: Final = 10000
 
 @dataclass(frozen=True, slots=True)
 class EnginePlace:
-    """What an engine says.
+    """The place that an engine gives to a process.
 
     Attributes:
         says: the engine and its variables, for messages.
@@ -176,7 +176,7 @@ def _set_address(how: str = "") -> str:
 
 
 def _read(engine: str, environment: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, list[int]]:
-    """What an engine says, as text and as numbers: the rank, the world size and, for a third name, the local rank."""
+    """The words of an engine, as text and as numbers: rank, world size and, for a third name, local rank."""
     says = f"{engine} ({' '.join(f'{name}={environment.get(name)}' for name in names)})"
     try:
         numbers = [int(environment[name]) for name in names]

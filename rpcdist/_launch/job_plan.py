@@ -47,7 +47,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What one machine has: cores that this process may use, and GPUs as `CUDA_VISIBLE_DEVICES` names them."""
+    """The resources of one machine: cores that this process may use, and GPUs as `CUDA_VISIBLE_DEVICES` names them."""
 
     num_cores: int
     gpus: tuple[str, ...] = ()

@@ -31,7 +31,7 @@ _SUFFIX: Final = ".json"
 
 @dataclass(frozen=True, slots=True)
 class LaunchedJob:
-    """What a file says: `pid` and `started` name the process that called `launch`, `states` those of the ranks."""
+    """The content of a file: `pid` and `started` name the process that called `launch`, `states` those of the ranks."""
 
     name: str
     address: str

@@ -21,7 +21,7 @@ __all__ = ["LocalRanks", "RankTask"]
 
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """What the process of a rank runs: `name` is that of its worker, `variables` are its environment."""
+    """The task of a rank's process: `name` is that of its worker, `variables` are its environment."""
 
     name: str
     call: RankCall
@@ -138,7 +138,7 @@ class LocalRanks:
             self._selector.unregister(file)  # type: ignore[arg-type]
 
     def _wait_for_ends(self, processes: Sequence[RankProcess], deadline: Deadline) -> None:
-        """Until all have ended; what they write meanwhile is taken in, so that none waits for a full pipe."""
+        """Waits until all have ended, and reads their output meanwhile, so that none waits for a full pipe."""
         while not (all(process.has_ended for process in processes) or deadline.expired()):
             for key, _ in self._selector.select(deadline.remaining_s()):
                 if key.data is None:

@@ -22,7 +22,7 @@ class Interrupted(KeyboardInterrupt, SystemExit):
 
 
 def interrupted() -> BaseException:
-    """What to raise after Ctrl-C: `Interrupted`, or in a notebook or at a prompt, which go on, `KeyboardInterrupt`."""
+    """The error after Ctrl-C: `Interrupted`, or in a notebook or at a prompt, which go on, `KeyboardInterrupt`."""
     if hasattr(sys, "ps1"):
         return KeyboardInterrupt()
     print("\ninterrupted", file=sys.stderr)

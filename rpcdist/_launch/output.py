@@ -1,4 +1,4 @@
-"""What the ranks of a job write: each line goes on to this process's streams, with a name in front, and into a file."""
+"""The output of the ranks of a job: each line goes to the streams of this process, with a name, and to a file."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class JobOutput:
 
 
 class WorkerOutput:
-    """What one process writes to its two streams. Used on one thread; `tail` on any."""
+    """The two output streams of one process. Used on one thread; `tail` on any."""
 
     def __init__(self, prefix: str | None, path: str | None, colour: int) -> None:
         self.colour = colour

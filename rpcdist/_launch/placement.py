@@ -65,7 +65,7 @@ def placement_from_environment() -> Placement | None:
     """The place that `launch`, torchrun, Slurm, MPI or Kubernetes gave this process; None if it was started alone.
 
     Raises:
-        ConfigError: what is there is not a place, or two of them say different things.
+        ConfigError: the variables are not a place, or two of them say different things.
     """
     return find_placement(os.environ, socket.getfqdn)
 
@@ -76,7 +76,7 @@ def launcher_variable(name: str) -> str:
 
 
 def how_to_set_address(environment: Mapping[str, str], own_name: Callable[[], str]) -> str:
-    """What to do where an engine gives ranks, but not the address of rank 0; empty without such an engine."""
+    """Advice where an engine gives ranks, but not the address of rank 0; empty without such an engine."""
     place = _engine_of(environment, own_name, also_of_one=True)
     return "" if place is None else f"{place.says} does not say where rank 0 is: {place.advice}"
 

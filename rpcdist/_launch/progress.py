@@ -82,7 +82,7 @@ Outcome = Succeeded | Failed | Late | Stuck
 
 
 class Progress:
-    """What the ranks of a job have done so far.
+    """The state of the ranks of a job.
 
     Args:
         ranks: those that run.
@@ -175,7 +175,7 @@ class Progress:
         return min(self._due.values(), default=math.inf)
 
     def state(self, rank: int) -> str:
-        """What a rank does, or what became of it, in words."""
+        """The state or the end of a rank, in words."""
         if rank in self._failures:
             state = _words(self._failures[rank])
         elif rank in self._results:
@@ -188,7 +188,7 @@ class Progress:
         return state + (f" (restarted {number} of {self._max_restarts.get(rank, 0)} times)" if number else "")
 
     def losses(self) -> dict[int, str]:
-        """What became of the last process of each rank that was started again: "was killed by SIGKILL ..."."""
+        """The end of the last process of each rank that was started again: "was killed by SIGKILL ..."."""
         return {rank: str(death) for rank, death in self._deaths.items()}
 
     def has_ended(self, rank: int) -> bool:

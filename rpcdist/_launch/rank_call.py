@@ -63,7 +63,7 @@ def pickle_call(function: object, args: tuple[object, ...], imports: tuple[str, 
 
 
 def load_result(rank: int, result: bytes) -> Any:
-    """What `RankCall.dump_result` of a rank wrote. Raises `SerializationError`."""
+    """The result that `RankCall.dump_result` of a rank wrote. Raises `SerializationError`."""
     try:
         return pickle.loads(result)
     except Exception as exc:

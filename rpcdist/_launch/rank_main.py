@@ -1,4 +1,4 @@
-"""What a started process runs: it prepares itself as `multiprocessing` does, calls the function, and reports.
+"""The main function of a process: it prepares itself as `multiprocessing` does, calls the function, and reports.
 
 The parent starts `python -c BOOTSTRAP` with a `Task` at its standard input. Nothing of the user's program is imported
 before the process is tied to its parent, so a parent that is killed at any time leaves no process behind.
@@ -37,7 +37,7 @@ _PR_SET_PDEATHSIG: Final = 1  # of <sys/prctl.h>
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a process gets from its parent."""
+    """The message that a process gets from its parent."""
 
     rank: int
     parent_pid: int
@@ -108,7 +108,7 @@ def _call(task: Task) -> bytes:
 
 
 def _import_main_of_package(name: str) -> None:
-    """What `spawn.prepare` does for other modules: `python -m package` runs `package.__main__`, which it leaves out."""
+    """As `spawn.prepare` does for other modules: `python -m package` runs `package.__main__`, which it leaves out."""
     main = ModuleType("__mp_main__")
     main.__dict__.update(runpy.run_module(name, run_name="__mp_main__", alter_sys=True))
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main

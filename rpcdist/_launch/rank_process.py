@@ -53,7 +53,7 @@ class RankProcess:
         return self._reports
 
     def read(self) -> list[Ready | Report]:
-        """What has arrived and is complete, called when it is readable; sets `has_ended` at the end."""
+        """The complete reports that have arrived, called when it is readable; sets `has_ended` at the end."""
         data = os.read(self._reports, _READ_BYTES)
         self.has_ended = not data
         return self._inbox.feed(data) if data else []
@@ -144,7 +144,7 @@ def _command() -> list[str]:
 
 
 def _preparation(rank: int, call: RankCall) -> dict[str, Any]:
-    """What `multiprocessing` gives a process that it spawns: above all how to import the main module."""
+    """The data that `multiprocessing` gives a process that it spawns: above all how to import the main module."""
     preparation: dict[str, Any] = spawn.get_preparation_data(f"rank{rank}")
     preparation["authkey"] = bytes(preparation["authkey"])  # its own type refuses to be pickled
     if call.by_value:  # of a notebook, or of `python -`: there is no file to import

@@ -1,4 +1,4 @@
-"""What a rank reports to the process that started it, and how a report travels through a pipe.
+"""The reports of a rank to the process that started it, and how a report travels through a pipe.
 
 A rank writes `Ready` when everything is imported, and one report when its function has ended: each a length of 8 bytes
 and a pickle. Then its process ends, which the other side sees as the end of the pipe. Pure: no pipe is touched here.
@@ -123,7 +123,7 @@ class Inbox:
         self._received = bytearray()
 
     def feed(self, data: bytes) -> list[Ready | Report]:
-        """What `data` completes."""
+        """The reports that `data` completes."""
         self._received += data
         complete: list[Ready | Report] = []
         while len(self._received) >= _LENGTH.size:

@@ -28,7 +28,7 @@ class RankEngine(Protocol):
         """
 
     def reports(self, limit_s: float) -> list[tuple[int, Event]]:
-        """Waits until a rank reports something, or the engine is woken, or the time is over; what has been reported.
+        """Waits until a rank reports something, or the engine is woken, or the time is over; returns the reports.
 
         The moments in reports are those of this process's `time.monotonic`.
         """

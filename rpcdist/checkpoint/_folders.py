@@ -97,11 +97,11 @@ def writing(folder: Path) -> Iterator[None]:
             raise CheckpointError(
                 f"a value of the checkpoint at {folder} cannot be turned into bytes ({type(exc).__name__}: "
                 f"{str(exc)[:300]}): leave it out, or save something that stands for it. "
-                "The checkpoint that was there before is whole"
+                "The checkpoint before it is whole"
             ) from exc
         if (shortage := own_shortage(exc)) is not None:
             raise CheckpointError(
-                f"writing the checkpoint into {folder} failed: {shortage}. What was there before is whole"
+                f"writing the checkpoint into {folder} failed: {shortage}. The checkpoint that was there before is whole"
             ) from exc
         raise CheckpointError(
             f"writing the checkpoint into {folder} failed ({type(exc).__name__}: {str(exc)[:300]}); its disk has "

@@ -386,7 +386,7 @@ class Published:
         return None
 
     def close(self) -> None:
-        """Ends pulling: tensors of `view` are not valid any more. What this worker has published stays; idempotent."""
+        """Ends pulling, and the tensors of `view`. Versions that this worker has published stay. Idempotent."""
         with self._reading:
             reader, self._reader = self._reader, None
             copy, self._copy = self._copy, None
@@ -398,7 +398,7 @@ class Published:
 
 
 class _Known:
-    """What a worker knows of a name: the newest version that it has seen, and the copies that it holds for its host."""
+    """The state of a name at a worker: the newest version that it has seen, and the copies that it holds."""
 
     def __init__(self) -> None:
         self.newest = 0
@@ -436,5 +436,5 @@ def _follow(name: str, description: Description) -> int:
 
 
 def _limit_s(deadline: Deadline) -> float:
-    """What is left, as users write it."""
+    """The time that is left, as users write it."""
     return max(MIN_WAIT_S, deadline.remaining_s()) if deadline.is_finite else 0

@@ -298,7 +298,7 @@ class Cluster:
 
 
 def join_and_serve(rank: int, names: Mapping[int, str], options: RpcOptions) -> None:
-    """What the actor of a worker runs: it joins, and serves until it is told to stop."""
+    """The actor of a worker: it joins, and serves until it is told to stop."""
     rpc.init_rpc(names[rank], rank=rank, rpc_backend_options=options)
     rpc.serve()
     rpc.shutdown()

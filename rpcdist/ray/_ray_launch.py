@@ -204,7 +204,7 @@ def reserve(plans: Sequence[RankPlan], strategy: str, deadline: Deadline, stop: 
 
 
 def lacking(bundles: Sequence[Mapping[str, float]], plans: Sequence[RankPlan]) -> str:
-    """What the cluster does not have, with what is there; empty if it has all."""
+    """The resources that the cluster lacks, with those that it has; empty if it lacks none."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     for bundle, one in zip(bundles, plans, strict=True):
         for resource, amount in bundle.items():

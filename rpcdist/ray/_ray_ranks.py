@@ -134,7 +134,7 @@ class RayRanks:
     def _over(
         self, rank: int, report: Report | None, returncode: int | None, reason: str = "", has_run: bool = True
     ) -> list[tuple[int, Event]]:
-        """What is said of a rank whose actor is of no more use."""
+        """The report of a rank whose actor is of no more use."""
         self._kill(rank)
         end = ProcessEnded(returncode, time.monotonic(), reason, has_run)
         return [(rank, end)] if report is None else [(rank, report), (rank, end)]

@@ -117,7 +117,7 @@ class Segment:
         return self._descriptor
 
     def forbid_writing(self) -> None:
-        """Lets nobody map the memory for writing from now on, whoever has the descriptor; maps that exist stay.
+        """Lets nobody map the memory for writing from now on, with any descriptor; maps that exist stay.
 
         Raises:
             SegmentError: the kernel is older than Linux 5.1, or the segment was not created for readers.

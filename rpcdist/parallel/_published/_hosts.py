@@ -148,7 +148,7 @@ class Publisher(VersionSource):
     # ------------------------------------------------------------ called by consumers
 
     def describe(self, have: int) -> Description:
-        """What a consumer needs that connects; `have` is the newest version that it has seen."""
+        """The data for a consumer that connects; `have` is the newest version that it has seen."""
         self.start_at(have)
         hosts = self._living_hosts()
         with self._changed:
@@ -268,7 +268,7 @@ class HostCopy(VersionSource):
             raise
 
     def _fetch_one(self, at_least: int) -> None:
-        """Fetches one version from whoever has it."""
+        """Fetches one version from any host that has it."""
         segment = self._wait_for_segment(NEVER)  # the consumers of this host hold up nobody but themselves
         assert segment is not None
         self._memory.fill(segment)
@@ -293,7 +293,7 @@ class HostCopy(VersionSource):
             self._release(version, segment)
 
     def _fetch_from(self, upstream: str, at_least: int, segment: int) -> int:
-        """Fetches a version from one source; its number. What was fetched of the same version from another is kept."""
+        """Fetches a version from one source; its number. Chunks of the same version that came from another are kept."""
         me, limit_s = self.source_name, CHUNK_LIMIT_S
         version: int = ask(upstream, "begin_fetch", me, at_least, limit_s, timeout=2 * limit_s).wait()
         with self._changed:
@@ -324,7 +324,7 @@ class HostCopy(VersionSource):
         return version
 
     def _give_up_coming(self) -> None:
-        """What came of a version is dropped, also for those who fetch it from here."""
+        """The chunks of a version are dropped, also for those who fetch it from here."""
         with self._changed:
             if self._coming is not None:
                 given_up = self._coming[0]

@@ -34,7 +34,7 @@ from rpcdist.transport.shared_memory import Segment
 __all__ = ["HELLO", "VersionReader", "memory_of_segment", "words_of"]
 
 HELLO: Final = struct.Struct("<8sQQ")
-"""What a source sends with the descriptors of its page, the reader's page and its segments: their size and number."""
+"""The bytes beside the descriptors of a source's page, the reader's page and the segments: their size and number."""
 HELLO_MAGIC: Final = b"rpcdpub1"
 
 

@@ -47,14 +47,14 @@ __all__ = ["CHUNK_BYTES", "VersionSource", "ask", "purpose_of", "worker_of"]
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 2 << 20
-"""What travels in one message between hosts; a host passes a chunk on when it has it."""
+"""The size of one message between hosts; a host passes a chunk on when it has it."""
 
 _PURPOSE: Final = "read/"
 _SEPARATOR: Final = "/"  # no worker has it in its name
 
 
 def purpose_of(worker: str) -> str:
-    """What a worker of this host says that connects to read."""
+    """The first message of a worker of this host that connects to read."""
     return _PURPOSE + worker
 
 
@@ -270,7 +270,7 @@ class VersionSource:
         return views
 
     def _release(self, version: int, segment: int) -> None:
-        """What was written is the newest version from now on."""
+        """Makes the version that was written the newest."""
         with self._changed:
             self._memory.words[NEWEST] = packed(version, segment)
             connections = list(self._connections)

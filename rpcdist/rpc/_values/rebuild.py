@@ -29,7 +29,7 @@ MAX_UNTRUSTED_TENSORS: Final = 1 << 17
 
 FREE_UNTRUSTED_TENSORS: Final = 1 << 14
 _TENSOR_BYTES: Final = 1 << 10
-"""What a tensor takes in memory (measured: 830 to 1,300), where its header can have two bytes on the wire."""
+"""The memory that a tensor takes (measured: 830 to 1,300), where its header can have two bytes on the wire."""
 
 MAX_BYTES: Final = 1 << 62  # torch counts in signed 64-bit integers
 
