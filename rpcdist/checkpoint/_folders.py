@@ -101,7 +101,7 @@ def writing(folder: Path) -> Iterator[None]:
             ) from exc
         if (shortage := own_shortage(exc)) is not None:
             raise CheckpointError(
-                f"writing the checkpoint into {folder} failed: {shortage}. The checkpoint that was there before is whole"
+                f"writing the checkpoint into {folder} failed: {shortage}. The checkpoint before it is whole"
             ) from exc
         raise CheckpointError(
             f"writing the checkpoint into {folder} failed ({type(exc).__name__}: {str(exc)[:300]}); its disk has "
