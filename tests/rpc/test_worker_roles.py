@@ -6,6 +6,7 @@ import pytest
 
 from rpcdist import rpc
 from rpcdist.errors import ConfigError, DeadlineExceeded
+from rpcdist.rpc._api import initialization
 from rpcdist.testing import LIMIT_S, WorkerPool
 
 pytestmark = pytest.mark.multiproc
@@ -64,3 +65,16 @@ def test_what_is_no_role() -> None:
         for count in (0, True, 1.5):
             with pytest.raises(ConfigError, match="count is the number of workers"):
                 rpc.wait_for_workers("alone", count)  # type: ignore[arg-type]
+
+
+def test_the_role_that_launch_gave_is_the_default(no_agent: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RPCDIST_ROLE", "trainer")
+    options = rpc.RpcOptions(init_method="memory://")
+    with monkeypatch.context() as patch:
+        patch.setattr(initialization, "_start_with_node", lambda *arguments: None)
+        rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options=options)
+        assert options.role == "trainer"
+        rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options=options, role="server")
+        assert options.role == "server"
+        rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options=options)  # what the program says counts
+        assert options.role == "server"

@@ -46,7 +46,7 @@ def init_rpc(
             workers find each other, and `init_timeout` limits the wait for all of them. A world of one (`rank=0,
             world_size=1`) needs no address.
         role: what this worker is for, in a word of your choice such as "generator": `rpc.workers("generator")` finds it
-            by that. The same as `RpcOptions(role=...)`.
+            by that. The same as `RpcOptions(role=...)`. By default the role that `launch(roles=...)` gave this process.
 
     Raises:
         AlreadyInitialized: without `shutdown` before.
@@ -77,6 +77,8 @@ def init_rpc(
         if not isinstance(rpc_backend_options, RpcOptions):
             raise ConfigError(f"role={role!r}: the backend {backend!r} knows no roles")
         rpc_backend_options.role = role
+    elif isinstance(rpc_backend_options, RpcOptions) and not rpc_backend_options.role:
+        rpc_backend_options.role = os.environ.get("RPCDIST_ROLE", "")  # `launch(roles=...)` has set it
     check_not_forked()
     if agent_or_none() is not None:
         raise AlreadyInitialized("RPC is already initialized; call shutdown() first")
