@@ -5,7 +5,7 @@ What a worker says in a pass comes to `on_pass`; all else, and the gRPC service 
 
 from __future__ import annotations
 
-import itertools
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +22,7 @@ from rpcdist.autograd._graph_analysis import new_edge
 from rpcdist.autograd._pass_events import PassOptions
 from rpcdist.autograd._pass_message import (
     PassMessage,
+    UnknownMessages,
     begins,
     brings_work,
     decode_error,
@@ -57,7 +58,6 @@ class AutogradWorker:
         self.contexts = ContextTable(self.id)
         self.host = host
         self._sender = PassSender(host)
-        self._numbers = itertools.count(1)  # of the passes that begin here
         self._passes: dict[int, BackwardPass] = {}  # those that run, by id
         self._finding = threading.Lock()
         self._releases = Releases(host)
@@ -101,8 +101,7 @@ class AutogradWorker:
         if roots is not None:
             edges = _checked_roots(roots)
             gradients = [torch.ones_like(root, requires_grad=False) for root in roots]
-        id = make_id(self.id, next(self._numbers))
-        begun = self._make_pass(context, id, root_gradients=gradients, options=options)
+        begun = self._make_pass(context, self._new_id(), root_gradients=gradients, options=options)
         part = begun.then = StepPart(begun, work, own)
         self._check(begun)
         try:
@@ -142,7 +141,7 @@ class AutogradWorker:
         context = self.contexts.find(context_id)
         edges = _checked_roots(roots)
         gradients = [torch.ones_like(root, requires_grad=False) for root in roots]
-        begun = self._make_pass(context, make_id(self.id, next(self._numbers)), on_end, gradients, options)
+        begun = self._make_pass(context, self._new_id(), on_end, gradients, options)
         self._check(begun)
         return begun, partial(begun.start, edges, context.partners(), None)
 
@@ -160,7 +159,8 @@ class AutogradWorker:
             self._passes.pop(id, None)
             on_end(ended)
 
-        made = self._passes[id] = BackwardPass(self._sender, context, id, remove, root_gradients, options)
+        late = partial(self._answer_late, context, id)
+        made = self._passes[id] = BackwardPass(self._sender, context, id, remove, late, root_gradients, options)
         return made
 
     def _check(self, made: BackwardPass) -> None:
@@ -286,14 +286,18 @@ class AutogradWorker:
                 context = self._context_of_stranger(sender, part, buffers)
             if context is None:
                 return
-        message = read_message(part, buffers, sender.id, context.sends)
+        try:
+            message = read_message(part, buffers, sender.id, context.sends)
+        except UnknownMessages as exc:
+            self._refuse(sender.id, part.context, part.backward, exc)
+            return
         current = self._passes.get(part.backward)
         if current is None or current.context is not context:
             current = self._pass_of(context, part.backward)
         if current is not None:
             current.receive(sender.id, message, via, jobs)
         elif message.begins:
-            self._answer_late(context, sender, part)
+            self._answer_late(context, part.backward, sender.id)
 
     def _context_of_stranger(
         self, sender: Identity, part: CompactPass, buffers: Sequence[ReceiveBuffer]
@@ -304,10 +308,11 @@ class AutogradWorker:
         try:
             context = self.admit(part.context, sender)
         except CallRefused as exc:
-            self._refuse(sender, part, exc)
+            self._refuse(sender.id, part.context, part.backward, exc)
             return None
         if context is None:
-            self._refuse(sender, part, AutogradError(f"autograd context {part.context} is over there"))
+            over = AutogradError(f"autograd context {part.context} is over there")
+            self._refuse(sender.id, part.context, part.backward, over)
         return context
 
     def _pass_of(self, context: Context, backward: int) -> BackwardPass | None:
@@ -316,21 +321,25 @@ class AutogradWorker:
             current = self._passes.get(backward)
             if current is not None and current.context is context:
                 return current
-            if backward in context.ended_passes:
-                return None
+            if backward in context.ended_passes or worker_of(backward) == self.id & 0xFFFF:
+                return None  # one that began here is known, or does not exist
             made = self._make_pass(context, backward)
         self._check(made)
         return made
 
-    def _answer_late(self, context: Context, sender: Identity, part: CompactPass) -> None:
+    def _answer_late(self, context: Context, backward: int, sender: int) -> None:
         """Answers a begin that came after the pass has ended here: this worker received nothing from that neighbour."""
-        error = context.ended_passes[part.backward]
+        error = context.ended_passes.get(backward)
         if error is not None:
-            self._refuse(sender, part, error)
-            return
-        answer = PassMessage()
-        answer.begins = True
-        self._sender.send(sender.id, answer.encode(part.context, part.backward)[0])
+            self._refuse(sender, context.id, backward, error)
+        elif backward in context.ended_passes:
+            answer = PassMessage()
+            answer.begins = True
+            self._sender.send(sender, answer.encode(context.id, backward)[0])
+
+    def _new_id(self) -> int:
+        """The id of a pass that begins here. Nobody guesses it: a worker that knows it was told of the pass."""
+        return make_id(self.id, secrets.randbits(47))
 
     def on_message(
         self, sender: Identity, message: autograd_pb2.AutogradMessage, buffers: Sequence[ReceiveBuffer]
@@ -361,10 +370,10 @@ class AutogradWorker:
                 return
         self.host.submit(current.abort, error)
 
-    def _refuse(self, sender: Identity, message: CompactPass, error: BaseException) -> None:
-        answer = autograd_pb2.AutogradMessage(context=message.context, backward=message.backward)
+    def _refuse(self, sender: int, context: int, backward: int, error: BaseException) -> None:
+        answer = autograd_pb2.AutogradMessage(context=context, backward=backward)
         encode_error(error, self.id, self.host.identity.name, answer.aborted)
-        self._sender.send(sender.id, answer)
+        self._sender.send(sender, answer)
 
 
 def _released(context: Context) -> AutogradError:

@@ -58,6 +58,7 @@ class BackwardPass:
         context: the context whose gradients are computed.
         id: of the pass, the same on all workers; its high bits are the worker where it began.
         on_end: called once, when the pass has ended on this worker; on any thread.
+        on_late: answers a neighbour that begins when the pass has ended here.
         root_gradients: the gradients of the roots, on the worker where the pass began.
         options: of the pass, on the worker where it began.
 
@@ -78,6 +79,7 @@ class BackwardPass:
         context: Context,
         id: int,
         on_end: Callable[[BackwardPass], object],
+        on_late: Callable[[int], object],
         root_gradients: Sequence[torch.Tensor] = (),
         options: PassOptions | None = None,
     ) -> None:
@@ -96,6 +98,7 @@ class BackwardPass:
         self.name_of = sender.name_of
         self._sender = sender
         self._on_end = on_end
+        self._on_late = on_late
         self._part: DirectPart | GeneralPart | StepPart | None = None
         self._early: list[tuple[int, PassMessage]] = []  # messages that came before the pass was begun here
         self._out: dict[int, PassMessage] = {}
@@ -160,7 +163,9 @@ class BackwardPass:
     def finish(self) -> None:
         """Nothing is left to do here, and the children are done."""
         if self.then is not None:
-            if self._part is not self.then:
+            if self.options.deadline.expired():
+                self._expire()  # and nobody steps
+            elif self._part is not self.then:
                 self.context.is_spent = not self.options.retain_graph
                 self.start_step()
         elif not self.is_finishing:
@@ -194,7 +199,10 @@ class BackwardPass:
             via: the session by which it came, and by which what this worker says goes.
             jobs: gets what a thread of the pool has to do.
         """
-        if self._add((sender, message, via)):
+        if self.is_over:
+            if message.begins:
+                self._on_late(sender)
+        elif self._add((sender, message, via)):
             jobs.append((self._drain, ()))
 
     def post(self, job: Job) -> None:
@@ -206,6 +214,8 @@ class BackwardPass:
         """Whether a thread of the pool has to be found."""
         with self.lock:
             self._inbox.append(item)
+            if self.is_over and type(item) is tuple and item[1].begins:  # it ended just now
+                self._on_late(item[0])
             if not self._has_waiter:
                 if self._is_draining:
                     return False
@@ -235,6 +245,8 @@ class BackwardPass:
             message.read_gradients(self._sender.plain_only)
         if self._part is not None:
             self._part.take(sender, message)
+            return
+        if self.is_over:
             return
         self._early.append((sender, message))
         if message.begins:
@@ -274,7 +286,7 @@ class BackwardPass:
             self.guarded(self._handle_all)
             send = self.guarded(self._pack)
             with self.lock:
-                if not self._inbox:
+                if not self._inbox or self.is_over:
                     self._idle_since = time.time()
                     self._is_draining = False
                     break
@@ -299,12 +311,10 @@ class BackwardPass:
                 step()
             else:
                 return
-        inbox.clear()
 
     def guarded(self, job: Callable[[], T]) -> T | None:
         """What a job returns; it is not called once the pass is over, and the pass fails if the job does."""
         if self.is_over:
-            self._inbox.clear()
             return None
         try:
             return job()
@@ -320,7 +330,7 @@ class BackwardPass:
         None if they need not hear anything. What goes wrong with the job ends the pass.
         """
         if self.is_over:
-            return None  # it failed, and `abort` has told the others
+            return None
         with self.lock:
             out, self._out = self._out, {}
         if not out:
@@ -442,6 +452,7 @@ class BackwardPass:
                 return False
             self.error = error
             self.is_over = True
+            left = list(self._inbox)
         part, self._part = self._part, None  # it refers to this pass, and to the graph
         if type(part) is GeneralPart:
             part.close()
@@ -452,6 +463,9 @@ class BackwardPass:
         if type(part) is not StepPart:
             context.is_spent = error is None and not self.options.retain_graph
         self._on_end(self)
+        for item in left:
+            if type(item) is tuple and item[1].begins:
+                self._on_late(item[0])
         return True
 
 

@@ -128,7 +128,18 @@ class DirectPart:
         recvs: the messages that were received.
     """
 
-    __slots__ = ("_children", "_done_early", "_owner", "_recvs", "_root", "_sends", "_sources", "_told", "_unheard")
+    __slots__ = (
+        "_children",
+        "_done_early",
+        "_owner",
+        "_recvs",
+        "_root",
+        "_sends",
+        "_sources",
+        "_told",
+        "_unheard",
+        "_untold",
+    )
 
     def __init__(
         self,
@@ -144,6 +155,7 @@ class DirectPart:
         self._sends = sends
         self._recvs = recvs
         self._told: set[int] = set()  # neighbours that have our begin message, or get it at the end of this turn
+        self._untold: Collection[int] = ()  # those of `_told` that get it at the end of this turn
         self._unheard: set[int] = set()  # those of `_told` that have not sent theirs
         self._children: set[int] = set()
         self._done_early: set[int] = set()
@@ -156,14 +168,15 @@ class DirectPart:
         if len(neighbours) > (owner.parent is not None) and self._is_large():
             self._begin(neighbours, () if root is None else root.recvs)  # they prepare meanwhile
             owner.flush()
-            neighbours = ()
+        else:
+            self._untold = neighbours
         if root is not None:
             self._run([(root, owner.root_gradients)])
         if any([send.to == owner.me for send in self._sends]):
             self._drop_own()
         for sender, message in early:
             self._take(sender, message)
-        self._begin(neighbours, ())
+        self._begin_late()
         self._end_if_done()
 
     def take(self, sender: int, message: PassMessage) -> None:
@@ -175,6 +188,12 @@ class DirectPart:
         """Whether running a part of the graph takes long."""
         sources = self._sources.values() if self._root is None else (self._root, *self._sources.values())
         return any([source.num_inner > MAX_NODES_BEFORE_SENDING for source in sources])
+
+    def _begin_late(self) -> None:
+        """Begins with those that wait for it, before anything is sent: what a begin does not name counts as unused."""
+        untold, self._untold = self._untold, ()
+        if untold:
+            self._begin(untold, ())
 
     def _begin(self, neighbours: Iterable[int], runs: Iterable[int]) -> None:
         """Tells neighbours that this worker takes part, and which of their messages are undecided.
@@ -233,16 +252,21 @@ class DirectPart:
 
     def _pass_on_verdict(self, source: GraphSource, verdict: int) -> None:
         """A message is used, and its gradient comes later: so are those that it depends on."""
-        edges = [edge for number, edge in enumerate(source.edges) if verdict >> number & 1]
-        reached = GraphSource(edges)
-        reached.walk(self._owner.context.id, {})
-        masks: dict[int, int] = {}
-        node: Any
-        for node, number, _ in reached.outputs:
-            masks[node.recv.id] = masks.get(node.recv.id, 0) | 1 << number
-        for id, recv in source.recvs.items():
-            if recv.sender != self._owner.me:
-                self._owner.message_to(recv.sender).verdicts[id] = masks.get(id, 0)
+        todo = [(source, verdict)]
+        for used, verdict in todo:  # it grows meanwhile
+            reached = GraphSource([edge for number, edge in enumerate(used.edges) if verdict >> number & 1])
+            reached.walk(self._owner.context.id, {})
+            masks = dict.fromkeys(used.recvs, 0)
+            node: Any
+            for node, number, _ in reached.outputs:
+                masks[node.recv.id] |= 1 << number
+            for id, mask in masks.items():
+                if (to := used.recvs[id].sender) != self._owner.me:
+                    self._owner.message_to(to).verdicts[id] = mask
+                elif id in self._sources and mask:
+                    todo.append((self._sources[id], mask))
+                elif id in self._sources:
+                    self._drop([self._sources.pop(id)])
 
     def _drop(self, unused: list[GraphSource]) -> None:
         """Tells the senders of messages that nothing depends on them."""
@@ -299,6 +323,7 @@ class DirectPart:
                 else:
                     owner.message_to(recv.sender).add_gradients(recv.id, received[recv.id])
             if run is not None and run.callbacks:
+                self._begin_late()
                 owner.flush()  # they may wait for what other workers do with the gradients
                 captured = run.called_back(captured)
             if captured:

@@ -3,7 +3,7 @@
 All that a worker has to say to a neighbour at a time is one message. Its receiver takes the parts in this order: the
 sender takes part, verdicts, gradients, the sender is done. So any messages may be merged, and any one split.
 
-    head      flags (u16), what is left of the deadline (u64, us; 0: none), and seven counts (u32 each): of messages of
+    head      flags (u16), what is left of the deadline (u64, us; 0: none), and six counts (u32 each): of messages of
               the graph that are undecided, unused, used, have gradients here; of tensors without and with a gradient
     ids       (i64) of the undecided, of the unused, of the used messages, and of those with gradients
     counts    (u32) of the tensors of each message with gradients, then the numbers (u32) of those that have none
@@ -28,7 +28,7 @@ import torch
 from google.protobuf.message import DecodeError
 
 from rpcdist._proto import autograd_pb2, value_pb2
-from rpcdist.autograd._autograd_errors import BackwardError
+from rpcdist.autograd._autograd_errors import AutogradError, BackwardError
 from rpcdist.autograd._message_nodes import Gradients, RecordedSend
 from rpcdist.errors import ProtocolViolation, SerializationError
 from rpcdist.rpc._values import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, decode, encode_into
@@ -40,6 +40,17 @@ from rpcdist.transport.wire_messages import MAX_COMPACT_BODY_BYTES, CompactPass
 _HEAD: Final = Struct("<HQ6I")
 _BEGINS, _CHILD, _FAST, _RETAIN, _DONE, _HEAVY, _COUNTS, _VALUE, _WORK, _OUTCOME = (1 << bit for bit in range(10))
 _CPU: Final = torch.device("cpu")
+
+
+class UnknownMessages(AutogradError):
+    """A worker has received messages in a context that this process has not sent: it takes another one's place, or the
+    context has just ended."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(
+            f"{count} messages of the autograd context are unknown here: the process that sent them is gone, or the "
+            "context is over there"
+        )
 
 
 class PassMessage:
@@ -234,7 +245,8 @@ def read_message(
         sends: the messages of the graph that were sent here in the context.
 
     Raises:
-        ProtocolViolation: it is damaged, or says something about what its sender cannot know.
+        ProtocolViolation: it is damaged, or says something about what was sent to another.
+        UnknownMessages: it speaks of messages that this process did not send, or not any more.
     """
     body = part.body
     if not body and buffers:
@@ -244,12 +256,21 @@ def read_message(
             body
         )
         num_ids = num_open + num_unused + num_used + num_messages
-        if num_ids > 2 * len(sends):  # a verdict and a gradient for each
-            raise ProtocolViolation(f"worker {sender} speaks of {num_ids} messages; {len(sends)} were sent")
         at = _HEAD.size
+        if num_ids > (len(body) - at) // 8:
+            raise ProtocolViolation(f"worker {sender} sent a message of a backward pass that is cut off")
+        if num_ids > 2 * len(sends):  # a verdict and a gradient for each
+            raise UnknownMessages(num_ids)
         ids: Sequence[int] = unpack_from(f"<{num_ids}q", body, at) if num_ids else ()
         at += 8 * num_ids
-        _check_addressed(ids, sender, sends)
+        for id in ids:
+            send = sends.get(id)
+            if send is None:
+                raise UnknownMessages(num_ids)
+            if send.to != sender:
+                raise ProtocolViolation(
+                    f"worker {sender} speaks of message {id:#x}, which was sent to worker {send.to}"
+                )
         made = PassMessage()
         made.begins = bool(flags & _BEGINS)
         made.is_child = bool(flags & _CHILD)
@@ -273,7 +294,7 @@ def read_message(
             for id in ids[num_open + num_unused : num_ids - num_messages]:
                 (size,) = unpack_from("<I", body, at)
                 at += 4
-                count = len(sends[id].node.next_functions) if id in sends else 0
+                count = len(sends[id].node.next_functions)
                 if size > count // 8 + 1 or at + size > len(body):
                     raise ProtocolViolation(f"a verdict on message {id:#x}, of {count} tensors, has {size} bytes")
                 mask = int.from_bytes(body[at : at + size], "little")
@@ -296,14 +317,6 @@ def read_message(
     return made
 
 
-def _check_addressed(ids: Sequence[int], sender: int, sends: Mapping[int, RecordedSend]) -> None:
-    """Raises `ProtocolViolation` for what a neighbour says about a message that was sent to another."""
-    for id in ids:
-        send = sends.get(id)
-        if send is not None and send.to != sender:
-            raise ProtocolViolation(f"worker {sender} speaks of message {id:#x}, which was sent to worker {send.to}")
-
-
 def _check_counts(
     messages: Sequence[int],
     counts: Sequence[int],
@@ -319,13 +332,9 @@ def _check_counts(
             "have none"
         )
     for index, id in enumerate(messages):
-        send, count = sends.get(id), counts[index] if counts else 1
-        if send is not None and count != len(send.node.next_functions):
-            raise ProtocolViolation(
-                f"{count} gradients arrived for message {id:#x}, which had {len(send.node.next_functions)} tensors"
-            )
-        if send is None and count > 1:
-            raise ProtocolViolation(f"{count} gradients arrived for message {id:#x}, which was not sent")
+        count, num_sent = counts[index] if counts else 1, len(sends[id].node.next_functions)
+        if count != num_sent:
+            raise ProtocolViolation(f"{count} gradients arrived for message {id:#x}, which had {num_sent} tensors")
 
 
 def _to_cpu(device: torch.device) -> torch.device:

@@ -123,6 +123,7 @@ __all__ = [
     "POOL_TICK_S",
     "PROGRESS_GRACE_S",
     "PROGRESS_STOP_LIMIT_S",
+    "RAY_POLL_S",
     "REFUSAL_LIMIT_S",
     "REFUSAL_LOG_PERIOD_S",
     "REFUSAL_POLL_S",
@@ -148,6 +149,7 @@ __all__ = [
     "SHUTDOWN_REPORT_INTERVAL_S",
     "SIGNAL_CHECK_INTERVAL_S",
     "SPIN_LIMIT_S",
+    "STEP_ERROR_LIMIT_S",
     "STORE_CHECK_INTERVAL_S",
     "STORE_GRACE_S",
     "STORE_LARGE_LIMIT_S",
@@ -444,6 +446,10 @@ CONTEXT_RELEASE_DELAY_S: Final = 0.05
 """The ends of autograd contexts that hold little memory are told to other workers within this time, together."""
 GRADIENT_HOLD_LIMIT_S: Final = 0.001
 """Small gradients that become ready within this time travel to other workers together."""
+STEP_ERROR_LIMIT_S: Final = 1.0
+"""The least time to fetch the error of an optimizer's step from its owner, near the deadline."""
+RAY_POLL_S: Final = 0.2
+"""The driver of a job on Ray waits for reports in pieces of this length: Ctrl-C does not wake Ray's own wait."""
 POOL_LEAD_S: Final = 0.02
 """A thread of the pool that has nothing to do reads for so long where its last call came from."""
 ANSWER_HOLD_S: Final = 0.0002

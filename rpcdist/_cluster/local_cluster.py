@@ -105,6 +105,7 @@ class LocalCluster:
                 f"env has {dict(env[0])} for {self.names[0]!r}, which is this process: it has an environment"
             )
         role = Role("worker", join_cluster, len(self.names), env=env, resources=resources)
+        check_can_start("the cluster")
         self._plan = plan_job([role], {}, os.environ, this_machine(os.environ), named=False)
         self._options = options
         self._output = JobOutput(prefix, log_dir)

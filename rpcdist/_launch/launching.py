@@ -134,6 +134,8 @@ def launch(
     check_join_timeout(join_timeout_s)
     all_roles, common = roles_of(function, args, workers, roles, env, max_restarts, resources)
     placement = placement_from_environment()
+    if placement is None:
+        check_can_start("launch")
     machine = None if placement is not None else this_machine({**os.environ, **common})
     plan = plan_job(all_roles, common, os.environ, machine, named=roles is not None)
     if placement is not None:
@@ -143,7 +145,6 @@ def launch(
     output = JobOutput(roles is not None if prefix is None else prefix, log_dir)
     calls = {role.name: pickle_call(role.function, role.args) for role in all_roles}
     progress = progress_of(plan, join_timeout_s)
-    check_can_start("launch")
     with names_shortage("launch"), StopSignals() as stop, held_port(master_port) as port:
         address = {"MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
         tasks = {

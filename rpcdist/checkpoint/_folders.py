@@ -105,7 +105,7 @@ def writing(folder: Path) -> Iterator[None]:
             ) from exc
         raise CheckpointError(
             f"writing the checkpoint into {folder} failed ({type(exc).__name__}: {str(exc)[:300]}); its disk has "
-            f"{_free_mib(folder)}. The checkpoint that was there before is whole. Make room, and save again"
+            f"{_free_mib(folder)}. The checkpoint before it is whole. Make room, and save again"
         ) from exc
 
 

@@ -7,6 +7,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from traceback import clear_frames
 from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -165,6 +166,8 @@ class LocalOptimizer:
     def _set_options(self, options: Sequence[Group]) -> None:
         for group, changed in zip(self.optim.param_groups, options, strict=True):
             for name, value in changed.items():
+                if name == "params":
+                    raise RpcdistError("a step would set the parameters of its group, which are no option")
                 if isinstance(group.get(name), Tensor):  # a capturable optimizer keeps this tensor object
                     group[name].copy_(torch.as_tensor(value))
                 else:
@@ -231,13 +234,15 @@ class OptimizerTable:
     def keep_error(self, error: BaseException) -> int:
         """Keeps what a step raised for the worker that asked for it; returns the number by which it asks."""
         number = next(self._numbers)
+        clear_frames(error.__traceback__)  # they hold gradients
         self._errors[number] = error
         if len(self._errors) > MAX_KEPT_ERRORS:
             self._errors.popitem(last=False)
         return number
 
-    def take_error(self, number: int) -> BaseException:
-        return self._errors.pop(number, None) or RpcdistError("the step failed, and its error is not kept any more")
+    def raise_error(self, number: int) -> None:
+        """Raises what a step raised here."""
+        raise self._errors.pop(number, None) or RpcdistError("the step failed, and its error is not kept any more")
 
 
 tables: AgentLocal[OptimizerTable] = AgentLocal(OptimizerTable)
@@ -286,13 +291,10 @@ def new_local_optimizer(
 
 
 def call_local_optimizer(number: int, method: str, *args: Any) -> Any:
-    """Calls a method of a local optimizer."""
+    """Calls a method of a local optimizer, or raises the error of its step."""
+    if method == "raise_error":
+        return tables.get().raise_error(*args)
     return getattr(tables.get().find(number), method)(*args)
-
-
-def raise_step_error(number: int) -> None:
-    """Raises what a step raised here."""
-    raise tables.get().take_error(number)
 
 
 # ---------------------------------------------------------------- steps as messages of distributed autograd
@@ -300,6 +302,7 @@ def raise_step_error(number: int) -> None:
 _WORK: Final = struct.Struct("<Q?")
 _OUTCOME: Final = struct.Struct("<BQ")
 _TOOK_NO_PART, _STEPPED, _FAILED = range(3)
+_STEP_NAME: Final = f"{call_local_optimizer.__module__}:{call_local_optimizer.__name__}"
 
 
 def encode_step(number: int, options: Sequence[Group] | None, hogwild: bool) -> bytes | None:
@@ -317,6 +320,7 @@ def encode_step(number: int, options: Sequence[Group] | None, hogwild: bool) -> 
 def _step(context_id: int, work: bytes) -> bytes:
     table = tables.get()
     try:
+        current_agent().callables.check(_STEP_NAME)
         number, hogwild = _WORK.unpack_from(work)
         options: Any = read_plain(work[_WORK.size :], [], [], None) if len(work) > _WORK.size else None
         return _OUTCOME.pack(table.find(number).step(context_id, options, hogwild), 0)

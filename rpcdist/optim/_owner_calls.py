@@ -15,12 +15,13 @@ import rpcdist.rpc as rpc
 from rpcdist.autograd import BackwardError
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import BlockingInLoop, OwnerLost, WorkerLost
-from rpcdist.optim._local_optimizer import decode_outcome, encode_step, raise_step_error
+from rpcdist.optim._local_optimizer import decode_outcome, encode_step
 from rpcdist.rpc import Future, WorkerInfo
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._values.exceptions import add_note, text_of
+from rpcdist.time_limits import STEP_ERROR_LIMIT_S
 
 __all__ = ["OwnerCall", "ask_owners", "ask_owners_async"]
 
@@ -119,27 +120,28 @@ def ask_steps(
     outside = current_autograd.set(None)  # what the owners do is no part of the context that the caller is in
     try:
         outcomes = worker.step(context_id, work, step_here, deadline, roots)
+        for index, call in enumerate(calls):
+            if index != own:
+                results[index] = _outcome_of(partial(_stepped, call, outcomes[call.owner.id], deadline))
     except BackwardError:
         if roots is None:
             worker.contexts.find(context_id)  # it may have been released meanwhile, which has an error of its own
         raise
     finally:
         current_autograd.reset(outside)
-    for index, call in enumerate(calls):
-        if index != own:
-            results[index] = _outcome_of(partial(_stepped, call.owner, outcomes[call.owner.id]))
     if (error := _error_in(what, calls, results)) is not None:
         raise error
     return results
 
 
-def _stepped(owner: WorkerInfo, outcome: bytes | Exception) -> bool:
+def _stepped(call: OwnerCall, outcome: bytes | Exception, deadline: Deadline) -> bool:
     """Whether an owner took part in the context; raises what its step raised."""
     if isinstance(outcome, Exception):
         raise outcome
     took_part, error = decode_outcome(outcome)
     if error:
-        rpc.rpc_sync(owner, raise_step_error, (error,))
+        left_s = max(deadline.remaining_s(), STEP_ERROR_LIMIT_S) if deadline.is_finite else 0.0
+        rpc.rpc_sync(call.owner, call.function, (call.args[0], "raise_error", error), timeout=left_s)
     return took_part
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -18,11 +18,9 @@ from rpcdist._launch.job_plan import DEVICES_VARIABLE, RankPlan
 from rpcdist._launch.rank_call import RankCall
 from rpcdist._launch.reports import Event, Exited, ProcessEnded, Raised, Ready, Report
 from rpcdist.ray._rank_actor import MainModule, RankActor, Where
+from rpcdist.time_limits import RAY_POLL_S
 
 __all__ = ["RayRanks"]
-
-_POLL_S: Final = 0.2
-"""Ray's wait cannot be woken by Ctrl-C: it is cut into pieces of this length."""
 
 
 class RayRanks:
@@ -89,7 +87,7 @@ class RayRanks:
     def reports(self, limit_s: float) -> list[tuple[int, Event]]:
         end = time.monotonic() + limit_s
         while True:
-            wait_s = max(0.0, min(_POLL_S, end - time.monotonic()))
+            wait_s = max(0.0, min(RAY_POLL_S, end - time.monotonic()))
             if not self._pending:
                 woken = select.select([self._wake], [], [], wait_s)[0]
                 done: list[Any] = []

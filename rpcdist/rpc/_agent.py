@@ -260,6 +260,7 @@ class Agent:
         }
         if not options.allows(*STOP.split(":")):  # where peers are restricted, not each of them may end the service
             del always[STOP]
+        self.callables = Callables(options, always, me.name)
         self.dispatcher = Dispatcher(
             pool=self.pool,
             user_loop=self.user_loop,
@@ -267,7 +268,7 @@ class Agent:
             marshal=self.marshal,
             rrefs=self.rrefs,
             actors=self.actors,
-            callables=Callables(options, always, me.name),
+            callables=self.callables,
             admit_context=self.autograd.admit,
             me=me,
             lifetime=lifetime,

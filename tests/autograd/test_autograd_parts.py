@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,9 +17,12 @@ from torch import Tensor
 import rpcdist.autograd as autograd
 import rpcdist.rpc as rpc
 from rpcdist.autograd import _backward_pass
+from rpcdist.autograd._backward_pass import BackwardPass
+from rpcdist.autograd._context import make_id
 from rpcdist.autograd._direct_part import DirectPart, find_sources
 from rpcdist.autograd._general_part import GeneralPart
-from rpcdist.testing import InProcessCluster
+from rpcdist.autograd._pass_message import PassMessage
+from rpcdist.testing import LIMIT_S, InProcessCluster
 
 WORKERS = ("a", "b", "c")
 rpc_sync: Any = rpc.rpc_sync
@@ -55,8 +59,8 @@ def call(to: str | None, name: str, x: Tensor, y: Tensor) -> Any:
     return FUNCTIONS[name](x, y) if to is None else rpc_sync(to, FUNCTIONS[name], (x, y))
 
 
-Step = tuple[str, str, str | None, int, int]
-"""On which worker, which function, on which further worker, and the numbers of its arguments."""
+Step = tuple[str | None, str, str | None, int, int]
+"""On which worker (None: here), which function, on which further worker, and the numbers of its arguments."""
 
 
 @st.composite
@@ -66,7 +70,7 @@ def programs(draw: st.DrawFn) -> tuple[list[Step], list[int]]:
     for _ in range(draw(st.integers(1, 6))):
         name = draw(st.sampled_from(sorted(FUNCTIONS)))
         numbers = st.integers(0, num_values - 1)
-        worker, further = draw(st.sampled_from(WORKERS)), draw(st.sampled_from((None, None, *WORKERS)))
+        worker, further = draw(st.sampled_from((None, *WORKERS))), draw(st.sampled_from((None, None, *WORKERS)))
         steps.append((worker, name, further, draw(numbers), draw(numbers)))
         num_values += 1 if name == "product" else 2
     used = draw(st.lists(st.integers(3, num_values - 1), min_size=1, max_size=4, unique=True))
@@ -79,7 +83,8 @@ def run(program: tuple[list[Step], list[int]], leaves: list[Tensor], is_remote: 
     for worker, name, further, first, second in steps:
         x, y = values[first], values[second]
         if further is not None:
-            found = rpc_sync(worker, nested, (further, name, x, y)) if is_remote else nested_here(name, x, y)
+            is_far = is_remote and worker is not None
+            found = rpc_sync(worker, nested, (further, name, x, y)) if is_far else nested_here(name, x, y)
         else:
             found = call(worker if is_remote else None, name, x, y)
         values += found if isinstance(found, tuple) else (found,)
@@ -195,3 +200,86 @@ def test_a_context_remembers_that_it_was_general(
             autograd.backward(context_id, [loss], retain_graph=True)
     assert kinds.count(GeneralPart) == 3 and kinds.count(DirectPart) == 3
     assert len(looked) == 4  # once here, and for each part of b
+
+
+def twice(x: Tensor) -> Tensor:
+    """Calls its own worker."""
+    return rpc_sync("b", product, (x * 2, x * 3)) * x  # type: ignore[no-any-return]
+
+
+def test_a_worker_that_calls_itself_passes_verdicts_on(cluster: InProcessCluster) -> None:
+    """The part of b is direct, and that of a waits for its verdict at a gate: it came to an end at b's own message."""
+    x = torch.rand(3, requires_grad=True)
+    with cluster.use("a"), autograd.context() as context_id:
+        hidden = x.exp()
+        autograd.backward(context_id, [(rpc_sync("b", twice, (hidden,)) * hidden).sum()], timeout=LIMIT_S)
+        found = autograd.get_gradients(context_id)[x]
+    here = x.exp()
+    [expected] = torch.autograd.grad(((here * 2 * here * 3).tanh() * here * here).sum(), [x])
+    torch.testing.assert_close(found, expected)
+
+
+RAN = threading.Event()
+
+
+def weighted(x: Tensor) -> Tensor:
+    result = x * 2
+    result.register_hook(lambda gradient: RAN.set())
+    return result
+
+
+@pytest.mark.parametrize("size", [3, 1 << 20], ids=["small", "large"])
+def test_a_callback_waits_for_what_others_do_with_the_gradient(cluster: InProcessCluster, size: int) -> None:
+    """As a reducer waits for other trainers. A begin that overtook a large gradient said that it was unused."""
+    RAN.clear()
+    waited: list[bool] = []
+    x, v = torch.rand(size, requires_grad=True), torch.ones(size, requires_grad=True)
+    v.register_hook(lambda gradient: autograd.queue_callback(lambda found: waited.append(RAN.wait(LIMIT_S))))
+    with cluster.use("a"), autograd.context() as context_id:
+        autograd.backward(context_id, [(rpc_sync("b", weighted, (x,)) * v).sum()], timeout=LIMIT_S)
+        assert autograd.get_gradients(context_id)[x].tolist() == [2.0] * size
+    assert waited == [True]
+
+
+def test_a_worker_that_sent_nothing_of_what_is_named_says_so(cluster: InProcessCluster) -> None:
+    """As one that takes the place of another: the pass fails, and other calls of the session go on."""
+    x = torch.rand(3, requires_grad=True)
+    with cluster.use("a"), autograd.context() as context_id:
+        loss = rpc_sync("b", product, (x, x)).sum()
+        hooks: Any = cluster._agents["b"].autograd
+        hooks.contexts.find(context_id)._sends.clear()
+        other = rpc.rpc_async("b", product, (x.detach(), x.detach()))
+        with pytest.raises(autograd.BackwardError, match="1 messages of the autograd context are unknown here"):
+            autograd.backward(context_id, [loss], timeout=LIMIT_S)
+        assert other.wait().shape == (3,) and rpc_sync("b", abs, (-1,)) == 1
+
+
+def test_a_pass_that_somebody_guesses_does_not_begin(cluster: InProcessCluster) -> None:
+    """Another worker begins a pass in the name of this one, whose own pass of that number then ended with nothing."""
+    x = torch.rand(3, requires_grad=True)
+    with cluster.use("a") as agent, autograd.context() as context_id:
+        loss = rpc_sync("b", product, (x, x)).sum()
+        forged = PassMessage()
+        forged.begins = True
+        hooks: Any = agent.autograd
+        jobs: list[Any] = []
+        [session] = [one for one in [agent.router.session_with(1)] if one is not None]
+        hooks.on_pass(session, forged.encode(context_id, make_id(0, 1))[0], [], jobs)
+        assert not jobs and not hooks._passes
+        autograd.backward(context_id, [loss], timeout=LIMIT_S)
+        assert x in autograd.get_gradients(context_id)
+
+
+def test_a_neighbour_that_begins_while_the_pass_ends_is_answered(cluster: InProcessCluster) -> None:
+    with cluster.use("a") as agent, autograd.context() as context_id:
+        hooks: Any = agent.autograd
+        context = hooks.contexts.find(context_id)
+        answered: list[int] = []
+        made = BackwardPass(hooks._sender, context, 5, lambda ended: None, answered.append)
+        late = PassMessage()
+        late.begins = True
+        made._inbox.append((1, late, None))
+        made._end(None)
+        made.receive(2, late, None, [])
+        made._add((3, late, None))
+    assert answered == [1, 2, 3]

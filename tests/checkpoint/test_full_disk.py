@@ -79,7 +79,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(
             patch.setattr(Path, "symlink_to", refuse)
         else:
             patch.setattr(os, "replace", refuse)
-        with pytest.raises(CheckpointError, match=rf"into {tmp_path}.* its disk has [\d,.]+ MiB free.*: make room"):
+        with pytest.raises(CheckpointError, match=rf"into {tmp_path}.* its disk has [\d,.]+ MiB free.*Make room"):
             checkpoint.save(path, STATE)
     assert sorted(os.listdir(tmp_path)) == before
     found: dict[str, Any] = {"weight": torch.ones(1000), "step": 9}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -19,9 +20,10 @@ import rpcdist.autograd as autograd
 import rpcdist.rpc as rpc
 from rpcdist.autograd import BackwardError
 from rpcdist.autograd._pass_message import PassMessage
-from rpcdist.errors import BlockingInLoop, DeadlineExceeded
+from rpcdist.deadline import Deadline
+from rpcdist.errors import BlockingInLoop, DeadlineExceeded, RpcdistError
 from rpcdist.optim import DistributedOptimizer
-from rpcdist.optim._local_optimizer import tables
+from rpcdist.optim._local_optimizer import OptimizerTable, call_local_optimizer, encode_step, tables
 from rpcdist.testing import InProcessCluster, WorkerPool
 
 rpc_sync: Any = rpc.rpc_sync
@@ -188,7 +190,10 @@ def test_the_deadline_names_who_has_not_stepped(no_agent: None) -> None:
 
         def attack(optimizer: DistributedOptimizer, context_id: int, loss: Tensor) -> None:
             table = tables._values[cluster._agents["b"]]
-            with table.lock, pytest.raises(DeadlineExceeded, match="worker 'b' has not said that its step is done"):
+            with (
+                table.lock,
+                pytest.raises(DeadlineExceeded, match="has not said that its step is done|another one's step"),
+            ):
                 optimizer.backward_and_step(context_id, [loss], timeout=0.3)
 
         with_owner(cluster, attack)
@@ -220,3 +225,67 @@ def test_each_owner_steps_once_a_call(no_agent: None) -> None:
         for _ in itertools.repeat(None, 3):
             with_owner(cluster, attack, NoisySGD)
     assert sorted(NoisySGD.steps.values()) == [2, 2, 2]
+
+
+PARAMETER = torch.ones(2, requires_grad=True)
+
+
+def scaled(x: Tensor) -> Tensor:
+    return (PARAMETER * x).sum()
+
+
+def test_a_restricted_owner_steps_for_nobody_who_may_not_call_that(no_agent: None) -> None:
+    with InProcessCluster("a", "b", allow_functions=[f"{__name__}:scaled"], peer_timeout=CALM_S) as cluster:
+        with cluster.use("b"):
+            optimizer = DistributedOptimizer(torch.optim.SGD, [rpc.RRef(PARAMETER)], lr=0.1)
+        with cluster.use("a") as agent, autograd.context() as context_id:
+            autograd.backward(context_id, [rpc_sync("b", scaled, (torch.ones(2, requires_grad=True),))])
+            work = encode_step(optimizer._numbers[0], [{"lr": -1e9}], False)
+            hooks: Any = agent.autograd
+            outcomes = hooks.step(context_id, {1: work}, lambda: None, Deadline.after(LIMIT_S))
+        assert outcomes[1][0] == 2 and PARAMETER.tolist() == [1.0, 1.0]
+        [error] = tables._values[cluster._agents["b"]]._errors.values()
+        assert "does not allow calls of rpcdist.optim._local_optimizer:call_local_optimizer" in str(error)
+
+
+def test_a_step_changes_no_parameters(no_agent: None) -> None:
+    with InProcessCluster("a", "b", peer_timeout=CALM_S) as cluster:
+
+        def attack(optimizer: DistributedOptimizer, context_id: int, loss: Tensor) -> None:
+            arguments = (optimizer._numbers[0], "step", context_id, [{"params": [1, 2]}], False)
+            with pytest.raises(RpcdistError, match="would set the parameters of its group"):
+                rpc_sync("b", call_local_optimizer, arguments)
+            optimizer.backward_and_step(context_id, [loss])
+
+        with_owner(cluster, attack)
+
+
+def test_nobody_steps_when_the_time_is_over_after_the_pass(no_agent: None) -> None:
+    with InProcessCluster("a", "b", peer_timeout=CALM_S) as cluster:
+
+        def attack(optimizer: DistributedOptimizer, context_id: int, loss: Tensor) -> None:
+            reached = threading.Event()
+            root = loss * 1
+            root.register_hook(lambda gradient: reached.wait(0.3) or None)
+            with pytest.raises(DeadlineExceeded):
+                optimizer.backward_and_step(context_id, [root], timeout=0.1)
+            assert not NoisySGD.steps
+
+        NoisySGD.steps.clear()
+        with_owner(cluster, attack, NoisySGD)
+
+
+def test_the_error_of_a_step_holds_no_gradients(no_agent: None) -> None:
+    def fail() -> None:
+        gradient = torch.ones(3)
+        raise ArithmeticError(f"a step with {gradient.numel()} elements")
+
+    table = OptimizerTable()
+    try:
+        fail()
+    except ArithmeticError as error:
+        number = table.keep_error(error)
+    trace = table._errors[number].__traceback__
+    while trace is not None:
+        assert "gradient" not in trace.tb_frame.f_locals
+        trace = trace.tb_next

@@ -172,5 +172,7 @@ async def test_in_coroutines(cluster: InProcessCluster) -> None:
 
 
 def test_nobody_has_the_role(cluster: InProcessCluster) -> None:
-    with cluster.use("a"), pytest.raises(ConfigError, match=r"no worker has the role 'b'; .* a \(no role\), b"):
-        rpc.call_each("b", again)
+    with cluster.use("a"):
+        eventually(lambda: len(rpc.workers()) == len(NAMES), "all workers are known here")
+        with pytest.raises(ConfigError, match=r"no worker has the role 'b'; .* a \(no role\), b"):
+            rpc.call_each("b", again)

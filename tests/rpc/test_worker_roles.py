@@ -55,7 +55,7 @@ def test_workers_are_found_called_and_waited_for_by_their_role(worker_pool: Work
     assert trainer.run(rpc.call_each, "generator", my_name) == ["g0", "g1"]
 
 
-def test_what_is_no_role() -> None:
+def test_what_is_no_role(no_agent: None) -> None:
     with pytest.raises(TypeError, match="role is a text, but got 3"):
         rpc.init_rpc("a", rank=0, world_size=1, role=3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="the limit is 128"):

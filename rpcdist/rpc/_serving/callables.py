@@ -53,6 +53,11 @@ class Callables:
                 return function  # type: ignore[no-any-return]
         return self._found(name)
 
+    def check(self, name: str) -> None:
+        """Raises `CallRefused` if a peer may not call this function, which is one of ours."""
+        if self._options.allow_functions is not None:
+            self._allowed(name, self._options.allow_functions)
+
     def _found(self, name: str) -> Callable[..., Any]:
         function = decode_function(name)
         module_name, _, path = name.partition(":")
