@@ -33,12 +33,12 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(84_100, 63_000),
-    "code": Limit(48_850, 36_000),
+    "lines": Limit(84_200, 63_000),
+    "code": Limit(48_950, 36_000),
     "files": Limit(515, 400),
-    "classes": Limit(948, 620),
+    "classes": Limit(949, 620),
     "protocols": Limit(80, 30),
-    "time limits": Limit(150, 90),
+    "time limits": Limit(152, 90),
     "environment variables": Limit(29, 20),
     "import circles": Limit(0, 0),
 }
