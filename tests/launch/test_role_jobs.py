@@ -83,7 +83,7 @@ def test_restarts_that_are_used_up_are_counted(capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr().err.count("line 29\n") == 2
 
 
-def test_the_output_of_a_cluster(tmp_path: Path) -> None:
+def test_the_output_of_a_cluster(no_agent: None, tmp_path: Path) -> None:
     with LocalCluster(2, log_dir=tmp_path, resources={"CPU": 5}, env=[{}, {"EXTRA": "more"}]) as cluster:
         assert rpc.rpc_sync("worker1", os.getenv, ("OMP_NUM_THREADS",)) == "5"
         assert rpc.rpc_sync("worker1", os.getenv, ("EXTRA",)) == "more"
