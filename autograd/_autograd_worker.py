@@ -1,6 +1,6 @@
 """Distributed autograd of one worker: owns its contexts and backward passes, and takes the messages for them.
 
-What a worker says in a pass comes to `on_pass`; all else, and the gRPC service `Autograd`, to `on_message`.
+The messages of a pass come to `on_pass`; all else, and the gRPC service `Autograd`, to `on_message`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class AutogradWorker:
             roots: see `backward`.
 
         Returns:
-            What came of it, by owner.
+            The outcome, by owner.
         """
         context = self.contexts.find(context_id)
         options = PassOptions(self.host.default_mode == "fast", False, deadline)

@@ -6,7 +6,7 @@ each, and reads the connection on which the next message will probably come, unl
 handled by the thread that has read it, and wakes no other. It claims the connection before it sends: the answer may be
 there before the thread that sends is back from its system call, and would wake the I/O loop.
 
-What a worker does in a pass is up to its *part*: `_direct_part` where the order of everything is known, and
+The work of a worker in a pass is up to its *part*: `_direct_part` where the order of everything is known, and
 `_general_part` elsewhere. Any thread may call `post`, `receive` and `wake`, also the I/O loop; none of them waits.
 """
 
@@ -153,7 +153,7 @@ class BackwardPass:
     # ------------------------------------------------------------ for the parts
 
     def message_to(self, to: int) -> PassMessage:
-        """What a neighbour will be told when this turn ends, or at `flush`."""
+        """The message that a neighbour gets when this turn ends, or at `flush`."""
         message = self._out.get(to)
         if message is None:
             message = self._out[to] = PassMessage()
@@ -174,7 +174,7 @@ class BackwardPass:
                 self.message_to(self.parent).is_done = True
 
     def timeout_us(self) -> int:
-        """What is left of the deadline, for a message."""
+        """The time that is left of the deadline, for a message."""
         deadline = self.options.deadline
         return 0 if deadline.at == inf else max(1, int(deadline.remaining_s() * 1e6))
 
@@ -313,7 +313,7 @@ class BackwardPass:
                 return
 
     def guarded(self, job: Callable[[], T]) -> T | None:
-        """What a job returns; it is not called once the pass is over, and the pass fails if the job does."""
+        """The result of a job, which is not called once the pass is over. The pass fails if the job does."""
         if self.is_over:
             return None
         try:
@@ -325,9 +325,9 @@ class BackwardPass:
             return None
 
     def _pack(self) -> Job | None:
-        """What sends all that the others must hear, encoded already; at the end of the pass, it ends it.
+        """The job that sends all that the others must hear, encoded already. At the end of the pass, the job ends it.
 
-        None if they need not hear anything. What goes wrong with the job ends the pass.
+        None if they need not hear anything. An error of the job ends the pass.
         """
         if self.is_over:
             return None
@@ -377,7 +377,7 @@ class BackwardPass:
 
     def _sleep(self, send: Job | None) -> bool:
         deadline = self.options.deadline
-        source = self._led = self._source  # set before `_is_waiting` looks: whoever posts later then rings
+        source = self._led = self._source  # set before `_is_waiting` looks: a later `post` then rings
         if source is None and send is not None:
             send()
             send, source = None, self._source

@@ -35,8 +35,8 @@ class Limit(NamedTuple):
 LIMITS = {
     "lines": Limit(84_200, 63_000),
     "code": Limit(48_950, 36_000),
-    "files": Limit(515, 400),
-    "classes": Limit(949, 620),
+    "files": Limit(516, 400),
+    "classes": Limit(950, 620),
     "protocols": Limit(80, 30),
     "time limits": Limit(152, 90),
     "environment variables": Limit(29, 20),

@@ -7,12 +7,13 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from rpcdist._cluster.cluster_block import ClusterBlock, worker_names
 from rpcdist._cluster.joining import join_cluster
 from rpcdist._launch.background_ranks import BackgroundRanks
 from rpcdist._launch.job_plan import Role, plan_job, this_machine
@@ -34,8 +35,6 @@ from rpcdist.errors import (
     RpcdistError,
     WorkerLost,
 )
-from rpcdist.ids import check_worker_name
-from rpcdist.off_loop import run_in_thread
 from rpcdist.own_shortage import check_can_start, names_shortage
 from rpcdist.time_limits import CLUSTER_NOTICE_S, CLUSTER_START_LIMIT_S, LAUNCH_CAUSE_LIMIT_S
 
@@ -47,7 +46,7 @@ __all__ = ["LocalCluster"]
 logger = logging.getLogger("rpcdist.cluster")
 
 
-class LocalCluster:
+class LocalCluster(ClusterBlock):
     """A job on this machine: this process is its worker of rank 0, and the others are processes started for it.
 
         if __name__ == "__main__":
@@ -96,7 +95,7 @@ class LocalCluster:
         prefix: bool = False,
         log_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.names = _names(workers)
+        self.names = worker_names(workers)
         # Told here, and not by the processes that are started for it, in a traceback for each.
         if options is not None and not hasattr(options, "init_method"):
             raise ConfigError(f"options={options!r}: give an rpc.RpcOptions, or nothing")
@@ -177,37 +176,12 @@ class LocalCluster:
             raise ConfigError(f"no process was started for {name!r}; there are {', '.join(self.names[1:]) or 'none'}")
         return self._output.tail(name, KEPT_LINES)
 
-    def __enter__(self) -> Self:
-        return self.start()
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-            return
         if isinstance(error, WorkerLost):
             self._note_failure(error)
-        self._abandon()
-        if kind is KeyboardInterrupt:
-            raise interrupted() from None
-
-    async def start_async(self) -> Self:
-        """`start` for coroutines and notebooks: the event loop goes on. Cancelled, it leaves nothing behind."""
-        await run_in_thread(self.start, self._cancel, name="rpcdist-cluster-start")
-        return self
-
-    async def close_async(self) -> None:
-        """`close` for coroutines and notebooks. Cancelled while it waits for the others, the job ends at once."""
-        await run_in_thread(self.close, self._abandon, name="rpcdist-cluster-end")
-
-    async def __aenter__(self) -> Self:
-        return await self.start_async()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await run_in_thread(partial(self.__exit__, kind, error, traceback), self._abandon, name="rpcdist-cluster-end")
+        super().__exit__(kind, error, traceback)
 
     @names_shortage("starting the cluster")
     def _start_here(self) -> None:
@@ -292,18 +266,3 @@ class LocalCluster:
         failure = self._processes.failure(LAUNCH_CAUSE_LIMIT_S) if self._processes is not None else None
         if failure is not None:
             error.add_note(str(error_of(failure, len(self.names))))
-
-
-def _names(workers: int | Sequence[str]) -> tuple[str, ...]:
-    """The names of the workers, by rank; raises `ConfigError`."""
-    if isinstance(workers, int):
-        names = [f"worker{rank}" for rank in range(workers)]
-    else:
-        names = [] if isinstance(workers, str) or not isinstance(workers, Iterable) else list(workers)
-    if not names:
-        raise ConfigError(f"workers={workers!r}: give the number of workers, at least 1, or a list of their names")
-    for name in names:
-        check_worker_name(name)
-        if names.count(name) > 1:
-            raise ConfigError(f"workers={workers!r}: the name {name!r} is there twice; give every worker its own")
-    return tuple(names)

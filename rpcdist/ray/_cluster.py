@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import ray
 
 from rpcdist import rpc
+from rpcdist._cluster.cluster_block import ClusterBlock, worker_names
 from rpcdist._launch.background_ranks import BackgroundRanks
 from rpcdist._launch.job_plan import RankPlan, Role, check_environment
 from rpcdist._launch.outcome_errors import error_of, interrupted
@@ -25,7 +25,6 @@ from rpcdist._launch.stop_signals import StopSignals
 from rpcdist.deadline import Deadline
 from rpcdist.errors import AlreadyInitialized, ConfigError, DeadlineExceeded, NotInitialized, RpcdistError, WorkerLost
 from rpcdist.ids import check_worker_name
-from rpcdist.off_loop import run_in_thread
 from rpcdist.ray._ray_launch import main_module, reserve, say_where
 from rpcdist.ray._ray_ranks import RayRanks
 from rpcdist.rpc import RpcOptions
@@ -43,7 +42,7 @@ class _StartedWorkers:
     ranks: BackgroundRanks
 
 
-class Cluster:
+class Cluster(ClusterBlock):
     """A job on Ray: this process is its worker of rank 0, `worker0`, and the others are actors on Ray's nodes.
 
         with rpcdist.ray.Cluster(8, resources={"GPU": 1}) as cluster:
@@ -83,15 +82,8 @@ class Cluster:
         strategy: str = "PACK",
         runtime_env: dict[str, Any] | None = None,
     ) -> None:
-        names = [f"worker{rank}" for rank in range(workers)] if isinstance(workers, int) else list(workers)
-        if not names or isinstance(workers, str):
-            raise ConfigError(f"workers={workers!r}: give the number of workers, at least 1, or a list of their names")
-        if len(set(names)) < len(names):
-            raise ConfigError(f"workers={workers!r}: a name is there twice; give every worker its own")
-        for name in names:
-            check_worker_name(name)
         check_environment(env or {})
-        self._first_names = names
+        self._first_names = worker_names(workers)
         self._resources = resources
         self._options = RpcOptions() if options is None else copy.copy(options)
         self._env = dict(env or {})
@@ -209,36 +201,6 @@ class Cluster:
             raise interrupted() from None
         finally:
             self._abandon()
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-            return
-        self._abandon()
-        if kind is KeyboardInterrupt:
-            raise interrupted() from None
-
-    async def start_async(self) -> Self:
-        """`start` for coroutines and notebooks: the event loop goes on. Cancelled, it leaves nothing behind."""
-        await run_in_thread(self.start, self._abandon, name="rpcdist-cluster-start")
-        return self
-
-    async def close_async(self) -> None:
-        """`close` for coroutines and notebooks. Cancelled while it waits for the others, the job ends at once."""
-        await run_in_thread(self.close, self._abandon, name="rpcdist-cluster-end")
-
-    async def __aenter__(self) -> Self:
-        return await self.start_async()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await run_in_thread(partial(self.__exit__, kind, error, traceback), self._abandon, name="rpcdist-cluster-end")
 
     def _check_open(self) -> None:
         if not self._is_worker:

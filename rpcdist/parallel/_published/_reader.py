@@ -149,22 +149,16 @@ class VersionReader:
 
     def end(self, version: int) -> None:
         """The tensors of `begin` are not used any more; `version` has been taken, or 0."""
-        if version:
-            self._own[HAVE] = version
         self._own[READING] = 0
-        with self._fence:
-            pass
-        if self._source[ASKED]:
-            with suppress(OSError):  # it has ended, or has not read the bytes of earlier reads
-                self._connection.send(b"r")
+        self.note(version or self._own[HAVE])
 
     def note(self, version: int) -> None:
-        """Says that this consumer has a version, which `begin` gave it and which it keeps reading."""
+        """Says that this consumer has a version, which `begin` gave it and which it may keep reading."""
         self._own[HAVE] = version
         with self._fence:
             pass
         if self._source[ASKED]:
-            with suppress(OSError):
+            with suppress(OSError):  # it has ended, or has not read the bytes of earlier reads
                 self._connection.send(b"r")
 
     def wait_for_newer(self, version: int, deadline: Deadline) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from rpcdist import rpc
 from rpcdist.collectives._transports.shm.futex import unsupported_here
 from rpcdist.deadline import Deadline
-from rpcdist.errors import DeadlineExceeded, TransportError
+from rpcdist.errors import CallRefused, DeadlineExceeded, TransportError
 from rpcdist.parallel._published._layout import VersionLayout
 from rpcdist.parallel._published._reader import HELLO, HELLO_MAGIC, VersionReader, memory_of_segment, words_of
 from rpcdist.parallel._published._words import (
@@ -49,6 +49,11 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES: Final = 2 << 20
 """The size of one message between hosts; a host passes a chunk on when it has it."""
 
+_CALLED_BY_PEERS: Final = frozenset(
+    ("begin_fetch", "behind", "chunk", "describe", "end_fetch", "fetch", "forget", "join", "upstream_of")
+)
+"""The methods of a source that another worker may call."""
+
 _PURPOSE: Final = "read/"
 _SEPARATOR: Final = "/"  # no worker has it in its name
 
@@ -74,6 +79,8 @@ def _answer(source_name: str, method: str, args: tuple[object, ...]) -> object:
     source = None if sources is None else sources.get(source_name)
     if source is None:
         raise TransportError(f"the source {source_name!r} of published tensors has been closed")
+    if method not in _CALLED_BY_PEERS:
+        raise CallRefused(f"{method!r} of a source of published tensors is not for other workers")
     return getattr(source, method)(*args)
 
 
