@@ -41,6 +41,7 @@ from rpcdist.rpc._executors.timers import Timer
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values import ReceiveBuffer
+from rpcdist.rpc._values.exceptions import add_note
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import CONTEXT_DROP_DELAY_S
 from rpcdist.transport.wire_messages import CompactPass
@@ -106,6 +107,11 @@ class AutogradWorker:
         self._check(begun)
         try:
             begun.run_here(begun.start_step if roots is None else partial(begun.start, edges, context.partners(), None))
+        except Exception as exc:
+            if part.handed is not None:
+                may = "has" if part.is_stepping else "may have"
+                add_note(exc, f"worker {begun.name_of(part.handed)!r} {may} taken its step; this worker has not")
+            raise
         finally:
             begun.then = None
         return part.outcomes
@@ -278,7 +284,7 @@ class AutogradWorker:
         context = self.contexts.look_up(part.context)
         if brings_work(part):
             if via is not None:
-                jobs.append((do_work, (*read_work(part), part, via)))
+                jobs.append((do_work, (*read_work(part), part.context, part.backward, via)))
             return
         if context is None or not context.takes_part(sender.id):
             asked = self._passes.get(part.backward)  # owners of parameters need not take part in the context

@@ -34,7 +34,7 @@ from rpcdist.autograd._pass_events import PassOptions
 from rpcdist.autograd._pass_message import PassMessage, encode_error
 from rpcdist.autograd._pass_sender import PassSender
 from rpcdist.autograd._spans import SpanKind
-from rpcdist.autograd._step_part import StepPart
+from rpcdist.autograd._step_part import StepPart, do_work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded
 from rpcdist.rpc._executors.blocking import LastAct, blocking, hooks
@@ -102,6 +102,7 @@ class BackwardPass:
         self._part: DirectPart | GeneralPart | StepPart | None = None
         self._early: list[tuple[int, PassMessage]] = []  # messages that came before the pass was begun here
         self._out: dict[int, PassMessage] = {}
+        self._follow_up: bytes | None = None  # what this worker does for its parent when its part is done
         self._involved: set[int] = set()
         self._links: dict[int, MessageSink] = {}  # by neighbour: the session that carries the messages of both
         self.spans: list[tuple[SpanKind, int, float, float]] = []
@@ -160,6 +161,10 @@ class BackwardPass:
             self._involved.add(to)
         return message
 
+    def follow_up_of(self, to: int) -> bytes | None:
+        """What the only neighbour shall do when its part is done, if anything."""
+        return None if self.then is None else self.then.hand_over(to)
+
     def finish(self) -> None:
         """Nothing is left to do here, and the children are done."""
         if self.then is not None:
@@ -171,7 +176,12 @@ class BackwardPass:
         elif not self.is_finishing:
             self.is_finishing = True
             if self.parent is not None:
-                self.message_to(self.parent).is_done = True
+                message = self.message_to(self.parent)
+                message.is_done = True
+                if self._follow_up is not None and self._involved == {self.parent} and self.parent in self._links:
+                    message.follows = not self.options.deadline.expired()
+                if not message.follows:
+                    self._follow_up = None
 
     def timeout_us(self) -> int:
         """The time that is left of the deadline, for a message."""
@@ -243,6 +253,10 @@ class BackwardPass:
             self.context.is_heavy_elsewhere = True
         if message.messages:
             message.read_gradients(self._sender.plain_only)
+        if self.then is not None and (message.follows or message.outcome is not None):
+            self.then.take(sender, message)
+            if self._part is self.then:
+                return
         if self._part is not None:
             self._part.take(sender, message)
             return
@@ -252,6 +266,7 @@ class BackwardPass:
         if message.begins:
             timeout_s = message.timeout_us / 1e6 if message.timeout_us else None
             self.options = PassOptions(message.fast, message.retain_graph, Deadline.after(timeout_s))
+            self._follow_up = message.follow_up
             self.start((), self.context.partners() | {sender}, sender)
 
     # ------------------------------------------------------------ turns
@@ -292,7 +307,12 @@ class BackwardPass:
                     break
             if send is not None:
                 send()
-        if hooks.enter is not None and self._source is not None:
+        if self._follow_up is not None and self.is_finishing and send is not None:
+            send()
+            if self.error is None and self.parent is not None:
+                via = self._links[self.parent]
+                do_work(self._follow_up, self.options.deadline, self.context.id, self.id, via)
+        elif hooks.enter is not None and self._source is not None:
             hooks.last_act = LastAct([] if send is None else [send], self._source)
         elif send is not None:
             send()

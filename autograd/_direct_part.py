@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from rpcdist.autograd._graph_analysis import MAX_NODES_BEFORE_SENDING, AccumulateGrad, new_edge
@@ -43,9 +44,11 @@ class GraphSource:
         outputs: the edges of the received tensors that it reaches.
         recvs: their messages, by id.
         num_inner: how many other nodes it reaches.
+        runs_code: whether a function of the user's is among them, or a leaf with hooks. Hooks of other tensors cannot
+            be seen.
     """
 
-    __slots__ = ("edges", "leaves", "num_inner", "outputs", "recvs")
+    __slots__ = ("edges", "leaves", "num_inner", "outputs", "recvs", "runs_code")
 
     def __init__(self, edges: Sequence[GradientEdge]) -> None:
         self.edges = edges
@@ -53,6 +56,7 @@ class GraphSource:
         self.outputs: dict[GradientEdge, None] = {}
         self.recvs: dict[int, RecordedRecv] = {}
         self.num_inner = 0
+        self.runs_code = False
 
     def walk(self, context_id: int, taken: dict[Any, GraphSource], edges: Sequence[GradientEdge] | None = None) -> bool:
         """Finds what the source reaches; False if its part of the graph is not of the kind that this module is for.
@@ -70,8 +74,10 @@ class GraphSource:
             kind = type(node)
             if kind is AccumulateGrad:
                 leaves[node] = None
-                if node.variable._backward_hooks and taken.setdefault(node, self) is not self:
-                    return False  # its hooks must see the whole gradient
+                if node.variable._backward_hooks:
+                    self.runs_code = True
+                    if taken.setdefault(node, self) is not self:
+                        return False  # its hooks must see the whole gradient
                 continue
             if node is None:
                 continue
@@ -88,6 +94,8 @@ class GraphSource:
                     continue
             elif owner is None:
                 num_inner += 1
+                if issubclass(kind, BackwardCFunction):
+                    self.runs_code = True
                 taken[node] = self
                 todo += node.next_functions
                 continue
@@ -209,6 +217,8 @@ class DirectPart:
             message = self._owner.message_to(to)
             message.begins = True
             message.is_child = to == parent
+            if parent is None and self._told == {to} and not any([s.runs_code for s in self._sources.values()]):
+                message.follow_up = self._owner.follow_up_of(to)
         if undecided:
             for recv in self._recvs:
                 if recv.id in undecided and recv.sender in neighbours:

@@ -8,6 +8,7 @@ sender takes part, verdicts, gradients, the sender is done. So any messages may 
     ids       (i64) of the undecided, of the unused, of the used messages, and of those with gradients
     counts    (u32) of the tensors of each message with gradients, then the numbers (u32) of those that have none
     masks     for each used message, the size (u32) and the bytes of a bit mask: which of its tensors are used
+    follow-up if there is one, the size (u32) and the bytes
     rest      the gradients, one after the other, as a table (`rpcdist/rpc/_values/compact.py`), or as a `Value`; or the
               bytes of `work` or `outcome`
 
@@ -30,6 +31,7 @@ from google.protobuf.message import DecodeError
 from rpcdist._proto import autograd_pb2, value_pb2
 from rpcdist.autograd._autograd_errors import AutogradError, BackwardError
 from rpcdist.autograd._message_nodes import Gradients, RecordedSend
+from rpcdist.deadline import Deadline
 from rpcdist.errors import ProtocolViolation, SerializationError
 from rpcdist.rpc._values import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, decode, encode_into
 from rpcdist.rpc._values.compact import compact_tensors, read_compact_tensors
@@ -39,6 +41,7 @@ from rpcdist.transport.wire_messages import MAX_COMPACT_BODY_BYTES, CompactPass
 
 _HEAD: Final = Struct("<HQ6I")
 _BEGINS, _CHILD, _FAST, _RETAIN, _DONE, _HEAVY, _COUNTS, _VALUE, _WORK, _OUTCOME = (1 << bit for bit in range(10))
+_FOLLOW_UP, _FOLLOWS = 1 << 10, 1 << 11
 _CPU: Final = torch.device("cpu")
 
 
@@ -66,17 +69,21 @@ class PassMessage:
         gradients: for each of `messages`, the gradients of its tensors; see `read_gradients`.
         is_done: the sender and its children have done their part.
         is_heavy: with `is_done`: one of them holds much memory for the context, so its end must not be put off.
+        follow_up: with `begins`: `work` for the receiver as soon as its part is done, if it has no other neighbour.
+        follows: with `is_done`: the sender does that now, and its outcome follows.
         work: alone: what the receiver shall do when the pass has ended, see `_step_part`; `timeout_us` is its limit.
         outcome: alone: what came of that.
     """
 
     __slots__ = (
-        "_rest", "begins", "fast", "gradients", "is_child", "is_done", "is_heavy", "messages", "outcome",
+        "_rest", "begins", "fast", "follow_up", "follows", "gradients", "is_child", "is_done", "is_heavy", "messages", "outcome",
         "retain_graph", "timeout_us", "verdicts", "work",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.begins = self.is_child = self.fast = self.retain_graph = self.is_done = self.is_heavy = False
+        self.follows = False
+        self.follow_up: bytes | None = None
         self.timeout_us = 0
         self.verdicts: dict[int, int | None] = {}
         self.messages: list[int] = []
@@ -102,6 +109,10 @@ class PassMessage:
         flags = _BEGINS * self.begins | _CHILD * self.is_child | _DONE * self.is_done
         if self.fast or self.retain_graph or self.is_heavy:
             flags |= _FAST * self.fast | _RETAIN * self.retain_graph | _HEAVY * self.is_heavy
+        if self.follow_up is not None:
+            flags |= _FOLLOW_UP
+        if self.follows:
+            flags |= _FOLLOWS
         ids: list[int] = []
         masks: list[bytes] = []
         num_open = num_unused = num_used = 0
@@ -157,6 +168,8 @@ class PassMessage:
         body = head + pack(f"<{len(ids)}q{len(numbers)}I", *ids, *numbers)
         for mask_bytes in masks:
             body += pack("<I", len(mask_bytes)) + mask_bytes
+        if self.follow_up is not None:
+            body += pack("<I", len(self.follow_up)) + self.follow_up
         body += rest
         if len(body) <= MAX_COMPACT_BODY_BYTES:
             return CompactPass(context, backward, body), large
@@ -229,9 +242,10 @@ def brings_work(part: CompactPass) -> bool:
     return len(part.body) >= _HEAD.size and bool(part.body[1] & _WORK >> 8)
 
 
-def read_work(part: CompactPass) -> tuple[bytes, int]:
-    """The bytes of `work`, and the limit in microseconds, of a message that brings it."""
-    return part.body[_HEAD.size :], _HEAD.unpack_from(part.body)[1]
+def read_work(part: CompactPass) -> tuple[bytes, Deadline]:
+    """The bytes of `work`, and its limit, of a message that brings it."""
+    timeout_us = _HEAD.unpack_from(part.body)[1]
+    return part.body[_HEAD.size :], Deadline.after(timeout_us / 1e6 if timeout_us else None)
 
 
 def read_message(
@@ -304,6 +318,14 @@ def read_message(
                         f"a verdict names tensor {mask.bit_length() - 1} of message {id:#x}, which had {count}"
                     )
                 made.verdicts[id] = mask
+        made.follows = bool(flags & _FOLLOWS)
+        if flags & _FOLLOW_UP:
+            (size,) = unpack_from("<I", body, at)
+            at += 4
+            if size > len(body) - at:
+                raise ProtocolViolation(f"worker {sender} sent a message of a backward pass that is cut off")
+            made.follow_up = bytes(body[at : at + size])
+            at += size
         if num_messages:
             made.messages = list(ids[num_ids - num_messages :])
             _check_counts(made.messages, counts, absent, num_tensors, sends)

@@ -2,6 +2,10 @@
 
 The worker that called asks each owner with one message, does its own share, and reads the outcomes. At an owner the
 thread that read the message does the work, and answers. `rpcdist.optim` knows what the bytes mean.
+
+Where only two workers take part in a pass, the other one need not be asked: the first message of the pass brings the
+work, and the owner does it as soon as its part of the pass is done. The caller's part may be left then, so the caller
+hands over only if none of the user's functions, which may raise, is known to run in that part.
 """
 
 from __future__ import annotations
@@ -14,7 +18,6 @@ from rpcdist.autograd._pass_sender import PassOwner
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.rpc._executors.blocking import LastAct, hooks
 from rpcdist.rpc._peers.network import MessageSink
-from rpcdist.transport.wire_messages import CompactPass
 
 Outcome = bytes | Exception
 """What an owner answered, or why there is no answer."""
@@ -33,23 +36,37 @@ class StepPart:
 
     Attributes:
         outcomes: by owner.
+        handed: the owner that got its work with the pass, if any.
+        is_stepping: whether that owner has said that it does the work.
     """
 
-    __slots__ = ("_own", "_owner", "_work", "outcomes")
+    __slots__ = ("_is_begun", "_own", "_owner", "_work", "handed", "is_stepping", "outcomes")
 
     def __init__(self, owner: PassOwner, work: Mapping[int, bytes], own: Callable[[], object]) -> None:
         self._owner = owner
         self._work = work
         self._own = own
         self.outcomes: dict[int, Outcome] = {}
+        self.handed: int | None = None
+        self.is_stepping = False
+        self._is_begun = False
+
+    def hand_over(self, to: int) -> bytes | None:
+        """What a neighbour shall do as soon as its part of the pass is done, if nobody else has one; None for nothing."""
+        work = self._work.get(to)
+        if work is not None:
+            self.handed = to
+        return work
 
     def start(self, neighbours: Collection[int], early: Sequence[tuple[int, PassMessage]]) -> None:
         """Asks the owners, and does the share of this process meanwhile."""
         owner = self._owner
+        self._is_begun = True
         timeout_us = owner.timeout_us()
         for to, work in self._work.items():
-            message = owner.message_to(to)
-            message.work, message.timeout_us = work, timeout_us
+            if to != self.handed or not self.is_stepping:
+                message = owner.message_to(to)
+                message.work, message.timeout_us = work, timeout_us
         owner.flush()
         self._own()
         self._end_if_done()
@@ -60,7 +77,9 @@ class StepPart:
         return self._work
 
     def take(self, sender: int, message: PassMessage) -> None:
-        """Handles an owner's message."""
+        """Handles an owner's message, also while the pass runs."""
+        if message.follows and sender == self.handed:
+            self.is_stepping = True
         if message.outcome is not None:
             self.outcomes.setdefault(sender, message.outcome)
             self._end_if_done()
@@ -71,7 +90,7 @@ class StepPart:
         self._end_if_done()
 
     def _end_if_done(self) -> None:
-        if all([to in self.outcomes for to in self._work]):
+        if self._is_begun and all([to in self.outcomes for to in self._work]):
             self._owner.is_finishing = True
 
     def waits_for(self) -> dict[int, str]:
@@ -79,13 +98,13 @@ class StepPart:
         return {to: "has not said that its step is done" for to in self._work if to not in self.outcomes}
 
 
-def do_work(work: bytes, timeout_us: int, part: CompactPass, via: MessageSink) -> None:
+def do_work(work: bytes, deadline: Deadline, context_id: int, backward: int, via: MessageSink) -> None:
     """Does what a worker asks for, and answers; on a thread of the pool."""
-    if timeout_us:
-        current_deadline.set(Deadline.after(timeout_us / 1e6))
+    if deadline.is_finite:
+        current_deadline.set(deadline)
     answer = PassMessage()
-    answer.outcome = workers[0](part.context, work) if workers else b""
-    encoded, _ = answer.encode(part.context, part.backward)
+    answer.outcome = workers[0](context_id, work) if workers else b""
+    encoded, _ = answer.encode(context_id, backward)
     if hooks.enter is None:
         via.send(encoded)
     else:

@@ -29,7 +29,7 @@ __all__ = [
     "refusal",
 ]
 
-PROTOCOL_VERSION: Final = 7
+PROTOCOL_VERSION: Final = 8
 NONCE_BYTES: Final = 32
 MAX_HANDSHAKE_BYTES: Final = 16 << 10
 """Channels refuse a larger message before they parse it; `receive` checks again. Chains of certificates take most."""

@@ -287,3 +287,127 @@ def test_the_error_of_a_step_holds_no_gradients(no_agent: None) -> None:
     while trace is not None:
         assert "gradient" not in trace.tb_frame.f_locals
         trace = trace.tb_next
+
+
+class WatchedMessages:
+    """Counts what the messages of passes bring, in all workers of this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[str] = []
+        encode = PassMessage.encode
+
+        def watched(message: PassMessage, *arguments: Any) -> Any:
+            kinds = ("follow_up", "follows", "work", "outcome")
+            self.seen += [kind for kind in kinds if getattr(message, kind) not in (None, False)]
+            return encode(message, *arguments)
+
+        monkeypatch.setattr(PassMessage, "encode", watched)
+
+
+def half(x: Tensor) -> Tensor:
+    """A part of a model on b, with a parameter of its own; the gradient of `x` goes back."""
+    return PARAMETER * x
+
+
+def own_parameter() -> Any:
+    return rpc.RRef(PARAMETER)
+
+
+def between(
+    cluster: InProcessCluster, first: Tensor, kind: Any = NoisySGD, parameter: Any = own_parameter
+) -> list[str]:
+    """One step of worker a, which has `first` of the model, and of b; the notes of its error."""
+
+    def body() -> list[str]:
+        optimizer = DistributedOptimizer(kind, [rpc_sync("b", parameter)], lr=0.5)
+        with autograd.context() as context_id:
+            try:
+                optimizer.backward_and_step(context_id, [rpc_sync("b", half, (first,)).sum()])
+            except (BackwardError, ArithmeticError) as error:
+                return list(getattr(error, "__notes__", ["no note"]))
+        return []
+
+    NoisySGD.steps.clear()
+    result: list[str] = cluster.run("a", body)
+    return result
+
+
+def test_the_only_other_worker_steps_without_being_asked_again(no_agent: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = WatchedMessages(monkeypatch)
+    with InProcessCluster("a", "b", peer_timeout=CALM_S) as cluster:
+        before = PARAMETER.detach().clone()
+        assert between(cluster, torch.ones(2, requires_grad=True) * 3) == []
+        torch.testing.assert_close(PARAMETER.detach(), before - 0.5 * 3)
+    assert watched.seen == ["follow_up", "follows", "outcome"]
+    assert list(NoisySGD.steps.values()) == [1]
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise ArithmeticError("the last part of the pass")
+
+
+@pytest.mark.parametrize("where", ["function", "leaf"])
+def test_nobody_steps_before_code_that_may_fail(no_agent: None, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    watched = WatchedMessages(monkeypatch)
+
+    def fail(gradient: Tensor) -> Tensor:
+        raise ArithmeticError("the last part of the pass")
+
+    leaf = torch.ones(2, requires_grad=True)
+    first: Any = Fails.apply(leaf) if where == "function" else leaf * 1  # type: ignore[no-untyped-call]
+    if where == "leaf":
+        leaf.register_hook(fail)
+    with InProcessCluster("a", "b", peer_timeout=CALM_S) as cluster:
+        assert between(cluster, first) == ["no note"]
+    assert watched.seen == [] and not NoisySGD.steps
+
+
+def test_an_error_after_the_step_of_the_other_worker_names_it(no_agent: None) -> None:
+    """Nobody can see the hook of a tensor that is no leaf before it is called."""
+
+    def fail(gradient: Tensor) -> Tensor:
+        raise ArithmeticError("the last part of the pass")
+
+    first = torch.ones(2, requires_grad=True) * 1
+    first.register_hook(fail)
+    with InProcessCluster("a", "b", peer_timeout=CALM_S) as cluster:
+        assert between(cluster, first) == ["worker 'b' has taken its step; this worker has not"]
+    assert list(NoisySGD.steps.values()) == [1]
+
+
+def test_a_step_that_was_not_asked_for_again_says_what_it_raised(no_agent: None) -> None:
+    with InProcessCluster("a", "b", peer_timeout=CALM_S) as cluster:
+        [note] = between(cluster, torch.ones(2, requires_grad=True) * 3, kind=FailingSGD)
+    assert note.endswith("failed on worker 'b'; it was done on: no worker"), note
+
+
+class FailingSGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise ArithmeticError("this step fails")
+
+
+def through_c(x: Tensor) -> Tensor:
+    result: Tensor = rpc_sync("c", half, (x * 2,))
+    return result
+
+
+def test_an_owner_with_another_neighbour_waits_until_it_is_asked(
+    no_agent: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with InProcessCluster("a", "b", "c", peer_timeout=CALM_S) as cluster:
+
+        def body() -> None:
+            optimizer = DistributedOptimizer(NoisySGD, [rpc_sync("b", own_parameter)], lr=0.5)
+            with autograd.context() as context_id:
+                loss = rpc_sync("b", through_c, (torch.ones(2, requires_grad=True) * 3,)).sum()
+                watched = WatchedMessages(monkeypatch)
+                optimizer.backward_and_step(context_id, [loss])
+            assert watched.seen == ["follow_up", "work", "outcome"]
+
+        cluster.run("a", body)
