@@ -162,7 +162,7 @@ class BackwardPass:
         return message
 
     def follow_up_of(self, to: int) -> bytes | None:
-        """What the only neighbour shall do when its part is done, if anything."""
+        """The work that follows the part of the only neighbour, if there is any."""
         return None if self.then is None else self.then.hand_over(to)
 
     def finish(self) -> None:

@@ -76,8 +76,8 @@ class PassMessage:
     """
 
     __slots__ = (
-        "_rest", "begins", "fast", "follow_up", "follows", "gradients", "is_child", "is_done", "is_heavy", "messages", "outcome",
-        "retain_graph", "timeout_us", "verdicts", "work",
+        "_rest", "begins", "fast", "follow_up", "follows", "gradients", "is_child", "is_done", "is_heavy", "messages",
+        "outcome", "retain_graph", "timeout_us", "verdicts", "work",
     )  # fmt: skip
 
     def __init__(self) -> None:

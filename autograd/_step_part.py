@@ -52,7 +52,7 @@ class StepPart:
         self._is_begun = False
 
     def hand_over(self, to: int) -> bytes | None:
-        """What a neighbour shall do as soon as its part of the pass is done, if nobody else has one; None for nothing."""
+        """The work of a neighbour as soon as its part is done, if no third worker takes part; None for none."""
         work = self._work.get(to)
         if work is not None:
             self.handed = to

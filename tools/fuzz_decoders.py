@@ -86,6 +86,7 @@ def examples_of_passes() -> list[bytes]:
     message.add_gradients(2, [torch.ones(2), None])
     table = message.encode(1, 2)[0].body
     message.add_gradients(1, [torch.ones(2, dtype=torch.complex64)])
+    message.follow_up, message.is_done, message.follows = b"work", True, True
     return [plain, table, message.encode(1, 2)[0].body]
 
 

@@ -33,8 +33,8 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(84_200, 63_000),
-    "code": Limit(48_950, 36_000),
+    "lines": Limit(84_260, 63_000),
+    "code": Limit(48_970, 36_000),
     "files": Limit(516, 400),
     "classes": Limit(950, 620),
     "protocols": Limit(80, 30),

@@ -141,9 +141,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """`autograd.backward(context_id, roots)` and `step(context_id)`, with fewer messages; blocks.
 
-        Nobody steps before all workers have all of their gradients: if the backward pass fails, no parameter has
-        changed. If it succeeds and a step fails afterwards, the notes of the error name the workers that have stepped;
-        none has stepped twice. Gradients that are clipped by their norm need the two calls.
+        Each worker steps when the pass cannot fail on any other one, except for the caller if only one other worker
+        takes part; `docs/optim.md` has the table. If something fails after a step, the notes of the error name the
+        workers that have stepped; none has stepped twice. Gradients that are clipped by their norm need the two calls.
 
         Args:
             context_id: of `autograd.context()`.
@@ -152,7 +152,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             timeout: limit in seconds for all of it; 0 for none, by default the `rpc_timeout` of `init_rpc`.
 
         Raises:
-            BackwardError: the backward pass failed; no worker has stepped.
+            BackwardError: the backward pass failed; no worker has stepped, or a note names the one that has.
             DeadlineExceeded: the time is over; the text names the workers that it waits for, and for what.
             Otherwise as `autograd.backward` and `step`.
         """

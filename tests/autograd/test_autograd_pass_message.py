@@ -24,7 +24,7 @@ SENDER = 3
 ONE = torch.rand(2, 3)
 LARGE = torch.rand(INLINE_LIMIT // 4 + 1)
 SPARSE = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.tensor([1.0, 2.0]), (4,), check_invariants=True)
-FLAGS = ("begins", "is_child", "fast", "retain_graph", "is_done", "is_heavy")
+FLAGS = ("begins", "is_child", "fast", "retain_graph", "is_done", "is_heavy", "follows")
 HEAD = struct.Struct("<HQ6I")
 
 
@@ -90,13 +90,14 @@ def test_what_is_said_arrives(data: st.DataObject) -> None:
     for field in FLAGS:
         setattr(message, field, data.draw(st.booleans()))
     message.timeout_us = data.draw(st.integers(0, 2**64 - 1))
+    message.follow_up = data.draw(st.none() | st.binary(max_size=40))
     for id, count in enumerate(counts, 1):
         if data.draw(st.booleans()):
             message.verdicts[id] = data.draw(st.none() | st.integers(0, 2**count - 1))
         if count < 4 and data.draw(st.booleans()):
             message.add_gradients(id, [data.draw(st.sampled_from([None, ONE, LARGE])) for _ in range(count)])
     found = arrived(message, sends(*counts), plain_only=True)
-    for field in (*FLAGS, "timeout_us", "verdicts", "messages"):
+    for field in (*FLAGS, "timeout_us", "follow_up", "verdicts", "messages"):
         assert getattr(found, field) == getattr(message, field), field
     assert found.named() == {**dict.fromkeys(message.messages), **message.verdicts}
 
