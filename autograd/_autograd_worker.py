@@ -36,6 +36,7 @@ from rpcdist.autograd._step_part import Outcome, StepPart, do_work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CallRefused, RpcdistError
 from rpcdist.ids import Identity
+from rpcdist.inspection import ContextFacts, PassFacts
 from rpcdist.rpc._autograd_hooks import AutogradHost
 from rpcdist.rpc._executors.timers import Timer
 from rpcdist.rpc._peers.demultiplexer import PoolJob
@@ -242,6 +243,14 @@ class AutogradWorker:
             "num_autograd_contexts": str(len(self.contexts)),
             "num_current_backward_passes": str(len(self._passes)),
         }
+
+    def facts(self, now: float, most: int) -> tuple[list[ContextFacts], list[PassFacts]]:
+        name_of = self.host.worker_name_of
+        contexts = [
+            ContextFacts(context.id, tuple(sorted(map(name_of, context.neighbours() - {self.id}))))
+            for context in self.contexts.first(most)
+        ]
+        return contexts, [current.facts(now) for current in list(self._passes.values())[:most]]
 
     def worker_lost(self, identity: Identity, exc: Exception) -> None:
         for current in list(self._passes.values()):

@@ -37,6 +37,7 @@ from rpcdist.autograd._spans import SpanKind
 from rpcdist.autograd._step_part import StepPart, do_work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded
+from rpcdist.inspection import PassFacts
 from rpcdist.rpc._executors.blocking import LastAct, blocking, hooks
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
@@ -417,6 +418,21 @@ class BackwardPass:
 
     def _has_news(self) -> bool:
         return not self._is_waiting()
+
+    def facts(self, now: float) -> PassFacts:
+        """The workers that it waits for, at a moment of the monotonic clock; any thread."""
+        part, deadline = self._part, self.options.deadline
+        try:
+            waits = dict(part.waits_for()) if part is not None else {}
+        except RuntimeError:  # a table has changed meanwhile
+            waits = {}
+        return PassFacts(
+            id=self.id,
+            context=self.context.id,
+            parent="" if self.parent is None else self.name_of(self.parent),
+            waits_for=tuple(sorted((self.name_of(peer), why) for peer, why in waits.items())),
+            remaining_s=deadline.at - now if deadline.is_finite else None,
+        )
 
     # ------------------------------------------------------------ the end
 

@@ -10,6 +10,7 @@ import secrets
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Final
 
 import torch
@@ -342,6 +343,10 @@ class ContextTable:
         self._released[key] = None
         if len(self._released) > KEPT_RELEASES:
             self._released.popitem(last=False)
+
+    def first(self, most: int) -> list[Context]:
+        """The oldest contexts."""
+        return list(islice(self._contexts.values(), most))
 
     def all(self) -> Iterable[Context]:
         return list(self._contexts.values())

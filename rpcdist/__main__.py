@@ -7,6 +7,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from rpcdist._inspect.report_command import add_report
+from rpcdist._inspect.stacks_command import add_stacks
 from rpcdist._launch.job_commands import add_launch_commands
 from rpcdist.compat._commands import add_port, add_run
 
@@ -18,6 +20,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rpcdist", description="Commands of rpcdist.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_launch_commands(commands)
+    add_stacks(commands)
+    add_report(commands)
     add_port(commands)
     add_run(commands)
     chosen = parser.parse_args(arguments)

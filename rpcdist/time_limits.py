@@ -50,6 +50,10 @@ __all__ = [
     "FILE_FIRST_PAUSE_S",
     "FILE_LOCK_LIMIT_S",
     "FILE_LONGEST_PAUSE_S",
+    "FLIGHT_FILE_PERIOD_S",
+    "FLIGHT_NOTICE_S",
+    "FROZEN_STACKS_LIMIT_S",
+    "FROZEN_STACKS_PAUSE_S",
     "FUTEX_WAIT_S",
     "GENERATORS_LIMIT_S",
     "GRADIENT_HOLD_LIMIT_S",
@@ -92,8 +96,11 @@ __all__ = [
     "LOCAL_HANDSHAKE_LIMIT_S",
     "LOCK_FIRST_PAUSE_S",
     "LOCK_LONGEST_PAUSE_S",
+    "LOG_CALLS_AFTER_S",
     "LONGEST_LINGER_S",
     "LONGEST_TIMEOUT_S",
+    "LOOK_LIMIT_S",
+    "LOOK_PERIOD_S",
     "LOOP_CLOSE_LIMIT_S",
     "LOOP_READ_LIMIT_S",
     "MIN_ATTEMPT_S",
@@ -434,6 +441,21 @@ DEPARTURE_REVIEW_S: Final = 5.0
 """Interval at which the leader of a `shutdown` looks again who lives, also those that it has given up."""
 SHUTDOWN_REPORT_INTERVAL_S: Final = 60.0
 """A graceful `shutdown` logs this often what it waits for."""
+LOG_CALLS_AFTER_S: Final = 300.0
+"""A call that has not ended for this long is logged once, with its stack, by the worker that serves it and by the one
+that waits for it. Users set it by `RpcOptions(log_calls_after=...)`."""
+LOOK_LIMIT_S: Final = 4.0
+"""The answer of a worker that is asked what it does, connecting included; then its process is looked at."""
+LOOK_PERIOD_S: Final = 0.1
+"""A worker that is asked again within this time what it does gives the same answer."""
+FLIGHT_FILE_PERIOD_S: Final = 1.0
+"""A worker that notices several failures of others within this time writes its flight file for the first of them."""
+FLIGHT_NOTICE_S: Final = 0.3
+"""A process that fails with an exception tells the other workers, and gives them this long to write their files."""
+FROZEN_STACKS_LIMIT_S: Final = 1.0
+"""The stacks of a process that does not answer, which a signal has it write; then the report goes without them."""
+FROZEN_STACKS_PAUSE_S: Final = 0.02
+"""Interval at which the file is looked at into which it writes them: two looks at the same size end the wait."""
 REFUSAL_LOG_PERIOD_S: Final = 60.0
 """A refused connection is logged once in this period for each host and reason."""
 SHORTAGE_LOG_PERIOD_S: Final = 60.0

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import os
-import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,16 +15,9 @@ from typing import Final
 import torch
 
 from rpcdist.collectives.work import Work
-from rpcdist.errors import ConfigError
-from rpcdist.private_files import why_not_private
-
-logger = logging.getLogger(__name__)
+from rpcdist.flight_files import flight_recorder_size, write_flight_file
 
 VERSION: Final = 1
-DEFAULT_SIZE: Final = 1000
-KEPT_DUMPS: Final = 20
-SIZE_VARIABLE: Final = "RPCDIST_FLIGHT_RECORDER_SIZE"
-FOLDER_VARIABLE: Final = "RPCDIST_FLIGHT_RECORDER_DIR"
 
 label: Final[ContextVar[str]] = ContextVar("rpcdist_comm_label", default="")
 """The name that the program gives the operations that it calls now; see `record_comm`."""
@@ -135,8 +125,7 @@ class FlightRecorder:
     """
 
     def __init__(self) -> None:
-        self._records: deque[Record] = deque(maxlen=_capacity())
-        self._dump_lock = threading.Lock()
+        self._records: deque[Record] = deque(maxlen=flight_recorder_size())
         self._began = time.strftime("%Y%m%dT%H%M%S")
         self.note: Callable[[Record], None] = self._records.append
 
@@ -153,39 +142,10 @@ class FlightRecorder:
         """Writes the dump to `rank<rank>-<time>-<pid>.json`, in a folder that only this user can read.
 
         The time is when the process began to record: the ranks of other jobs, and of other attempts, write other files;
-        a later failure in this process replaces its file. Of each rank the newest `KEPT_DUMPS` files are kept.
+        a later failure in this process replaces its file. Of each rank the newest files are kept.
 
         Returns:
             The file; None, with a warning in the log, when it could not be written: that must not hide the failure
             itself.
         """
-        folder = _folder()
-        path = folder / f"rank{rank}-{self._began}-{os.getpid()}.json"
-        try:
-            with self._dump_lock:
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                if FOLDER_VARIABLE not in os.environ and (why := why_not_private(folder.lstat(), is_folder=True)):
-                    raise PermissionError(f"the folder {why}. Set {FOLDER_VARIABLE} to a folder of your own")
-                handle, temporary = tempfile.mkstemp(prefix=".rank", dir=folder)
-                with os.fdopen(handle, "w") as file:
-                    file.write(self.dump(rank))
-                os.replace(temporary, path)
-                for old in sorted(folder.glob(f"rank{rank}-*.json"))[:-KEPT_DUMPS]:
-                    old.unlink(missing_ok=True)  # another process may do the same
-        except OSError as exc:
-            logger.warning("the flight recorder could not write %s: %s", path, exc)
-            return None
-        return path
-
-
-def _capacity() -> int:
-    text = os.environ.get(SIZE_VARIABLE, str(DEFAULT_SIZE))
-    if not text.isdigit():
-        raise ConfigError(f"{SIZE_VARIABLE} has to be a whole number of operations, not {text!r}")
-    return int(text)
-
-
-def _folder() -> Path:
-    """The folder that failures are written to."""
-    user = os.getuid() if hasattr(os, "getuid") else "user"
-    return Path(os.environ.get(FOLDER_VARIABLE) or Path(tempfile.gettempdir()) / f"rpcdist-flight-{user}")
+        return write_flight_file(f"rank{rank}-{self._began}-{os.getpid()}.json", f"rank{rank}-*.json", self.dump(rank))

@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final, cast
 
+from rpcdist.collectives._group.flight_records import Record
 from rpcdist.collectives._group.kept_store import KeptStore
 from rpcdist.collectives._group.local_process import LocalProcess
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError
+from rpcdist.inspection import GroupFacts, OperationFacts
 
 NON_GROUP_MEMBER: Final = cast(ProcessGroup, -100)
 """Returned by `new_group` on ranks that are not in the group, with torch's value; functions that get it do nothing.
@@ -62,6 +64,33 @@ class World:
         self.groups.clear()
         self.num_created = 0
         self._num_hashed.clear()
+
+    def facts(self, time_ns: int) -> list[GroupFacts]:
+        """The groups, and their operations in flight as the flight recorder knows them; any thread."""
+        newest: dict[str, Record] = {}
+        in_flight: dict[str, list[OperationFacts]] = {}
+        for record in self.process.recorder.entries():
+            if record.family == "collective":
+                newest[record.group] = record
+            if record.state in ("queued", "running"):
+                age_s = (time_ns - record.queued_ns) / 1e9
+                operation = OperationFacts(record.sequence, record.operation, record.state, age_s, record.detail)
+                in_flight.setdefault(record.group, []).append(operation)
+        found = []
+        for name, group in list(self.groups.items()):
+            last = newest.get(name)
+            found.append(
+                GroupFacts(
+                    name,
+                    group.rank(),
+                    group.ranks,
+                    group.backend_config,
+                    0 if last is None else last.sequence,
+                    "" if last is None else last.operation,
+                    tuple(in_flight.get(name, ())),
+                )
+            )
+        return found
 
     def numbered_name(self) -> str:
         """A name for a new group; equal on all ranks, because all of them make the same groups in the same order."""

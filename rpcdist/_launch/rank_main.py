@@ -23,6 +23,7 @@ from typing import Any, Final, NoReturn
 from rpcdist._launch.rank_call import RankCall
 from rpcdist._launch.reports import Exited, Raised, Ready, Report, Returned, frame, report_of_exception
 from rpcdist.errors import ConfigError
+from rpcdist.flight_files import note_failure
 
 __all__ = ["BOOTSTRAP", "Task", "check_not_importing_main", "main"]
 
@@ -90,6 +91,8 @@ def _run(task: Task) -> Report:
     try:
         return Returned(_call(task))
     except BaseException as error:
+        if isinstance(error, Exception):
+            note_failure(error)
         return report_of_exception(error)
 
 

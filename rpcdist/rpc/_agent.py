@@ -14,7 +14,9 @@ thread; `on_*` run on the I/O loop and never run code of users there; that runs 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
+import time
 from collections.abc import Callable
 from contextvars import Context
 from typing import Any, NamedTuple
@@ -24,7 +26,10 @@ import torch
 from rpcdist._proto import autograd_pb2, rref_pb2
 from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.collectives import Store
+from rpcdist.collectives._group.world import current_world
 from rpcdist.errors import NotInitialized
+from rpcdist.flight_files import flight_recorder_size
+from rpcdist.frozen_process import let_others_look, stop_letting_look
 from rpcdist.ids import Identity
 from rpcdist.rpc._actors.actor_names import ActorNames
 from rpcdist.rpc._actors.actor_table import ActorTable
@@ -42,6 +47,10 @@ from rpcdist.rpc._executors.timers import Timers
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._futures.interrupt import InterruptWatch
 from rpcdist.rpc._futures.waiting import replace_torch_functions
+from rpcdist.rpc._inspection.call_recorder import CallRecorder
+from rpcdist.rpc._inspection.flight_log import FlightLog
+from rpcdist.rpc._inspection.inspector import SERVICE, InspectedParts, Inspector
+from rpcdist.rpc._inspection.old_calls import OldCalls
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._membership.coordinator import Coordinator
 from rpcdist.rpc._membership.coordinator_return import CoordinatorReturn
@@ -139,6 +148,7 @@ class Agent:
         self._coordinator = coordinator
         self._store = store
         io, is_static, context = network.io, world_size is not None, above.context_of(self)
+        self.recorder = recorder = CallRecorder(size) if (size := flight_recorder_size()) else None
         self.context = context
         self._lifetime = lifetime = Lifetime()
 
@@ -204,6 +214,7 @@ class Agent:
             rpc_timeout_s=options.rpc_timeout,
             max_in_flight_bytes=options.max_in_flight_bytes,
             handler_loop=self.user_loop.loop,
+            recorder=recorder,
         )
         links = AutogradLinks(self.directory, self.router, self.caller, self.pool, io, lifetime, options)
         self.autograd = above.make_autograd(links)
@@ -272,6 +283,7 @@ class Agent:
             admit_context=self.autograd.admit,
             me=me,
             lifetime=lifetime,
+            recorder=recorder,
         )
         self.gatherings = Gatherings(self.caller, self.directory, is_static)
         self.leaving = Leaving(
@@ -289,8 +301,37 @@ class Agent:
             departures=self._departures,
             departing=Departing(self.caller, self.directory, lifetime, self.router.silence_out_of_reach),
             watch=self.watch,
+            explain=lambda: self.inspector.explain(),
         )
         self._interrupts = InterruptWatch(io, self.caller.interrupt)
+        self.inspector = Inspector(
+            InspectedParts(
+                me=me,
+                network=network,
+                options=options,
+                directory=self.directory,
+                connections=self._connections,
+                caller=self.caller,
+                active_calls=self.dispatcher.calls,
+                pool=self.pool,
+                user_loop=self.user_loop,
+                streams=self.streams,
+                rrefs=self.rrefs,
+                autograd=self.autograd,
+                actors=self.actors,
+                leader=self.leader,
+                departures=self._departures,
+                world=current_world(),
+            )
+        )
+        self._old_calls = OldCalls(
+            options.log_calls_after, self.caller.calls, self.dispatcher.calls, self.inspector.facts
+        )
+        self.flight_log: FlightLog | None = None
+        if recorder is not None:
+            self.flight_log = FlightLog(
+                recorder, self.inspector.facts, self.directory.name_of, self._connections.sessions, lifetime
+            )
         self._tick_handle: asyncio.TimerHandle | None = None
         self._restore_torch: Callable[[], None] = lambda: None
         self._wire_messages()
@@ -319,6 +360,8 @@ class Agent:
         handle("membership", self._control.on_message)
         handle("ack", self.router.on_acknowledgement)
         handle("device_map", self._device_maps.on_message)
+        if self.flight_log is not None:
+            handle("failure_notice", self.flight_log.on_notice)
         self._control.handle("autograd", self.autograd.on_message)
         self._control.handle("membership", self._news.on_message)
         self._control.handle(
@@ -326,13 +369,17 @@ class Agent:
         )
 
     def _wire_events(self) -> None:
-        """Which part hears of what happens to connections and workers. The order matters twice:
+        """Which part hears of what happens to connections and workers. The order matters three times:
 
+        - What is written for those who look at a failed job comes before the calls fail that it shows.
         - References come after calls and handlers: a call that fails gives its shares back itself, and only those of
           calls that are still in flight count as under way.
         - Whoever frees or fails gatherings comes last: what they wake up must find the dead worker's values gone.
         """
         events, references = self.events, self.rref_home
+        if self.flight_log is not None:
+            events.broken.listen(self.flight_log.on_broken)
+            events.lost.listen(self.flight_log.on_lost)
         tell_autograd(self.autograd, events, self._lifetime, self.directory.knows)
         events.broken.listen(self.caller.on_broken)
         events.broken.listen(self.streams.on_broken)
@@ -364,6 +411,8 @@ class Agent:
         self.user_loop.start()
         self.pool.start()
         self._restore_torch = replace_torch_functions()
+        if self.flight_log is not None:
+            self.flight_log.start()
         register_at_exit(self._abandon)
         self._interrupts.start()
         network = self.network
@@ -372,6 +421,8 @@ class Agent:
             (RREF_SERVICE, "rref", rref_pb2.RRefDelivered),
         ):
             network.add_service(service, {"Deliver": self._control.service_method(kind, reply)})
+        network.add_service(SERVICE, self.inspector.methods)
+        let_others_look()
         network.handle_role(ROLE, self._inbound, self._inbound.refusal)
         network.handle_role(PROBE_ROLE, ProbeTaker(self._return.on_probe))
         network.io.call_soon(self._news.start)
@@ -385,6 +436,7 @@ class Agent:
             self.rrefs.drain()
             self.streams.drain()
             self._leases.renew()
+            self._old_calls.look(time.monotonic())
         finally:
             self._tick_handle = self.network.io.loop.call_later(AGENT_TICK_S, self._tick)
 
@@ -399,6 +451,8 @@ class Agent:
             return
         self._lifetime.is_closed = True
         unregister_at_exit(self._abandon)
+        if self.flight_log is not None:
+            self.flight_log.stop()
         self.dispatcher.accepting = False
         self._interrupts.stop()
         self._restore_torch()
@@ -417,11 +471,14 @@ class Agent:
         self.network.run(self._close_connections(), timeout_s)
         self.user_loop.close(timeout_s)
         self.pool.close(timeout_s)
+        stop_letting_look()
 
     def _abandon(self) -> None:
         """At the exit of a process that did not call `shutdown`, before its threads end: nobody is told any more what
         happens to calls. The others see a connection that ends, like that of any process that dies.
         """
+        if self.flight_log is not None:
+            self.flight_log.ended(getattr(sys, "last_value", None))
         self._lifetime.is_closed = True
 
     async def _close_connections(self) -> None:
@@ -477,6 +534,7 @@ class Agent:
         self, shutdown: bool = False, timeout: float = 0, delete_references: Callable[[], object] | None = None
     ) -> dict[str, str]:
         """Waits for outstanding work here and everywhere; 0 for no limit. See `Leaving.wait_for_work`."""
+        self.inspector.is_leaving = True
         return self.leaving.wait_for_work(float("inf") if timeout == 0 else timeout, delete_references)
 
     def sync(self) -> None:

@@ -23,6 +23,7 @@ import torch
 from rpcdist._proto import autograd_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.ids import Identity
+from rpcdist.inspection import ContextFacts, PassFacts
 from rpcdist.rpc._executors.timers import Timer
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink, SendObserver
@@ -94,6 +95,10 @@ class AutogradHooks(Protocol):
 
     def counts(self) -> dict[str, str]:
         """For the debug information."""
+        ...
+
+    def facts(self, now: float, most: int) -> tuple[list[ContextFacts], list[PassFacts]]:
+        """The contexts, and the passes that run; any thread."""
         ...
 
     def flush(self) -> None:

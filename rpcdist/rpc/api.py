@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -227,6 +228,9 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
 
 def _finalize_shutdown(agent: Agent, finished: bool, flush: bool) -> None:
+    error = sys.exc_info()[1]
+    if isinstance(error, Exception) and agent.flight_log is not None:  # it ends because of that
+        agent.flight_log.failed(error)
     with agent.ending:  # several threads may have called it; one closes, and the others wait until that is done
         if not agent.has_ended:
             agent.has_ended = True

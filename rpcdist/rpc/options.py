@@ -28,6 +28,7 @@ from rpcdist.rpc.constants import (
     DEFAULT_PEER_TIMEOUT_SEC,
     DEFAULT_RPC_TIMEOUT_SEC,
 )
+from rpcdist.time_limits import LOG_CALLS_AFTER_S
 from rpcdist.transport import TlsOptions
 
 __all__ = [
@@ -155,6 +156,8 @@ class RpcOptions(RpcBackendOptions):
         max_in_flight_bytes: bytes of arguments of the calls to one worker that have not ended; a thread that makes
             another one waits. One that is larger goes alone; calls of less than 4 KiB, and those that handlers make, do
             not wait.
+        log_calls_after: seconds after which a call that has not ended is logged, once, with the stack of the thread or
+            coroutine that serves it, or that waits for it; 0 means never.
         _transports: torch's private argument; the names are checked and otherwise ignored.
         _channels: the same.
 
@@ -191,6 +194,7 @@ class RpcOptions(RpcBackendOptions):
         max_incoming_bytes: int | None = None,
         role: str = "",
         max_in_flight_bytes: int = DEFAULT_MAX_IN_FLIGHT_BYTES,
+        log_calls_after: float = LOG_CALLS_AFTER_S,
         _transports: Sequence[str] | None = None,
         _channels: Sequence[str] | None = None,
     ) -> None:
@@ -224,6 +228,7 @@ class RpcOptions(RpcBackendOptions):
         )
         self.role = role
         self.max_in_flight_bytes = _at_least_one("max_in_flight_bytes", max_in_flight_bytes)
+        self.log_calls_after = log_calls_after and _more_than_zero("log_calls_after", log_calls_after)
         _known("transport", _transports, _TRANSPORTS)
         _known("channel", _channels, _CHANNELS)
 

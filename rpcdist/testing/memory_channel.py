@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from rpcdist.errors import TransportError
+from rpcdist.inspection import ChannelFacts
 
 __all__ = ["MemoryChannel", "Path", "channel_pair"]
 
@@ -76,6 +77,7 @@ class MemoryChannel:
 
     def __init__(self, path: Path) -> None:
         self.has_lost = False
+        self.facts = ChannelFacts("", "", False, "memory")
         self._path = path
         self._arrived: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._reason: str | None = None

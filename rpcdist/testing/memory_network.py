@@ -30,6 +30,7 @@ from rpcdist.backoff import backoff
 from rpcdist.deadline import Deadline
 from rpcdist.errors import AuthenticationFailed, ConnectFailed, DeadlineExceeded
 from rpcdist.ids import Identity, new_incarnation
+from rpcdist.inspection import Strangers
 from rpcdist.testing.limits import LIMIT_S
 from rpcdist.testing.memory_channel import MemoryChannel, Path, channel_pair
 from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, LINK_CLOSE_LIMIT_S, NODE_STOP_LIMIT_S
@@ -66,6 +67,7 @@ class MemoryNode:
         self.identity = Identity(name, -1, new_incarnation())
         self.address: str | None = None
         self.num_silent = 0
+        self.strangers = Strangers()
         self.roles = Roles(io)
         self.services: dict[tuple[str, str], Method] = {}
         self._wires = wires

@@ -228,7 +228,9 @@ class Connector:
 
         try:
             async with asyncio.timeout(deadline.wait_s()):
-                channel = GrpcClientChannel(connection.stream_stream(SESSION_PATH)(), wanted.address)
+                call: Any = connection.stream_stream(SESSION_PATH)()
+                tls = self._credentials.tls_policy.encrypts_grpc
+                channel = GrpcClientChannel(call, wanted.address, tls)
                 link = await prove_client(channel, handshake, try_tcp if may_be_tcp else None)
         except AuthenticationFailed as exc:
             await connection.close()

@@ -195,6 +195,12 @@ class Lender:
         return f"<Lender {len(self._lent)} lent, {num_free} free, {self._num_bytes} B>"
 
     @property
+    def usage(self) -> tuple[int, int, int]:
+        """The number of segments, how many of them are lent, and the bytes of all."""
+        num_lent = len(self._lent)
+        return num_lent + len(self._offered) + sum(map(len, list(self._free.values()))), num_lent, self._num_bytes
+
+    @property
     def may_make(self) -> bool:
         """Whether a message that begins now may make new segments."""
         return len(self._offered) + len(self._unanswered) < MAX_OPEN_OFFERS

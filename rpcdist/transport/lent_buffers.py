@@ -127,6 +127,11 @@ class LentBuffers:
         return self._lender.unread(segment)
 
     @property
+    def usage(self) -> tuple[int, int, int]:
+        """The segments that this process lends, how many of them the peer uses, and the bytes of all."""
+        return self._lender.usage
+
+    @property
     def has_news(self) -> bool:
         """Whether the peer should be told of segments that are free, or gone."""
         return self._borrower.has_ended or self._lender.has_withdrawn

@@ -15,6 +15,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.ids import Identity, new_incarnation
+from rpcdist.inspection import Strangers
 from rpcdist.time_limits import (
     ADD_SERVICE_LIMIT_S,
     GRPC_STOP_GRACE_S,
@@ -116,6 +117,11 @@ class Node:
     def num_silent(self) -> int:
         """Connections to it whose process began TLS and made no call, as one with another job token does."""
         return self._server.num_silent
+
+    @property
+    def strangers(self) -> Strangers:
+        """The connections to it that it has refused, or not finished with."""
+        return self._server.strangers
 
     @property
     def identity(self) -> Identity:

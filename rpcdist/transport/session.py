@@ -12,12 +12,14 @@ import threading
 import time
 from _thread import get_ident
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.ids import Identity
+from rpcdist.inspection import ChannelFacts, LentMemory
 from rpcdist.transport._channels.channel import DirectChannel, ReadChannel
 from rpcdist.transport._channels.leading import Sleep
 from rpcdist.transport._channels.signal_shield import SignalShield, may_raise_here
@@ -196,6 +198,25 @@ class Session:
             self._writer.flush,
             handler.borrow,
         )
+
+    def facts(self, now: float) -> ChannelFacts:
+        """What it is and does, at a moment of the monotonic clock."""
+        return replace(
+            self._channel.facts,
+            session=self.id.hex(),
+            peer=self.peer.name,
+            opened_here=self.opened_by_me,
+            num_queued=self._outgoing.num_frames,
+            num_transfers=self._outgoing.num_transfers,
+            silent_s=max(0.0, now - self.last_received),
+        )
+
+    @property
+    def lent_memory(self) -> LentMemory | None:
+        """What it lends to the peer; None where nothing was ever lent."""
+        if self._shared is None or not self._shared.is_used:
+            return None
+        return LentMemory(self.peer.name, *self._shared.lent.usage)
 
     def __repr__(self) -> str:
         state = "open" if self.closed_reason is None else f"closed: {self.closed_reason}"

@@ -17,9 +17,9 @@ from rpcdist import autograd, rpc
 from rpcdist._proto import autograd_pb2, rpc_pb2
 from rpcdist.autograd import _context
 from rpcdist.autograd._context import ContextTable, make_id
-from rpcdist.collectives._group import flight_records
 from rpcdist.collectives._group.flight_records import FlightRecorder
 from rpcdist.errors import CallRefused, UnknownWorker
+from rpcdist.flight_files import FOLDER_VARIABLE
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._membership.leader import CONTRIBUTE
 from rpcdist.rpc._serving.producers import MAX_CREDIT, SyncProducer
@@ -112,7 +112,7 @@ def test_a_producer_makes_no_more_items_ahead_than_its_limit() -> None:
 
 
 def test_a_failure_is_written_into_no_folder_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(flight_records.FOLDER_VARIABLE, raising=False)
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     written = FlightRecorder().write_dump(0)
     assert written is not None and written.parent.stat().st_mode & 0o777 == 0o700

@@ -15,7 +15,7 @@ import torch
 
 from rpcdist.collectives import flight_recorder
 from rpcdist.collectives._group.engine import Engine
-from rpcdist.collectives._group.flight_records import FOLDER_VARIABLE, FlightRecorder
+from rpcdist.collectives._group.flight_records import FlightRecorder
 from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure, Reporter
 from rpcdist.collectives._group.state import GroupState
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
@@ -34,6 +34,7 @@ from rpcdist.errors import (
     GroupAborted,
     RankLost,
 )
+from rpcdist.flight_files import FOLDER_VARIABLE
 
 LIMIT_S = 10.0
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 from rpcdist.ids import Identity
+from rpcdist.inspection import ActorFacts
 from rpcdist.rpc._actors.serial_actor import SerialActor, running_actor
 from rpcdist.rpc._actors.turn import Turn
 from rpcdist.rpc._actors.turn_queue import CallNumber
@@ -53,6 +55,11 @@ class ActorTable:
     def new_lane(self) -> Lane:
         """See `Executors`."""
         return Lane(self._pool)
+
+    def facts(self, now: float, most: int) -> list[ActorFacts]:
+        """The actors; any thread, without a lock."""
+        actors = dict.fromkeys(list(islice(self._by_rref.values(), most)))
+        return [actor.facts(now) for actor in actors]
 
     # ------------------------------------------------------------ the life of an actor
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from rpcdist.errors import DeadlineExceeded, Overloaded
+from rpcdist.inspection import ActorFacts
 from rpcdist.rpc._actors.turn import ActorCaller, Turn
 from rpcdist.rpc._actors.turn_queue import TurnQueue
 from rpcdist.rpc._executors.generators import is_generator
@@ -72,6 +73,14 @@ class SerialActor:
 
     def __repr__(self) -> str:
         return f"<SerialActor {self.rref} [{self._queue!r}]>"
+
+    def facts(self, now: float) -> ActorFacts:
+        """The call that runs, and those that wait, at a moment of the monotonic clock; any thread, without the lock."""
+        running = self._running
+        if running is None:
+            return ActorFacts(repr(self.rref), num_waiting=len(self._queue))
+        running_s = now - running.began if running.began else None
+        return ActorFacts(repr(self.rref), running.method, running_s, len(self._queue))
 
     def enter(self, turn: Turn) -> None:
         """See `TurnHost`. A call that finds the actor free runs at once, if this is the thread of the actor."""

@@ -96,7 +96,7 @@ class TurnQueue(Generic[C, T]):
 
     def __len__(self) -> int:
         """How many calls are ready."""
-        return sum(len(caller.ready) for caller in self._ready)
+        return sum(len(caller.ready) for caller in list(self._ready))
 
     @property
     def has_ready(self) -> bool:

@@ -10,14 +10,16 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, cast
 
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import DeadlineExceeded
+from rpcdist.inspection import CallMade
 from rpcdist.own_shortage import own_shortage
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._calling.in_flight import InFlightBytes
+from rpcdist.rpc._inspection.call_recorder import OK, CallRecorder
 from rpcdist.rpc._marshal.arrived_value import ArrivedFailure
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
@@ -45,6 +47,7 @@ class CallFlags(NamedTuple):
 
 CallState = rpc_pb2.CallState
 INFINITE: Final = float("inf")
+MAX_NAME: Final = 500  # characters of the name of a function, for those who look
 USER_CALL = CallFlags()
 REPEATABLE = CallFlags(is_repeatable=True)
 GATHERING = CallFlags(is_repeatable=True, counts_as_work=False)
@@ -106,6 +109,7 @@ class PendingCall:
         forks: RRef shares that travel in the arguments, to be given back when the call was never delivered.
         repeat: the message, if it may be sent again.
         is_bound: it names values, references or a context that one process knows.
+        made: when it was made, in seconds of the monotonic clock.
         autograd: the autograd context in which it was made, or None.
         on: the reference whose method is called, held until the reply; None for other calls.
     """
@@ -119,6 +123,7 @@ class PendingCall:
         "id",
         "inherited_s",
         "is_bound",
+        "made",
         "on",
         "owner",
         "peer",
@@ -145,6 +150,7 @@ class PendingCall:
         self.owner = owner
         self.id = id
         self.peer = peer
+        self.made = time.monotonic()
         self.called = called
         self.deadline = deadline
         self.timeout_s = timeout_s
@@ -210,6 +216,25 @@ class PendingCall:
         """The bytes of large arguments that were sent, and all of them; None if none are left to send."""
         return self.session.transfer_progress(self.transfer) if self.session is not None and self.transfer else None
 
+    def facts(self, now: float) -> CallMade:
+        """What it does at a moment of the monotonic clock."""
+        session, unsent = self.session, self.unsent()
+        phase = "unsent" if session is None else "sending" if unsent is not None else "waiting"
+        done, total = unsent or (0, 0)
+        called = self.called if isinstance(self.called, str) else f"to_here() of {self.called.rref}"
+        return CallMade(
+            id=self.id,
+            session="" if session is None else session.id.hex(),
+            function=called[:MAX_NAME],
+            to=self.owner.name_of(self.peer),
+            phase=phase,
+            age_s=now - self.made,
+            remaining_s=self.deadline.at - now if self.deadline.is_finite else None,
+            bytes_done=done,
+            bytes_total=total,
+            counts_as_work=self.flags.counts_as_work,
+        )
+
     def _how_far(self) -> str:
         """How far the call was, as a sentence; empty if there was no time to find out."""
         if (unsent := self.unsent()) is not None:
@@ -242,16 +267,21 @@ class CallTable:
     Args:
         wake_at: asked to have `take_expired` called at a time, in seconds of the monotonic clock.
         in_flight: hears of the calls that end.
+        recorder: remembers how calls ended; None for not at all.
 
     Attributes:
         next_id: numbers the calls.
         num_work: how many calls that count as work were ever made.
     """
 
-    def __init__(self, wake_at: Callable[[float], None], in_flight: InFlightBytes) -> None:
+    def __init__(
+        self, wake_at: Callable[[float], None], in_flight: InFlightBytes, recorder: CallRecorder | None = None
+    ) -> None:
         self._in_flight = in_flight
+        self._note = None if recorder is None else recorder.made
         self._calls: dict[int, PendingCall] = {}
-        self.next_id: Callable[[], int] = itertools.count(1).__next__
+        self._numbers = itertools.count(1)
+        self.next_id: Callable[[], int] = self._numbers.__next__
         self._earliest = float("inf")
         self._wake_at = wake_at
         self._empty = threading.Condition()
@@ -267,6 +297,12 @@ class CallTable:
     def __repr__(self) -> str:
         return f"<CallTable [{len(self._calls)} in flight]>"
 
+    @property
+    def num_made(self) -> int:
+        """How many calls were ever made."""
+        (next_id,) = cast(tuple[int], self._numbers.__reduce__()[1])  # so that no number is used up
+        return next_id - 1
+
     def add(self, call: PendingCall) -> None:
         """Registers a call before it is sent; asks to be woken at its deadline."""
         self._calls[call.id] = call
@@ -276,10 +312,12 @@ class CallTable:
             self._earliest = at
             self._wake_at(at)
 
-    def take(self, id: int) -> PendingCall | None:
-        """Removes a call; None if somebody else has ended it already."""
+    def take(self, id: int, outcome: str = OK) -> PendingCall | None:
+        """Removes a call; None if somebody else has ended it already. `outcome` is for the recorder."""
         call = self._calls.pop(id, None)
         if call is not None:
+            if self._note is not None:
+                self._note(call.id, call.peer, call.called, call.made, outcome)
             if id in self._in_flight.admitted:
                 self._in_flight.end(call.peer, id)
             if self._waiters and not self._calls:
@@ -287,14 +325,14 @@ class CallTable:
                     self._empty.notify_all()
         return call
 
-    def take_answered(self, id: int, session: MessageSink) -> PendingCall | None:
+    def take_answered(self, id: int, session: MessageSink, outcome: str = OK) -> PendingCall | None:
         """`take` for a reply: only the session that carried a call may answer it, or its number were all that a peer
         has to guess. While the call is being sent, its session is not known yet, but its worker is.
         """
         call = self._calls.get(id)
         if call is None or call.session is session:
-            return None if call is None else self.take(id)
-        return self.take(id) if call.session is None and call.peer == session.peer.id else None
+            return None if call is None else self.take(id, outcome)
+        return self.take(id, outcome) if call.session is None and call.peer == session.peer.id else None
 
     def note_state(self, session: MessageSink, state: rpc_pb2.CallState) -> None:
         """The callee says how far a call is; only that on whose session it was sent is heard."""
@@ -313,7 +351,7 @@ class CallTable:
         earliest = self._earliest = float("inf")
         for call in list(self._calls.values()):
             if call.deadline.at <= now:
-                if self.take(call.id) is not None:
+                if self.take(call.id, "DeadlineExceeded") is not None:
                     expired.append(call)
                 continue
             if not call.was_asked and call.ask_at <= now:
@@ -330,7 +368,8 @@ class CallTable:
 
     def take_where(self, matches: Callable[[PendingCall], bool]) -> list[PendingCall]:
         """Removes the calls that match."""
-        return [call for call in list(self._calls.values()) if matches(call) and self.take(call.id) is not None]
+        found = [call for call in list(self._calls.values()) if matches(call)]
+        return [call for call in found if self.take(call.id, "given up by shutdown") is not None]
 
     def wait_empty(self, timeout_s: float | None) -> bool:
         """Waits until no call is in flight; False when the time is over."""
@@ -340,6 +379,13 @@ class CallTable:
                 return self._empty.wait_for(lambda: not self._calls, timeout_s)
             finally:
                 self._waiters -= 1
+
+    def by_age(self) -> Iterator[PendingCall]:
+        """The calls, the oldest first; on the I/O loop, where another thread may end it early by changing the table."""
+        try:
+            yield from self._calls.values()
+        except RuntimeError:
+            return
 
     def __iter__(self) -> Iterator[PendingCall]:
         return iter(list(self._calls.values()))

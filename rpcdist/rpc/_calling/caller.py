@@ -22,6 +22,7 @@ from rpcdist.rpc._calling.new_calls import CallMessage, NewCall, NewCalls
 from rpcdist.rpc._calling.reply_sinks import CallFuture, Submit, SyncReplySink
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._executors.io_thread import IoThread
+from rpcdist.rpc._inspection.call_recorder import OK, CallRecorder
 from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedNone
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.demultiplexer import PoolJob
@@ -56,6 +57,10 @@ class Caller:
         rpc_timeout_s: the limit of calls that name none.
         max_in_flight_bytes: of the arguments of calls to one worker.
         handler_loop: where coroutines of handlers run.
+        recorder: remembers how calls ended.
+
+    Attributes:
+        in_flight: counts the bytes of arguments.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class Caller:
         rpc_timeout_s: float,
         max_in_flight_bytes: int,
         handler_loop: asyncio.AbstractEventLoop,
+        recorder: CallRecorder | None = None,
     ) -> None:
         self._directory = directory
         self._router = router
@@ -81,9 +87,9 @@ class Caller:
         self._io = io
         self._lifetime = lifetime
         self._timer = CallTimer(io, self._expire)
-        in_flight = InFlightBytes(max_in_flight_bytes)
+        self.in_flight = in_flight = InFlightBytes(max_in_flight_bytes)
         self._admission = CallAdmission(in_flight, io, handler_loop)
-        self.calls = CallTable(self._timer.wake_at, in_flight)
+        self.calls = CallTable(self._timer.wake_at, in_flight, recorder)
         self._new_calls = NewCalls(self, self.calls.next_id, marshal, rpc_timeout_s)
         self.timeout_of = self._new_calls.timeout_of
 
@@ -366,7 +372,8 @@ class Caller:
                 payload = self._marshal.arrived(reply.value, buffers, session.peer)
             elif reply.HasField("failure"):
                 failure = self._marshal.arrived_failure(reply.failure, buffers, session.peer)
-        call = self.calls.take_answered(id, session)
+        outcome = OK if failure is None else failure.type_name
+        call = self.calls.take_answered(id, session, outcome)
         if call is None:  # it timed out or was cancelled here, or another worker was asked
             if payload is not None:
                 payload.discard()
@@ -385,7 +392,7 @@ class Caller:
 
     def end(self, call: PendingCall, exc: BaseException) -> None:
         """Fails a call, unless it has ended; any thread."""
-        if self.calls.take(call.id) is not None:
+        if self.calls.take(call.id, type(exc).__name__) is not None:
             self._marshal.give_back(call.forks)
             call.reply_sink.failed(exc)
 
@@ -396,7 +403,7 @@ class Caller:
             call: the call.
             exc: what it fails with; None where the caller completes its own side.
         """
-        if self.calls.take(call.id) is None:
+        if self.calls.take(call.id, "Cancelled") is None:
             self._admission.end(call.peer, call.id)  # it may have been admitted, and not sent yet
             return False
         session = call.session

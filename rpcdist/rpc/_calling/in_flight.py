@@ -79,6 +79,11 @@ class InFlightBytes:
             num_bytes = sum(line.num_bytes for line in self._lines.values())
             return f"<InFlightBytes {num_bytes} B, {sum(len(line.waiters) for line in self._lines.values())} waiting>"
 
+    def usage(self) -> dict[int, tuple[int, int]]:
+        """By worker: the bytes in flight, and the number of calls that wait."""
+        with self._lock:
+            return {worker: (line.num_bytes, len(line.waiters)) for worker, line in self._lines.items()}
+
     def wait(self, to: int, call: int, num_bytes: int, deadline: Deadline) -> bool:
         """Admits a call to a worker, sooner or later; False if its deadline came first."""
         there_is_room = threading.Lock()

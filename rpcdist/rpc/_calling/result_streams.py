@@ -13,12 +13,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from itertools import islice
 from typing import Generic, TypeVar
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.at_end import AtEnd
 from rpcdist.deadline import Deadline
 from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistError, WorkerLost
+from rpcdist.inspection import StreamFacts
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._calling.call_table import PendingCall
 from rpcdist.rpc._futures.interrupt import longest_sleep_s
@@ -375,6 +377,21 @@ class StreamTable:
                 return self._changed.wait_for(lambda: not self._streams, timeout_s)
             finally:
                 self._waiters -= 1
+
+    def facts(self, most: int) -> list[StreamFacts]:
+        """The open streams; any thread."""
+        return [
+            StreamFacts(
+                state.id,
+                session.id.hex(),
+                state.what,
+                session.peer.name,
+                "reads",
+                len(state._items),
+                state.unread_s() or None,
+            )
+            for state, session in list(islice(self._streams.values(), most))
+        ]
 
     def describe(self) -> list[str]:
         """The open streams, for messages."""

@@ -39,6 +39,7 @@ from typing import NamedTuple
 from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ForkedProcess, NotInitialized, PoolExhausted
+from rpcdist.inspection import PoolFacts
 from rpcdist.rpc._executors import blocking
 from rpcdist.rpc._executors.held_answers import HeldAnswers
 from rpcdist.rpc._executors.pool_load import LoadHistory, PoolSample
@@ -196,6 +197,20 @@ class ThreadPool:
     def stats(self) -> PoolStats:
         threads, idle, blocked = len(self._workers), len(self._idle), len(self._blocked)
         return PoolStats(threads, idle, max(0, threads - idle - blocked), blocked, len(self._queue))
+
+    def facts(self, now: float) -> PoolFacts:
+        """The threads, and the queue, at a moment of the monotonic clock; any thread."""
+        threads, idle, running, blocked, queued = self.stats()
+        try:
+            oldest_s = now - self._queue[0][2]
+        except IndexError:
+            oldest_s = None
+        return PoolFacts(threads, idle, running, blocked, queued, len(self._lent), self.max_threads, oldest_s)
+
+    def jobs(self) -> list[tuple[int, Function, tuple[object, ...]]]:
+        """The threads that run a job: their idents, the function and its arguments; any thread."""
+        found = [(worker.thread.ident, worker.job, worker.arguments) for worker in self._all_workers()]
+        return [(ident, job, arguments) for ident, job, arguments in found if ident is not None and job is not None]
 
     def __repr__(self) -> str:
         stats = self.stats()

@@ -67,6 +67,11 @@ class UserLoop:
         self._thread.start()
         register_at_exit(self.close)
 
+    @property
+    def ident(self) -> int | None:
+        """Of its thread."""
+        return self._thread.ident
+
     def on_thread(self) -> bool:
         """Whether the caller runs on this loop's thread."""
         return threading.get_ident() == self._thread.ident

@@ -140,6 +140,11 @@ class ArrivedFailure:
         self._failure = failure
         self._original = original
 
+    @property
+    def type_name(self) -> str:
+        """Of the exception, as the callee names it."""
+        return self._failure.type_name
+
     def exception(self) -> Exception:
         """The exception to raise. Runs user code when it is unpickled."""
         return exception_of(self._failure, None if self._original is None else self._original.decode)

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from rpcdist.errors import WorkerLost
+from rpcdist.inspection import GatheringFacts
 from rpcdist.rpc._peers.calling_worker import check_speaks_for
 from rpcdist.rpc._peers.directory import Directory, MemberEvent
 from rpcdist.time_limits import DEPARTURE_REVIEW_S
@@ -69,6 +70,13 @@ class Departures:
         """A worker came or went; on the I/O loop."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._review)
+
+    def facts(self) -> list[GatheringFacts]:
+        """The rounds that are open; any thread."""
+        return [
+            GatheringFacts("shutdown", tuple(sorted(round_.came)), tuple(self._absent(round_)))
+            for round_ in list(self._rounds)
+        ]
 
     def give_up(self) -> None:
         """Ends the rounds that still wait, since this worker leaves; any thread."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from rpcdist.errors import CallRefused, RpcdistError, WorkerLost
 from rpcdist.ids import Identity
+from rpcdist.inspection import GatheringFacts
 from rpcdist.rpc._peers.calling_worker import check_speaks_for
 from rpcdist.rpc._peers.directory import Directory
 
@@ -66,6 +67,13 @@ class Leader:
 
     def __repr__(self) -> str:
         return f"<Leader {self._me.name} [{sum(map(len, self._rounds.values()))} rounds]>"
+
+    def facts(self) -> list[GatheringFacts]:
+        """The rounds that are open; any thread."""
+        open_rounds = [round_ for rounds in list(self._rounds.values()) for round_ in list(rounds)]
+        return [
+            GatheringFacts("barrier", tuple(sorted(round_.came)), tuple(round_.missing())) for round_ in open_rounds
+        ]
 
     def give_up(self) -> None:
         """Ends the rounds that still wait, since this worker leaves; any thread."""

@@ -60,6 +60,7 @@ class Leaving:
         departures: leads the rounds in which everybody says whether it has work.
         departing: takes part in them.
         watch: is told when everybody leaves.
+        explain: says what calls wait for here, with their stacks.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Leaving:
         departures: Departures,
         departing: Departing,
         watch: MembershipWatch,
+        explain: Callable[[], str],
     ) -> None:
         self._network = network
         self._connections = connections
@@ -94,6 +96,7 @@ class Leaving:
         self._departures = departures
         self._departing = departing
         self._watch = watch
+        self._explain = explain
         self._led_last = False
 
     def __repr__(self) -> str:
@@ -174,7 +177,7 @@ class Leaving:
                 raise DeadlineExceeded(f"shutdown timed out while calls are outstanding on {self._me.name!r}: {left}")
             if time.monotonic() - reported >= SHUTDOWN_REPORT_INTERVAL_S:
                 reported = time.monotonic()
-                logger.warning("shutdown of %s waits for %s", self._me.name, left)
+                logger.warning("shutdown of %s waits for %s\n%s", self._me.name, left, self._explain())
 
     def send_last_replies(self, together: bool) -> None:
         """Lets the replies that are under way reach the others; those who wait here for others get theirs.

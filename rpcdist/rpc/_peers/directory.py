@@ -311,6 +311,11 @@ class Directory:
         """The members that live, by id."""
         return [member for _, member in sorted(self._living.items())]
 
+    def known(self) -> list[Member]:
+        """All members, those that have left or died included, by id."""
+        with self._lock:
+            return [member for _, member in sorted(self._by_id.items())]
+
     def suspected(self) -> list[Identity]:
         """The members that the coordinator lists, but this worker's own detector has declared lost."""
         return list(self._suspected)

@@ -22,6 +22,7 @@ class Loopback:
     """
 
     closed_reason = None
+    id = b""
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from rpcdist.deadline import Deadline
 from rpcdist.ids import Identity
+from rpcdist.inspection import ChannelFacts, LentMemory, Strangers
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.time_limits import LINK_CLOSE_LIMIT_S
@@ -33,6 +34,10 @@ class MessageSink(Protocol):
     @property
     def peer(self) -> Identity:
         """Who gets them."""
+
+    @property
+    def id(self) -> bytes:
+        """The number of the connection, the same at both ends; empty for calls to oneself."""
 
     @property
     def closed_reason(self) -> str | None:
@@ -98,8 +103,11 @@ class PeerSession(MessageSink, Protocol):
         """When something was written last, a heartbeat at least, in monotonic seconds."""
 
     @property
-    def id(self) -> bytes:
-        """Its number, the same at both ends."""
+    def lent_memory(self) -> LentMemory | None:
+        """The shared memory that this process lends to the peer; None where nothing was ever lent."""
+
+    def facts(self, now: float) -> ChannelFacts:
+        """What it is and does, at a moment of the monotonic clock."""
 
     def close(self, reason: str) -> None:
         """Ends it at once; any thread; idempotent."""
@@ -178,6 +186,10 @@ class Network(Protocol):
     @property
     def num_silent(self) -> int:
         """Connections to it whose process began TLS and made no call, as one with another job token does."""
+
+    @property
+    def strangers(self) -> Strangers:
+        """The connections that it has refused, or not finished with."""
 
     @property
     def io(self) -> IoThread:

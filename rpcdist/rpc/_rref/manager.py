@@ -7,6 +7,7 @@ Threads: every method may be called on any thread and never waits for the networ
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Final
@@ -14,6 +15,7 @@ from typing import Any, Final
 from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.errors import NotInitialized, ProtocolViolation, RRefError, WorkerLost
+from rpcdist.inspection import ReferenceFacts
 from rpcdist.rpc._rref import actions, events
 from rpcdist.rpc._rref.handles import Handle, HandleState, OwnerValue, failed_future
 from rpcdist.rpc._rref.host import RRefHost
@@ -27,7 +29,7 @@ from rpcdist.rpc._rref.identifiers import (
 )
 from rpcdist.rpc._rref.problems import FORK_AFTER_DELETION, GONE, creation_error, owner_lost, replaced
 from rpcdist.rpc._rref.protobuf import decode_messages, id_from_pb, id_to_pb
-from rpcdist.rpc._rref.report import LiveRRef, counts, is_held, leaks, live_rrefs
+from rpcdist.rpc._rref.report import LiveRRef, counts, is_held, leaks, live_rrefs, reference_facts
 from rpcdist.rpc._rref.rref_token import Token
 from rpcdist.rpc._rref.tables import RRefTables, WhenThere
 from rpcdist.rpc._values.exceptions import copied
@@ -304,6 +306,7 @@ class RRefManager:
 
     def drain(self) -> None:
         """Notices the handles that were collected. Called often, on any thread: by a timer, before messages go out."""
+        self._tables.protocol.owners.now = time.monotonic()
         while ended := self._take_dropped():
             with self._tables.lock:
                 states = [self._tables.states.pop(event.handle, None) for event in ended]
@@ -382,6 +385,18 @@ class RRefManager:
         self.drain()
         with self._tables.lock:
             return counts(self._tables.protocol)
+
+    def facts(self, now: float, most: int) -> tuple[list[ReferenceFacts], int]:
+        """What this worker owns and holds, `most` of either, and how many were left out; takes no lock."""
+        protocol, values = self._tables.protocol, self._tables.values
+        left_out = sum(max(0, len(table) - most) for table in (protocol.owners.entries, protocol.users.forks))
+
+        def value_of(rref: RRefId) -> str:
+            owned = values.get(rref)
+            is_there = owned is not None and owned.future.done() and owned.future._error is None
+            return type(owned.future._result).__qualname__ if owned is not None and is_there else ""
+
+        return reference_facts(protocol, self._tables.name, value_of, now, most), left_out
 
     def debug_rrefs(self) -> list[LiveRRef]:
         """Every reference that this worker owns or holds, and who holds it."""

@@ -62,12 +62,19 @@ class OwnerEntry:
 
 
 class OwnerTable:
-    """All values of one worker that others know. Methods report what is to be done through `emit`."""
+    """All values of one worker that others know. Methods report what is to be done through `emit`.
+
+    Attributes:
+        now: the time, in seconds, as the shell said last: it need not be exact.
+        since: by fork that counts, when it was counted.
+    """
 
     def __init__(self, me: Incarnation, emit: Callable[[RRefAction], None]) -> None:
         self._me = me
         self._emit = emit
         self.entries: dict[RRefId, OwnerEntry] = {}
+        self.now = 0.0
+        self.since: dict[ForkId, float] = {}
         self.ended: set[Incarnation] = set()  # whose lease is over: the processes that died during ours, or are silent
         self.expired = BoundedSet[tuple[Incarnation, RRefId, ForkId]]()  # what they held: said to those that come back
         self.refused = BoundedSet[RRefId]()  # creations that their creator gave up before they came
@@ -92,11 +99,11 @@ class OwnerTable:
             self._emit(RefuseCreation(event.rref, event.fork, Reason.CREATION_FAILED))
         elif entry is None:
             entry = self.entries[event.rref] = OwnerEntry(event.rref, State.CREATING)
-            entry.forks[event.fork] = event.creator
+            self._count(entry, event.fork, event.creator)
         elif entry.state is State.EXPECTED:
             entry.state = State.CREATING
             if event.creator != self._me:
-                entry.forks[event.fork] = event.creator
+                self._count(entry, event.fork, event.creator)
             self._answer_the_waiting(entry)
 
     def finished(self, rref: RRefId) -> None:
@@ -145,7 +152,7 @@ class OwnerTable:
         elif entry.state is State.EXPECTED:
             entry.askers[fork] = sender
         else:
-            entry.forks[fork] = sender
+            self._count(entry, fork, sender)
             self._emit(SendControl(sender, ForkConfirmed(rref, fork)))
 
     def delete(self, rref: RRefId, fork: ForkId, sender: Incarnation) -> None:
@@ -155,6 +162,7 @@ class OwnerTable:
         for table in (entry.forks, entry.askers):
             if table.get(fork) == sender:
                 del table[fork]
+                self.since.pop(fork, None)
         self._settle(entry)
 
     def share(self, event: Share) -> None:
@@ -163,7 +171,7 @@ class OwnerTable:
         if entry is None:  # a value of ours that nobody else knew until now
             entry = self.entries[event.rref] = OwnerEntry(event.rref, State.READY)
         entry.local[event.holder] = None
-        entry.forks[event.child] = event.to
+        self._count(entry, event.child, event.to)
 
     def share_failed(self, event: ShareFailed) -> None:
         """A receiver that is declared dead may have the fork all the same: until its lease ends, it is asked."""
@@ -194,6 +202,7 @@ class OwnerTable:
             return
         if entry.forks.get(event.fork) == self._me:  # it was counted, as we sent it to ourselves
             del entry.forks[event.fork]
+            self.since.pop(event.fork, None)
         entry.local[event.fork] = None
         self._emit(Confirm(event.rref, event.fork))
 
@@ -270,10 +279,15 @@ class OwnerTable:
 
     # Inside.
 
+    def _count(self, entry: OwnerEntry, fork: ForkId, holder: Incarnation) -> None:
+        entry.forks[fork] = holder
+        self.since[fork] = self.now
+
     def _drop_holder(self, entry: OwnerEntry, node: Incarnation) -> None:
         """If the node lives after all, it must not wait for an answer that nobody owes it any more."""
         for fork in _forks_of(entry.forks, node):
             del entry.forks[fork]
+            self.since.pop(fork, None)
             self.expired.add((node, entry.rref, fork))
         for fork in _forks_of(entry.askers, node):
             del entry.askers[fork]
@@ -305,7 +319,7 @@ class OwnerTable:
 
     def _answer_the_waiting(self, entry: OwnerEntry) -> None:
         for fork, holder in entry.askers.items():
-            entry.forks[fork] = holder
+            self._count(entry, fork, holder)
             self._emit(SendControl(holder, ForkConfirmed(entry.rref, fork)))
         for fork, sender in entry.fetchers.items():
             if self._is_held(entry, fork, sender):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
+from rpcdist.inspection import Holder, ReferenceFacts
 from rpcdist.rpc._rref.identifiers import Incarnation, RRefId
 from rpcdist.rpc._rref.owner import State
 from rpcdist.rpc._rref.protocol import RRefProtocol
 
-__all__ = ["LiveRRef", "counts", "is_held", "leaks", "live_rrefs"]
+__all__ = ["LiveRRef", "counts", "is_held", "leaks", "live_rrefs", "reference_facts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,30 @@ def live_rrefs(protocol: RRefProtocol, name_of: Callable[[Incarnation], str]) ->
         state = "parked" if user.dropped else "confirmed" if user.confirmed else "pending"
         holders = [me] * (not user.dropped) + [name_of(node) for node in user.children.values()]
         found.append(LiveRRef(user.rref, name_of(user.owner), state, tuple(holders)))
+    return found
+
+
+def reference_facts(
+    protocol: RRefProtocol,
+    name_of: Callable[[Incarnation], str],
+    value_of: Callable[[RRefId], str],
+    now: float,
+    most: int,
+) -> list[ReferenceFacts]:
+    """What this worker owns and holds, `most` of either. It needs no lock: each table is copied in one step."""
+    me = name_of(protocol.me)
+    since = protocol.owners.since
+    found = []
+    for entry in list(islice(protocol.owners.entries.values(), most)):
+        forks = list(islice(entry.forks.items(), most))
+        holders = [Holder(name_of(node), now - since[fork] if fork in since else None) for fork, node in forks]
+        holders += [Holder(me)] * len(entry.local)
+        found.append(ReferenceFacts(repr(entry.rref), me, entry.state.value, value_of(entry.rref), tuple(holders)))
+    for user in list(islice(protocol.users.forks.values(), most)):
+        state = "parked" if user.dropped else "confirmed" if user.confirmed else "pending"
+        holders = [Holder(me)] * (not user.dropped)
+        holders += [Holder(name_of(node)) for node in list(user.children.values())]
+        found.append(ReferenceFacts(repr(user.rref), name_of(user.owner), state, "", tuple(holders)))
     return found
 
 

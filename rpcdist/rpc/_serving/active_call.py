@@ -51,13 +51,17 @@ class ActiveCall:
         target: the value that is fetched, or that a method is called on, which may not be there yet.
         counts_as_idle: it waits for other workers; a shutdown of this one does not wait for it.
         is_serial: for `remote()`: the result is an actor.
+        awaited: the future that the function has returned, while that is waited for.
         is_chained: the function has returned a future, and that is waited for.
+        arrived: when it came, in seconds of the monotonic clock.
         started: when its function was called, in seconds of the monotonic clock; 0 before.
     """
 
     __slots__ = (
         "arguments",
+        "arrived",
         "autograd",
+        "awaited",
         "cancelled_at",
         "counts_as_idle",
         "deadline",
@@ -96,8 +100,10 @@ class ActiveCall:
         self.autograd: CallContext | None = None
         self.target: Future[Any] | None = None
         self.is_chained = False
+        self.awaited: object = None
         self.is_serial = False
         self.wants_value = False
+        self.arrived = time.monotonic()
         self.started = 0.0
 
     def __repr__(self) -> str:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from rpcdist.rpc._inspection.call_recorder import OK, CallRecorder
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._serving.active_call import ActiveCall
 
@@ -13,9 +14,15 @@ __all__ = ["ActiveCalls"]
 
 
 class ActiveCalls:
-    """By session and number. Any thread may use it."""
+    """By session and number. Any thread may use it.
 
-    def __init__(self) -> None:
+    Args:
+        recorder: remembers how calls ended; None for not at all.
+    """
+
+    def __init__(self, recorder: CallRecorder | None = None) -> None:
+        self._note = None if recorder is None else recorder.served
+        self.num_served = 0
         self._calls: dict[tuple[MessageSink, int], ActiveCall] = {}
         self._ended = threading.Condition()
         self._num_waiting = 0
@@ -26,20 +33,29 @@ class ActiveCalls:
     def __iter__(self) -> Iterator[ActiveCall]:
         return iter(list(self._calls.values()))
 
+    def by_age(self) -> Iterator[ActiveCall]:
+        """See `CallTable.by_age`."""
+        try:
+            yield from self._calls.values()
+        except RuntimeError:
+            return
+
     def __repr__(self) -> str:
         return f"<ActiveCalls [{len(self._calls)}]>"
 
     def add(self, active: ActiveCall) -> None:
         """A call has come."""
         self._calls[active.session, active.id] = active
+        self.num_served += 1
 
     def find(self, session: MessageSink, number: int) -> ActiveCall | None:
         """The call with a number on a session; None if it is over."""
         return self._calls.get((session, number))
 
-    def remove(self, active: ActiveCall) -> None:
-        """A call is over; once more does no harm."""
-        self._calls.pop((active.session, active.id), None)
+    def remove(self, active: ActiveCall, outcome: str = OK) -> None:
+        """A call is over; once more does no harm. `outcome` is for the recorder."""
+        if self._calls.pop((active.session, active.id), None) is not None and self._note is not None:
+            self._note(active.id, active.session.peer.id, active.what, active.arrived, outcome)
         if self._num_waiting:
             with self._ended:
                 self._ended.notify_all()
@@ -68,7 +84,7 @@ class ActiveCalls:
         now = time.monotonic()
         unwanted = [active for active in self._working() if max(active.unwanted_since, began) + limit_s <= now]
         for active in unwanted:
-            self.remove(active)
+            self.remove(active, "given up by shutdown")
         return [repr(active) for active in unwanted]
 
     @property

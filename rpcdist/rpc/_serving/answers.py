@@ -172,12 +172,16 @@ class Answers:
 
     def fail(self, active: ActiveCall, exc: BaseException) -> None:
         """Answers a call with an exception."""
+        outcome = "not answered"
         try:
-            self._send_failure(active, exc)
+            outcome = self._send_failure(active, exc)
         finally:
-            self._calls.remove(active)  # not before: a shutdown that waits for this may close the connections then
+            self._calls.remove(
+                active, outcome
+            )  # not before: a shutdown that waits for this may close the connections then
 
-    def _send_failure(self, active: ActiveCall, exc: BaseException) -> None:
+    def _send_failure(self, active: ActiveCall, exc: BaseException) -> str:
+        """Returns the failure in a few words."""
         failure, large, forks = self._marshal.failure(exc, active.session)
         try:
             if active.arguments is not None:
@@ -194,6 +198,7 @@ class Answers:
             else:
                 message = rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.id, failure=failure))
                 self._marshal.send(active.session, message, large, forks)
+        return f"{failure.type_name}: {failure.text}"[:MAX_LOGGED_CHARS]
 
     def _log(self, active: ActiveCall, failure: rpc_pb2.Failure) -> None:
         called = _called(active)

@@ -36,6 +36,7 @@ from rpcdist.rpc._executors.gil_wait import GilWait
 from rpcdist.rpc._executors.lane import Lane
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
+from rpcdist.rpc._inspection.call_recorder import CallRecorder
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.calling_worker import calling_session, calling_worker
@@ -77,6 +78,7 @@ class Dispatcher:
         admit_context: the autograd context of a call, by its id; None if it is over.
         me: this worker.
         lifetime: when it is over, failures are not answered: the end of the process says more than they do.
+        recorder: remembers how calls ended.
 
     Attributes:
         calls: that have come and are not over.
@@ -97,6 +99,7 @@ class Dispatcher:
         admit_context: Callable[[int, Identity], CallContext | None],
         me: Identity,
         lifetime: Lifetime,
+        recorder: CallRecorder | None = None,
     ) -> None:
         self._pool = pool
         self._user_loop = user_loop
@@ -107,7 +110,7 @@ class Dispatcher:
         self._callables = callables
         self._admit_context = admit_context
         self._me = me
-        self.calls = ActiveCalls()
+        self.calls = ActiveCalls(recorder)
         self._answers = Answers(marshal, rrefs, self.calls, self._produce, actors.born, me, lifetime)
         # Names that led to coroutine functions. They need no thread of the pool when they come again, and what a name
         # leads to may change: the function that is found then decides.
@@ -369,6 +372,7 @@ class Dispatcher:
                 self._answers.finish(active, result, is_last)
 
         active.is_chained = True
+        active.awaited = future
         future.add_done_callback(completed)
         if isinstance(future, Turn):
             active.handle = future

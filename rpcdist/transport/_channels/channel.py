@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+from rpcdist.inspection import ChannelFacts
 from rpcdist.transport._channels.leading import Sleep
 from rpcdist.transport._framing.frames import ChunkHead
 from rpcdist.transport.shared_memory import Segment
@@ -13,7 +14,14 @@ __all__ = ["Channel", "DirectChannel", "FrameReceiver", "ReadChannel"]
 
 
 class Channel(Protocol):
-    """Carries the envelopes of one session; used on the I/O loop."""
+    """Carries the envelopes of one session; used on the I/O loop.
+
+    Attributes:
+        facts: its kind, and what has passed through it; the session adds the rest.
+    """
+
+    @property
+    def facts(self) -> ChannelFacts: ...
 
     async def write(self, data: bytes) -> None:
         """Returns when the channel can take more; raises `TransportError` when it broke."""

@@ -20,6 +20,7 @@ from rpcdist.errors import (
     RpcdistError,
     TransportError,
 )
+from rpcdist.inspection import ChannelFacts
 from rpcdist.time_limits import GRPC_GREETING_LIMIT_S
 from rpcdist.transport._channels.connect_reasons import connect_reason
 from rpcdist.transport._framing.frames import CHUNK_BYTES, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES
@@ -162,10 +163,11 @@ def _stream_error(exc: Exception, address: str, stood: bool = True) -> RpcdistEr
 class GrpcClientChannel:
     """The calling end of `Rpc.Session`."""
 
-    def __init__(self, call: Any, address: str) -> None:
+    def __init__(self, call: Any, address: str, tls: bool = False) -> None:
         self._call = call
         self._address = address
         self._stands = False  # the peer has answered
+        self.facts = ChannelFacts("", "", False, "grpc", tls)
 
     async def read(self) -> bytes | None:
         try:
@@ -216,6 +218,8 @@ class GrpcServerChannel:
     """The serving end of `Rpc.Session`; made in the handler's task, which reads."""
 
     def __init__(self, context: Any, address: str) -> None:
+        tls = bool(context.auth_context().get("transport_security_type"))
+        self.facts = ChannelFacts("", "", False, "grpc", tls)
         self._context = context
         self._address = address
         self._task = asyncio.current_task()

@@ -166,6 +166,11 @@ class Outgoing:
         """How many messages wait to be written."""
         return len(self._frames)
 
+    @property
+    def num_transfers(self) -> int:
+        """How many messages have large buffers that are being written."""
+        return len(self._transfers)
+
     def add_quickly(self, message: WireMessage) -> bool:
         """`add` for a compact message without large buffers, as most are, where it is a single step: no signal finds it
         half done. False if it is more than that, or the message may be changed later (`want_value`).

@@ -140,9 +140,11 @@ class Admission:
 
     Attributes:
         num_wrong_tokens: processes that were refused because of their token.
+        num_refused: connections that were refused, for whatever reason.
     """
 
     def __init__(self) -> None:
+        self.num_refused = 0
         self._unproven: dict[_Unproven, None] = {}  # the oldest first
         self._log = RefusalLog()
         self.num_wrong_tokens = 0
@@ -201,6 +203,7 @@ class Admission:
     async def _turn_away(
         self, turn_away: Callable[[pb.Refusal], Awaitable[None]], code: pb.Refusal.Code, reason: str
     ) -> None:
+        self.num_refused += 1
         with suppress(TimeoutError, TransportError):
             async with asyncio.timeout(REFUSAL_LIMIT_S):
                 await turn_away(pb.Refusal(reason=reason, code=code))

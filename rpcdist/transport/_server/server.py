@@ -17,6 +17,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from rpcdist._proto import handshake_pb2
 from rpcdist.errors import TransportError
+from rpcdist.inspection import Strangers
 from rpcdist.own_shortage import own_shortage
 from rpcdist.transport._channels.brief_polling import may_poll
 from rpcdist.transport._channels.channel_choice import allowed_channels
@@ -107,6 +108,12 @@ class Server:
     def num_silent(self) -> int:
         """See `TlsGreetings`."""
         return self._greetings.num_silent
+
+    @property
+    def strangers(self) -> Strangers:
+        """The connections that were refused, or are not proven."""
+        admission = self._admission
+        return Strangers(admission.num_refused, admission.num_wrong_tokens, self.num_silent, admission.num_unproven)
 
     @property
     def num_unproven(self) -> int:

@@ -83,6 +83,9 @@ class TlsSocket:
     def setsockopt(self, level: int, option: int, value: int) -> None:
         self._raw.setsockopt(level, option, value)
 
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        return self._raw.getsockopt(level, option, size)
+
     def shutdown(self, how: int) -> None:
         self._raw.shutdown(how)
 

@@ -1,0 +1,247 @@
+"""The story of a failed job, from the files that its workers have written.
+
+It says what happened first, on which worker, and what the others did then.
+
+The content of the files is checked: one may be cut off, of another version, or forged.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from rpcdist.errors import ConfigError, ProtocolViolation
+from rpcdist.inspection import MemberFacts, SilentWorker, WorkerFacts, describe, explain, facts_from_json
+
+__all__ = ["FlightFile", "Incident", "read_folder", "story"]
+
+MAX_FILE_BYTES: Final = 16 << 20
+MAX_FILES: Final = 2000
+MAX_TEXT: Final = 2000
+MAX_EVENTS_SHOWN: Final = 30
+CONTEXT_S: Final = 10.0
+"""Failed calls so long before the first event are part of the story; earlier ones were dealt with by the program."""
+
+_RANKS: Final = {"failed": 0, "ended": 1, "group": 2, "broken": 3, "lost": 4, "heard": 5, "signal": 6, "call": 7}
+"""Which of two events at about the same time says more about the cause."""
+
+_TOGETHER_NS: Final = 20_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """Something that one worker noticed: `kind` as in the flight log, or "call" or "group" for one that failed."""
+
+    time_ns: int
+    worker: str
+    kind: str
+    text: str
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FlightFile:
+    """The file of one worker.
+
+    Attributes:
+        num_kills: processes that the kernel of its host has killed for want of memory, from its start to the file.
+        num_calls: calls that had ended, of those that it remembers.
+    """
+
+    path: Path
+    worker: str
+    id: int
+    job: str
+    host: str
+    pid: int
+    time_ns: int
+    num_kills: int
+    events: tuple[Incident, ...]
+    facts: WorkerFacts | None
+    num_calls: int = 0
+    last_calls: tuple[str, ...] = field(default=())
+
+
+def read_folder(folder: Path) -> tuple[list[FlightFile], list[str]]:
+    """The files of the newest job in a folder, and notes for the reader: on other jobs, and on files that are no good.
+
+    Raises:
+        ConfigError: there is no such folder, or no file of a worker in it.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}")
+    found: list[FlightFile] = []
+    notes: list[str] = []
+    for path in sorted(folder.glob("calls*.jsonl"))[:MAX_FILES]:
+        try:
+            found.append(_read(path))
+        except (OSError, ValueError, ProtocolViolation, KeyError, TypeError, AttributeError) as exc:
+            notes.append(f"{path.name} cannot be read: {exc!r}"[:MAX_TEXT])
+    if not found:
+        raise ConfigError(
+            f"no worker has written a flight file into {folder}; {'; '.join(notes) or 'is it the folder of the job?'}"
+        )
+    job = max(found, key=lambda file: file.time_ns).job
+    others = sorted({file.job for file in found} - {job})
+    if others:
+        notes.append(f"{len(others)} other jobs have files here: {', '.join(others[:5])}")
+    newest: dict[int, FlightFile] = {}
+    for file in found:
+        if file.job == job and (file.id not in newest or file.time_ns > newest[file.id].time_ns):
+            newest[file.id] = file
+    return [newest[id] for id in sorted(newest)], notes
+
+
+def _read(path: Path) -> FlightFile:
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
+    lines = path.read_text(errors="replace").splitlines()
+    head = json.loads(lines[0])
+    worker = _text(head["worker"])
+    events: list[Incident] = []
+    facts: WorkerFacts | None = None
+    last_calls: list[str] = []
+    num_calls = 0
+    for line in lines[1:]:
+        record = json.loads(line)
+        if "event" in record:
+            event = record["event"]
+            kind, text = _text(event["kind"]), _text(event["text"])
+            events.append(Incident(int(event["time_ns"]), worker, kind, text, _text(event.get("traceback", ""))))
+        elif "call" in record:
+            num_calls += 1
+            call = record["call"]
+            text = _call_text(call)
+            last_calls = [*last_calls[-4:], text]
+            if call["outcome"] != "ok":
+                events.append(Incident(int(call["ended_ns"]), worker, "call", text))
+        elif "facts" in record:
+            facts = facts_from_json(json.dumps(record["facts"]))
+    return FlightFile(
+        path, worker, int(head["id"]), _text(head["job"]), _text(head["host"]), int(head["pid"]), int(head["time_ns"]),
+        int(head["num_kills"]), tuple(events), facts, num_calls, tuple(last_calls),
+    )  # fmt: skip
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"a text is expected, not {value!r:.100}")
+    return value[:MAX_TEXT]
+
+
+def _call_text(call: dict[str, Any]) -> str:
+    whose = f"for {_text(call['peer'])}" if call["is_served"] else f"at {_text(call['peer'])}"
+    took_s = (int(call["ended_ns"]) - int(call["began_ns"])) / 1e9
+    return f"{_text(call['function'])} {whose} ended after {took_s:.3f} s: {_text(call['outcome'])}"
+
+
+# ---------------------------------------------------------------- the story
+
+
+def story(files: Sequence[FlightFile], notes: Iterable[str] = (), groups: Iterable[Incident] = ()) -> str:
+    """The text.
+
+    Args:
+        files: of one job, at least one.
+        notes: shown at the end.
+        groups: operations of process groups that failed, of ranks of the job.
+    """
+    members = {member.name: member for file in files if file.facts is not None for member in file.facts.members}
+    present = {file.worker for file in files}
+    absent = sorted(set(members) - present)
+    lines = [f"job {files[0].job}: {len(members) or len(files)} workers; files of {', '.join(sorted(present))}"]
+    if absent:
+        lines.append(f"no file of {', '.join(absent)}")
+    events = _timeline(files, groups)
+    if events:
+        lines += ["", *_first(events, files, absent)]
+        began = _cause(events).time_ns
+        lines += ["", "then:"]
+        lines += [f"  {_at(event, began)}" for event in events[:MAX_EVENTS_SHOWN]]
+        if len(events) > MAX_EVENTS_SHOWN:
+            lines.append(f"  and {len(events) - MAX_EVENTS_SHOWN} more")
+    else:
+        lines += ["", "no worker has noticed a failure"]
+    lines += ["", "what the workers did when they wrote:", *_what_they_did(files, [members[name] for name in absent])]
+    lines += [f"note: {note}" for note in notes]
+    return "\n".join(lines)
+
+
+def _timeline(files: Sequence[FlightFile], groups: Iterable[Incident]) -> list[Incident]:
+    """The events of all workers in their order, without the failed calls from long before."""
+    every = [event for file in files for event in file.events]
+    begins = [event.time_ns for event in every if event.kind != "call"]
+    first_ns = min(begins, default=0)
+    kept = [event for event in every if event.kind != "call" or event.time_ns >= first_ns - CONTEXT_S * 1e9]
+    kept += [event for event in groups if event.time_ns >= first_ns - CONTEXT_S * 1e9]
+    return sorted(kept, key=lambda event: event.time_ns)
+
+
+def _cause(events: Sequence[Incident]) -> Incident:
+    """The event that says most about the cause: the first that is no call, or a stronger one that came at the same
+    moment, or that the others only echo.
+    """
+    failures = [event for event in events if event.kind == "failed"]
+    others = [event for event in events if event.kind not in ("call", "signal")] or list(events)
+    first = others[0]
+    close = [event for event in others if event.time_ns - first.time_ns <= _TOGETHER_NS]
+    best = min(close, key=lambda event: _RANKS.get(event.kind, 9))
+    # A worker whose program has failed breaks its connections, and others notice that before its file is written.
+    if best.kind in ("broken", "heard", "lost") and failures:
+        named = [event for event in failures if f"{event.worker!r}" in best.text]
+        return named[0] if named else best
+    return best
+
+
+def _first(events: Sequence[Incident], files: Sequence[FlightFile], absent: Sequence[str]) -> Iterator[str]:
+    cause = _cause(events)
+    clock = time.strftime("%H:%M:%S", time.localtime(cause.time_ns // 1_000_000_000))
+    yield f"first, at {clock}.{cause.time_ns // 1_000_000 % 1000:03d}: {_sentence(cause)}"
+    if cause.traceback:
+        yield from (f"    {line}" for line in cause.traceback.splitlines())
+    gone = [name for name in absent if f"{name!r}" in cause.text]
+    if cause.kind in ("broken", "lost") and gone:
+        yield (
+            f"  {', '.join(gone)} wrote nothing: the process was killed (SIGKILL), crashed, or is stopped or cut off "
+            "from the network"
+        )
+        num_kills = max(file.num_kills for file in files)
+        if num_kills:
+            yield (
+                f"  the kernel of its host killed {num_kills} {'process' if num_kills == 1 else 'processes'} since "
+                "the job began because memory had run out: probably this one. Give the job more memory, or run fewer "
+                "workers on a host"
+            )
+
+
+def _sentence(event: Incident) -> str:
+    match event.kind:
+        case "failed":
+            return f"the program of {event.worker} failed with {event.text}"
+        case "ended":
+            return f"{event.worker}: {event.text}"
+        case "call":
+            return f"{event.worker}: the call {event.text}"
+    return f"{event.worker} noticed: {event.text}"
+
+
+def _at(event: Incident, began_ns: int) -> str:
+    return f"{(event.time_ns - began_ns) / 1e9:+9.3f} s  {_sentence(event)}"
+
+
+def _what_they_did(files: Sequence[FlightFile], absent: Sequence[MemberFacts]) -> Iterator[str]:
+    facts = [file.facts for file in files if file.facts is not None]
+    silent = [SilentWorker(member.name, member.address, "ended", "it has written no file") for member in absent]
+    yield describe(explain(facts, silent, older_than_s=0.0))
+    for file in files:
+        yield ""
+        yield f"{file.worker} (process {file.pid} on {file.host}) remembers {file.num_calls} calls; the last ones:"
+        yield from (f"    {call}" for call in file.last_calls)
+        main = next((one for one in (file.facts.threads if file.facts else ()) if one.name == "MainThread"), None)
+        if main is not None:
+            yield "  its main thread:"
+            yield from (f'    File "{line.file}", line {line.line}, in {line.function}' for line in main.stack[-8:])

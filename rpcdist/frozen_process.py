@@ -1,0 +1,168 @@
+"""Looking into a process of this host that cannot answer: one whose interpreter lock is held in C, or that is stopped.
+
+A worker calls `let_others_look`. From then on a signal has `faulthandler`, which needs neither the interpreter's lock
+nor memory, write the stacks of all threads into a file in memory. Another process of the same user finds the file among
+the descriptors of that process, sends the signal, and reads what was written. Before that nothing of it runs. The
+signal ends a sleep in C early, so it is sent only where the process has not answered.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from rpcdist.time_limits import FROZEN_STACKS_LIMIT_S, FROZEN_STACKS_PAUSE_S
+
+__all__ = ["FrozenProcess", "let_others_look", "look_at_process", "stop_letting_look"]
+
+MAX_STACKS_BYTES: Final = 256 << 10
+_NAME: Final = "rpcdist-stacks"
+_LINK: Final = re.compile(rf"/memfd:{_NAME}-(\d+)-(\d+) \(deleted\)")
+_NUM_SIGNALS: Final = 8  # real-time ones that are tried, from the last: programs take theirs from the first
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenProcess:
+    """A process that does not answer, as others see it.
+
+    Attributes:
+        state: "stopped" by a signal, "ended", "in the kernel", "frozen": it lives, and runs none of its Python threads
+            that would answer; or "unknown".
+        detail: the same in a sentence, with what to do.
+        stacks: of all its threads; empty where they cannot be had.
+    """
+
+    state: str
+    detail: str
+    stacks: str = ""
+
+
+class _LookIn:
+    """The file and the signal of this process, and how many want them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.num_users = 0
+        self.file = -1
+        self.number = 0
+
+
+_place: Final = _LookIn()
+
+
+def let_others_look() -> None:
+    """Has a signal write the stacks of this process, where the system can do that; pair it with `stop_letting_look`."""
+    with _place.lock:
+        _place.num_users += 1
+        if _place.file >= 0 or sys.platform != "linux":
+            return
+        import faulthandler
+
+        last = signal.SIGRTMAX
+        free = (number for number in range(last - 1, last - _NUM_SIGNALS, -1) if _is_free(number))
+        number = next(free, None)
+        if number is None:
+            return
+        try:
+            file = os.memfd_create(f"{_NAME}-{os.getpid()}-{number}")
+        except OSError:  # no descriptor is left
+            return
+        fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # the reader empties it before
+        faulthandler.register(number, file=file, all_threads=True, chain=False)
+        _place.file, _place.number = file, number
+
+
+def stop_letting_look() -> None:
+    """Undoes `let_others_look`."""
+    with _place.lock:
+        _place.num_users -= 1
+        if _place.num_users or _place.file < 0:
+            return
+        import faulthandler
+
+        faulthandler.unregister(_place.number)
+        os.close(_place.file)
+        _place.file = -1
+
+
+def _is_free(number: int) -> bool:
+    return signal.getsignal(number) is signal.SIG_DFL
+
+
+def look_at_process(pid: int) -> FrozenProcess:
+    """Looks at a process of this user; takes `FROZEN_STACKS_LIMIT_S` at most."""
+    state, waits_in = _state_of(pid)
+    if state in ("", "Z", "X"):
+        return FrozenProcess("ended", f"process {pid} has ended")
+    if state in ("T", "t"):
+        by = "a debugger" if state == "t" else "SIGSTOP"
+        advice = "leave the debugger" if state == "t" else f"let it go on with: kill -CONT {pid}"
+        return FrozenProcess("stopped", f"process {pid} is stopped by {by}: {advice}")
+    stacks = _stacks_of(pid)
+    if state == "D":
+        place = waits_in or "for a device"
+        return FrozenProcess("in the kernel", f"process {pid} waits in the kernel ({place})", stacks)
+    what = "runs" if state == "R" else "sleeps"
+    return FrozenProcess(
+        "frozen",
+        f"process {pid} {what} in code that keeps the interpreter's lock, so none of its Python threads goes on: one "
+        "of its threads has called C code that does not release the lock",
+        stacks,
+    )
+
+
+def _state_of(pid: int) -> tuple[str, str]:
+    """The letter that the kernel has for a process, empty for none, and the kernel's function in which it waits."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+        with open(f"/proc/{pid}/wchan") as file:
+            return state, file.read().strip("0")
+    except (OSError, IndexError):
+        return "", ""
+
+
+def _stacks_of(pid: int) -> str:
+    """The stacks that a process writes of itself; empty if it does not."""
+    found = _file_of(pid)
+    if found is None:
+        return ""
+    path, number = found
+    try:
+        with open(path, "r+b", buffering=0) as file:
+            file.truncate(0)
+            os.kill(pid, number)
+            ends_at, size = time.monotonic() + FROZEN_STACKS_LIMIT_S, -1
+            while time.monotonic() < ends_at:
+                time.sleep(FROZEN_STACKS_PAUSE_S)  # nobody tells when it has written all
+                before, size = size, os.fstat(file.fileno()).st_size
+                if size and size == before:
+                    break
+            file.seek(0)
+            return file.read(MAX_STACKS_BYTES).decode(errors="replace")
+    except OSError:  # it has ended
+        return ""
+
+
+def _file_of(pid: int) -> tuple[str, int] | None:
+    """The file into which a process writes its stacks, and the signal that has it do so."""
+    folder = f"/proc/{pid}/fd"
+    try:
+        names = os.listdir(folder)
+    except OSError:  # another user's, or it has ended
+        return None
+    for name in names:
+        try:
+            link = _LINK.fullmatch(os.readlink(f"{folder}/{name}"))
+        except OSError:
+            continue
+        if link is not None and int(link[1]) == pid and signal.SIGRTMIN <= int(link[2]) <= signal.SIGRTMAX:
+            return f"{folder}/{name}", int(link[2])
+    return None

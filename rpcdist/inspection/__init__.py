@@ -1,0 +1,72 @@
+"""Facts about the workers of a job as plain data, and an explanation of who waits for whom.
+
+    facts = rpc.inspect_worker("worker1")          # of a worker of this job; without a name, of this one
+    facts.calls_served[0].function, facts.pool.queued
+    text = facts_to_json(facts)                    # and back: facts_from_json(text)
+    print(describe(explain([facts, ...])))         # what `python -m rpcdist stacks` prints
+
+`facts.py` lists all of it. docs/inspection.md shows how to find a hang with these.
+"""
+
+from __future__ import annotations
+
+from rpcdist.inspection.fact_json import MAX_FACTS_BYTES, facts_from_json, facts_to_json, fields_of
+from rpcdist.inspection.facts import (
+    ActorFacts,
+    CallMade,
+    CallServed,
+    ChannelFacts,
+    ContextFacts,
+    Frame,
+    GatheringFacts,
+    GroupFacts,
+    Holder,
+    LentMemory,
+    Limit,
+    MemberFacts,
+    OperationFacts,
+    PassFacts,
+    PoolFacts,
+    ReferenceFacts,
+    SilentWorker,
+    Strangers,
+    StreamFacts,
+    ThreadState,
+    WorkerFacts,
+)
+from rpcdist.inspection.text import describe, printable_lines
+from rpcdist.inspection.waits import Chain, Explanation, WaitLink, explain
+
+__all__ = [
+    "MAX_FACTS_BYTES",
+    "ActorFacts",
+    "CallMade",
+    "CallServed",
+    "Chain",
+    "ChannelFacts",
+    "ContextFacts",
+    "Explanation",
+    "Frame",
+    "GatheringFacts",
+    "GroupFacts",
+    "Holder",
+    "LentMemory",
+    "Limit",
+    "MemberFacts",
+    "OperationFacts",
+    "PassFacts",
+    "PoolFacts",
+    "ReferenceFacts",
+    "SilentWorker",
+    "Strangers",
+    "StreamFacts",
+    "ThreadState",
+    "WaitLink",
+    "WorkerFacts",
+    "describe",
+    "explain",
+    "facts_from_json",
+    "facts_to_json",
+    "fields_of",
+    "printable_lines",
+]

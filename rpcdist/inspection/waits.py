@@ -1,0 +1,492 @@
+"""Explains which worker waits for which: follows calls over all workers, from the threads that wait to the end.
+
+Pure: facts in, an explanation out. A node is something that waits or is waited for; `_WaitGraph.after` says what a node
+waits for. A chain begins at what nobody waits for, and ends at a node that waits for nothing that is known, or at one
+that it has passed: then it is a circle, and those on it wait for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from rpcdist.inspection.facts import (
+    CallMade,
+    CallServed,
+    Frame,
+    GroupFacts,
+    OperationFacts,
+    SilentWorker,
+    ThreadState,
+    WorkerFacts,
+)
+
+__all__ = ["Chain", "Explanation", "WaitLink", "explain"]
+
+GATHERING_CALLS: Final = {
+    "rpcdist.rpc._membership.leader:contribute": "barrier",
+    "rpcdist.rpc._membership.departures:depart": "shutdown",
+}
+MAIN_THREAD: Final = "MainThread"
+_COLLECTIVE_FILES: Final = ("/collectives/",)
+_AUTOGRAD_FILES: Final = ("/autograd/_",)
+MAX_LINKS: Final = 50
+MAX_CHAINS: Final = 200
+MAX_STACK: Final = 12
+
+
+class WaitNode(NamedTuple):
+    """`kind` says what the rest means: a "made" or "served" call, a "thread", an "operation", a "pass", or a worker
+    that is "silent".
+    """
+
+    kind: str
+    worker: str
+    key: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitLink:
+    """One step of a chain.
+
+    Attributes:
+        worker: where it is.
+        text: what waits there, for how long, and for what.
+        stack: its lines, the outermost first; those of this package at the ends are left out.
+        details: more text, such as the stacks that a process has written itself.
+    """
+
+    worker: str
+    text: str
+    stack: tuple[Frame, ...] = ()
+    details: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The way from one waiter to the end. `is_circle`: the end is a node that the chain has passed before."""
+
+    links: tuple[WaitLink, ...]
+    is_circle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a job does not go on.
+
+    Attributes:
+        chains: one for each waiter, the one with the most links first.
+        deadlocks: each circle in a sentence.
+        culprits: what chains end at, in a sentence each, and how many chains do; the most wanted first.
+    """
+
+    chains: tuple[Chain, ...]
+    deadlocks: tuple[str, ...]
+    culprits: tuple[tuple[str, int], ...]
+
+
+def explain(
+    workers: Sequence[WorkerFacts], silent: Sequence[SilentWorker] = (), older_than_s: float = 1.0
+) -> Explanation:
+    """Explains what the workers of a job wait for.
+
+    Args:
+        workers: those that have answered.
+        silent: those that have not.
+        older_than_s: calls and operations that are younger count as going well.
+    """
+    graph = _WaitGraph(workers, silent, older_than_s)
+    chains: list[Chain] = []
+    circles: dict[frozenset[WaitNode], str] = {}
+    ends: dict[str, int] = {}
+    reached: set[WaitNode] = set()
+    for root in graph.roots():
+        if root in reached or len(chains) >= MAX_CHAINS:
+            continue
+        for path, is_circle in _paths(graph, root):
+            reached.update(path)
+            chains.append(Chain(tuple(graph.link(node, after) for node, after in _pairs(path)), is_circle))
+            if is_circle:
+                circle = path[path.index(path[-1]) : -1]
+                circles.setdefault(frozenset(circle), _sentence(graph, circle))
+            else:
+                end = graph.culprit(path[-1])
+                ends[end] = ends.get(end, 0) + 1
+    chains.sort(key=lambda chain: (not chain.is_circle, -len(chain.links)))
+    culprits = sorted(ends.items(), key=lambda end: -end[1])
+    return Explanation(tuple(chains), tuple(circles.values()), tuple(culprits))
+
+
+def _pairs(path: Sequence[WaitNode]) -> Iterator[tuple[WaitNode, WaitNode | None]]:
+    yield from zip(path, [*path[1:], None], strict=True)
+
+
+def _paths(graph: _WaitGraph, root: WaitNode) -> Iterator[tuple[list[WaitNode], bool]]:
+    """The ways from a node to the ends, and whether each ends in a circle; of ways to one end, the first."""
+    seen: set[WaitNode] = {root}
+
+    def follow(path: list[WaitNode]) -> Iterator[tuple[list[WaitNode], bool]]:
+        followed = False
+        for after in graph.after(path[-1]):
+            if after in path:
+                followed = True
+                yield [*path, after], True
+            elif after not in seen and len(path) < MAX_LINKS:
+                seen.add(after)
+                followed = True
+                yield from follow([*path, after])
+            else:
+                followed = followed or after in seen
+        if not followed:
+            yield path, False
+
+    yield from follow([root])
+
+
+def _sentence(graph: _WaitGraph, circle: Sequence[WaitNode]) -> str:
+    """A circle in words, from one of its calls."""
+    steps = [graph.name(node) for node in circle if node.kind in ("served", "thread")]
+    steps = [step for step, before in zip(steps, [None, *steps], strict=False) if step != before]
+    if not steps:
+        steps = [graph.name(node) for node in circle]
+    first, *others = steps
+    return f"{first} waits for " + "".join(f"{other}, which waits for " for other in others) + first
+
+
+class _WaitGraph:
+    """The nodes of one job."""
+
+    def __init__(self, workers: Sequence[WorkerFacts], silent: Sequence[SilentWorker], older_than_s: float) -> None:
+        self._older_than_s = older_than_s
+        self._facts = {facts.worker: facts for facts in workers}
+        self._silent = {one.worker: one for one in silent}
+        self._made: dict[WaitNode, CallMade] = {}
+        self._served: dict[WaitNode, CallServed] = {}
+        self._threads: dict[WaitNode, ThreadState] = {}
+        self._by_thread: dict[WaitNode, WaitNode] = {}  # the call that a thread serves
+        self._by_call: dict[tuple[str, int], WaitNode] = {}  # the served call, by session and number
+        self._operations: dict[WaitNode, tuple[GroupFacts, OperationFacts]] = {}
+        for facts in workers:
+            name = facts.worker
+            self._made |= {WaitNode("made", name, call.id): call for call in facts.calls_made}
+            self._threads |= {WaitNode("thread", name, thread.id): thread for thread in facts.threads}
+            for served in facts.calls_served:
+                node = WaitNode("served", name, (served.session, served.id))
+                self._served[node] = served
+                self._by_call[served.session or f"to itself: {name}", served.id] = node
+                if served.thread is not None:
+                    self._by_thread[WaitNode("thread", name, served.thread)] = node
+            for group in facts.groups:
+                for operation in group.operations:
+                    self._operations[WaitNode("operation", name, (group.name, operation.sequence))] = group, operation
+
+    # ------------------------------------------------------------ where chains begin
+
+    def roots(self) -> Iterator[WaitNode]:
+        """The nodes that no other is known to wait for, the surest first; a later one may be on an earlier chain."""
+        for node, thread in self._threads.items():
+            if node not in self._by_thread and self._waits_long(node, thread):
+                yield node
+        for node, (_, operation) in self._operations.items():
+            if operation.age_s >= self._older_than_s:
+                yield node
+        for facts in self._facts.values():
+            for current in facts.backward_passes:
+                if current.parent == "":
+                    yield WaitNode("pass", facts.worker, current.id)
+        awaited = {
+            WaitNode("made", node.worker, id) for node, thread in self._threads.items() for id in thread.waits_for
+        }
+        awaited |= {WaitNode("made", node.worker, id) for node, call in self._served.items() for id in call.waits_for}
+        for made_node, made in self._made.items():
+            if made.age_s >= self._older_than_s and made_node not in awaited:
+                yield made_node
+        called = {self._callee(node, call) for node, call in self._made.items()}
+        for node, call in self._served.items():
+            if call.age_s >= self._older_than_s and node not in called:
+                yield node
+        yield from (WaitNode("silent", name) for name in self._silent)
+
+    def _waits_long(self, node: WaitNode, thread: ThreadState) -> bool:
+        waited = [self._made.get(WaitNode("made", node.worker, id)) for id in thread.waits_for]
+        if not waited:
+            return False
+        return any(call is None or call.age_s >= self._older_than_s for call in waited)
+
+    # ------------------------------------------------------------ what waits for what
+
+    def after(self, node: WaitNode) -> list[WaitNode]:
+        """The nodes that a node waits for, as far as they are known."""
+        found: Iterable[WaitNode]
+        match node.kind:
+            case "made":
+                found = self._after_made(node, self._made[node])
+            case "served":
+                found = self._after_served(node, self._served[node])
+            case "thread":
+                found = self._after_thread(node, self._threads[node])
+            case "operation":
+                found = self._late_ranks(node)
+            case "pass":
+                found = self._after_pass(node)
+            case _:
+                found = ()
+        return list(dict.fromkeys(found))
+
+    def _callee(self, node: WaitNode, call: CallMade) -> WaitNode | None:
+        return self._by_call.get((call.session or f"to itself: {node.worker}", call.id))
+
+    def _after_made(self, node: WaitNode, call: CallMade) -> Iterator[WaitNode]:
+        callee = self._callee(node, call)
+        if callee is not None:
+            yield callee
+        elif call.to in self._silent:
+            yield WaitNode("silent", call.to)
+
+    def _after_served(self, node: WaitNode, call: CallServed) -> Iterator[WaitNode]:
+        worker = node.worker
+        yield from (WaitNode("made", worker, id) for id in call.waits_for if WaitNode("made", worker, id) in self._made)
+        if call.thread is not None and (thread := WaitNode("thread", worker, call.thread)) in self._threads:
+            yield thread
+        elif call.phase == "queued" and not call.is_coroutine:
+            yield from self._running_in_pool(worker)
+        elif call.phase == "in line":
+            yield from self._running_at(worker, call)
+        elif call.phase == "waiting" and call.on:
+            yield from (other for other, made in self._served_at(worker) if made.creates == call.on and other != node)
+        elif kind := GATHERING_CALLS.get(call.function):
+            yield from self._missing(worker, kind, call.caller)
+        elif call.is_coroutine:
+            for other, running in self._served_at(worker):
+                if running.is_coroutine and running.thread is not None:
+                    yield other
+
+    def _served_at(self, worker: str) -> Iterator[tuple[WaitNode, CallServed]]:
+        return ((node, call) for node, call in self._served.items() if node.worker == worker)
+
+    def _running_in_pool(self, worker: str) -> Iterator[WaitNode]:
+        """The calls that have the threads, for which a queued call waits if there can be no more threads."""
+        pool = self._facts[worker].pool
+        if pool is not None and pool.threads >= pool.max_threads:
+            for node, call in self._served_at(worker):
+                if call.thread is not None and call.phase == "running":
+                    yield node
+
+    def _running_at(self, worker: str, waiting: CallServed) -> Iterator[WaitNode]:
+        for node, call in self._served_at(worker):
+            if call.on == waiting.on and call.phase == "running":
+                yield node
+
+    def _missing(self, leader: str, kind: str, caller: str) -> Iterator[WaitNode]:
+        """The main threads of those that have not come to a gathering."""
+        for gathering in self._facts[leader].gatherings:
+            if gathering.kind == kind and caller in gathering.came:
+                yield from (main for name in gathering.missing if (main := self._main(name)) is not None)
+
+    def _main(self, worker: str) -> WaitNode | None:
+        if worker in self._silent:
+            return WaitNode("silent", worker)
+        threads = self._facts[worker].threads if worker in self._facts else ()
+        return next((WaitNode("thread", worker, thread.id) for thread in threads if thread.name == MAIN_THREAD), None)
+
+    def _after_thread(self, node: WaitNode, thread: ThreadState) -> Iterator[WaitNode]:
+        for id in thread.waits_for:
+            if (made := WaitNode("made", node.worker, id)) in self._made:
+                yield made
+            else:
+                streams = self._facts[node.worker].streams
+                for stream in streams:
+                    producer = self._by_call.get((stream.session or f"to itself: {node.worker}", id))
+                    if stream.id == id and stream.role == "reads" and producer is not None:
+                        yield producer
+        if thread.lock_holder is not None:
+            holder = WaitNode("thread", node.worker, thread.lock_holder)
+            yield self._by_thread.get(holder, holder)
+        if _is_in(thread, _COLLECTIVE_FILES):
+            yield from (one for one in self._operations if one.worker == node.worker)
+
+    def _late_ranks(self, node: WaitNode) -> Iterator[WaitNode]:
+        """The main threads of the ranks that have not called an operation."""
+        group, operation = self._operations[node]
+        for name, facts in self._facts.items():
+            for theirs in facts.groups:
+                if theirs.name == group.name and theirs.last_sequence < operation.sequence:
+                    main = self._main(name)
+                    if main is not None:
+                        yield main
+        for name in self._silent:
+            yield WaitNode("silent", name)
+
+    def _after_pass(self, node: WaitNode) -> Iterator[WaitNode]:
+        facts = self._facts[node.worker]
+        current = next((one for one in facts.backward_passes if one.id == node.key), None)
+        waits = dict(current.waits_for) if current is not None else {}
+        for name in waits:
+            if name in self._silent:
+                yield WaitNode("silent", name)
+            elif name in self._facts and any(one.id == node.key for one in self._facts[name].backward_passes):
+                yield WaitNode("pass", name, node.key)
+        if not waits:
+            for one, thread in self._threads.items():
+                if one.worker == node.worker and _is_in(thread, _AUTOGRAD_FILES) and not thread.waits_for:
+                    yield one
+
+    # ------------------------------------------------------------ in words
+
+    def link(self, node: WaitNode, after: WaitNode | None) -> WaitLink:
+        """A node as a step of a chain."""
+        text, details = self.name(node), ""
+        stack: tuple[Frame, ...] = ()
+        match node.kind:
+            case "thread":
+                thread = self._threads[node]
+                text = self._thread_text(thread, after)
+                stack = _users_part(thread.stack)
+            case "made":
+                made = self._made[node]
+                text = f"waits {made.age_s:.1f} s for {made.function} at {made.to}{_left(made.remaining_s)}"
+                if after is None:
+                    text += f": {self._why_unanswered(made)}"
+            case "served":
+                call = self._served[node]
+                text = f"{_PHASES.get(call.phase, call.phase)} {call.function} for {call.caller}, {self._ages(call)}"
+                if after is None or call.thread is None:
+                    text += self._why_stuck(node, call, after)
+                stack = _users_part(call.stack)
+            case "operation":
+                group, operation = self._operations[node]
+                text = (
+                    f"rank {group.rank} is in {operation.name} #{operation.sequence} of group {group.name!r} for "
+                    f"{operation.age_s:.1f} s"
+                )
+                if after is not None:
+                    text += f", which {after.worker} has not called"
+            case "pass":
+                text = self._pass_text(node)
+            case "silent":
+                one = self._silent[node.worker]
+                text, details = f"did not answer: {one.detail}", one.stacks
+        return WaitLink(node.worker, text, stack, details)
+
+    def _thread_text(self, thread: ThreadState, after: WaitNode | None) -> str:
+        what = "a callback on thread" if thread.is_callback else "thread"
+        text = f"{what} {thread.name or thread.id}"
+        if thread.lock:
+            holder = thread.lock_holder
+            whose = "whose holder cannot be seen" if holder is None else "which another thread of this worker holds"
+            text += f" waits for the lock `{thread.lock}`, {whose}"
+        return text
+
+    def _ages(self, call: CallServed) -> str:
+        ages = f"{call.age_s:.1f} s old"
+        if call.running_s is not None:
+            ages += f", running for {call.running_s:.1f} s"
+        return ages + (", cancelled by its caller" if call.is_cancelled else "") + _left(call.remaining_s)
+
+    def _why_stuck(self, node: WaitNode, call: CallServed, after: WaitNode | None) -> str:
+        pool = self._facts[node.worker].pool
+        if call.phase == "queued" and pool is not None and pool.threads >= pool.max_threads:
+            return f": all {pool.max_threads} threads of the pool are taken (max_worker_threads)"
+        if call.phase == "queued":
+            return ": it waits for a thread" if not call.is_coroutine else ": the loop of coroutines has not begun it"
+        if call.phase == "in line":
+            return f": the actor {call.on} runs another call"
+        if call.function in GATHERING_CALLS:
+            return ", and waits for those that have not come"
+        if call.phase == "producing":
+            return self._why_producing(node, call)
+        if call.phase == "waiting" and call.on:
+            return f": the value of {call.on} is not there yet"
+        if call.phase == "waiting" and not call.waits_for:
+            return ": the future that it has returned is not complete, and none of our calls would complete it"
+        if call.is_coroutine and call.thread is None and not call.waits_for:
+            if after is not None:
+                return ": another coroutine holds up the loop"
+            return ": it awaits something that is no call, such as a future, an event or a sleep"
+        return ""
+
+    def _why_producing(self, node: WaitNode, call: CallServed) -> str:
+        reader = self._facts.get(call.caller)
+        for stream in reader.streams if reader is not None else ():
+            if (stream.session, stream.id, stream.role) == (call.session, call.id, "reads") and stream.num_waiting:
+                unread = "" if stream.unread_s is None else f" for {stream.unread_s:.1f} s"
+                return f": nobody at {call.caller} has taken an item{unread}, and {stream.num_waiting} wait there"
+        return ""
+
+    def _why_unanswered(self, call: CallMade) -> str:
+        if call.phase == "sending":
+            return f"{call.bytes_done / 2**20:.1f} of {call.bytes_total / 2**20:.1f} MiB of its arguments are sent"
+        if call.phase == "unsent":
+            return "it is not sent: there is no connection yet, or no room for its bytes"
+        if call.to not in self._facts:
+            return f"{call.to} was not asked"
+        return f"{call.to} does not have it (any more): its answer is under way"
+
+    def _pass_text(self, node: WaitNode) -> str:
+        current = next((one for one in self._facts[node.worker].backward_passes if one.id == node.key), None)
+        if current is None:
+            return "has no part in the backward pass any more"
+        waits = "; ".join(f"{name} {why}" for name, why in current.waits_for) or "it runs here"
+        return f"is in the backward pass of autograd context {current.context}{_left(current.remaining_s)}: {waits}"
+
+    def name(self, node: WaitNode) -> str:
+        """A node in a sentence."""
+        match node.kind:
+            case "served":
+                return f"{node.worker}'s {self._served[node].function}"
+            case "made":
+                return f"{node.worker}'s call of {self._made[node].function}"
+            case "thread":
+                serves = self._by_thread.get(node)
+                return self.name(serves) if serves is not None else f"{node.worker}'s thread {self._threads[node].name}"
+            case "operation":
+                return f"{node.worker}'s {self._operations[node][1].name}"
+            case "pass":
+                return f"{node.worker}'s backward pass"
+        return node.worker
+
+    def culprit(self, node: WaitNode) -> str:
+        """The end of a chain in a sentence."""
+        text = self.link(node, None).text
+        if node.kind != "thread":
+            return f"{node.worker} {text}"
+        thread = self._threads[node]
+        serves = self._by_thread.get(node)
+        stack = _users_part(thread.stack)
+        where = f" at {stack[-1].file}:{stack[-1].line} in {stack[-1].function}" if stack else ""
+        what = f"{node.worker}, {text}" if serves is None else f"{self.name(serves)} on {text}"
+        return f"{what}, is{where}"
+
+
+_PHASES: Final = {
+    "queued": "has queued",
+    "in line": "has in line",
+    "running": "runs",
+    "waiting": "waits in",
+    "producing": "produces the items of",
+}
+
+
+def _left(remaining_s: float | None) -> str:
+    if remaining_s is None:
+        return ", without a deadline"
+    return f", {remaining_s:.0f} s before its deadline" if remaining_s > 0 else ", beyond its deadline"
+
+
+def _is_in(thread: ThreadState, places: Sequence[str]) -> bool:
+    return any(place in frame.file for frame in thread.stack for place in places)
+
+
+def _is_ours(frame: Frame) -> bool:
+    file = frame.file
+    return "/rpcdist/" in file or file.endswith("/threading.py") or file.startswith("<frozen")
+
+
+def _users_part(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """The lines of users, without those of this package before and after them; all lines where there are none."""
+    first = next((at for at, frame in enumerate(stack) if not _is_ours(frame)), None)
+    if first is None:
+        return stack[-3:]
+    last = max(at for at, frame in enumerate(stack) if not _is_ours(frame))
+    return stack[first : last + 1][-MAX_STACK:]

@@ -1,0 +1,3 @@
+"""Collects facts about a worker, answers those who ask, and remembers how calls ended."""
+
+__all__: list[str] = []

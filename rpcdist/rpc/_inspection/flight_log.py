@@ -1,0 +1,205 @@
+"""Writes what a worker remembers when its job fails: its last calls, what it does now, and what it has noticed.
+
+A file is written when the program fails with an exception, when it ends without `shutdown`, when a connection breaks or
+a worker is lost, when another worker says that it fails, and on SIGUSR2. `python -m rpcdist report FOLDER` reads the
+files of all workers together. Each begins with a head; a line of JSON follows for each event, for each call, and for
+the facts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.errors import RpcdistError, WorkerLost
+from rpcdist.flight_files import forget_failures, hear_failures, write_flight_file
+from rpcdist.ids import Identity
+from rpcdist.inspection import WorkerFacts, fields_of
+from rpcdist.rpc._inspection.call_recorder import OK, CallRecorder
+from rpcdist.rpc._peers.lifetime import Lifetime
+from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._values.exceptions import described_error, traceback_of
+from rpcdist.time_limits import FLIGHT_FILE_PERIOD_S, FLIGHT_NOTICE_S
+
+__all__ = ["FlightLog"]
+
+logger = logging.getLogger(__name__)
+
+VERSION: Final = 1
+MAX_EVENTS: Final = 200
+MAX_TEXT: Final = 2000
+DUMP_SIGNAL: Final = getattr(signal, "SIGUSR2", None)
+_ABRUPT: Final = ("broke", "no sign of life")
+"""Words of the reasons for which connections end that nobody has closed."""
+
+
+class FlightLog:
+    """One per agent.
+
+    Args:
+        recorder: has the last calls.
+        facts: says what the worker does; any thread.
+        name_of: the name of a worker, by its id.
+        sessions: the open connections; on the I/O loop.
+        lifetime: nothing is written when it is over.
+    """
+
+    def __init__(
+        self,
+        recorder: CallRecorder,
+        facts: Callable[[], WorkerFacts],
+        name_of: Callable[[int], str],
+        sessions: Callable[[], list[Any]],
+        lifetime: Lifetime,
+    ) -> None:
+        self._recorder = recorder
+        self._facts = facts
+        self._name_of = name_of
+        self._sessions = sessions
+        self._lifetime = lifetime
+        self._events: deque[dict[str, object]] = deque(maxlen=MAX_EVENTS)
+        self._began = time.strftime("%Y%m%dT%H%M%S")
+        self._num_kills = _num_kills()
+        self._written_at = 0.0
+        self._has_failed = False
+        self._handles_signal = False
+
+    def __repr__(self) -> str:
+        return f"<FlightLog [{len(self._events)} events]>"
+
+    def start(self) -> None:
+        """From now on failures are heard of; on the thread that starts the agent."""
+        hear_failures(self.failed)
+        is_main = threading.current_thread() is threading.main_thread()
+        if DUMP_SIGNAL is not None and is_main and signal.getsignal(DUMP_SIGNAL) is signal.SIG_DFL:
+            signal.signal(DUMP_SIGNAL, self._on_signal)
+            self._handles_signal = True
+
+    def stop(self) -> None:
+        """The worker has left."""
+        forget_failures(self.failed)
+        if self._handles_signal and threading.current_thread() is threading.main_thread():
+            self._handles_signal = False
+            if signal.getsignal(DUMP_SIGNAL) == self._on_signal:  # type: ignore[arg-type]
+                signal.signal(DUMP_SIGNAL, signal.SIG_DFL)  # type: ignore[arg-type]
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._note("signal", signal.Signals(number).name)
+        self._write_later(self._facts())
+
+    # ------------------------------------------------------------ failures of this process
+
+    def failed(self, error: BaseException) -> None:
+        """The program fails: says so to the others, writes the file, and gives them a moment. Any thread."""
+        if self._has_failed or self._lifetime.is_closed:
+            return
+        self._has_failed = True
+        text = described_error(error)[:MAX_TEXT]
+        self._note("failed", text, traceback=traceback_of(error)[-MAX_TEXT:])
+        was_told = False
+        for session in self._all_sessions():
+            try:
+                session.send(rpc_pb2.Message(failure_notice=rpc_pb2.FailureNotice(reason=text)))
+                session.flush()
+                was_told = True
+            except RpcdistError as exc:
+                logger.debug("%s was not told of the failure: %s", session.peer.name, exc)
+        self._write(self._facts())
+        if was_told:
+            time.sleep(FLIGHT_NOTICE_S)  # the launcher may end the others when it hears of this
+
+    def ended(self, error: BaseException | None) -> None:
+        """The process ends without `shutdown`."""
+        if error is not None:
+            self.failed(error)
+        elif not self._lifetime.is_closed and not self._has_failed:
+            self._note("ended", "the process ended without rpc.shutdown()")
+            self._write(self._facts())
+
+    def _all_sessions(self) -> list[Any]:
+        while True:
+            try:
+                return self._sessions()
+            except RuntimeError:  # the I/O loop has changed the set meanwhile
+                continue
+
+    # ------------------------------------------------------------ of others, on the I/O loop
+
+    def on_broken(self, session: MessageSink, reason: str) -> None:
+        """A connection has ended. It comes before the calls on it fail, so that the file shows them."""
+        if any(word in reason for word in _ABRUPT):
+            self._heard("broken", f"the connection with {session.peer.name!r} ended: {reason}")
+
+    def on_lost(self, identity: Identity, error: WorkerLost) -> None:
+        """A worker is declared dead."""
+        self._heard("lost", f"worker {identity.name!r} is lost: {error.reason}")
+
+    def on_notice(self, session: MessageSink, message: rpc_pb2.Message, buffers: Any, jobs: Any) -> None:
+        """A worker says that it fails."""
+        self._heard("heard", f"worker {session.peer.name!r} said that it fails: {message.failure_notice.reason}")
+
+    def _heard(self, kind: str, text: str) -> None:
+        if self._lifetime.is_closed:
+            return
+        self._note(kind, text)
+        now = time.monotonic()
+        if now - self._written_at >= FLIGHT_FILE_PERIOD_S:
+            self._written_at = now
+            self._write_later(self._facts())
+
+    # ------------------------------------------------------------ the file
+
+    def _note(self, kind: str, text: str, **more: str) -> None:
+        self._events.append({"kind": kind, "time_ns": time.time_ns(), "text": text[:MAX_TEXT], **more})
+
+    def _write_later(self, facts: WorkerFacts) -> None:
+        try:
+            threading.Thread(target=self._write, args=(facts,), name="rpcdist-flight-log", daemon=True).start()
+        except RuntimeError as exc:  # the system's limit of threads, or the end of the interpreter
+            logger.warning("the flight recorder could not write: %s", exc)
+
+    def _write(self, facts: WorkerFacts) -> None:
+        offset_ns = time.time_ns() - time.monotonic_ns()
+        head = {
+            "version": VERSION,
+            "worker": facts.worker,
+            "id": facts.id,
+            "job": facts.job,
+            "host": facts.host,
+            "pid": facts.pid,
+            "time_ns": time.time_ns(),
+            "num_kills": max(0, _num_kills() - self._num_kills),
+        }
+        lines = [json.dumps(head), *(json.dumps({"event": event}) for event in list(self._events))]
+        for call in self._recorder:
+            record = {
+                "id": call.id,
+                "is_served": call.is_served,
+                "peer": self._name_of(call.peer),
+                "function": call.function,
+                "began_ns": int(call.began * 1e9) + offset_ns,
+                "ended_ns": int(call.ended * 1e9) + offset_ns,
+                "outcome": call.outcome if call.outcome == OK else call.outcome[:MAX_TEXT],
+            }
+            lines.append(json.dumps({"call": record}))
+        lines.append(json.dumps({"facts": fields_of(facts)}))
+        write_flight_file(
+            f"calls{facts.id}-{self._began}-{os.getpid()}.jsonl", f"calls{facts.id}-*.jsonl", "\n".join(lines) + "\n"
+        )
+
+
+def _num_kills() -> int:
+    """How many processes the kernel of this host has killed since it booted because memory had run out."""
+    try:
+        with open("/proc/vmstat") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
+    except OSError:
+        return 0

@@ -1,0 +1,298 @@
+"""Collects the facts of a worker, and answers those who ask; nothing of it runs, or is kept, before somebody asks.
+
+The I/O loop answers: not the pool, which may be exhausted, nor the user loop, which may be stuck. Tables are copied in
+single steps that the interpreter does not interrupt, so no lock of the call path is taken. The limits below bound
+the cost of a look, and `LOOK_PERIOD_S` bounds how often one is taken.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any, Final, NamedTuple
+
+from rpcdist._proto import inspection_pb2
+from rpcdist.collectives._group.world import World
+from rpcdist.frozen_process import FrozenProcess, look_at_process
+from rpcdist.ids import Identity
+from rpcdist.inspection import (
+    CallServed,
+    Limit,
+    MemberFacts,
+    StreamFacts,
+    WorkerFacts,
+    describe,
+    explain,
+    facts_to_json,
+)
+from rpcdist.off_loop import run_in_thread
+from rpcdist.rpc._actors.actor_table import ActorTable
+from rpcdist.rpc._actors.turn import Turn
+from rpcdist.rpc._autograd_hooks import AutogradHooks
+from rpcdist.rpc._calling.caller import Caller
+from rpcdist.rpc._calling.result_streams import StreamTable
+from rpcdist.rpc._executors.thread_pool import ThreadPool
+from rpcdist.rpc._executors.user_call import UserCall
+from rpcdist.rpc._executors.user_loop import UserLoop
+from rpcdist.rpc._inspection.stacks import call_of_future, coroutine_stack, thread_states
+from rpcdist.rpc._membership.departures import Departures
+from rpcdist.rpc._membership.leader import Leader
+from rpcdist.rpc._peers.connections import Connections
+from rpcdist.rpc._peers.directory import COORDINATOR, Directory
+from rpcdist.rpc._peers.network import Network
+from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._serving.active_call import ActiveCall
+from rpcdist.rpc._serving.active_calls import ActiveCalls
+from rpcdist.rpc.options import RpcOptions
+from rpcdist.time_limits import LOOK_PERIOD_S
+from rpcdist.transport.neighbours import process_at
+
+__all__ = ["SERVICE", "InspectedParts", "Inspector"]
+
+SERVICE: Final = inspection_pb2.DESCRIPTOR.services_by_name["Inspection"]
+MAX_LISTED: Final = 500
+"""Entries of a list of facts."""
+
+MAX_ANSWER_BYTES: Final = 1 << 20
+_PHASES: Final = {
+    "QUEUED": "queued",
+    "RUNNING": "running",
+    "WAITING": "waiting",
+    "STREAMING": "producing",
+    "IN_LINE": "in line",
+    "ENDED": "running",
+}
+
+
+class InspectedParts(NamedTuple):
+    """The parts of an agent that have something to say."""
+
+    me: Identity
+    network: Network
+    options: RpcOptions
+    directory: Directory
+    connections: Connections
+    caller: Caller
+    active_calls: ActiveCalls
+    pool: ThreadPool
+    user_loop: UserLoop
+    streams: StreamTable
+    rrefs: RRefManager
+    autograd: AutogradHooks
+    actors: ActorTable
+    leader: Leader
+    departures: Departures
+    world: World
+
+
+class Inspector:
+    """One per agent.
+
+    Args:
+        parts: of the agent.
+
+    Attributes:
+        is_leaving: `shutdown` was called.
+    """
+
+    def __init__(self, parts: InspectedParts) -> None:
+        self.is_leaving = False
+        self._parts = parts
+        self._began = time.monotonic()
+        coordinator = parts.directory.incarnation_of(COORDINATOR)
+        self._job = f"{parts.options.job or os.environ.get('RPCDIST_JOB') or 'default'}/{coordinator & (1 << 64) - 1:x}"
+        self._answer = b""
+        self._answered_at = 0.0
+        self._is_looking = False
+
+    def __repr__(self) -> str:
+        return f"<Inspector of {self._parts.me.name}>"
+
+    @property
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        """Of the service."""
+        return {"Look": self._on_look, "LookAtNeighbour": self._on_neighbour}
+
+    # ------------------------------------------------------------ I/O loop
+
+    async def _on_look(self, asker: Identity, request: inspection_pb2.LookRequest) -> inspection_pb2.LookReply:
+        now = time.monotonic()
+        if now - self._answered_at >= LOOK_PERIOD_S:
+            self._answer = self._json()
+            self._answered_at = time.monotonic()
+        return inspection_pb2.LookReply(facts=self._answer)
+
+    async def _on_neighbour(
+        self, asker: Identity, request: inspection_pb2.NeighbourRequest
+    ) -> inspection_pb2.NeighbourReply:
+        """Only workers of this job are looked at, one at a time: a signal of ours reaches no other process."""
+        known = {member.address for member in self._parts.directory.known()}
+        if request.address not in known or self._is_looking:
+            return inspection_pb2.NeighbourReply(state="unknown", detail="it is no worker of this job, or another asks")
+        self._is_looking = True
+        try:
+            found = await run_in_thread(partial(_look_at, request.address), lambda: None, "rpcdist-looks-in")
+        finally:
+            self._is_looking = False
+        return inspection_pb2.NeighbourReply(state=found.state, detail=found.detail, stacks=found.stacks)
+
+    def _json(self) -> bytes:
+        """The facts; where they are too long, without what is seldom needed."""
+        facts = self.facts()
+        text = facts_to_json(facts)
+        for smaller in ("references", "streams", "threads", "calls_made", "calls_served"):
+            if len(text) <= MAX_ANSWER_BYTES:
+                break
+            left_out = len(getattr(facts, smaller))
+            changes: dict[str, Any] = {smaller: (), "omitted": {**facts.omitted, smaller: left_out}}
+            facts = replace(facts, **changes)
+            text = facts_to_json(facts)
+        return text.encode()
+
+    # ------------------------------------------------------------ any thread
+
+    def facts(self) -> WorkerFacts:
+        """The facts of this moment."""
+        parts, now, time_ns = self._parts, time.monotonic(), time.time_ns()
+        threads, threads_left_out = thread_states()
+        references, references_left_out = parts.rrefs.facts(now, MAX_LISTED)
+        contexts, passes = parts.autograd.facts(now, MAX_LISTED)
+        sessions = parts.connections.sessions()[:MAX_LISTED]
+        made, served = parts.caller.calls, parts.active_calls
+        calls_served = self.calls_served(now)
+        omitted = {
+            "calls_made": max(0, len(made) - MAX_LISTED),
+            "calls_served": max(0, len(served) - MAX_LISTED),
+            "streams": max(0, len(parts.streams) - MAX_LISTED),
+            "threads": threads_left_out,
+            "references": references_left_out,
+        }
+        return WorkerFacts(
+            worker=parts.me.name,
+            id=parts.me.id,
+            incarnation=f"{parts.me.incarnation & (1 << 64) - 1:x}",
+            job=self._job,
+            role=parts.options.role,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            address=parts.network.address or "",
+            time_ns=time_ns,
+            age_s=now - self._began,
+            phase="leaving" if self.is_leaving else "working",
+            members=self._members(),
+            calls_made=tuple(call.facts(now) for call in islice(made, MAX_LISTED)),
+            calls_served=calls_served,
+            threads=tuple(threads),
+            streams=(*parts.streams.facts(MAX_LISTED), *self._produced()),
+            references=tuple(references),
+            autograd_contexts=tuple(contexts),
+            backward_passes=tuple(passes),
+            groups=tuple(parts.world.facts(time_ns)),
+            gatherings=(*parts.leader.facts(), *parts.departures.facts()),
+            actors=tuple(parts.actors.facts(now, MAX_LISTED)),
+            pool=parts.pool.facts(now),
+            channels=tuple(session.facts(now) for session in sessions),
+            lent_memory=tuple(lent for session in sessions if (lent := session.lent_memory) is not None),
+            limits=self._limits(),
+            strangers=parts.network.strangers,
+            num_made=made.num_made,
+            num_served=served.num_served,
+            omitted={name: number for name, number in omitted.items() if number},
+        )
+
+    def explain(self) -> str:
+        """Text that says for what calls wait here, with their stacks."""
+        return describe(explain([self.facts()]))
+
+    def calls_served(self, now: float) -> tuple[CallServed, ...]:
+        """The calls that this worker handles."""
+        threads = self._threads_of_calls()
+        return tuple(self._served(active, now, threads) for active in islice(self._parts.active_calls, MAX_LISTED))
+
+    def _threads_of_calls(self) -> dict[int, int]:
+        """By `id` of a call, or of what stands for it: the thread that runs it."""
+        found: dict[int, int] = {}
+        for ident, job, arguments in self._parts.pool.jobs():
+            for one in (*arguments, getattr(job, "__self__", None)):
+                found.setdefault(id(one), ident)
+        return found
+
+    def _served(self, active: ActiveCall, now: float, threads: dict[int, int]) -> CallServed:
+        state, handle, producer = active.state(), active.handle, active.producer
+        thread = next(
+            (threads[id(one)] for one in (active, handle, producer) if one is not None and id(one) in threads), None
+        )
+        coroutine: object = handle
+        if isinstance(handle, Turn):
+            coroutine = getattr(handle.coroutine, "__self__", None)
+        elif producer is not None:
+            coroutine = getattr(producer, "_handle", None)
+        stack, waits_for = coroutine_stack(coroutine) if isinstance(coroutine, UserCall) else ((), ())
+        if isinstance(coroutine, UserCall) and getattr(coroutine, "cr_running", False):
+            thread, stack = self._parts.user_loop.ident, ()
+        if active.awaited is not None:
+            waits_for = (*waits_for, *call_of_future(active.awaited))
+        phase = _PHASES[type(state).Phase.Name(state.phase)]
+        return CallServed(
+            id=active.id,
+            session=active.session.id.hex(),
+            function=active.what[:MAX_LISTED],
+            caller=active.session.peer.name,
+            phase=phase,
+            age_s=now - active.arrived,
+            running_s=state.running_us / 1e6 if state.running_us else None,
+            remaining_s=active.deadline.at - now if active.deadline.is_finite else None,
+            is_cancelled=active.cancelled,
+            thread=thread if phase not in ("queued", "in line") else None,
+            stack=stack,
+            waits_for=waits_for,
+            on="" if active.value is None else repr(active.value.rref),
+            is_coroutine=isinstance(coroutine, UserCall),
+            creates="" if active.result is None else repr(active.result.rref),
+        )
+
+    def _produced(self) -> list[StreamFacts]:
+        """The streams whose items this worker makes."""
+        return [
+            StreamFacts(
+                active.id, active.session.id.hex(), active.what[:MAX_LISTED], active.session.peer.name, "produces",
+                getattr(active.producer, "_credits", 0),
+            )
+            for active in islice(self._parts.active_calls, MAX_LISTED)
+            if active.producer is not None
+        ]  # fmt: skip
+
+    def _members(self) -> tuple[MemberFacts, ...]:
+        directory = self._parts.directory
+        living = directory.living()
+        lost = [member for member in directory.known() if not directory.is_living(member.identity.id)]
+        return tuple(
+            MemberFacts(member.identity.name, member.identity.id, member.address, member.role, member in lost)
+            for member in [*living, *lost][: 2 * MAX_LISTED]
+        )
+
+    def _limits(self) -> tuple[Limit, ...]:
+        parts = self._parts
+        stats = parts.pool.stats()
+        found = [
+            Limit(
+                "worker threads", stats.threads - stats.idle, parts.pool.max_threads, stats.queued, "max_worker_threads"
+            ),
+            Limit("lent threads", parts.pool.num_reserved, parts.pool.max_threads, 0, "max_worker_threads"),
+        ]
+        for worker, (num_bytes, num_waiting) in parts.caller.in_flight.usage().items():
+            name = f"bytes in flight to {parts.directory.name_of(worker)}"
+            found.append(Limit(name, num_bytes, parts.caller.in_flight.limit_bytes, num_waiting, "max_in_flight_bytes"))
+        return tuple(found[:MAX_LISTED])
+
+
+def _look_at(address: str) -> FrozenProcess:
+    pid = process_at(address)
+    if pid is None or pid == os.getpid():
+        return FrozenProcess("unknown", f"no other process of this user on {socket.gethostname()} serves at {address}")
+    return look_at_process(pid)
