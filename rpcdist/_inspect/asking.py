@@ -14,18 +14,17 @@ from types import TracebackType
 from typing import Final, Self, TypeVar
 
 from rpcdist._proto import inspection_pb2
-from rpcdist.errors import ConnectFailed, RpcdistError, TransportError
+from rpcdist.errors import ConnectFailed, RpcdistError, TransportError, WorkerLost
 from rpcdist.frozen_process import FrozenProcess, look_at_process
 from rpcdist.inspection import MemberFacts, SilentWorker, WorkerFacts, facts_from_json
 from rpcdist.off_loop import run_in_thread
 from rpcdist.time_limits import FROZEN_STACKS_LIMIT_S, LOOK_LIMIT_S
 from rpcdist.transport import NodeOptions, acquire_node
 from rpcdist.transport.addresses import split_address
-from rpcdist.transport.neighbours import local_addresses, process_at
+from rpcdist.transport.neighbours import INSPECTION_ROLE, local_addresses, process_at
 
-__all__ = ["INSPECTION_ROLE", "Asker", "JobFacts"]
+__all__ = ["Asker", "JobFacts"]
 
-INSPECTION_ROLE: Final = "inspection"
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -117,8 +116,8 @@ class Asker:
         return await self._with_others(first)
 
     async def _with_others(self, first: WorkerFacts) -> JobFacts:
-        others = [member for member in first.members if member.id != first.id and not member.is_lost][:MAX_WORKERS]
-        answers = await self._all(others, lambda member: self._look_or_error(member.address))
+        others = [member for member in first.members if member.id != first.id][:MAX_WORKERS]
+        answers = await self._all(others, self._ask_member)
         workers, silent = [first], []
         for member, answer in zip(others, answers, strict=True):
             if isinstance(answer, WorkerFacts):
@@ -139,6 +138,11 @@ class Asker:
         return list(await asyncio.gather(*(one(item) for item in items)))
 
     # ------------------------------------------------------------ one worker
+
+    async def _ask_member(self, member: MemberFacts) -> WorkerFacts | RpcdistError:
+        if member.is_lost:  # which costs a job with many losses no time
+            return WorkerLost(member.name, "this look", 0.0, "the worker that was asked first has declared it lost")
+        return await self._look_or_error(member.address)
 
     async def _look_or_error(self, address: str) -> WorkerFacts | RpcdistError:
         try:
@@ -169,7 +173,8 @@ class Asker:
         if seen is None:
             seen = await self._look_from_there(member.address, answered)
         if seen is None:
-            seen = FrozenProcess("unknown", f"{error} (no worker that answers runs on its host)")
+            state = "lost" if member.is_lost else "unknown"
+            seen = FrozenProcess(state, f"{error} (and no worker that answers runs on its host)")
         return _silent(member.name, member.address, seen)
 
     async def _look_from_here(self, address: str) -> FrozenProcess | None:

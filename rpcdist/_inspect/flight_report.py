@@ -79,7 +79,7 @@ def read_folder(folder: Path) -> tuple[list[FlightFile], list[str]]:
     for path in sorted(folder.glob("calls*.jsonl"))[:MAX_FILES]:
         try:
             found.append(_read(path))
-        except (OSError, ValueError, ProtocolViolation, KeyError, TypeError, AttributeError) as exc:
+        except (OSError, ValueError, ProtocolViolation, LookupError, TypeError, AttributeError, RecursionError) as exc:
             notes.append(f"{path.name} cannot be read: {exc!r}"[:MAX_TEXT])
     if not found:
         raise ConfigError(

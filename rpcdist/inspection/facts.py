@@ -429,7 +429,7 @@ class SilentWorker:
     """A worker that did not say what it does, and what can be seen of its process from outside.
 
     Attributes:
-        state: "stopped", "ended", "in the kernel", "frozen" (no Python thread of it goes on), or "unknown".
+        state: "stopped", "ended", "in the kernel", "frozen" (no Python thread of it goes on), "lost", or "unknown".
         detail: the same in a sentence, with what to do.
         stacks: of all its threads, as `faulthandler` writes them; empty where they cannot be had.
     """

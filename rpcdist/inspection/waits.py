@@ -150,6 +150,8 @@ def _sentence(graph: _WaitGraph, circle: Sequence[WaitNode]) -> str:
     steps = [step for step, before in zip(steps, [None, *steps], strict=False) if step != before]
     if not steps:
         steps = [graph.name(node) for node in circle]
+    if len(steps) > 1 and steps[-1] == steps[0]:
+        steps.pop()
     first, *others = steps
     return f"{first} waits for " + "".join(f"{other}, which waits for " for other in others) + first
 
@@ -207,6 +209,7 @@ class _WaitGraph:
             if call.age_s >= self._older_than_s and node not in called:
                 yield node
         yield from (WaitNode("silent", name) for name in self._silent)
+        yield from (node for node, call in self._served.items() if call.age_s >= self._older_than_s)  # circles
 
     def _waits_long(self, node: WaitNode, thread: ThreadState) -> bool:
         waited = [self._made.get(WaitNode("made", node.worker, id)) for id in thread.waits_for]
@@ -246,6 +249,8 @@ class _WaitGraph:
 
     def _after_served(self, node: WaitNode, call: CallServed) -> Iterator[WaitNode]:
         worker = node.worker
+        if call.phase == "producing" and self._why_producing(call):
+            return  # its reader is to blame
         yield from (WaitNode("made", worker, id) for id in call.waits_for if WaitNode("made", worker, id) in self._made)
         if call.thread is not None and (thread := WaitNode("thread", worker, call.thread)) in self._threads:
             yield thread
@@ -345,12 +350,12 @@ class _WaitGraph:
                 stack = _users_part(thread.stack)
             case "made":
                 made = self._made[node]
-                text = f"waits {made.age_s:.1f} s for {made.function} at {made.to}{_left(made.remaining_s)}"
+                text = f"waits {made.age_s:.1f} s for {_called(made.function)} at {made.to}{_left(made.remaining_s)}"
                 if after is None:
                     text += f": {self._why_unanswered(made)}"
             case "served":
                 call = self._served[node]
-                text = f"{_PHASES.get(call.phase, call.phase)} {call.function} for {call.caller}, {self._ages(call)}"
+                text = f"{_PHASES.get(call.phase, call.phase)} {_called(call.function)} for {call.caller}, {self._ages(call)}"
                 if after is None or call.thread is None:
                     text += self._why_stuck(node, call, after)
                 stack = _users_part(call.stack)
@@ -395,7 +400,7 @@ class _WaitGraph:
         if call.function in GATHERING_CALLS:
             return ", and waits for those that have not come"
         if call.phase == "producing":
-            return self._why_producing(node, call)
+            return self._why_producing(call)
         if call.phase == "waiting" and call.on:
             return f": the value of {call.on} is not there yet"
         if call.phase == "waiting" and not call.waits_for:
@@ -406,7 +411,7 @@ class _WaitGraph:
             return ": it awaits something that is no call, such as a future, an event or a sleep"
         return ""
 
-    def _why_producing(self, node: WaitNode, call: CallServed) -> str:
+    def _why_producing(self, call: CallServed) -> str:
         reader = self._facts.get(call.caller)
         for stream in reader.streams if reader is not None else ():
             if (stream.session, stream.id, stream.role) == (call.session, call.id, "reads") and stream.num_waiting:
@@ -466,6 +471,11 @@ _PHASES: Final = {
     "waiting": "waits in",
     "producing": "produces the items of",
 }
+
+
+def _called(function: str) -> str:
+    kind = GATHERING_CALLS.get(function)
+    return function if kind is None else f"the {kind}"
 
 
 def _left(remaining_s: float | None) -> str:

@@ -21,9 +21,9 @@
 In coroutines, `async with rpc.session("worker0", ...)` is both ends; `rpcdist.LocalCluster` starts the processes, too.
 
 Names and arguments are those of `torch.distributed.rpc`. It does not have `session`, `call`, `call_async`, `get_actor`,
-`call_each`, `rpc_stream`, `Stream`, `wait_any`, `as_completed`, `idempotent`, the functions about who is in the job
-(`workers`, `wait_for_worker`, `wait_for_workers`, `on_membership_change`, `serve`), and those for coroutines, whose
-names end in `_async`. The guide is `docs/rpc.md`; the errors are in `rpcdist.errors`.
+`call_each`, `rpc_stream`, `Stream`, `wait_any`, `as_completed`, `idempotent`, `inspect_worker`, the functions about
+who is in the job (`workers`, `wait_for_worker`, `wait_for_workers`, `on_membership_change`, `serve`), and those for
+coroutines, whose names end in `_async`. The guide is `docs/rpc.md`; the errors are in `rpcdist.errors`.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ from rpcdist.rpc.api import (  # noqa: F401  # torch has the private ones here, 
     get_actor_async,
     get_rpc_timeout,
     get_worker_info,
+    inspect_worker,
     is_available,
     method_factory,
     new_method,
@@ -136,6 +137,7 @@ __all__ = [
     "init_backend",
     "init_rpc",
     "init_rpc_async",
+    "inspect_worker",
     "internal",
     "is_available",
     "method_factory",

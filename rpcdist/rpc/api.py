@@ -14,6 +14,7 @@ import torch
 
 from rpcdist.deadline import checked_timeout
 from rpcdist.errors import AlreadyInitialized, BlockingInLoop, ConfigError, NotInitialized, RRefError
+from rpcdist.inspection import WorkerFacts
 from rpcdist.rpc import backend_registry
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._api.accidental_names import AllGatherStates, method_factory, new_method
@@ -41,6 +42,7 @@ __all__ = [
     "get_actor_async",
     "get_rpc_timeout",
     "get_worker_info",
+    "inspect_worker",
     "is_available",
     "method_factory",
     "new_method",
@@ -279,6 +281,24 @@ def enable_gil_profiling(flag: bool) -> None:
 def debug_info() -> dict[str, str]:
     """Counters of this worker, under torch's names."""
     return current_agent().get_debug_info()
+
+
+def inspect_worker(to: str | int | WorkerInfo | None = None) -> WorkerFacts:
+    """What a worker does now: its calls, threads, references and the like; see `rpcdist.inspection`.
+
+    Its I/O loop answers, so one that is busy or stuck in Python does, too.
+
+    Args:
+        to: the worker; this one by default.
+
+    Raises:
+        ConnectFailed: it does not answer in time; `python -m rpcdist stacks` can say why.
+        BlockingInLoop: called for another worker on an event loop; use `asyncio.to_thread`.
+    """
+    agent = current_agent()
+    if to is None or (worker_id := agent.directory.resolve(to)) == agent.worker_id:
+        return agent.inspector.facts()
+    return agent.inspector.ask(worker_id)
 
 
 def debug_rrefs() -> list[Any]:

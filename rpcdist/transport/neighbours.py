@@ -10,7 +10,10 @@ from typing import Final
 from rpcdist.transport._channels.stream_sockets import local_name
 from rpcdist.transport.unix_sockets import has_abstract_sockets, peer_process
 
-__all__ = ["local_addresses", "process_at"]
+__all__ = ["INSPECTION_ROLE", "local_addresses", "process_at"]
+
+INSPECTION_ROLE: Final = "inspection"
+"""Of connections to workers that are asked what they do."""
 
 _LISTED: Final = "/proc/net/unix"
 _CONNECT_LIMIT_S: Final = 0.2  # the kernel answers, unless the listener's backlog is full

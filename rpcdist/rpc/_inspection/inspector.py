@@ -28,6 +28,7 @@ from rpcdist.inspection import (
     WorkerFacts,
     describe,
     explain,
+    facts_from_json,
     facts_to_json,
 )
 from rpcdist.off_loop import run_in_thread
@@ -49,8 +50,8 @@ from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._serving.active_call import ActiveCall
 from rpcdist.rpc._serving.active_calls import ActiveCalls
 from rpcdist.rpc.options import RpcOptions
-from rpcdist.time_limits import LOOK_PERIOD_S
-from rpcdist.transport.neighbours import process_at
+from rpcdist.time_limits import LOOK_LIMIT_S, LOOK_PERIOD_S
+from rpcdist.transport.neighbours import INSPECTION_ROLE, process_at
 
 __all__ = ["SERVICE", "InspectedParts", "Inspector"]
 
@@ -204,6 +205,23 @@ class Inspector:
             num_served=served.num_served,
             omitted={name: number for name, number in omitted.items() if number},
         )
+
+    def ask(self, worker_id: int) -> WorkerFacts:
+        """What another worker does; blocks, bounded. Raises `ConnectFailed`."""
+        network, member = self._parts.network, self._parts.directory.member(worker_id)
+
+        async def look() -> WorkerFacts:
+            link = await network.connect(
+                member.address, INSPECTION_ROLE, LOOK_LIMIT_S, expected=member.identity, retry=False
+            )
+            try:
+                request = inspection_pb2.LookRequest()
+                reply = await link.unary("Inspection", "Look", request, inspection_pb2.LookReply, LOOK_LIMIT_S)
+            finally:
+                await link.close()
+            return facts_from_json(reply.facts)
+
+        return network.run(look(), 2 * LOOK_LIMIT_S)
 
     def explain(self) -> str:
         """Text that says for what calls wait here, with their stacks."""

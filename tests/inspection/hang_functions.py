@@ -1,0 +1,249 @@
+"""Functions that hang in a known way until `release` is called in their process. Workers import them by name."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rpcdist import autograd, checkpoint, collectives, rpc
+from rpcdist.errors import CheckpointError
+from rpcdist.testing.limits import LIMIT_S, UNIT_S
+
+RING_LIMIT_S = 30 * UNIT_S
+
+table_lock = threading.Lock()
+ring_lock = threading.RLock()
+released = threading.Event()
+kept: list[Any] = []
+
+
+def release() -> None:
+    """Lets everything go on that hangs in this process."""
+    released.set()
+
+
+def renew() -> None:
+    """The next function hangs again."""
+    released.clear()
+    kept.clear()
+
+
+def address() -> str:
+    return str(rpc.api._get_current_rpc_agent().network.address)
+
+
+def wait_released() -> None:
+    assert released.wait(LIMIT_S)
+
+
+# ---------------------------------------------------------------- calls and locks
+
+
+def call_along(workers: list[str], last: str) -> None:
+    """Calls the function `last` on the last of the workers, through all the others."""
+    first, *others = workers
+    if others:
+        rpc.rpc_sync(first, call_along, (others, last), timeout=0)
+    else:
+        rpc.rpc_sync(first, globals()[last], timeout=0)
+
+
+def hold_table() -> None:
+    with table_lock:
+        wait_released()
+
+
+def lock_table() -> None:
+    with table_lock:
+        pass
+
+
+def begin_ring() -> None:
+    """On w0: holds a lock, and calls w1, which calls w0 for the same lock. The deadline of w1's call ends it."""
+    with ring_lock:
+        rpc.rpc_sync("w1", call_back, timeout=0)
+
+
+def call_back() -> None:
+    rpc.rpc_sync("w0", take_ring, timeout=RING_LIMIT_S)
+
+
+def take_ring() -> None:
+    with ring_lock:
+        pass
+
+
+def call_in_callback(first: str, second: str) -> None:
+    """A callback that waits for a call, once the first worker is released."""
+    future = rpc.rpc_async(first, wait_released, timeout=0).then(
+        lambda _: rpc.rpc_sync(second, wait_released, timeout=0)
+    )
+    kept.append(future)
+
+
+def begin(to: str, function: str, count: int = 1) -> None:
+    """Makes calls and does not wait."""
+    kept.extend(rpc.rpc_async(to, globals()[function], timeout=0) for _ in range(count))
+
+
+def finish() -> None:
+    """Waits for what `begin` has begun."""
+    while kept:
+        kept.pop().wait()
+
+
+def sleep_long() -> None:
+    while not released.is_set():
+        time.sleep(0.2)
+
+
+# ---------------------------------------------------------------- the interpreter's lock
+
+
+def spin() -> int:
+    count = 0
+    while not released.is_set():
+        count += 1
+    return count
+
+
+def hold_interpreter() -> None:
+    """Keeps the interpreter's lock in C. The signal by which others look at this process ends one sleep."""
+    for _ in range(4):
+        ctypes.PyDLL(None).sleep(12)
+
+
+# ---------------------------------------------------------------- coroutines
+
+
+async def await_nothing() -> None:
+    """Awaits a future that nobody completes."""
+    future = asyncio.get_running_loop().create_future()
+    kept.append(future)
+    await future
+
+
+async def lock_table_in_loop() -> None:
+    with table_lock:
+        pass
+
+
+async def answer() -> int:
+    return 1
+
+
+def cancel_kept() -> None:
+    """Completes the future of `await_nothing`."""
+    future = kept.pop()
+    future.get_loop().call_soon_threadsafe(future.set_result, None)
+
+
+# ---------------------------------------------------------------- collectives
+
+
+def join_group(rank: int, size: int, path: str) -> None:
+    collectives.init_process_group("tcp", f"file://{path}", timedelta(seconds=LIMIT_S), size, rank)
+
+
+def reduce_once() -> float:
+    tensor = torch.ones(2)
+    collectives.all_reduce(tensor)
+    return float(tensor[0])
+
+
+def leave_group() -> None:
+    collectives.destroy_process_group()
+
+
+def enter_barrier(names: list[str]) -> None:
+    rpc.api._barrier(names)
+
+
+# ---------------------------------------------------------------- streams, actors, references, backward passes
+
+
+def count_up() -> Iterator[int]:
+    yield from range(10**9)
+
+
+def read_one(worker: str) -> None:
+    stream = rpc.rpc_stream(worker, count_up)
+    next(iter(stream))
+    kept.append(stream)
+
+
+def close_kept() -> None:
+    kept.pop().close()
+
+
+class StuckActor:
+    def hang(self) -> None:
+        wait_released()
+
+    def quick(self) -> int:
+        return 1
+
+
+def call_actor(worker: str) -> None:
+    actor = rpc.remote(worker, StuckActor, serial=True)
+    first = actor.rpc_async(timeout=0).hang()
+    second = actor.rpc_async(timeout=0).quick()
+    first.wait()
+    second.wait()
+
+
+def slow_value() -> int:
+    wait_released()
+    return 3
+
+
+def fetch_slow_value(worker: str) -> int:
+    value: int = rpc.remote(worker, slow_value, timeout=0).to_here(timeout=0)
+    return value
+
+
+def with_slow_hook(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y.register_hook(slow_hook)
+    return y
+
+
+def slow_hook(gradient: torch.Tensor) -> None:
+    wait_released()
+
+
+def backward_with_slow_hook(worker: str) -> None:
+    with autograd.context() as context:
+        x = torch.ones(2, requires_grad=True)
+        loss = rpc.rpc_sync(worker, with_slow_hook, (x,)).sum()
+        autograd.backward(context, [loss])
+
+
+# ---------------------------------------------------------------- failures
+
+
+def save_to_full_disk(folder: str) -> None:
+    """Saves a checkpoint to a disk that has no room for it; the program fails with that."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], check=True)
+    try:
+        try:
+            checkpoint.save(Path(folder) / "saved", {"weights": torch.zeros(1 << 20)})
+        except CheckpointError:
+            rpc.shutdown(graceful=False)
+            raise
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def num_served() -> int:
+    """The calls of others that this worker handles now."""
+    return len(rpc.api._get_current_rpc_agent().dispatcher.calls)

@@ -1,0 +1,211 @@
+"""Explanations, as tables: facts in, chains out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rpcdist.errors import ProtocolViolation
+from rpcdist.inspection import (
+    CallMade,
+    CallServed,
+    ChannelFacts,
+    Frame,
+    GatheringFacts,
+    GroupFacts,
+    Holder,
+    MemberFacts,
+    OperationFacts,
+    PassFacts,
+    PoolFacts,
+    ReferenceFacts,
+    SilentWorker,
+    StreamFacts,
+    ThreadState,
+    WorkerFacts,
+    describe,
+    explain,
+    facts_from_json,
+    facts_to_json,
+)
+
+USERS_LINE = Frame("/home/me/train.py", 7, "step")
+
+
+def facts(worker: str, **fields: object) -> WorkerFacts:
+    plain = WorkerFacts(worker, int(worker[1:]), "1", "default/1", "", "host", 1, f"{worker}:1", 0, 9.0, "working")
+    return replace(plain, **fields)  # type: ignore[arg-type]
+
+
+def made(id: int, to: str, session: str, function: str = "m:f", age_s: float = 5.0) -> CallMade:
+    return CallMade(id, session, function, to, "waiting", age_s)
+
+
+def served(id: int, session: str, caller: str, thread: int | None = 1, phase: str = "running") -> CallServed:
+    return CallServed(id, session, "m:f", caller, phase, 5.0, 5.0, thread=thread)
+
+
+def thread(id: int, *waits_for: int, name: str = "worker") -> ThreadState:
+    return ThreadState(id, name, (USERS_LINE,), waits_for)
+
+
+def test_a_chain_ends_at_the_call_that_waits_for_nothing() -> None:
+    workers = [
+        facts("w0", calls_made=(made(1, "w1", "aa"),), threads=(thread(10, 1, name="MainThread"),)),
+        facts("w1", calls_served=(served(1, "aa", "w0"),), calls_made=(made(4, "w2", "bb"),), threads=(thread(1, 4),)),
+        facts("w2", calls_served=(served(4, "bb", "w1"),), threads=(thread(1),)),
+    ]
+    found = explain(workers)
+    [chain] = found.chains
+    assert [link.worker for link in chain.links] == ["w0", "w0", "w1", "w1", "w1", "w2", "w2"]
+    assert found.culprits == (("w2's m:f on thread worker, is at /home/me/train.py:7 in step", 1),)
+    assert found.deadlocks == ()
+
+
+def test_a_circle_is_a_deadlock() -> None:
+    workers = [
+        facts("w0", calls_served=(served(9, "bb", "w1"),), calls_made=(made(1, "w1", "aa"),), threads=(thread(1, 1),)),
+        facts("w1", calls_served=(served(1, "aa", "w0"),), calls_made=(made(9, "w0", "bb"),), threads=(thread(1, 9),)),
+    ]
+    # Nothing begins the circle; a thread of w0 that waits for it does.
+    workers[0] = replace(
+        workers[0],
+        calls_made=(*workers[0].calls_made, made(2, "w1", "aa")),
+        threads=(*workers[0].threads, thread(10, 2, name="MainThread")),
+    )
+    workers[1] = replace(workers[1], calls_served=(*workers[1].calls_served, served(2, "aa", "w0")))
+    found = explain(workers)
+    assert found.deadlocks == ("w1's m:f waits for w0's m:f, which waits for w1's m:f",)
+    assert "DEADLOCK" in describe(found).splitlines()[0]
+
+
+def test_a_circle_that_nothing_outside_waits_for_is_found() -> None:
+    workers = [
+        facts("w0", calls_served=(served(9, "bb", "w1"),), calls_made=(made(1, "w1", "aa"),), threads=(thread(1, 1),)),
+        facts("w1", calls_served=(served(1, "aa", "w0"),), calls_made=(made(9, "w0", "bb"),), threads=(thread(1, 9),)),
+    ]
+    assert len(explain(workers).deadlocks) == 1
+
+
+def test_actors_that_call_each_other_in_turn_are_a_deadlock() -> None:
+    running = replace(served(1, "aa", "w1"), on="0.1", phase="running")
+    in_line = replace(served(2, "bb", "w1", None, "in line"), on="0.1")
+    workers = [
+        facts("w0", calls_served=(running, in_line), calls_made=(made(5, "w1", "cc"),), threads=(thread(1, 5),)),
+        facts("w1", calls_served=(served(5, "cc", "w0"),), calls_made=(made(2, "w0", "bb"),), threads=(thread(1, 2),)),
+    ]
+    assert len(explain(workers).deadlocks) == 1
+
+
+def test_a_pool_whose_threads_wait_for_the_queue_is_a_deadlock() -> None:
+    pool = PoolFacts(1, 0, 1, 0, 1, 0, 1)
+    queued = served(2, "bb", "w1", None, "queued")
+    workers = [
+        facts(
+            "w0",
+            pool=pool,
+            calls_served=(served(1, "aa", "w1"), queued),
+            calls_made=(made(5, "w1", "cc"),),
+            threads=(thread(1, 5),),
+        ),
+        facts("w1", calls_served=(served(5, "cc", "w0"),), calls_made=(made(2, "w0", "bb"),), threads=(thread(1, 2),)),
+    ]
+    assert len(explain(workers).deadlocks) == 1
+
+
+def test_a_silent_worker_ends_the_chain() -> None:
+    workers = [facts("w0", calls_made=(made(1, "w1", "aa"),), threads=(thread(10, 1),))]
+    silent = SilentWorker("w1", "w1:1", "stopped", "process 7 is stopped by SIGSTOP", "Thread 1\n  File x")
+    text = describe(explain(workers, [silent]))
+    assert "w1: did not answer: process 7 is stopped by SIGSTOP" in text
+    assert "| Thread 1" in text
+
+
+def test_what_is_young_goes_well() -> None:
+    workers = [facts("w0", calls_made=(made(1, "w1", "aa", age_s=0.5),), threads=(thread(10, 1),))]
+    assert explain(workers).chains == ()
+    assert len(explain(workers, older_than_s=0.1).chains) == 1
+
+
+def test_a_rank_that_has_not_called_is_named() -> None:
+    operation = OperationFacts(3, "all_reduce", "running", 4.0)
+    group = GroupFacts("0", 0, (0, 1), "cpu:tcp", 3, "all_reduce", (operation,))
+    workers = [
+        facts("w0", groups=(group,)),
+        facts("w1", groups=(replace(group, rank=1, last_sequence=2, operations=()),), threads=(_main(),)),
+    ]
+    text = describe(explain(workers))
+    assert "rank 0 is in all_reduce #3 of group '0' for 4.0 s, which w1 has not called" in text
+    assert "w1: thread MainThread" in text
+
+
+def _main() -> ThreadState:
+    return ThreadState(10, "MainThread", (USERS_LINE,))
+
+
+def test_a_backward_pass_is_followed() -> None:
+    hook = ThreadState(3, "w", (Frame("/x/autograd/_general_part.py", 1, "run"), USERS_LINE))
+    workers = [
+        facts("w0", backward_passes=(PassFacts(7, 1, "", (("w1", "owes a gradient"),)),)),
+        facts("w1", backward_passes=(PassFacts(7, 1, "w0"),), threads=(hook,)),
+    ]
+    found = explain(workers)
+    [chain] = found.chains
+    assert [link.worker for link in chain.links] == ["w0", "w1", "w1"]
+    assert chain.links[-1].stack[-1] == USERS_LINE
+
+
+def test_text_of_other_processes_cannot_steer_a_terminal() -> None:
+    call = CallMade(1, "", "\x1b[31mred\x9b0m", "w1", "waiting", 5.0)
+    text = describe(explain([facts("w0", calls_made=(call,), threads=(thread(1, 1),))]))
+    assert "\x1b" not in text and "\x9b" not in text and "red" in text
+
+
+# ---------------------------------------------------------------- JSON
+
+
+def test_facts_come_back_from_json() -> None:
+    full = facts(
+        "w3",
+        members=(MemberFacts("w3", 3, "h:1", "ps"),),
+        calls_made=(made(1, "w1", "aa"),),
+        calls_served=(replace(served(1, "aa", "w0"), stack=(USERS_LINE,), waits_for=(1, 2)),),
+        threads=(thread(1, 2),),
+        streams=(StreamFacts(1, "aa", "m:g", "w1", "reads", 3, 2.5),),
+        references=(ReferenceFacts("0.1", "w0", "ready", "Counter", (Holder("w1", 3.0), Holder("w3"))),),
+        backward_passes=(PassFacts(7, 1, "", (("w1", "owes a gradient"),)),),
+        gatherings=(GatheringFacts("barrier", ("w0",), ("w1",)),),
+        pool=PoolFacts(1, 1, 0, 0, 0, 0, 8),
+        channels=(ChannelFacts("aa", "w1", True, "tcp", True, 10, 20, round_trip_s=0.001),),
+        omitted={"threads": 3},
+    )
+    assert facts_from_json(facts_to_json(full)) == full
+
+
+def test_fields_of_a_newer_version_are_left_out() -> None:
+    text = facts_to_json(facts("w0")).replace('{"worker"', '{"unknown":{"deep":[1]},"worker"', 1)
+    assert facts_from_json(text) == facts("w0")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "null",
+        "{",
+        "[" * 100_000,
+        '{"worker": "w"}',
+        facts_to_json(facts("w0")).replace('"pid":1', '"pid":"1"'),
+        facts_to_json(facts("w0")).replace('"pid":1', '"pid":true'),
+        facts_to_json(facts("w0")).replace('"host"', '"' + "x" * 5000 + '"', 1),
+        facts_to_json(facts("w0")).replace('"threads":[]', '"threads":[{}]'),
+        facts_to_json(facts("w0")).replace('"members":[]', '"members":{"a":1}'),
+        facts_to_json(facts("w0")).replace('"calls_made":[]', '"calls_made":[' + ",".join(["1"] * 20_000) + "]"),
+        facts_to_json(facts("w0")).replace('"host":"host"', '"host":"' + "x" * 5000 + '"'),
+        "1" * (4 << 20),
+    ],
+)
+def test_what_a_hostile_worker_sends_is_refused(text: str) -> None:
+    with pytest.raises(ProtocolViolation):
+        facts_from_json(text)
