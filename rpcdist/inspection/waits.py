@@ -355,7 +355,8 @@ class _WaitGraph:
                     text += f": {self._why_unanswered(made)}"
             case "served":
                 call = self._served[node]
-                text = f"{_PHASES.get(call.phase, call.phase)} {_called(call.function)} for {call.caller}, {self._ages(call)}"
+                does = _PHASES.get(call.phase, call.phase)
+                text = f"{does} {_called(call.function)} for {call.caller}, {self._ages(call)}"
                 if after is None or call.thread is None:
                     text += self._why_stuck(node, call, after)
                 stack = _users_part(call.stack)

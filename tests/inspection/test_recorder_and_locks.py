@@ -17,31 +17,32 @@ from rpcdist.testing import wait_until_asleep
 from rpcdist.testing.limits import LIMIT_S
 
 
-def test_the_ring_keeps_the_newest_calls_in_the_order_of_their_ends() -> None:
+def test_the_newest_calls_are_kept_in_the_order_of_their_ends() -> None:
     recorder = CallRecorder(3)
     for id in range(5):
-        recorder.made(id, 1, f"m:f{id}", float(id), OK)
-    recorder.served(9, 2, "m:g", 1.0, "ValueError: no")
+        recorder.made((id, 1, f"m:f{id}", float(id), 10.0 + id, OK))
+    recorder.served((9, 2, "m:g", 1.0, 13.5, "ValueError: no"))
     assert [(call.id, call.is_served, call.function) for call in recorder] == [
+        (2, False, "m:f2"),
         (3, False, "m:f3"),
-        (4, False, "m:f4"),
         (9, True, "m:g"),
+        (4, False, "m:f4"),
     ]
-    last = list(recorder)[-1]
-    assert (last.peer, last.began, last.outcome) == (2, 1.0, "ValueError: no") and last.ended > 0
+    served = next(call for call in recorder if call.is_served)
+    assert (served.peer, served.began, served.ended, served.outcome) == (2, 1.0, 13.5, "ValueError: no")
 
 
-def test_a_call_costs_the_ring_no_memory() -> None:
+def test_a_full_recorder_needs_no_more_memory() -> None:
     recorder = CallRecorder(100)
-    function = "m:f"
 
     def record(count: int) -> None:
         for id in range(count):
-            recorder.made(id & 7, 1, function, 1.5, OK)
+            recorder.made((id & 7, 1, "m:f", 1.5, 2.5, OK))
 
     record(200)
     tracemalloc.start()
     try:
+        record(200)
         before, _ = tracemalloc.get_traced_memory()
         record(20_000)
         after, _ = tracemalloc.get_traced_memory()

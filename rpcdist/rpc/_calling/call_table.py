@@ -109,12 +109,12 @@ class PendingCall:
         forks: RRef shares that travel in the arguments, to be given back when the call was never delivered.
         repeat: the message, if it may be sent again.
         is_bound: it names values, references or a context that one process knows.
-        made: when it was made, in seconds of the monotonic clock.
         autograd: the autograd context in which it was made, or None.
         on: the reference whose method is called, held until the reply; None for other calls.
     """
 
     __slots__ = (
+        "_made",
         "autograd",
         "called",
         "deadline",
@@ -123,7 +123,6 @@ class PendingCall:
         "id",
         "inherited_s",
         "is_bound",
-        "made",
         "on",
         "owner",
         "peer",
@@ -150,12 +149,12 @@ class PendingCall:
         self.owner = owner
         self.id = id
         self.peer = peer
-        self.made = time.monotonic()
         self.called = called
         self.deadline = deadline
         self.timeout_s = timeout_s
         inherits = deadline.at != INFINITE and deadline is current_deadline.get()
         self.inherited_s = deadline.remaining_s() if inherits else None
+        self._made = time.monotonic() if deadline.at == INFINITE else 0.0  # others can compute it
         self.reply_sink = reply_sink
         self.transfer = 0
         self.flags = flags
@@ -215,6 +214,13 @@ class PendingCall:
     def unsent(self) -> tuple[int, int] | None:
         """The bytes of large arguments that were sent, and all of them; None if none are left to send."""
         return self.session.transfer_progress(self.transfer) if self.session is not None and self.transfer else None
+
+    @property
+    def made(self) -> float:
+        """When it was made, in seconds of the monotonic clock."""
+        if self._made:
+            return self._made
+        return self.deadline.at - (self.timeout_s if self.inherited_s is None else self.inherited_s)
 
     def facts(self, now: float) -> CallMade:
         """What it does at a moment of the monotonic clock."""
@@ -317,7 +323,7 @@ class CallTable:
         call = self._calls.pop(id, None)
         if call is not None:
             if self._note is not None:
-                self._note(call.id, call.peer, call.called, call.made, outcome)
+                self._note((id, call.peer, call.called, call.made, time.monotonic(), outcome))
             if id in self._in_flight.admitted:
                 self._in_flight.end(call.peer, id)
             if self._waiters and not self._calls:

@@ -82,7 +82,13 @@ class ActiveCall:
     )
 
     def __init__(
-        self, session: MessageSink, id: int, function: str, arguments: Arrived | None, deadline: Deadline
+        self,
+        session: MessageSink,
+        id: int,
+        function: str,
+        arguments: Arrived | None,
+        deadline: Deadline,
+        arrived: float,
     ) -> None:
         self.session = session
         self.id = id
@@ -103,7 +109,7 @@ class ActiveCall:
         self.awaited: object = None
         self.is_serial = False
         self.wants_value = False
-        self.arrived = time.monotonic()
+        self.arrived = arrived
         self.started = 0.0
 
     def __repr__(self) -> str:
@@ -112,10 +118,10 @@ class ActiveCall:
     @classmethod
     def of_compact(cls, session: MessageSink, call: CompactCall, arguments: Arrived | None) -> ActiveCall:
         """A call that came in compact form."""
-        timeout_s = call.timeout_us / 1e6
+        now, timeout_s = time.monotonic(), call.timeout_us / 1e6
         is_limited = 0.0 < timeout_s <= LONGEST_TIMEOUT_S
-        deadline = Deadline(time.monotonic() + timeout_s) if is_limited else NEVER
-        active = cls(session, call.id, call.function, arguments, deadline)
+        deadline = Deadline(now + timeout_s) if is_limited else NEVER
+        active = cls(session, call.id, call.function, arguments, deadline, now)
         if call.result is not None:
             active.result = _share_of(call.result)
             active.wants_value = call.wants_value
@@ -127,7 +133,7 @@ class ActiveCall:
     def of_protobuf(cls, session: MessageSink, call: rpc_pb2.Call, arguments: Arrived | None) -> ActiveCall:
         """A call that came in a protobuf message."""
         deadline = Deadline.after(call.timeout_us / 1e6) if call.timeout_us else NEVER
-        active = cls(session, call.id, call.function, arguments, deadline)
+        active = cls(session, call.id, call.function, arguments, deadline, time.monotonic())
         active.counts_as_idle = call.counts_as_idle
         active.is_by_value = call.by_value
         if call.HasField("result"):

@@ -55,7 +55,8 @@ class ActiveCalls:
     def remove(self, active: ActiveCall, outcome: str = OK) -> None:
         """A call is over; once more does no harm. `outcome` is for the recorder."""
         if self._calls.pop((active.session, active.id), None) is not None and self._note is not None:
-            self._note(active.id, active.session.peer.id, active.what, active.arrived, outcome)
+            called = active.function or active.what
+            self._note((active.id, active.session.peer.id, called, active.arrived, time.monotonic(), outcome))
         if self._num_waiting:
             with self._ended:
                 self._ended.notify_all()
