@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rpcdist._launch import Role as Role
     from rpcdist._launch import launch as launch
     from rpcdist._launch import placement_from_environment as placement_from_environment
+    from rpcdist.inspection.curves import publish as publish
 
     __version__: str
 
@@ -53,6 +54,7 @@ __all__ = [
     "optim",
     "parallel",
     "placement_from_environment",
+    "publish",
     "rpc",
 ]
 
@@ -62,6 +64,7 @@ _MODULE_OF: Final = {
     "Role": "rpcdist._launch",
     "launch": "rpcdist._launch",
     "placement_from_environment": "rpcdist._launch",
+    "publish": "rpcdist.inspection.curves",
 }
 """Where the functions and classes of `__all__` are; its other names are submodules."""
 

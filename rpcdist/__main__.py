@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from rpcdist._dashboard.commands import add_live_commands
 from rpcdist._inspect.report_command import add_report
 from rpcdist._inspect.stacks_command import add_stacks
 from rpcdist._launch.job_commands import add_launch_commands
@@ -21,6 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_launch_commands(commands)
     add_stacks(commands)
+    add_live_commands(commands)
     add_report(commands)
     add_port(commands)
     add_run(commands)

@@ -33,11 +33,11 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(88_600, 63_000),
-    "code": Limit(51_700, 36_000),
-    "files": Limit(540, 400),
-    "classes": Limit(996, 620),
-    "protocols": Limit(80, 30),
+    "lines": Limit(89_000, 63_000),
+    "code": Limit(51_950, 36_000),
+    "files": Limit(545, 400),
+    "classes": Limit(1_005, 620),
+    "protocols": Limit(81, 30),
     "time limits": Limit(160, 90),
     "environment variables": Limit(29, 20),
     "import circles": Limit(0, 0),

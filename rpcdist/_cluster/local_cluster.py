@@ -73,9 +73,11 @@ class LocalCluster(ClusterBlock):
             LOCAL_RANK is the number of the own one.
         prefix: whether each line that a new process writes begins with its worker's name.
         log_dir: a folder for what each of them writes, in files `NAME.0.log`.
+        dashboard: whether a process of its own serves a web page that shows the job live; its address is printed.
 
     Attributes:
         names: of the workers, by rank.
+        dashboard_url: the address of that page, once the job is complete; None if there is none.
 
     Raises:
         ConfigError: an argument is wrong, or the launcher's WORLD_SIZE is not the number of workers.
@@ -94,6 +96,7 @@ class LocalCluster(ClusterBlock):
         resources: Mapping[str, float] | None = None,
         prefix: bool = False,
         log_dir: str | os.PathLike[str] | None = None,
+        dashboard: bool = False,
     ) -> None:
         self.names = worker_names(workers)
         # Told here, and not by the processes that are started for it, in a traceback for each.
@@ -108,6 +111,8 @@ class LocalCluster(ClusterBlock):
         self._plan = plan_job([role], {}, os.environ, this_machine(os.environ), named=False)
         self._options = options
         self._output = JobOutput(prefix, log_dir)
+        self._has_page = dashboard
+        self.dashboard_url: str | None = None
         self._held = ExitStack()  # the port
         self._processes: BackgroundRanks | None = None
         self._engine: LocalRanks | None = None
@@ -131,6 +136,8 @@ class LocalCluster(ClusterBlock):
                 self._join_launched(placement)
             else:
                 self._start_here()
+            if self._has_page:
+                self._serve_page()
         except BaseException as error:
             self._abandon()
             if type(error) is KeyboardInterrupt:
@@ -204,6 +211,28 @@ class LocalCluster(ClusterBlock):
             self._join(processes, address)
         self._is_worker = True
         self._check_not_cancelled()
+
+    def _serve_page(self) -> None:
+        from rpcdist import rpc
+        from rpcdist._dashboard.page_process import PageProcess
+        from rpcdist.rpc._current import current_agent
+
+        options = self._options or rpc.RpcOptions()
+        if not isinstance(options.tls, bool | None):
+            raise ConfigError(
+                "dashboard=True knows no certificates of your own: leave it out, set the variables of "
+                "docs/security.md, and run python -m rpcdist dashboard"
+            )
+        variables = {"RPCDIST_JOB": options.job or ""}
+        if options.token is not None:
+            variables["RPCDIST_TOKEN"] = os.fsdecode(options.token)
+        if options.tls is not None:
+            variables["RPCDIST_TLS"] = "on" if options.tls else "off"
+        address = current_agent().inspector.facts().address
+        page = PageProcess(address, {name: value for name, value in variables.items() if value})
+        self._held.callback(page.close)
+        self.dashboard_url = page.url
+        print(f"dashboard: {page.url}", file=sys.stderr, flush=True)
 
     def _make_engine(self, tasks: Mapping[int, RankTask], wake: int) -> LocalRanks:
         self._engine = LocalRanks(tasks, wake, self._output)

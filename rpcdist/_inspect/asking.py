@@ -18,9 +18,10 @@ from rpcdist.errors import ConnectFailed, RpcdistError, TransportError, WorkerLo
 from rpcdist.frozen_process import FrozenProcess, look_at_process
 from rpcdist.inspection import MemberFacts, SilentWorker, WorkerFacts, facts_from_json
 from rpcdist.off_loop import run_in_thread
-from rpcdist.time_limits import FROZEN_STACKS_LIMIT_S, LOOK_LIMIT_S
+from rpcdist.time_limits import FROZEN_STACKS_LIMIT_S, LINK_CLOSE_LIMIT_S, LOOK_LIMIT_S
 from rpcdist.transport import NodeOptions, acquire_node
 from rpcdist.transport.addresses import split_address
+from rpcdist.transport.link import Link
 from rpcdist.transport.neighbours import INSPECTION_ROLE, local_addresses, process_at
 
 __all__ = ["Asker", "JobFacts"]
@@ -54,6 +55,7 @@ class Asker:
 
     def __init__(self, options: NodeOptions | None = None) -> None:
         self._node = acquire_node(options)
+        self._links: dict[str, Link] = {}  # by address: those that answered last time, for the next look
 
     def __enter__(self) -> Self:
         return self
@@ -65,7 +67,10 @@ class Asker:
 
     def close(self) -> None:
         """Gives back what the asking needed."""
-        self._node.release()
+        try:
+            self._node.run(self._close_links(), LINK_CLOSE_LIMIT_S)
+        finally:
+            self._node.release()
 
     def job_at(self, address: str) -> JobFacts:
         """The job of the worker that serves at an address, or of the store there, if a worker's process has it.
@@ -153,18 +158,29 @@ class Asker:
             return TransportError(str(exc))
 
     async def _look(self, address: str) -> WorkerFacts:
+        link = self._links.pop(address, None)
         try:
             async with asyncio.timeout(LOOK_LIMIT_S):
-                link = await self._node.connect(address, INSPECTION_ROLE, LOOK_LIMIT_S, retry=False)
-                try:
-                    reply = await link.unary(
-                        "Inspection", "Look", inspection_pb2.LookRequest(), inspection_pb2.LookReply, LOOK_LIMIT_S
-                    )
-                finally:
-                    await link.close()
-        except TimeoutError as exc:
-            raise ConnectFailed(address, "it does not answer", LOOK_LIMIT_S) from exc
+                if link is None or link.session.closed_reason is not None:
+                    link = await self._node.connect(address, INSPECTION_ROLE, LOOK_LIMIT_S, retry=False)
+                reply = await link.unary(
+                    "Inspection", "Look", inspection_pb2.LookRequest(), inspection_pb2.LookReply, LOOK_LIMIT_S
+                )
+        except BaseException as exc:
+            if link is not None:
+                await link.close()
+            if isinstance(exc, TimeoutError):
+                raise ConnectFailed(address, "it does not answer", LOOK_LIMIT_S) from exc
+            raise
+        kept = self._links.setdefault(address, link)
+        if kept is not link:  # two asked at once
+            await link.close()
         return facts_from_json(reply.facts)
+
+    async def _close_links(self) -> None:
+        links, self._links = list(self._links.values()), {}
+        for link in links:
+            await link.close()
 
     async def _look_at_silent(
         self, member: MemberFacts, error: RpcdistError, answered: list[WorkerFacts]

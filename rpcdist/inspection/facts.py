@@ -18,7 +18,9 @@ __all__ = [
     "CallServed",
     "ChannelFacts",
     "ContextFacts",
+    "CurveFacts",
     "Frame",
+    "FunctionTimes",
     "GatheringFacts",
     "GroupFacts",
     "Holder",
@@ -362,6 +364,39 @@ class Strangers:
 
 
 @dataclass(frozen=True, slots=True)
+class FunctionTimes:
+    """How long the calls of a function took that are among the last ones which the flight recorder has kept.
+
+    Attributes:
+        function: its name.
+        served: they were served here; otherwise they were made here.
+        count: how many have ended.
+        failed: how many of them with an error.
+        median_s, longest_s: of their times.
+    """
+
+    function: str
+    served: bool
+    count: int
+    failed: int
+    median_s: float
+    longest_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CurveFacts:
+    """Numbers that the program has published under a name; see `rpcdist.publish`.
+
+    Attributes:
+        name: of the curve.
+        points: the latest ones, as seconds since the epoch and value.
+    """
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class MemberFacts:
     """A worker of the job, as this one knows it."""
 
@@ -390,6 +425,8 @@ class WorkerFacts:
         members: everybody in the job.
         num_made, num_served: calls made and served since it joined.
         omitted: by the name of a list, how many entries were left out.
+        functions: how long the latest calls took, for each function.
+        curves: the numbers that the program has published.
     """
 
     worker: str
@@ -422,6 +459,8 @@ class WorkerFacts:
     num_made: int = 0
     num_served: int = 0
     omitted: dict[str, int] = field(default_factory=dict)
+    functions: tuple[FunctionTimes, ...] = ()
+    curves: tuple[CurveFacts, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -322,6 +322,7 @@ class Agent:
                 leader=self.leader,
                 departures=self._departures,
                 world=current_world(),
+                recorder=recorder,
             )
         )
         self._old_calls = OldCalls(

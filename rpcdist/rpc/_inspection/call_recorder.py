@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from statistics import median
 from typing import Final, NamedTuple
+
+from rpcdist.inspection import FunctionTimes
 
 __all__ = ["OK", "CallRecorder", "RecordedCall", "Row"]
 
+MAX_NAME_CHARS: Final = 500
 OK: Final = "ok"
 """The outcome of a call that has ended well."""
 
@@ -30,6 +34,12 @@ class RecordedCall(NamedTuple):
     ended: float
     outcome: str
     is_served: bool
+
+
+def _times_of(function: str, served: bool, calls: list[RecordedCall]) -> FunctionTimes:
+    times_s = [call.ended - call.began for call in calls]
+    failed = sum(call.outcome != OK for call in calls)
+    return FunctionTimes(function, served, len(calls), failed, median(times_s), max(times_s))
 
 
 class CallRecorder:
@@ -51,6 +61,14 @@ class CallRecorder:
 
     def __repr__(self) -> str:
         return f"<CallRecorder [{len(self._made)} made, {len(self._served)} served]>"
+
+    def times(self, most: int) -> tuple[FunctionTimes, ...]:
+        """How long the calls took, for each function; the functions with the most calls."""
+        found: dict[tuple[str, bool], list[RecordedCall]] = {}
+        for call in self:
+            found.setdefault((call.function, call.is_served), []).append(call)
+        largest = sorted(found.items(), key=lambda item: -len(item[1]))[:most]
+        return tuple(_times_of(function[:MAX_NAME_CHARS], served, calls) for (function, served), calls in largest)
 
     def __iter__(self) -> Iterator[RecordedCall]:
         """The calls, in the order in which they ended."""

@@ -31,6 +31,7 @@ from rpcdist.inspection import (
     facts_from_json,
     facts_to_json,
 )
+from rpcdist.inspection.curves import published_curves
 from rpcdist.off_loop import run_in_thread
 from rpcdist.rpc._actors.actor_table import ActorTable
 from rpcdist.rpc._actors.turn import Turn
@@ -40,6 +41,7 @@ from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_call import UserCall
 from rpcdist.rpc._executors.user_loop import UserLoop
+from rpcdist.rpc._inspection.call_recorder import CallRecorder
 from rpcdist.rpc._inspection.stacks import call_of_future, coroutine_stack, thread_states
 from rpcdist.rpc._membership.departures import Departures
 from rpcdist.rpc._membership.leader import Leader
@@ -59,6 +61,7 @@ SERVICE: Final = inspection_pb2.DESCRIPTOR.services_by_name["Inspection"]
 MAX_LISTED: Final = 500
 """Entries of a list of facts."""
 
+MAX_FUNCTIONS: Final = 50
 MAX_ANSWER_BYTES: Final = 1 << 20
 _PHASES: Final = {
     "QUEUED": "queued",
@@ -89,6 +92,7 @@ class InspectedParts(NamedTuple):
     leader: Leader
     departures: Departures
     world: World
+    recorder: CallRecorder | None
 
 
 class Inspector:
@@ -204,6 +208,8 @@ class Inspector:
             num_made=made.num_made,
             num_served=served.num_served,
             omitted={name: number for name, number in omitted.items() if number},
+            functions=() if parts.recorder is None else parts.recorder.times(MAX_FUNCTIONS),
+            curves=published_curves(),
         )
 
     def ask(self, worker_id: int) -> WorkerFacts:

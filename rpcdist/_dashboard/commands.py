@@ -1,0 +1,128 @@
+"""`python -m rpcdist dashboard ADDRESS` and `python -m rpcdist top ADDRESS`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import socket
+import sys
+import threading
+from contextlib import closing
+from typing import TYPE_CHECKING, Final
+
+from rpcdist.errors import ConfigError, RpcdistError
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+__all__ = ["add_live_commands"]
+
+_PERIOD_S: Final = 1.0
+_MIN_PERIOD_S: Final = 0.2
+
+
+def add_live_commands(commands: Commands) -> None:
+    """Adds the commands."""
+    dashboard = commands.add_parser("dashboard", help="serves a web page that shows a job live")
+    dashboard.set_defaults(run=_run_dashboard)
+    dashboard.add_argument(
+        "--host", default="127.0.0.1", help="where the page is served; this machine alone by default"
+    )
+    dashboard.add_argument("--port", type=int, default=0, help="of the page; a free one by default")
+    dashboard.add_argument("--until-stdin-ends", action="store_true", help=argparse.SUPPRESS)
+    top = commands.add_parser("top", help="shows the workers of a job live, in the terminal")
+    top.set_defaults(run=_run_top)
+    for command in (dashboard, top):
+        command.add_argument("address", help="of a worker, or MASTER_ADDR:MASTER_PORT")
+        command.add_argument(
+            "--period",
+            type=float,
+            default=_PERIOD_S,
+            metavar="SECONDS",
+            help="between two looks at the job; 1 by default",
+        )
+
+
+def _run_dashboard(arguments: argparse.Namespace) -> int:
+    try:
+        import plotly  # type: ignore[import-untyped] # noqa: F401 # its script is served
+        import uvicorn
+
+        from rpcdist._dashboard.page_server import make_page_server
+        from rpcdist._dashboard.watch import Watch
+    except ImportError as error:
+        return _lacks(error)
+    from rpcdist._inspect.asking import Asker
+
+    try:
+        _check_period(arguments.period)
+        with Asker() as asker, closing(_listen(arguments.host, arguments.port)) as listener:
+            asker.job_at(arguments.address)  # an address or a token that is wrong is told here, and not on the page
+            token = secrets.token_urlsafe(24)
+
+            async def serve() -> None:
+                watch = Watch(asker, arguments.address, arguments.period)
+                app = make_page_server(watch, token, lambda: server.should_exit)
+                config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=3)
+                server = uvicorn.Server(config)
+                if arguments.until_stdin_ends:
+                    _end_with_stdin(server)
+                host, port = listener.getsockname()[:2]
+                shown = f"[{host}]" if ":" in host else host
+                print(f"http://{shown}:{port}/?token={token}", flush=True)
+                await server.serve(sockets=[listener])
+
+            asyncio.run(serve())
+    except RpcdistError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _run_top(arguments: argparse.Namespace) -> int:
+    try:
+        from rpcdist._dashboard.top import run_top
+    except ImportError as error:
+        return _lacks(error)
+    from rpcdist._inspect.asking import Asker
+
+    try:
+        _check_period(arguments.period)
+        with Asker() as asker:
+            asker.job_at(arguments.address)
+            run_top(asker, arguments.address, arguments.period)
+    except RpcdistError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _lacks(error: ImportError) -> int:
+    print(f"{error.name or error} is not installed; install what the live view needs: pip install 'rpcdist[dashboard]'",
+          file=sys.stderr)  # fmt: skip
+    return 1
+
+
+def _check_period(period_s: float) -> None:
+    if not _MIN_PERIOD_S <= period_s <= 3600:
+        raise ConfigError(f"--period is {period_s}: give {_MIN_PERIOD_S} to 3600 seconds")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"the page cannot be served at {host}, port {port}: {error}") from error
+
+
+def _end_with_stdin(server: object) -> None:
+    """Ends the server when the process that started it has ended, or has closed the pipe."""
+
+    def wait() -> None:
+        while os.read(0, 4096):
+            pass
+        server.should_exit = True  # type: ignore[attr-defined]
+
+    threading.Thread(target=wait, name="rpcdist-dashboard-end", daemon=True).start()

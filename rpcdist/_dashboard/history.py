@@ -1,0 +1,340 @@
+"""What a live view shows: rates and events, made of what the workers of a job have said one time after the other.
+
+Pure: answers in, plain data for JSON out. All that is kept is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import inf
+from typing import Any, Final
+
+from rpcdist.inspection import CallServed, ChannelFacts, SilentWorker, WorkerFacts, explain
+
+__all__ = ["History", "JobAnswers"]
+
+KEPT_EVENTS: Final = 200
+KEPT_POINTS: Final = 300
+"""Of the curves of the whole job: five minutes at a look each second."""
+
+KEPT_CURVE_POINTS: Final = 1000
+MAX_CURVES: Final = 100
+MAX_FUNCTIONS: Final = 50
+MAX_LINKS: Final = 500
+MAX_REASONS: Final = 20
+OLD_CALL_S: Final = 1.0
+_OWN_CALLS: Final = "rpcdist.rpc._membership."
+_SHUTDOWN_CALL: Final = "rpcdist.rpc._membership.departures:depart"
+
+
+@dataclass(frozen=True, slots=True)
+class JobAnswers:
+    """What the workers of a job have said at one time, or why nobody has.
+
+    Attributes:
+        job: its name.
+        workers: those that have answered.
+        silent: those that have not.
+        error: why there is no answer at all; empty if there is one.
+    """
+
+    job: str = ""
+    workers: tuple[WorkerFacts, ...] = ()
+    silent: tuple[SilentWorker, ...] = ()
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A worker as it was at the last look."""
+
+    incarnation: str
+    at_s: float
+    num_made: int
+    num_served: int
+    sent: dict[str, int]  # by session
+    received: dict[str, int]
+    state: str = "answers"
+
+
+@dataclass(slots=True)
+class _Totals:
+    """The curves of the whole job: one entry for each look."""
+
+    time_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_POINTS))
+    calls: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_POINTS))
+    in_flight: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT_POINTS))
+    bytes_by_kind: dict[str, deque[float]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Curve:
+    """Published points, oldest first. When there are too many, every second one of the older half goes."""
+
+    points: list[tuple[float, float]] = field(default_factory=list)
+
+    def add(self, points: Iterable[tuple[float, float]]) -> None:
+        last_s = self.points[-1][0] if self.points else -inf
+        self.points += [point for point in points if point[0] > last_s]
+        while len(self.points) > KEPT_CURVE_POINTS:
+            half = len(self.points) // 2
+            self.points[:half] = self.points[:half:2]
+
+
+class History:
+    """The looks at one job. Not for several threads at once."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, _Seen] = {}
+        self._totals = _Totals()
+        self._events: deque[dict[str, Any]] = deque(maxlen=KEPT_EVENTS)
+        self._num_events = 0
+        self._curves: dict[str, _Curve] = {}
+        self._view: dict[str, Any] = {"job": "", "error": "no answer yet", "workers": []}
+        self._is_lost = False
+
+    def add(self, answers: JobAnswers, at_s: float) -> None:
+        """Adds a look.
+
+        Args:
+            answers: what the workers said.
+            at_s: when, in seconds since the epoch.
+        """
+        if answers.error:
+            if not self._is_lost:
+                self._note(at_s, "lost", "", f"nobody answers: {answers.error}")
+            self._is_lost = True
+            self._view = {**self._view, "error": answers.error}
+            return
+        if self._is_lost:
+            self._note(at_s, "back", "", "the job answers again")
+        self._is_lost = False
+        rows, by_kind = [], dict.fromkeys(self._totals.bytes_by_kind, 0.0)
+        links: dict[str, dict[str, Any]] = {}
+        for facts in answers.workers:
+            before = self._seen.get(facts.worker)
+            row = self._row(facts, before, at_s, by_kind)
+            rows.append(row)
+            for channel in facts.channels:
+                if len(links) < MAX_LINKS:
+                    links.setdefault(channel.session, _link(facts.worker, channel))
+            self._seen[facts.worker] = _seen(facts, at_s)
+            for curve in facts.curves:
+                name = f"{facts.worker}: {curve.name}"
+                if name in self._curves or len(self._curves) < MAX_CURVES:
+                    self._curves.setdefault(name, _Curve()).add(curve.points)
+        for silent in answers.silent:
+            rows.append(self._silent_row(silent, at_s))
+        self._note_departures(answers, at_s)
+        self._add_totals(rows, by_kind, at_s)
+        self._view = {
+            "job": answers.job,
+            "error": "",
+            "time_s": at_s,
+            "workers": rows,
+            "links": list(links.values()),
+            "functions": _functions(answers.workers),
+            "waits": _waits(answers),
+        }
+
+    def view(self) -> dict[str, Any]:
+        """The job now, with the curves of the last minutes and all events, as JSON takes it."""
+        totals = self._totals
+        return {
+            **self._view,
+            "events": list(self._events),
+            "curves": {name: curve.points for name, curve in self._curves.items()},
+            "totals": {
+                "time_s": list(totals.time_s),
+                "calls": list(totals.calls),
+                "in_flight": list(totals.in_flight),
+                "bytes": {kind: list(values) for kind, values in totals.bytes_by_kind.items()},
+            },
+        }
+
+    # ------------------------------------------------------------ rows
+
+    def _row(self, facts: WorkerFacts, before: _Seen | None, at_s: float, by_kind: dict[str, float]) -> dict[str, Any]:
+        if before is None:
+            self._note(at_s, "joined", facts.worker, f"{facts.worker} is here, process {facts.pid} of {facts.host}")
+        elif before.incarnation != facts.incarnation:
+            text = f"process {facts.pid} of {facts.host} took the place of {facts.worker}"
+            self._note(at_s, "replaced", facts.worker, text)
+            before = None
+        elif before.state != "answers":
+            self._note(at_s, "back", facts.worker, f"{facts.worker} answers again")
+        passed_s = at_s - before.at_s if before is not None else 0.0
+        sent = received = 0.0
+        for channel in facts.channels:
+            moved = _moved(channel, before)
+            sent += moved[0]
+            received += moved[1]
+            if passed_s > 0:
+                by_kind[channel.kind] = by_kind.get(channel.kind, 0.0) + moved[0] / passed_s
+        made = facts.num_made - before.num_made if before is not None else 0
+        served = facts.num_served - before.num_served if before is not None else 0
+        calls = [call for call in facts.calls_made if call.counts_as_work]
+        serving = _of_program(facts.calls_served)
+        ages_s = [call.age_s for call in calls] + [call.age_s for call in serving]
+        omitted = facts.omitted
+        pool = facts.pool
+        return {
+            "name": facts.worker,
+            "id": facts.id,
+            "role": facts.role,
+            "host": facts.host,
+            "pid": facts.pid,
+            "address": facts.address,
+            "state": "answers",
+            "phase": facts.phase,
+            "detail": "",
+            "age_s": facts.age_s,
+            "made_rate": _rate(made, passed_s),
+            "served_rate": _rate(served, passed_s),
+            "sent_rate": _rate(sent, passed_s),
+            "received_rate": _rate(received, passed_s),
+            "num_made": facts.num_made,
+            "num_served": facts.num_served,
+            "calls": len(calls) + omitted.get("calls_made", 0),
+            "serving": len(serving) + omitted.get("calls_served", 0),
+            "oldest_s": max(ages_s, default=0.0),
+            "references": len(facts.references) + omitted.get("references", 0),
+            "contexts": len(facts.autograd_contexts) + omitted.get("autograd_contexts", 0),
+            "passes": len(facts.backward_passes),
+            "operations": sum(len(group.operations) for group in facts.groups),
+            "actors": len(facts.actors) + omitted.get("actors", 0),
+            "streams": len(facts.streams) + omitted.get("streams", 0),
+            "queued": sum(channel.num_queued for channel in facts.channels),
+            "lent_bytes": sum(lent.size_bytes for lent in facts.lent_memory),
+            "refused": facts.strangers.refused,
+            "pool": asdict(pool) if pool is not None else None,
+        }
+
+    def _silent_row(self, silent: SilentWorker, at_s: float) -> dict[str, Any]:
+        before = self._seen.get(silent.worker)
+        if before is None:
+            before = self._seen[silent.worker] = _Seen("", at_s, 0, 0, {}, {})
+        if before.state != silent.state:
+            self._note(at_s, "silent", silent.worker, f"{silent.worker} does not answer: {silent.detail}")
+        before.state = silent.state
+        return {
+            "name": silent.worker, "address": silent.address, "state": silent.state, "detail": silent.detail,
+            "stacks": silent.stacks,
+        }  # fmt: skip
+
+    def _note_departures(self, answers: JobAnswers, at_s: float) -> None:
+        """Workers that nobody names any more have left, or are lost."""
+        known = {facts.worker for facts in answers.workers} | {silent.worker for silent in answers.silent}
+        lost = {one.name for facts in answers.workers for one in facts.members if one.is_lost}
+        for name in [name for name in self._seen if name not in known]:
+            del self._seen[name]
+            if name in lost:
+                self._note(at_s, "lost", name, f"{name} is lost")
+            else:
+                self._note(at_s, "left", name, f"{name} has left")
+
+    def _add_totals(self, rows: Iterable[Mapping[str, Any]], by_kind: Mapping[str, float], at_s: float) -> None:
+        totals = self._totals
+        answering = [row for row in rows if row["state"] == "answers"]
+        totals.calls.append(sum(row["served_rate"] for row in answering))
+        totals.in_flight.append(sum(row["calls"] for row in answering))
+        for kind, value in by_kind.items():
+            if kind not in totals.bytes_by_kind:  # zero until now
+                totals.bytes_by_kind[kind] = deque([0.0] * len(totals.time_s), maxlen=KEPT_POINTS)
+            totals.bytes_by_kind[kind].append(value)
+        totals.time_s.append(at_s)
+
+    def _note(self, at_s: float, kind: str, worker: str, text: str) -> None:
+        self._num_events += 1
+        self._events.append({"id": self._num_events, "time_s": at_s, "kind": kind, "worker": worker, "text": text})
+
+
+def _of_program(calls: Iterable[CallServed]) -> list[CallServed]:
+    """The calls without those by which workers join, leave and meet: these last as long as the job."""
+    return [call for call in calls if not call.function.startswith(_OWN_CALLS)]
+
+
+def _seen(facts: WorkerFacts, at_s: float) -> _Seen:
+    return _Seen(
+        facts.incarnation,
+        at_s,
+        facts.num_made,
+        facts.num_served,
+        {channel.session: channel.bytes_sent or 0 for channel in facts.channels},
+        {channel.session: channel.bytes_received or 0 for channel in facts.channels},
+    )
+
+
+def _moved(channel: ChannelFacts, before: _Seen | None) -> tuple[int, int]:
+    """The bytes that a connection has carried since the last look; all of them if it is new."""
+    if before is None:
+        return 0, 0
+    sent = (channel.bytes_sent or 0) - before.sent.get(channel.session, 0)
+    received = (channel.bytes_received or 0) - before.received.get(channel.session, 0)
+    return max(0, sent), max(0, received)
+
+
+def _rate(amount: float, passed_s: float) -> float:
+    return round(amount / passed_s, 1) if passed_s > 0 else 0.0
+
+
+def _link(worker: str, channel: ChannelFacts) -> dict[str, Any]:
+    ends = (worker, channel.peer) if channel.opened_here else (channel.peer, worker)
+    return {
+        "from": ends[0], "to": ends[1], "kind": channel.kind, "tls": channel.tls, "round_trip_s": channel.round_trip_s,
+        "queued": channel.num_queued,
+    }  # fmt: skip
+
+
+def _functions(workers: Iterable[WorkerFacts]) -> list[dict[str, Any]]:
+    """The functions that run somewhere or ran lately, those with the most running calls first."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def entry(function: str) -> dict[str, Any]:
+        new = {"function": function, "running": 0, "waiting": 0, "oldest_s": 0.0, "ended": 0, "failed": 0}
+        return found.setdefault(function, {**new, "median_s": 0.0, "longest_s": 0.0})
+
+    for facts in workers:
+        for call in _of_program(facts.calls_served):
+            one = entry(call.function)
+            one["running" if call.phase in ("running", "producing") else "waiting"] += 1
+            one["oldest_s"] = max(one["oldest_s"], call.age_s)
+        for times in facts.functions:
+            if times.served and not times.function.startswith(_OWN_CALLS):
+                one = entry(times.function)
+                total = one["ended"] + times.count
+                one["median_s"] = (one["median_s"] * one["ended"] + times.median_s * times.count) / total
+                one["ended"], one["failed"] = total, one["failed"] + times.failed
+                one["longest_s"] = max(one["longest_s"], times.longest_s)
+    most = sorted(found.values(), key=lambda one: (-one["running"] - one["waiting"], -one["ended"], one["function"]))
+    return most[:MAX_FUNCTIONS]
+
+
+def _without_shutdown(facts: WorkerFacts) -> WorkerFacts:
+    """The facts without the calls by which workers shut down, and without waits for them."""
+    ids = {call.id for call in facts.calls_made if call.function == _SHUTDOWN_CALL}
+    threads = [
+        replace(one, waits_for=tuple(id for id in one.waits_for if id not in ids))
+        for one in facts.threads
+        if one.waits_for
+    ]
+    return replace(
+        facts,
+        calls_made=tuple(call for call in facts.calls_made if call.id not in ids),
+        calls_served=tuple(call for call in facts.calls_served if call.function != _SHUTDOWN_CALL),
+        threads=(*threads, *[one for one in facts.threads if not one.waits_for]),
+    )
+
+
+def _waits(answers: JobAnswers) -> dict[str, Any]:
+    """What the job waits for, in sentences. Workers that serve until the others shut down are none of that."""
+    workers: Sequence[WorkerFacts] = answers.workers
+    if any(facts.phase != "leaving" for facts in workers):
+        workers = [_without_shutdown(facts) for facts in workers]
+    found = explain(workers, answers.silent, OLD_CALL_S)
+    return {
+        "deadlocks": list(found.deadlocks[:MAX_REASONS]),
+        "culprits": [{"text": text, "chains": number} for text, number in found.culprits[:MAX_REASONS]],
+    }

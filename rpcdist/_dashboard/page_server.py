@@ -1,0 +1,180 @@
+"""The web page of a job: one page, fed by server-sent events, for those who have its token."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import importlib.resources
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import cache
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rpcdist._dashboard.watch import Watch
+from rpcdist.inspection import facts_to_json
+
+__all__ = ["MAX_VIEWERS", "make_page_server"]
+
+MAX_VIEWERS: Final = 20
+WRITE_LIMIT_S: Final = 20.0
+"""A browser that has not taken an update for so long is gone."""
+
+LOOK_LIMIT_S: Final = 1.0
+_COOKIE: Final = "rpcdist_dashboard"
+_TYPES: Final = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+_HEADERS: Final = (
+    # Plotly draws with `style` attributes, and its images are data URLs.
+    (b"content-security-policy", b"default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"cache-control", b"no-store"),
+)
+
+
+def make_page_server(watch: Watch, token: str, is_ending: Callable[[], bool] = lambda: False) -> Starlette:
+    """The application; it looks at the job while it runs and somebody has the page open.
+
+    Args:
+        watch: looks at the job.
+        token: lets a browser in, as the parameter `token` of the first URL, and in a cookie from then on.
+        is_ending: whether the server wants to end, for which it waits until it has answered.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        looking = asyncio.create_task(watch.run())
+        try:
+            yield
+        finally:
+            looking.cancel()
+            with suppress(asyncio.CancelledError):
+                await looking
+
+    async def events(request: Request) -> Response:
+        if watch.num_viewers >= MAX_VIEWERS:
+            return PlainTextResponse(f"{MAX_VIEWERS} browsers look at this job already\n", 503)
+        return _Events(watch, is_ending)
+
+    async def worker(request: Request) -> Response:
+        name = request.query_params.get("name", "")
+        facts = watch.facts_of(name)
+        if facts is None:
+            return PlainTextResponse(f"worker {name[:100]!r} has not answered\n", 404)
+        return Response(facts_to_json(facts), media_type="application/json")
+
+    routes = [
+        Route("/", _file("page.html")),
+        Route("/page.js", _file("page.js")),
+        Route("/page.css", _file("page.css")),
+        Route("/plotly.js", _plotly),
+        Route("/events", events),
+        Route("/worker", worker),
+    ]
+    app = Starlette(routes=routes, lifespan=lifespan)
+    app.add_middleware(_TokenCheck, token=token)
+    return app
+
+
+class _TokenCheck:
+    """Answers those who have no token, and adds the headers that keep other pages out."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *_HEADERS]
+            await send(message)
+
+        request = Request(scope)
+        answer: ASGIApp = self._app
+        if self._is(request.query_params.get("token")):
+            # The token leaves the address, which ends up in histories and on screens that are shared.
+            came = RedirectResponse("/", 303)
+            came.set_cookie(_COOKIE, self._token, httponly=True, samesite="strict")
+            answer = came
+        elif not self._is(request.cookies.get(_COOKIE)):
+            text = "This page needs its token: open the address that `python -m rpcdist dashboard` has printed.\n"
+            answer = PlainTextResponse(text, 403)
+        await answer(scope, receive, send_with_headers)
+
+    def _is(self, given: str | None) -> bool:
+        return given is not None and hmac.compare_digest(given.encode(), self._token.encode())
+
+
+class _Events(Response):
+    """The view of the job, now and after each look, until the browser leaves."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, watch: Watch, is_ending: Callable[[], bool]) -> None:
+        super().__init__()
+        self._watch = watch
+        self._is_ending = is_ending
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writing = asyncio.create_task(self._write(send))
+        leaving = asyncio.create_task(_until_gone(receive))
+        self._watch.enter()
+        try:
+            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._watch.leave()
+            for task in (writing, leaving):
+                task.cancel()
+            await asyncio.gather(writing, leaving, return_exceptions=True)
+
+    async def _write(self, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        seen = 0
+        while not self._is_ending():
+            looks = await self._watch.next_look(seen, LOOK_LIMIT_S)
+            if looks > seen:
+                text = f"data: {json.dumps(self._watch.history.view(), separators=(',', ':'))}\n\n"
+            else:
+                text = ": the job has not answered yet\n\n"
+            seen = looks
+            async with asyncio.timeout(WRITE_LIMIT_S):
+                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _file(name: str) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        return Response(_read(name), media_type=_TYPES[name.rpartition(".")[2]])
+
+    return answer
+
+
+@cache
+def _read(name: str) -> bytes:
+    return (importlib.resources.files("rpcdist._dashboard") / "page" / name).read_bytes()
+
+
+async def _plotly(request: Request) -> Response:
+    """The charting library, as its Python package brings it."""
+    return Response(_plotly_script(), media_type=_TYPES["js"], headers={"Cache-Control": "max-age=86400"})
+
+
+@cache
+def _plotly_script() -> bytes:
+    return (importlib.resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes()

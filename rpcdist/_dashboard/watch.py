@@ -1,0 +1,112 @@
+"""Asks the workers of a job again and again, while somebody looks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from rpcdist._dashboard.history import History, JobAnswers
+from rpcdist._inspect.asking import JobFacts
+from rpcdist.errors import RpcdistError
+from rpcdist.inspection import WorkerFacts
+from rpcdist.off_loop import run_in_thread
+
+__all__ = ["AsksJobs", "Watch", "ask"]
+
+
+class AsksJobs(Protocol):
+    """`rpcdist._inspect.asking.Asker`, or what a test has instead."""
+
+    def job_at(self, address: str) -> JobFacts: ...
+
+
+class Watch:
+    """Looks at a job once in a period, as long as there are viewers; on one event loop.
+
+    Args:
+        asker: asks; its calls block, so a thread makes them.
+        address: of a worker of the job. Where it does not answer any more, other workers are asked.
+        period_s: between two looks, in seconds.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, asker: AsksJobs, address: str, period_s: float, clock: Callable[[], float] = time.time) -> None:
+        self.history = History()
+        self.num_looks = 0
+        self._asker = asker
+        self._addresses = [address]
+        self._period_s = period_s
+        self._clock = clock
+        self._latest: dict[str, WorkerFacts] = {}
+        self._num_viewers = 0
+        self._wanted = asyncio.Event()
+        self._looked = asyncio.Condition()
+
+    def __repr__(self) -> str:
+        return f"<Watch of {self._addresses[0]}, {self._num_viewers} viewers>"
+
+    async def run(self) -> None:
+        """Looks until it is cancelled."""
+        while True:
+            await self._wanted.wait()
+            began = time.monotonic()
+            answers = await run_in_thread(partial(ask, self._asker, self._addresses), _nothing, "rpcdist-looks")
+            if not answers.error:
+                self._latest = {facts.worker: facts for facts in answers.workers}
+                others = [facts.address for facts in answers.workers if facts.address != self._addresses[0]]
+                self._addresses[1:] = others[:3]
+            self.history.add(answers, self._clock())
+            self.num_looks += 1
+            async with self._looked:
+                self._looked.notify_all()
+            await asyncio.sleep(max(0.0, self._period_s - (time.monotonic() - began)))
+
+    def facts_of(self, worker: str) -> WorkerFacts | None:
+        """What a worker said at the last look."""
+        return self._latest.get(worker)
+
+    async def next_look(self, after: int, limit_s: float) -> int:
+        """Waits until there were more looks than `after`, so long at most; returns how many there were."""
+        async with self._looked:
+            try:
+                async with asyncio.timeout(limit_s):
+                    await self._looked.wait_for(lambda: self.num_looks > after)
+            except TimeoutError:
+                pass  # the job takes long to answer: the number says so
+        return self.num_looks
+
+    def enter(self) -> None:
+        """Counts a viewer."""
+        self._num_viewers += 1
+        self._wanted.set()
+
+    def leave(self) -> None:
+        """Counts a viewer less. Nobody is asked while there are none."""
+        self._num_viewers -= 1
+        if self._num_viewers == 0:
+            self._wanted.clear()
+
+    @property
+    def num_viewers(self) -> int:
+        return self._num_viewers
+
+
+def _nothing() -> None:
+    """A look that is not waited for any more ends by itself: its waits have limits."""
+
+
+def ask(asker: AsksJobs, addresses: list[str]) -> JobAnswers:
+    """What the job at the first address that answers does; blocks."""
+    reason = ""
+    for address in addresses:
+        try:
+            job = asker.job_at(address)
+        except RpcdistError as error:
+            reason = reason or str(error)
+            continue
+        if job.workers or job.silent:
+            return JobAnswers(job.job, job.workers, job.silent)
+    return JobAnswers(error=reason or "no worker of the job answers")

@@ -1,0 +1,60 @@
+"""The commands and `LocalCluster(dashboard=True)` on a real job."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.request
+from http.cookiejar import CookieJar
+from typing import Any
+
+import pytest
+
+import rpcdist
+from rpcdist import rpc
+
+LIMIT_S = 60.0
+
+
+def first_view(url: str) -> Any:
+    """What a browser gets first."""
+    opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(CookieJar()))
+    with opener.open(url, timeout=LIMIT_S) as page:
+        assert b"rpcdist" in page.read()
+    with opener.open(url.partition("?")[0] + "events", timeout=LIMIT_S) as events:
+        while not (line := events.readline()).startswith(b"data: "):
+            assert line, "the events have ended"
+    return json.loads(line[6:])
+
+
+@pytest.mark.multiproc
+@pytest.mark.timeout(240)
+def test_a_cluster_with_a_page(no_agent: None, capfd: pytest.CaptureFixture[str]) -> None:
+    with rpcdist.LocalCluster(2, dashboard=True) as cluster:
+        rpcdist.publish("loss", 0.5)
+        assert rpc.rpc_sync("worker1", pow, (2, 10)) == 1024
+        assert cluster.dashboard_url is not None and cluster.dashboard_url in capfd.readouterr().err
+        view = first_view(cluster.dashboard_url)
+        assert [row["name"] for row in view["workers"]] == ["worker0", "worker1"]
+        assert [row["state"] for row in view["workers"]] == ["answers", "answers"]
+        assert view["curves"]["worker0: loss"][0][1] == 0.5
+    with pytest.raises(OSError):
+        first_view(cluster.dashboard_url)
+
+
+@pytest.mark.parametrize("command", ["dashboard", "top"])
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["127.0.0.1:1"], "ConnectFailed"),
+        (["127.0.0.1:1", "--period", "0"], "give 0.2 to 3600 seconds"),
+        (["nowhere"], "nowhere"),
+    ],
+)
+def test_bad_input_is_named(command: str, arguments: list[str], says: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "rpcdist", command, *arguments], capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert ended.returncode == 1 and says in ended.stderr, ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,125 @@
+"""What a live view shows of looks that come one after the other."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from dashboard_facts import channel, facts, served
+
+from rpcdist._dashboard.history import KEPT_CURVE_POINTS, KEPT_EVENTS, KEPT_POINTS, MAX_CURVES, History, JobAnswers
+from rpcdist.inspection import CallMade, CurveFacts, FunctionTimes, MemberFacts, SilentWorker, ThreadState
+
+
+def after(*looks: JobAnswers, period_s: float = 2.0) -> dict[str, Any]:
+    history = History()
+    for number, look in enumerate(looks):
+        history.add(look, 100.0 + number * period_s)
+    view = history.view()
+    json.dumps(view, allow_nan=False)
+    return view
+
+
+def job(*workers: Any, silent: tuple[SilentWorker, ...] = ()) -> JobAnswers:
+    return JobAnswers("default/1", workers, silent)
+
+
+def texts(view: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(event["kind"], event["text"]) for event in view["events"]]
+
+
+def test_rates_are_differences_of_two_looks() -> None:
+    first = facts(num_made=10, num_served=100, channels=(channel("s", 1000, 500),))
+    second = replace(first, num_made=14, num_served=130, channels=(channel("s", 3000, 900), channel("t", 400)))
+    view = after(job(first), job(second))
+    [row] = view["workers"]
+    assert (row["made_rate"], row["served_rate"]) == (2.0, 15.0)
+    assert (row["sent_rate"], row["received_rate"]) == (1200.0, 200.0)  # a new connection counts from 0
+    assert view["totals"]["calls"] == [0.0, 15.0]
+    assert view["totals"]["bytes"] == {"tcp": [0.0, 1200.0]}
+
+
+def test_a_process_that_took_a_place_has_no_rates_yet() -> None:
+    view = after(job(facts(num_served=1000)), job(facts(incarnation="b", num_served=5, pid=7)))
+    assert view["workers"][0]["served_rate"] == 0.0
+    assert texts(view)[-1] == ("replaced", "process 7 of host took the place of worker0")
+
+
+def test_events_of_a_job() -> None:
+    silent = SilentWorker("worker1", "127.0.0.1:2001", "stopped", "it was stopped by a signal")
+    lost = MemberFacts("worker1", 1, "127.0.0.1:2001", "", True)
+    view = after(
+        job(facts(), facts("worker1"), facts("worker2")),
+        job(facts(), facts("worker2"), silent=(silent,)),
+        job(facts(), facts("worker2"), silent=(silent,)),
+        job(facts(), facts("worker1"), facts("worker2")),
+        job(facts(members=(lost,))),
+    )
+    assert texts(view)[3:] == [
+        ("silent", "worker1 does not answer: it was stopped by a signal"),
+        ("back", "worker1 answers again"),
+        ("lost", "worker1 is lost"),
+        ("left", "worker2 has left"),
+    ]
+
+
+def test_the_last_look_stays_when_nobody_answers() -> None:
+    view = after(job(facts()), JobAnswers(error="refused"), JobAnswers(error="refused"), job(facts()))
+    assert view["error"] == ""
+    assert [kind for kind, _ in texts(view)] == ["joined", "lost", "back"]
+    view = after(job(facts()), JobAnswers(error="refused"))
+    assert view["error"] == "refused" and [row["name"] for row in view["workers"]] == ["worker0"]
+
+
+def test_calls_of_the_membership_are_no_work() -> None:
+    own = served("rpcdist.rpc._membership.departures:depart", 1000.0)
+    view = after(job(facts(calls_served=(own, served("work", 0.5), served("work", 0.1, "queued")))))
+    [row] = view["workers"]
+    assert row["serving"] == 2 and row["oldest_s"] == 0.5
+    [function] = view["functions"]
+    assert (function["function"], function["running"], function["waiting"]) == ("work", 1, 1)
+
+
+def test_times_of_a_function_are_those_of_all_workers() -> None:
+    view = after(
+        job(
+            facts(
+                functions=(FunctionTimes("work", True, 1, 0, 1.0, 1.0), FunctionTimes("work", False, 9, 9, 9.0, 9.0))
+            ),
+            facts("worker1", functions=(FunctionTimes("work", True, 3, 1, 2.0, 5.0),)),
+        )
+    )
+    [function] = view["functions"]
+    assert (function["ended"], function["failed"], function["median_s"], function["longest_s"]) == (4, 1, 1.75, 5.0)
+
+
+def test_curves_go_on_where_they_were() -> None:
+    looks = [((1.0, 5.0), (2.0, 4.0)), ((2.0, 4.0), (3.0, 3.0))]
+    view = after(*[job(facts(curves=(CurveFacts("loss", points),))) for points in looks])
+    assert view["curves"] == {"worker0: loss": [(1.0, 5.0), (2.0, 4.0), (3.0, 3.0)]}
+
+
+def test_everything_is_bounded() -> None:
+    history = History()
+    for number in range(3 * KEPT_POINTS):
+        start = 100.0 * number
+        curves = tuple(
+            CurveFacts(f"curve{index}", tuple((start + second, 0.0) for second in range(100)))
+            for index in range(1 if number else MAX_CURVES + 5)
+        )
+        history.add(job(facts(incarnation=str(number), curves=curves)), float(number))
+    view = history.view()
+    assert len(view["events"]) == KEPT_EVENTS and view["events"][-1]["id"] == 3 * KEPT_POINTS
+    assert len(view["totals"]["time_s"]) == len(view["totals"]["calls"]) == KEPT_POINTS
+    assert len(view["curves"]) == MAX_CURVES
+    points = view["curves"]["worker0: curve0"]
+    assert len(points) <= KEPT_CURVE_POINTS and points[0][0] < 1000.0 and points[-1][0] == start + 99
+
+
+def test_workers_that_serve_until_a_shutdown_wait_for_nothing() -> None:
+    made = CallMade(1, "s", "rpcdist.rpc._membership.departures:depart", "worker0", "waiting", 100.0)
+    waits = ThreadState(1, "MainThread", waits_for=(1,))
+    leaving = facts("worker1", phase="leaving", calls_made=(made,), threads=(waits,))
+    assert after(job(facts(), leaving))["waits"] == {"deadlocks": [], "culprits": []}
+    assert after(job(replace(facts(), phase="leaving"), leaving))["waits"]["culprits"] != []

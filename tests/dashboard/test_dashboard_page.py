@@ -1,0 +1,221 @@
+"""The page of a job: who gets in, what it is fed with, and how it looks in a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import headless_browser
+import pytest
+import uvicorn
+from dashboard_facts import channel, facts, served
+from headless_browser import Browser
+
+from rpcdist._dashboard import page_server
+from rpcdist._dashboard.page_server import make_page_server
+from rpcdist._dashboard.watch import Watch, ask
+from rpcdist._inspect.asking import JobFacts
+from rpcdist.errors import ConnectFailed
+from rpcdist.inspection import CurveFacts, SilentWorker, WorkerFacts
+
+TOKEN = "the-token-of-this-page"
+LIMIT_S = 30.0
+PAGE = "/?token=" + TOKEN
+
+
+class MadeUpJob:
+    """Answers as an `Asker` does, and counts how often it is asked."""
+
+    def __init__(self, *workers: WorkerFacts, silent: tuple[SilentWorker, ...] = ()) -> None:
+        self.workers = workers
+        self.silent = silent
+        self.asked: list[str] = []
+        self.gone: set[str] = set()
+
+    def job_at(self, address: str) -> JobFacts:
+        self.asked.append(address)
+        if address in self.gone:
+            raise ConnectFailed(address, "nobody listens", 1.0)
+        return JobFacts("default/1", self.workers, self.silent)
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    text: str
+
+
+async def get(app: Any, target: str, cookie: str = "") -> Answer:
+    """What a browser gets for one request."""
+    path, _, query = target.partition("?")
+    headers = [(b"cookie", f"rpcdist_dashboard={cookie}".encode())] if cookie else []
+    scope = {"type": "http", "method": "GET", "path": path, "query_string": query.encode(), "headers": headers}
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async with asyncio.timeout(LIMIT_S):
+        await app(scope, receive, send)
+    found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    text = b"".join([message.get("body", b"") for message in sent[1:]]).decode()
+    return Answer(sent[0]["status"], found, text)
+
+
+def page_of(job: MadeUpJob) -> Any:
+    return make_page_server(Watch(job, "127.0.0.1:2000", 0.01), TOKEN)
+
+
+PATHS = ["/", "/page.js", "/page.css", "/plotly.js", "/events", "/worker?name=worker0", "/nothing"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("given", ["", "token=", "token=wrong", "token=%ff"])
+async def test_nobody_gets_in_without_the_token(path: str, given: str) -> None:
+    job = MadeUpJob(facts())
+    answer = await get(page_of(job), path + ("&" if "?" in path else "?") + given, "wrong")
+    assert answer.status == 403
+    assert "needs its token" in answer.text and TOKEN not in answer.text and not job.asked
+
+
+async def test_the_token_leaves_the_address() -> None:
+    app = page_of(MadeUpJob(facts()))
+    came = await get(app, PAGE)
+    assert came.status == 303 and came.headers["location"] == "/"
+    assert "httponly" in came.headers["set-cookie"].lower() and "samesite=strict" in came.headers["set-cookie"].lower()
+    page = await get(app, "/", TOKEN)
+    assert page.status == 200 and TOKEN not in page.text
+    assert page.headers["content-security-policy"].startswith("default-src 'self'")
+    assert len((await get(app, "/plotly.js", TOKEN)).text) > 1_000_000
+
+
+async def read_events(app: Any, count: int, between: Any = None) -> list[Any]:
+    """The first events that a browser gets."""
+    found: list[Any] = []
+    gone = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        body = message.get("body", b"")
+        if body.startswith(b"data: "):
+            found.append(json.loads(body[6:]))
+            if between is not None:
+                between()
+            if len(found) == count:
+                gone.set()
+
+    cookie = [(b"cookie", b"rpcdist_dashboard=" + TOKEN.encode())]
+    scope = {"type": "http", "method": "GET", "path": "/events", "query_string": b"", "headers": cookie}
+    async with asyncio.timeout(LIMIT_S):
+        await app(scope, receive, send)
+    return found
+
+
+async def test_a_browser_gets_each_look_and_the_job_is_asked_while_somebody_looks() -> None:
+    job = MadeUpJob(facts(num_served=5), facts("worker1"))
+    watch = Watch(job, "127.0.0.1:2000", 0.01)
+    app = make_page_server(watch, TOKEN)
+    async with app.router.lifespan_context(app):
+        assert not job.asked
+
+        def serve_more() -> None:
+            job.workers = (replace(job.workers[0], num_served=job.workers[0].num_served + 7), job.workers[1])
+
+        found = await read_events(app, 3, serve_more)
+        assert [row["name"] for row in found[-1]["workers"]] == ["worker0", "worker1"]
+        assert found[-1]["workers"][0]["num_served"] > found[0]["workers"][0]["num_served"]
+        assert watch.num_viewers == 0
+        await asyncio.sleep(0.1)  # a look that had begun ends
+        asked = len(job.asked)
+        await asyncio.sleep(0.2)  # twenty periods
+        assert len(job.asked) == asked
+
+
+async def test_so_many_browsers_and_no_more() -> None:
+    watch = Watch(MadeUpJob(facts()), "127.0.0.1:2000", 0.01)
+    for _ in range(page_server.MAX_VIEWERS):
+        watch.enter()
+    answer = await get(make_page_server(watch, TOKEN), "/events", TOKEN)
+    assert answer.status == 503 and "20 browsers look at this job" in answer.text
+
+
+def test_another_worker_is_asked_when_the_first_is_gone() -> None:
+    job = MadeUpJob(facts(), facts("worker1"))
+    job.gone = {"127.0.0.1:2000"}
+    assert ask(job, ["127.0.0.1:2000", "127.0.0.1:2001"]).workers == job.workers
+    assert job.asked == ["127.0.0.1:2000", "127.0.0.1:2001"]
+    job.gone.add("127.0.0.1:2001")
+    assert "nobody listens" in ask(job, ["127.0.0.1:2000", "127.0.0.1:2001"]).error
+
+
+@contextmanager
+def served_page(job: MadeUpJob) -> Iterator[str]:
+    """The address of a page that a server of this process serves on loopback."""
+    app = make_page_server(Watch(job, "127.0.0.1:2000", 0.2), TOKEN)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        deadline = threading.Event()
+        for _ in range(int(LIMIT_S * 20)):
+            if server.started:
+                break
+            deadline.wait(0.05)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}{PAGE}"
+    finally:
+        server.should_exit = True
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+
+
+NASTY = "<img src=x onerror=\"document.title='broken in'\">"
+browser_test = pytest.mark.skipif(headless_browser.CHROMIUM is None, reason="Chromium is not installed")
+
+
+@browser_test
+@pytest.mark.parametrize(("width", "is_dark"), [(1300, False), (390, True)], ids=["desk", "phone"])
+def test_a_browser_shows_the_job(tmp_path: Path, width: int, is_dark: bool) -> None:
+    """Also on a phone and in the dark, and what workers call themselves does nothing."""
+    silent = SilentWorker("worker2", "127.0.0.1:2002", "stopped", "it was stopped by a signal", "stack of it")
+    job = MadeUpJob(
+        facts(
+            channels=(channel("s", 5000),),
+            calls_served=(served(NASTY, 3.0),),
+            curves=(CurveFacts("loss", ((1e9, 2.0),)),),
+        ),
+        facts("worker1", role=NASTY),
+        silent=(silent,),
+    )
+    with served_page(job) as url, Browser(width, 900, is_dark) as browser:
+        browser.open(url)
+        browser.wait_until("document.querySelectorAll('#workers tbody tr').length === 3")
+        browser.wait_until(
+            "view.totals.time_s.length > 2 && document.querySelectorAll('#calls .scatterlayer path').length > 0"
+        )
+        assert browser.evaluate("document.title") == "rpcdist" and browser.evaluate("location.search") == ""
+        assert browser.evaluate("document.querySelector('#status').textContent") == "a worker is silent"
+        assert NASTY in browser.evaluate("document.querySelector('#functions').textContent")
+        assert browser.evaluate("!document.querySelector('#curves-section').hidden")
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        ground = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (ground == "rgb(18, 22, 29)") == is_dark
+        browser.evaluate("showWorker('worker0')")
+        browser.wait_until("document.querySelector('#worker-facts').textContent.includes('running, 3.0 s')")
+        browser.evaluate("showWorker('worker2')")
+        browser.wait_until("document.querySelector('#worker-facts').textContent.includes('stack of it')")
+        browser.save_picture(tmp_path / "page.png")
+        job.gone = {"127.0.0.1:2000", "127.0.0.1:2001", "127.0.0.1:2002"}
+        browser.wait_until("document.querySelector('#status').textContent === 'no answer'")

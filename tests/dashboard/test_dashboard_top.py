@@ -1,0 +1,50 @@
+"""`python -m rpcdist top`: the table and the page of a worker, without a terminal."""
+
+from __future__ import annotations
+
+from dashboard_facts import facts, served
+from test_dashboard_page import MadeUpJob
+from textual.widgets import DataTable, Static
+
+from rpcdist._dashboard.top import COLUMNS, Top, text_of_worker
+from rpcdist.inspection import SilentWorker
+
+ESCAPE = "\N{ESCAPE}[2J"
+
+
+async def shown(top: Top, pilot: object, looks: int) -> None:
+    while top.watch_job.num_looks < looks:
+        await top.watch_job.next_look(top.watch_job.num_looks, 10.0)
+    await pilot.pause()  # type: ignore[attr-defined]
+
+
+async def test_the_table_shows_the_workers_and_sorts() -> None:
+    silent = SilentWorker("worker2", "127.0.0.1:2002", "stopped", "it was stopped by a signal", "stack of it")
+    job = MadeUpJob(facts(role=ESCAPE), facts("worker1", calls_served=(served("work", 5.0),)), silent=(silent,))
+    top = Top(job, "127.0.0.1:2000", 0.05)
+    async with top.run_test(size=(160, 40)) as pilot:
+        await shown(top, pilot, 2)
+        table = top.query_one(DataTable)
+        assert [table.get_row_at(index)[0] for index in range(3)] == ["worker0", "worker1", "worker2"]
+        assert "\N{ESCAPE}" not in table.get_row_at(0)[1]
+        assert "2 of 3 workers answer" in str(top.query_one("#head", Static).render())
+        oldest = [name for name, _ in COLUMNS].index("oldest_s")
+        while top._sort_by != oldest:
+            await pilot.press("s")
+        assert table.get_row_at(0)[0] == "worker1"
+        await pilot.press("r")
+        assert table.get_row_at(2)[0] == "worker1"
+        table.move_cursor(row=2)
+        await pilot.press("enter")
+        await shown(top, pilot, top.watch_job.num_looks + 2)
+        assert "work for worker1: running, 5.0 s" in str(top.screen.query_one("#facts", Static).render())
+        await pilot.press("escape")
+        job.gone = {"127.0.0.1:2000", "127.0.0.1:2001"}
+        await shown(top, pilot, top.watch_job.num_looks + 2)
+        assert "NO ANSWER" in str(top.query_one("#head", Static).render())
+
+
+def test_text_of_a_worker_that_does_not_answer() -> None:
+    row = {"state": "stopped", "detail": "it was stopped by a signal", "stacks": "stack of it"}
+    assert "it was stopped by a signal" in text_of_worker("worker2", row, None)
+    assert "not in the job any more" in text_of_worker("worker2", None, None)
