@@ -1,4 +1,4 @@
-"""What a live view shows: rates and events, made of what the workers of a job have said one time after the other.
+"""The contents of a live view: rates and events, made of the facts of a job's workers, one look after the other.
 
 Pure: answers in, plain data for JSON out. All that is kept is bounded.
 """
@@ -31,7 +31,7 @@ _SHUTDOWN_CALL: Final = "rpcdist.rpc._membership.departures:depart"
 
 @dataclass(frozen=True, slots=True)
 class JobAnswers:
-    """What the workers of a job have said at one time, or why nobody has.
+    """The facts of the workers of a job at one time, or the reason why there are none.
 
     Attributes:
         job: its name.
@@ -329,7 +329,7 @@ def _without_shutdown(facts: WorkerFacts) -> WorkerFacts:
 
 
 def _waits(answers: JobAnswers) -> dict[str, Any]:
-    """What the job waits for, in sentences. Workers that serve until the others shut down are none of that."""
+    """The reasons why the job waits, in sentences. Workers that serve until the others shut down are none of that."""
     workers: Sequence[WorkerFacts] = answers.workers
     if any(facts.phase != "leaving" for facts in workers):
         workers = [_without_shutdown(facts) for facts in workers]

@@ -26,7 +26,7 @@ class PageProcess:
         url: of the page, with its token.
 
     Raises:
-        RpcdistError: the process has ended; what it wrote to the standard error stream says why.
+        RpcdistError: the process has ended; its lines on the standard error stream say why.
         DeadlineExceeded: the page is not served in time.
     """
 

@@ -29,7 +29,7 @@ _MAX_FRAMES: Final = 12
 
 
 class _WorkerPage(Screen[None]):
-    """What one worker does; it follows the looks."""
+    """The facts of one worker; they follow the looks."""
 
     BINDINGS: ClassVar[list[BindingType]] = [("escape", "app.pop_screen", "back"), ("q", "app.quit", "quit")]
 
@@ -144,7 +144,7 @@ def run_top(asker: AsksJobs, address: str, period_s: float) -> None:
 
 
 def text_of_worker(name: str, row: Mapping[str, Any] | None, facts: WorkerFacts | None) -> str:
-    """What a worker does, in lines."""
+    """The facts of a worker, in lines."""
     if row is None:
         return f"{name} is not in the job any more"
     if row["state"] != "answers" or facts is None:

@@ -65,7 +65,7 @@ class Watch:
             await asyncio.sleep(max(0.0, self._period_s - (time.monotonic() - began)))
 
     def facts_of(self, worker: str) -> WorkerFacts | None:
-        """What a worker said at the last look."""
+        """The facts of a worker at the last look."""
         return self._latest.get(worker)
 
     async def next_look(self, after: int, limit_s: float) -> int:
@@ -99,7 +99,7 @@ def _nothing() -> None:
 
 
 def ask(asker: AsksJobs, addresses: list[str]) -> JobAnswers:
-    """What the job at the first address that answers does; blocks."""
+    """The facts of the job at the first address that answers; blocks."""
     reason = ""
     for address in addresses:
         try:
