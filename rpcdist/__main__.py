@@ -10,6 +10,7 @@ import sys
 from rpcdist._dashboard.commands import add_live_commands
 from rpcdist._inspect.report_command import add_report
 from rpcdist._inspect.stacks_command import add_stacks
+from rpcdist._doctor.command import add_doctor
 from rpcdist._launch.job_commands import add_launch_commands
 from rpcdist.compat._commands import add_port, add_run
 
@@ -24,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     add_stacks(commands)
     add_live_commands(commands)
     add_report(commands)
+    add_doctor(commands)
     add_port(commands)
     add_run(commands)
     chosen = parser.parse_args(arguments)

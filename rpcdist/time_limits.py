@@ -42,6 +42,7 @@ __all__ = [
     "DEBUGGER_LIMIT_S",
     "DEPARTURE_REVIEW_S",
     "DESCRIPTOR_SHORTAGE_PAUSE_S",
+    "DOCTOR_LIMIT_S",
     "ELASTIC_CHECK_INTERVAL_S",
     "ELASTIC_FORM_LIMIT_S",
     "ELASTIC_POLL_S",
@@ -246,6 +247,9 @@ PAYLOADS_END_LIMIT_S: Final = 1.0
 why the peer ends it, has so long to come."""
 HEALTH_ANSWER_LIMIT_S: Final = 5.0
 """One health probe from its connection to its answer, measured by the process that is asked; then it is closed."""
+DOCTOR_LIMIT_S: Final = 5.0
+"""One probe of `python -m rpcdist doctor`: a session, a question, or the attempt of the process that is asked to reach
+the caller; measured by the side that tries. Then the probe counts as unanswered, which is a finding."""
 REFUSAL_LIMIT_S: Final = 1.0
 """A client that failed in the handshake waits for the server to end the stream, so that it can read the reason."""
 ROLE_LIMIT_S: Final = 60.0

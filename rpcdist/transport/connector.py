@@ -66,6 +66,7 @@ class _Wanted(NamedTuple):
     role: str
     expected: Identity | None
     handler: SessionHandler | None
+    passed_over: list[tuple[str, str]]  # grows while better channels are tried in vain
 
 
 class Connector:
@@ -111,7 +112,7 @@ class Connector:
 
         Cancellation closes the connection.
         """
-        wanted = _Wanted(address, role, expected, handler)
+        wanted = _Wanted(address, role, expected, handler, [])
         deadline = Deadline.after(timeout_s)
         # Who takes no messages makes unary calls only, and gRPC's connection is there for these.
         channels = allowed_channels() if handler is not None else Channels(local=False, tcp=False)
@@ -130,6 +131,7 @@ class Connector:
                         return await self._connect_raw(connect_unix(local_name(address)), wanted, limit)
                     except (TransportError, TimeoutError) as exc:
                         logger.info("no local channel to %s, so the network is used: %s", address, _reason(exc))
+                        wanted.passed_over.append(("local", _reason(exc)))
                         may_be_local = False
                     except OSError as exc:  # nobody there; perhaps not yet
                         if own_shortage(exc) is not None:
@@ -268,6 +270,7 @@ class Connector:
             return await self._connect_raw(connect_tcp(host, port), wanted, limit, connection, (host, port))
         except (OSError, RuntimeError) as exc:  # RuntimeError: no thread could be started to look up the name
             logger.info("no TCP channel to %s, so gRPC is used: %s", wanted.address, _reason(exc))
+            wanted.passed_over.append(("tcp", f"port {port}: {_reason(exc)}"))
             return None
 
     def _grpc_connection(self, address: str) -> tuple[grpc.aio.Channel, str]:
@@ -300,6 +303,7 @@ class Connector:
         host, port = split_address(wanted.address)
         fork.note_peer_port(port, host)
         link = Link(self._io, wanted.address, session, connection, RequestProver(keys), self.links.discard)
+        link.passed_over = tuple(wanted.passed_over)
         self.links.add(link)
         return link
 

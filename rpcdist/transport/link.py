@@ -31,6 +31,7 @@ class Link:
     Attributes:
         address: host:port of the server.
         session: the stream of envelopes.
+        passed_over: the better channels that were tried in vain, and why each was not to be had.
 
     Args:
         io: the I/O loop that it runs on.
@@ -50,6 +51,7 @@ class Link:
     ) -> None:
         self.address = address
         self.session = session
+        self.passed_over: tuple[tuple[str, str], ...] = ()
         self._connection = connection
         self._prover = prover
         self._on_ended = on_ended

@@ -25,6 +25,7 @@ from rpcdist.time_limits import (
     UNARY_DRAIN_LIMIT_S,
 )
 from rpcdist.transport import fork
+from rpcdist.transport._server.diagnosis import DIAGNOSIS_SERVICE, Diagnosis
 from rpcdist.transport._server.port_range import PortRange
 from rpcdist.transport._server.server import Method, Server
 from rpcdist.transport._socket_hub.hub_address import HubAddress
@@ -100,6 +101,7 @@ class Node:
         self.ports = PortRange.of_environment(options.ports)
         self._server = Server(self.io, self.credentials, self._roles, options.peer_timeout_s, self.ports)
         self._connector = Connector(self.io, self.credentials, options.peer_timeout_s)
+        self._server.serve_always(DIAGNOSIS_SERVICE, {"Reach": Diagnosis(self._connector.connect).reach})
         self._num_shares = 0
         self._shares_lock = threading.Lock()
         self._serving_lock = threading.Lock()  # of `serve` and `stop_serving`, which wait for the loop

@@ -222,6 +222,13 @@ class Session:
         state = "open" if self.closed_reason is None else f"closed: {self.closed_reason}"
         return f"<Session {self.role} with {self.peer.name} [{state}], {self._outgoing!r}, {self._incoming!r}>"
 
+    @property
+    def channel_kind(self) -> str:
+        """What carries it: "local", "tcp" or "grpc"."""
+        if self._direct is None:
+            return "grpc"
+        return "local" if self._direct.passes_descriptors else "tcp"
+
     # ---------------------------------------------------------------- any thread
 
     def send(self, message: WireMessage, buffers: Sequence[OutgoingBuffer] = ()) -> int:

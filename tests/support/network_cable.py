@@ -16,7 +16,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -42,6 +42,8 @@ class Cable(threading.Thread):
         delay_s: how long each packet is on its way.
         loss: which share of packets gets lost.
         is_cut: whether all packets get lost.
+        on_packet: what becomes of a packet to the first (0) or second (1) host, such as of one that a firewall drops
+            (None) or changes; None: each passes as it is.
         num_moved, num_delayed, num_lost, num_cut: packets so far, by what was done to them.
     """
 
@@ -50,6 +52,7 @@ class Cable(threading.Thread):
         self.delay_s = 0.0
         self.loss = 0.0
         self.is_cut = False
+        self.on_packet: Callable[[bytes, int], bytes | None] | None = None
         self.num_moved = self.num_delayed = self.num_lost = self.num_cut = 0
         self._ends = ends
         self._chance = random.Random(seed)
@@ -77,6 +80,12 @@ class Cable(threading.Thread):
             os.close(descriptor)
 
     def _take(self, packet: bytes, to: int) -> None:
+        on_packet = self.on_packet
+        changed = packet if on_packet is None else on_packet(packet, self._ends.index(to))
+        if changed is None:
+            self.num_lost += 1
+            return
+        packet = changed
         if self.is_cut:
             self.num_cut += 1
         elif self._chance.random() < self.loss or len(self._queue) >= MAX_QUEUED:

@@ -213,6 +213,10 @@ class Server:
         services = (self._unary, *self._services_at.values())
         await asyncio.gather(*(each.drain(timeout_s) for each in services))
 
+    def serve_always(self, descriptor: ServiceDescriptor, methods: Mapping[str, Method]) -> None:
+        """Serves the unary methods of a service at every address, before the first one is open."""
+        self._unary.add(descriptor, methods)
+
     async def add_service(
         self, descriptor: ServiceDescriptor, methods: Mapping[str, Method], address: str | None = None
     ) -> None:

@@ -1,0 +1,369 @@
+"""The meaning of the facts: findings, each a sentence with its remedy. Pure: no socket, no clock, no environment.
+
+A finding is something that is wrong, or certain to go wrong. A sound machine has none: what is merely slower by the
+user's own choice, or concerns machines that were not asked about, is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from rpcdist._doctor.facts import HostFacts, PortAnswer, PortFact, WorkerAnswer, WorkerFacts
+from rpcdist.transport.addresses import is_loopback, split_address
+from rpcdist.transport.handshake import TOKEN_ADVICE
+
+__all__ = ["Finding", "host_findings", "summary", "worker_findings"]
+
+MIN_DESCRIPTORS: Final = 256
+MIN_FREE_MEMORY_BYTES: Final = 256 << 20
+MIN_FREE_SHM_BYTES: Final = 16 << 20
+NCCL_SHM_BYTES: Final = 64 << 20
+"""The size of /dev/shm in a container whose creator did not choose one."""
+
+MAX_CLOCK_OFFSET_S: Final = 600.0
+"""Certificates tolerate a day, and logs of several machines cannot be compared with much less than this."""
+
+_MIN_MTU_BYTES: Final = 1280
+_FIRST_OF_VERSION: Final = {"rpcdist": 3, "python": 2, "torch": 3, "cuda": 1, "nccl": 2}
+"""How many parts of a version must be equal in all processes of a job."""
+
+
+class Finding(NamedTuple):
+    """Something that is wrong, and what to do about it."""
+
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.problem}: {self.remedy}."
+
+
+# ---------------------------------------------------------------------- this machine
+
+
+def host_findings(host: HostFacts, *, is_asked_about_workers: bool) -> list[Finding]:
+    """Finds what is wrong with this machine.
+
+    Args:
+        host: the facts.
+        is_asked_about_workers: whether addresses were named; some facts matter only then.
+    """
+    return [*_setting_findings(host, is_asked_about_workers), *_limit_findings(host), *_gpu_findings(host)]
+
+
+def _setting_findings(host: HostFacts, is_asked_about_workers: bool) -> Iterator[Finding]:
+    if host.setting_error is not None:
+        yield Finding("the settings of this process cannot be used", _clause(host.setting_error))
+    if host.token_error is not None:
+        yield Finding("this process has no job token that it can use", _clause(host.token_error))
+    elif host.is_token_missing and is_asked_about_workers:
+        yield Finding(
+            f"no job token is set on this machine, and {host.token_source} does not exist",
+            "set RPCDIST_TOKEN to the token of the job, or copy the token file of a worker there, with mode 0600",
+        )
+
+
+def _limit_findings(host: HostFacts) -> Iterator[Finding]:
+    if host.threads_error is not None:
+        yield Finding("a worker could not start here", _clause(host.threads_error))
+    if host.descriptors is not None and host.descriptors < MIN_DESCRIPTORS:
+        can = "" if host.most_descriptors is None else f"; the hard limit is {host.most_descriptors}"
+        yield Finding(
+            f"a process may open only {host.descriptors} files, and a worker needs several for each peer",
+            f"run `ulimit -n 4096`, or set LimitNOFILE or --ulimit nofile where the process is started{can}",
+        )
+    if host.free_memory_bytes is not None and host.free_memory_bytes < MIN_FREE_MEMORY_BYTES:
+        yield Finding(
+            f"only {_size(host.free_memory_bytes)} of {_size(host.memory_bytes or 0)} of memory are left here",
+            "end other processes, or raise the memory limit of the container: the kernel kills processes at the limit",
+        )
+    if host.memfd_error is not None:
+        yield Finding(
+            f"this system gives no shared memory without a name (memfd_create: {host.memfd_error})",
+            "allow the system call in the seccomp profile of the container; until then payloads go through sockets",
+        )
+    if host.abstract_error is not None:
+        yield Finding(
+            f"this system gives no abstract Unix sockets ({host.abstract_error})",
+            "allow them in the security profile of the container; until then workers of one machine use TCP",
+        )
+    if host.shm_bytes and host.free_shm_bytes is not None and host.free_shm_bytes < MIN_FREE_SHM_BYTES:
+        yield Finding(
+            f"only {_size(host.free_shm_bytes)} of the {_size(host.shm_bytes)} of /dev/shm are free",
+            "remove what ended processes left there, or give the container more (--shm-size): NCCL and the workers of "
+            "a DataLoader die of SIGBUS where it is full, although rpcdist itself does not use it",
+        )
+
+
+def _gpu_findings(host: HostFacts) -> Iterator[Finding]:
+    gpu = host.gpu
+    if not gpu.has_driver or gpu.is_hidden:
+        return
+    if gpu.torch_cuda is None:
+        yield Finding(
+            "this machine has an NVIDIA driver, and torch is a build for the CPU",
+            "install the build of torch for CUDA, or leave it if the job uses no GPU",
+        )
+        return
+    if not gpu.is_available:
+        yield Finding(
+            f"torch is built for CUDA {gpu.torch_cuda}, and cannot use the GPUs of this machine",
+            "compare that version with the one that `nvidia-smi` shows, and install the build of torch that fits",
+        )
+        return
+    if gpu.nccl_error is not None:
+        yield Finding(f"the backend 'nccl' cannot be used here ({gpu.nccl_error})", "pip install 'rpcdist[cuda]'")
+    if host.shm_bytes is not None and host.shm_bytes <= NCCL_SHM_BYTES:
+        have = "there is no /dev/shm" if host.shm_bytes == 0 else f"/dev/shm has {_size(host.shm_bytes)}"
+        yield Finding(
+            f"{have}, which is too small for NCCL between the GPUs of one machine",
+            "start the container with --shm-size=1g or --ipc=host",
+        )
+
+
+# ---------------------------------------------------------------------- a worker
+
+
+def worker_findings(worker: WorkerFacts, host: HostFacts) -> list[Finding]:
+    """Finds what is wrong between this machine and a worker."""
+    if worker.name_error is not None:
+        name = split_address(worker.address)[0]
+        return [
+            Finding(
+                f"the name {name!r} is unknown on this machine ({worker.name_error})",
+                "check its spelling, write the IP address instead, or add the name to DNS or /etc/hosts",
+            )
+        ]
+    if worker.session is None:
+        return list(_no_session(worker, host))
+    return [*_channel_findings(worker, host), *_answer_findings(worker, host)]
+
+
+def _who(worker: WorkerFacts) -> str:
+    return f"{worker.member} at {worker.address}" if worker.member else worker.address
+
+
+def _no_session(worker: WorkerFacts, host: HostFacts) -> Iterator[Finding]:
+    if not any(port.answer is PortAnswer.OPEN for port in worker.ports):
+        yield from _closed_port(worker)
+        return
+    found = _certificate_finding(worker, host)
+    if found is not None:
+        yield found
+    elif worker.session_error is not None and TOKEN_ADVICE in worker.session_error:
+        yield _other_token(worker, host)
+    elif worker.session_error is not None and worker.is_refused:
+        yield Finding(f"{_who(worker)} and this process do not accept each other", _clause(worker.session_error))
+    elif worker.session_error is not None:
+        yield Finding(
+            f"{_who(worker)} takes connections, and no session comes about ({_clause(worker.session_error)})",
+            "check that a worker of the job listens there and look at its log; where both are in order, packets above "
+            "some size may be lost on the way, so try a smaller MTU",
+        )
+
+
+def _closed_port(worker: WorkerFacts) -> Iterator[Finding]:
+    """Nothing can be connected to. Where a name has several addresses, the one that came furthest is told."""
+    name, number = split_address(worker.address)
+    order = (PortAnswer.REFUSED, PortAnswer.SILENT, PortAnswer.UNREACHABLE, PortAnswer.FAILED)
+    port = min(worker.ports, key=lambda port: order.index(port.answer), default=None)
+    if port is None:
+        return
+    if is_loopback(port.host) and worker.member:
+        yield Finding(
+            f"{worker.member} says that it listens at {worker.address}, which only processes of its own machine reach",
+            "correct the line of its host name in /etc/hosts there, or set RPCDIST_HOST or RPCDIST_SOCKET_IFNAME there "
+            "to the address or interface of the network",
+        )
+    elif is_loopback(port.host) and not is_loopback(name):
+        yield Finding(
+            f"the name {name!r} stands for {port.host} on this machine, where nothing listens at port {number}",
+            "write the IP address of the worker, or correct the line of that name in /etc/hosts: a worker that listens "
+            "at an address of the network cannot be reached by a name that stands for loopback",
+        )
+    elif port.answer is PortAnswer.REFUSED:
+        yield Finding(
+            f"{_who(worker)} refuses connections",
+            f"start the worker, or correct the port: no process listens at port {number} of {port.host}, or a firewall "
+            "there rejects it",
+        )
+    elif port.answer is PortAnswer.SILENT:
+        yield _silence(worker, port, number)
+    elif port.answer is PortAnswer.UNREACHABLE:
+        yield Finding(
+            f"no way leads from this machine to {_who(worker)} ({port.detail})",
+            "check the address and the routes (`ip route get " + port.host + "`), and whether a firewall rejects it",
+        )
+    else:
+        yield Finding(f"this process could not try to connect to {_who(worker)}", _clause(port.detail))
+
+
+def _silence(worker: WorkerFacts, port: PortFact, number: int) -> Finding:
+    if port.is_host_up:
+        return Finding(
+            f"the machine {port.host} answers, and drops connections to port {number} without a word",
+            f"open TCP port {number} in its firewall; RPCDIST_PORTS=29600-29700 keeps workers to ports that are open",
+        )
+    return Finding(
+        f"{_who(worker)} does not answer at all",
+        "check that the address is right and the machine runs; else open the port in the firewalls on the way",
+    )
+
+
+def _certificate_finding(worker: WorkerFacts, host: HostFacts) -> Finding | None:
+    shown = worker.shown
+    if shown is None:
+        return None
+    if not shown.speaks_tls:
+        return Finding(
+            f"the process at {_who(worker)} does not speak TLS, so it is no worker, or has RPCDIST_TLS=off",
+            "correct the port (torchrun's own store listens at MASTER_PORT, and is no worker), or set RPCDIST_TLS to "
+            "the same value in all processes",
+        )
+    if not shown.is_of_job:
+        return None  # certificates of the user's own; the error of the session says what is wrong
+    if not shown.is_ours:
+        return _other_token(worker, host)
+    if shown.earliest_s is not None and shown.latest_s is not None:
+        ahead_s, behind_s = shown.earliest_s - worker.now_s, worker.now_s - shown.latest_s
+        if max(ahead_s, behind_s) > MAX_CLOCK_OFFSET_S:
+            way = (
+                f"at least {_duration(ahead_s)} ahead of"
+                if ahead_s > behind_s
+                else f"{_duration(behind_s)} or more behind"
+            )
+            return Finding(
+                f"the clock of {_who(worker)} is {way} the clock of this machine, and certificates hold for a day",
+                "set both clocks by NTP",
+            )
+    return None
+
+
+def _other_token(worker: WorkerFacts, host: HostFacts) -> Finding:
+    return Finding(
+        f"the process at {_who(worker)} has another job token than this process, which uses {host.token_source}",
+        "set RPCDIST_TOKEN to the same value in all processes of the job, or give all machines the same token file",
+    )
+
+
+def _channel_findings(worker: WorkerFacts, host: HostFacts) -> Iterator[Finding]:
+    """Why the session does not run over the best channel that there could be."""
+    assert worker.session is not None
+    channel, passed_over = worker.session.channel, dict(worker.session.passed_over)
+    if channel != "grpc" and not (worker.is_this_machine and channel == "tcp"):
+        return
+    if worker.is_this_machine and host.channels in ("auto", "local") and host.abstract_error is None:
+        why = passed_over.get(
+            "local", "its Unix socket is not in this network namespace, or RPCDIST_CHANNELS is set there"
+        )
+        yield Finding(
+            f"{_who(worker)} is on this machine, and is reached by {channel} instead of shared memory ({_clause(why)})",
+            "run both as one user, and containers with the network of the host (--network host)",
+        )
+    elif channel == "grpc" and "tcp" in passed_over:
+        why = passed_over["tcp"]
+        if "translates addresses" in why:
+            yield Finding(
+                f"addresses are translated between this machine and {_who(worker)} (NAT), so calls go over gRPC, which "
+                "takes about twice as long as TCP",
+                "connect the machines by a network without NAT, or run containers with the network of the host",
+            )
+        else:
+            yield Finding(
+                f"calls to {_who(worker)} go over gRPC, which takes about twice as long as TCP, since its "
+                f"TCP channel cannot be had ({_clause(why)})",
+                "open that port in the firewall; RPCDIST_PORTS=29600-29700 keeps workers to ports that are open",
+            )
+
+
+def _answer_findings(worker: WorkerFacts, host: HostFacts) -> Iterator[Finding]:
+    if worker.listen_error is not None:
+        yield Finding(f"a worker here could not listen where {_who(worker)} looks for it", _clause(worker.listen_error))
+    answer = worker.answer
+    if answer is None:
+        return
+    if answer.failure_of_question:
+        yield Finding(
+            f"{_who(worker)} opens a session, and then does not answer ({_clause(answer.failure_of_question)})",
+            "look at what holds it up: a debugger, a stopped process, a machine without memory",
+        )
+    if answer.failure:
+        yield Finding(
+            f"{_who(worker)} cannot connect to this machine at {answer.own_address}, although this machine can connect "
+            f"to it ({_clause(answer.failure)})",
+            "let connections of that machine in through the firewall here, or set RPCDIST_HOST to an address of this "
+            "machine that it can reach: every worker must be able to connect to every other",
+        )
+    if answer.large_failure:
+        mtus = [port.mtu_bytes for port in worker.ports if port.mtu_bytes]
+        known = f"; here it is {mtus[0]} bytes" if mtus else ""
+        yield Finding(
+            f"small messages come through to {_who(worker)}, and 20 kB do not ({_clause(answer.large_failure)})",
+            "give the network interfaces on both machines the MTU that the way between them carries" + known,
+        )
+    yield from _mtu_findings(worker)
+    yield from _clock_findings(worker, answer)
+    yield from _version_findings(worker, answer, host)
+
+
+def _mtu_findings(worker: WorkerFacts) -> Iterator[Finding]:
+    for port in worker.ports:
+        if port.mtu_bytes is not None and port.mtu_bytes < _MIN_MTU_BYTES:
+            yield Finding(
+                f"the way to {port.host} carries packets of {port.mtu_bytes} bytes only, so large tensors are slow",
+                "set the MTU of the interface or tunnel to 1400 or more",
+            )
+
+
+def _clock_findings(worker: WorkerFacts, answer: WorkerAnswer) -> Iterator[Finding]:
+    if answer.clock_offset_s is None or abs(answer.clock_offset_s) - answer.clock_error_s <= MAX_CLOCK_OFFSET_S:
+        return
+    way = "ahead of" if answer.clock_offset_s > 0 else "behind"
+    yield Finding(
+        f"the clock of {_who(worker)} is {_duration(abs(answer.clock_offset_s))} {way} the clock of this machine, and "
+        "certificates tolerate a day",
+        "set both clocks by NTP",
+    )
+
+
+def _version_findings(worker: WorkerFacts, answer: WorkerAnswer, host: HostFacts) -> Iterator[Finding]:
+    for name, num_parts in _FIRST_OF_VERSION.items():
+        theirs, ours = answer.versions.get(name), host.versions.get(name)
+        if theirs is None or ours is None:
+            continue
+        if theirs.split(".")[:num_parts] != ours.split(".")[:num_parts]:
+            yield Finding(
+                f"{_who(worker)} has {name} {theirs}, and this process {name} {ours}",
+                f"install the same version of {name} for all processes of the job",
+            )
+
+
+# ---------------------------------------------------------------------- words
+
+
+def summary(worker: WorkerFacts) -> str:
+    """One line about a worker that was reached."""
+    session = worker.session
+    if session is None:
+        return f"{_who(worker)}: not reached"
+    trip = "" if session.round_trip_s is None else f", a question takes {session.round_trip_s * 1000:.1f} ms"
+    back = ", which reaches this machine" if worker.answer is not None and worker.answer.own_address else ""
+    if worker.answer is not None and worker.answer.failure:
+        back = ""
+    return f"{worker.address}: {session.name}{back}, by the channel {session.channel}{trip}"
+
+
+def _clause(text: str) -> str:
+    """A text as the end of a sentence of ours."""
+    return " ".join(text.split()).rstrip(". ") or "no reason is known"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / (1 << 20):.0f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 2 * 3600:
+        return f"{seconds / 3600:.0f} hours"
+    return f"{seconds / 60:.0f} minutes"

@@ -1,0 +1,72 @@
+"""The service that `python -m rpcdist doctor` asks: whether this process reaches its caller, its clock and versions."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from rpcdist._proto import diagnosis_pb2 as pb
+from rpcdist.errors import ConfigError, TransportError
+from rpcdist.ids import Identity
+from rpcdist.time_limits import DOCTOR_LIMIT_S
+from rpcdist.transport.handshake_side import package_version
+from rpcdist.transport.link import Link
+from rpcdist.transport.session import NullHandler
+
+__all__ = ["DIAGNOSIS_ROLE", "DIAGNOSIS_SERVICE", "MAX_PADDING_BYTES", "Diagnosis", "library_versions"]
+
+DIAGNOSIS_SERVICE: Final = pb.DESCRIPTOR.services_by_name["Diagnosis"]
+DIAGNOSIS_ROLE: Final = "diagnosis"
+MAX_PADDING_BYTES: Final = 64 << 10
+_MAX_ATTEMPTS: Final = 8  # to reach callers, at the same time
+
+
+class Diagnosis:
+    """Answers the doctor; on the I/O loop.
+
+    Args:
+        connect: opens a link, as `Connector.connect` does.
+    """
+
+    def __init__(self, connect: Callable[..., Awaitable[Link]]) -> None:
+        self._connect = connect
+        self._num_attempts = 0
+
+    async def reach(self, peer: Identity, request: pb.ReachRequest) -> pb.ReachReply:
+        """Tries to open a session with the caller at the address that it names, as a worker would.
+
+        Cancellation ends the attempt.
+        """
+        reply = pb.ReachReply(time_s=time.time(), versions=library_versions())
+        reply.padding = bytes(min(request.reply_bytes, MAX_PADDING_BYTES))
+        if request.address:
+            reply.failure, reply.channel = await self._attempt(request.address, peer)
+        return reply
+
+    async def _attempt(self, address: str, caller: Identity) -> tuple[str, str]:
+        if self._num_attempts >= _MAX_ATTEMPTS:
+            return "too many processes ask at the same time; try again", ""
+        self._num_attempts += 1
+        try:
+            link = await self._connect(address, DIAGNOSIS_ROLE, DOCTOR_LIMIT_S, NullHandler(), caller, retry=False)
+            await link.close()
+        except (TransportError, ConfigError) as exc:
+            return str(exc), ""
+        finally:
+            self._num_attempts -= 1
+        return "", link.session.channel_kind
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of libraries on which the processes of a job should agree, as far as this one has loaded them."""
+    versions = {"rpcdist": package_version(), "python": platform.python_version()}
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "version"):
+        versions["torch"] = str(torch.__version__)
+        if torch.version.cuda is not None:
+            versions["cuda"] = str(torch.version.cuda)
+            versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions

@@ -1,0 +1,35 @@
+"""What worker processes do in the tests of the doctor: they run the command, in namespaces of their own."""
+
+from __future__ import annotations
+
+import io
+import os
+from contextlib import redirect_stdout
+
+from rpcdist.__main__ import main
+from rpcdist.rpc._current import current_agent
+
+__all__ = ["diagnose", "ports_of_this_worker"]
+
+
+def diagnose(*addresses: str, token: str | None = None, **variables: str) -> tuple[int, list[str]]:
+    """The exit status of the command and the lines that it prints, with other variables in the environment."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    if token is not None:
+        os.environ["RPCDIST_TOKEN"] = token
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            status = main(["doctor", *addresses])
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return status, printed.getvalue().splitlines()
+
+
+def ports_of_this_worker() -> tuple[int, int]:
+    """The port of gRPC and that of raw connections."""
+    node = current_agent().network
+    server = node._server  # type: ignore[attr-defined]
+    return int(node.address.rpartition(":")[2]), server._streams.tcp_port  # type: ignore[union-attr]
