@@ -11,7 +11,7 @@ TEST_WORKERS ?= 4
 FUZZ_S ?= 300
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: setup demo test check fmt proto bench conformance clients engines stress fuzz clean
+.PHONY: setup demo test check fmt proto bench docs conformance clients engines stress fuzz clean
 
 setup: $(READY)
 
@@ -66,6 +66,15 @@ bench: $(READY)  ## compares with torch, Gloo and, with RAY=/path/to/python, Ray
 	$(BIN)/python benchmarks/pipeline.py $(BENCH)
 	$(BIN)/python benchmarks/parameter_server.py $(BENCH)
 	$(BIN)/python benchmarks/weights.py $(BENCH)
+
+# Twenty small packages, which nothing else here needs; once they are installed, the site is built offline.
+$(VENV)/.docs-ready: $(READY)
+	$(BIN)/python -m pip install --quiet -e '.[docs]' -c $(VENV)/constraints.txt
+	touch $@
+
+docs: $(VENV)/.docs-ready  ## the site, in out/site/: no dead link, and every public name
+	$(BIN)/zensical build --strict --clean
+	$(BIN)/python tools/site_names.py
 
 conformance: $(READY)  ## torch's own tests against rpcdist
 	$(BIN)/python tests/conformance/run_conformance.py --write; rpc=$$?; \

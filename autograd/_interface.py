@@ -19,6 +19,7 @@ from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future, _get_running_loop
 
 Mode = Literal["smart", "fast"]
+"""How a backward pass treats results that are not used: "smart" leaves them out, "fast" expects that there are none."""
 
 
 def is_available() -> bool:

@@ -24,7 +24,7 @@ import os
 import statistics
 import sys
 
-import _performance_page
+import _budget_table
 import _ray
 from _cases import Metrics, Row
 from _comparison import CHANNELS, STEADY_SHARE, channel_in_use, head, in_turns, make_line, make_lines, measure_in_turns
@@ -177,7 +177,7 @@ def compare(arguments: argparse.Namespace) -> int:
     if arguments.write:
         write_results(name_of_table(arguments), [*about, "", *table])
         if not (arguments.ray or arguments.torch_tcp) and (not arguments.unsuspecting or channel_in_use() == "local"):
-            _performance_page.update("unsuspecting" if arguments.unsuspecting else channel_in_use(), titles, lines)
+            _budget_table.update("unsuspecting" if arguments.unsuspecting else channel_in_use(), titles, lines)
     return int(arguments.check and any(line[-1] == "NO" for line in lines))
 
 
@@ -215,9 +215,7 @@ def parse(names: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=names, help="this case; may be given several times")
     parser.add_argument("--pin", action="store_true", help="pin each caller to one core and each callee to another")
     add_channels(parser)
-    parser.add_argument(
-        "--write", action="store_true", help=f"put the table into {RESULTS.name} and docs/performance.md"
-    )
+    parser.add_argument("--write", action="store_true", help=f"put the table into {RESULTS.name} and NOTES.md")
     parser.add_argument("--check", action="store_true", help="exit with status 1 when a budget is not kept")
     parser.add_argument("--torch-tcp", action="store_true", help="torch uses TCP alone, as between hosts")
     ways = parser.add_mutually_exclusive_group()

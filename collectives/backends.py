@@ -136,6 +136,7 @@ class BackendConfig:
         return ",".join(f"{device}:{backend}" for device, backend in self.device_backend_map.items())
 
     def get_device_backend_map(self) -> dict[str, Backend]:
+        """The backend of each kind of device."""
         return self.device_backend_map
 
 

@@ -170,10 +170,12 @@ class DeviceMesh:
 
     @property
     def ndim(self) -> int:
+        """The number of dimensions."""
         return self.mesh.dim()
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The number of ranks in each dimension."""
         return tuple(self.mesh.shape)
 
     def size(self, mesh_dim: int | None = None) -> int:

@@ -56,6 +56,7 @@ class Deadline:
 
     @property
     def is_finite(self) -> bool:
+        """Whether there is a limit."""
         return self.at != math.inf
 
     def remaining_s(self) -> float:
@@ -63,9 +64,11 @@ class Deadline:
         return self.at if self.at == math.inf else max(0.0, self.at - time.monotonic())
 
     def expired(self) -> bool:
+        """Whether the time is over."""
         return time.monotonic() >= self.at
 
     def earlier(self, other: Deadline) -> Deadline:
+        """The one of the two that ends first."""
         return self if self.at <= other.at else other
 
     def wait_s(self) -> float | None:
@@ -77,6 +80,7 @@ class Deadline:
 
 
 NEVER: Final = Deadline(math.inf)
+"""The deadline of an operation without a limit."""
 
 current_deadline: ContextVar[Deadline] = ContextVar("rpcdist_deadline", default=NEVER)
 """The deadline of the call that is being handled; `NEVER` outside of handlers."""

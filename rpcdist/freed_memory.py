@@ -11,7 +11,7 @@ and stays after `shutdown`. Nothing is set where somebody has chosen: in the env
 `RPCDIST_KEEP_FREED_MEMORY=off`; nor where the C library is another one. An allocator that is loaded in front of it
 (jemalloc, tcmalloc) does not notice.
 
-docs/performance.md has the measurements.
+benchmarks/NOTES.md has the measurements.
 """
 
 from __future__ import annotations

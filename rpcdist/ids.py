@@ -11,6 +11,7 @@ from rpcdist.errors import ConfigError
 __all__ = ["Identity", "Incarnation", "check_worker_name", "new_incarnation"]
 
 Incarnation = NewType("Incarnation", int)
+"""The random number that tells a process from its predecessor of the same name and rank."""
 
 MAX_NAME_LENGTH = 128
 _NAME = re.compile(r"[A-Za-z0-9_:\-]+\Z")

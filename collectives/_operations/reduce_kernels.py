@@ -289,3 +289,4 @@ class _DeprecatedReduceOp:
 
 
 reduce_op: Final = _DeprecatedReduceOp()
+"""torch's old name of `ReduceOp`; each use warns."""

@@ -48,6 +48,7 @@ class FileStore(Store):
 
     @property
     def path(self) -> str:
+        """The file that holds the store."""
         return self._state.log.path
 
     @property

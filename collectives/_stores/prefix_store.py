@@ -29,10 +29,12 @@ class PrefixStore(Store):
 
     @property
     def prefix(self) -> str:
+        """The text in front of all keys."""
         return self._prefix
 
     @property
     def underlying_store(self) -> Store:
+        """The store that holds the keys."""
         return self._store
 
     @property
@@ -51,6 +53,7 @@ class PrefixStore(Store):
         return self._store.timeout
 
     def set_timeout(self, timeout: Timeout) -> None:
+        """Sets the limit of waits that name none, in seconds or as a `timedelta`."""
         self._store.set_timeout(timeout)
 
     def note_failure(self, reason: str) -> None:

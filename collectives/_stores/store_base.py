@@ -221,6 +221,7 @@ class Store:
         return timedelta(seconds=self._timeout_s)
 
     def set_timeout(self, timeout: Timeout) -> None:
+        """Sets the limit of waits that name none, in seconds or as a `timedelta`."""
         self._timeout_s = seconds(timeout)
 
     def note_failure(self, reason: str) -> None:  # most stores have nobody to tell

@@ -251,10 +251,12 @@ class TCPStore(Store):
 
     @property
     def host(self) -> str:
+        """The address at which the store is served."""
         return self._host
 
     @property
     def port(self) -> int:
+        """The port at which the store is served."""
         return int(self.address.rpartition(":")[2])
 
     @property

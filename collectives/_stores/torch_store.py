@@ -46,6 +46,7 @@ class TorchStoreAdapter(Store):
 
     @property
     def underlying_store(self) -> torch_distributed.Store:
+        """The store of torch. Raises `DistStoreError` once it is closed."""
         if self._underlying is None:
             raise DistStoreError(f"the store at {self.address} was closed by this process")
         return self._underlying

@@ -80,6 +80,7 @@ def save(
 
 
 save_async = async_form(save)
+"""`save` as a coroutine function."""
 
 
 class _Parts:
@@ -150,3 +151,4 @@ def load(
 
 
 load_async = async_form(load)
+"""`load` as a coroutine function."""

@@ -27,6 +27,7 @@ from rpcdist.torch_optimizers import take_step
 __all__ = ["DiLoCoOptimizer", "MakeOptimizer"]
 
 MakeOptimizer = Callable[[Iterable[torch.Tensor]], Optimizer]
+"""Makes an optimizer for parameters."""
 
 OUTER: Final = "outer"
 
@@ -83,6 +84,7 @@ class DiLoCoOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # the state is that of the inner optimizer
+        """The state of the inner optimizer, by parameter."""
         return self.optim.state
 
     def __repr__(self) -> str:

@@ -178,6 +178,7 @@ class PostLocalSGDOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # the state is that of the optimizer inside
+        """The state of the optimizer inside, by parameter."""
         return self.optim.state
 
     def __repr__(self) -> str:

@@ -518,17 +518,21 @@ class Agent:
 
     @property
     def is_static_group(self) -> bool:
+        """Whether the number of workers is fixed."""
         return self.world_size is not None
 
     def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
+        """Name and id of a worker, by default of this one. Raises `UnknownWorker`."""
         return self.directory.info(self.worker_id if worker is None else self.directory.resolve(worker))
 
     def get_worker_infos(self) -> list[WorkerInfo]:
+        """Names and ids of all workers."""
         if self.world_size is None:
             self.directory.refresh()
         return self.directory.infos(present=self.world_size is None)
 
     def get_metrics(self) -> dict[str, str]:
+        """Counts of this worker, under torch's names."""
         return self.get_debug_info()
 
     def join(

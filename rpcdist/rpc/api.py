@@ -54,8 +54,8 @@ __all__ = [
     "shutdown",
 ]
 
-# The class of each reference here. torch's `remote` returns its C++ class, and programs ask `type(rref) is PyRRef`.
 PyRRef = RRef
+"""The class of each reference. torch's `remote` returns its C++ class, and programs ask `type(rref) is PyRRef`."""
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -67,6 +67,7 @@ def _enum_of(members: dict[str, BackendValue]) -> type[_BackendTypeBase]:
 
 
 BackendType = _enum_of({})
+"""The RPC backends that this process knows, as an enum; `register_backend` makes a new one under this name."""
 
 
 def backend_registered(backend_name: str) -> bool:

@@ -21,24 +21,25 @@ __all__ = [
 ]
 
 DEFAULT_RPC_TIMEOUT_SEC: float = RPC_TIMEOUT_S
+"""The limit of a call, in seconds, where neither the call nor the options name one."""
 DEFAULT_INIT_METHOD: str = "env://"
+"""The place where the workers find each other: the environment variables of the launcher."""
 DEFAULT_INIT_TIMEOUT_SEC: float = RPC_INIT_TIMEOUT_S
+"""How long `init_rpc` waits for the others, in seconds."""
 DEFAULT_ORPHAN_TIMEOUT_SEC: float = ORPHAN_TIMEOUT_S
-
-# The `timeout` of `shutdown` when none is given. As in torch, 0 means "none was given"; the bound that then applies is
-# `RpcOptions.shutdown_timeout`.
+"""How long workers look for another rank 0 after theirs was lost, in seconds."""
 DEFAULT_SHUTDOWN_TIMEOUT: float = 0
-
-# Accepted and reported for torch's sake: our threads start on demand, up to the cap below.
+"""The `timeout` of `shutdown` when none is given. As in torch, 0 means "none was given"; the bound that then applies is
+`RpcOptions.shutdown_timeout`."""
 DEFAULT_NUM_WORKER_THREADS: int = 16
+"""Accepted and reported for torch's sake: threads start on demand, up to `DEFAULT_MAX_WORKER_THREADS`."""
 DEFAULT_MAX_WORKER_THREADS: int = 1024
+"""The most threads that run the calls of others."""
 DEFAULT_MAX_IN_FLIGHT_BYTES: int = 256 << 20
-
-# torch gives this to the process group under its agent: the longest wait that 31 bits of milliseconds can say.
+"""The most bytes of arguments of the calls to one worker that have not ended; a call beyond that waits."""
 DEFAULT_PROCESS_GROUP_TIMEOUT: timedelta = timedelta(milliseconds=2**31 - 1)
-
-# The `timeout` of a call that names none; `RpcBackendOptions.rpc_timeout` then applies.
+"""torch gives this to the process group under its agent: the longest wait that 31 bits of milliseconds can say."""
 UNSET_RPC_TIMEOUT: float = -1.0
-
-# A peer that has been silent for this long is declared lost.
+"""The `timeout` of a call that names none; `RpcBackendOptions.rpc_timeout` then applies."""
 DEFAULT_PEER_TIMEOUT_SEC: float = PEER_TIMEOUT_S
+"""The silence after which a peer is declared lost, in seconds."""

@@ -70,6 +70,7 @@ def wait_for_worker(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> WorkerInfo
 
 
 wait_for_worker_async = async_form(wait_for_worker)
+"""`wait_for_worker` as a coroutine function."""
 
 
 @off_loop("await rpc.wait_for_workers_async(...)")
@@ -111,6 +112,7 @@ def wait_for_workers(role: str, count: int, timeout: float = UNSET_RPC_TIMEOUT) 
 
 
 wait_for_workers_async = async_form(wait_for_workers)
+"""`wait_for_workers` as a coroutine function."""
 
 
 def _answers(future: Future[object]) -> bool:
@@ -151,6 +153,7 @@ def serve(timeout: float | None = None) -> str | None:
 
 
 serve_async = async_form(serve)
+"""`serve` as a coroutine function."""
 
 
 @off_loop("await rpc.stop_serving_async(...)")
@@ -164,3 +167,4 @@ def stop_serving(to: Destination, timeout: float = UNSET_RPC_TIMEOUT) -> None:
 
 
 stop_serving_async = async_form(stop_serving)
+"""`stop_serving` as a coroutine function."""

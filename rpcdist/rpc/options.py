@@ -41,7 +41,9 @@ __all__ = [
 ]
 
 DeviceType = int | str | torch.device
+"""The ways to write a device."""
 DeviceMap = dict[torch.device, torch.device]
+"""The device at the callee for each device of the caller."""
 
 MAX_ROLE_LENGTH = 128
 

@@ -83,6 +83,7 @@ class InProcessCluster:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of the workers, in the order of their ranks."""
         return tuple(self._agents)
 
     def use(self, name: str) -> AbstractContextManager[Agent]:

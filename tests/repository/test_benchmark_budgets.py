@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from _budget_table import BEGIN, END, PAGE, updated
+from _budget_table import cells as cells_of
 from _cases import Metrics, Row
 from _comparison import channel_in_use, head, in_turns, make_line
-from _performance_page import BEGIN, END, PAGE, updated
-from _performance_page import cells as cells_of
 from _rpc_cases import CASES
 
 

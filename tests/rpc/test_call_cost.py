@@ -1,7 +1,7 @@
 """What a call costs, counted and not timed: the Python functions that run on the thread that makes it, and waits.
 
 A function costs a few hundred nanoseconds where caches are cold, as they are between two calls. The limits are what
-these operations need now, and some more; docs/performance.md has the figures.
+these operations need now, and some more; benchmarks/NOTES.md has the figures.
 """
 
 from __future__ import annotations

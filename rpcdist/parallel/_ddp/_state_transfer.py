@@ -21,8 +21,11 @@ from rpcdist.errors import CollectiveError, CollectiveMismatch
 class HasState(Protocol):
     """An object with a state that newcomers need: an optimizer, a learning rate schedule, a sampler."""
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
+    def state_dict(self) -> dict[str, Any]:
+        """The state, of values that can be pickled."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Takes over such a state."""
 
 
 class _Pickler(pickle.Pickler):

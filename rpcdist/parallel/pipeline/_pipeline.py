@@ -132,6 +132,7 @@ class Pipeline:
 
     @property
     def num_stages(self) -> int:
+        """The number of stages of the model."""
         return self._config.num_stages
 
     def grid(self) -> str:

@@ -37,6 +37,7 @@ def get_actor(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
 
 
 get_actor_async = async_form(get_actor)
+"""`get_actor` as a coroutine function."""
 
 
 @off_loop("await rpc.remote_async(..., name=...)", "rpc.remote(..., name=...)")

@@ -1,4 +1,4 @@
-"""The table of `docs/performance.md`: one column for each way in which benchmarks/rpc.py measures."""
+"""The table of budgets in `NOTES.md`: one column for each way in which benchmarks/rpc.py measures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from _report import Line, layout
 
 __all__ = ["PAGE", "update", "updated"]
 
-PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
+PAGE = Path(__file__).parent / "NOTES.md"
 BEGIN, END = "<!-- budgets: written by benchmarks/rpc.py -->", "<!-- end -->"
 
 

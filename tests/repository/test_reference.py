@@ -1,0 +1,130 @@
+"""The reference has every public module, every public name says what it is, and the navigation has every page."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import itertools
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from docs_programs import ROOT
+from site_names import REFERENCE, WITHOUT_IMPORT, documented_modules, is_of_torch, public_names
+
+MODULES = documented_modules()
+ENTRIES = ("rpcdist", "rpcdist.testing", "rpcdist.compat", "rpcdist.ray")
+"""All public modules are reached from these by way of `__all__`; `rpcdist` itself does not offer the last ones."""
+
+
+def public_modules() -> Iterator[str]:
+    waiting, seen = [name for name in ENTRIES if name not in WITHOUT_IMPORT], set(WITHOUT_IMPORT)
+    yield from WITHOUT_IMPORT
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        yield name
+        module = importlib.import_module(name)
+        waiting += [value.__name__ for each in module.__all__ if isinstance(value := getattr(module, each), ModuleType)]
+
+
+def test_every_public_module_is_in_the_reference() -> None:
+    assert set(public_modules()) <= set(MODULES)
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name not in WITHOUT_IMPORT])
+def test_every_public_name_says_what_it_is(module: str) -> None:
+    undocumented = [f"{module}.{name}" for name, value in public_names(module).items() for name in lacks(name, value)]
+    assert not undocumented
+
+
+def lacks(name: str, value: Any) -> Iterator[str]:
+    """The name, and those of its methods, that have no docstring."""
+    if is_of_torch(value):
+        return
+    if inspect.isroutine(value):
+        if not inspect.getdoc(value):
+            yield name
+    elif inspect.isclass(value):
+        if not (value.__doc__ or "").strip():
+            yield name
+        yield from (f"{name}.{each}" for each in methods_without_docstring(value))
+    elif not is_documented_constant(name):
+        yield name
+
+
+def methods_without_docstring(cls: type) -> Iterator[str]:
+    for name, member in vars(cls).items():
+        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        is_method = inspect.isfunction(function) and function.__module__.startswith("rpcdist")
+        if is_method and not name.startswith("_") and not inspect.getdoc(getattr(cls, name)):
+            yield name
+
+
+def documented_constants() -> set[str]:
+    """The names that are assigned at the top of some module, and explained there."""
+    found = {"__version__"}
+    for folder in ("rpcdist", "autograd", "collectives"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for statement, after in itertools.pairwise(ast.parse(path.read_text()).body):
+                explains = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                if explains and isinstance(statement, ast.Assign | ast.AnnAssign):
+                    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+                    found.update(target.id for target in targets if isinstance(target, ast.Name))
+    return found
+
+
+CONSTANTS = documented_constants()
+
+
+def is_documented_constant(name: str) -> bool:
+    return name in CONSTANTS
+
+
+def test_names_of_torch_are_listed_by_hand() -> None:
+    for module in MODULES.keys() - WITHOUT_IMPORT.keys():
+        of_torch = {name for name, value in public_names(module).items() if is_of_torch(value)}
+        listed = set(re.findall(r"`(\w+)`", MODULES[module].read_text()))
+        assert of_torch <= listed, f"{MODULES[module].name}: {sorted(of_torch - listed)}"
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    config = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
+    found = list(pages_of(config["nav"]))
+    docs = ROOT / "docs"
+    assert sorted(found) == sorted(str(page.relative_to(docs)) for page in docs.rglob("*.md"))
+
+
+def pages_of(entry: Any) -> Iterator[str]:
+    if isinstance(entry, str):
+        yield entry
+    else:
+        for each in entry.values() if isinstance(entry, dict) else entry:
+            yield from pages_of(each)
+
+
+def test_the_index_arranges_pages_as_the_navigation_does() -> None:
+    sections = re.split(r"^## ", (ROOT / "docs" / "index.md").read_text(), flags=re.MULTILINE)[1:]
+    shown = {text.partition("\n")[0]: re.findall(r"^\| \[(\w+\.md)\]", text, re.MULTILINE) for text in sections}
+    nav = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
+    arranged = {name: pages for entry in nav for name, pages in entry.items() if name != "Start"}
+    assert shown == {name: [page for page in pages if isinstance(page, str)] for name, pages in arranged.items()}
+
+
+def test_no_page_links_out_of_the_site() -> None:
+    """Files of the repository are named, and not linked: the site does not have them."""
+    for page in (ROOT / "docs").rglob("*.md"):
+        depth = len(page.relative_to(ROOT / "docs").parts)
+        outside = re.findall(rf"\]\((?:\.\./){{{depth}}}[^)]*\)", page.read_text())
+        assert not outside, f"{page.name}: {outside}"
+
+
+def test_the_reference_has_no_page_without_a_module() -> None:
+    assert {Path(page) for page in REFERENCE.glob("*.md")} == set(MODULES.values())
