@@ -106,4 +106,10 @@ def _load_autograd() -> Any:
     return importlib.import_module("rpcdist.autograd").AutogradWorker
 
 
+def _load_metrics() -> Any:
+    """What counts an agent, and answers where the environment says (`rpcdist.metrics.attach`)."""
+    return importlib.import_module("rpcdist.metrics").attach
+
+
 _upper_layers.register("autograd", _load_autograd)
+_upper_layers.register("metrics", _load_metrics)

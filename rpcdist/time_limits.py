@@ -104,6 +104,7 @@ __all__ = [
     "LOOK_PERIOD_S",
     "LOOP_CLOSE_LIMIT_S",
     "LOOP_READ_LIMIT_S",
+    "METRICS_READ_LIMIT_S",
     "MIN_ATTEMPT_S",
     "MIN_WAIT_S",
     "MISSING_NAMES_LIMIT_S",
@@ -250,6 +251,8 @@ HEALTH_ANSWER_LIMIT_S: Final = 5.0
 DOCTOR_LIMIT_S: Final = 5.0
 """One probe of `python -m rpcdist doctor`: a session, a question, or the attempt of the process that is asked to reach
 the caller; measured by the side that tries. Then the probe counts as unanswered, which is a finding."""
+METRICS_READ_LIMIT_S: Final = 2.0
+"""One reading of the metrics waits for the I/O loop, measured by the thread that reads; then the reading fails."""
 REFUSAL_LIMIT_S: Final = 1.0
 """A client that failed in the handshake waits for the server to end the stream, so that it can read the reason."""
 ROLE_LIMIT_S: Final = 60.0

@@ -10,7 +10,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as torch_distributed
 
+from rpcdist._counters import metrics_are_wanted
 from rpcdist._launch.placement import launcher_variable
+from rpcdist._upper_layers import load
 from rpcdist.collectives._group.bootstrap import DEFAULT_GROUP, agree
 from rpcdist.collectives._group.creation import default_timeout, open_group
 from rpcdist.collectives._group.group_failure import list_ranks
@@ -114,6 +116,8 @@ def init_process_group(
             shared.note_failure(str(exc))
         raise
     shared.note_failure("")  # an earlier try may have failed
+    if metrics_are_wanted():
+        load("metrics")()
 
 
 def _until_all_have_it(own: Store, rank: int, world_size: int, timeout_s: float) -> None:

@@ -191,7 +191,7 @@ class Engine(StateKeeper):
         self._transport = transport
         self._timeout_s = timeout_s
         self._recorder = recorder
-        self._note = recorder.note
+        self._recorder = recorder
         self._reporter = reporter
         self._outlives_ranks = outlives_ranks
         self._on_failure = on_failure
@@ -256,7 +256,7 @@ class Engine(StateKeeper):
             raise state.refusal.error(str(OperationTitle(operation.kind, state.sequence + 1, state.group)))
         state.sequence = sequence = state.sequence + 1
         record = record_of(state.group, sequence, operation)
-        self._note(record)
+        self._recorder.note(record)  # looked up each time: metrics may have been asked for meanwhile
         deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
         return Job(self, operation, sequence, deadline, finish, record, result)
 

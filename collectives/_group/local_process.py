@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rpcdist._launch.placement import launcher_variable
 from rpcdist.at_exit import register_at_exit, unregister_at_exit
@@ -31,10 +31,12 @@ class LocalProcess:
 
     Attributes:
         recorder: the flight recorder.
+        counts: what `rpcdist.metrics` counts here, once it is asked for.
     """
 
     def __init__(self) -> None:
         self.recorder = FlightRecorder()
+        self.counts: Any = None
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._sockets: SharedSockets | None = None

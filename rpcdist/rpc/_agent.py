@@ -145,6 +145,7 @@ class Agent:
         self.worker_name = me.name
         self.ending = threading.Lock()  # of `shutdown`
         self.has_ended = False
+        self.counts: Any = None  # of `rpcdist.metrics`, once they are asked for
         self._coordinator = coordinator
         self._store = store
         io, is_static, context = network.io, world_size is not None, above.context_of(self)

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import torch
 
 from rpcdist import _upper_layers
+from rpcdist._counters import metrics_are_wanted
 from rpcdist._launch.placement import launcher_variable
 from rpcdist._proto.membership_pb2 import JoinReply
 from rpcdist.collectives import Store
@@ -74,6 +75,8 @@ def start_agent(
     check_worker_name(name)
     _check_rank(rank, world_size)
     keep_freed_memory()
+    if metrics_are_wanted():
+        _upper_layers.load("metrics")()  # before this worker takes a place: the port may be in use
     place: Network = network if network is not None else acquire_node(node_options(options))
     place.expect_role(ROLE)
     try:
@@ -124,6 +127,8 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
         look_up=None if _is_at(store, coordinator.address) else partial(_look_up, records),
         above=UpperParts(PyRRef, RRef._of, _upper_layers.load("autograd"), context_of),
     )
+    if metrics_are_wanted():
+        _upper_layers.load("metrics")(agent)
     agent.start()
     return agent
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections import Counter
 from collections.abc import Coroutine
 from contextlib import suppress
 from functools import partial
@@ -74,6 +75,7 @@ class Connector:
 
     Attributes:
         links: the open ones.
+        ended_traffic: the bytes of the others; see `Session.traffic`.
 
     Args:
         io: the I/O loop that the links run on.
@@ -83,6 +85,7 @@ class Connector:
 
     def __init__(self, io: IoLoop, credentials: Credentials, silence_limit_s: float) -> None:
         self.links: set[Link] = set()
+        self.ended_traffic: Counter[tuple[str, str]] = Counter()
         self._io = io
         self._credentials = credentials
         self._silence_limit_s = silence_limit_s
@@ -273,6 +276,10 @@ class Connector:
             wanted.passed_over.append(("tcp", f"port {port}: {_reason(exc)}"))
             return None
 
+    def _ended(self, link: Link) -> None:
+        self.links.discard(link)
+        self.ended_traffic.update(link.session.traffic())
+
     def _grpc_connection(self, address: str) -> tuple[grpc.aio.Channel, str]:
         """One of its own for each link, and what both sides call it."""
         shown = self._credentials.tls.certificate() if self._credentials.tls_policy.encrypts_grpc else None
@@ -302,7 +309,7 @@ class Connector:
         )
         host, port = split_address(wanted.address)
         fork.note_peer_port(port, host)
-        link = Link(self._io, wanted.address, session, connection, RequestProver(keys), self.links.discard)
+        link = Link(self._io, wanted.address, session, connection, RequestProver(keys), self._ended)
         link.passed_over = tuple(wanted.passed_over)
         self.links.add(link)
         return link

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -149,6 +150,18 @@ class Node:
     def sessions(self) -> set[Session]:
         """The open sessions that peers opened."""
         return self._server.sessions
+
+    async def traffic(self) -> Counter[tuple[str, str]]:
+        """The bytes of all its sessions, those that have ended included; see `Session.traffic`. On the I/O loop."""
+        total = self._connector.ended_traffic + self._server.ended_traffic
+        for session in (*self.sessions, *(link.session for link in self.links)):
+            total.update(session.traffic())
+        return total
+
+    @property
+    def num_refused(self) -> int:
+        """Connections that were refused, for whatever reason; any thread."""
+        return self._server.num_refused
 
     # ------------------------------------------------------------ any thread
 

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from _thread import get_ident
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -176,6 +177,7 @@ class Session:
             self.striping = self._outgoing.striper = Striping(
                 io, self, self._incoming, peer.name, open=open_connections, silence_limit_s=silence_limit_s
             )
+        self._num_read = 0  # bytes, where a task reads
         self._ungranted_bytes = 0  # of chunks that arrived and that the peer has no new credit for
         self.flush = self._writer.flush
         self.hold_back = self._writer.hold_back
@@ -228,6 +230,27 @@ class Session:
         if self._direct is None:
             return "grpc"
         return "local" if self._direct.passes_descriptors else "tcp"
+
+    def traffic(self) -> Counter[tuple[str, str]]:
+        """The bytes that went so far, by channel, "shared memory" among them, and direction; any thread."""
+        if self._direct is None:
+            sent, received = self._writer.num_written, self._num_read
+        else:
+            sent, received = self._direct.traffic
+        if self.striping is not None:
+            of_stripes = self.striping.traffic
+            sent, received = sent + of_stripes[0], received + of_stripes[1]
+        kind = self.channel_kind
+        found = Counter({(kind, "transmit"): sent, (kind, "receive"): received})
+        if self._shared is not None:
+            found["shared memory", "transmit"] = self._shared.num_lent
+            found["shared memory", "receive"] = self._shared.num_borrowed
+        return found
+
+    @property
+    def num_queued(self) -> int:
+        """The messages that wait to be written."""
+        return self._outgoing.num_frames
 
     # ---------------------------------------------------------------- any thread
 
@@ -369,6 +392,7 @@ class Session:
     async def _read_loop(self) -> None:
         assert not isinstance(self._channel, DirectChannel)
         while (data := await self._channel.read()) is not None:
+            self._num_read += len(data)
             self.receive(data)
 
     def receive(self, data: bytes | bytearray) -> None:

@@ -47,6 +47,7 @@ class SessionWriter:
     Attributes:
         last_sent: when something was written last, in monotonic seconds.
         is_closed: the session has ended: nothing is written any more.
+        num_written: bytes, where only the task writes.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class SessionWriter:
     ) -> None:
         self.last_sent = time.monotonic()
         self.is_closed = False
+        self.num_written = 0
         self._io = io
         self._channel = channel
         self._direct = channel if isinstance(channel, DirectChannel) else None  # asked once: the check is slow
@@ -211,6 +213,7 @@ class SessionWriter:
         else:
             while (data := self._outgoing.next_envelope()) is not None:
                 await self._channel.write(data)
+                self.num_written += len(data)
                 self.last_sent = time.monotonic()
         if self._outgoing.is_empty:
             self._drained.set()

@@ -28,6 +28,7 @@ class SharedPayloads:
     Attributes:
         lent: what is lent, in both directions.
         is_used: whether there ever was a large buffer or a segment; before that there is nothing to tell the peer.
+        num_lent, num_borrowed: the bytes of buffers that went through shared memory, to the peer and from it.
 
     Args:
         allowed: whether this process wants to share memory.
@@ -53,6 +54,7 @@ class SharedPayloads:
     ) -> None:
         self.lent = LentBuffers(allowed, counted)
         self.is_used = False
+        self.num_lent = self.num_borrowed = 0
         self._loop = loop
         self._channel = channel
         self._outgoing = outgoing
@@ -74,7 +76,9 @@ class SharedPayloads:
         """
         self.is_used = True
         if buffers:
+            total = _size_of(buffers)
             buffers = self.lent.put_in(message, buffers, self._outgoing)
+            self.num_lent += total - _size_of(buffers)
         if self.lent.is_news_due:
             self.lent.tell(self._outgoing)
         return buffers
@@ -95,6 +99,7 @@ class SharedPayloads:
     def borrow(self, message: WireMessage) -> dict[int, IncomingBuffer]:
         """The buffers of a message that lie in the peer's memory, by their index."""
         borrowed, unread = self.lent.take_out(message)
+        self.num_borrowed += sum(view.nbytes for view in borrowed.values())
         if unread:
             loans = [rpc_pb2.UnreadLoan(transfer=message.transfer, segment=segment) for segment in unread]
             self._send(rpc_pb2.Message(segment_news=rpc_pb2.SegmentNews(unread=loans)))
@@ -134,3 +139,7 @@ class SharedPayloads:
         if self._return_handle is not None:
             self._return_handle.cancel()
         self.lent.close()
+
+
+def _size_of(buffers: Sequence[OutgoingBuffer]) -> int:
+    return sum(buffer.size for buffer in buffers)

@@ -18,7 +18,7 @@ from docs_programs import ROOT
 from site_names import REFERENCE, WITHOUT_IMPORT, documented_modules, is_of_torch, public_names
 
 MODULES = documented_modules()
-ENTRIES = ("rpcdist", "rpcdist.testing", "rpcdist.compat", "rpcdist.ray")
+ENTRIES = ("rpcdist", "rpcdist.metrics", "rpcdist.testing", "rpcdist.compat", "rpcdist.ray")
 """All public modules are reached from these by way of `__all__`; `rpcdist` itself does not offer the last ones."""
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol, cast
 
+from rpcdist._counters import OK, Note
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import DeadlineExceeded
@@ -109,6 +110,7 @@ class PendingCall:
         forks: RRef shares that travel in the arguments, to be given back when the call was never delivered.
         repeat: the message, if it may be sent again.
         is_bound: it names values, references or a context that one process knows.
+        made: when it was made, in seconds of the monotonic clock.
         autograd: the autograd context in which it was made, or None.
         on: the reference whose method is called, held until the reply; None for other calls.
     """
@@ -123,6 +125,7 @@ class PendingCall:
         "id",
         "inherited_s",
         "is_bound",
+        "made",
         "on",
         "owner",
         "peer",
@@ -149,6 +152,7 @@ class PendingCall:
         self.owner = owner
         self.id = id
         self.peer = peer
+        self.made = time.monotonic()
         self.called = called
         self.deadline = deadline
         self.timeout_s = timeout_s
@@ -284,7 +288,7 @@ class CallTable:
         self, wake_at: Callable[[float], None], in_flight: InFlightBytes, recorder: CallRecorder | None = None
     ) -> None:
         self._in_flight = in_flight
-        self._note = None if recorder is None else recorder.made
+        self._note: Callable[[Row], None] | None = None if recorder is None else recorder.made
         self._calls: dict[int, PendingCall] = {}
         self._numbers = itertools.count(1)
         self.next_id: Callable[[], int] = self._numbers.__next__
@@ -318,8 +322,20 @@ class CallTable:
             self._earliest = at
             self._wake_at(at)
 
+    def tell(self, note: Note) -> None:
+        """Has a function called with each call that has ended, beside the recorder."""
+        recorded = self._note
+
+        def both(row: Row) -> None:
+            if recorded is not None:
+                recorded(row)
+            id, peer, called, began, _, outcome = row
+            note(id, peer, called, began, outcome)
+
+        self._note = both
+
     def take(self, id: int, outcome: str = OK) -> PendingCall | None:
-        """Removes a call; None if somebody else has ended it already. `outcome` is for the recorder."""
+        """Removes a call; None if somebody else has ended it already. `outcome` is for those that are told of it."""
         call = self._calls.pop(id, None)
         if call is not None:
             if self._note is not None:

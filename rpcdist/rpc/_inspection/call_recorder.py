@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Final, NamedTuple
 
+from rpcdist._counters import OK
 from rpcdist.inspection import FunctionTimes
 
 __all__ = ["OK", "CallRecorder", "RecordedCall", "Row"]
 
 MAX_NAME_CHARS: Final = 500
-OK: Final = "ok"
-"""The outcome of a call that has ended well."""
 
 Row = tuple[int, int, object, float, float, str]
 """Number of the call at its caller, id of the worker at the other end, function, begin and end in seconds of the

@@ -55,6 +55,7 @@ class ActiveCall:
         is_chained: the function has returned a future, and that is waited for.
         arrived: when it came, in seconds of the monotonic clock.
         started: when its function was called, in seconds of the monotonic clock; 0 before.
+        arrived: when it came, in seconds of the monotonic clock.
     """
 
     __slots__ = (
@@ -111,6 +112,7 @@ class ActiveCall:
         self.wants_value = False
         self.arrived = arrived
         self.started = 0.0
+        self.arrived = time.monotonic()
 
     def __repr__(self) -> str:
         return f"<call {self.id} from {self.session.peer.name}: {self.what}, {self.deadline!r}>"

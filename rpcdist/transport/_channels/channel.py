@@ -65,6 +65,10 @@ class DirectChannel(Channel, Protocol):
     is_free: bool
     passes_descriptors: bool
 
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """The bytes sent and received so far; any thread."""
+
     async def deliver(self, receiver: FrameReceiver) -> None:
         """Runs until the channel ends, and raises why."""
 

@@ -119,6 +119,11 @@ class SocketChannel:
         is_tls = self._tls is not None
         return ChannelFacts("", "", False, kind, is_tls, self._num_sent, self._num_received, round_trip_s=round_trip_s)
 
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """The bytes sent and received so far."""
+        return self._num_sent, self._num_received
+
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open" if self._ended is None else f"ended: {self._ended}"
         return f"<SocketChannel to {self._address} [{state}], {sum(map(len, self._rest))} B waiting>"

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -67,6 +68,7 @@ class Server:
 
     Attributes:
         sessions: those that peers opened and that are alive.
+        ended_traffic: the bytes of the others; see `Session.traffic`.
         health: answers probes, if it is wanted.
 
     Args:
@@ -82,6 +84,7 @@ class Server:
     ) -> None:
         self._ports = ports
         self.sessions: set[Session] = set()
+        self.ended_traffic: Counter[tuple[str, str]] = Counter()
         self._io = io
         self._credentials = credentials
         self._roles = roles
@@ -114,6 +117,11 @@ class Server:
         """The connections that were refused, or are not proven."""
         admission = self._admission
         return Strangers(admission.num_refused, admission.num_wrong_tokens, self.num_silent, admission.num_unproven)
+
+    @property
+    def num_refused(self) -> int:
+        """Connections that were refused, for whatever reason."""
+        return self._admission.num_refused
 
     @property
     def num_unproven(self) -> int:
@@ -288,6 +296,7 @@ class Server:
             self._proven.remove(keys)
             self._stripes.forget(session.id)
             self.sessions.discard(session)
+            self.ended_traffic.update(session.traffic())
             logger.debug("session from %s ended after %.1f s", peer.name, time.monotonic() - started)
         await channel.end()
 

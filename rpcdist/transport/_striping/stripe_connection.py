@@ -84,6 +84,9 @@ class StripeOwner(Protocol):
 class StripeConnection:
     """Its threads run from the beginning.
 
+    Attributes:
+        num_sent, num_received: the bytes of payloads so far.
+
     Args:
         connection: proven; owned from now on.
         place: which one it is.
@@ -107,6 +110,7 @@ class StripeConnection:
     ) -> None:
         if isinstance(connection, socket.socket):
             connection.setblocking(True)
+        self.num_sent = self.num_received = 0
         self._socket = connection
         self._place = place
         self._incoming = incoming
@@ -177,6 +181,7 @@ class StripeConnection:
         buffers = stripe.transfer.buffers
         ranges = stripe.cursor.take(PIECE_BYTES)
         size = sum(end - start for _, start, end in ranges)
+        self.num_sent += size
         head = memoryview(_HEAD.pack(stripe.transfer.ordinal, size))
         parts = [head, *(buffers[number].view[start:end] for number, start, end in ranges)]
         while parts:
@@ -205,6 +210,7 @@ class StripeConnection:
         places = self._incoming.stripe(ordinal, *self._place, size)
         for place in [memoryview(bytearray(size))] if places is None else places:
             self._receive(place)
+        self.num_received += size
         self._owner.on_piece(self._incoming.stripe_placed(ordinal, size))
 
     def _receive(self, place: memoryview, may_end: bool = False) -> bool:

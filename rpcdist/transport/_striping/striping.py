@@ -114,6 +114,12 @@ class Striping:
         self._all_ended = asyncio.Event()  # nothing more can be read from any of them
         self._num_ended = 0
 
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """The bytes of payloads sent and received so far."""
+        connections = list(self._connections)
+        return sum(each.num_sent for each in connections), sum(each.num_received for each in connections)
+
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else f"{len(self._connections)} connections"
         return f"<Striping with {self._name} [{state}], {len(self._transfers)} transfers>"

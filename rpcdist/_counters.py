@@ -1,0 +1,175 @@
+"""Counts and histograms of what a process does: kept here while it runs, read by `rpcdist.metrics`.
+
+Nothing is counted before somebody asks for it. The names of functions and errors that peers choose are bounded: those
+beyond the limits, and those that never led to a result, are counted as `OTHER`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Final, Literal, NamedTuple
+
+__all__ = [
+    "BOUNDS_S",
+    "METRICS_VARIABLE",
+    "OK",
+    "OTHER",
+    "CallCounts",
+    "Family",
+    "Histogram",
+    "Kind",
+    "Note",
+    "metrics_are_wanted",
+]
+
+OK: Final = "ok"
+"""The outcome of a call that has ended well."""
+
+OTHER: Final = "_OTHER"
+"""OpenTelemetry's word for what has no label of its own."""
+
+BOUNDS_S: Final = (
+    50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0,
+)  # fmt: skip
+"""The upper bounds of a histogram's buckets, in seconds; one more bucket has all that took longer."""
+
+METRICS_VARIABLE: Final = "RPCDIST_METRICS"
+
+MAX_NAMES: Final = 200
+MAX_NAME_LENGTH: Final = 200
+MAX_ERRORS: Final = 50
+_FOLDED_FROM: Final = 64  # so many ended calls wait until a thread that ends one adds them up
+
+Kind = Literal["counter", "gauge", "histogram"]
+"""The kinds of metrics."""
+
+Note = Callable[[int, int, object, float, str], object]
+"""Is told of a call that has ended: its number, the id of the other worker, what was called, when it began in seconds
+of the monotonic clock, and its outcome: `OK`, or the name of an error, perhaps with its text behind a colon."""
+
+
+def metrics_are_wanted() -> bool:
+    """Whether the environment asks for metrics, or the program has imported the module that serves them."""
+    return bool(os.environ.get(METRICS_VARIABLE)) or "rpcdist.metrics" in sys.modules
+
+
+class Histogram:
+    """How often something took how long. Not safe for several threads at once.
+
+    Attributes:
+        counts: for each of `BOUNDS_S`, and one for all beyond.
+        total_s: the sum of all times, in seconds.
+    """
+
+    __slots__ = ("counts", "total_s")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS_S) + 1)
+        self.total_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Histogram of {sum(self.counts)}, {self.total_s:.3g} s>"
+
+    def add(self, time_s: float) -> None:
+        """Counts one."""
+        self.counts[bisect_left(BOUNDS_S, time_s)] += 1
+        self.total_s += time_s
+
+    def copy(self) -> Histogram:
+        """One that does not change."""
+        made = Histogram()
+        made.counts, made.total_s = list(self.counts), self.total_s
+        return made
+
+
+class CallCounts:
+    """Histograms of calls by function and error. Any thread may note a call, in a signal's handler, too.
+
+    [Note: folding] A call that ends is appended to a deque, which is atomic and takes no lock: a signal's handler may
+    make calls while the thread that it interrupts holds one. Every 64 calls, and when somebody reads, the waiting ones
+    are added up under a lock, for which a thread that notes a call does not wait.
+
+    Args:
+        are_peers_names: whether peers choose what is called, so that only names that led to a result get a label.
+        observe: called with function, error and duration in seconds of each call, when it is added up; for exporters
+            that keep histograms of their own.
+    """
+
+    def __init__(self, are_peers_names: bool, observe: Callable[[str, str, float], object] | None = None) -> None:
+        self._are_peers_names = are_peers_names
+        self._observe = observe
+        self._ended: deque[tuple[object, float, str]] = deque()
+        self._lock = threading.Lock()
+        self._histograms: dict[tuple[str, str], Histogram] = {}
+        self._names: set[str] = set()
+        self._errors: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<CallCounts of {len(self._histograms)} kinds, {len(self._ended)} not added up>"
+
+    def note(self, id: int, peer: int, called: object, began: float, outcome: str) -> None:
+        """A call has ended; see `Note`."""
+        self._ended.append((called, time.monotonic() - began, outcome))
+        if len(self._ended) >= _FOLDED_FROM and self._lock.acquire(False):
+            try:
+                self._fold()
+            finally:
+                self._lock.release()
+
+    def histograms(self) -> dict[tuple[str, str], Histogram]:
+        """By function and error, which is empty for calls that ended well."""
+        with self._lock:
+            self._fold()
+            return {key: histogram.copy() for key, histogram in self._histograms.items()}
+
+    def _fold(self) -> None:
+        for _ in range(len(self._ended)):
+            called, time_s, outcome = self._ended.popleft()
+            name, error = self._labels(called, outcome)
+            histogram = self._histograms.get((name, error))
+            if histogram is None:
+                histogram = self._histograms[name, error] = Histogram()
+            histogram.add(time_s)
+            if self._observe is not None:
+                self._observe(name, error, time_s)
+
+    def _labels(self, called: object, outcome: str) -> tuple[str, str]:
+        name = called if isinstance(called, str) else "to_here()"
+        error = "" if outcome == OK else self._error(outcome.partition(":")[0])
+        if name in self._names:
+            return name, error
+        if (error and self._are_peers_names) or len(self._names) >= MAX_NAMES or len(name) > MAX_NAME_LENGTH:
+            return OTHER, error
+        self._names.add(name)
+        return name, error
+
+    def _error(self, name: str) -> str:
+        if name not in self._errors:
+            if len(self._errors) >= MAX_ERRORS or not name.isidentifier() or len(name) > MAX_NAME_LENGTH:
+                return OTHER
+            self._errors.add(name)
+        return name
+
+
+class Family(NamedTuple):
+    """The values of one metric, under OpenTelemetry's name.
+
+    Attributes:
+        name: with dots.
+        kind: of the metric.
+        unit: by UCUM: "s", "By", or what is counted, in braces.
+        help: what it is.
+        samples: labels, and the value.
+    """
+
+    name: str
+    kind: Kind
+    unit: str
+    help: str
+    samples: list[tuple[Mapping[str, str], float | Histogram]]

@@ -1,0 +1,382 @@
+"""Metrics of a worker, for Prometheus and OpenTelemetry: calls, bytes, queues, references, losses, collectives.
+
+    RPCDIST_METRICS=9464 python train.py        # http://127.0.0.1:9464/metrics, from `init_rpc` on
+
+    from rpcdist import metrics
+    metrics.serve("127.0.0.1:9464-9471")        # the same from a program; the first free port of the range
+    metrics.export_to_opentelemetry()           # into the meter provider of the program
+
+Names and units follow OpenTelemetry's conventions for RPC. Nothing is counted before one of these is asked for. The
+page docs/metrics.md lists the metrics; `families` reads them as data.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from rpcdist._counters import BOUNDS_S, METRICS_VARIABLE, CallCounts, Family, Histogram, Kind
+from rpcdist.collectives._group.flight_records import FlightRecorder, Record
+from rpcdist.collectives._group.world import current_world
+from rpcdist.errors import ConfigError, TransportError
+from rpcdist.rpc._agent import Agent
+from rpcdist.rpc._current import agent_or_none
+from rpcdist.time_limits import METRICS_READ_LIMIT_S
+from rpcdist.transport._server.port_range import PortRange
+from rpcdist.transport.node import Node
+
+__all__ = ["METRICS", "Family", "Histogram", "attach", "export_to_opentelemetry", "families", "serve"]
+
+_LOOPBACK: Final = "127.0.0.1"
+_SIZES: Final = ((1 << 10, "1 KiB"), (64 << 10, "64 KiB"), (1 << 20, "1 MiB"), (16 << 20, "16 MiB"))
+_LARGEST: Final = "more"
+_MAX_UNREAD: Final = 10_000  # operations that have not ended; the oldest of more are not counted
+_FOLDED_FROM: Final = 1024
+_ITEM_BYTES: Final = {"float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "bool": 1}
+
+METRICS: Final[Mapping[str, tuple[Kind, str, str]]] = {
+    "rpc.client.call.duration": ("histogram", "s", "Calls that this worker made, until their reply or failure."),
+    "rpc.server.call.duration": ("histogram", "s", "Calls that this worker served, from arrival to answer."),
+    "rpcdist.worker": ("gauge", "{worker}", "This worker: its name and rank; the value is 1."),
+    "rpcdist.active_calls": ("gauge", "{call}", "Calls that have not ended."),
+    "rpcdist.pool.threads": ("gauge", "{thread}", "Threads that run the calls of others."),
+    "rpcdist.pool.queued": ("gauge", "{job}", "Jobs that wait for such a thread."),
+    "rpcdist.references.owned": ("gauge", "{reference}", "Values here that remote references hold."),
+    "rpcdist.references.shares": ("gauge", "{share}", "Shares of these values that workers have."),
+    "rpcdist.autograd.contexts": ("gauge", "{context}", "Open contexts of distributed autograd."),
+    "rpcdist.autograd.passes": ("gauge", "{pass}", "Backward passes under way."),
+    "rpcdist.workers.lost": ("counter", "{worker}", "Workers that this one declared lost."),
+    "rpcdist.workers.replaced": ("counter", "{worker}", "Workers whose place another process has taken."),
+    "rpcdist.network.io": ("counter", "By", "Bytes of all sessions, by channel and direction."),
+    "rpcdist.sessions": ("gauge", "{session}", "Open sessions, by channel."),
+    "rpcdist.queue.messages": ("gauge", "{message}", "Messages that wait to be written."),
+    "rpcdist.strangers.refused": ("counter", "{connection}", "Connections that were refused."),
+    "rpcdist.collective.duration": ("histogram", "s", "Operations of groups, by the class of their size."),
+}
+"""Each metric's kind, unit by UCUM, and meaning."""
+
+_lock = threading.Lock()
+_endpoint: list[str] = []
+"""Where this process serves its metrics; empty until it does."""
+_exported: list[Any] = []
+"""The histograms of OpenTelemetry that calls are recorded in, by name; empty until they are asked for."""
+
+
+class _WorkerCounts:
+    """The counts of one agent, from the moment when metrics are asked for."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.made = CallCounts(False, _observer("rpc.client.call.duration"))
+        self.served = CallCounts(True, _observer("rpc.server.call.duration"))
+        self.num_lost = self.num_replaced = 0
+        agent.caller.calls.tell(self.made.note)
+        agent.dispatcher.calls.tell(self.served.note)
+        agent.events.lost.listen(self._lost)
+        agent.events.replaced.listen(self._replaced)
+
+    def _lost(self, *_: object) -> None:
+        self.num_lost += 1  # on the I/O loop alone
+
+    def _replaced(self, *_: object) -> None:
+        self.num_replaced += 1
+
+
+class _OperationCounts:
+    """Collective operations of a process; they are taken from the flight recorder when somebody reads.
+
+    A record is noted when its operation begins, so one that has not ended waits for the next reading.
+    """
+
+    def __init__(self, recorder: FlightRecorder) -> None:
+        self._noted: deque[Record] = deque(maxlen=_MAX_UNREAD)
+        self._lock = threading.Lock()
+        self._histograms: dict[tuple[str, str, str], Histogram] = {}
+        self._note = recorder.note
+        recorder.note = self._also_note
+
+    def _also_note(self, record: Record) -> None:
+        """As `CallCounts.note`: takes no lock that another thread may hold."""
+        self._note(record)
+        self._noted.append(record)
+        if len(self._noted) >= _FOLDED_FROM and self._lock.acquire(False):
+            try:
+                self._fold()
+            finally:
+                self._lock.release()
+
+    def histograms(self) -> dict[tuple[str, str, str], Histogram]:
+        """By operation, size and error."""
+        with self._lock:
+            self._fold()
+            return {key: histogram.copy() for key, histogram in self._histograms.items()}
+
+    def _fold(self) -> None:
+        for _ in range(len(self._noted)):
+            record = self._noted.popleft()
+            if record.ended_ns:
+                self._count(record)
+            else:
+                self._noted.append(record)
+
+    def _count(self, record: Record) -> None:
+        num_bytes = sum(record.input_sizes or record.output_sizes) * _ITEM_BYTES.get(record.dtype, 8)
+        size = next((name for limit, name in _SIZES if num_bytes <= limit), _LARGEST)
+        key = record.operation, size, "" if record.state == "done" else "failed"
+        time_s = (record.ended_ns - (record.started_ns or record.queued_ns)) / 1e9
+        self._histograms.setdefault(key, Histogram()).add(max(0.0, time_s))
+
+
+def attach(agent: Agent | None = None) -> None:
+    """Counts from now on what a worker does, and serves that where the environment asks for it; idempotent.
+
+    `init_rpc` and `init_process_group` call it where metrics are asked for.
+
+    Args:
+        agent: the worker; by default the current one, if there is one.
+
+    Raises:
+        ConfigError, TransportError: as `serve`, for the variable `RPCDIST_METRICS`.
+    """
+    with _lock:
+        agent = agent or agent_or_none()
+        if agent is not None and agent.counts is None:
+            agent.counts = _WorkerCounts(agent)
+        process = current_world().process
+        if process.counts is None:
+            process.counts = _OperationCounts(process.recorder)
+    where = os.environ.get(METRICS_VARIABLE)
+    if where and not _endpoint:
+        serve(where)
+
+
+def families() -> list[Family]:
+    """The metrics of this process as data; any thread, takes milliseconds.
+
+    Raises:
+        TimeoutError: the I/O loop did not answer within two seconds.
+    """
+    found: list[Family] = []
+    agent = agent_or_none()
+    if agent is not None and agent.counts is not None:
+        found += [*_of_calls(agent.counts), *_of_worker(agent), *_of_network(agent)]
+    operations = current_world().process.counts
+    return found if operations is None else [*found, *_of_operations(operations)]
+
+
+def _of_calls(counts: _WorkerCounts) -> Iterator[Family]:
+    for name, of_side in (("rpc.client.call.duration", counts.made), ("rpc.server.call.duration", counts.served)):
+        yield _family(
+            name,
+            *(
+                ({"rpc.system.name": "rpcdist", "rpc.method": function, "error.type": error}, histogram)
+                for (function, error), histogram in of_side.histograms().items()
+            ),
+        )
+
+
+def _of_worker(agent: Agent) -> Iterator[Family]:
+    counts: _WorkerCounts = agent.counts
+    stats, info = agent.pool.stats(), agent.get_debug_info()
+    yield _family("rpcdist.worker", ({"rpcdist.name": agent.worker_name, "rpcdist.rank": str(agent.worker_id)}, 1))
+    yield _family(
+        "rpcdist.active_calls",
+        ({"rpcdist.side": "client"}, len(agent.caller.calls)),
+        ({"rpcdist.side": "server"}, len(agent.dispatcher.calls)),
+    )
+    states = {"idle": stats.idle, "running": stats.running, "blocked": stats.blocked}
+    yield _family("rpcdist.pool.threads", *(({"rpcdist.state": state}, count) for state, count in states.items()))
+    yield _family("rpcdist.pool.queued", ({}, stats.queued))
+    yield _family("rpcdist.references.owned", ({}, int(info["num_owner_rrefs"])))
+    yield _family("rpcdist.references.shares", ({}, int(info["num_forks"])))
+    yield _family("rpcdist.autograd.contexts", ({}, int(info["num_autograd_contexts"])))
+    yield _family("rpcdist.autograd.passes", ({}, int(info["num_current_backward_passes"])))
+    yield _family("rpcdist.workers.lost", ({}, counts.num_lost))
+    yield _family("rpcdist.workers.replaced", ({}, counts.num_replaced))
+
+
+def _of_network(agent: Agent) -> Iterator[Family]:
+    node = agent.network
+    if not isinstance(node, Node):  # workers of one process, without a network
+        return
+    traffic, kinds, num_queued = node.run(_traffic(node), METRICS_READ_LIMIT_S)
+    yield _family(
+        "rpcdist.network.io",
+        *(
+            ({"rpcdist.channel": channel, "network.io.direction": direction}, num_bytes)
+            for (channel, direction), num_bytes in sorted(traffic.items())
+        ),
+    )
+    yield _family("rpcdist.sessions", *(({"rpcdist.channel": kind}, kinds[kind]) for kind in ("local", "tcp", "grpc")))
+    yield _family("rpcdist.queue.messages", ({}, num_queued))
+    yield _family("rpcdist.strangers.refused", ({}, node.num_refused))
+
+
+async def _traffic(node: Node) -> tuple[Counter[tuple[str, str]], Counter[str], int]:
+    """The bytes of all sessions, the open ones by channel, and the messages that wait there; on the I/O loop."""
+    sessions = [*node.sessions, *(link.session for link in node.links)]
+    kinds = Counter(session.channel_kind for session in sessions)
+    return await node.traffic(), kinds, sum(session.num_queued for session in sessions)
+
+
+def _of_operations(counts: _OperationCounts) -> Iterator[Family]:
+    found = counts.histograms()
+    labels = [
+        {"rpcdist.operation": operation, "rpcdist.size": size, "error.type": error} for operation, size, error in found
+    ]
+    yield _family("rpcdist.collective.duration", *zip(labels, found.values(), strict=True))
+
+
+def _family(name: str, *samples: tuple[Mapping[str, str], float | Histogram]) -> Family:
+    kind, unit, text = METRICS[name]
+    return Family(name, kind, unit, text, list(samples))
+
+
+# ---------------------------------------------------------------------- Prometheus
+
+
+def serve(address: str) -> str:
+    """Serves the metrics of this process over HTTP, for Prometheus; needs `pip install 'rpcdist[metrics]'`.
+
+    Anybody who reaches the address can read them: names of functions and workers, counts and times. They need no token,
+    so the default is loopback.
+
+    Args:
+        address: "9464", "0.0.0.0:9464", or a range for the workers of one host, such as "9464-9471".
+
+    Returns:
+        host:port as bound. A second call returns what the first one did.
+
+    Raises:
+        ConfigError: the address is malformed, or the package is missing.
+        TransportError: the port is taken.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+    except ImportError as exc:
+        raise ConfigError("metrics over HTTP need prometheus_client: pip install 'rpcdist[metrics]'") from exc
+    host, ports = _parsed(address)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector())
+    with _lock:
+        if _endpoint:
+            return _endpoint[0]
+
+        def bind(port: int) -> int:
+            start_http_server(port, host, registry)
+            return port
+
+        try:
+            _endpoint.append(f"{host}:{ports.bind(bind, METRICS_VARIABLE)}")
+        except OSError as exc:
+            raise TransportError(
+                f"the metrics cannot be served at {address}: {exc.strerror or exc}. Where a host has several workers, "
+                f"{METRICS_VARIABLE} is a range of ports, such as '9464-9471'"
+            ) from exc
+    attach()
+    return _endpoint[0]
+
+
+def _parsed(address: str) -> tuple[str, PortRange]:
+    host, colon, ports = address.rpartition(":")
+    return (host.strip("[]") if colon else _LOOPBACK), PortRange.of_text(ports, METRICS_VARIABLE)
+
+
+class _Collector:
+    """Answers prometheus_client at each scrape, on a thread of that."""
+
+    def collect(self) -> Iterator[Any]:
+        """The metrics under Prometheus' names."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+        for family in families():
+            labels = sorted({label for given, _ in family.samples for label in given})
+            suffix = {"s": "_seconds", "By": "_bytes"}.get(family.unit, "")
+            name = family.name.replace(".", "_") + suffix
+            made = kinds[family.kind](name, family.help, labels=[label.replace(".", "_") for label in labels])
+            for given, value in family.samples:
+                values = [given.get(label, "") for label in labels]
+                if isinstance(value, Histogram):
+                    made.add_metric(values, list(_buckets(value)), value.total_s)
+                else:
+                    made.add_metric(values, value)
+            yield made
+
+
+def _buckets(histogram: Histogram) -> Iterator[tuple[str, float]]:
+    """Upper bounds, and how many lie below: Prometheus adds them up."""
+    below = 0
+    for bound, count in zip((*BOUNDS_S, float("inf")), histogram.counts, strict=True):
+        below += count
+        yield ("+Inf" if bound == float("inf") else repr(bound)), below
+
+
+# ---------------------------------------------------------------------- OpenTelemetry
+
+
+def export_to_opentelemetry(meter_provider: Any = None) -> None:
+    """Has the metrics of this process go to OpenTelemetry; needs `pip install 'rpcdist[otel]'` and an SDK.
+
+    Durations of calls are recorded as calls end, in groups of 64 and before each export; the rest is read when the SDK
+    collects. A second call does nothing. Call it before `init_rpc`, so that no call is missed.
+
+    Args:
+        meter_provider: of the SDK; by default the global one.
+
+    Raises:
+        ConfigError: the package `opentelemetry-api` is missing.
+    """
+    try:
+        from opentelemetry import metrics as api
+    except ImportError as exc:
+        raise ConfigError("this needs opentelemetry-api: pip install 'rpcdist[otel]'") from exc
+    with _lock:
+        if _exported:
+            return
+        meter = api.get_meter("rpcdist", meter_provider=meter_provider)
+        recorded: dict[str, Any] = {}
+        for name, (kind, unit, text) in METRICS.items():
+            if name.startswith("rpc."):
+                advice = list(BOUNDS_S)
+                recorded[name] = meter.create_histogram(name, unit, text, explicit_bucket_boundaries_advisory=advice)
+            elif kind == "gauge":
+                meter.create_observable_gauge(name, [_callback(api, name)], unit, text)
+            elif kind == "counter":
+                meter.create_observable_counter(name, [_callback(api, name)], unit, text)
+        # OpenTelemetry has no histogram that is read: these operations are not recorded as they end.
+        operations = "rpcdist.collective.duration"
+        number = _callback(api, operations, lambda histogram: sum(histogram.counts))
+        text = METRICS[operations][2]
+        meter.create_observable_counter("rpcdist.collective.operations", [number], "{operation}", text)
+        time = _callback(api, operations, lambda histogram: histogram.total_s)
+        meter.create_observable_counter("rpcdist.collective.time", [time], "s", text)
+        _exported.append(recorded)
+    attach()
+
+
+def _callback(
+    api: Any, name: str, value_of: Callable[[Histogram], float] = lambda histogram: histogram.total_s
+) -> Callable[[Any], Iterable[Any]]:
+    """The function that OpenTelemetry calls for one instrument when it collects."""
+
+    def observe(_options: Any) -> Iterator[Any]:
+        for family in families():
+            if family.name == name:
+                for labels, value in family.samples:
+                    yield api.Observation(value_of(value) if isinstance(value, Histogram) else value, dict(labels))
+
+    return observe
+
+
+def _observer(name: str) -> Callable[[str, str, float], None]:
+    """Records a call's duration with OpenTelemetry, if that is asked for."""
+
+    def observe(function: str, error: str, time_s: float) -> None:
+        for recorded in _exported:
+            labels = {"rpc.system.name": "rpcdist", "rpc.method": function}
+            recorded[name].record(time_s, {**labels, "error.type": error} if error else labels)
+
+    return observe
