@@ -8,9 +8,9 @@ import argparse
 import sys
 
 from rpcdist._dashboard.commands import add_live_commands
+from rpcdist._doctor.command import add_doctor
 from rpcdist._inspect.report_command import add_report
 from rpcdist._inspect.stacks_command import add_stacks
-from rpcdist._doctor.command import add_doctor
 from rpcdist._launch.job_commands import add_launch_commands
 from rpcdist.compat._commands import add_port, add_run
 

@@ -20,7 +20,7 @@ from rpcdist.inspection import CallMade
 from rpcdist.own_shortage import own_shortage
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._calling.in_flight import InFlightBytes
-from rpcdist.rpc._inspection.call_recorder import OK, CallRecorder
+from rpcdist.rpc._inspection.call_recorder import CallRecorder, Row
 from rpcdist.rpc._marshal.arrived_value import ArrivedFailure
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
@@ -110,7 +110,6 @@ class PendingCall:
         forks: RRef shares that travel in the arguments, to be given back when the call was never delivered.
         repeat: the message, if it may be sent again.
         is_bound: it names values, references or a context that one process knows.
-        made: when it was made, in seconds of the monotonic clock.
         autograd: the autograd context in which it was made, or None.
         on: the reference whose method is called, held until the reply; None for other calls.
     """
@@ -125,7 +124,6 @@ class PendingCall:
         "id",
         "inherited_s",
         "is_bound",
-        "made",
         "on",
         "owner",
         "peer",
@@ -152,7 +150,6 @@ class PendingCall:
         self.owner = owner
         self.id = id
         self.peer = peer
-        self.made = time.monotonic()
         self.called = called
         self.deadline = deadline
         self.timeout_s = timeout_s

@@ -23,7 +23,7 @@ from rpcdist.rpc._calling.new_calls import CallMessage, NewCall, NewCalls
 from rpcdist.rpc._calling.reply_sinks import CallFuture, Submit, SyncReplySink
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._executors.io_thread import IoThread
-from rpcdist.rpc._inspection.call_recorder import OK, CallRecorder
+from rpcdist.rpc._inspection.call_recorder import CallRecorder
 from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedNone
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.demultiplexer import PoolJob
