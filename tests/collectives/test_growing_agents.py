@@ -124,13 +124,13 @@ def test_a_job_grows_from_one_agent_to_two(agents: Agents) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rpcdist", "backend"])
-@pytest.mark.parametrize(("num_nodes", "wanted"), [("2:3", 3)])
-def test_an_agent_is_replaced_and_the_job_grows(agents: Agents) -> None:
-    agents.start()
-    agents.start()
-    agents.wait_for(2)
+@pytest.mark.parametrize(("num_nodes", "wanted"), [("2:3", 3), ("3:4", 4)])
+def test_an_agent_is_replaced_and_the_job_grows(agents: Agents, wanted: int) -> None:
+    for _ in range(wanted - 1):
+        agents.start()
+    agents.wait_for(wanted - 1)
     agents.kill(1)
     agents.start()
     agents.start()
-    agents.wait_for(3)
-    agents.wait_for_end(3)
+    agents.wait_for(wanted)
+    agents.wait_for_end(wanted)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from docs_programs import blocks, page
+from full_sets import FULL_ONLY
 from torchrun_job import Program, Ran, run_under_torchrun
 
 pytestmark = pytest.mark.multiproc
@@ -104,9 +105,31 @@ def test_programs_run(ran: dict[str, Ran], name: str, outputs: tuple[str, str]) 
     assert (ran[name].returncode, ran[name].outputs) == (0, outputs), ran[name].stderr
 
 
-def test_after_a_restart_the_job_begins_anew(tmp_path: Path) -> None:
-    """On two nodes. No rank finds what its predecessors wrote into the store of the agent, and all find each other."""
+SELDOM_DEATHS = [
+    (2, "connected:0"),
+    (2, "connected:1"),
+    (2, "connected:0,1"),
+    (2, "joining:1"),
+    (2, "between:0 between:1"),
+    *((3, f"{stage}:{rank}") for stage in ("joining", "between", "connected") for rank in range(3)),
+    *((3, f"connected:{ranks}") for ranks in ("0,1", "1,2", "0,1,2")),
+    (3, "joining:0,1 between:1,2 connected:0,2"),
+    (3, "connected:0,2 connected:1 connected:0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("num_agents", "deaths"),
+    [(3, "connected:0,2"), *(pytest.param(*each, marks=FULL_ONLY) for each in SELDOM_DEATHS)],
+)
+def test_all_ranks_meet_again_after_restarts(tmp_path: Path, num_agents: int, deaths: str) -> None:
+    """One node for each rank. No rank finds what its predecessors wrote into the store of the agent, and all meet."""
+    attempts = deaths.split()
+    program = Program(RESTARTED, tuple(attempts), world_size=num_agents)
     imports = ("rpcdist.rpc", "rpcdist.collectives")
-    [ran] = run_under_torchrun([Program(RESTARTED)], tmp_path, LIMIT_S, imports, max_restarts=1, num_agents=2)
-    assert ran.outputs == tuple(f"rank {rank}, restart count {rank}, got [1, 1, 1]\n" for rank in range(2)), ran.errors
+    [ran] = run_under_torchrun([program], tmp_path, LIMIT_S, imports, max_restarts=len(attempts), num_agents=num_agents)
+    sums = [sum(range(num_agents))] * 3
+    for rank, output in enumerate(ran.outputs):
+        count = sum(str(rank) in attempt for attempt in attempts)
+        assert output == f"rank {rank}, restart count {count}, got {sums}\n", ran.errors
     assert ran.returncode == 0
