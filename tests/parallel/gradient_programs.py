@@ -168,7 +168,10 @@ def differentiate(model: Any, net: Net, batch: MicroBatch, use: Use, rows: torch
     outputs = _unwrap(model(rows, use))
     losses = [outputs[index % len(outputs)].square().mean() for index in dict.fromkeys(batch.chosen)]
     if net.kept is not None:
-        losses.append(net.kept)
+        if batch.recipe == "each":
+            losses[-1] = losses[-1] + net.kept  # by itself it would stay on its rank, as docs/ddp.md says
+        else:
+            losses.append(net.kept)
     loss = torch.stack(losses).sum()
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     recipe = batch.recipe
