@@ -31,8 +31,8 @@ _MODULES = {
         "reduce_scatter_single reduce_scatter_tensor scatter"
     ),
     "._api.group_queries": (
-        "GroupMember get_backend get_backend_config get_backend_impl get_global_rank get_group_rank get_pg_count "
-        "get_process_group_ranks get_rank get_world_size group is_initialized set_timeout"
+        "GroupMember _set_pg_timeout get_backend get_backend_config get_backend_impl get_global_rank get_group_rank "
+        "get_pg_count get_process_group_ranks get_rank get_world_size group is_initialized set_timeout"
     ),
     "._api.growing_groups": "grow_group",
     "._api.default_group": "close_stores destroy_process_group get_node_local_rank init_process_group",
@@ -42,9 +42,10 @@ _MODULES = {
     ),
     "._operations.operation": "ReduceOp",
     "._api.private_names": (
-        "_broadcast_coalesced _get_default_group _get_default_store _get_global_rank _get_group_size "
-        "_get_object_coll_device _get_pg_config _get_pg_default_device _get_process_group_name _pg_group_ranks _pg_map "
-        "_pg_names _rank_not_in_group _register_process_group _resolve_process_group _world"
+        "_abort_process_group _broadcast_coalesced _get_all_pg_configs _get_default_group _get_default_store "
+        "_get_global_rank _get_group_size _get_object_coll_device _get_pg_config _get_pg_default_device "
+        "_get_process_group_name _pg_group_ranks _pg_map _pg_names _rank_not_in_group _register_process_group "
+        "_resolve_process_group _world"
     ),
     "._api.point_to_point": "P2POp all_gather_coalesced all_reduce_coalesced batch_isend_irecv irecv isend recv send",
     "._operations.reduce_kernels": "_make_nccl_premul_sum reduce_op supports_complex",
@@ -80,7 +81,12 @@ _MODULES = {
 }
 _LAZY = {name: module for module, names in _MODULES.items() for name in names.split()}
 _MODULES_AS_NAMES = frozenset({"collective_utils", "flight_recorder", "functional"})
-_RENAMED = {"BackendBase": "GroupBackend", "_Work": "Work", "_make_nccl_premul_sum": "make_premul_sum"}
+_RENAMED = {
+    "BackendBase": "GroupBackend",
+    "_Work": "Work",
+    "_make_nccl_premul_sum": "make_premul_sum",
+    "_set_pg_timeout": "set_timeout",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -211,7 +211,7 @@ class ProcessGroup(LowerCaseOperations):
         """The backend for a device."""
         return self.binding(torch.device(device).type).backend
 
-    get_backend = backend
+    get_backend = _get_backend = backend
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the limit of the operations that start from now on."""

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as torch_distributed
 
 from rpcdist.collectives._group.bootstrap import agree
-from rpcdist.collectives._group.creation import default_timeout, open_group
-from rpcdist.collectives._operations.operation import barrier_timeout, check_timeout
+from rpcdist.collectives._group.creation import open_group, timeout_of_group
+from rpcdist.collectives._operations.operation import barrier_timeout
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
@@ -264,7 +264,7 @@ def torch_group(
     """
     if not 0 <= rank < size:
         raise ConfigError(f"torch_group got rank {rank} of {size}: ranks count from 0, and the size is their number")
-    limit = default_timeout(default_backend()) if timeout is None else check_timeout(timeout)
+    limit = timeout_of_group(default_backend(), timeout)
     group = _open("torch_group", rank, tuple(range(size)), TorchStoreAdapter(store), limit, None)
     return TorchProcessGroup(store, group, "")
 

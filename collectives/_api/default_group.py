@@ -14,11 +14,11 @@ from rpcdist._counters import metrics_are_wanted
 from rpcdist._launch.placement import launcher_variable
 from rpcdist._upper_layers import load
 from rpcdist.collectives._group.bootstrap import DEFAULT_GROUP, agree
-from rpcdist.collectives._group.creation import default_timeout, open_group
+from rpcdist.collectives._group.creation import open_group, timeout_of_group
 from rpcdist.collectives._group.group_failure import list_ranks
 from rpcdist.collectives._group.kept_store import MPI_ADDRESS, KeptStore, StoreAndRank
 from rpcdist.collectives._group.world import NON_GROUP_MEMBER, Group, current_world, default_group
-from rpcdist.collectives._operations.operation import check_timeout, check_whole_number
+from rpcdist.collectives._operations.operation import check_whole_number
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
@@ -85,7 +85,7 @@ def init_process_group(
     device = _device(device_id)
     name = Backend(_backend_name(backend, device))
     config = BackendConfig(name)
-    timeout = default_timeout(name) if timeout is None else check_timeout(timeout)
+    timeout = timeout_of_group(name, timeout)
     shared, rank, world_size = _open_store(world.kept_store, name, init_method, store, rank, world_size, timeout)
     timeout_s = timeout.total_seconds()
     described = f"the default group of {world_size} ranks with backend {config}"

@@ -8,9 +8,8 @@ from typing import cast
 
 import torch
 
-from rpcdist.collectives._group.creation import default_timeout, make_group
+from rpcdist.collectives._group.creation import make_group, timeout_of_group
 from rpcdist.collectives._group.world import NON_GROUP_MEMBER, current_world, default_group, group_or_default
-from rpcdist.collectives._operations.operation import check_timeout
 from rpcdist.collectives.backends import Backend, BackendConfig
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError
@@ -61,7 +60,7 @@ def new_group(
 
 def _checked(backend: str | None, timeout: timedelta | None, parent: ProcessGroup) -> tuple[str, timedelta]:
     name = Backend(backend) if backend else parent.name()
-    limit = default_timeout(name) if timeout is None else check_timeout(timeout)
+    limit = timeout_of_group(name, timeout)
     BackendConfig(name)
     return name, limit
 

@@ -7,6 +7,7 @@ from typing import Final, TypeVar
 
 import torch
 
+from rpcdist.collectives._api.default_group import destroy_process_group
 from rpcdist.collectives._api.group_queries import get_global_rank
 from rpcdist.collectives._api.operations import broadcast
 from rpcdist.collectives._group.world import (
@@ -21,7 +22,9 @@ from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError
 
 __all__ = [
+    "_abort_process_group",
     "_broadcast_coalesced",
+    "_get_all_pg_configs",
     "_get_default_group",
     "_get_default_store",
     "_get_global_rank",
@@ -82,6 +85,20 @@ def _get_pg_config(group: ProcessGroup | None = None) -> dict[str, object]:
         "pg_size": pg.size(),
         "ranks": list(pg.ranks),
     }
+
+
+def _get_all_pg_configs() -> list[dict[str, object]]:
+    return [_get_pg_config(group) for group in _pg_map]
+
+
+def _abort_process_group(group: Group = None) -> None:
+    """Ends the operations of a group at once, and frees it; without a group, or with that of all ranks, all groups."""
+    if group == NON_GROUP_MEMBER:
+        return
+    target = group_or_default(group)
+    for each in [*_pg_map] if target is current_world().default else [target]:
+        each.abort()
+    destroy_process_group(target)
 
 
 def _resolve_process_group(group_name: str) -> ProcessGroup:

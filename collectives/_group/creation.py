@@ -24,9 +24,18 @@ MakeBackend = Callable[[Backend | str, GroupContext], GroupBackend]
 """Constructs the backend of a name; blocks until all ranks of the group can be reached."""
 
 
-def default_timeout(backend: str) -> timedelta:
-    """torch's: shorter for `nccl` alone."""
-    return default_pg_nccl_timeout if backend == Backend.NCCL else default_pg_timeout
+def timeout_of_group(backend: str, timeout: timedelta | None) -> timedelta:
+    """The timeout that the caller gave, or torch's default, which is shorter for `nccl` alone.
+
+    Raises:
+        TypeError: it is not a timedelta.
+        ConfigError: it is negative.
+    """
+    if timeout is None:
+        return default_pg_nccl_timeout if backend == Backend.NCCL else default_pg_timeout
+    if check_timeout(timeout) < timedelta(0):
+        raise ConfigError(f"the timeout of a group is {timeout}; it must not be negative")
+    return timeout
 
 
 def open_group(
@@ -163,7 +172,7 @@ def split_off(
         world.hashed_name(members) if name is None else name,
         members,
         backend=backend,
-        timeout=default_timeout(backend) if timeout is None else check_timeout(timeout),
+        timeout=timeout_of_group(backend, timeout),
         options=parent.options if options is None else options,
         device=parent.bound_device_id,
         description=f"{parent.group_desc}:split" if description is None else description,

@@ -21,9 +21,14 @@ class PrefixStore(Store):
     Args:
         prefix: text before the keys.
         store: where they are kept.
+
+    Raises:
+        TypeError: one of the two is something else.
     """
 
     def __init__(self, prefix: str, store: Store) -> None:
+        if not isinstance(prefix, str) or not isinstance(store, Store):
+            raise TypeError(f"PrefixStore takes a text and a store, not {prefix!r} and {store!r}")
         self._prefix = prefix
         self._store = store
 
@@ -36,6 +41,12 @@ class PrefixStore(Store):
     def underlying_store(self) -> Store:
         """The store that holds the keys."""
         return self._store
+
+    @property
+    def _underlying_non_prefix_store(self) -> Store:
+        """The store below all prefixes, under torch's name."""
+        store = self._store
+        return store._underlying_non_prefix_store if isinstance(store, PrefixStore) else store
 
     @property
     def address(self) -> str:

@@ -196,6 +196,8 @@ class TCPStore(Store):
         StoreTimeout: not all workers came.
     """
 
+    libuvBackend: Final = False
+
     def __init__(  # torch's signature
         self,
         host_name: str,

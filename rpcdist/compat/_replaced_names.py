@@ -80,7 +80,9 @@ REFUSED: Final = {
 TAKES_GROUPS: Final = {
     "torch.distributed._functional_collectives": "_resolve_group _expand_group",
     "torch.distributed._symmetric_memory": "enable_symm_mem_for_group rendezvous",
-    "torch.distributed.distributed_c10d": "_new_process_group_helper",
+    "torch.distributed.distributed_c10d": (
+        "_add_ephemeral_timeout_for_all_pgs _new_process_group_helper _update_default_pg"
+    ),
     "torch.distributed.fsdp._fully_shard._fully_shard": "fully_shard",
     "torch.distributed.fsdp.fully_sharded_data_parallel": "FullyShardedDataParallel.__init__",
     "torch.distributed.pipelining.stage": "_PipelineStageBase.__init__",

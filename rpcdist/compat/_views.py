@@ -78,7 +78,7 @@ def _refuse(names: str, module: ModuleType) -> None:
             owner = getattr(owner, each)
         original = getattr(owner, last)
         advice = advice_against(module.__name__) or (
-            f"rpcdist.compat cannot replace {module.__name__}.{name}, which makes groups of torch: use new_group or "
+            f"rpcdist.compat cannot replace {module.__name__}.{name}, which is for groups of torch: use new_group or "
             "split_group, or run the program without compat"
         )
 

@@ -81,7 +81,8 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         broadcast_buffers: the old name of `forward_sync_buffers`; False also leaves them out of the initial sync.
         init_sync: compare the ranks' models, and copy rank 0's values to the other ranks, in the constructor.
         process_group: the ranks; the default group by default.
-        bucket_cap_mb: size in MiB from which a bucket is reduced; 25 by default, and 1 for the first one.
+        bucket_cap_mb: size in MiB from which a bucket is reduced; 25 by default, and 1 for the first one. With 0 each
+            gradient is a bucket.
         find_unused_parameters: parameters may stay without gradients; every backward pass determines which, and
             averages what was added since the last one.
         check_reduction: kept for scripts.

@@ -535,6 +535,17 @@ def test_close_is_idempotent(store: Store) -> None:
     assert type(store).__name__ in repr(store)
 
 
+@pytest.mark.parametrize("arguments", [(HashStore(), "p"), ("p", None), (5, HashStore())])
+def test_a_prefix_is_a_text_before_a_store(arguments: tuple[Any, Any]) -> None:
+    with pytest.raises(TypeError, match="takes a text and a store, not"):
+        PrefixStore(*arguments)
+
+
+def test_the_store_below_all_prefixes() -> None:
+    below = HashStore()
+    assert PrefixStore("p", PrefixStore("q", below))._underlying_non_prefix_store is below
+
+
 def test_the_default_timeout_is_torchs() -> None:
     theirs = TorchStoreAdapter(torch.distributed.HashStore())
     assert HashStore().timeout == theirs.timeout == timedelta(seconds=300)

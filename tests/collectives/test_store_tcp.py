@@ -44,6 +44,7 @@ def test_attributes() -> None:
         assert master.host == HOST
         assert master.port > 0
         assert master.address == f"{HOST}:{master.port}"
+        assert not master.libuvBackend
 
 
 def test_nobody_there() -> None:

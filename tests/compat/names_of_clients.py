@@ -4,6 +4,7 @@ import importlib
 import re
 import sys
 import tempfile
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -80,7 +81,13 @@ def check_groups() -> None:
     check(torch._C._distributed_c10d._resolve_process_group(world.group_name) is world, "a group by its name")
     other = dist.new_group([0])
     check(other in c10d._pg_map and c10d._pg_group_ranks[other] == {0: 0}, "a second group")
-    dist.destroy_process_group(other)
+    configs = [config["pg_name"] for config in c10d._get_all_pg_configs()]
+    check(configs == [world.group_name, other.group_name], "the description of all groups")
+    c10d._set_pg_timeout(timedelta(seconds=7), other)
+    check(other._get_backend(torch.device("cpu")) is other.get_backend("cpu"), "the backend of a group")
+    timeouts: list[Any] = [getattr(group, "timeout") for group in (other, world)]  # noqa: B009  (torch's has none)
+    check(timeouts[0] == timedelta(seconds=7) != timeouts[1], "the timeout of a group")
+    c10d._abort_process_group(other)
     check(other not in c10d._pg_map and c10d._get_process_group_name(other) == "None", "a group that was destroyed")
     check(c10d._get_default_store() is not None and c10d._get_object_coll_device() == "cpu", "store and device")
     tensor = torch.ones(2)

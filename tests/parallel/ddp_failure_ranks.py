@@ -177,6 +177,16 @@ def use_twice(rank: int, size: int) -> str:
     return "nothing happened"
 
 
+def annotated(**annotations: object) -> Callable[[object, Any], Any]:
+    """A comm hook whose annotations are those."""
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]
+        raise AssertionError("a hook that was refused is not called")
+
+    hook.__annotations__ = annotations
+    return hook
+
+
 @scenario
 def break_hooks(rank: int, size: int) -> dict[str, str]:
     """Comm hooks that are none, or do not do what they should: in every rank's own process the same."""
@@ -221,6 +231,9 @@ def break_hooks(rank: int, size: int) -> dict[str, str]:
         "fails later": fails_later,
         "is none": 3,
         "takes one": lambda bucket: bucket,
+        "takes a number": annotated(bucket=int),
+        "returns a number": annotated(**{"bucket": comm_hooks.GradBucket, "return": int}),
+        "returns nothing": annotated(**{"return": None}),
     }
     found = {}
     for name, hook in hooks.items():
@@ -252,7 +265,7 @@ def wrap_badly(rank: int, size: int) -> dict[str, str]:
         "cpu device": lambda: DistributedDataParallel(linear, device_ids=[0]),
         "mixed precision": lambda: DistributedDataParallel(linear, mixed_precision=object()),
         "mesh": lambda: DistributedDataParallel(linear, device_mesh=object()),
-        "cap": lambda: DistributedDataParallel(linear, bucket_cap_mb=0),
+        "cap": lambda: DistributedDataParallel(linear, bucket_cap_mb=-1),
         "half delayed": lambda: DistributedDataParallel(linear, param_to_hook_all_reduce=linear.weight),
         "group": lambda: DistributedDataParallel(linear, process_group=3),  # type: ignore[arg-type]
         "optimizer": lambda: DistributedDataParallel(linear)._register_fused_optim(torch.optim.SGD),

@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
         st.tuples(st.integers(1, 400), st.sampled_from(DTYPES), st.sampled_from([False, False, False, True])),
         min_size=1,
     ),
-    limits=st.lists(st.integers(1, 3000), min_size=1, max_size=4),
+    limits=st.lists(st.integers(0, 3000), min_size=1, max_size=4),
 )
 def test_assignment_is_that_of_torch(tensors: list[tuple[int, torch.dtype, bool]], limits: list[int]) -> None:
     facts = [GradientFacts(count * dtype.itemsize, dtype, sparse) for count, dtype, sparse in tensors]
@@ -54,7 +54,13 @@ def test_caps() -> None:
     assert [len(bucket) for bucket in rebuilt_buckets(megabytes[:9], listed, range(9))] == [2, 4, 3]
 
 
-@pytest.mark.parametrize("cap", [0, -1])
+def test_a_cap_of_nothing_makes_a_bucket_of_each_gradient() -> None:
+    facts = [GradientFacts(4, "cpu", False)] * 3
+    assert initial_buckets(facts, BucketCaps.of(0), order_is_fixed=True) == [[2], [1], [0]]
+    assert rebuilt_buckets(facts, BucketCaps.of(0), [1, 0, 2]) == [[1], [0], [2]]
+
+
+@pytest.mark.parametrize("cap", [-0.5, -1])
 def test_bad_caps_are_refused(cap: float) -> None:
     with pytest.raises(ConfigError, match="makes no sense"):
         BucketCaps.of(cap)

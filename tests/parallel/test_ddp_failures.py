@@ -149,6 +149,11 @@ HOOK_ERRORS = {
     "fails later": "ValueError: later",
     "is none": "TypeError: Communication hook must be callable.",
     "takes one": "ConfigError: a communication hook takes two arguments, state and bucket; this one takes ['bucket']",
+    "takes a number": "ConfigError: Communication hook: bucket annotation should be dist.GradBucket, not <class 'int'>",
+    "returns a number": (
+        "ConfigError: Communication hook: return annotation should be torch.futures.Future[torch.Tensor], not"
+    ),
+    "returns nothing": "ConfigError: Communication hook: return annotation should be torch.futures.Future",
     "twice": "DataParallelError: register_comm_hook or register_builtin_comm_hook can only be called once.",
 }
 
@@ -167,7 +172,7 @@ ARGUMENT_ERRORS = {
     "cpu device": "device_ids and output_device are for modules on one accelerator; this one is on cpu",
     "mixed precision": "is a rpcdist.parallel.MixedPrecision of floating-point dtypes",
     "mesh": "made by init_device_mesh",
-    "cap": "a bucket cap of 0 MiB makes no sense",
+    "cap": "a bucket cap of -1 MiB makes no sense",
     "half delayed": "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.",
     "group": "process_group is a builtins.int; make groups with rpcdist.collectives.new_group",
     "optimizer": "_register_fused_optim is not supported; step the optimizer after backward",

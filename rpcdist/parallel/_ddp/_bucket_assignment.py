@@ -37,7 +37,7 @@ class GradientFacts:
 
 @dataclass(frozen=True, slots=True)
 class BucketCaps:
-    """Size limits of buckets. The gradient that reaches the limit is the last one of its bucket.
+    """Size limits of buckets. The gradient that reaches the limit is the last one of its bucket; every one reaches 0.
 
     Attributes:
         num_bytes: limit of all buckets but the first.
@@ -54,11 +54,11 @@ class BucketCaps:
         """Makes the limits from `bucket_cap_mb` and `bucket_cap_mb_list` of `DistributedDataParallel`.
 
         Raises:
-            ConfigError: a cap is not positive.
+            ConfigError: a cap is negative.
         """
         for cap in (cap_mb, *(cap_mb_list or ())):
-            if cap is not None and not cap > 0:
-                raise ConfigError(f"a bucket cap of {cap} MiB makes no sense; give a positive number, or None")
+            if cap is not None and not cap >= 0:
+                raise ConfigError(f"a bucket cap of {cap} MiB makes no sense; give 0 or more, or None")
         if cap_mb_list:
             listed = tuple(int(cap * MEBIBYTE) for cap in cap_mb_list)
             return cls(max(listed), max(listed), listed)

@@ -93,6 +93,22 @@ def check_comm_hook(hook: object) -> None:
         raise ConfigError(
             f"a communication hook takes two arguments, state and bucket; this one takes {names}"
         ) from exc
+    for parameter in list(signature.parameters.values())[1:2]:
+        if _means_another(parameter.annotation, "GradBucket"):
+            raise ConfigError(
+                f"Communication hook: bucket annotation should be dist.GradBucket, not {parameter.annotation!r}"
+            )
+    returns = signature.return_annotation
+    if returns is None or _means_another(returns, "Future"):
+        raise ConfigError(
+            f"Communication hook: return annotation should be torch.futures.Future[torch.Tensor], not {returns!r}"
+        )
+
+
+def _means_another(annotation: object, name: str) -> bool:
+    """Whether an annotation is a class of another name, ours or torch's; texts and generic types are not looked at."""
+    anything = (inspect.Parameter.empty, object, Any)
+    return isinstance(annotation, type) and annotation not in anything and annotation.__name__ != name
 
 
 def name_of_hook(hook: object) -> str:
