@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arpcdist/_proto/value.proto\x12\x07rpcdist\"\x86\x02\n\x05Value\x12)\n\x08\x65ncoding\x18\x01 \x01(\x0e\x32\x17.rpcdist.Value.Encoding\x12\x0c\n\x04\x62ody\x18\x02 \x01(\x0c\x12 \n\x07tensors\x18\x03 \x03(\x0b\x32\x0f.rpcdist.Tensor\x12 \n\x07\x62uffers\x18\x04 \x03(\x0b\x32\x0f.rpcdist.Buffer\x12 \n\x05rrefs\x18\x05 \x03(\x0b\x32\x11.rpcdist.RRefFork\x12\x13\n\x0b\x62ody_buffer\x18\x06 \x01(\r\x12&\n\x08\x61utograd\x18\x07 \x01(\x0b\x32\x14.rpcdist.AutogradLeg\"!\n\x08\x45ncoding\x12\t\n\x05PLAIN\x10\x00\x12\n\n\x06PICKLE\x10\x01\"-\n\x0b\x41utogradLeg\x12\x0f\n\x07message\x18\x01 \x01(\x10\x12\r\n\x05stamp\x18\x02 \x01(\x04\"\xbe\x01\n\x06Tensor\x12\r\n\x05\x64type\x18\x01 \x01(\r\x12\x0e\n\x06\x62uffer\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\r\n\x05shape\x18\x04 \x03(\x03\x12\x0e\n\x06stride\x18\x05 \x03(\x03\x12\x15\n\rrequires_grad\x18\x06 \x01(\x08\x12\x11\n\tparameter\x18\x07 \x01(\x08\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x1f\n\x06sparse\x18\t \x01(\x0b\x32\x0f.rpcdist.Sparse\x12\x0b\n\x03run\x18\n \x01(\r\"<\n\x06Sparse\x12\x0f\n\x07indices\x18\x01 \x01(\r\x12\x0e\n\x06values\x18\x02 \x01(\r\x12\x11\n\tcoalesced\x18\x03 \x01(\x08\"&\n\x06\x42uffer\x12\x0c\n\x04size\x18\x01 \x01(\x04\x12\x0e\n\x06inline\x18\x02 \x01(\x0c\"E\n\x08UniqueId\x12\x12\n\ncreated_on\x18\x01 \x01(\x03\x12\x10\n\x08local_id\x18\x02 \x01(\x03\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\"\xc0\x01\n\x08RRefFork\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\x1f\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12!\n\x06parent\x18\x03 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\r\n\x05owner\x18\x04 \x01(\x03\x12\x19\n\x11owner_incarnation\x18\x05 \x01(\x06\x12\x12\n\nowner_name\x18\x06 \x01(\t\x12\x11\n\tis_serial\x18\x07 \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arpcdist/_proto/value.proto\x12\x07rpcdist\"\x96\x02\n\x05Value\x12)\n\x08\x65ncoding\x18\x01 \x01(\x0e\x32\x17.rpcdist.Value.Encoding\x12\x0c\n\x04\x62ody\x18\x02 \x01(\x0c\x12 \n\x07tensors\x18\x03 \x03(\x0b\x32\x0f.rpcdist.Tensor\x12 \n\x07\x62uffers\x18\x04 \x03(\x0b\x32\x0f.rpcdist.Buffer\x12 \n\x05rrefs\x18\x05 \x03(\x0b\x32\x11.rpcdist.RRefFork\x12\x13\n\x0b\x62ody_buffer\x18\x06 \x01(\r\x12&\n\x08\x61utograd\x18\x07 \x01(\x0b\x32\x14.rpcdist.AutogradLeg\x12\x0e\n\x06weight\x18\x08 \x01(\x0c\"!\n\x08\x45ncoding\x12\t\n\x05PLAIN\x10\x00\x12\n\n\x06PICKLE\x10\x01\"-\n\x0b\x41utogradLeg\x12\x0f\n\x07message\x18\x01 \x01(\x10\x12\r\n\x05stamp\x18\x02 \x01(\x04\"\xbe\x01\n\x06Tensor\x12\r\n\x05\x64type\x18\x01 \x01(\r\x12\x0e\n\x06\x62uffer\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\r\n\x05shape\x18\x04 \x03(\x03\x12\x0e\n\x06stride\x18\x05 \x03(\x03\x12\x15\n\rrequires_grad\x18\x06 \x01(\x08\x12\x11\n\tparameter\x18\x07 \x01(\x08\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x1f\n\x06sparse\x18\t \x01(\x0b\x32\x0f.rpcdist.Sparse\x12\x0b\n\x03run\x18\n \x01(\r\"<\n\x06Sparse\x12\x0f\n\x07indices\x18\x01 \x01(\r\x12\x0e\n\x06values\x18\x02 \x01(\r\x12\x11\n\tcoalesced\x18\x03 \x01(\x08\"&\n\x06\x42uffer\x12\x0c\n\x04size\x18\x01 \x01(\x04\x12\x0e\n\x06inline\x18\x02 \x01(\x0c\"E\n\x08UniqueId\x12\x12\n\ncreated_on\x18\x01 \x01(\x03\x12\x10\n\x08local_id\x18\x02 \x01(\x03\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\"\xc0\x01\n\x08RRefFork\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\x1f\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12!\n\x06parent\x18\x03 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\r\n\x05owner\x18\x04 \x01(\x03\x12\x19\n\x11owner_incarnation\x18\x05 \x01(\x06\x12\x12\n\nowner_name\x18\x06 \x01(\t\x12\x11\n\tis_serial\x18\x07 \x01(\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,19 +32,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rpcdist._proto.value_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_VALUE']._serialized_start=40
-  _globals['_VALUE']._serialized_end=302
-  _globals['_VALUE_ENCODING']._serialized_start=269
-  _globals['_VALUE_ENCODING']._serialized_end=302
-  _globals['_AUTOGRADLEG']._serialized_start=304
-  _globals['_AUTOGRADLEG']._serialized_end=349
-  _globals['_TENSOR']._serialized_start=352
-  _globals['_TENSOR']._serialized_end=542
-  _globals['_SPARSE']._serialized_start=544
-  _globals['_SPARSE']._serialized_end=604
-  _globals['_BUFFER']._serialized_start=606
-  _globals['_BUFFER']._serialized_end=644
-  _globals['_UNIQUEID']._serialized_start=646
-  _globals['_UNIQUEID']._serialized_end=715
-  _globals['_RREFFORK']._serialized_start=718
-  _globals['_RREFFORK']._serialized_end=910
+  _globals['_VALUE']._serialized_end=318
+  _globals['_VALUE_ENCODING']._serialized_start=285
+  _globals['_VALUE_ENCODING']._serialized_end=318
+  _globals['_AUTOGRADLEG']._serialized_start=320
+  _globals['_AUTOGRADLEG']._serialized_end=365
+  _globals['_TENSOR']._serialized_start=368
+  _globals['_TENSOR']._serialized_end=558
+  _globals['_SPARSE']._serialized_start=560
+  _globals['_SPARSE']._serialized_end=620
+  _globals['_BUFFER']._serialized_start=622
+  _globals['_BUFFER']._serialized_end=660
+  _globals['_UNIQUEID']._serialized_start=662
+  _globals['_UNIQUEID']._serialized_end=731
+  _globals['_RREFFORK']._serialized_start=734
+  _globals['_RREFFORK']._serialized_end=926
 # @@protoc_insertion_point(module_scope)

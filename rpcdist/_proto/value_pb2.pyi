@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Value(_message.Message):
-    __slots__ = ("encoding", "body", "tensors", "buffers", "rrefs", "body_buffer", "autograd")
+    __slots__ = ("encoding", "body", "tensors", "buffers", "rrefs", "body_buffer", "autograd", "weight")
     class Encoding(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PLAIN: _ClassVar[Value.Encoding]
@@ -22,6 +22,7 @@ class Value(_message.Message):
     RREFS_FIELD_NUMBER: _ClassVar[int]
     BODY_BUFFER_FIELD_NUMBER: _ClassVar[int]
     AUTOGRAD_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     encoding: Value.Encoding
     body: bytes
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
@@ -29,7 +30,8 @@ class Value(_message.Message):
     rrefs: _containers.RepeatedCompositeFieldContainer[RRefFork]
     body_buffer: int
     autograd: AutogradLeg
-    def __init__(self, encoding: _Optional[_Union[Value.Encoding, str]] = ..., body: _Optional[bytes] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., rrefs: _Optional[_Iterable[_Union[RRefFork, _Mapping]]] = ..., body_buffer: _Optional[int] = ..., autograd: _Optional[_Union[AutogradLeg, _Mapping]] = ...) -> None: ...
+    weight: bytes
+    def __init__(self, encoding: _Optional[_Union[Value.Encoding, str]] = ..., body: _Optional[bytes] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., rrefs: _Optional[_Iterable[_Union[RRefFork, _Mapping]]] = ..., body_buffer: _Optional[int] = ..., autograd: _Optional[_Union[AutogradLeg, _Mapping]] = ..., weight: _Optional[bytes] = ...) -> None: ...
 
 class AutogradLeg(_message.Message):
     __slots__ = ("message", "stamp")

@@ -24,7 +24,7 @@ from rpcdist.rpc import RRef, get_rpc_timeout
 from rpcdist.rpc._agent_local import AgentLocal
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.blocking import blocking
-from rpcdist.rpc._values.plain import PlainWriter, read_plain
+from rpcdist.rpc._values.plain import FREE_BYTES, PlainWriter, read_plain
 from rpcdist.torch_optimizers import take_step
 
 __all__ = [
@@ -312,7 +312,8 @@ def encode_step(number: int, options: Sequence[Group] | None, hogwild: bool) -> 
         return work
     writer = PlainWriter(None, MAX_OPTIONS_BYTES)
     writer.write(options)
-    if writer.externals or writer.buffers or writer.tensors or len(writer.body) > MAX_OPTIONS_BYTES:
+    is_plain = not (writer.externals or writer.buffers or writer.tensors)
+    if not is_plain or len(writer.body) > MAX_OPTIONS_BYTES or writer.cost_bytes > FREE_BYTES:
         return None
     return work + writer.body
 

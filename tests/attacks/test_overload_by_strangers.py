@@ -33,6 +33,7 @@ pytestmark = pytest.mark.multiproc
 
 MAX_COST_MIB = 64.0
 NUM_CONNECTIONS = 1500
+NUM_DESCRIPTORS = 1024
 NUM_SENDERS = 20
 SENT_BYTES = 4 << 20  # by each; a server that buffered it would take 80 MiB
 NUM_JOINS = 5
@@ -42,7 +43,13 @@ MARGIN = 64  # descriptors of the worker's own doings meanwhile
 
 @pytest.fixture(scope="module")
 def world(module_pool: WorkerPool) -> Iterator[RpcWorld]:
-    world = module_pool.world("a", "b", url=f"tcp://127.0.0.1:{free_port()}", peer_timeout=CALM_S)
+    """Its workers may have as many descriptors as most systems give a process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (NUM_DESCRIPTORS, hard))
+    try:
+        world = module_pool.world("a", "b", url=f"tcp://127.0.0.1:{free_port()}", peer_timeout=CALM_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     yield world
     world.shutdown()
 
@@ -158,7 +165,22 @@ def test_silent_connections_to_grpc(victim: Worker, stranger: ExitStack, silence
     def attack() -> list[socket.socket]:
         return [connect(stranger, address, SILENCES[silence]) for _ in range(NUM_CONNECTIONS)]
 
-    assert_cheap(victim, attack, NUM_CONNECTIONS)
+    assert_cheap(victim, attack, MAX_UNPROVEN)
+
+
+def test_silent_connections_end_no_connection_that_has_made_a_call(victim: Worker, stranger: ExitStack) -> None:
+    """Those that prove themselves over gRPC before the strangers come are there afterwards."""
+    address = victim.run(functions.address)
+
+    async def attempt() -> None:
+        async with connected(address) as channel:
+            client = RawClient(channel)
+            await client.prove()
+            silent = [connect(stranger, split_address(address), SILENCES["half a handshake"]) for _ in range(600)]
+            await asyncio.to_thread(eventually, lambda: num_ended(silent) >= 600 - MAX_UNPROVEN, "most are ended")
+            await RawClient(channel).prove()  # on the same connection
+
+    run_on_loop(attempt())
 
 
 @pytest.mark.parametrize("silence", SILENCES if FULL else ["a length, and nothing of it"])

@@ -21,7 +21,7 @@ from rpcdist.rpc._marshal.arrived_value import ArrivedCompact, ArrivedFailure, A
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._values import LargeBuffer, MapDevice, ReceiveBuffer
-from rpcdist.rpc._values.codec import fill_pickled, fill_value, write_plain
+from rpcdist.rpc._values.codec import add_weight, fill_pickled, fill_value, write_plain
 from rpcdist.rpc._values.compact import CompactValue, compact_value
 from rpcdist.rpc._values.exceptions import add_note
 from rpcdist.rpc._values.failures import failure_of
@@ -143,7 +143,9 @@ class Marshal:
                 map_device=self._find_device_map(to, written.session),
                 on_tensors=record,
             )
-            value.rrefs.extend(externals.forks)
+            if externals.forks:
+                value.rrefs.extend(externals.forks)
+                add_weight(value)
         except BaseException:
             self.give_back(externals.forks)
             raise
@@ -215,6 +217,7 @@ class Marshal:
                 self.give_back(externals.forks)
                 raise
             value.rrefs.extend(externals.forks)
+            add_weight(value)
             shared.extend(externals.forks)
             return large
 

@@ -12,15 +12,29 @@ from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, add_buffer, received_buffers
 from rpcdist.rpc._values.externals import Externals
 from rpcdist.rpc._values.pickled import PickledParts, read_pickle, write_pickle
-from rpcdist.rpc._values.plain import MAX_ITEMS, NotPlain, PlainWriter, read_plain
-from rpcdist.rpc._values.rebuild import rebuild_tensors
+from rpcdist.rpc._values.plain import (
+    FREE_BYTES,
+    MAX_ITEMS,
+    NotPlain,
+    PlainWriter,
+    allowed_bytes,
+    read_plain,
+)
+from rpcdist.rpc._values.rebuild import TENSOR_BYTES, rebuild_tensors, tensors_cost
 from rpcdist.rpc._values.refusals import why_not_plain
 from rpcdist.rpc._values.tensors import MapDevice, UnsupportedTensor, pack_tensors
+from rpcdist.transport._framing.message_parts import missing_weight
 
-__all__ = ["OnTensors", "decode", "encode_into", "fill_pickled", "fill_value", "write_plain"]
+__all__ = ["OnTensors", "add_weight", "decode", "encode_into", "fill_pickled", "fill_value", "write_plain"]
 
 OnTensors = Callable[[list[torch.Tensor]], object]
 """Is given the tensor table of a value; the order is the same at both ends."""
+
+MAX_MADE_HEAVIER: Final = 1 << 14
+"""Workers that send pickles, and so rarely speak to those that take none, add no weight for more tensors than these."""
+
+FEW_PARTS: Final = 200
+"""Tensors, buffers and references of so few do not take much."""
 
 PLAIN_ITEMS: Final = 48
 """Values of more parts are pickled: the plain writer is Python, and slower from here on."""
@@ -155,6 +169,30 @@ def _fill(
         value.body_buffer = add_buffer(value, memoryview(body), large) + 1
     if parts.tensors:
         pack_tensors(value, parts.tensors, large, map_device, all_differ=parts.lists_tensors)
+    if isinstance(parts, PlainWriter):
+        _make_it_weigh_enough(value, parts, large)
+    add_weight(value)
+
+
+def _make_it_weigh_enough(value: value_pb2.Value, parts: PlainWriter, large: list[LargeBuffer]) -> None:
+    """Adds a buffer that nobody refers to where the receiver would refuse the value. [Note: what a value costs]"""
+    count = len(parts.tensors)
+    cost = parts.cost_bytes + TENSOR_BYTES * count
+    if count > MAX_MADE_HEAVIER and parts.may_list_tensors:
+        cost = parts.cost_bytes
+    if cost > FREE_BYTES:
+        missing = cost - allowed_bytes(sum([buffer.size for buffer in large]))
+        if missing > 0:
+            add_buffer(value, memoryview(bytes(max(missing // 2, INLINE_LIMIT) + 1)), large)
+
+
+def add_weight(value: value_pb2.Value) -> None:
+    """Makes a value of very many parts weigh what they take once it is parsed; else its receiver refuses it."""
+    if len(value.tensors) + len(value.buffers) + len(value.rrefs) < FEW_PARTS:
+        return
+    missing = missing_weight(value_pb2.Value, value.SerializeToString())
+    if missing > 0:
+        value.weight = bytes(len(value.weight) + missing)
 
 
 def _externalize(objects: Sequence[object], externals: Externals | None) -> None:
@@ -195,6 +233,11 @@ def decode(
             "tensors, and lists, tuples and dicts of them"
         )
     buffers = received_buffers(value, large)
+    inline_bytes = sum([len(buffer) for buffer in buffers if isinstance(buffer, bytes)])
+    weight_bytes = len(body) + inline_bytes + sum([buffer.size for buffer in large]) + len(value.weight)
+    taken_bytes = len(body) + 2 * inline_bytes  # they are copied out of the message; into tensors, once more
+    if plain_only and value.tensors:
+        taken_bytes += tensors_cost(value.tensors, weight_bytes, allowed_bytes(weight_bytes) - taken_bytes)
     tensors = rebuild_tensors(value, buffers, plain_only)
     if on_tensors is not None and tensors:
         on_tensors(tensors)
@@ -205,8 +248,10 @@ def decode(
             raise SerializationError("a value arrived that is damaged: its body is missing")
         buffer = buffers[separate - 1]
         source = buffer.view if isinstance(buffer, ReceiveBuffer) else buffer
+        if encoding == value_pb2.Value.PLAIN and isinstance(buffer, ReceiveBuffer) and buffer.borrowed_view is not None:
+            source = bytes(source)  # else the sender could change it while it is read
     if encoding == value_pb2.Value.PLAIN:
-        return read_plain(bytes(source), tensors, buffers, externals)
+        return read_plain(source, tensors, buffers, externals, weight_bytes, taken_bytes)
     if encoding == value_pb2.Value.PICKLE:
         return read_pickle(source, tensors, buffers, externals)
     raise SerializationError(f"a value arrived in encoding {encoding}, which this version does not know")

@@ -21,8 +21,8 @@ import torch
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, TensorBuffer
 from rpcdist.rpc._values.dtypes import DTYPE_CODES, DTYPES, DtypeInfo
-from rpcdist.rpc._values.plain import PlainWriter, read_plain
-from rpcdist.rpc._values.rebuild import contiguous_strides, over_storage
+from rpcdist.rpc._values.plain import FREE_BYTES, PlainWriter, allowed_bytes, read_plain, too_much_for_its_weight
+from rpcdist.rpc._values.rebuild import TENSOR_BYTES, contiguous_strides, over_storage
 from rpcdist.rpc._values.tensors import address_of
 from rpcdist.transport.wire_messages import MAX_COMPACT_BODY_BYTES
 
@@ -66,6 +66,8 @@ def compact_value(writer: PlainWriter) -> CompactValue | None:
     if writer.lists_tensors:  # they travel as runs, which no table can say
         return None
     tensors = writer.tensors
+    if writer.cost_bytes + TENSOR_BYTES * len(tensors) > FREE_BYTES:  # a `Value` can weigh more than its parts
+        return None
     if not tensors:
         return CompactValue(bytes(body), 0, ())
     return compact_tensors(tensors, body)
@@ -148,10 +150,14 @@ def read_compact(
     """
     if not num_tensors and not large:
         return read_plain(body, [], [], None)
+    weight_bytes = len(body) + sum([buffer.size for buffer in large])
+    taken_bytes = TENSOR_BYTES * num_tensors + len(body)  # which is copied: into tensors, or once more
+    if taken_bytes > allowed_bytes(weight_bytes):
+        raise too_much_for_its_weight(weight_bytes)
     tensors, at = read_compact_tensors(body, num_tensors, large)
     if on_tensors is not None and tensors:
         on_tensors(tensors)
-    return read_plain(body[at:], tensors, [], None)
+    return read_plain(body[at:], tensors, [], None, weight_bytes, taken_bytes)
 
 
 def read_compact_tensors(

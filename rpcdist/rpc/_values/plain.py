@@ -6,8 +6,14 @@ the codec would send. docs/values.md has the format. Lists, dicts and bytearrays
 so cycles work.
 
 Rules of this file: the decoder trusts nothing. Whatever the bytes are, it returns a value or raises
-`SerializationError`; it never calls code of the value's choice, never recurses deeper than `MAX_DEPTH`, never builds
-more than `MAX_ITEMS` objects, and does no more work for a dict than its size accounts for (`hash_work.py`).
+`SerializationError`; it never calls code of the value's choice, never recurses deeper than `MAX_DEPTH`, and does no
+more work for a dict than its size accounts for (`hash_work.py`).
+
+[Note: what a value costs]
+A number of nine bytes takes 40 in memory, an empty dict of one byte takes 90. So the decoder counts what the objects
+take, by the constants below, before it makes them, and refuses a value that would take more than `allowed_bytes`: with
+its own bytes, it takes three times its weight and 1 MiB at most. The writer counts alike. A value of an honest program
+that takes more gets a buffer that nobody refers to beside it (`codec.py`), which makes it weigh enough.
 """
 
 from __future__ import annotations
@@ -27,17 +33,47 @@ from rpcdist.rpc._values.externals import Externals
 from rpcdist.rpc._values.hash_work import CHECKED_FROM, HashWork
 from rpcdist.rpc._values.tensor_runs import RUNS_FROM
 
-__all__ = ["FREE_ITEMS", "ITEM_BYTES", "MAX_DEPTH", "MAX_ITEMS", "NotPlain", "PlainWriter", "most_items", "read_plain"]
+__all__ = [
+    "FREE_BYTES",
+    "MAX_DEPTH",
+    "MAX_ITEMS",
+    "MAX_LISTED",
+    "NotPlain",
+    "PlainWriter",
+    "allowed_bytes",
+    "read_plain",
+    "too_much_for_its_weight",
+]
 
 MAX_DEPTH: Final = 64
 """Containers within containers; deeper values are pickled."""
 
-MAX_ITEMS: Final = 1 << 20
-"""Objects in one value; a tensor counts once. More are pickled, or refused where only plain values may pass."""
+MAX_ITEMS: Final = 1 << 25
+"""Parts of a value that goes without pickle: the same tuple again and again, in tuples of such, would have no end."""
 
-FREE_ITEMS: Final = 300_000
-ITEM_BYTES: Final = 56
-"""What a part takes in memory: a number 40 with its place in a list, a short text 58, an empty dict of one byte 72."""
+MAX_LISTED: Final = 1 << 20
+"""Tensors that one value may list without naming each."""
+
+FREE_BYTES: Final = 1 << 20
+"""What a value may take in memory, however little it weighs."""
+
+# What the objects take, rounded up to what the allocator gives. [Note: what a value costs]
+_SLOT_BYTES: Final = 9  # a place in a list, which grows by an eighth at a time
+_NUMBER_BYTES: Final = 32
+_LIST_BYTES: Final = 120  # with its place among the objects that may occur twice
+_TUPLE_BYTES: Final = 64
+_TUPLE_SLOT_BYTES: Final = 17  # it is made of a list
+_DICT_BYTES: Final = 96
+_FIRST_ENTRY_BYTES: Final = 192
+_ENTRY_BYTES: Final = 128  # while the table grows, the one before is still there
+_TEXT_BYTES: Final = 80
+_REFERENCE_BYTES: Final = 256
+_CHECKED_ITEMS: Final = 256  # between two looks at what is left
+_CHECKED_ENTRIES: Final = 128
+
+_ASTRAL: Final = tuple(bytes((lead,)) for lead in range(0xF0, 0xF5))
+_CONTINUATION: Final = bytes(range(0x80, 0xC0))
+_BLOCK_BYTES: Final = 1 << 16
 
 # Tags. A byte below 128 is that integer itself.
 _NONE, _TRUE, _FALSE, _INT64, _BIG, _FLOAT, _COMPLEX = range(0x80, 0x87)
@@ -67,9 +103,28 @@ _MIN_INT64: Final = -(1 << 63)
 _MAX_INT64: Final = (1 << 63) - 1
 
 
-def most_items(size_bytes: int) -> int:
-    """The parts that a body of that size may have, so that the objects take some three times its size and 16 MiB."""
-    return min(MAX_ITEMS, FREE_ITEMS + 3 * size_bytes // ITEM_BYTES)
+def allowed_bytes(weight_bytes: int) -> int:
+    """What the objects of a value may take that weighs so much. [Note: what a value costs]"""
+    return FREE_BYTES + 2 * weight_bytes
+
+
+def too_much_for_its_weight(weight_bytes: int) -> SerializationError:
+    """The error where a value would take more than that."""
+    return SerializationError(
+        f"a value of {weight_bytes} bytes arrived that would take more than {allowed_bytes(weight_bytes)} bytes of "
+        "memory. Send numbers as a tensor, fewer and larger tensors, or the rest in several calls"
+    )
+
+
+def _text_bytes(data: bytes) -> int:
+    """What a text takes that is `data` in UTF-8: all of its characters have the width of the widest, and while it is
+    made, those before the first of them are there in half of that, too."""
+    size = len(data)
+    if data.isascii():
+        return _TEXT_BYTES + size
+    starts = range(0, size, _BLOCK_BYTES)
+    length = sum([len(data[at : at + _BLOCK_BYTES].translate(None, _CONTINUATION)) for at in starts])
+    return _TEXT_BYTES + length * (6 if any([lead in data for lead in _ASTRAL]) else 3)
 
 
 class NotPlain(Exception):
@@ -86,7 +141,9 @@ class PlainWriter:
 
     Attributes:
         body: what was written.
+        cost_bytes: what the objects take at the receiver. [Note: what a value costs]
         tensors: the tensors of the value; the body refers to them by index.
+        may_list_tensors: see above.
         lists_tensors: it has a long list of tensors; only if all tensors differ does the body say what the value is.
         externals: the remote references of the value; the body refers to them by index.
         buffers: large strings and bytes that stay out of the body, which refers to them by index.
@@ -96,23 +153,24 @@ class PlainWriter:
         "_known",
         "_known_externals",
         "_left",
-        "_max_items",
-        "_may_list_tensors",
         "_num_listed",
         "_seen",
         "_source",
         "body",
         "buffers",
+        "cost_bytes",
         "externals",
         "lists_tensors",
+        "may_list_tensors",
         "tensors",
     )
 
     def __init__(self, source: Externals | None, max_items: int, *, may_list_tensors: bool = False) -> None:
         self._source = source
-        self._left = self._max_items = max_items
-        self._may_list_tensors = may_list_tensors
-        self._num_listed = max_items
+        self._left = max_items
+        self.may_list_tensors = may_list_tensors
+        self._num_listed = 0
+        self.cost_bytes = 0
         self.lists_tensors = False
         self._seen: dict[int, int] = {}  # by id(): lists, dicts and bytearrays; tensors; externals
         self._known: dict[int, int] = {}
@@ -126,13 +184,9 @@ class PlainWriter:
         """Writes `obj`.
 
         Raises:
-            NotPlain: a part of it is not plain, or it has more than `max_items` parts, or than its size allows. The
-                body is useless then.
+            NotPlain: a part of it is not plain, or it has more than `max_items` parts. The body is useless then.
         """
         self._items((obj,), 0)
-        num_items = self._max_items - self._left
-        if num_items > FREE_ITEMS and num_items > most_items(len(self.body)):
-            raise NotPlain
 
     def _items(self, items: tuple[Any, ...] | list[Any], depth: int) -> None:
         # One loop for all small types: a Python call per item would cost more than the item.
@@ -140,6 +194,7 @@ class PlainWriter:
         self._left -= len(items)
         if self._left < 0 or depth > MAX_DEPTH:
             raise NotPlain
+        cost = 0
         for item in items:
             kind = type(item)
             if kind is torch.Tensor:
@@ -149,10 +204,12 @@ class PlainWriter:
                     body.append(item)
                 elif _MIN_INT64 <= item <= _MAX_INT64:
                     body += _write_int64(_INT64, item)
+                    cost += _NUMBER_BYTES
                 else:
                     data = item.to_bytes(item.bit_length() // 8 + 1, "little", signed=True)
                     body += _write_length(_BIG, len(data))
                     body += data
+                    cost += _NUMBER_BYTES + 2 * len(data)
             elif kind is tuple:
                 count = len(item)
                 if count < 16:
@@ -160,12 +217,14 @@ class PlainWriter:
                 else:
                     body += _write_length(_TUPLE, count)
                 if count:
+                    cost += _TUPLE_BYTES + _TUPLE_SLOT_BYTES * count
                     self._items(item, depth + 1)
             elif kind is str:
                 if len(item) < 128 and item.isascii():
                     body.append(_STR8)
                     body.append(len(item))
                     body += item.encode()
+                    cost += _TEXT_BYTES + len(item)
                 else:
                     self._string(item)
             elif item is None:
@@ -176,23 +235,29 @@ class PlainWriter:
                 body.append(_FALSE)
             elif kind is float:
                 body += _write_float(_FLOAT, item)
+                cost += _NUMBER_BYTES
             elif kind is dict:
                 if item or id(item) in self._seen:
                     self._dict(item, depth)
                 else:  # as the keywords of most calls
                     self._seen[id(item)] = len(self._seen)
                     body.append(_DICT0)
+                    cost += _DICT_BYTES
             elif kind is list:
-                if not self._written_before(item) and not self._tensor_list(item):
-                    body += _write_length(_LIST, len(item))
-                    self._items(item, depth + 1)
+                if not self._written_before(item):
+                    cost += _LIST_BYTES + _SLOT_BYTES * len(item)
+                    if not self._tensor_list(item):
+                        body += _write_length(_LIST, len(item))
+                        self._items(item, depth + 1)
             else:
                 self._other(item)
+        self.cost_bytes += cost
 
     def _dict(self, item: dict[object, object], depth: int) -> None:
         if self._written_before(item):
             return
         count = len(item)
+        self.cost_bytes += _DICT_BYTES + _FIRST_ENTRY_BYTES + _ENTRY_BYTES * count if count else _DICT_BYTES
         if count < 16:
             self.body.append(_DICT0 + count)
         else:
@@ -210,7 +275,7 @@ class PlainWriter:
         return True
 
     def _tensor(self, tensor: torch.Tensor) -> None:
-        if tensor.layout is not torch.strided or (hasattr(tensor, "_is_buffer") and self._may_list_tensors):
+        if tensor.layout is not torch.strided or (hasattr(tensor, "_is_buffer") and self.may_list_tensors):
             raise NotPlain
         count = len(self.tensors)
         index = self._known.setdefault(id(tensor), count)
@@ -224,10 +289,10 @@ class PlainWriter:
     def _tensor_list(self, items: list[Any]) -> bool:
         """Writes a long list of nothing but tensors as one part; whether it was one."""
         count = len(items)
-        if count < RUNS_FROM or not self._may_list_tensors or set(map(type, items)) != {torch.Tensor}:
+        if count < RUNS_FROM or not self.may_list_tensors or set(map(type, items)) != {torch.Tensor}:
             return False
         self._num_listed += count
-        if self._num_listed > MAX_ITEMS or any([hasattr(item, "_is_buffer") for item in items]):
+        if self._num_listed > MAX_LISTED or any([hasattr(item, "_is_buffer") for item in items]):
             return False
         self.lists_tensors = True
         self.body += _write_length(_TENSOR_LIST, count)
@@ -240,6 +305,7 @@ class PlainWriter:
             data = item.encode()
         except UnicodeEncodeError:
             data = item.encode("utf-8", "surrogatepass")
+        self.cost_bytes += _text_bytes(data)
         self._bytes(data, _STR8, _STR32, _STR_BUFFER)
 
     def _bytes(self, data: bytes | bytearray, short: int, long: int, separate: int) -> None:
@@ -255,23 +321,28 @@ class PlainWriter:
         else:
             body += _write_length(separate, len(self.buffers))
             self.buffers.append(memoryview(data))
+            self.cost_bytes += _TEXT_BYTES + size  # the copy that the receiver makes first
 
     def _other(self, item: Any) -> None:
         kind = type(item)
         body = self.body
         if kind is bytes:
+            self.cost_bytes += _TEXT_BYTES + len(item)
             self._bytes(item, _BYTES8, _BYTES32, _BYTES_BUFFER)
         elif kind is Parameter:
-            if vars(item) and self._may_list_tensors:  # attributes, which pickle can say
+            if vars(item) and self.may_list_tensors:  # attributes, which pickle can say
                 raise NotPlain
             self._tensor(item)
         elif kind is complex:
             body += _COMPLEX_FORM.pack(_COMPLEX, item.real, item.imag)
+            self.cost_bytes += _NUMBER_BYTES
         elif kind is bytearray:
             if not self._written_before(item):
                 self._bytes(item, 0, _BYTEARRAY, _BYTEARRAY_BUFFER)
+                self.cost_bytes += _LIST_BYTES + _TEXT_BYTES + len(item)
         elif kind is torch.Size:
             body += _write_length(_SIZE, len(item))
+            self.cost_bytes += _TUPLE_BYTES + (_TUPLE_SLOT_BYTES + _SLOT_BYTES + _NUMBER_BYTES) * len(item)
             for length in item:
                 body += _write_int64(_INT64, length)
         elif kind is torch.dtype and item in DTYPE_CODES:
@@ -282,25 +353,39 @@ class PlainWriter:
             body.append(_DEVICE)
             body.append(len(name))
             body += name
+            self.cost_bytes += _TEXT_BYTES + len(name)
         elif self._source is not None and self._source.is_external(item):
             count = len(self.externals)
             index = self._known_externals.setdefault(id(item), count)
             if index == count:
                 self.externals.append(item)
             body += _write_length(_EXTERNAL, index)
+            self.cost_bytes += _REFERENCE_BYTES
         else:
             raise NotPlain
 
 
 def read_plain(
-    body: bytes, tensors: list[torch.Tensor], buffers: list[bytes | ReceiveBuffer], externals: Externals | None
+    body: bytes | memoryview,
+    tensors: list[torch.Tensor],
+    buffers: list[bytes | ReceiveBuffer],
+    externals: Externals | None,
+    weight_bytes: int | None = None,
+    taken_bytes: int = 0,
 ) -> object:
     """The value that `PlainWriter` wrote.
 
+    Args:
+        body: what arrived; nobody else writes there.
+        weight_bytes: of the value, with all of its buffers; without it, `body` is all of it.
+        taken_bytes: what was made of it, and copied, before. [Note: what a value costs]
+
     Raises:
-        SerializationError: the bytes are not a plain value; what `Externals.internalize` raises.
+        SerializationError: the bytes are not a plain value, or it would take too much for its weight; what
+            `Externals.internalize` raises.
     """
-    reader = _Reader(body, tensors, buffers, externals)
+    reader = _Reader(body, tensors, buffers, externals, len(body) if weight_bytes is None else weight_bytes)
+    reader.left -= taken_bytes
     try:
         items, end = reader.items(0, 1, 0)
     except (IndexError, KeyError, StructError, ValueError, TypeError, OverflowError) as exc:
@@ -313,91 +398,120 @@ def read_plain(
 
 
 class _Reader:
-    __slots__ = ("body", "buffers", "externals", "hash_work", "left", "listed_left", "made", "tensors", "used")
+    __slots__ = ("body", "buffers", "externals", "hash_work", "left", "made", "tensors", "used", "weight_bytes")
 
     def __init__(
         self,
-        body: bytes,
+        body: bytes | memoryview,
         tensors: list[torch.Tensor],
         buffers: list[bytes | ReceiveBuffer],
         externals: Externals | None,
+        weight_bytes: int,
     ) -> None:
         self.body = body
         self.tensors = tensors
         self.buffers = buffers
         self.externals = externals
-        self.left = most_items(len(body))
-        self.listed_left = MAX_ITEMS  # of tensors, which are counted elsewhere: each takes a place in a list
+        self.weight_bytes = weight_bytes
+        self.left = allowed_bytes(weight_bytes)
         self.hash_work: HashWork | None = None
         self.made: list[object] = []
         self.used: set[int] = set()
 
-    def items(self, position: int, count: int, depth: int) -> tuple[list[Any], int]:
-        """Reads `count` items from `position`; returns them and the position behind."""
+    def take(self, num_bytes: int) -> None:
+        """So much is about to be made. Raises `SerializationError` where the value may not take that."""
+        self.left -= num_bytes
+        if self.left < 0:
+            raise too_much_for_its_weight(self.weight_bytes)
+
+    def items(self, position: int, count: int, depth: int, into: list[Any] | None = None) -> tuple[list[Any], int]:
+        """Reads `count` items from `position`; returns them and the position behind. Their places are paid for."""
+        if depth > MAX_DEPTH:
+            raise SerializationError(f"a value arrived that is nested deeper than {MAX_DEPTH} containers")
         body = self.body
-        self.left -= count
-        if self.left < 0 or depth > MAX_DEPTH:
-            raise SerializationError(
-                f"a value of {len(body)} bytes arrived with more than {most_items(len(body))} parts, or nested deeper "
-                f"than {MAX_DEPTH} containers. Send numbers as a tensor, and the rest in several calls"
-            )
-        items: list[Any] = []
+        items: list[Any] = [] if into is None else into
         add = items.append
-        for _ in range(count):
-            tag = body[position]
-            position += 1
-            if tag < 0x80:
-                add(tag)
-            elif _TENSOR0 <= tag < _TENSOR0 + 32:
-                add(self.tensors[tag - _TENSOR0])
-            elif _TUPLE0 <= tag < _TUPLE0 + 16:
-                if tag == _TUPLE0:
-                    add(())
+        while count > 0:
+            cost = 0
+            for _ in range(count if count < _CHECKED_ITEMS else _CHECKED_ITEMS):
+                tag = body[position]
+                position += 1
+                if tag < 0x80:
+                    add(tag)
+                elif _TENSOR0 <= tag < _TENSOR0 + 32:
+                    add(self.tensors[tag - _TENSOR0])
+                elif _TUPLE0 <= tag < _TUPLE0 + 16:
+                    if tag == _TUPLE0:
+                        add(())
+                    else:
+                        self.left -= cost
+                        cost = 0
+                        made, position = self.read_tuple(position, tag - _TUPLE0, depth)
+                        add(made)
+                elif _DICT0 <= tag < _DICT0 + 16:
+                    if tag == _DICT0:
+                        cost += _DICT_BYTES
+                        entries: dict[object, object] = {}
+                        self.made.append(entries)
+                    else:
+                        self.left -= cost
+                        cost = 0
+                        entries, position = self.dictionary(position, tag - _DICT0, depth)
+                    add(entries)
+                elif tag == _NONE:
+                    add(None)
+                elif tag == _STR8:
+                    end = position + 1 + body[position]
+                    data = self.bytes(position + 1, end)
+                    cost += _TEXT_BYTES + len(data) if data.isascii() else _text_bytes(data)
+                    add(data.decode("utf-8", "surrogatepass"))
+                    position = end
+                elif tag == _INT64:
+                    cost += _NUMBER_BYTES
+                    add(_read_int64(body, position)[0])
+                    position += 8
+                elif tag == _FLOAT:
+                    cost += _NUMBER_BYTES
+                    add(_read_float(body, position)[0])
+                    position += 8
+                elif tag == _TRUE or tag == _FALSE:
+                    add(tag == _TRUE)
                 else:
-                    parts, position = self.items(position, tag - _TUPLE0, depth + 1)
-                    add(tuple(parts))
-            elif _DICT0 <= tag < _DICT0 + 16:
-                if tag == _DICT0:
-                    made: dict[object, object] = {}
-                    self.made.append(made)
-                else:
-                    made, position = self.dictionary(position, tag - _DICT0, depth)
-                add(made)
-            elif tag == _NONE:
-                add(None)
-            elif tag == _STR8:
-                end = position + 1 + body[position]
-                add(self.bytes(position + 1, end).decode("utf-8", "surrogatepass"))
-                position = end
-            elif tag == _INT64:
-                add(_read_int64(body, position)[0])
-                position += 8
-            elif tag == _FLOAT:
-                add(_read_float(body, position)[0])
-                position += 8
-            elif tag == _TRUE or tag == _FALSE:
-                add(tag == _TRUE)
-            else:
-                item, position = self.other(tag, position, depth)
-                add(item)
+                    self.left -= cost
+                    cost = 0
+                    item, position = self.other(tag, position, depth)
+                    add(item)
+            self.take(cost)
+            count -= _CHECKED_ITEMS
         return items, position
 
     def bytes(self, start: int, end: int) -> bytes:
         if end > len(self.body):
             raise SerializationError("a value arrived that is damaged: it ends too early")
-        return self.body[start:end]
+        return bytes(self.body[start:end])
+
+    def read_tuple(self, position: int, count: int, depth: int) -> tuple[tuple[Any, ...], int]:
+        self.take(_TUPLE_BYTES + _TUPLE_SLOT_BYTES * count)
+        parts, position = self.items(position, count, depth + 1)
+        return tuple(parts), position
 
     def dictionary(self, position: int, count: int, depth: int) -> tuple[dict[object, object], int]:
         made: dict[object, object] = {}
         self.made.append(made)
-        if count:
-            parts, position = self.items(position, 2 * count, depth + 1)
-            if count < CHECKED_FROM:
-                made.update(zip(parts[::2], parts[1::2], strict=True))
+        if not count:
+            self.take(_DICT_BYTES)
+            return made, position
+        self.take(_DICT_BYTES + _FIRST_ENTRY_BYTES + _ENTRY_BYTES * count)
+        if count >= CHECKED_FROM and self.hash_work is None:
+            self.hash_work = HashWork(len(self.body))
+        for start in range(0, count, _CHECKED_ENTRIES):
+            before = position
+            parts, position = self.items(position, 2 * min(_CHECKED_ENTRIES, count - start), depth + 1)
+            keys, values = parts[::2], parts[1::2]
+            if count < CHECKED_FROM or self.hash_work is None:
+                made.update(zip(keys, values, strict=True))
             else:
-                if self.hash_work is None:
-                    self.hash_work = HashWork(len(self.body))
-                self.hash_work.fill(made, parts[::2], parts[1::2])
+                self.hash_work.fill(made, keys, values, position - before)
         return made, position
 
     def other(self, tag: int, position: int, depth: int) -> tuple[object, int]:
@@ -405,48 +519,55 @@ class _Reader:
         body = self.body
         if tag == _BYTES8:
             end = position + 1 + body[position]
+            self.take(_TEXT_BYTES + body[position])
             return self.bytes(position + 1, end), end
         if tag == _COMPLEX:
+            self.take(_NUMBER_BYTES)
             return complex(*_read_complex(body, position)), position + 16
         if tag == _DTYPE:
             return DTYPES[body[position]].dtype, position + 1
         if tag == _DEVICE:
             end = position + 1 + body[position]
+            self.take(_TEXT_BYTES + body[position])
             return _device(self.bytes(position + 1, end)), end
         number: int = _read_length(body, position)[0]  # all others begin with a length or an index
         position += 4
         end = position + number
         if tag == _LIST:
+            self.take(_LIST_BYTES + _SLOT_BYTES * number)
             made: list[object] = []
             self.made.append(made)
-            parts, position = self.items(position, number, depth + 1)
-            made.extend(parts)
-            return made, position
+            return self.items(position, number, depth + 1, made)
         if tag == _TENSOR_LIST:
+            self.take(_LIST_BYTES + _SLOT_BYTES * number)
             return self.tensor_list(number, _read_length(body, position)[0]), position + 4
         if tag == _TUPLE:
-            parts, position = self.items(position, number, depth + 1)
-            return tuple(parts), position
+            return self.read_tuple(position, number, depth)
         if tag == _DICT:
             return self.dictionary(position, number, depth)
         if tag == _SIZE:
+            self.take(_TUPLE_BYTES + (_TUPLE_SLOT_BYTES + _SLOT_BYTES) * number)
             parts, position = self.items(position, number, depth + 1)
             return torch.Size(list(map(index, parts))), position
         if tag == _STR32:
-            return self.bytes(position, end).decode("utf-8", "surrogatepass"), end
+            data = self.bytes(position, end)
+            self.take(_text_bytes(data))
+            return data.decode("utf-8", "surrogatepass"), end
         if tag == _BYTES32:
+            self.take(_TEXT_BYTES + number)
             return self.bytes(position, end), end
         if tag == _BIG:
+            self.take(_NUMBER_BYTES + 2 * number)
             return int.from_bytes(self.bytes(position, end), "little", signed=True), end
         if tag == _BYTEARRAY:
+            self.take(_LIST_BYTES + _TEXT_BYTES + number)
             self.made.append(bytearray(self.bytes(position, end)))
             return self.made[-1], end
         return self.reference(tag, number), position
 
     def tensor_list(self, count: int, start: int) -> list[object]:
-        self.listed_left -= count
         made: list[object] = list(self.tensors[start : start + count])
-        if self.listed_left < 0 or len(made) != count:
+        if len(made) != count:
             raise SerializationError(f"a value arrived that is damaged: it lists {count} tensors that it has not")
         self.made.append(made)
         return made
@@ -460,17 +581,22 @@ class _Reader:
         if tag == _EXTERNAL:
             if self.externals is None:
                 raise SerializationError("a remote reference arrived where none may be")
+            self.take(_REFERENCE_BYTES)
             return self.externals.internalize(index)
         if tag in (_STR_BUFFER, _BYTES_BUFFER, _BYTEARRAY_BUFFER):
             if index in self.used:  # else a short message could ask for any amount of memory
                 raise SerializationError("a value arrived that is damaged: two of its parts claim the same buffer")
             self.used.add(index)
             buffer = self.buffers[index]
-            data = buffer.view if isinstance(buffer, ReceiveBuffer) else buffer
+            size = buffer.size if isinstance(buffer, ReceiveBuffer) else len(buffer)
+            self.take(_TEXT_BYTES + size)
+            data = bytes(buffer.view if isinstance(buffer, ReceiveBuffer) else buffer)  # lent memory could change
             if tag == _STR_BUFFER:
-                return str(bytes(data), "utf-8", "surrogatepass")  # a copy: lent memory could change while it is read
+                self.take(_text_bytes(data))
+                return data.decode("utf-8", "surrogatepass")
             if tag == _BYTES_BUFFER:
-                return bytes(data)
+                return data
+            self.take(_LIST_BYTES + len(data))
             self.made.append(bytearray(data))
             return self.made[-1]
         raise SerializationError(f"a value arrived that is damaged: it has an unknown mark {tag:#x}")

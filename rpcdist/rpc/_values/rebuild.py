@@ -19,17 +19,21 @@ from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.rpc._values.collections_pause import PAUSED_FROM, paused_collections
 from rpcdist.rpc._values.dtypes import DTYPES, DtypeInfo
+from rpcdist.rpc._values.plain import too_much_for_its_weight
 from rpcdist.rpc._values.tensor_runs import split_run
 
-__all__ = ["contiguous_strides", "over_storage", "rebuild_tensors"]
+__all__ = ["TENSOR_BYTES", "contiguous_strides", "over_storage", "rebuild_tensors", "tensors_cost"]
 
 MAX_DIMS: Final = 64  # torch's own limit
 MAX_UNTRUSTED_TENSORS: Final = 1 << 17
 """Of one value, from a peer that may send host tensors only."""
 
-FREE_UNTRUSTED_TENSORS: Final = 1 << 14
-_TENSOR_BYTES: Final = 1 << 10
-"""The memory that a tensor takes (measured: 830 to 1,300), where its header can have two bytes on the wire."""
+TENSOR_BYTES: Final = 1 << 10
+"""The memory that a tensor takes, its elements aside (measured: 310 to 780 of up to 20 dimensions), where its header
+can have two bytes on the wire. [Note: what a value costs]"""
+
+_HELD_HEADERS: Final = 1024
+"""Python's object for a header takes 150 bytes: so many may be kept, and are made again where there are more."""
 
 MAX_BYTES: Final = 1 << 62  # torch counts in signed 64-bit integers
 
@@ -41,8 +45,7 @@ def rebuild_tensors(
 ) -> list[torch.Tensor]:
     """The tensors of `value` over `buffers` (see `received_buffers`), in their order.
 
-    With `host_only`, tensors for other devices than cpu and meta are refused, and so many that they would take more
-    than three times the bytes of `buffers` and 16 MiB.
+    With `host_only`, tensors for other devices than cpu and meta are refused; `tensors_cost` comes before it then.
 
     Raises:
         SerializationError: a header that does not fit its buffer, or that this torch cannot represent.
@@ -51,12 +54,10 @@ def rebuild_tensors(
     count = len(messages)
     if not count:
         return []
-    if host_only:  # before there is an object for each
-        _check_number(count, buffers)
     # By index: protobuf's own iteration costs half a microsecond more.
-    headers = [messages[0]] if count == 1 else [messages[position] for position in range(count)]
-    if host_only:
-        _check_number(sum([message.run or 1 for message in headers]), buffers)
+    headers: Sequence[value_pb2.Tensor] = messages
+    if count <= _HELD_HEADERS:
+        headers = [messages[0]] if count == 1 else [messages[position] for position in range(count)]
     if host_only and any(message.device not in ("", "meta") for message in headers):
         raise SerializationError(
             "a tensor for another device than cpu arrived from a peer that may send host tensors only"
@@ -73,17 +74,29 @@ def rebuild_tensors(
         raise SerializationError(f"a tensor that arrived cannot be rebuilt here: {exc}") from exc
 
 
-def _check_number(count: int, buffers: Sequence[bytes | ReceiveBuffer]) -> None:
-    """Raises `SerializationError` if a peer that may send host tensors only has sent too many of them."""
-    if count <= FREE_UNTRUSTED_TENSORS:
-        return
-    size = sum([buffer.size if isinstance(buffer, ReceiveBuffer) else len(buffer) for buffer in buffers])
-    most = min(MAX_UNTRUSTED_TENSORS, FREE_UNTRUSTED_TENSORS + 3 * size // _TENSOR_BYTES)
-    if count > most:
-        raise SerializationError(
-            f"a value of {count} tensors of {size} bytes arrived from a peer that may send {most} of that size. Send "
-            "fewer and larger ones, or several calls"
-        )
+def tensors_cost(headers: Sequence[value_pb2.Tensor], weight_bytes: int, left_bytes: int) -> int:
+    """The memory that the tensors of a value will take, before there is an object for each.
+
+    Args:
+        headers: the table, from a peer that may send host tensors only.
+        weight_bytes: of the value.
+        left_bytes: that it may take.
+
+    Raises:
+        SerializationError: it would take more.
+    """
+    cost = TENSOR_BYTES * len(headers)
+    if cost <= left_bytes:
+        count = sum([message.run or 1 for message in headers])
+        cost = TENSOR_BYTES * count
+        if count > MAX_UNTRUSTED_TENSORS:
+            raise SerializationError(
+                f"a value of {count} tensors arrived from a peer that may send {MAX_UNTRUSTED_TENSORS}. Send fewer and "
+                "larger ones, or several calls"
+            )
+    if cost > left_bytes:
+        raise too_much_for_its_weight(weight_bytes)
+    return cost
 
 
 def _rebuild_all(

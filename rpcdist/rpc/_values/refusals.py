@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from rpcdist.rpc._values.dtypes import DTYPE_CODES
 from rpcdist.rpc._values.externals import Externals
 from rpcdist.rpc._values.pickled import write_pickle
-from rpcdist.rpc._values.plain import FREE_ITEMS, ITEM_BYTES, MAX_DEPTH, MAX_ITEMS
+from rpcdist.rpc._values.plain import MAX_DEPTH, MAX_ITEMS
 
 __all__ = ["unpicklable_part", "why_not_plain"]
 
@@ -48,8 +48,8 @@ def why_not_plain(obj: object, externals: Externals | None, name: str = "value")
             "Send None, bool, numbers, str, bytes, tensors, and lists, tuples and dicts of them"
         )
     return (
-        f"{name} has more parts than may go without pickle ({FREE_ITEMS}, one more for each {ITEM_BYTES // 3} bytes, "
-        f"and {MAX_ITEMS} at most): put numbers into a tensor, or send it in several calls"
+        f"{name} has more parts than may go without pickle ({MAX_ITEMS}): put numbers into a tensor, or send it in "
+        "several calls"
     )
 
 

@@ -282,7 +282,7 @@ def parse(data: bytes | bytearray, names: list[str]) -> list[WireMessage | Chunk
                 part.body = bytes(data[body:at])
                 found.append(part)
             elif kind == _MESSAGE:
-                found.append(parsed(rpc_pb2.Message, bytes(data[body:at])))
+                found.append(parsed(rpc_pb2.Message, bytes(memoryview(data)[body:at])))
             elif kind == _CHUNK:
                 found.append(Chunk(id, number, extra, memoryview(data)[body:at]))
             elif kind == _RETURNED:

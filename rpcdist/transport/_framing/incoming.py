@@ -24,7 +24,7 @@ from typing import Final, Protocol
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation, SerializationError
 from rpcdist.transport._framing.frames import Chunk
-from rpcdist.transport._framing.message_parts import PARSED_FIELD_BYTES, count_fields
+from rpcdist.transport._framing.message_parts import parsed_cost
 from rpcdist.transport._framing.stripes import StripeCursor
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.wire_messages import WireMessage
@@ -356,12 +356,13 @@ class Incoming:
             return transfer.message, buffers
         if transfer.failure is not None:  # nobody knows what that was
             raise ProtocolViolation(transfer.failure)
-        data = bytes(buffers[0].view)
-        parsed_bytes = PARSED_FIELD_BYTES * count_fields(rpc_pb2.Message, data)
+        view = buffers[0].view
+        data = view.obj if isinstance(view.obj, bytearray) else bytes(view)  # lent memory could change meanwhile
+        parsed_bytes = parsed_cost(rpc_pb2.Message, data)
         if (refusal := self._announced.add(parsed_bytes)) is not None:
             raise ProtocolViolation(refusal)
         try:
-            inner = rpc_pb2.Message.FromString(data)
+            inner = rpc_pb2.Message.FromString(data)  # type: ignore[arg-type]  # protobuf's stubs know no bytearray
         except Exception as exc:
             raise ProtocolViolation("a wrapped message cannot be parsed") from exc
         finally:

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 # Connections in the middle of a handshake. A first message that announces the most that TLS allows costs 180 KiB.
 MAX_UNPROVEN: Final = 256
 MAX_UNPROVEN_PER_CONNECTION: Final = 4  # streams of one gRPC connection; a link opens one
-MAX_CONNECTIONS_KNOWN: Final = 4096
+MAX_CONNECTIONS_KNOWN: Final = 16_384
 MAX_REFUSALS_SHOWN: Final = 64  # in that time; a stranger cannot fill the disk with log lines
 
 
@@ -86,7 +86,7 @@ class TlsGreetings:
         self._is_told = False
         self._num_begun = 0
         self._num_calling = 0
-        self._known: dict[str, None] = {}  # the connections that have made a call, the oldest first
+        self._known: dict[Origin, None] = {}  # the connections that have made a call, the oldest first
 
     @property
     def num_silent(self) -> int:
@@ -115,7 +115,7 @@ class TlsGreetings:
             self._check.cancel()
             self._check = None
 
-    def calls(self, connection: str | None) -> None:
+    def calls(self, connection: Origin | None) -> None:
         """A connection makes a call, so its TLS went well; None for one that is not known."""
         if connection is None:
             self._num_calling += 1
@@ -123,7 +123,20 @@ class TlsGreetings:
             self._num_calling += 1
             self._known[connection] = None
             if len(self._known) > MAX_CONNECTIONS_KNOWN:
-                del self._known[next(iter(self._known))]
+                self.forget([next(iter(self._known))])
+
+    def has_called(self, connection: Origin) -> bool:
+        """Whether a connection has made a call; any thread."""
+        return connection in self._known
+
+    def known(self) -> list[Origin]:
+        """The connections that have made a call; any thread."""
+        return list(self._known)
+
+    def forget(self, ended: Iterable[Origin]) -> None:
+        """These are no connections any more; any thread."""
+        for connection in ended:
+            self._known.pop(connection, None)
 
 
 @dataclass(eq=False, slots=True)

@@ -8,7 +8,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -33,6 +32,7 @@ from rpcdist.transport._server.admission import Admission, Origin, TlsGreetings
 from rpcdist.transport._server.health_port import HealthPort
 from rpcdist.transport._server.introspection import Introspection
 from rpcdist.transport._server.port_range import PortRange
+from rpcdist.transport._server.silent_connections import SilentConnections
 from rpcdist.transport._server.stream_listeners import StreamListeners
 from rpcdist.transport._server.unary_services import Method, UnaryServices
 from rpcdist.transport._striping.stripe_taker import PAYLOAD_TAKER, StripeTaker
@@ -94,11 +94,12 @@ class Server:
         self._plain_hosts: set[str] = set()  # that the log has named
         self._admission = Admission()
         self._greetings = TlsGreetings(lambda: self._admission.num_wrong_tokens)
+        self._silent = SilentConnections(self._greetings)
         self._streams = StreamListeners(io, credentials, roles, self._admission, self._serve, ports)
         self._stripes = StripeTaker()
         roles.take_sockets(PAYLOAD_TAKER, self._stripes)
         self._proven = ProvenSessions()
-        self._unary = UnaryServices(self._proven, self._greetings.calls)
+        self._unary = UnaryServices(self._proven, self._calls)
         self._introspection = Introspection()
         self.health = HealthPort()
         self._session_handler: Any = grpc.stream_stream_rpc_method_handler(self._serve_grpc)
@@ -142,11 +143,12 @@ class Server:
         may_poll()  # likewise
         num_connections()  # likewise
         server = grpc.aio.server(options=server_options())
-        services = UnaryServices(self._proven, self._greetings.calls)
+        services = UnaryServices(self._proven, self._calls)
         server.add_generic_rpc_handlers((AtAddress(services, self._handler),))
         await self.health.open(host)
         bound = self._bind(server, host, port)
         address = join_address(host, bound)
+        self._silent.ports.add(bound)
         if channels.tcp:
             self._streams.open_tcp(host)
         if channels.local:
@@ -182,7 +184,14 @@ class Server:
             ) from exc
 
     def _tls_credentials(self) -> Any:
-        return self._credentials.tls.grpc_server_credentials(partial(self._io.call_soon, self._greetings.begun))
+        def begun() -> None:  # on a thread of gRPC's
+            self._silent.begun()
+            self._io.call_soon(self._greetings.begun)
+
+        return self._credentials.tls.grpc_server_credentials(begun)
+
+    def _calls(self, grpc_peer: str | None) -> None:
+        self._greetings.calls(None if grpc_peer is None else _origin(grpc_peer))
 
     async def listen_for_sockets(self, host: str) -> tuple[str, int, str]:
         """Listens for raw sockets, if it does not yet; returns address, port, and the name of a Unix socket or ""."""
@@ -257,7 +266,7 @@ class Server:
     async def _serve_grpc(self, _requests: Any, context: Any) -> None:
         """A session on gRPC; ends when it does."""
         channel = GrpcServerChannel(context, context.peer())
-        self._greetings.calls(context.peer())
+        self._calls(context.peer())
         handshake = self._credentials.server_handshake(
             self._grpc_refusal, channel=accepted_grpc_ends(context), stream_port=self._streams.tcp_port
         )

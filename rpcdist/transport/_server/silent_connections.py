@@ -1,0 +1,137 @@
+"""Ends connections of gRPC that have made no call, where there are very many of them.
+
+gRPC takes every connection, keeps 50 KiB for each whose TLS is not done, and waits 5 seconds for it. It offers nothing
+that looks at a connection first. So this looks at the descriptors of the process: what is connected to gRPC's port and
+has made no call is a stranger, or a newcomer whose TLS takes a moment. Of strangers the oldest are shut down, which
+makes gRPC close them, until no more are left than may be in the middle of a handshake (`admission.py`).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import stat
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+from rpcdist.transport._server.admission import MAX_UNPROVEN, Origin, TlsGreetings
+
+__all__ = ["SilentConnections"]
+
+logger = logging.getLogger(__name__)
+
+_End = tuple[str, str]  # host and port
+_LOOK_EVERY: Final = 64
+"""New connections: a look at a thousand descriptors takes some milliseconds."""
+
+_MAPPED: Final = "::ffff:"  # before the address of IPv4 at a socket of IPv6
+
+
+class SilentConnections:
+    """Looks while connections come in numbers, on the thread of gRPC that takes them: meanwhile it takes no more.
+
+    Args:
+        greetings: knows which connections have made a call.
+
+    Attributes:
+        ports: at which gRPC listens.
+    """
+
+    def __init__(self, greetings: TlsGreetings) -> None:
+        self.ports: set[int] = set()
+        self._greetings = greetings
+        self._first_seen: dict[_End, int] = {}  # of those at the last look: at which look that was
+        self._num_looks = 0
+        self._num_new = 0
+        self._lock = threading.Lock()
+
+    def begun(self) -> None:
+        """A connection is taken."""
+        if not self._lock.acquire(blocking=False):  # another thread looks
+            return
+        try:
+            self._num_new += 1
+            if self._num_new >= _LOOK_EVERY and self._num_new + len(self._first_seen) > MAX_UNPROVEN // 2:
+                self._look()
+        except Exception:
+            logger.exception("the connections to this process cannot be looked at")
+        finally:
+            self._lock.release()
+
+    def _look(self) -> None:
+        self._num_looks += 1
+        self._num_new = 0
+        try:
+            found = self._found()
+        except OSError:  # no descriptor is left to look at others: gRPC's own limit ends them
+            return
+        seen = {end: self._first_seen.get(end, self._num_looks) for end in found}
+        left: Counter[str] = Counter()
+        for end in sorted(seen, key=seen.__getitem__, reverse=True):  # the newest first
+            if left[end[0]] < MAX_UNPROVEN // 2 and left.total() < MAX_UNPROVEN:
+                left[end[0]] += 1
+                continue
+            del seen[end]
+            self._shut_down(found[end], end)
+        if len(found) > len(seen):
+            logger.info("ended %d connections that had made no call yet", len(found) - len(seen))
+        self._first_seen = seen
+
+    def _found(self) -> dict[_End, int]:
+        """The descriptors of the connections that have made no call, by their other end."""
+        found: dict[_End, int] = {}
+        alive: set[_End] = set()
+        known = self._greetings.known()
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with _copy(descriptor) as connection:
+                end = None if connection is None else self._end(connection)
+            if end is not None:
+                alive.add(end)
+                if not self._greetings.has_called(Origin(*end)):
+                    found[end] = descriptor
+        self._greetings.forget(origin for origin in known if (origin.host, origin.port) not in alive)
+        return found
+
+    def _end(self, connection: socket.socket) -> _End | None:
+        """The other end of a connection to gRPC's port; None for other sockets."""
+        if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+            return None
+        try:
+            if connection.getsockname()[1] not in self.ports:
+                return None
+            host, port = connection.getpeername()[:2]
+        except OSError:  # a listener, or it has just ended
+            return None
+        return host.removeprefix(_MAPPED), str(port)
+
+    def _shut_down(self, descriptor: int, end: _End) -> None:
+        """Unless the descriptor is another connection by now."""
+        with suppress(OSError), _copy(descriptor) as connection:
+            if connection is not None and self._end(connection) == end:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def _copy(descriptor: int) -> Iterator[socket.socket | None]:
+    """A copy of a socket, which stays the same connection even if the descriptor becomes another; None for others.
+
+    Raises:
+        OSError: there is no descriptor for a copy.
+    """
+    try:
+        is_socket = stat.S_ISSOCK(os.fstat(descriptor).st_mode)
+        copy = os.dup(descriptor) if is_socket else -1
+    except OSError as exc:
+        if exc.errno != errno.EBADF:
+            raise
+        copy = -1  # closed meanwhile
+    if copy < 0:
+        yield None
+        return
+    with socket.socket(fileno=copy) as connection:
+        yield connection
