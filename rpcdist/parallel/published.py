@@ -23,6 +23,7 @@ from rpcdist import rpc
 from rpcdist.backoff import backoff
 from rpcdist.deadline import Deadline
 from rpcdist.errors import (
+    CallRefused,
     ActorNameTaken,
     ConfigError,
     DeadlineExceeded,
@@ -34,7 +35,7 @@ from rpcdist.errors import (
 from rpcdist.parallel._published._hosts import Description, HostCopy, Publisher
 from rpcdist.parallel._published._layout import VersionLayout, tensors_of
 from rpcdist.parallel._published._reader import VersionReader
-from rpcdist.parallel._published._source import purpose_of
+from rpcdist.parallel._published._source import purpose_of, worker_of
 from rpcdist.parallel._published._words import MAX_SEGMENTS
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
@@ -430,7 +431,14 @@ def _known(name: str) -> _Known:
 
 def _follow(name: str, description: Description) -> int:
     """At every worker: another publisher begins; the newest version that was seen here."""
-    known = _known(name)
+    known = _names.get(current_agent(), {}).get(name)
+    if known is None:  # nothing is kept for a name of which nobody here knows
+        return 0
+    if known.copies:
+        publisher = worker_of(description[0])
+        owner = rpc.get_actor(_ACTOR + name, ASK_FOR_NAMES_LIMIT_S).owner_name()
+        if owner != publisher:  # else any worker could have the copies here fetch from it
+            raise CallRefused(f"{publisher!r} does not publish {name!r}: {owner!r} does")
     known.publisher_came(description)
     return known.newest
 

@@ -21,7 +21,7 @@ from rpcdist import rpc
 from rpcdist.deadline import NEVER, Deadline
 from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, TransportError
 from rpcdist.parallel._published._layout import PlainLayout, VersionLayout
-from rpcdist.parallel._published._source import CHUNK_BYTES, VersionSource, ask, worker_of
+from rpcdist.parallel._published._source import CHUNK_BYTES, VersionSource, ask, check_fetcher, worker_of
 from rpcdist.parallel._published._words import NEWEST, unpacked
 from rpcdist.rpc._current import current_agent
 from rpcdist.time_limits import CHUNK_LIMIT_S
@@ -169,6 +169,7 @@ class Publisher(VersionSource):
         with self._changed:
             if address and num_changes not in (None, self._num_changes):
                 return False
+            check_fetcher(source, self._hosts)
             self._hosts[source] = address
             self._num_changes += 1
         if newest := self.newest:

@@ -8,7 +8,7 @@ import select
 import socket
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -42,7 +42,7 @@ from rpcdist.transport.sockets import SocketHub
 if TYPE_CHECKING:
     from rpcdist.rpc._agent import Agent
 
-__all__ = ["CHUNK_BYTES", "VersionSource", "ask", "purpose_of", "worker_of"]
+__all__ = ["CHUNK_BYTES", "VersionSource", "ask", "check_fetcher", "purpose_of", "worker_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,9 @@ _CALLED_BY_PEERS: Final = frozenset(
     ("begin_fetch", "behind", "chunk", "describe", "end_fetch", "fetch", "forget", "join", "upstream_of")
 )
 """The methods of a source that another worker may call."""
+
+MAX_SOURCES_OF_WORKER: Final = 16
+"""Of one name: a worker needs one, and another while that one is closed."""
 
 _PURPOSE: Final = "read/"
 _SEPARATOR: Final = "/"  # no worker has it in its name
@@ -66,6 +69,22 @@ def purpose_of(worker: str) -> str:
 def worker_of(source_name: str) -> str:
     """The worker that has a source."""
     return source_name.partition(_SEPARATOR)[0]
+
+
+def check_fetcher(source_name: str, known: Collection[str]) -> None:
+    """Raises `CallRefused` for the name of a source that nobody can have, or of one more than a worker may have.
+
+    Args:
+        source_name: what a peer says; whatever is kept under it holds up the publisher, or takes memory.
+        known: the names under which something is kept.
+    """
+    worker = worker_of(source_name)
+    if source_name in known:
+        return
+    if all(member.name != worker for member in rpc.workers()):
+        raise CallRefused(f"no worker of this job has a source of published tensors {source_name!r:.200}")
+    if sum([worker_of(other) == worker for other in known]) >= MAX_SOURCES_OF_WORKER:
+        raise CallRefused(f"worker {worker!r} has {MAX_SOURCES_OF_WORKER} sources of the same published tensors already")
 
 
 def ask(source_name: str, method: str, *args: object, timeout: float) -> rpc.Future[Any]:
@@ -348,6 +367,7 @@ class VersionSource:
             timeout: limit in seconds.
 
         Raises:
+            CallRefused: no living worker has that source.
             DeadlineExceeded: there is none in time.
         """
         deadline = Deadline.after(timeout)
@@ -356,6 +376,7 @@ class VersionSource:
                 if deadline.expired():
                     raise DeadlineExceeded(f"{self._me!r} did not get version {at_least} of {self.name!r} in time")
                 self._changed.wait(deadline.wait_s())
+            check_fetcher(fetcher, self._pins)
             self._pins[fetcher] = found
             return found[0]
 

@@ -1,0 +1,76 @@
+"""What a peer with the token says about published tensors of others: what is kept is bounded, nobody is led away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rpcdist import rpc
+from rpcdist.errors import CallRefused
+from rpcdist.parallel import Published, published
+from rpcdist.parallel._published._hosts import HostCopy, Publisher
+from rpcdist.parallel._published._source import MAX_SOURCES_OF_WORKER, ask
+from rpcdist.testing import InProcessCluster
+
+LIMIT_S = 20.0
+
+
+@pytest.fixture
+def cluster() -> Iterator[InProcessCluster]:
+    with InProcessCluster("trainer", "g0", "evil") as cluster:
+        yield cluster
+
+
+def publisher_of(cluster: InProcessCluster) -> Publisher:
+    """That of worker trainer, with one version."""
+    with cluster.use("trainer"):
+        weights = Published("policy")
+        weights.publish({"a": torch.ones(4)})
+        origin = weights._origin
+        assert origin is not None
+        return origin
+
+
+def test_a_peer_keeps_a_bounded_number_of_versions_from_being_overwritten(cluster: InProcessCluster) -> None:
+    """A million names of sources that nobody has were kept, and the publisher had no room for another version."""
+    origin = publisher_of(cluster)
+    with cluster.use("evil"):
+        with pytest.raises(CallRefused, match="no worker of this job has a source"):
+            ask(origin.source_name, "begin_fetch", "nobody/1", 1, 1.0, timeout=LIMIT_S).wait()
+        for number in range(MAX_SOURCES_OF_WORKER):
+            ask(origin.source_name, "begin_fetch", f"evil/{number}", 1, 1.0, timeout=LIMIT_S).wait()
+        with pytest.raises(CallRefused, match="'evil' has 16 sources"):
+            ask(origin.source_name, "begin_fetch", "evil/x", 1, 1.0, timeout=LIMIT_S).wait()
+    assert len(origin._pins) == MAX_SOURCES_OF_WORKER
+
+
+def test_a_peer_adds_a_bounded_number_of_hosts_to_the_chain(cluster: InProcessCluster) -> None:
+    origin = publisher_of(cluster)
+    with cluster.use("evil"):
+        with pytest.raises(CallRefused, match="no worker of this job has a source"):
+            ask(origin.source_name, "join", "nobody/1", "", None, timeout=LIMIT_S).wait()
+        for number in range(MAX_SOURCES_OF_WORKER):
+            ask(origin.source_name, "join", f"evil/{number}", "", None, timeout=LIMIT_S).wait()
+        with pytest.raises(CallRefused, match="'evil' has 16 sources"):
+            ask(origin.source_name, "join", "evil/x", "", None, timeout=LIMIT_S).wait()
+    assert len(origin._hosts) == MAX_SOURCES_OF_WORKER
+
+
+def test_a_copy_follows_the_worker_alone_that_has_the_name(cluster: InProcessCluster) -> None:
+    """Any worker could have all copies of others fetch from itself, or close them."""
+    origin = publisher_of(cluster)
+    description = origin.describe(0)
+    with cluster.use("g0"):
+        copy = HostCopy("policy", origin.layout, 2, origin.source_name)
+        published._known("policy").copies.add(copy)
+    false = ("evil/1", *description[1:])
+    with cluster.use("evil"):
+        with pytest.raises(CallRefused, match="'evil' does not publish 'policy': 'trainer' does"):
+            rpc.rpc_sync("g0", published._follow, ("policy", false), timeout=LIMIT_S)
+        assert rpc.rpc_sync("g0", published._follow, ("another", false), timeout=LIMIT_S) == 0
+    assert copy.origin == origin.source_name
+    with cluster.use("g0") as agent:
+        assert list(published._names[agent]) == ["policy"]  # nothing is kept for a name that nobody there uses
+    copy.close()
