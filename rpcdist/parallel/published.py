@@ -23,8 +23,8 @@ from rpcdist import rpc
 from rpcdist.backoff import backoff
 from rpcdist.deadline import Deadline
 from rpcdist.errors import (
-    CallRefused,
     ActorNameTaken,
+    CallRefused,
     ConfigError,
     DeadlineExceeded,
     TransportError,
