@@ -84,7 +84,7 @@ def check_fetcher(source_name: str, known: Collection[str]) -> None:
     if all(member.name != worker for member in rpc.workers()):
         raise CallRefused(f"no worker of this job has a source of published tensors {source_name!r:.200}")
     if sum([worker_of(other) == worker for other in known]) >= MAX_SOURCES_OF_WORKER:
-        raise CallRefused(f"worker {worker!r} has {MAX_SOURCES_OF_WORKER} sources of these published tensors already")
+        raise CallRefused(f"worker {worker!r} has {MAX_SOURCES_OF_WORKER} sources of these tensors already")
 
 
 def ask(source_name: str, method: str, *args: object, timeout: float) -> rpc.Future[Any]:
