@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rpcdist.parallel.parameter_server import ShardedEmbedding as ShardedEmbedding
     from rpcdist.parallel.pipeline import Pipeline as Pipeline
     from rpcdist.parallel.published import Published as Published
+    from rpcdist.parallel.published import TensorPart as TensorPart
     from rpcdist.parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
     from rpcdist.parallel.zero_redundancy import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 
@@ -41,6 +42,7 @@ __all__ = [
     "Published",
     "ShardedEmbedding",
     "SyncBatchNorm",
+    "TensorPart",
     "ZeroRedundancyOptimizer",
     "algorithms",
     "comm_hooks",
@@ -67,6 +69,7 @@ _HOMES: dict[str, str | None] = {
     "Published": "rpcdist.parallel.published",
     "ShardedEmbedding": "rpcdist.parallel.parameter_server",
     "SyncBatchNorm": "rpcdist.parallel.sync_batch_norm",
+    "TensorPart": "rpcdist.parallel.published",
     "ZeroRedundancyOptimizer": "rpcdist.parallel.zero_redundancy",
     "algorithms": None,
     "comm_hooks": None,

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +22,6 @@ from rpcdist.backoff import backoff
 from rpcdist.deadline import Deadline
 from rpcdist.errors import (
     ActorNameTaken,
-    CallRefused,
     ConfigError,
     DeadlineExceeded,
     TransportError,
@@ -32,31 +29,17 @@ from rpcdist.errors import (
     WorkerLost,
     listed,
 )
-from rpcdist.parallel._published._hosts import Description, HostCopy, Publisher
-from rpcdist.parallel._published._layout import VersionLayout, tensors_of
-from rpcdist.parallel._published._reader import VersionReader
-from rpcdist.parallel._published._source import purpose_of, worker_of
+from rpcdist.parallel._published._hosts import MAX_SHARDS, Comparison, Publisher
+from rpcdist.parallel._published._layout import ShardCopies, VersionLayout, copies_for, whole_copies
+from rpcdist.parallel._published._parts import Pieces, TensorPart, Value, pieces_of
+from rpcdist.parallel._published._shard_connection import ShardConnection, actor_name, follow, known
 from rpcdist.parallel._published._words import MAX_SEGMENTS
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
-from rpcdist.time_limits import (
-    ASK_FOR_NAMES_LIMIT_S,
-    CHECK_INTERVAL_S,
-    CONNECT_FIRST_PAUSE_S,
-    CONNECT_LONGEST_PAUSE_S,
-    HOST_PROBE_LIMIT_S,
-    MIN_WAIT_S,
-)
-from rpcdist.transport import Node
-from rpcdist.transport.sockets import SocketHub
+from rpcdist.time_limits import CHECK_INTERVAL_S, CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, MIN_WAIT_S
 
-if TYPE_CHECKING:
-    from rpcdist.rpc._agent import Agent
-
-__all__ = ["Published"]
-
-_ACTOR: Final = "rpcdist published: "
+__all__ = ["Published", "TensorPart"]
 
 
 class Published:
@@ -85,16 +68,13 @@ class Published:
         self._keep = keep
         self._version = 0
         self._origin: Publisher | None = None
-        self._reader: VersionReader | None = None
-        self._publisher = ""
-        self._copy: HostCopy | None = None
+        self._shards: list[ShardConnection] = []
         self._is_viewing = False
-        self._retry_at = 0.0
         self._publishing = threading.Lock()
         self._reading = threading.Lock()
 
     def __repr__(self) -> str:
-        role = "publisher" if self._origin is not None else "consumer" if self._reader is not None else "not connected"
+        role = "publisher" if self._origin is not None else "consumer" if self._shards else "not connected"
         return f"<Published {self.name!r} [{role}, version {self._version}]>"
 
     @property
@@ -107,11 +87,13 @@ class Published:
     @off_loop("await published.publish_async(...)")
     def publish(
         self,
-        tensors: nn.Module | Mapping[str, Tensor],
+        tensors: nn.Module | Mapping[str, Value],
         *,
         dtype: torch.dtype | None = None,
         version: int | None = None,
         within: int | None = None,
+        skip_unchanged: Comparison | None = None,
+        shard: tuple[int, int] = (0, 1),
         timeout: float = UNSET_RPC_TIMEOUT,
     ) -> int:
         """Makes tensors the newest version. They are copied: the caller may change them when this returns.
@@ -121,33 +103,43 @@ class Published:
 
         Args:
             tensors: a module, whose `state_dict` counts, or tensors by name; the same names and shapes in all versions.
+                A value may be a `DTensor`, a `TensorPart`, or a list of those.
             dtype: to which tensors of floating point are converted, for all consumers; given with the first version.
             version: its number, such as one more than that of a checkpoint; by default one more than the last.
             within: waits until every consumer that is connected has this version, or one of the `within` before it; and
                 before, if need be, for memory in which no other version is read.
-            timeout: limit of that wait, and of finding out at the first version whether there is a publisher already,
-                in seconds; 0 for none; by default the `rpc_timeout` of `init_rpc`.
+            skip_unchanged: neither copy nor send tensors that are the same as in the last version: "counter" for those
+                to which torch has not written since (torch does not count writes through `.data` or NumPy), "value" for
+                those that have the same bytes, which takes the time to read them.
+            shard: the number of this publisher, and how many there are, where several workers publish the shards of
+                the tensors under one name, such as `(rank, world_size)`; given with the first version. A version is
+                there when all of them have published its number.
+            timeout: limit of that wait, and of finding out at the first version what is known of the name, in seconds;
+                0 for none; by default the `rpc_timeout` of `init_rpc`.
 
         Returns:
             The number of the newest version.
 
         Raises:
             ConfigError: the tensors are not those of the versions before, or another worker publishes under this name.
-            DeadlineExceeded: consumers did not come within the bound in time; the text says which, and whether the
-                version is published.
+            DeadlineExceeded: consumers did not come within the bound in time, and the text says which, and whether the
+                version is published; or another worker did not say in time what it has seen of the name.
         """
         deadline = Deadline.after(current_agent().caller.timeout_of(timeout))
         if within is not None and (isinstance(within, bool) or not isinstance(within, int) or within < 0):
             raise ConfigError(f"within is a number of versions, 0 or more, not {within!r:.100}")
-        values = tensors_of(tensors, f"the values of {self.name!r}")
+        if skip_unchanged not in (None, "counter", "value"):
+            raise ConfigError(f"skip_unchanged is 'counter' or 'value', not {skip_unchanged!r:.100}")
+        pieces = pieces_of(tensors, f"the values of {self.name!r}")
         with self._publishing:
             origin = self._origin
             if origin is None:
-                origin = self._origin = self._become_publisher(VersionLayout.of(values, dtype), deadline)
-            origin.layout.check_published(values, self.name)
-            published = origin.publish(values, version, None if within is None else deadline)
+                layout = VersionLayout.of(pieces, dtype)
+                origin = self._origin = self._become_publisher(layout, _checked_shard(shard), deadline)
+            values = origin.layout.in_order(pieces, self.name)
+            published = origin.publish(values, version, None if within is None else deadline, skip_unchanged)
         self._version = published
-        _known(self.name).saw(published)
+        known(self.name).saw(published, origin.shard)
         if within is not None and (behind := origin.all_behind(published - within, deadline)):
             texts = [f"{worker!r} ({have or 'none'})" for worker, have in sorted(behind.items())]
             raise DeadlineExceeded(
@@ -158,55 +150,70 @@ class Published:
 
     publish_async = async_form(publish)
 
-    def _become_publisher(self, layout: VersionLayout, deadline: Deadline) -> Publisher:
+    def _become_publisher(self, layout: VersionLayout, shard: tuple[int, int], deadline: Deadline) -> Publisher:
         agent = current_agent()
         pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, deadline)
+        number = shard[0]
         while True:
             try:
                 made = rpc.remote(
                     agent.worker_name,
                     Publisher,
-                    (self.name, layout.plain(), self._keep),
+                    (self.name, layout.plain(), self._keep, shard),
                     timeout=_limit_s(deadline),
-                    name=_ACTOR + self.name,
+                    name=actor_name(self.name, number),
                 )
+                origin: Publisher = made.local_value()
                 break
             except ActorNameTaken as exc:
-                origin = self._taken(exc, deadline)
-                if origin is not None:
-                    return origin
+                found = self._taken(exc, number, deadline)
+                if found is not None:
+                    origin = found
+                    break
             except WorkerLost:  # the coordinator; another process may take its place
                 if deadline.expired():
                     raise
             time.sleep(next(pauses))
-        origin = made.local_value()
-        # The numbers go on where consumers of an earlier publisher have come to, and its hosts follow this one. A
-        # worker that dies, or does not answer, says when it connects what it has seen.
-        others = [worker for worker in rpc.workers() if worker.id != agent.worker_id]
-        description = origin.describe(0)
-        for seen in rpc.call_each(
-            others, _follow, self.name, description, return_exceptions=True, timeout=ASK_FOR_NAMES_LIMIT_S
-        ):
-            if isinstance(seen, int):
-                origin.start_at(seen)
-        origin.start_at(_known(self.name).newest)
+        if not origin.has_asked:
+            self._ask_what_was_seen(origin, deadline)
         return origin
 
-    def _taken(self, taken: ActorNameTaken, deadline: Deadline) -> Publisher | None:
+    def _ask_what_was_seen(self, origin: Publisher, deadline: Deadline) -> None:
+        """Has the numbers go on where consumers of an earlier publisher have come to, and its hosts follow this one."""
+        agent = current_agent()
+        description = origin.describe(known(self.name).newest(origin.shard))
+        others = [worker for worker in rpc.workers() if worker.id != agent.worker_id]
+        asked = agent.caller.start_each(
+            others, follow, (self.name, origin.shard, description), None, _limit_s(deadline)
+        )
+        for worker, answer in zip(others, asked, strict=True):
+            try:
+                origin.start_at(answer.wait())
+            except DeadlineExceeded as exc:
+                raise DeadlineExceeded(
+                    f"nothing was published under the name {self.name!r}: worker {worker.name!r} did not say in time "
+                    "which versions it has seen, and the numbers go on. Call publish again when it answers, or is lost"
+                ) from exc
+            except TransportError:
+                continue  # it is lost; if it comes back, it says when it connects what it has seen
+        origin.has_asked = True
+
+    def _taken(self, taken: ActorNameTaken, shard: int, deadline: Deadline) -> Publisher | None:
         """The source of this worker, if it publishes under this name already; None if the publisher has died."""
         try:
-            found = rpc.get_actor(_ACTOR + self.name, _limit_s(deadline))
+            found = rpc.get_actor(actor_name(self.name, shard), _limit_s(deadline))
             if found.is_owner():
                 origin: Publisher = found.local_value()
                 return origin
             found.rpc_sync(timeout=_limit_s(deadline)).describe(0)
-        except (UnknownActor, TransportError) as exc:
+        except (UnknownActor, TransportError, DeadlineExceeded) as exc:
             if not deadline.expired():
                 return None
             raise ConfigError(f"{self.name!r} has a publisher that does not answer: {exc}") from taken
+        which = "" if shard == 0 else f"shard {shard} "
         raise ConfigError(
-            f"{found.owner_name()!r} publishes under the name {self.name!r} already, and one worker does so until it "
-            "ends: take another name, or call publish there"
+            f"{found.owner_name()!r} publishes {which}under the name {self.name!r} already, and one worker does so "
+            "until it ends: take another name, or call publish there"
         ) from taken
 
     # ------------------------------------------------------------ pulling
@@ -214,20 +221,21 @@ class Published:
     @off_loop("await published.pull_into_async(...)")
     def pull_into(
         self,
-        target: nn.Module | Mapping[str, Tensor],
+        target: nn.Module | Mapping[str, Value],
         newer_than: int = 0,
         *,
         wait: bool = False,
         timeout: float = UNSET_RPC_TIMEOUT,
     ) -> int:
-        """Copies the newest version into tensors, if it is newer than what the caller has.
+        """ShardCopies the newest version into tensors, if it is newer than what the caller has.
 
         It waits for the first version, if nobody has published one yet. Otherwise it does not wait: not for the
         publisher, and not for other consumers. The publisher does not notice.
 
         Args:
             target: a module that has exactly the published tensors, or a dictionary with some of them. Values are
-                converted to the dtypes of the target.
+                converted to the dtypes of the target. A value may be a `DTensor`, a `TensorPart`, or a list of those:
+                only these parts are copied, from whichever shards have them.
             newer_than: the number of the version that is in the target already; 0 for none.
             wait: wait for a version that is newer, if there is none.
             timeout: limit of the waits in seconds; 0 for none; by default the `rpc_timeout` of `init_rpc`.
@@ -239,24 +247,28 @@ class Published:
             ConfigError: the target's tensors are not those that are published; nothing was copied.
             DeadlineExceeded: nobody has published under this name in time.
         """
-        targets = tensors_of(target, f"the targets for {self.name!r}")
-
-        def copy(reader: VersionReader) -> int:
-            me = current_agent().worker_name
-            indices = reader.layout.matched(targets, isinstance(target, nn.Module), self.name, self._publisher, me)
-            done = 0
-            version, views = reader.begin()
-            try:
-                with torch.no_grad():
-                    torch._foreach_copy_(list(targets.values()), [views[index] for index in indices])
-                done = version
-            finally:
-                reader.end(done)
-            return done
-
-        if not targets:
+        targets = pieces_of(target, f"the targets for {self.name!r}")
+        if not targets.names:
             raise ConfigError(f"there is nothing to pull {self.name!r} into: the module or dictionary is empty")
-        return self._read(copy, newer_than, wait, timeout) or newer_than
+        plans: dict[int, ShardCopies] = {}
+
+        def choose(shards: Sequence[ShardConnection]) -> list[ShardConnection]:
+            plans.clear()
+            plans.update(self._copies_into(targets, isinstance(target, nn.Module), shards))
+            return [shard for shard in shards if shard.shard in plans]
+
+        def copy(views: dict[int, list[Tensor]]) -> None:
+            sources: list[Tensor] = []
+            into: list[Tensor] = []
+            for number, plan in plans.items():
+                theirs = views[number]
+                sources += [theirs[i] if part is None else theirs[i][part] for i, part in plan.sources]
+                into += plan.targets
+            if into:
+                with torch.no_grad():
+                    torch._foreach_copy_(into, sources)
+
+        return self._read(choose, copy, newer_than, wait, timeout) or newer_than
 
     pull_into_async = async_form(pull_into)
 
@@ -276,171 +288,175 @@ class Published:
         """
         found: dict[str, Tensor] = {}
 
-        def look(reader: VersionReader) -> int:
-            version, views = reader.begin()
-            found.update(zip(reader.layout.names, views, strict=True))
-            reader.note(version)
-            self._is_viewing = True
-            return version
+        def choose(shards: Sequence[ShardConnection]) -> Sequence[ShardConnection]:
+            if len(shards) > 1 or self._layout_of(shards[0]).parts:
+                raise ConfigError(
+                    f"{self.name!r} is published in parts, of which there is no view; pull_into takes parts together"
+                )
+            return shards
 
-        self._read(look, 0, False, timeout)
+        def look(views: dict[int, list[Tensor]]) -> None:
+            found.update(zip(self._layout_of(self._shards[0]).names, views[0], strict=True))
+            self._is_viewing = True
+
+        self._read(choose, look, 0, False, timeout)
         return found
 
     view_async = async_form(view)
 
-    def _read(self, take: Callable[[VersionReader], int], newer_than: int, wait: bool, timeout: float) -> int:
-        """Takes the newest version, if it is newer; its number, or 0."""
+    def _copies_into(
+        self, targets: Pieces, is_whole: bool, shards: Sequence[ShardConnection]
+    ) -> Mapping[int, ShardCopies]:
+        """The copies from each shard that is needed."""
+        layouts = [self._layout_of(shard) for shard in shards]
+        if len(layouts) == 1 and (copies := whole_copies(layouts[0], targets)) is not None:
+            return {0: copies}
+        publishers = [shard.publisher for shard in shards]
+        found = copies_for(layouts, targets, is_whole, self.name, publishers, current_agent().worker_name)
+        return {number: copies for number, copies in enumerate(found) if copies.targets} or {0: found[0]}
+
+    def _layout_of(self, shard: ShardConnection) -> VersionLayout:
+        assert shard.reader is not None
+        return shard.reader.layout
+
+    def _read(
+        self,
+        choose: Callable[[Sequence[ShardConnection]], Sequence[ShardConnection]],
+        take: Callable[[dict[int, list[Tensor]]], None],
+        newer_than: int,
+        wait: bool,
+        timeout: float,
+    ) -> int:
+        """Takes the newest version, if it is newer; its number, or 0.
+
+        Args:
+            choose: which shards are needed.
+            take: gets their tensors.
+            newer_than: a version that is not newer is not taken.
+            wait: whether a newer one is waited for.
+            timeout: limit, as users write it.
+        """
         with self._reading:
-            reader = self._reader
-            if self._is_viewing and reader is not None:
+            if self._is_viewing:
                 self._is_viewing = False
-                reader.end(0)
+                for shard in self._shards:
+                    if shard.reader is not None:
+                        shard.reader.end(0)
             deadline: Deadline | None = None
+            floor = max(newer_than, self._version - 1)
             while True:
-                reader = self._living_reader()
-                if reader is not None and reader.newest > max(newer_than, self._version - 1):
-                    version = take(reader)
-                    self._version = version
-                    _known(self.name).saw(version)
-                    return version
+                shards = self._refreshed()
+                if all(shard.newest > floor for shard in shards):
+                    needed = choose(shards)
+                    if version := self._take(needed, take, floor, None if len(shards) == 1 else shards):
+                        self._version = version
+                        return version
                 if newer_than and not wait:
                     return 0
                 if deadline is None:
                     deadline = Deadline.after(current_agent().caller.timeout_of(timeout))
                 if deadline.expired():
-                    newer = (
-                        f"a version of {self.name!r} that is newer than {newer_than}" if newer_than else repr(self.name)
-                    )
-                    raise DeadlineExceeded(
-                        f"nobody published {newer} in time. Call publish on the worker that has the tensors, and check "
-                        "the name"
-                    )
-                if reader is not None and not reader.has_ended:
-                    # Not to the end: the source may be here, and its publisher on another host may have ended.
-                    reader.wait_for_newer(
-                        max(newer_than, self._version - 1), Deadline.after(CHECK_INTERVAL_S).earlier(deadline)
-                    )
-                else:
-                    _known(self.name).wait_for_publisher(deadline)
+                    raise DeadlineExceeded(self._why_none(shards, newer_than))
+                self._wait_for(shards, floor, deadline)
 
-    def _living_reader(self) -> VersionReader | None:
-        """The reader of a source that lives, or else of one that has ended; None if there has been none yet."""
-        reader, copy = self._reader, self._copy
-        if reader is None or reader.has_ended or (copy is not None and not copy.follows_living):
-            if time.monotonic() >= self._retry_at:
-                try:
-                    self._connect()
-                except (UnknownActor, TransportError, DeadlineExceeded):
-                    self._retry_at = time.monotonic() + CHECK_INTERVAL_S
-        return self._reader
+    def _take(
+        self,
+        needed: Sequence[ShardConnection],
+        take: Callable[[dict[int, list[Tensor]]], None],
+        floor: int,
+        shards: Sequence[ShardConnection] | None,
+    ) -> int:
+        """Takes the newest version; 0 if there is none that is newer than `floor`, or it was overwritten meanwhile.
 
-    def _connect(self) -> None:
-        """Finds the source of this host, or becomes it."""
-        origin: rpc.RRef[Publisher] = rpc.get_actor(_ACTOR + self.name, ASK_FOR_NAMES_LIMIT_S)
-        self._publisher = origin.owner_name()
-        if origin.is_owner():
-            self._reader = origin.local_value().reader()
-            return
-        while True:
-            have = max(self._version, _known(self.name).newest)
-            description: Description = origin.rpc_sync(timeout=ASK_FOR_NAMES_LIMIT_S).describe(have)
-            source_name, plain, keep, num_changes, addresses = description
-            layout = VersionLayout.from_plain(plain)
-            copy = self._copy
-            if copy is not None and copy.layout == layout:  # only its publisher has died
-                copy.join(source_name, None)
-                return
-            if copy is not None:
-                self._copy = None
-                copy.close()
-            reader = self._reader_of_host(layout, addresses)
-            if reader is not None:
-                self._reader = reader
-                return
-            copy = HostCopy(self.name, layout, keep, source_name)
-            if copy.join(source_name, num_changes):
-                self._copy = copy
-                self._reader = copy.reader()
-                _known(self.name).copies.add(copy)
-                return
-            copy.close()
-
-    def _reader_of_host(self, layout: VersionLayout, addresses: list[str]) -> VersionReader | None:
-        """A reader of the first source that this process can share memory with."""
-        agent = current_agent()
-        network = agent.network
-        if not isinstance(network, Node) or not agent.options.share_payloads:
-            return None
-        hub = SocketHub(network)
+        Args:
+            needed: the shards from which it is taken.
+            take: see `_read`.
+            floor: a version up to this one is not taken.
+            shards: all of them, which have to have come to the version; None if there is one shard.
+        """
+        readers = [shard.reader for shard in needed if shard.reader is not None]
+        version = 0
         try:
-            for address in addresses:
-                try:
-                    connection = hub.connect(address, purpose_of(agent.worker_name), HOST_PROBE_LIMIT_S, unix=True)
-                except TransportError:
-                    continue  # on another host
-                try:
-                    return VersionReader.received(layout, connection)
-                except OSError:
-                    connection.close()
+            if shards is None:
+                found = [reader.begin() for reader in readers]
+                version = readers[0].beginning
+            else:
+                last = min(shard.newest for shard in shards)
+                held = set.intersection(*(reader.versions() for reader in readers))
+                version = max((each for each in held if each <= last), default=0)
+                if version <= floor:
+                    version = 0
+                    return 0
+                found = [reader.begin(version) for reader in readers]
+            views = {shard.shard: each for shard, each in zip(needed, found, strict=True) if each is not None}
+            if len(views) < len(needed) or not known(self.name).may_take(version, needed):
+                version = 0  # it was overwritten meanwhile, or its publisher has been replaced
+                return 0
+            take(views)
+        except BaseException:
+            version = 0
+            raise
         finally:
-            hub.close()
-        return None
+            if not self._is_viewing:
+                for reader in readers:
+                    reader.end(version)
+        for reader in readers if self._is_viewing else ():
+            reader.note(version)
+        return version
+
+    def _refreshed(self) -> list[ShardConnection]:
+        """The connections to all shards that are known of; some of them may have no version yet."""
+        shards = self._shards
+        if not shards:
+            shards.append(ShardConnection(self.name, 0))
+        shards[0].refresh()
+        num = shards[0].num_shards
+        while len(shards) > num:
+            shards.pop().close()
+        for number in range(1, num):
+            if number == len(shards):
+                shards.append(ShardConnection(self.name, number))
+            shards[number].refresh()
+        return shards
+
+    def _wait_for(self, shards: Sequence[ShardConnection], floor: int, deadline: Deadline) -> None:
+        """Waits a while for a version, where one is missing."""
+        # Not to the end: a source may be here, and its publisher on another host may have ended.
+        soon = Deadline.after(CHECK_INTERVAL_S).earlier(deadline)
+        slowest = min(shards, key=lambda shard: shard.newest)
+        if slowest.reader is not None and not slowest.reader.has_ended:
+            slowest.reader.wait_for_newer(max(floor, slowest.newest), soon)
+        else:
+            known(self.name).wait_for_publisher(soon)
+
+    def _why_none(self, shards: Sequence[ShardConnection], newer_than: int) -> str:
+        newer = f"a version of {self.name!r} that is newer than {newer_than}" if newer_than else repr(self.name)
+        text = f"nobody published {newer} in time. Call publish on the worker that has the tensors, and check the name"
+        if len(shards) > 1:
+            have = listed(f"{shard.shard} ({shard.newest or 'none'})" for shard in shards)
+            text += f". Its shards have these versions: {have}; a version is there when all have published it"
+        return text
 
     def close(self) -> None:
         """Ends pulling, and the tensors of `view`. Versions that this worker has published stay. Idempotent."""
         with self._reading:
-            reader, self._reader = self._reader, None
-            copy, self._copy = self._copy, None
+            shards, self._shards = self._shards, []
             self._is_viewing = False
-        if reader is not None:
-            reader.close()
-        if copy is not None:
-            copy.leave()
+        for shard in shards:
+            shard.close()
 
 
-class _Known:
-    """The state of a name at a worker: the newest version that it has seen, and the copies that it holds."""
-
-    def __init__(self) -> None:
-        self.newest = 0
-        self.copies: weakref.WeakSet[HostCopy] = weakref.WeakSet()
-        self._came = threading.Condition()
-
-    def saw(self, version: int) -> None:
-        self.newest = max(self.newest, version)
-
-    def wait_for_publisher(self, deadline: Deadline) -> None:
-        """Waits a while, or until a publisher says that it begins; one that did before is found by its name."""
-        with self._came:
-            self._came.wait(min(CHECK_INTERVAL_S, deadline.remaining_s()))
-
-    def publisher_came(self, description: Description) -> None:
-        """A publisher begins, which is described."""
-        for copy in list(self.copies):
-            copy.follow(description)
-        with self._came:
-            self._came.notify_all()
-
-
-_names: Final[weakref.WeakKeyDictionary[Agent, dict[str, _Known]]] = weakref.WeakKeyDictionary()
-
-
-def _known(name: str) -> _Known:
-    return _names.setdefault(current_agent(), {}).setdefault(name, _Known())
-
-
-def _follow(name: str, description: Description) -> int:
-    """At every worker: another publisher begins; the newest version that was seen here."""
-    known = _names.get(current_agent(), {}).get(name)
-    if known is None:  # nothing is kept for a name of which nobody here knows
-        return 0
-    if known.copies:
-        publisher = worker_of(description[0])
-        owner = rpc.get_actor(_ACTOR + name, ASK_FOR_NAMES_LIMIT_S).owner_name()
-        if owner != publisher:  # else any worker could have the copies here fetch from it
-            raise CallRefused(f"{publisher!r} does not publish {name!r}: {owner!r} does")
-    known.publisher_came(description)
-    return known.newest
+def _checked_shard(shard: tuple[int, int]) -> tuple[int, int]:
+    if (
+        not isinstance(shard, tuple)
+        or len(shard) != 2
+        or any(isinstance(number, bool) or not isinstance(number, int) for number in shard)
+        or not 0 <= shard[0] < shard[1] <= MAX_SHARDS
+    ):
+        raise ConfigError(
+            f"shard is the number of this publisher and how many there are, such as (0, 2), not {shard!r:.100}"
+        )
+    return shard
 
 
 def _limit_s(deadline: Deadline) -> float:

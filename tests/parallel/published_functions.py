@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from rpcdist.errors import RpcdistError
+from rpcdist import rpc
+from rpcdist.errors import RpcdistError, UnknownActor
 from rpcdist.parallel import Published
 from rpcdist.parallel._published._layout import VersionLayout
+from rpcdist.parallel._published._parts import pieces_of
+from rpcdist.parallel._published._reader import VersionReader
+from rpcdist.parallel._published._shard_connection import actor_name
+from rpcdist.testing import LIMIT_S, eventually
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (300, 1000), "b": (7,), "c": (), "empty": (0, 3), "d": (500_000,)}
 
@@ -40,11 +48,12 @@ def filled(value: float) -> dict[str, Tensor]:
 
 def layout_bytes() -> int:
     """The size of a version in memory."""
-    return VersionLayout.of(filled(0)).offsets()[1]
+    return VersionLayout.of(pieces_of(filled(0), "")).offsets()[1]
 
 
 def values_in(tensors: dict[str, Tensor]) -> list[float]:
-    return sorted({value for tensor in tensors.values() for value in tensor.unique().tolist()})
+    """The different values; only two of each tensor, which tells one value from several and takes little time."""
+    return sorted({value for tensor in tensors.values() if tensor.numel() for value in map(float, tensor.aminmax())})
 
 
 def publish(value: float, **options: Any) -> int:
@@ -56,6 +65,58 @@ def pull(newer_than: int = 0, **options: Any) -> tuple[int, list[float]]:
     target = filled(-1)
     version = weights().pull_into(target, newer_than, **options)
     return version, values_in(target)
+
+
+def wait_until_nobody_publishes() -> None:
+    """Waits until the job knows that the publisher is dead."""
+
+    def is_free() -> bool:
+        try:
+            rpc.get_actor(actor_name(names[-1], 0), timeout=1)
+        except UnknownActor:
+            return True
+        except RpcdistError:
+            return False
+        return False
+
+    eventually(is_free, "the name of the publisher is free")
+
+
+class HeldPull:
+    """A pull of this worker that stands still after it has chosen its version."""
+
+    def __init__(self) -> None:
+        self.is_there, self.may_go_on = threading.Event(), threading.Event()
+        self.result: Future[tuple[int, list[float]]] = Future()
+
+    def run(self) -> None:
+        begin = VersionReader.begin
+
+        def held_begin(reader: VersionReader, version: int = 0) -> list[Tensor] | None:
+            views = begin(reader, version)
+            self.is_there.set()
+            assert self.may_go_on.wait(LIMIT_S)
+            return views
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(VersionReader, "begin", held_begin)
+            self.result.set_result(pull())
+
+
+held_pulls: list[HeldPull] = []
+
+
+def begin_held_pull() -> None:
+    """Begins a pull in another thread; returns when it has chosen its version."""
+    held_pulls.append(HeldPull())
+    threading.Thread(target=held_pulls[0].run).start()
+    assert held_pulls[0].is_there.wait(LIMIT_S)
+
+
+def end_held_pull() -> tuple[int, list[float]]:
+    """Lets it go on; what it returned."""
+    held_pulls[0].may_go_on.set()
+    return held_pulls.pop().result.result(LIMIT_S)
 
 
 def pull_in_coroutine(newer_than: int) -> int:
@@ -75,7 +136,7 @@ def look_at_view() -> list[float]:
 
 def has_copy() -> bool:
     """Whether this worker holds versions for its host, and does not read those of another one."""
-    return weights()._copy is not None
+    return any(shard.copy is not None for shard in weights()._shards)
 
 
 def write_to_view() -> None:

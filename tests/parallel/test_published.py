@@ -184,6 +184,36 @@ def test_a_publisher_that_dies_is_replaced_and_the_numbers_go_on(mortal_world: R
     world.shutdown("trainer", "g1")  # without `close` before it
 
 
+def test_a_version_that_was_chosen_before_the_publisher_died_keeps_its_number(mortal_world: RpcWorld) -> None:
+    world = mortal_world
+    world["g0"].run(there.publish, 1)
+    assert world["g1"].run(there.pull) == (1, [1.0])
+    world["g0"].run(there.publish, 2)
+    world["g1"].run(there.begin_held_pull)
+    world["g0"].kill()
+    version = world["trainer"].run(there.publish, 3)
+    found = world["g1"].run(there.end_held_pull)
+    # What the dead one published does not have a number of the new one.
+    assert found == (version, [3.0]) or (found == (2, [2.0]) and version > 2)
+    assert world["g1"].run(there.pull, 0) == (version, [3.0])
+
+
+def test_a_publisher_waits_for_workers_that_may_have_seen_more(mortal_world: RpcWorld) -> None:
+    world = mortal_world
+    for value in (1, 2):
+        world["g0"].run(there.publish, value)
+    assert world["g1"].run(there.pull) == (2, [2.0])
+    world["g0"].kill()
+    world["trainer"].run(there.wait_until_nobody_publishes)
+    world["g1"].stop()
+    error = world["trainer"].begin(there.publish, 3, timeout=0.5).error(DeadlineExceeded)
+    assert "worker 'g1' did not say in time which versions it has seen" in str(error)
+    waiting = world["trainer"].begin(there.publish, 3)
+    world["g1"].resume()
+    assert waiting.result() == 3
+    assert world["g1"].run(there.pull, 2, wait=True) == (3, [3.0])
+
+
 def test_memory_and_descriptors_stay_as_they_are(world: RpcWorld) -> None:
     world["trainer"].run(there.publish_many, 5)
     for name in ("g0", "g1"):

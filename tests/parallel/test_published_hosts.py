@@ -20,6 +20,7 @@ from rpcdist.parallel import Published
 from rpcdist.parallel._published import _source
 from rpcdist.testing import LIMIT_S, InProcessCluster, WorkerPool, eventually
 from rpcdist.testing.rpc_world import join
+from rpcdist.testing.worker import Pending
 
 HOSTS = ("g0", "g1", "g2")
 
@@ -140,7 +141,7 @@ def test_a_publisher_that_dies_in_the_middle_leaves_the_old_version(job: Job, mo
     with monkeypatch.context() as patch:
         patch.setattr(_source.VersionSource, "chunk", dying)
         assert job.publish("trainer", 2) == 2
-        copies = [job.held[name]._copy for name in HOSTS]
+        copies = [job.held[name]._shards[0].copy for name in HOSTS]
         eventually(lambda: all(copy is not None and copy._given_up == 2 for copy in copies), "all hosts have given up")
         assert [job.pull(name) for name in HOSTS] == [(1, [1.0])] * 3
     assert job.publish("trainer", 3) == 3
@@ -212,31 +213,42 @@ def test_no_version_is_ever_mixed_or_older_whoever_dies(worker_pool: WorkerPool,
     ranks = {"boss": 0, "trainer": 1, "g0": 2, "g1": 3, "g2": 4}
     world = worker_pool.world(*ranks, world_size=None)
 
-    def begin(name: str) -> None:
-        world[name].begin(there.publish_for_ever if name == "trainer" else there.consume_for_ever, str(ledger))
+    running: dict[str, Pending[None]] = {}
 
-    def has_more(than: int) -> bool:
-        return ledger.read_text().count("has") > than
+    def begin(name: str) -> None:
+        function = there.publish_for_ever if name == "trainer" else there.consume_for_ever
+        running[name] = world[name].begin(function, str(ledger))
+
+    def num_had() -> int:
+        return ledger.read_text().count("has")
+
+    def wait_for_more(what: str) -> None:
+        before = num_had()
+
+        def are_there() -> bool:
+            for name, pending in running.items():
+                if not world[name].stopped and pending.done():
+                    pending.result()  # an error: none of them returns
+            return num_had() > before + 20
+
+        eventually(are_there, what)
 
     for name in list(ranks)[1:]:
         begin(name)
     for _ in range(num_examples(4, 10)):
-        count = ledger.read_text().count("has")
-        eventually(lambda count=count: has_more(count + 20), "consumers have further versions")  # type: ignore[misc]
+        wait_for_more("consumers have further versions")
         name = chance.choice(list(ranks)[1:])
         worker = world[name]
         if name != "trainer" and chance.random() < 0.4:
             worker.stop()
-            count = ledger.read_text().count("has")
-            eventually(lambda count=count: has_more(count + 20), "others go on beside a stopped consumer")  # type: ignore[misc]
+            wait_for_more("others go on beside a stopped consumer")
             worker.resume()
             continue
         time.sleep(chance.random() * 0.02)  # in the middle of something
         worker.kill()
         world.join(name, ranks[name])
         begin(name)
-    count = ledger.read_text().count("has")
-    eventually(lambda: has_more(count + 20), "consumers have further versions")
+    wait_for_more("consumers have further versions")
     for name in list(ranks)[1:]:
         world[name].kill()
     assert judge(ledger) > 100

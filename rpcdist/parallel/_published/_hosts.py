@@ -11,18 +11,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rpcdist import rpc
-from rpcdist.deadline import NEVER, Deadline
+from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, TransportError
 from rpcdist.parallel._published._layout import PlainLayout, VersionLayout
-from rpcdist.parallel._published._source import CHUNK_BYTES, VersionSource, ask, check_fetcher, worker_of
-from rpcdist.parallel._published._words import NEWEST, unpacked
+from rpcdist.parallel._published._source import CHUNK_BYTES, VersionSource, ask, worker_of
+from rpcdist.parallel._published._words import MAX_SEGMENTS, NEWEST, unpacked
 from rpcdist.rpc._current import current_agent
 from rpcdist.time_limits import CHUNK_LIMIT_S
 
@@ -32,9 +33,30 @@ logger = logging.getLogger(__name__)
 
 CHUNKS_UNDER_WAY: Final = 4
 
-Description = tuple[str, PlainLayout, int, int, list[str]]
-"""Of an origin: its source's name, the layout, `keep`, how often the list of hosts has changed, and where readers of
-all sources connect."""
+Description = tuple[str, PlainLayout, int, int, list[str], int]
+"""Of an origin: its source's name, the layout, `keep`, how often the list of hosts has changed, where readers of all
+sources connect, and in how many shards the tensors are published."""
+
+Comparison = Literal["counter", "value"]
+"""How tensors that did not change are found."""
+
+MAX_SHARDS: Final = 1 << 16
+MAX_VERSION: Final = 1 << 56
+
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_description(description: Description) -> None:
+    """Raises `TransportError` if the numbers of a description, which a peer has sent, make no sense."""
+    source_name, _, keep, num_changes, addresses, num_shards = description
+    numbers = (keep, num_changes, num_shards)
+    if (
+        any(type(number) is not int or number < 0 for number in numbers)
+        or not 1 <= keep < MAX_SEGMENTS
+        or not 1 <= num_shards <= MAX_SHARDS
+        or any(type(text) is not str for text in (source_name, *addresses))
+    ):
+        raise TransportError(f"the description of published tensors that came makes no sense: {description!r:.200}")
 
 
 class Publisher(VersionSource):
@@ -44,23 +66,40 @@ class Publisher(VersionSource):
         name: under which the tensors are published.
         plain_layout: of every version.
         keep: how many whole versions there may be at once.
+        shard: its number, and how many publishers the tensors have.
+
+    Attributes:
+        shard: its number.
+        has_asked: whether the other workers have said which versions they have seen.
     """
 
-    def __init__(self, name: str, plain_layout: PlainLayout, keep: int) -> None:
-        super().__init__(name, VersionLayout.from_plain(plain_layout), keep)
+    def __init__(self, name: str, plain_layout: PlainLayout, keep: int, shard: tuple[int, int] = (0, 1)) -> None:
+        super().__init__(name, VersionLayout.from_plain(plain_layout), keep, shard[1])
+        self.shard = shard[0]
+        self.has_asked = False
+        num_tensors = len(self.layout.names)
+        self._changed_in = [0] * num_tensors  # the version in which each tensor changed last
+        self._counters: list[tuple[object, ...] | None] = [None] * num_tensors  # of the newest version
         self._next = 1
         self._hosts: dict[str, str] = {}  # addresses by the sources' names, in the order of the chain
         self._num_changes = 0  # of the hosts
         self._fetches: dict[str, rpc.Future[int]] = {}  # by source name: those that may go on
         self._publishing = threading.Lock()
 
-    def publish(self, tensors: Mapping[str, Tensor], version: int | None, deadline: Deadline | None) -> int:
+    def publish(
+        self,
+        tensors: list[Tensor],
+        version: int | None,
+        deadline: Deadline | None,
+        skip_unchanged: Comparison | None = None,
+    ) -> int:
         """Makes tensors the newest version; returns its number, or the last one if there was no room.
 
         Args:
-            tensors: of the version.
+            tensors: of the version, in the order of the layout.
             version: its number; None for the next one.
             deadline: for the wait for room; None not to wait.
+            skip_unchanged: how tensors that did not change are found; None if all count as changed.
 
         Raises:
             ConfigError: the number is not newer than the last one.
@@ -68,6 +107,8 @@ class Publisher(VersionSource):
         """
         with self._publishing:
             number = self._next if version is None else version
+            if not 0 < number < MAX_VERSION:
+                raise ConfigError(f"version={number!r:.100}: the numbers of versions are 1 to {MAX_VERSION - 1}")
             if number < self._next:
                 raise ConfigError(
                     f"version={number} of {self.name!r}: the next one is {self._next}, or a higher number"
@@ -80,27 +121,77 @@ class Publisher(VersionSource):
                     raise DeadlineExceeded(f"version {number} of {self.name!r} was not published in time: {why}")
                 logger.warning("version %s of %r was left out: %s", number, self.name, why)
                 return self.newest
-            with torch.no_grad():
-                torch._foreach_copy_(self._views_of(segment), [tensors[name] for name in self.layout.names])
+            counters: list[tuple[object, ...] | None] | None = None
+            if skip_unchanged == "counter":
+                counters = [_counter_of(tensor) for tensor in tensors]
+            changed = self._changed_tensors(tensors, skip_unchanged, counters)
+            self._write(segment, tensors, changed)
             with self._changed:
                 number = max(self._next, version or 0)  # now: `start_at` may have been called meanwhile
                 self._next = number + 1
+                for index in range(len(tensors)) if changed is None else changed:
+                    self._changed_in[index] = number
+                self._counters = [None] * len(tensors) if counters is None else counters
+                self._changes[segment] = None if changed is None else self._changes_of_chunks()
                 self._release(number, segment)
             self._tell_hosts(number)
         return number
+
+    def _write(self, segment: int, tensors: list[Tensor], changed: Sequence[int] | None) -> None:
+        """Copies tensors into a segment: those that it does not have yet from an older version."""
+        held, self._contents[segment] = self._contents[segment], 0
+        views = self._views_of(segment)
+        if changed is not None and held:
+            now = set(changed)
+            stale = [index for index, last in enumerate(self._changed_in) if last > held or index in now]
+            views, tensors = [views[index] for index in stale], [tensors[index] for index in stale]
+        if views:
+            with torch.no_grad():
+                torch._foreach_copy_(views, tensors)
+
+    def _changed_tensors(
+        self, tensors: Sequence[Tensor], how: Comparison | None, counters: Sequence[tuple[object, ...] | None] | None
+    ) -> list[int] | None:
+        """The tensors that differ from the newest version; None if all may."""
+        newest = self._memory.words[NEWEST]
+        if how is None or not newest:
+            return None
+        if counters is not None:
+            last = self._counters
+            return [index for index, counter in enumerate(counters) if counter != last[index]]
+        views = self._views_of(unpacked(newest)[1])
+        return [
+            index
+            for index, (view, tensor) in enumerate(zip(views, tensors, strict=True))
+            if not _has_equal_bytes(view, tensor)
+        ]
+
+    def _changes_of_chunks(self) -> list[int]:
+        """In which version each chunk changed last."""
+        changes = [0] * self._num_chunks
+        starts, end = self.layout.offsets()
+        for start, stop, last in zip(starts, (*starts[1:], end), self._changed_in, strict=True):
+            for chunk in range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
+                changes[chunk] = max(changes[chunk], last)
+        return changes
 
     def start_at(self, have: int) -> None:
         """Somebody has seen a version of that number, of an earlier publisher: those of this one are newer.
 
         One that is published already gets another number, or those who have seen the other one would never take it.
         """
+        _checked_number(have)
         with self._changed:
             if have < self._next:
                 return
             self._next = have + 1
             newest = self._memory.words[NEWEST]
             if newest:
-                self._release(self._next, unpacked(newest)[1])
+                version, segment = unpacked(newest)
+                self._changed_in = [self._next if last == version else last for last in self._changed_in]
+                if (changes := self._changes[segment]) is not None:
+                    self._changes[segment] = [self._next if last == version else last for last in changes]
+                self._release(self._next, segment)
                 self._next += 1
         if newest:
             self._tell_hosts(self.newest)
@@ -110,7 +201,7 @@ class Publisher(VersionSource):
             self._tell(source, version)
 
     def _tell(self, source: str, version: int) -> None:
-        self._fetches[source] = future = ask(source, "fetch", version, timeout=0)
+        self._fetches[source] = future = ask(source, "fetch", self.source_name, version, timeout=0)
         future.add_done_callback(lambda done: self._on_fetched(source, version, done))
 
     def _on_fetched(self, source: str, version: int, done: rpc.Future[int]) -> None:
@@ -120,6 +211,9 @@ class Publisher(VersionSource):
             done.wait()
         except Exception as exc:
             logger.warning("%r did not get version %s of %r: %s", worker_of(source), version, self.name, exc)
+            # Its consumers kept all versions for as long as it waits: it begins once more, or stays without this one.
+            if isinstance(exc, DeadlineExceeded) and self.newest == version and source in self._living_hosts():
+                self._tell(source, version)
 
     def _living_hosts(self) -> dict[str, str]:
         """Those whose workers live; the others are forgotten."""
@@ -153,7 +247,8 @@ class Publisher(VersionSource):
         hosts = self._living_hosts()
         with self._changed:
             addresses = [address for address in (self.address, *hosts.values()) if address]
-            return self.source_name, self.layout.plain(), self._keep, self._num_changes, addresses
+            plain = self.layout.plain()
+            return self.source_name, plain, self._keep, self._num_changes, addresses, self.num_shards
 
     def join(self, source: str, address: str, num_changes: int | None) -> bool:
         """A host wants to fetch from now on, the newest version first.
@@ -169,7 +264,6 @@ class Publisher(VersionSource):
         with self._changed:
             if address and num_changes not in (None, self._num_changes):
                 return False
-            check_fetcher(source, self._hosts)
             self._hosts[source] = address
             self._num_changes += 1
         if newest := self.newest:
@@ -205,16 +299,22 @@ class HostCopy(VersionSource):
         layout: of every version.
         keep: how many whole versions there may be at once.
         origin: the name of the publisher's source.
+        shard: its number.
+        num_shards: how many publishers the tensors have.
     """
 
-    def __init__(self, name: str, layout: VersionLayout, keep: int, origin: str) -> None:
-        super().__init__(name, layout, keep)
+    def __init__(
+        self, name: str, layout: VersionLayout, keep: int, origin: str, shard: int = 0, num_shards: int = 1
+    ) -> None:
+        super().__init__(name, layout, keep, num_shards)
+        self.shard = shard
         self.origin = origin
         self._incarnation = 0
         self._wanted = 0
         self._is_fetching = False
         self._given_up = 0  # the version that could not be fetched; those who want it from here look elsewhere
         self._coming: tuple[int, int, int] | None = None  # version, segment, and how many chunks are here
+        self._kept: set[int] = set()  # those of that version which the segment had before
 
     def leave(self) -> None:
         """Closes it, and tells the publisher, unless that has ended."""
@@ -235,9 +335,19 @@ class HostCopy(VersionSource):
             num_changes: of its description; None if no other worker of this host can have come before.
         """
         self._incarnation = current_agent().directory.living_incarnation(worker_of(origin))
-        self.origin = origin  # which begins to call `fetch` here now
+        with self._changed:
+            if origin != self.origin:  # another publisher: what has its numbers may be something else
+                self._contents = [0] * len(self._contents)
+                self._wanted = self.newest
+            self.origin = origin  # which begins to call `fetch` here now
         asked = ask(origin, "join", self.source_name, self.address, num_changes, timeout=CHUNK_LIMIT_S)
         return bool(asked.wait())
+
+    @property
+    def newest_coming(self) -> int:
+        """The newest version that is here, or begins to come."""
+        with self._changed:
+            return max(self.newest, 0 if self._coming is None else self._coming[0])
 
     def follow(self, description: Description) -> None:
         """Takes its place in the chain of a new publisher, or closes if that one publishes something else."""
@@ -247,33 +357,47 @@ class HostCopy(VersionSource):
         else:
             self.close()
 
-    def fetch(self, version: int) -> int:
-        """Fetches a version, or a newer one; returns when it is here, or another thread fetches already."""
+    def fetch(self, origin: str, version: int) -> int:
+        """Fetches a version, or a newer one; returns when it is here, or another thread fetches already.
+
+        Args:
+            origin: the name of the publisher's source, which says that it has the version.
+            version: its number.
+        """
         with self._changed:
+            if origin != self.origin:  # it has been replaced
+                return self.newest
             self._wanted = max(self._wanted, version)
             if self._is_fetching:
                 return self.newest
             self._is_fetching = True
-        try:
-            while True:
-                with self._changed:
-                    if self.newest >= self._wanted:
-                        self._is_fetching = False
-                        return self.newest
-                self._fetch_one(self._wanted)
-        except BaseException:
+        while True:
             with self._changed:
-                self._is_fetching = False
-                self._given_up, self._wanted = self._wanted, self.newest
-                self._changed.notify_all()
-            raise
+                wanted, origin = self._wanted, self.origin
+                if self.newest >= wanted:
+                    self._is_fetching = False
+                    return self.newest
+            try:
+                self._fetch_one(origin, wanted)
+            except BaseException as exc:
+                with self._changed:
+                    if origin != self.origin and isinstance(exc, RpcdistError):
+                        continue  # another publisher is there meanwhile, and has said what it has
+                    self._is_fetching = False
+                    self._given_up, self._wanted = self._wanted, self.newest
+                    self._changed.notify_all()
+                raise
 
-    def _fetch_one(self, at_least: int) -> None:
+    def _fetch_one(self, origin: str, at_least: int) -> None:
         """Fetches one version from any host that has it."""
-        segment = self._wait_for_segment(NEVER)  # the consumers of this host hold up nobody but themselves
-        assert segment is not None
+        segment = self._wait_for_segment(Deadline.after(CHUNK_LIMIT_S))
+        if segment is None:  # the consumers of this host hold up nobody but themselves
+            raise DeadlineExceeded(
+                f"{self._me!r} has no room for version {at_least} of {self.name!r}: {self._keep} other versions are "
+                f"still read, by {', '.join(self._holders())}"
+            )
         self._memory.fill(segment)
-        origin, failed = self.origin, ""
+        failed = ""
         try:
             while True:
                 upstream = ask(origin, "upstream_of", self.source_name, failed, timeout=CHUNK_LIMIT_S).wait()
@@ -296,22 +420,28 @@ class HostCopy(VersionSource):
     def _fetch_from(self, upstream: str, at_least: int, segment: int) -> int:
         """Fetches a version from one source; its number. Chunks of the same version that came from another are kept."""
         me, limit_s = self.source_name, CHUNK_LIMIT_S
-        version: int = ask(upstream, "begin_fetch", me, at_least, limit_s, timeout=2 * limit_s).wait()
+        began = ask(upstream, "begin_fetch", me, at_least, limit_s, timeout=2 * limit_s).wait()
+        version, changes = _checked_beginning(began, at_least, self._num_chunks)
         with self._changed:
             if self._coming is None or self._coming[0] != version:
                 self._give_up_coming()
+                held, self._contents[segment] = self._contents[segment], 0
+                self._changes[segment] = changes
+                # The chunks that did not change since the version that the segment had.
+                self._kept = {i for i, last in enumerate(changes or ()) if last <= held}
                 self._coming = (version, segment, 0)
             begin = self._coming[2]
             self._changed.notify_all()
         memory = self._memory.tensors[segment]
         under_way: deque[tuple[int, rpc.Future[Tensor]]] = deque()
+        wanted = [index for index in range(begin, self._num_chunks) if index not in self._kept]
         try:
-            for index in range(begin, self._num_chunks + CHUNKS_UNDER_WAY):
-                if index < self._num_chunks:
+            for index in (*wanted, *[-1] * CHUNKS_UNDER_WAY):
+                if index >= 0:
                     call = ask(upstream, "chunk", me, version, index, limit_s, timeout=2 * limit_s)
                     call.is_quiet = True  # the first error ends all of them
                     under_way.append((index, call))
-                if under_way and (len(under_way) == CHUNKS_UNDER_WAY or index >= self._num_chunks):
+                if under_way and (len(under_way) == CHUNKS_UNDER_WAY or index < 0):
                     number, call = under_way.popleft()
                     chunk = call.wait()
                     memory[number * CHUNK_BYTES : number * CHUNK_BYTES + chunk.nbytes].copy_(chunk)
@@ -342,6 +472,40 @@ class HostCopy(VersionSource):
 
     def _num_chunks_of(self, version: int) -> int:
         return self._coming[2] if self._coming is not None and self._coming[0] == version else self._num_chunks
+
+
+def _counter_of(tensor: Tensor) -> tuple[object, ...]:
+    """Differs when torch has written to the tensor's memory, or when it has other memory.
+
+    The reference to the storage is weak, and keeps another storage from getting the same identity.
+    """
+    storage = StorageWeakRef(tensor.untyped_storage())
+    version = object() if tensor.is_inference() else tensor._version  # torch does not count writes to those
+    return storage, tensor.storage_offset(), tensor.stride(), tensor.dtype, version
+
+
+def _has_equal_bytes(view: Tensor, tensor: Tensor) -> bool:
+    """Whether a tensor has the bytes of a published one; False where that cannot be said cheaply."""
+    integer = _INTEGERS.get(view.dtype.itemsize)
+    if view.dtype is not tensor.dtype or integer is None or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        return False
+    return torch.equal(view.view(integer), tensor.detach().view(integer))
+
+
+def _checked_number(number: object) -> int:
+    """The number of a version, which a peer has sent."""
+    if type(number) is not int or not 0 <= number < MAX_VERSION:
+        raise TransportError(f"{number!r:.100} is not the number of a version")
+    return number
+
+
+def _checked_beginning(began: object, at_least: int, num_chunks: int) -> tuple[int, list[int] | None]:
+    """The reply of another source to `begin_fetch`, checked."""
+    if isinstance(began, tuple) and len(began) == 2:
+        version, changes = _checked_number(began[0]), began[1]
+        if version >= at_least and (changes is None or (type(changes) is list and len(changes) == num_chunks)):
+            return version, None if changes is None else list(map(_checked_number, changes))
+    raise TransportError(f"a source of published tensors answered {began!r:.200} in place of a version")
 
 
 def _try_to_tell(source: str, method: str, *args: object) -> None:

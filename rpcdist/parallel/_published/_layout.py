@@ -2,88 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+import math
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rpcdist.errors import ConfigError, listed
+from rpcdist.errors import ConfigError, TransportError, listed
+from rpcdist.parallel._published._parts import Box, Pieces, common, shown, without
 
-__all__ = ["PlainLayout", "VersionLayout", "tensors_of"]
+__all__ = ["PlainLayout", "ShardCopies", "VersionLayout", "copies_for", "whole_copies"]
 
 _ALIGNMENT: Final = 64
+_MAX_BYTES: Final = 1 << 46  # more than the address space has room for: a layout that says so is nonsense
 
-PlainLayout = tuple[list[str], list[str], list[list[int]]]
-"""A layout as plain values, which travel without pickle: names, dtypes, shapes."""
+PlainLayout = tuple[list[str], list[str], list[list[int]], list[list[list[int]]]]
+"""A layout as plain values, which travel without pickle: names, dtypes, shapes, parts."""
 
-
-def tensors_of(what: nn.Module | Mapping[str, Tensor], purpose: str) -> dict[str, Tensor]:
-    """The tensors of a module, or of a dictionary, by name.
-
-    Args:
-        what: a module, whose `state_dict` counts, or tensors by name.
-        purpose: what they are for, for the error.
-
-    Raises:
-        ConfigError: it is something else, or has a value that is no dense tensor.
-    """
-    if isinstance(what, nn.Module):
-        what = what.state_dict()
-    if not isinstance(what, Mapping):
-        raise ConfigError(f"{purpose} are a {type(what).__name__}: give a module, or a dictionary of tensors by name")
-    tensors = dict(what)
-    for name, tensor in tensors.items():
-        if (
-            type(name) is str
-            and isinstance(tensor, Tensor)
-            and tensor.layout is torch.strided
-            and not (tensor.is_meta or tensor.is_quantized)
-        ):
-            continue  # as nearly always
-        if not isinstance(name, str):
-            raise ConfigError(f"{purpose} have the name {name!r}, which is no text")
-        if not isinstance(tensor, Tensor):
-            raise ConfigError(f"{name!r} of {purpose} is a {type(tensor).__name__}, not a tensor; leave it out")
-        kind = "quantized" if tensor.is_quantized else "on the meta device" if tensor.is_meta else "sparse"
-        if kind != "sparse" or tensor.layout is not torch.strided:
-            raise ConfigError(f"{name!r} of {purpose} is {kind}; only dense tensors with memory can be published")
-    return tensors
+_DTYPES: Final = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
 
 
 class VersionLayout(NamedTuple):
     """Names, dtypes and shapes of the tensors of a version.
 
     Attributes:
-        names: of the tensors, in the order in which they lie in memory.
+        names: of the tensors, in the order in which they lie in memory; several parts of one have the same name.
         dtypes: of the published values.
         shapes: of the tensors.
+        parts: for those that are parts of larger tensors, by their index: the offsets, and the shape of the whole.
     """
 
     names: list[str]
     dtypes: list[torch.dtype]
     shapes: list[tuple[int, ...]]
+    parts: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> VersionLayout:
+    def of(cls, pieces: Pieces, dtype: torch.dtype | None = None) -> VersionLayout:
         """The layout of these tensors; those of floating point are published as `dtype`, if one is given."""
         if dtype is not None and not dtype.is_floating_point:
             raise ConfigError(f"dtype={dtype}: tensors are published as their own dtype, or as one of floating point")
-        if not tensors:
+        if not pieces.names:
             raise ConfigError("there is no tensor to publish: the module or dictionary is empty")
-        values = tensors.values()
+        values = pieces.tensors
         dtypes = [value.dtype if dtype is None or not value.is_floating_point() else dtype for value in values]
-        return cls(list(tensors), dtypes, [tuple(value.shape) for value in values])
+        return cls(pieces.names, dtypes, [tuple(value.shape) for value in values], pieces.parts)
 
     @classmethod
     def from_plain(cls, plain: PlainLayout) -> VersionLayout:
-        """The inverse of `plain`."""
-        names, dtypes, shapes = plain
-        return cls(list(names), [getattr(torch, dtype) for dtype in dtypes], [tuple(shape) for shape in shapes])
+        """The inverse of `plain`, for a layout that a peer has sent.
+
+        Raises:
+            TransportError: it is no layout.
+        """
+        try:
+            names, dtypes, shapes, parts = plain
+            layout = cls(
+                [_text(name) for name in names],
+                [_DTYPES[dtype] for dtype in dtypes],
+                [_numbers(shape) for shape in shapes],
+                {_numbers(first)[0]: (_numbers(offsets), _numbers(whole)) for first, offsets, whole in parts},
+            )
+            is_consistent = (
+                0 < len(layout.names) == len(layout.dtypes) == len(layout.shapes)
+                and sum(math.prod(shape) * 16 for shape in layout.shapes) < _MAX_BYTES
+                and all(_is_part(layout.shapes[index], *part) for index, part in layout.parts.items())
+            )
+        except (TypeError, ValueError, KeyError, IndexError) as exc:
+            raise TransportError(f"the layout of published tensors that came makes no sense: {exc!r}") from exc
+        if not is_consistent:
+            raise TransportError("the layout of published tensors that came makes no sense: its numbers do not fit")
+        return layout
 
     def plain(self) -> PlainLayout:
         """The same as plain values."""
-        return self.names, [str(dtype).removeprefix("torch.") for dtype in self.dtypes], [list(s) for s in self.shapes]
+        return (
+            self.names,
+            [str(dtype).removeprefix("torch.") for dtype in self.dtypes],
+            [list(shape) for shape in self.shapes],
+            [[[index], list(offsets), list(whole)] for index, (offsets, whole) in self.parts.items()],
+        )
 
     def offsets(self) -> tuple[list[int], int]:
         """Where each tensor begins, and how many bytes all of them take up."""
@@ -91,76 +92,172 @@ class VersionLayout(NamedTuple):
         for dtype, shape in zip(self.dtypes, self.shapes, strict=True):
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
             starts.append(start)
-            end = start + torch.Size(shape).numel() * dtype.itemsize
+            end = start + math.prod(shape) * dtype.itemsize
         return starts, end
 
     def views(self, memory: Tensor) -> list[Tensor]:
         """The tensors on the memory of a version, which is given as bytes."""
         views = []
         for start, dtype, shape in zip(self.offsets()[0], self.dtypes, self.shapes, strict=True):
-            num_bytes = torch.Size(shape).numel() * dtype.itemsize
+            num_bytes = math.prod(shape) * dtype.itemsize
             views.append(memory[start : start + num_bytes].view(dtype).view(shape))
         return views
 
-    def check_published(self, tensors: Mapping[str, Tensor], name: str) -> None:
-        """Raises `ConfigError` if the tensors of a further version are not those of the first one."""
-        if list(tensors) == self.names and [tensor.shape for tensor in tensors.values()] == self.shapes:
-            return
-        for tensor_name, shape in zip(self.names, self.shapes, strict=True):
-            if tensor_name not in tensors:
-                raise ConfigError(f"tensor {tensor_name!r} of {name!r} is missing in this version; the first had it")
-            if tuple(tensors[tensor_name].shape) != shape:
-                raise ConfigError(
-                    f"tensor {tensor_name!r} of {name!r} has shape {tuple(tensors[tensor_name].shape)} in this "
-                    f"version, and {shape} in the first; publish it under another name"
-                )
-        if further := tensors.keys() - set(self.names):
-            raise ConfigError(
-                f"{name!r} was published first without {listed(sorted(further))}; publish them under another name"
-            )
-
-    def matched(
-        self, targets: Mapping[str, Tensor], is_whole: bool, name: str, publisher: str, me: str
-    ) -> Sequence[int]:
-        """The index of the published tensor for each target.
-
-        Args:
-            targets: where the values will be copied to.
-            is_whole: whether every published tensor has to have a target.
-            name: under which they are published, for errors.
-            publisher: the worker that publishes them, for errors.
-            me: this worker, for errors.
+    def in_order(self, pieces: Pieces, name: str) -> list[Tensor]:
+        """The tensors of a further version, in the order of the first one.
 
         Raises:
-            ConfigError: a target has no published tensor, another shape, or a dtype that its values do not fit into.
+            ConfigError: they are not those of the first version.
         """
-        values = targets.values()
-        if list(targets) == self.names:
-            indices: Sequence[int] = range(len(self.names))
-            if [value.shape for value in values] == self.shapes and [value.dtype for value in values] == self.dtypes:
-                return indices
-        else:
-            numbers = {tensor_name: number for number, tensor_name in enumerate(self.names)}
-            if unknown := [tensor_name for tensor_name in targets if tensor_name not in numbers]:
+        tensors = pieces.tensors
+        if pieces.names != self.names:
+            if further := sorted(set(pieces.names) - set(self.names)):
                 raise ConfigError(
-                    f"{publisher!r} does not publish {listed(map(repr, unknown))} in {name!r}, as {me!r} wants; it "
-                    f"publishes {listed(map(repr, self.names))}"
+                    f"{name!r} was published first without {listed(further)}; publish them under another name"
                 )
-            if is_whole and (missing := [tensor_name for tensor_name in self.names if tensor_name not in targets]):
+            numbers = {tensor_name: number for number, tensor_name in enumerate(pieces.names)}
+            for tensor_name in self.names:
+                if tensor_name not in numbers:
+                    raise ConfigError(
+                        f"tensor {tensor_name!r} of {name!r} is missing in this version; the first had it"
+                    )
+            if len(numbers) < len(pieces.names) or len(pieces.names) != len(self.names):
+                raise ConfigError(f"{name!r} has other parts of its tensors in this version than in the first")
+            indices = [numbers[tensor_name] for tensor_name in self.names]
+            parts = {at: pieces.parts[index] for at, index in enumerate(indices) if index in pieces.parts}
+            pieces = Pieces(self.names, [tensors[index] for index in indices], parts)
+            tensors = pieces.tensors
+        if [tensor.shape for tensor in tensors] != self.shapes or pieces.parts != self.parts:
+            for tensor_name, tensor, shape in zip(self.names, tensors, self.shapes, strict=True):
+                if tuple(tensor.shape) != shape:
+                    raise ConfigError(
+                        f"tensor {tensor_name!r} of {name!r} has shape {tuple(tensor.shape)} in this version, and "
+                        f"{shape} in the first; publish it under another name"
+                    )
+            raise ConfigError(f"{name!r} has other parts of its tensors in this version than in the first")
+        return tensors
+
+    def box(self, index: int) -> Box:
+        """The indices of a tensor in the whole that it is a part of."""
+        part = self.parts.get(index)
+        shape = self.shapes[index]
+        return Box((0,) * len(shape) if part is None else part[0], shape)
+
+    def whole(self, index: int) -> tuple[int, ...]:
+        """The shape of the whole that a tensor is a part of."""
+        part = self.parts.get(index)
+        return self.shapes[index] if part is None else part[1]
+
+
+class ShardCopies(NamedTuple):
+    """The copies from a shard when a version is pulled.
+
+    Attributes:
+        sources: indices of published tensors, and the slices of them, None for all.
+        targets: where to.
+    """
+
+    sources: list[tuple[int, tuple[slice, ...] | None]]
+    targets: list[Tensor]
+
+
+def whole_copies(layout: VersionLayout, wanted: Pieces) -> ShardCopies | None:
+    """The copies where the targets are exactly what is published, as with equal models; else None."""
+    tensors = wanted.tensors
+    if (
+        wanted.names == layout.names
+        and not wanted.parts
+        and not layout.parts
+        and [tensor.shape for tensor in tensors] == layout.shapes
+        and [tensor.dtype for tensor in tensors] == layout.dtypes
+    ):
+        return ShardCopies([(index, None) for index in range(len(tensors))], tensors)
+    return None
+
+
+def copies_for(
+    layouts: Sequence[VersionLayout], wanted: Pieces, is_whole: bool, name: str, publishers: Sequence[str], me: str
+) -> list[ShardCopies]:
+    """The copies from each shard into the targets, each index once.
+
+    Args:
+        layouts: of the shards.
+        wanted: where the values will be copied to.
+        is_whole: whether every published tensor has to have a target.
+        name: under which they are published, for errors.
+        publishers: the workers that publish the shards, for errors.
+        me: this worker, for errors.
+
+    Raises:
+        ConfigError: a target has no published tensor, another shape, a part that nobody publishes, or a dtype that its
+            values do not fit into.
+    """
+    found: dict[str, list[tuple[int, int]]] = {}
+    for shard, layout in enumerate(layouts):
+        for index, tensor_name in enumerate(layout.names):
+            found.setdefault(tensor_name, []).append((shard, index))
+    by = " and ".join(map(repr, dict.fromkeys(publishers)))
+    if unknown := [tensor_name for tensor_name in dict.fromkeys(wanted.names) if tensor_name not in found]:
+        raise ConfigError(
+            f"{by} does not publish {listed(map(repr, unknown))} in {name!r}, as {me!r} wants; it publishes "
+            f"{listed(map(repr, found))}"
+        )
+    if is_whole and (missing := [tensor_name for tensor_name in found if tensor_name not in set(wanted.names)]):
+        raise ConfigError(
+            f"{by} publishes {listed(map(repr, missing))} in {name!r}, which the module of {me!r} does not have; give "
+            "a dictionary of the tensors that it wants"
+        )
+    copies = [ShardCopies([], []) for _ in layouts]
+    for number, (tensor_name, target) in enumerate(zip(wanted.names, wanted.tensors, strict=True)):
+        offsets, whole = wanted.parts.get(number, ((0,) * target.dim(), tuple(target.shape)))
+        wanted_box = Box(offsets, tuple(target.shape))
+        left = [wanted_box] if target.numel() else []
+        for shard, index in found[tensor_name]:
+            layout, publisher = layouts[shard], publishers[shard]
+            if layout.whole(index) != whole:
                 raise ConfigError(
-                    f"{publisher!r} publishes {listed(map(repr, missing))} in {name!r}, which the module of {me!r} "
-                    "does not have; give a dictionary of the tensors that it wants"
+                    f"tensor {tensor_name!r} of {name!r} has shape {layout.whole(index)} at its publisher "
+                    f"{publisher!r}, and {whole} at {me!r}; both need the same model"
                 )
-            indices = [numbers[tensor_name] for tensor_name in targets]
-        for index, target in zip(indices, values, strict=True):
-            if target.shape != self.shapes[index]:
+            dtype = layout.dtypes[index]
+            if target.dtype is not dtype and not torch.can_cast(dtype, target.dtype):
                 raise ConfigError(
-                    f"tensor {self.names[index]!r} of {name!r} has shape {self.shapes[index]} at its publisher "
-                    f"{publisher!r}, and {tuple(target.shape)} at {me!r}; both need the same model"
+                    f"tensor {tensor_name!r} of {name!r} is {dtype} at its publisher {publisher!r}, which cannot be "
+                    f"converted to {target.dtype} at {me!r}"
                 )
-            if target.dtype is not self.dtypes[index] and not torch.can_cast(self.dtypes[index], target.dtype):
-                raise ConfigError(
-                    f"tensor {self.names[index]!r} of {name!r} is {self.dtypes[index]} at its publisher {publisher!r}, "
-                    f"which cannot be converted to {target.dtype} at {me!r}"
-                )
-        return indices
+            box = layout.box(index)
+            rest: list[Box] = []
+            for each in left:
+                shared = common(each, box)
+                if shared is None:
+                    rest.append(each)
+                    continue
+                rest.extend(without(each, shared))
+                copies[shard].sources.append((index, None if shared == box else shared.slices_in(box)))
+                copies[shard].targets.append(target if shared == wanted_box else target[shared.slices_in(wanted_box)])
+            left = rest
+        if left:
+            raise ConfigError(
+                f"nobody publishes {', '.join(map(shown, left))} of tensor {tensor_name!r} of {name!r}, which {me!r} "
+                f"wants; {by} published {listed(shown(layouts[s].box(i)) for s, i in found[tensor_name])}"
+            )
+    return copies
+
+
+def _numbers(values: Sequence[Any]) -> tuple[int, ...]:
+    numbers = tuple(values)
+    if any(type(number) is not int or not 0 <= number < _MAX_BYTES for number in numbers):
+        raise ValueError(f"{numbers!r:.100} are not indices")
+    return numbers
+
+
+def _text(value: object) -> str:
+    if type(value) is not str:
+        raise TypeError(f"{value!r:.100} is no name")
+    return value
+
+
+def _is_part(shape: tuple[int, ...], offsets: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    return len(shape) == len(offsets) == len(whole) and all(
+        offset + size <= num for offset, size, num in zip(offsets, shape, whole, strict=True)
+    )

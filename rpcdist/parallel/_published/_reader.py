@@ -24,7 +24,9 @@ from rpcdist.parallel._published._words import (
     NEWEST,
     PAGE_BYTES,
     READING,
+    VERSION_IN,
     WAITING,
+    packed,
     unpacked,
 )
 from rpcdist.time_limits import CHECK_INTERVAL_S, SHARED_MEMORY_SETUP_LIMIT_S
@@ -59,6 +61,9 @@ class VersionReader:
         own_page: words of this reader.
         segments: memory of the versions.
         connection: a socket whose other end the source has. It ends when the source does.
+
+    Attributes:
+        beginning: the number of the version that `begin` gave last.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class VersionReader:
         self._views: dict[int, list[Tensor]] = {}
         self._fence = threading.Lock()
         self._has_ended = False
+        self.beginning = 0
 
     def __repr__(self) -> str:
         return f"<VersionReader of version {self.newest} [{'ended' if self._has_ended else 'open'}]>"
@@ -132,20 +138,36 @@ class VersionReader:
                     self._has_ended = True
         return self._has_ended
 
-    def begin(self) -> tuple[int, list[Tensor]]:
-        """The newest version and its tensors, which nobody overwrites before `end`. There has to be a version."""
+    def versions(self) -> set[int]:
+        """The versions that can be read now; the source may overwrite all but the newest before `begin`."""
+        return {version for version in self._source[VERSION_IN : VERSION_IN + len(self._segments)] if version}
+
+    def begin(self, version: int = 0) -> list[Tensor] | None:
+        """The tensors of a version, which nobody overwrites before `end`; None if the version is not there any more.
+
+        Args:
+            version: its number; 0 for the newest, of which there has to be one. `beginning` has the number then.
+        """
+        source, own = self._source, self._own
         while True:
-            newest = self._source[NEWEST]
-            self._own[READING] = newest
+            newest = source[NEWEST]
+            number, segment = unpacked(newest)
+            if version and number != version:
+                held = list(source[VERSION_IN : VERSION_IN + len(self._segments)])
+                if version not in held:
+                    own[READING] = 0
+                    return None
+                number, segment = version, held.index(version)
+            own[READING] = packed(number, segment)
             with self._fence:  # [Note: hazards]
                 pass
-            if self._source[NEWEST] == newest:
+            if source[VERSION_IN + segment] == number:
                 break
-        version, segment = unpacked(newest)
         views = self._views.get(segment)
         if views is None:
             views = self._views[segment] = self.layout.views(self._segments[segment])
-        return version, views
+        self.beginning = number
+        return views
 
     def end(self, version: int) -> None:
         """The tensors of `begin` are not used any more; `version` has been taken, or 0."""

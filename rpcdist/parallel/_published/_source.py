@@ -27,12 +27,13 @@ from rpcdist.parallel._published._words import (
     NEWEST,
     PAGE_BYTES,
     READING,
+    VERSION_IN,
     WAITING,
     packed,
     unpacked,
 )
 from rpcdist.rpc._current import current_agent
-from rpcdist.time_limits import CHECK_INTERVAL_S, HUB_OPEN_LIMIT_S
+from rpcdist.time_limits import CHECK_INTERVAL_S, CHUNK_LIMIT_S, HUB_OPEN_LIMIT_S, PARKED_LIMIT_S
 from rpcdist.transport import Node
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.mapped_segments import MappedSegment
@@ -169,17 +170,19 @@ class VersionSource:
         name: under which the tensors are published.
         layout: of every version.
         keep: how many whole versions there may be at once.
+        num_shards: where there are several, older versions stay as long as possible: others may not have newer ones.
 
     Attributes:
         address: where the readers of this host connect; empty where memory cannot be shared.
         source_name: tells it apart from all others; `worker_of` has the worker.
     """
 
-    def __init__(self, name: str, layout: VersionLayout, keep: int) -> None:
+    def __init__(self, name: str, layout: VersionLayout, keep: int, num_shards: int = 1) -> None:
         agent = current_agent()
         self.name = name
         self.layout = layout
         self._keep = keep
+        self.num_shards = num_shards
         self._agent = agent
         self._me = agent.worker_name
         self.source_name = f"{self._me}{_SEPARATOR}{secrets.token_hex(4)}"
@@ -189,6 +192,11 @@ class VersionSource:
         ] = {}  # version and segment that other hosts fetch, by their sources' names
         _sources.setdefault(agent, weakref.WeakValueDictionary())[self.source_name] = self
         self._changed = threading.Condition()  # guards the two above, and what subclasses say
+        self._fence = threading.Lock()
+        # The version whose bytes each segment has, also while readers are not given it any more; 0 if none is whole.
+        self._contents = [0] * (keep + 1)
+        # In which version each chunk of a segment changed last; None if all changed in this one.
+        self._changes: list[list[int] | None] = [None] * (keep + 1)
         self._hub: SocketHub | None = None
         self.address = ""
         size_bytes = max(1, layout.offsets()[1])
@@ -263,18 +271,27 @@ class VersionSource:
     # ------------------------------------------------------------ writing a version
 
     def _free_segment(self) -> int | None:
-        """A segment that nobody reads, for the next version; None if there is none. Its caller is the only writer."""
+        """A segment that nobody reads, for the next version, which one thread may write; None if there is none."""
+        words = self._memory.words
         with self._changed:
             self._forget_ended()
-            taken = {unpacked(word)[1] for c in self._connections if (word := c.words[READING])}
-            taken |= {segment for _, segment in self._pins.values()}
-            newest = self._memory.words[NEWEST]
+            newest = words[NEWEST]
+            taken = {segment for _, segment in self._pins.values()}
             if newest:
                 taken.add(unpacked(newest)[1])
-            free = [segment for segment in range(self._keep + 1) if segment not in taken]
-            if not free:
-                return None
-            return next((segment for segment in free if self._memory.is_filled[segment]), free[0])  # a warm one
+            for segment in sorted(set(range(self._keep + 1)) - taken, key=self._worth):
+                held, words[VERSION_IN + segment] = words[VERSION_IN + segment], 0
+                with self._fence:  # [Note: hazards]
+                    pass
+                reading = [word for connection in self._connections if (word := connection.words[READING])]
+                if all(unpacked(word)[1] != segment for word in reading):
+                    return segment
+                words[VERSION_IN + segment] = held
+        return None
+
+    def _worth(self, segment: int) -> tuple[bool, int]:
+        """Segments with smaller values are overwritten first: those that are warm, and the oldest of them."""
+        return self.num_shards == 1 and not self._contents[segment], self._contents[segment]
 
     def _wait_for_segment(self, deadline: Deadline) -> int | None:
         """Waits until `_free_segment` finds one; None if the time is over."""
@@ -298,6 +315,8 @@ class VersionSource:
     def _release(self, version: int, segment: int) -> None:
         """Makes the version that was written the newest."""
         with self._changed:
+            self._contents[segment] = version
+            self._memory.words[VERSION_IN + segment] = version
             self._memory.words[NEWEST] = packed(version, segment)
             connections = list(self._connections)
             self._changed.notify_all()  # taking the lock again, or giving it back, is the fence of [Note: hazards]
@@ -322,17 +341,14 @@ class VersionSource:
             timeout: limit in seconds.
         """
 
-        def find() -> dict[str, int]:
-            return {c.name: c.words[HAVE] for c in self._connections if c.words[HAVE] < version}
-
         found: dict[str, int] = {}
 
         def is_done() -> bool:
             nonlocal found
-            found = find()
+            found = {c.name: c.words[HAVE] for c in self._connections if c.words[HAVE] < version}
             return not found
 
-        self._wait_for_readers(is_done, Deadline.after(timeout))
+        self._wait_for_readers(is_done, Deadline.after(min(PARKED_LIMIT_S, timeout)))
         return found
 
     def _wait_for_readers(self, is_done: Callable[[], bool], deadline: Deadline) -> bool:
@@ -358,19 +374,22 @@ class VersionSource:
 
     # ------------------------------------------------------------ other hosts
 
-    def begin_fetch(self, fetcher: str, at_least: int, timeout: float) -> int:
-        """Keeps a version from being overwritten until another host has fetched it; its number.
+    def begin_fetch(self, fetcher: str, at_least: int, timeout: float) -> tuple[int, list[int] | None]:
+        """Keeps a version from being overwritten until another host has fetched it.
 
         Args:
             fetcher: the name of the source there, which fetches one version at a time.
             at_least: the version has to be this one or a newer one; waits until there is one, or it begins to come.
             timeout: limit in seconds.
 
+        Returns:
+            Its number, and in which version each chunk changed last; None if all may have in this one.
+
         Raises:
             CallRefused: no living worker has that source.
             DeadlineExceeded: there is none in time.
         """
-        deadline = Deadline.after(timeout)
+        deadline = Deadline.after(min(CHUNK_LIMIT_S, timeout))
         with self._changed:
             while (found := self._fetchable(at_least)) is None:
                 if deadline.expired():
@@ -378,7 +397,7 @@ class VersionSource:
                 self._changed.wait(deadline.wait_s())
             check_fetcher(fetcher, self._pins)
             self._pins[fetcher] = found
-            return found[0]
+            return found[0], self._changes[found[1]]
 
     def _fetchable(self, at_least: int) -> tuple[int, int] | None:
         """The newest version that is here or coming, and its segment, unless it is older; needs the lock."""
@@ -398,7 +417,9 @@ class VersionSource:
             TransportError: the version is gone.
             DeadlineExceeded: the chunk did not come in time.
         """
-        deadline = Deadline.after(timeout)
+        deadline = Deadline.after(min(CHUNK_LIMIT_S, timeout))
+        if not 0 <= index < self._num_chunks:
+            raise TransportError(f"{self.name!r} has the chunks 0 to {self._num_chunks - 1}, and no chunk {index}")
         with self._changed:
             while True:
                 found, segment = self._pins.get(fetcher, (0, 0))

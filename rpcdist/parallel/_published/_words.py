@@ -1,14 +1,15 @@
 """The words of 8 bytes by which a source and its readers tell each other what they do, without a message.
 
-The source has a page with two words, which its readers may only read; each reader shares one page with the source, with
+The source has a page with words that its readers may only read; each reader shares one page with the source, with
 three words of its own. A version and its segment are one word, so both change at once.
 
-[Note: hazards] A reader writes the newest word into its own page, and reads the newest once more. If it is still the
-same, the source will find the reader's word when it looks for a segment to overwrite, and leaves that one alone until
-the reader clears its word. If not, the reader starts over. A source makes a version the newest before it looks at the
-readers' words, and a reader writes its word before it looks at the newest: provided that no load moves before the
-store, one of the two sees the other. Only a locked instruction keeps a processor from moving it, and taking a lock has
-one. The same holds for the words by which one side asks the other to be woken.
+[Note: hazards] The source has one word for each segment: the version in it, or 0 while it is written. A reader writes
+the version and the segment that it wants into its own page, and then looks whether the segment still has that version.
+A source that wants to overwrite a segment sets the segment's word to 0, and then looks at the words of its readers:
+provided that no load moves before the store, one of the two sees the other. A source that finds a reader puts the word
+back and takes another segment; a reader that finds another version starts over. Only a locked instruction keeps a
+processor from moving the load, and taking a lock has one. The same holds for the words by which one side asks the other
+to be woken.
 
 All of this relies on the store order of x86-64 ([Note: store order] in `collectives/_transports/shm/signals.py`); on
 other processors each process keeps versions of its own, and words are only shared by threads.
@@ -18,7 +19,18 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ASKED", "HAVE", "MAX_SEGMENTS", "NEWEST", "PAGE_BYTES", "READING", "WAITING", "packed", "unpacked"]
+__all__ = [
+    "ASKED",
+    "HAVE",
+    "MAX_SEGMENTS",
+    "NEWEST",
+    "PAGE_BYTES",
+    "READING",
+    "VERSION_IN",
+    "WAITING",
+    "packed",
+    "unpacked",
+]
 
 PAGE_BYTES: Final = 4096
 
@@ -26,6 +38,8 @@ NEWEST: Final = 0
 """Of the source: the newest version and its segment; 0 for none."""
 ASKED: Final = 1
 """Of the source: not 0 while it wants readers that finish to send it a byte."""
+VERSION_IN: Final = 8
+"""Of the source: from here on, the version that each segment holds; 0 while it is written."""
 
 READING: Final = 0
 """Of a reader: the version that it reads now, and its segment; 0 for none."""

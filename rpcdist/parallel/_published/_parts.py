@@ -1,0 +1,193 @@
+"""Tensors by name, and parts of larger tensors: which bytes of which published part a consumer needs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rpcdist.errors import ConfigError
+
+__all__ = ["Box", "Pieces", "TensorPart", "Value", "common", "pieces_of", "shown", "without"]
+
+Value = Any
+"""The value of a name: a `Tensor`, a `DTensor`, a `TensorPart`, or a list of `TensorPart`."""
+
+
+class TensorPart(NamedTuple):
+    """A tensor that is a part of a larger one: a range of indices of each dimension.
+
+    A publisher that has rows 512 to 1023 of a weight of 1024 rows publishes
+    `{"w": TensorPart(rows, offsets=(512, 0), whole=(1024, 256))}`; a consumer pulls its columns into
+    `{"w": TensorPart(columns, offsets=(0, 64), whole=(1024, 256))}`. A list of parts stands for several ranges. A
+    `DTensor` says all of this itself.
+
+    Attributes:
+        tensor: the values of the part; its shape is the size of the part.
+        offsets: where the part begins in the larger tensor, in each dimension.
+        whole: the shape of the larger tensor.
+    """
+
+    tensor: Tensor
+    offsets: Sequence[int]
+    whole: Sequence[int]
+
+
+class Box(NamedTuple):
+    """A part of a tensor's indices.
+
+    Attributes:
+        offsets: the first index in each dimension.
+        sizes: how many indices in each dimension.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def slices_in(self, outer: Box) -> tuple[slice, ...]:
+        """The indices of this box in a tensor that has those of `outer`."""
+        return tuple(
+            slice(start - begin, start - begin + size)
+            for start, size, begin in zip(self.offsets, self.sizes, outer.offsets, strict=True)
+        )
+
+
+def common(one: Box, other: Box) -> Box | None:
+    """The indices that two boxes share, or None."""
+    offsets, sizes = [], []
+    for a, num_a, b, num_b in zip(*one, *other, strict=True):
+        start, end = max(a, b), min(a + num_a, b + num_b)
+        if end <= start:
+            return None
+        offsets.append(start)
+        sizes.append(end - start)
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def without(box: Box, hole: Box) -> Iterator[Box]:
+    """The rest of a box, without a box that lies inside it."""
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    for dim, (start, size) in enumerate(zip(*hole, strict=True)):
+        before, after = start - offsets[dim], offsets[dim] + sizes[dim] - start - size
+        for first, num in ((offsets[dim], before), (start + size, after)):
+            if num:
+                yield Box((*offsets[:dim], first, *offsets[dim + 1 :]), (*sizes[:dim], num, *sizes[dim + 1 :]))
+        offsets[dim], sizes[dim] = start, size
+
+
+def shown(box: Box) -> str:
+    """A box as users write it: "[0:2, 5:8]"."""
+    return "[" + ", ".join(f"{start}:{start + size}" for start, size in zip(*box, strict=True)) + "]"
+
+
+class Pieces(NamedTuple):
+    """Tensors by name, parts taken apart.
+
+    Attributes:
+        names: of the tensors; several parts of one tensor have the same name.
+        tensors: the values.
+        parts: for those that are parts of larger tensors, by their index: the offsets, and the shape of the whole.
+    """
+
+    names: list[str]
+    tensors: list[Tensor]
+    parts: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+_PLAIN: Final = frozenset((Tensor, nn.Parameter))
+
+
+def pieces_of(what: nn.Module | Mapping[str, Value], purpose: str) -> Pieces:
+    """The tensors of a module, or of a dictionary.
+
+    Args:
+        what: a module, whose `state_dict` counts, or tensors and parts of tensors by name.
+        purpose: what they are for, for the error.
+
+    Raises:
+        ConfigError: it is something else, or has a value that is no dense tensor.
+    """
+    if isinstance(what, nn.Module):
+        what = what.state_dict()
+    if not isinstance(what, Mapping):
+        raise ConfigError(f"{purpose} are a {type(what).__name__}: give a module, or a dictionary of tensors by name")
+    names, tensors = list(what), list(what.values())
+    strided = torch.strided
+    for name, tensor in zip(names, tensors, strict=True):
+        if (
+            type(tensor) not in _PLAIN
+            or tensor.layout is not strided
+            or tensor.is_meta
+            or tensor.is_quantized
+            or type(name) is not str
+        ):
+            return _unusual_pieces(what, purpose)
+    return Pieces(names, tensors, {})
+
+
+def _unusual_pieces(what: Mapping[str, Value], purpose: str) -> Pieces:
+    pieces = Pieces([], [], {})
+    for name, value in what.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"{purpose} have the name {name!r}, which is no text")
+        for each in value if type(value) is list and value else (value,):
+            tensor, part = _taken_apart(name, each, purpose)
+            _check_dense(name, tensor, purpose)
+            if part is not None:
+                pieces.parts[len(pieces.names)] = part
+            pieces.names.append(name)
+            pieces.tensors.append(tensor)
+    return pieces
+
+
+def _taken_apart(
+    name: str, value: Value, purpose: str
+) -> tuple[Tensor, tuple[tuple[int, ...], tuple[int, ...]] | None]:
+    """The tensor of a value, and what it is a part of."""
+    if isinstance(value, TensorPart):
+        offsets, whole = tuple(value.offsets), tuple(value.whole)
+        if not isinstance(value.tensor, Tensor):
+            raise ConfigError(f"{name!r} of {purpose} is a part that has a {type(value.tensor).__name__}, no tensor")
+        sizes = tuple(value.tensor.shape)
+        numbers = (*offsets, *whole)
+        if (
+            any(isinstance(number, bool) or not isinstance(number, int) for number in numbers)
+            or not len(offsets) == len(whole) == len(sizes)
+            or any(o < 0 or o + s > w for o, s, w in zip(offsets, sizes, whole, strict=True))
+        ):
+            raise ConfigError(
+                f"{name!r} of {purpose} is a part of shape {sizes} at {offsets}, which does not lie in a tensor of "
+                f"shape {whole}"
+            )
+        return value.tensor, (offsets, whole)
+    module = sys.modules.get("torch.distributed.tensor")  # what has none of them imports nothing
+    if module is not None and isinstance(value, module.DTensor):
+        return _of_dtensor(name, value, purpose)
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"{name!r} of {purpose} is a {type(value).__name__}, not a tensor; leave it out")
+    return value, None
+
+
+def _of_dtensor(name: str, value: Any, purpose: str) -> tuple[Tensor, tuple[tuple[int, ...], tuple[int, ...]]]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(placement.is_partial() for placement in value.placements):
+        raise ConfigError(
+            f"{name!r} of {purpose} is a DTensor with the placements {value.placements}, whose values are not summed "
+            "yet; redistribute it to Shard or Replicate first"
+        )
+    with torch.no_grad():
+        local = value.to_local()
+    _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    if not local.numel():  # torch's offset of an empty shard may lie outside
+        offsets = (0,) * value.dim()
+    return local, (tuple(offsets), tuple(value.shape))
+
+
+def _check_dense(name: str, tensor: Tensor, purpose: str) -> None:
+    kind = "quantized" if tensor.is_quantized else "on the meta device" if tensor.is_meta else "sparse"
+    if kind != "sparse" or tensor.layout is not torch.strided:
+        raise ConfigError(f"{name!r} of {purpose} is {kind}; only dense tensors with memory can be published")

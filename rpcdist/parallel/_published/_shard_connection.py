@@ -1,0 +1,227 @@
+"""The state of a name at a worker, and the connections by which the worker reads published tensors."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from rpcdist import rpc
+from rpcdist.deadline import Deadline
+from rpcdist.errors import DeadlineExceeded, TransportError, UnknownActor
+from rpcdist.parallel._published._hosts import Description, HostCopy, Publisher, check_description
+from rpcdist.parallel._published._layout import VersionLayout
+from rpcdist.parallel._published._reader import VersionReader
+from rpcdist.parallel._published._source import purpose_of
+from rpcdist.rpc._current import current_agent
+from rpcdist.time_limits import ASK_FOR_NAMES_LIMIT_S, CHECK_INTERVAL_S, HOST_PROBE_LIMIT_S
+from rpcdist.transport import Node
+from rpcdist.transport.sockets import SocketHub
+
+if TYPE_CHECKING:
+    from rpcdist.rpc._agent import Agent
+
+__all__ = ["Known", "ShardConnection", "actor_name", "follow", "known"]
+
+
+def actor_name(name: str, shard: int) -> str:
+    """The name of the actor that publishes a shard."""
+    return f"rpcdist published: {shard}: {name}"
+
+
+class Known:
+    """The state of a name at a worker.
+
+    [Note: numbers go on] A publisher that takes the place of another one asks each worker which versions it has seen,
+    and begins with a higher number. So a worker that has answered must not take a higher version of the publisher
+    before: a read notes its version before it copies, in one step with the look whether another publisher has asked
+    since the connection was made. A worker that is lost, and comes back, says what it has seen when it connects.
+
+    Attributes:
+        copies: the sources that this worker holds for its host.
+    """
+
+    def __init__(self) -> None:
+        self.copies: weakref.WeakSet[HostCopy] = weakref.WeakSet()
+        self._newest: dict[int, int] = {}  # by shard: the newest version that was published or read here
+        self._publishers: dict[int, tuple[int, int]] = {}  # by shard: how many have asked, and what the last was told
+        self._came = threading.Condition()
+
+    def newest(self, shard: int) -> int:
+        """The newest version of a shard that was published or read here."""
+        return self._newest.get(shard, 0)
+
+    def saw(self, version: int, shard: int) -> None:
+        """A version of a shard has been published here."""
+        with self._came:
+            self._newest[shard] = max(self.newest(shard), version)
+
+    def num_publishers(self, shard: int) -> int:
+        """How many publishers of a shard have begun since this worker is here."""
+        return self._publishers.get(shard, (0, 0))[0]
+
+    def may_take(self, version: int, connections: Sequence[ShardConnection]) -> bool:
+        """Notes that a version will be taken, unless its publisher has been replaced. [Note: numbers go on]"""
+        with self._came:
+            for connection in connections:
+                num, told = self._publishers.get(connection.shard, (0, 0))
+                if connection.num_publishers != num and version > told:
+                    return False
+            for connection in connections:
+                self._newest[connection.shard] = max(self.newest(connection.shard), version)
+        return True
+
+    def wait_for_publisher(self, deadline: Deadline) -> None:
+        """Waits a while, or until a publisher says that it begins; one that did before is found by its name."""
+        with self._came:
+            self._came.wait(min(CHECK_INTERVAL_S, deadline.remaining_s()))
+
+    def publisher_came(self, shard: int, description: Description) -> int:
+        """A publisher of a shard begins, which is described; the newest version that it has to go beyond."""
+        check_description(description)
+        for copy in list(self.copies):
+            if copy.shard == shard:
+                copy.follow(description)
+        with self._came:
+            coming = [copy.newest_coming for copy in self.copies if copy.shard == shard]
+            newest = max([self.newest(shard), *coming])
+            self._publishers[shard] = (self.num_publishers(shard) + 1, newest)
+            self._came.notify_all()
+        return newest
+
+
+_names: Final[weakref.WeakKeyDictionary[Agent, dict[str, Known]]] = weakref.WeakKeyDictionary()
+
+
+def known(name: str) -> Known:
+    """The state of a name at the current worker."""
+    return _names.setdefault(current_agent(), {}).setdefault(name, Known())
+
+
+def follow(name: str, shard: int, description: Description) -> int:
+    """At every worker: another publisher begins; the newest version that was seen here."""
+    return known(name).publisher_came(shard, description)
+
+
+class ShardConnection:
+    """A consumer's way to one shard: it reads the memory of a process of its host, or fetches for its host.
+
+    Args:
+        name: under which the tensors are published.
+        shard: the number of the shard.
+
+    Attributes:
+        reader: of a source that lives, or else of one that has ended; None if there has been none yet.
+        copy: the source itself, if this consumer has it.
+        publisher: the worker that publishes the shard.
+        num_shards: how many there are.
+        num_publishers: see `Known`; when the connection was made.
+    """
+
+    def __init__(self, name: str, shard: int) -> None:
+        self.name = name
+        self.shard = shard
+        self.reader: VersionReader | None = None
+        self.copy: HostCopy | None = None
+        self.publisher = ""
+        self.num_shards = 1
+        self.num_publishers = 0
+        self._retry_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"<ShardConnection {self.shard} of {self.name!r} to {self.publisher!r} [{self.reader!r}]>"
+
+    @property
+    def newest(self) -> int:
+        """The newest version that can be read; 0 for none."""
+        return 0 if self.reader is None else self.reader.newest
+
+    def refresh(self) -> None:
+        """Connects again if the source has ended, or its publisher has been replaced; now and then."""
+        reader, copy = self.reader, self.copy
+        if (
+            reader is None
+            or reader.has_ended
+            or self.num_publishers != known(self.name).num_publishers(self.shard)
+            or (copy is not None and not copy.follows_living)
+        ) and time.monotonic() >= self._retry_at:
+            try:
+                self._connect()
+            except (UnknownActor, TransportError, DeadlineExceeded):
+                self._retry_at = time.monotonic() + CHECK_INTERVAL_S
+
+    def _connect(self) -> None:
+        """Finds the source of this host, or becomes it."""
+        state = known(self.name)
+        num_publishers = state.num_publishers(self.shard)
+        origin: rpc.RRef[Publisher] = rpc.get_actor(actor_name(self.name, self.shard), ASK_FOR_NAMES_LIMIT_S)
+        self.publisher = origin.owner_name()
+        if origin.is_owner():
+            publisher = origin.local_value()
+            self._use(publisher.reader(), num_publishers)
+            self.num_shards = publisher.num_shards
+            return
+        while True:
+            seen = state.newest(self.shard)
+            description: Description = origin.rpc_sync(timeout=ASK_FOR_NAMES_LIMIT_S).describe(seen)
+            check_description(description)
+            source_name, plain, keep, num_changes, addresses, num_shards = description
+            layout = VersionLayout.from_plain(plain)
+            copy = self.copy
+            self.num_shards = num_shards
+            if copy is not None and copy.layout == layout:  # only its publisher has died
+                copy.join(source_name, None)
+                self.num_publishers = num_publishers
+                return
+            if copy is not None:
+                self.copy = None
+                copy.close()
+            reader = self._reader_of_host(layout, addresses)
+            if reader is not None:
+                self._use(reader, num_publishers)
+                return
+            copy = HostCopy(self.name, layout, keep, source_name, self.shard, num_shards)
+            if copy.join(source_name, num_changes):
+                self.copy = copy
+                self._use(copy.reader(), num_publishers)
+                state.copies.add(copy)
+                return
+            copy.close()
+
+    def _use(self, reader: VersionReader, num_publishers: int) -> None:
+        before, self.reader = self.reader, reader
+        self.num_publishers = num_publishers
+        if before is not None:
+            before.close()
+
+    def _reader_of_host(self, layout: VersionLayout, addresses: list[str]) -> VersionReader | None:
+        """A reader of the first source that this process can share memory with."""
+        agent = current_agent()
+        network = agent.network
+        if not isinstance(network, Node) or not agent.options.share_payloads:
+            return None
+        hub = SocketHub(network)
+        try:
+            for address in addresses:
+                try:
+                    connection = hub.connect(address, purpose_of(agent.worker_name), HOST_PROBE_LIMIT_S, unix=True)
+                except TransportError:
+                    continue  # on another host
+                try:
+                    return VersionReader.received(layout, connection)
+                except OSError:
+                    connection.close()
+        finally:
+            hub.close()
+        return None
+
+    def close(self) -> None:
+        """Ends it. Idempotent."""
+        reader, self.reader = self.reader, None
+        copy, self.copy = self.copy, None
+        if reader is not None:
+            reader.close()
+        if copy is not None:
+            copy.leave()

@@ -1,0 +1,351 @@
+"""Published tensors in parts: shards of several publishers, slices that consumers take, and what did not change."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from full_sets import num_examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_published_hosts import chunks_sent
+from torch import Tensor, nn
+
+from rpcdist.errors import ConfigError, DeadlineExceeded, TransportError
+from rpcdist.parallel import Published, TensorPart
+from rpcdist.parallel._published import _source
+from rpcdist.parallel._published._layout import VersionLayout, copies_for
+from rpcdist.parallel._published._parts import pieces_of
+from rpcdist.testing import LIMIT_S, InProcessCluster, RpcWorld, WorkerPool
+
+WHOLE = (8, 12)
+
+
+def values_of(version: int) -> Tensor:
+    return torch.arange(96.0).reshape(WHOLE) + 1000 * version
+
+
+def rows(version: int, shard: int) -> TensorPart:
+    """Half of the rows."""
+    return TensorPart(values_of(version)[4 * shard : 4 * shard + 4], (4 * shard, 0), WHOLE)
+
+
+def columns(number: int) -> TensorPart:
+    """A quarter of the columns, to pull into."""
+    return TensorPart(torch.full((8, 3), -1.0), (0, 3 * number), WHOLE)
+
+
+# ---------------------------------------------------------------- which bytes
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes in a tensor of shape (4, 5)."""
+    offsets = tuple(draw(st.integers(0, n - 1)) for n in (4, 5))
+    return offsets, tuple(draw(st.integers(0, n - o)) for n, o in zip((4, 5), offsets, strict=True))
+
+
+@settings(max_examples=num_examples(200, 5000), deadline=None)
+@given(st.lists(boxes(), min_size=1, max_size=5), boxes())
+def test_each_index_is_copied_once_or_named_as_missing(
+    published: list[tuple[tuple[int, ...], tuple[int, ...]]], wanted: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    whole = torch.arange(20.0).reshape(4, 5)
+
+    def part_of(tensor: Tensor, box: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensor:
+        return tensor[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))]
+
+    shards = [pieces_of({"w": TensorPart(part_of(whole, box), box[0], (4, 5))}, "values") for box in published]
+    target = torch.full(wanted[1], -1.0)
+    into = pieces_of({"w": TensorPart(target, wanted[0], (4, 5))}, "targets")
+    covered = torch.zeros(4, 5)
+    for box in published:
+        part_of(covered, box).fill_(1)
+    layouts = [VersionLayout.from_plain(VersionLayout.of(shard).plain()) for shard in shards]
+    try:
+        copies = copies_for(layouts, into, False, "policy", ["trainer"] * len(shards), "g0")
+    except ConfigError as exc:
+        assert "nobody publishes" in str(exc)
+        assert not part_of(covered, wanted).all()
+        return
+    assert part_of(covered, wanted).all()
+    num_copied = 0
+    for shard, plan in zip(shards, copies, strict=True):
+        for (index, slices), to in zip(plan.sources, plan.targets, strict=True):
+            source = shard.tensors[index] if slices is None else shard.tensors[index][slices]
+            to.copy_(source)
+            num_copied += to.numel()
+    assert num_copied == target.numel()
+    assert torch.equal(target, part_of(whole, wanted))
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        None,
+        ([], [], [], []),
+        (["a"], ["float32"], [[-1]], []),
+        (["a"], ["float32"], [[1 << 50]], []),
+        (["a"], ["float32"], [[True]], []),
+        (["a"], ["nn"], [[1]], []),
+        ([3], ["float32"], [[1]], []),
+        (["a", "b"], ["float32"], [[1]], []),
+        (["a"], ["float32"], [[4]], [[[0], [3], [6]]]),
+        (["a"], ["float32"], [[4]], [[[1], [0], [4]]]),
+        (["a"], ["float32"], [[4]], [[[-1], [0], [4]]]),
+        (["a"], ["float32"], [[4]], [[[0], [0, 0], [4, 4]]]),
+    ],
+    ids=lambda _: "",
+)
+def test_a_layout_of_a_peer_that_makes_no_sense_is_refused(plain: object) -> None:
+    with pytest.raises(TransportError, match="makes no sense"):
+        VersionLayout.from_plain(plain)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- shards of several workers
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[InProcessCluster]:
+    """Workers that share no memory, each a host of its own."""
+    monkeypatch.setattr(_source, "CHUNK_BYTES", 128)
+    monkeypatch.setattr("rpcdist.parallel._published._hosts.CHUNK_BYTES", 128)
+    with InProcessCluster("boss", "t0", "t1", "g0", elastic=True) as cluster:
+        yield cluster
+
+
+class Job:
+    """The trainers `t0` and `t1` publish a shard each, and the others pull."""
+
+    def __init__(self, cluster: InProcessCluster) -> None:
+        self.cluster = cluster
+        self.held = {name: Published("policy") for name in cluster.names}
+
+    def publish(self, shard: int, value: int, **options: int) -> int:
+        name = f"t{shard}"
+        values = {"w": rows(value, shard), f"own{shard}": torch.full((2,), float(value))}
+        return self.cluster.run(name, lambda: self.held[name].publish(values, shard=(shard, 2), **options))  # type: ignore[arg-type]
+
+    def pull(self, target: dict[str, object], newer_than: int = 0, name: str = "g0", **options: float) -> int:
+        return self.cluster.run(name, lambda: self.held[name].pull_into(target, newer_than, **options))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        for name in self.cluster.names:
+            self.cluster.run(name, self.held[name].close)
+
+
+@pytest.fixture
+def job(cluster: InProcessCluster) -> Iterator[Job]:
+    job = Job(cluster)
+    yield job
+    job.close()
+
+
+def test_consumers_take_columns_of_rows_that_two_workers_publish(job: Job) -> None:
+    assert job.publish(0, 1) == job.publish(1, 1) == 1
+    for number in range(4):
+        part, own = columns(number), torch.zeros(2)
+        assert job.pull({"w": part, "own1": own}, name=("boss", "g0")[number % 2]) == 1
+        assert torch.equal(part.tensor, values_of(1)[:, 3 * number : 3 * number + 3])
+        assert own.eq(1).all()
+    whole = torch.zeros(WHOLE)
+    assert job.pull({"w": whole}) == 1
+    assert torch.equal(whole, values_of(1))
+    ranges = [TensorPart(torch.zeros(2, 5), (row, 4), WHOLE) for row in (6, 3, 0)]
+    assert job.pull({"w": ranges}) == 1
+    for part in ranges:
+        assert torch.equal(part.tensor, values_of(1)[part.offsets[0] : part.offsets[0] + 2, 4:9])
+
+
+def test_a_version_is_there_when_all_shards_have_it(job: Job) -> None:
+    waiting = job.cluster.begin("g0", job.pull, {"w": (first := columns(0))}, timeout=LIMIT_S)
+    job.publish(0, 1)
+    job.publish(1, 1)
+    assert waiting.result(LIMIT_S) == 1
+    job.publish(0, 2)
+    part = columns(1)
+    assert job.pull({"w": part}) == 1  # shard 1 has no 2
+    assert torch.equal(part.tensor, values_of(1)[:, 3:6])
+    with pytest.raises(DeadlineExceeded, match=r"shards have these versions: 0 \(2\), 1 \(1\); a version is"):
+        job.pull({"w": part}, 1, wait=True, timeout=0.2)
+    assert job.pull({"w": part}, 1) == 1
+    waiting = job.cluster.begin("g0", job.pull, {"w": part}, 1, wait=True)
+    job.publish(1, 2)
+    assert waiting.result(LIMIT_S) == 2
+    assert torch.equal(part.tensor, values_of(2)[:, 3:6])
+    assert torch.equal(first.tensor, values_of(1)[:, :3])
+    only_own = torch.zeros(2)
+    job.publish(1, 3)
+    assert job.pull({"own1": only_own}, 1) == 2  # a version of the name is one that all have
+    assert only_own.eq(2).all()
+
+
+def test_the_owner_of_a_shard_is_replaced(job: Job) -> None:
+    for version in (1, 2):
+        for shard in (0, 1):
+            job.publish(shard, version)
+    part = columns(2)
+    assert job.pull({"w": part}) == 2
+    job.cluster.kill("t1")
+    job.held["t1"] = Published("policy")
+    job.cluster.restart("t1")
+    assert job.publish(0, 3) == 3
+    assert job.publish(1, 3, version=3) == 3
+    assert job.pull({"w": part}, 2, wait=True) == 3
+    assert torch.equal(part.tensor, values_of(3)[:, 6:9])
+
+
+def test_bad_parts_are_errors_that_name_them(job: Job) -> None:
+    job.publish(0, 1)
+    with pytest.raises(ConfigError, match="other parts of its tensors in this version"):
+        moved: dict[str, Tensor | TensorPart] = {
+            "w": TensorPart(values_of(1)[:4], (1, 0), WHOLE),
+            "own0": torch.zeros(2),
+        }
+        job.cluster.run("t0", lambda: job.held["t0"].publish(moved))
+    with pytest.raises(ConfigError, match=r"'t0' publishes under the name 'policy' already"):
+        job.cluster.run("t1", lambda: job.held["t1"].publish({"w": rows(1, 1)}, shard=(0, 2)))
+    job.publish(1, 1)
+    with pytest.raises(ConfigError, match="of which there is no view"):
+        job.cluster.run("g0", lambda: job.held["g0"].view())
+    for target, text in [
+        (TensorPart(torch.zeros(2, 2), (7, 0), WHOLE), r"part of shape \(2, 2\) at \(7, 0\), which does not lie in"),
+        (TensorPart(torch.zeros(2, 2), (-1, 0), WHOLE), r"at \(-1, 0\), which does not lie in"),
+        (TensorPart(torch.zeros(2, 2), (0,), WHOLE), "which does not lie in"),
+        (TensorPart(3, (0,), (1,)), "a part that has a int"),  # type: ignore[arg-type]
+        (TensorPart(torch.zeros(2, 2), (0, 0), (8, 11)), r"has shape \(8, 12\) at its publisher 't0', and \(8, 11\)"),
+    ]:
+        with pytest.raises(ConfigError, match=text):
+            job.pull({"w": target})
+    with pytest.raises(ConfigError, match="shard is the number of this publisher"):
+        job.cluster.run("g0", lambda: job.held["g0"].publish({"w": torch.zeros(1)}, shard=(2, 2)))
+    with pytest.raises(ConfigError, match="'t0' and 't1' publishes 'own0', 'own1'"):
+        job.cluster.run("g0", lambda: job.held["g0"].pull_into(nn.ParameterDict({"w": torch.zeros(WHOLE)})))
+
+
+def test_indices_that_nobody_publishes_are_named(cluster: InProcessCluster) -> None:
+    cluster.run("t0", lambda: Published("half").publish({"w": rows(1, 1)}))
+    with cluster.use("g0"):
+        mine = Published("half")
+        with pytest.raises(
+            ConfigError, match=r"nobody publishes \[0:4, 0:3\] of tensor 'w' of 'half', which 'g0' want"
+        ):
+            mine.pull_into({"w": columns(0)})
+        mine.close()
+
+
+# ---------------------------------------------------------------- what did not change
+
+
+@pytest.mark.parametrize("how", ["counter", "value"])
+def test_what_did_not_change_is_not_sent(cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    model = {"base": torch.arange(1000.0), "adapter": torch.zeros(100)}
+    trainer, mine = Published("policy"), Published("policy")
+    into = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
+
+    def publish() -> int:
+        return cluster.run("t0", lambda: trainer.publish(model, skip_unchanged=how))  # type: ignore[arg-type]
+
+    def pull(have: int) -> int:
+        return cluster.run("g0", lambda: mine.pull_into(into, have, wait=have > 0))
+
+    publish()
+    assert pull(0) == 1
+    model["adapter"] += 1
+    publish()
+    assert pull(1) == 2  # into memory that was empty there
+    counts = chunks_sent(monkeypatch)
+    num_chunks = 0
+    for version in range(3, 9):
+        model["adapter"] += 1
+        assert publish() == version
+        assert pull(version - 1) == version
+        assert {name: tensor.tolist() for name, tensor in into.items()} == {n: t.tolist() for n, t in model.items()}
+        num_chunks += 5  # the last 400 bytes lie in this many pieces of 128
+    assert counts["t0"] <= num_chunks
+    model["base"][500] = -1.0
+    publish()
+    assert pull(8) == 9
+    assert into["base"][500] == -1
+    model["base"] = torch.full((1000,), 7.0)  # other memory
+    publish()
+    assert pull(9) == 10
+    assert into["base"].eq(7).all() and into["adapter"].eq(model["adapter"]).all()
+    cluster.run("g0", mine.close)
+
+
+def test_a_counter_does_not_take_other_memory_for_the_same(cluster: InProcessCluster) -> None:
+    """A new tensor often gets the memory, and the count of writes, of one that was freed."""
+    with cluster.use("t0"):
+        trainer = Published("policy")
+        into = torch.zeros(1000)
+        for value in range(1, 30):
+            trainer.publish({"a": torch.full((1000,), float(value))}, skip_unchanged="counter")
+            trainer.pull_into({"a": into})
+            assert into.eq(value).all()
+        with pytest.raises(ConfigError, match="skip_unchanged is 'counter' or 'value'"):
+            trainer.publish({"a": into}, skip_unchanged="hash")  # type: ignore[arg-type]
+        trainer.close()
+
+
+# ---------------------------------------------------------------- DTensors, in processes of one host
+
+held: dict[str, Published] = {}
+
+
+def publish_dtensor(rank: int, size: int, store: str, placements: str) -> int:
+    """A rank of two trainers, which shard by rows, as FSDP2 does."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    try:
+        mesh = init_device_mesh("cpu", (size,))
+        placement = Shard(0) if placements == "rows" else Replicate()
+        weight = distribute_tensor(torch.arange(70.0).reshape(7, 10), mesh, [placement])
+        held["policy"] = Published("policy")
+        version = held["policy"].publish({"w": weight, "b": torch.ones(3)}, shard=(rank, size))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    return version
+
+
+def pull_dtensor(rank: int, size: int, store: str) -> list[list[float]]:
+    """A rank of two generators, which shard by columns, as tensor parallelism does: its columns."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    try:
+        mesh = init_device_mesh("cpu", (size,))
+        weight = distribute_tensor(torch.zeros(7, 10), mesh, [Shard(1)])
+        mine = Published("policy")
+        mine.pull_into({"w": weight})
+        mine.close()
+        columns: list[list[float]] = weight.to_local().tolist()
+    finally:
+        dist.destroy_process_group()
+    return columns
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("placements", ["rows", "replicas"])
+def test_dtensors_are_published_and_pulled_with_other_placements(
+    worker_pool: WorkerPool, tmp_path: Path, placements: str
+) -> None:
+    world: RpcWorld = worker_pool.world("t0", "t1", "g0", "g1", world_size=None)
+    publishing = [
+        world[f"t{rank}"].begin(publish_dtensor, rank, 2, str(tmp_path / "trainers"), placements) for rank in (0, 1)
+    ]
+    assert [pending.result() for pending in publishing] == [1, 1]
+    pulling = [world[f"g{rank}"].begin(pull_dtensor, rank, 2, str(tmp_path / "generators")) for rank in (0, 1)]
+    left, right = (pending.result() for pending in pulling)
+    assert [a + b for a, b in zip(left, right, strict=True)] == torch.arange(70.0).reshape(7, 10).tolist()
