@@ -32,7 +32,9 @@ from rpcdist.errors import (
 from rpcdist.parallel._published._hosts import MAX_SHARDS, Comparison, Publisher
 from rpcdist.parallel._published._layout import ShardCopies, VersionLayout, copies_for, whole_copies
 from rpcdist.parallel._published._parts import Pieces, TensorPart, Value, pieces_of
+from rpcdist.parallel._published._reader import VersionReader
 from rpcdist.parallel._published._shard_connection import ShardConnection, actor_name, follow, known
+from rpcdist.parallel._published._small_tensors import SmallTensors, copy_tensors
 from rpcdist.parallel._published._words import MAX_SEGMENTS
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
@@ -70,6 +72,7 @@ class Published:
         self._origin: Publisher | None = None
         self._shards: list[ShardConnection] = []
         self._is_viewing = False
+        self._into: SmallTensors | None = None
         self._publishing = threading.Lock()
         self._reading = threading.Lock()
 
@@ -258,15 +261,14 @@ class Published:
             return [shard for shard in shards if shard.shard in plans]
 
         def copy(views: dict[int, list[Tensor]]) -> None:
-            sources: list[Tensor] = []
-            into: list[Tensor] = []
             for number, plan in plans.items():
+                reader = self._shards[number].reader
+                if plan.is_whole and reader is not None and reader.small and self._copied_small(reader, plan.targets):
+                    copy_tensors([plan.targets[i] for i in reader.large], [views[number][i] for i in reader.large])
+                    continue
                 theirs = views[number]
-                sources += [theirs[i] if part is None else theirs[i][part] for i, part in plan.sources]
-                into += plan.targets
-            if into:
-                with torch.no_grad():
-                    torch._foreach_copy_(into, sources)
+                sources = [theirs[i] if part is None else theirs[i][part] for i, part in plan.sources]
+                copy_tensors(plan.targets, sources)
 
         return self._read(choose, copy, newer_than, wait, timeout) or newer_than
 
@@ -303,6 +305,18 @@ class Published:
         return found
 
     view_async = async_form(view)
+
+    def _copied_small(self, reader: VersionReader, targets: Sequence[Tensor]) -> bool:
+        """Copies the small tensors of a version into targets of the same dtypes, if torch need not."""
+        small = [targets[index] for index in reader.small]
+        if any(map(Tensor.is_inference, small)):  # torch does not count writes to those
+            return False
+        into = self._into = SmallTensors.of(small, self._into)
+        if into is None:
+            return False
+        reader.small_tensors().copy_to(into)
+        torch.autograd.graph.increment_version(small)  # as a write by torch does
+        return True
 
     def _copies_into(
         self, targets: Pieces, is_whole: bool, shards: Sequence[ShardConnection]

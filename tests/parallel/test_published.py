@@ -305,3 +305,26 @@ async def test_an_event_loop_is_not_blocked() -> None:
         weights.pull_into({})
     with pytest.raises(BlockingInLoop, match="view_async"):
         weights.view()
+
+
+def test_many_small_tensors_are_copied_as_torch_would(cluster: InProcessCluster) -> None:
+    with cluster.use("trainer"):
+        weights = Published("small")
+        source = {f"t{n}": torch.full((n % 7 + 1, 3), float(n)) for n in range(100)} | {"large": torch.ones(9000)}
+        into = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
+        versions = [tensor._version for tensor in into.values()]
+        for round in range(1, 4):
+            assert weights.publish(source) == round
+            assert weights.pull_into(into) == round
+            torch.testing.assert_close(into, source, rtol=0, atol=0)
+            for tensor in source.values():
+                tensor += 1
+        assert all(tensor._version > before for tensor, before in zip(into.values(), versions, strict=True))
+        source["t5"] = torch.arange(36.0).reshape(3, 12)[:, ::2].t()  # strided, as are targets
+        into["t8"] = torch.zeros(3, 2).t()
+        weights.publish(source)
+        weights.pull_into(into)
+        torch.testing.assert_close(into, source, rtol=0, atol=0)
+        weights.pull_into(converted := {name: tensor.double() for name, tensor in into.items()})
+        torch.testing.assert_close(converted, {name: tensor.double() for name, tensor in source.items()})
+        weights.close()

@@ -22,6 +22,7 @@ from rpcdist import rpc
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, TransportError
 from rpcdist.parallel._published._layout import PlainLayout, VersionLayout
+from rpcdist.parallel._published._small_tensors import SmallTensors, copy_tensors, small_ones
 from rpcdist.parallel._published._source import CHUNK_BYTES, VersionSource, ask, worker_of
 from rpcdist.parallel._published._words import MAX_SEGMENTS, NEWEST, unpacked
 from rpcdist.rpc._current import current_agent
@@ -80,6 +81,11 @@ class Publisher(VersionSource):
         num_tensors = len(self.layout.names)
         self._changed_in = [0] * num_tensors  # the version in which each tensor changed last
         self._counters: list[tuple[object, ...] | None] = [None] * num_tensors  # of the newest version
+        self._small = small_ones(self.layout)
+        self._large = sorted(set(range(num_tensors)) - set(self._small))
+        self._small_dtypes = [self.layout.dtypes[index] for index in self._small]
+        self._sources: SmallTensors | None = None
+        self._small_in: list[SmallTensors | None] = [None] * (keep + 1)
         self._next = 1
         self._hosts: dict[str, str] = {}  # addresses by the sources' names, in the order of the chain
         self._num_changes = 0  # of the hosts
@@ -141,13 +147,33 @@ class Publisher(VersionSource):
         """Copies tensors into a segment: those that it does not have yet from an older version."""
         held, self._contents[segment] = self._contents[segment], 0
         views = self._views_of(segment)
-        if changed is not None and held:
+        if (
+            (changed is None or not held)
+            and self._small
+            and (rest := self._written_small(segment, tensors)) is not None
+        ):
+            views, tensors = [views[index] for index in rest], [tensors[index] for index in rest]
+        elif changed is not None and held:
             now = set(changed)
             stale = [index for index, last in enumerate(self._changed_in) if last > held or index in now]
             views, tensors = [views[index] for index in stale], [tensors[index] for index in stale]
-        if views:
-            with torch.no_grad():
-                torch._foreach_copy_(views, tensors)
+        copy_tensors(views, tensors)
+
+    def _written_small(self, segment: int, tensors: list[Tensor]) -> list[int] | None:
+        """Copies the small tensors, if torch need not; the indices of the others, or None."""
+        small = [tensors[index] for index in self._small]
+        if [tensor.dtype for tensor in small] != self._small_dtypes:
+            return None
+        sources = self._sources = SmallTensors.of(small, self._sources)
+        if sources is None:
+            return None
+        targets = self._small_in[segment]
+        if targets is None:
+            views = self._views_of(segment)
+            targets = self._small_in[segment] = SmallTensors.of([views[index] for index in self._small], None)
+        assert targets is not None
+        sources.copy_to(targets)
+        return self._large
 
     def _changed_tensors(
         self, tensors: Sequence[Tensor], how: Comparison | None, counters: Sequence[tuple[object, ...] | None] | None

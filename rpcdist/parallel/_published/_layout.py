@@ -155,10 +155,12 @@ class ShardCopies(NamedTuple):
     Attributes:
         sources: indices of published tensors, and the slices of them, None for all.
         targets: where to.
+        is_whole: whether they are all published tensors, in their order and with their dtypes.
     """
 
     sources: list[tuple[int, tuple[slice, ...] | None]]
     targets: list[Tensor]
+    is_whole: bool = False
 
 
 def whole_copies(layout: VersionLayout, wanted: Pieces) -> ShardCopies | None:
@@ -171,7 +173,7 @@ def whole_copies(layout: VersionLayout, wanted: Pieces) -> ShardCopies | None:
         and [tensor.shape for tensor in tensors] == layout.shapes
         and [tensor.dtype for tensor in tensors] == layout.dtypes
     ):
-        return ShardCopies([(index, None) for index in range(len(tensors))], tensors)
+        return ShardCopies([(index, None) for index in range(len(tensors))], tensors, True)
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -98,6 +99,8 @@ class Pieces(NamedTuple):
 
 
 _PLAIN: Final = frozenset((Tensor, nn.Parameter))
+_TEXT: Final = frozenset((str,))
+_is_meta, _is_quantized = operator.attrgetter("is_meta"), operator.attrgetter("is_quantized")
 
 
 def pieces_of(what: nn.Module | Mapping[str, Value], purpose: str) -> Pieces:
@@ -115,17 +118,15 @@ def pieces_of(what: nn.Module | Mapping[str, Value], purpose: str) -> Pieces:
     if not isinstance(what, Mapping):
         raise ConfigError(f"{purpose} are a {type(what).__name__}: give a module, or a dictionary of tensors by name")
     names, tensors = list(what), list(what.values())
-    strided = torch.strided
-    for name, tensor in zip(names, tensors, strict=True):
-        if (
-            type(tensor) not in _PLAIN
-            or tensor.layout is not strided
-            or tensor.is_meta
-            or tensor.is_quantized
-            or type(name) is not str
-        ):
-            return _unusual_pieces(what, purpose)
-    return Pieces(names, tensors, {})
+    if (
+        _PLAIN.issuperset(map(type, tensors))
+        and all(tensor.layout is torch.strided for tensor in tensors)
+        and not any(map(_is_meta, tensors))
+        and not any(map(_is_quantized, tensors))
+        and _TEXT.issuperset(map(type, names))
+    ):
+        return Pieces(names, tensors, {})
+    return _unusual_pieces(what, purpose)
 
 
 def _unusual_pieces(what: Mapping[str, Value], purpose: str) -> Pieces:

@@ -17,6 +17,7 @@ from torch import Tensor
 from rpcdist.deadline import Deadline
 from rpcdist.errors import TransportError
 from rpcdist.parallel._published._layout import VersionLayout
+from rpcdist.parallel._published._small_tensors import SmallTensors, small_ones
 from rpcdist.parallel._published._words import (
     ASKED,
     HAVE,
@@ -64,6 +65,8 @@ class VersionReader:
 
     Attributes:
         beginning: the number of the version that `begin` gave last.
+        small: the indices of tensors that are copied without a call of torch for each.
+        large: those of the others.
     """
 
     def __init__(
@@ -80,6 +83,9 @@ class VersionReader:
         self._segments = segments
         self._connection = connection
         self._views: dict[int, list[Tensor]] = {}
+        self.small = small_ones(layout)
+        self.large = sorted(set(range(len(layout.names))) - set(self.small))
+        self._small_in: dict[int, SmallTensors] = {}
         self._fence = threading.Lock()
         self._has_ended = False
         self.beginning = 0
@@ -168,6 +174,16 @@ class VersionReader:
             views = self._views[segment] = self.layout.views(self._segments[segment])
         self.beginning = number
         return views
+
+    def small_tensors(self) -> SmallTensors:
+        """The memory of the small tensors of the version that `begin` gave last."""
+        segment = unpacked(self._own[READING])[1]
+        found = self._small_in.get(segment)
+        if found is None:
+            small = SmallTensors.of([self._views[segment][index] for index in self.small], None)
+            assert small is not None
+            found = self._small_in[segment] = small
+        return found
 
     def end(self, version: int) -> None:
         """The tensors of `begin` are not used any more; `version` has been taken, or 0."""

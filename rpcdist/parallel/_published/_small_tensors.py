@@ -1,0 +1,82 @@
+"""Copies of many small tensors: a call of torch for each takes longer than copying 4 KiB."""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from rpcdist.parallel._published._layout import VersionLayout
+
+__all__ = ["SmallTensors", "copy_tensors", "small_ones"]
+
+_MAX_BYTES: Final = 16 << 10
+_MIN_TENSORS: Final = 64  # for fewer there is nothing to gain
+_AT_ONCE: Final = 256  # other threads get the interpreter's lock between two steps of this many
+_ALL: Final = slice(None)
+_set_bytes: Final[Any] = operator.setitem
+_is_on_cpu: Final[Callable[[Tensor], bool]] = operator.attrgetter("is_cpu")
+
+
+def small_ones(layout: VersionLayout) -> list[int]:
+    """The indices of a layout's small tensors, if it has many."""
+    starts, end = layout.offsets()
+    found = [
+        index
+        for index, (start, stop) in enumerate(zip(starts, (*starts[1:], end), strict=True))
+        if start < stop <= start + _MAX_BYTES and not layout.dtypes[index].is_complex
+    ]
+    return found if len(found) >= _MIN_TENSORS else []
+
+
+class SmallTensors:
+    """Where tensors lie in this process's memory.
+
+    Args:
+        tensors: their memory has to stay as long as this object is used.
+        addresses: of the tensors.
+    """
+
+    __slots__ = ("addresses", "memory")
+
+    def __init__(self, tensors: Sequence[Tensor], addresses: list[int]) -> None:
+        self.addresses = addresses
+        self.memory = [
+            memoryview((ctypes.c_char * tensor.nbytes).from_address(address)).cast("B")
+            for tensor, address in zip(tensors, addresses, strict=True)
+        ]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], last: SmallTensors | None) -> SmallTensors | None:
+        """The memory of tensors; None if torch has to copy one of them, as it is strided, or on another device.
+
+        Args:
+            tensors: of the sizes of a layout.
+            last: the memory of tensors of the same sizes; mostly they are the same again.
+        """
+        if not all(map(Tensor.is_contiguous, tensors)) or any(map(Tensor.is_neg, tensors)):
+            return None
+        addresses = list(map(Tensor.data_ptr, tensors))
+        if last is not None and last.addresses == addresses:
+            return last
+        return cls(tensors, addresses) if all(map(_is_on_cpu, tensors)) else None
+
+    def copy_to(self, targets: SmallTensors) -> None:
+        """Copies all bytes into tensors of the same sizes."""
+        for begin in range(0, len(self.memory), _AT_ONCE):
+            end = begin + _AT_ONCE
+            steps = map(_set_bytes, targets.memory[begin:end], repeat(_ALL), self.memory[begin:end])
+            deque(steps, maxlen=0)
+
+
+def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copies tensors by torch, which converts them where that is needed."""
+    if targets:
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)
