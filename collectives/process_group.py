@@ -325,13 +325,13 @@ class ProcessGroup(LowerCaseOperations):
     def _distinct_backends(self) -> list[GroupBackend]:
         return list({id(backend): backend for backend in self._backends.values()}.values())
 
-    def abort(self) -> None:
+    def abort(self, reason: str = "abort() was called") -> None:
         """Ends all operations at once, here and on the other ranks, with `GroupAborted`; never waits; idempotent.
 
-        The group is of no more use; `destroy_process_group` frees it, and a new one can be made.
+        The group is of no use; `destroy_process_group` frees it, and a new one can be made. `reason` is in the error.
         """
         for backend in self._distinct_backends():
-            backend.abort("abort() was called")
+            backend.abort(reason)
 
     def shutdown(self) -> None:
         """Waits for what was submitted, up to the group's timeout, and frees everything; idempotent."""

@@ -33,9 +33,9 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(85_300, 63_000),
+    "lines": Limit(85_350, 63_000),
     "code": Limit(49_650, 36_000),
-    "files": Limit(519, 400),
+    "files": Limit(520, 400),
     "classes": Limit(957, 620),
     "protocols": Limit(80, 30),
     "time limits": Limit(152, 90),

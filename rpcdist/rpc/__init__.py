@@ -24,6 +24,9 @@ Names and arguments are those of `torch.distributed.rpc`. It does not have `sess
 `call_each`, `rpc_stream`, `Stream`, `wait_any`, `as_completed`, `idempotent`, `inspect_worker`, the functions about
 who is in the job (`workers`, `wait_for_worker`, `wait_for_workers`, `on_membership_change`, `serve`), and those for
 coroutines, whose names end in `_async`. The guide is `docs/rpc.md`; the errors are in `rpcdist.errors`.
+`call_each`, `new_group`, `rpc_stream`, `Stream`, `wait_any`, `as_completed`, `idempotent`, the functions about members
+(`workers`, `wait_for_worker`, `wait_for_workers`, `on_membership_change`, `serve`), and those for coroutines, whose
+names end in `_async`. The guide is `docs/rpc.md`; the errors are in `rpcdist.errors`.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from rpcdist.rpc._agent import Agent as RpcAgent
 from rpcdist.rpc._agent import Agent as TensorPipeAgent
 from rpcdist.rpc._api.initialization import init_rpc
 from rpcdist.rpc._api.many_workers import call_each, call_each_async
+from rpcdist.rpc._api.named_groups import new_group, new_group_async
 from rpcdist.rpc._api.restarting_actor import RestartingActor
 from rpcdist.rpc._api.rpc_session import RpcSession, init_rpc_async, session, shutdown_async
 from rpcdist.rpc._calling.result_streams import Stream
@@ -141,6 +145,8 @@ __all__ = [
     "internal",
     "is_available",
     "method_factory",
+    "new_group",
+    "new_group_async",
     "new_method",
     "on_membership_change",
     "options",
