@@ -3,15 +3,22 @@ Measures published weights, and calls to many workers, against plain copies and 
 
 Each row is measured beside what it is compared with, in rounds and in turns, by a trainer and four generators of one
 host, with one thread each (16 workers for the calls). The table shows medians, and the ratio of the medians.
+
+With `--hosts`, it measures five network namespaces in place of that, which play hosts with links of 1 Gbit/s each way
+(`tc tbf`; it takes root): until four hosts have the weights, against one.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import os
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +34,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--mib", type=int, default=256, help="size of the weights")
+    parser.add_argument("--hosts", action="store_true", help="between network namespaces, with links of 1 Gbit/s")
     parser.add_argument("--write", action="store_true", help="put the table into benchmarks/RESULTS.md")
     arguments = parser.parse_args()
     from rpcdist.testing import WorkerPool
@@ -34,6 +42,11 @@ def main() -> int:
     about = [*about_machine("rpcdist", "torch"), f"- {arguments.rounds} rounds; {arguments.mib} MiB of weights"]
     print("\n".join(about), flush=True)
     folder = str(Path(__file__).resolve().parent)
+    if arguments.hosts:
+        with WorkerPool({"OMP_NUM_THREADS": "1", "PYTHONPATH": folder}) as pool, hosts_with_links(5) as namespaces:
+            lines = lines_between_hosts(pool, namespaces, arguments.rounds, arguments.mib)
+        print("\n".join(["", *layout(HEAD, lines)]))
+        return 0
     with WorkerPool({"OMP_NUM_THREADS": "1", "PYTHONPATH": folder}) as pool:
         names = ["trainer", *(f"g{number}" for number in range(16))]
         bench = Bench(pool.world(*names, rpc_timeout=LIMIT_S), arguments.rounds, arguments.mib)
@@ -73,6 +86,7 @@ class Bench:
         for pending in joining:
             pending.result(LIMIT_S)
         copy = f"one copy of {self.mib} MiB"
+        self.prepare_shards()
         return [
             self.row(all_have_it, lambda: self.spread("weights", pull), "five copies", self.five_copies, 1.2),
             self.row(all_have_it + " as a view", lambda: self.spread("weights", look), copy, self.one_copy, 1.3),
@@ -84,6 +98,13 @@ class Bench:
                 "one tensor of 8 MiB",
                 lambda: self.spread("one", pull),
                 2.0,
+            ),
+            self.row(
+                f"2 row shards pulled as 4 columns, {self.mib} MiB",
+                lambda: self.spread_shards(pull_columns),
+                "the same bytes unsharded",
+                lambda: self.spread_shards(pull_unsharded),
+                1.5,
             ),
             self.row("call_each of a no-op, 16 workers", self.call_each_16, "one call", self.call_one, 4.0),
             self.row("call_each with 16 MiB, 4 workers", self.call_each_large, "one such call", self.call_large, 1.5),
@@ -127,6 +148,26 @@ class Bench:
         """From before the publisher begins until the last generator has the version; they wait for it."""
         waiting = [worker.begin(take, name) for worker in self.generators]
         began = self.trainer.run(publish_at, name)
+        return float(max(pending.result(LIMIT_S) for pending in waiting) - began)
+
+    def prepare_shards(self) -> None:
+        """Two trainers have half of the rows each; the weights of the other name have as many bytes."""
+        self.owners = [self.trainer, self.generators[0]]
+        for shard, owner in enumerate(self.owners):
+            owner.run(make_rows, shard, self.mib)
+        for shard, owner in enumerate(self.owners):
+            owner.run(publish_rows, shard)
+        for number, worker in enumerate(self.generators):
+            worker.run(make_columns, number, self.mib)
+        for take in (pull_columns, pull_unsharded):
+            for worker in self.generators:
+                worker.run(take)
+
+    def spread_shards(self, take: Callable[[], float]) -> float:
+        """From when both have published until the last generator has its columns, a quarter of the bytes."""
+        publishing = [owner.begin(publish_rows, shard) for shard, owner in enumerate(self.owners)]
+        began = max(pending.result(LIMIT_S) for pending in publishing)
+        waiting = [worker.begin(take) for worker in self.generators]
         return float(max(pending.result(LIMIT_S) for pending in waiting) - began)
 
     def one_copy(self) -> float:
@@ -206,12 +247,147 @@ def look(name: str) -> float:
     return ended
 
 
+ROW_SHAPE = (1024, 1024)
+"""Of a row shard of one tensor; its whole has twice the rows."""
+
+
+def make_rows(shard: int, mib: int) -> None:
+    import torch
+
+    from rpcdist.parallel import Published, TensorPart
+
+    torch.set_num_threads(1)
+    whole = (2 * ROW_SHAPE[0], ROW_SHAPE[1])
+    rows = [torch.ones(ROW_SHAPE) for _ in range(mib // 8)]
+    held["rows"] = {f"t{n}": TensorPart(t, (shard * ROW_SHAPE[0], 0), whole) for n, t in enumerate(rows)}
+    held["flat"] = {f"f{shard}/{n}": t for n, t in enumerate(rows)}
+    held["rows/published"] = Published("rows")
+    held["flat/published"] = Published(f"flat{shard}")
+
+
+def publish_rows(shard: int) -> float:
+    """Publishes both; when it had done so: what is compared is the pulls."""
+    held["rows/published"].publish(held["rows"], shard=(shard, 2))
+    held["flat/published"].publish(held["flat"])
+    return time.monotonic()
+
+
+def make_columns(number: int, mib: int) -> None:
+    import torch
+
+    from rpcdist.parallel import Published, TensorPart
+
+    rows, columns = 2 * ROW_SHAPE[0], ROW_SHAPE[1] // 4
+    parts = [torch.zeros(rows, columns) for _ in range(mib // 8)]
+    whole = (rows, ROW_SHAPE[1])
+    held["columns"] = {f"t{n}": TensorPart(t, (0, number * columns), whole) for n, t in enumerate(parts)}
+    # As many bytes: half of the tensors of one publisher, each whole.
+    first, half = number // 2, number % 2
+    names = [f"f{first}/{n}" for n in range(half * (mib // 16), (half + 1) * (mib // 16))]
+    held["unsharded"] = {name: torch.zeros(ROW_SHAPE) for name in names}
+    held["columns/published"] = Published("rows")
+    held["unsharded/published"] = Published(f"flat{first}")
+
+
+def pull_columns() -> float:
+    held["columns/published"].pull_into(held["columns"])
+    return time.monotonic()
+
+
+def pull_unsharded() -> float:
+    held["unsharded/published"].pull_into(held["unsharded"])
+    return time.monotonic()
+
+
 def copy_alone(name: str) -> float:
     target: dict[str, Any] = held[f"{name}/target"]
     began = time.monotonic()
     for key, tensor in held[name].items():
         target[key].copy_(tensor)
     return time.monotonic() - began
+
+
+# ---------------------------------------------------------------- between hosts
+
+ADDRESS = "10.214.9.{}"
+CLONE_NEWNET = 0x40000000
+
+
+@contextmanager
+def hosts_with_links(count: int) -> Iterator[list[str]]:
+    """Network namespaces on one bridge, each with a link of 1 Gbit/s both ways."""
+    bridge = f"rw{os.getpid() % 100000}"
+    namespaces = [f"{bridge}n{number}" for number in range(count)]
+    try:
+        _run("ip", "link", "add", bridge, "type", "bridge")
+        _run("ip", "link", "set", bridge, "up")
+        for number, namespace in enumerate(namespaces):
+            outside = f"{bridge}v{number}"
+            _run("ip", "netns", "add", namespace)
+            _run("ip", "link", "add", outside, "type", "veth", "peer", "name", "wan0", "netns", namespace)
+            _run("ip", "link", "set", outside, "master", bridge, "up")
+            address = f"{ADDRESS.format(number + 1)}/24"
+            _run("ip", "-n", namespace, "address", "add", address, "dev", "wan0")
+            for device in ("wan0", "lo"):
+                _run("ip", "-n", namespace, "link", "set", device, "up")
+            shape = ["root", "tbf", "rate", "1gbit", "burst", "1mb", "latency", "50ms"]
+            _run("tc", "qdisc", "add", "dev", outside, *shape)
+            _run("tc", "-n", namespace, "qdisc", "add", "dev", "wan0", *shape)
+        yield namespaces
+    finally:
+        for namespace in namespaces:
+            subprocess.run(["ip", "netns", "del", namespace], check=False, capture_output=True, timeout=10)
+        subprocess.run(["ip", "link", "del", bridge], check=False, capture_output=True, timeout=10)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
+
+
+def lines_between_hosts(pool: Any, namespaces: Sequence[str], rounds: int, mib: int) -> list[tuple[str, ...]]:
+    url = f"tcp://{ADDRESS.format(1)}:29572"
+    names = ["trainer", *(f"g{number}" for number in range(NUM_GENERATORS))]
+    workers = [pool.start(name) for name in names]
+    joining = [
+        worker.begin(join_on_host, namespaces[rank], ADDRESS.format(rank + 1), name, rank, url)
+        for rank, (worker, name) in enumerate(zip(workers, names, strict=True))
+    ]
+    for pending in joining:
+        pending.result(LIMIT_S)
+    bench = Bench({worker.name: worker for worker in workers}, rounds, mib)
+    generators = bench.generators
+    bench.prepare("weights", mib, 16)
+    bench.generators = generators[:1]
+    bench.prepare("alone", mib, 16)
+
+    def spread(name: str, to: list[Any]) -> float:
+        bench.generators = to
+        return bench.spread(name, pull)
+
+    return [
+        bench.row(
+            f"{mib} MiB published, until 4 hosts have it",
+            lambda: spread("weights", generators),
+            "until 1 host has it",
+            lambda: spread("alone", generators[:1]),
+            1.25,
+        )
+    ]
+
+
+def join_on_host(namespace: str, host: str, name: str, rank: int, url: str) -> None:
+    from rpcdist.testing.rpc_world import join
+
+    descriptor = os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(descriptor, CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"setns to {namespace}")
+    finally:
+        os.close(descriptor)
+    join(name, rank, None, url, host=host)
+
+
+# ---------------------------------------------------------------- Gloo and calls
 
 
 def new_store() -> str:

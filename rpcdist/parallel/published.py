@@ -29,7 +29,7 @@ from rpcdist.errors import (
     WorkerLost,
     listed,
 )
-from rpcdist.parallel._published._hosts import MAX_SHARDS, Comparison, Publisher
+from rpcdist.parallel._published._hosts import MAX_SHARDS, MAX_VERSION, Comparison, Publisher
 from rpcdist.parallel._published._layout import ShardCopies, VersionLayout, copies_for, whole_copies
 from rpcdist.parallel._published._parts import Pieces, TensorPart, Value, pieces_of
 from rpcdist.parallel._published._reader import VersionReader
@@ -84,6 +84,23 @@ class Published:
     def version(self) -> int:
         """The number of the version that was published or pulled last through this object; 0 for none."""
         return self._version
+
+    def state_dict(self) -> dict[str, int]:
+        """The number of the version, for a checkpoint beside the tensors."""
+        return {"version": self._version}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Has the next version that is published here, or pulled, be newer than that of a checkpoint.
+
+        Raises:
+            ConfigError: it is the state of something else, or this object has published or pulled already.
+        """
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < MAX_VERSION:
+            raise ConfigError(f"the state of {self.name!r} is {{'version': number}}, not {state!r:.100}")
+        if self._origin is not None or self._shards:
+            raise ConfigError(f"{self.name!r} has version {self._version} already; load its state before that")
+        self._version = version
 
     # ------------------------------------------------------------ publishing
 
@@ -178,6 +195,7 @@ class Published:
                     raise
             time.sleep(next(pauses))
         if not origin.has_asked:
+            origin.start_at(self._version)
             self._ask_what_was_seen(origin, deadline)
         return origin
 

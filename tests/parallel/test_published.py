@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import published_functions as there
 import pytest
@@ -11,6 +12,7 @@ import torch
 from docs_programs import run_page
 from torch import nn
 
+from rpcdist import checkpoint
 from rpcdist.errors import BlockingInLoop, ConfigError, DeadlineExceeded
 from rpcdist.parallel import Published
 from rpcdist.testing import InProcessCluster, RpcWorld, WorkerEnded, WorkerPool
@@ -289,6 +291,27 @@ def test_bad_input_is_an_error_that_names_tensor_shapes_and_workers(cluster: InP
                 Published("policy", keep=keep)
         with pytest.raises(ConfigError, match="name of published tensors"):
             Published("")
+        mine.close()
+
+
+def test_a_checkpoint_has_the_number_of_the_version(cluster: InProcessCluster, tmp_path: Path) -> None:
+    values = {"a": torch.ones(3)}
+    with cluster.use("trainer"):
+        weights = Published("first run")
+        for _ in range(3):
+            weights.publish(values)
+        checkpoint.save(tmp_path / "saved", {"model": values, "weights": weights})
+        again = Published("second run")
+        checkpoint.load(tmp_path / "saved", {"weights": again})
+        assert again.version == 3
+        assert again.publish(values) == 4
+        with pytest.raises(ConfigError, match="has version 4 already"):
+            again.load_state_dict({"version": 9})
+        with pytest.raises(ConfigError, match="the state of 'third' is"):
+            Published("third").load_state_dict({"step": 9})
+    with cluster.use("g0"):
+        mine = Published("second run")
+        assert mine.pull_into({"a": torch.zeros(3)}) == 4
         mine.close()
 
 
