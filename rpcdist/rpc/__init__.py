@@ -21,12 +21,9 @@
 In coroutines, `async with rpc.session("worker0", ...)` is both ends; `rpcdist.LocalCluster` starts the processes, too.
 
 Names and arguments are those of `torch.distributed.rpc`. It does not have `session`, `call`, `call_async`, `get_actor`,
-`call_each`, `rpc_stream`, `Stream`, `wait_any`, `as_completed`, `idempotent`, `inspect_worker`, the functions about
-who is in the job (`workers`, `wait_for_worker`, `wait_for_workers`, `on_membership_change`, `serve`), and those for
-coroutines, whose names end in `_async`. The guide is `docs/rpc.md`; the errors are in `rpcdist.errors`.
-`call_each`, `new_group`, `rpc_stream`, `Stream`, `wait_any`, `as_completed`, `idempotent`, the functions about members
-(`workers`, `wait_for_worker`, `wait_for_workers`, `on_membership_change`, `serve`), and those for coroutines, whose
-names end in `_async`. The guide is `docs/rpc.md`; the errors are in `rpcdist.errors`.
+`call_each`, `new_group`, `rpc_stream`, `Stream`, `wait_any`, `as_completed`, `idempotent`, `inspect_worker`, the
+functions about members (`workers`, `wait_for_worker`, `wait_for_workers`, `on_membership_change`, `serve`), and those
+for coroutines, whose names end in `_async`. The guide is `docs/rpc.md`; the errors are in `rpcdist.errors`.
 """
 
 from __future__ import annotations

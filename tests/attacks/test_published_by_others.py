@@ -9,8 +9,9 @@ import torch
 
 from rpcdist import rpc
 from rpcdist.errors import CallRefused
-from rpcdist.parallel import Published, published
+from rpcdist.parallel import Published
 from rpcdist.parallel._published._hosts import HostCopy, Publisher
+from rpcdist.parallel._published._shard_connection import _names, follow, known
 from rpcdist.parallel._published._source import MAX_SOURCES_OF_WORKER, ask
 from rpcdist.testing import InProcessCluster
 
@@ -64,13 +65,13 @@ def test_a_copy_follows_the_worker_alone_that_has_the_name(cluster: InProcessClu
     description = origin.describe(0)
     with cluster.use("g0"):
         copy = HostCopy("policy", origin.layout, 2, origin.source_name)
-        published._known("policy").copies.add(copy)
+        known("policy").copies.add(copy)
     false = ("evil/1", *description[1:])
     with cluster.use("evil"):
         with pytest.raises(CallRefused, match="'evil' does not publish 'policy': 'trainer' does"):
-            rpc.rpc_sync("g0", published._follow, ("policy", false), timeout=LIMIT_S)
-        assert rpc.rpc_sync("g0", published._follow, ("another", false), timeout=LIMIT_S) == 0
+            rpc.rpc_sync("g0", follow, ("policy", 0, false), timeout=LIMIT_S)
+        assert rpc.rpc_sync("g0", follow, ("another", 0, false), timeout=LIMIT_S) == 0
     assert copy.origin == origin.source_name
     with cluster.use("g0") as agent:
-        assert list(published._names[agent]) == ["policy"]  # nothing is kept for a name that nobody there uses
+        assert list(_names[agent]) == ["policy"]  # nothing is kept for a name that nobody there uses
     copy.close()

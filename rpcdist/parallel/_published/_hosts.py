@@ -23,7 +23,7 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, TransportError
 from rpcdist.parallel._published._layout import PlainLayout, VersionLayout
 from rpcdist.parallel._published._small_tensors import SmallTensors, copy_tensors, small_ones
-from rpcdist.parallel._published._source import CHUNK_BYTES, VersionSource, ask, worker_of
+from rpcdist.parallel._published._source import CHUNK_BYTES, VersionSource, ask, check_fetcher, worker_of
 from rpcdist.parallel._published._words import MAX_SEGMENTS, NEWEST, unpacked
 from rpcdist.rpc._current import current_agent
 from rpcdist.time_limits import CHUNK_LIMIT_S
@@ -290,6 +290,7 @@ class Publisher(VersionSource):
         with self._changed:
             if address and num_changes not in (None, self._num_changes):
                 return False
+            check_fetcher(source, self._hosts)
             self._hosts[source] = address
             self._num_changes += 1
         if newest := self.newest:

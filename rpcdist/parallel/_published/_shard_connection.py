@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 from rpcdist import rpc
 from rpcdist.deadline import Deadline
-from rpcdist.errors import DeadlineExceeded, TransportError, UnknownActor
+from rpcdist.errors import CallRefused, DeadlineExceeded, TransportError, UnknownActor
 from rpcdist.parallel._published._hosts import Description, HostCopy, Publisher, check_description
 from rpcdist.parallel._published._layout import VersionLayout
 from rpcdist.parallel._published._reader import VersionReader
-from rpcdist.parallel._published._source import purpose_of
+from rpcdist.parallel._published._source import purpose_of, worker_of
 from rpcdist.rpc._current import current_agent
 from rpcdist.time_limits import ASK_FOR_NAMES_LIMIT_S, CHECK_INTERVAL_S, HOST_PROBE_LIMIT_S
 from rpcdist.transport import Node
@@ -102,7 +102,16 @@ def known(name: str) -> Known:
 
 def follow(name: str, shard: int, description: Description) -> int:
     """At every worker: another publisher begins; the newest version that was seen here."""
-    return known(name).publisher_came(shard, description)
+    state = _names.get(current_agent(), {}).get(name)
+    if state is None:  # nothing is kept for a name of which nobody here knows
+        return 0
+    check_description(description)
+    if any(copy.shard == shard for copy in list(state.copies)):
+        publisher = worker_of(description[0])
+        owner = rpc.get_actor(actor_name(name, shard), ASK_FOR_NAMES_LIMIT_S).owner_name()
+        if owner != publisher:  # else any worker could have the copies here fetch from it
+            raise CallRefused(f"{publisher!r} does not publish {name!r}: {owner!r} does")
+    return state.publisher_came(shard, description)
 
 
 class ShardConnection:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rpcdist.collectives import PrefixStore, ProcessGroup, TCPStore
 from rpcdist.collectives._group.bootstrap import agree
-from rpcdist.collectives._group.creation import default_timeout, open_group
+from rpcdist.collectives._group.creation import open_group, timeout_of_group
 from rpcdist.collectives._group.world import current_world
-from rpcdist.collectives._operations.operation import check_timeout
 from rpcdist.collectives.backends import Backend, BackendConfig
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CallRefused, ConfigError, RankLost, WorkerLost, listed
@@ -125,7 +124,7 @@ def new_group(
     if agent.worker_name not in names:
         raise ConfigError(f"{agent.worker_name!r} is not among the workers of this group: {listed(names)}")
     backend = "tcp" if backend is None else Backend(backend)
-    limit = default_timeout(backend) if timeout is None else check_timeout(timeout)
+    limit = timeout_of_group(backend, timeout)
     members = tuple((identity.name, identity.incarnation) for identity in identities)
     rank, own = names.index(agent.worker_name), _own_groups()
     number = own.next_number(members)
