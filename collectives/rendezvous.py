@@ -32,6 +32,7 @@ __all__ = [
     "create_store",
     "job_attempt",
     "open_rendezvous",
+    "outside_store",
     "register_rendezvous_handler",
     "rendezvous",
 ]
@@ -143,16 +144,14 @@ def create_store(
         DistNetworkError: rank 0's port is in use.
     """
     from rpcdist.collectives._stores.tcp_store import TCPStore
-    from rpcdist.transport.addresses import split_address
 
     if not 0 <= port < 2**16:
         raise ConfigError(f"port must have value from 0 to 65535 but was {port}.")
     timeout = default_pg_timeout if timeout is None else timeout
     if uses_agent_store():
         return _agent_store(host, port, world_size, timeout)
-    if outside := os.environ.get(STORE_VARIABLE):
-        host, port = split_address(outside)
-        return TCPStore(host, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+    if (outside := outside_store()) is not None:
+        return TCPStore(*outside, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
     return TCPStore(
         host,
         port,
@@ -176,6 +175,23 @@ def job_attempt() -> str:
         failures, so that it differs between the nodes of one start.
     """
     return os.environ.get(ATTEMPT_VARIABLE) or os.environ.get("SLURM_RESTART_COUNT") or "0"
+
+
+def outside_store() -> tuple[str, int] | None:
+    """Host and port of the store that RPCDIST_STORE names; None without one, or under `torchrun`, which has its own.
+
+    Raises:
+        ConfigError: the variable is not written host:port.
+    """
+    from rpcdist.transport.addresses import split_address
+
+    named = os.environ.get(STORE_VARIABLE)
+    if not named or uses_agent_store():
+        return None
+    try:
+        return split_address(named)
+    except ConfigError as exc:
+        raise ConfigError(f"{STORE_VARIABLE}={named}: {exc}") from exc
 
 
 def uses_agent_store() -> bool:
@@ -246,7 +262,8 @@ def _env_handler(
     rank = _number("rank", query["rank"]) if "rank" in query else _number("RANK", variable("RANK"))
     size = query["world_size"] if "world_size" in query else variable("WORLD_SIZE")
     world_size = _number("WORLD_SIZE", size)
-    host, port = variable("MASTER_ADDR"), _number("MASTER_PORT", variable("MASTER_PORT"))
+    # A store outside of the ranks is the only address that all of them need: rank 0's own stands there.
+    host, port = outside_store() or (variable("MASTER_ADDR"), _number("MASTER_PORT", variable("MASTER_PORT")))
     if not 0 <= port <= 65535:
         raise _error("env", f"MASTER_PORT is a number from 0 to 65535, not {port}")
     _check_rank("env", rank, world_size)

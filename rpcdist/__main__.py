@@ -5,14 +5,20 @@ The commands of this package.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import threading
+from typing import TYPE_CHECKING
 
 from rpcdist._dashboard.commands import add_live_commands
 from rpcdist._doctor.command import add_doctor
 from rpcdist._inspect.report_command import add_report
 from rpcdist._inspect.stacks_command import add_stacks
-from rpcdist._launch.job_commands import add_launch_commands
+from rpcdist._launch.job_commands import add_launch_commands, told
 from rpcdist.compat._commands import add_port, add_run
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 __all__ = ["main"]
 
@@ -28,9 +34,38 @@ def main(arguments: list[str] | None = None) -> int:
     add_doctor(commands)
     add_port(commands)
     add_run(commands)
+    _add_store(commands)
     chosen = parser.parse_args(arguments)
     status: int = chosen.run(chosen)
     return status
+
+
+def _add_store(commands: Commands) -> None:
+    store = commands.add_parser(
+        "store",
+        help="serves a store outside of the ranks, for RPCDIST_STORE",
+        description="Serves a store until SIGTERM or Ctrl-C, to the processes that have the same job token. Ranks with "
+        "RPCDIST_STORE=HOST:PORT meet there, so that rank 0, too, may be lost and come back at another address.",
+    )
+    store.add_argument("address", metavar="HOST:PORT", help="where it listens; port 0 takes any that is free")
+    store.set_defaults(run=told(_serve_store))
+
+
+def _serve_store(arguments: argparse.Namespace) -> int:
+    from rpcdist.collectives import TCPStore
+    from rpcdist.transport.addresses import join_address, split_address
+
+    host, port = split_address(arguments.address)
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    store = TCPStore(host, port, None, is_master=True, wait_for_workers=False)
+    try:
+        print(f"RPCDIST_STORE={join_address(host, store.port)}", flush=True)
+        ended.wait()
+    finally:
+        store.close()
+    return 0
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ class _Remote:
                 return
             except AuthenticationFailed:
                 raise
-            except TransportError as exc:
+            except (TransportError, DeadlineExceeded) as exc:  # nobody listens yet, or the process is busy
                 if deadline.expired():
                     raise ConnectFailed(self.address, await self._why_not(exc), self._timeout_s) from exc
             await asyncio.sleep(next(pauses))
@@ -126,9 +126,11 @@ class _Remote:
             self.address, INIT_NOTICE_S, self._timeout_s, NOBODY_THERE,
         )  # fmt: skip
 
-    async def _why_not(self, exc: TransportError) -> str:
+    async def _why_not(self, exc: TransportError | DeadlineExceeded) -> str:
         if (shortage := own_shortage(exc)) is not None:
             return shortage
+        if isinstance(exc, DeadlineExceeded):
+            return f"a process accepts connections there, and does not answer ({exc}). Is rank 0 stopped or busy?"
         if not isinstance(exc, ConnectFailed):
             return f"a process answers there, but it serves no store ({exc})"
         host = split_address(self.address)[0]
@@ -294,7 +296,12 @@ class TCPStore(Store):
             if exc.waited_s is not None:  # the connection was gone before the call, and could not be opened again
                 raise
             raise _lost(self.address, operation, exc) from exc
-        except (TransportError, DeadlineExceeded) as exc:
+        except DeadlineExceeded as exc:
+            if operation.read_only:  # nothing has happened, so the caller may ask again for as long as it likes
+                text = f"the store at {self.address} has not answered {type(operation).__name__} in time"
+                raise StoreTimeout(f"{text} ({exc}); is the process that serves it (rank 0) stopped or busy?") from exc
+            raise _lost(self.address, operation, exc) from exc
+        except TransportError as exc:
             raise _lost(self.address, operation, exc) from exc
 
 

@@ -22,13 +22,13 @@ from rpcdist.time_limits import JOB_STOP_LIMIT_S, SELECT_LIMIT_S
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["add_launch_commands"]
+__all__ = ["add_launch_commands", "told"]
 
 
 def add_launch_commands(commands: Commands) -> None:
     """Adds these commands."""
     add = commands.add_parser("launch", help="runs a function in processes of this machine, in one role or several")
-    add.set_defaults(run=_told(_launch))
+    add.set_defaults(run=told(_launch))
     add.add_argument(
         "function", nargs="?", metavar="MODULE:FUNCTION", help="called with its rank in --workers processes"
     )
@@ -55,18 +55,18 @@ def add_launch_commands(commands: Commands) -> None:
     add.add_argument("--no-prefix", action="store_true", help="no names in front of the lines")
     add.add_argument("--name", help="of the job, for the commands below; else its address")
     status = commands.add_parser("status", help="says what the ranks of the jobs do that `launch` runs here")
-    status.set_defaults(run=_told(_status))
+    status.set_defaults(run=told(_status))
     status.add_argument("job", nargs="?", metavar="ADDRESS|NAME", help="one job; all of this user by default")
     stop = commands.add_parser("stop", help="ends a job that `launch` runs here")
-    stop.set_defaults(run=_told(_stop))
+    stop.set_defaults(run=told(_stop))
     stop.add_argument("job", metavar="ADDRESS|NAME")
     logs = commands.add_parser("logs", help="shows what the ranks of a job have written, if it has a --log-dir")
-    logs.set_defaults(run=_told(_logs))
+    logs.set_defaults(run=told(_logs))
     logs.add_argument("job", metavar="ADDRESS|NAME")
     logs.add_argument("worker", nargs="?", help="one worker; all by default")
 
 
-def _told(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+def told(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
     """A command whose errors are one line, as they say what to do."""
 
     def run(arguments: argparse.Namespace) -> int:

@@ -120,7 +120,7 @@ class Agent:
         options: the options of `init_rpc`.
         world_size: None where workers come and go.
         store: where the workers found each other; closed with the agent.
-        look_up: blocks, bounded, and returns where the coordinator says that it is; None where that is fixed.
+        look_up: blocks, bounded, and returns where the next coordinator is, after this one was lost.
         above: what it needs of the modules above.
     """
 
@@ -134,7 +134,7 @@ class Agent:
         options: RpcOptions,
         world_size: int | None,
         store: Store,
-        look_up: Callable[[], str] | None,
+        look_up: Callable[[], str],
         above: UpperParts,
     ) -> None:
         self.network = network
@@ -486,6 +486,7 @@ class Agent:
     async def _close_connections(self) -> None:
         self.caller.stop_timer()
         self._return.close()
+        self._news.close()
         if self._tick_handle is not None:
             self._tick_handle.cancel()
         self._connections.close("the peer shut down RPC")

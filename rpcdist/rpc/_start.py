@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Final
 from urllib.parse import urlsplit
 
 import torch
@@ -17,6 +19,7 @@ from rpcdist._launch.placement import launcher_variable
 from rpcdist._proto.membership_pb2 import JoinReply
 from rpcdist.collectives import Store
 from rpcdist.collectives._stores.signed_records import SignedRecords
+from rpcdist.collectives.rendezvous import outside_store
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, ConnectFailed, RendezvousError, StoreTimeout
 from rpcdist.freed_memory import keep_freed_memory
@@ -39,6 +42,10 @@ __all__ = ["node_options", "start_agent"]
 logger = logging.getLogger(__name__)
 
 COORDINATOR_KEY = "rpc_coordinator"
+
+_BUILDS: Final = threading.Lock()
+"""Held by a thread that builds an agent. Where a world of a thousand forms in one process, as many threads would
+contend for the interpreter's lock, which costs more than the building."""
 
 
 def node_options(options: RpcOptions) -> NodeOptions:
@@ -116,54 +123,59 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
         network.run(service.all_answered(LATE_JOINERS_LIMIT_S), 2 * LATE_JOINERS_LIMIT_S)
     roster = members_of(reply, me, coordinator.address, time.monotonic() - started)
     _check_device_maps(me, roster.members, world_size, options)
-    agent = Agent(
-        network=network,
-        coordinator=coordinator,
-        me=me,
-        roster=roster,
-        options=options,
-        world_size=world_size,
-        store=getattr(store, "underlying_store", store),  # a prefix store closes nothing
-        look_up=None if _is_at(store, coordinator.address) else partial(_look_up, records),
-        above=UpperParts(PyRRef, RRef._of, _upper_layers.load("autograd"), context_of),
-    )
-    if metrics_are_wanted():
-        _upper_layers.load("metrics")(agent)
-    agent.start()
+    with _BUILDS:
+        agent = Agent(
+            network=network,
+            coordinator=coordinator,
+            me=me,
+            roster=roster,
+            options=options,
+            world_size=world_size,
+            store=getattr(store, "underlying_store", store),  # a prefix store closes nothing
+            look_up=partial(_look_up, store, records, coordinator.address),
+            above=UpperParts(PyRRef, RRef._of, _upper_layers.load("autograd"), context_of),
+        )
+        if metrics_are_wanted():
+            _upper_layers.load("metrics")(agent)
+        agent.start()
     return agent
 
 
 def _bind_host(options: RpcOptions) -> str:
     """What options or environment name; else loopback, or the interface that reaches the coordinator.
 
-    A file and the schemes of users name no host: there MASTER_ADDR counts, as with `env://`.
+    A file and the schemes of users name no host: there MASTER_ADDR counts, as with `env://`. A store outside of the
+    ranks counts before that: rank 0 may have moved since MASTER_ADDR was set.
     """
     url = urlsplit(options.init_method)
     explicit = options.host or host_from_environment("TP_SOCKET_IFNAME")
     coordinator = url.hostname if url.scheme == "tcp" else launcher_variable("MASTER_ADDR")
+    if url.scheme in ("env", "tcp") and (outside := outside_store()) is not None:
+        coordinator = outside[0]
     if not coordinator and not explicit and url.scheme != "env":
         logger.info("%s:// names no host, so RPC listens on loopback: for several machines set MASTER_ADDR", url.scheme)
     return pick_bind_host(coordinator or "127.0.0.1", explicit)
 
 
 def _find_coordinator(records: SignedRecords, timeout_s: float) -> str:
+    """Where rank 0 says in the store that it is; a store that answers late is asked again until the time is over."""
     deadline = Deadline.after(timeout_s)
-    try:
+    is_first = True
+    while True:
         try:
-            return records.get([COORDINATOR_KEY], min(INIT_NOTICE_S, timeout_s))[0]
-        except StoreTimeout:
+            return records.get([COORDINATOR_KEY], min(INIT_NOTICE_S, deadline.remaining_s()))[0]
+        except StoreTimeout as exc:
             if deadline.expired():
-                raise
-        logger.warning(
-            "init_rpc still waits after %g s for the coordinator (rank 0), which has not said in the store where it is",
-            INIT_NOTICE_S,
-        )
-        return records.get([COORDINATOR_KEY], deadline.remaining_s() if deadline.is_finite else None)[0]
-    except StoreTimeout as exc:
-        raise RendezvousError(
-            f"the coordinator (rank 0) did not come within {timeout_s:.1f} s; start it with the same init_method, "
-            f"MASTER_ADDR and MASTER_PORT, and look at its log ({exc})"
-        ) from exc
+                raise RendezvousError(
+                    f"the coordinator (rank 0) did not come within {timeout_s:.1f} s; start it with the same "
+                    f"init_method, MASTER_ADDR and MASTER_PORT, and look at its log ({exc})"
+                ) from exc
+        if is_first:
+            is_first = False
+            logger.warning(
+                "init_rpc still waits after %g s for the coordinator (rank 0): the store does not say where it is",
+                INIT_NOTICE_S,
+            )
 
 
 def _ask_coordinator(
@@ -191,8 +203,13 @@ def _is_at(store: Store, coordinator: str) -> bool:
         return False  # a file, or memory
 
 
-def _look_up(records: SignedRecords) -> str:
-    return records.get([COORDINATOR_KEY], COORDINATOR_LOOK_UP_LIMIT_S)[0]
+def _look_up(store: Store, records: SignedRecords, before: str) -> str:
+    """Where the next coordinator is; blocks, bounded.
+
+    Where the last one served the store at its own port, the store ended with it, and the next one is where the store
+    was looked for: at a name, for example, which may stand for another address by now.
+    """
+    return store.address if _is_at(store, before) else records.get([COORDINATOR_KEY], COORDINATOR_LOOK_UP_LIMIT_S)[0]
 
 
 def _check_device_maps(me: Identity, members: Sequence[Member], world_size: int | None, options: RpcOptions) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ import pytest
 from full_sets import FULL_ONLY
 
 from rpcdist.collectives import DistNetworkError, DistStoreError, PrefixStore, StoreTimeout, TCPStore
-from rpcdist.collectives._stores.table_server import TABLE_SERVER
+from rpcdist.collectives._stores import tcp_store
+from rpcdist.collectives._stores.table_server import TABLE_SERVER, StoreService
 from rpcdist.errors import AuthenticationFailed, BlockingInLoop, ConfigError, ConnectFailed
+from rpcdist.ids import Identity
 from rpcdist.testing import Program, eventually, free_port, wait_until_asleep
 from rpcdist.transport import acquire_node
 
@@ -81,6 +84,37 @@ def test_a_process_that_listens_and_serves_no_store_yet() -> None:
                 assert master.get("k") == b"v"
     finally:
         node.release()
+
+
+def test_a_store_that_answers_late_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the caller's own limit: what one question may take is much less."""
+    monkeypatch.setattr(tcp_store, "STORE_GRACE_S", 0.2)
+    answer, free = StoreService.execute, asyncio.Event()
+    asked = []
+
+    async def late(self: StoreService, peer: Identity, request: Any) -> Any:
+        asked.append(request.WhichOneof("operation"))
+        await free.wait()
+        return await answer(self, peer, request)
+
+    monkeypatch.setattr(StoreService, "execute", late)
+    with TCPStore(HOST, 0, is_master=True) as master, ThreadPoolExecutor(1) as pool:
+        with pytest.raises(ConnectFailed, match=r"after 0\.5 s.* accepts connections there, and does not answer"):
+            TCPStore(HOST, master.port, timeout=0.5)
+        client = pool.submit(TCPStore, HOST, master.port, timeout=LIMIT_S)
+        num_before = len(asked)
+        eventually(lambda: len(asked) > num_before + 2, "it was asked again, and again")
+        node = acquire_node()
+        node.io.call_soon(free.set)
+        node.release()
+        with client.result(LIMIT_S) as store:
+            assert store.num_keys() == 0
+            free.clear()
+            store.set_timeout(timedelta(seconds=0.1))
+            with pytest.raises(StoreTimeout, match=r"has not answered Wait in time"):
+                store.wait(["k"], 0.1)
+            with pytest.raises(DistNetworkError, match="unknown whether the operation took place"):
+                store.add("k", 1)
 
 
 def test_the_port_is_in_use() -> None:

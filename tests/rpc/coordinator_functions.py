@@ -23,6 +23,11 @@ def incarnation_of(worker: int) -> int:
     return found
 
 
+def address_of(worker: int) -> str:
+    found: str = rpc.api._get_current_rpc_agent().directory.member(worker).address
+    return found
+
+
 def call_until_another_coordinator_answers(survivor: str, coordinator: str, before: int) -> int:
     """Calls a survivor without a pause until another process answers as the coordinator; the number of these calls."""
     count, end = 0, time.monotonic() + LIMIT_S

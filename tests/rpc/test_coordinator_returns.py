@@ -18,6 +18,7 @@ from rpc_functions import add
 
 from rpcdist import autograd as dist_autograd
 from rpcdist import rpc
+from rpcdist.collectives import Store
 from rpcdist.collectives._stores.signed_records import SignedRecords
 from rpcdist.errors import ActorNameTaken, CallRefused, CoordinatorLost, DuplicateName, UnknownActor, WorkerLost
 from rpcdist.rpc import _start
@@ -26,7 +27,7 @@ from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._membership import coordinator_return
 from rpcdist.rpc._peers.peer import PeerState
 from rpcdist.testing import UNIT_S as SHORT_S
-from rpcdist.testing import InProcessCluster, WorkerPool, eventually, free_port
+from rpcdist.testing import InProcessCluster, Program, WorkerPool, eventually, free_port
 from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S
 
 RETURN_S = 2 * UNIT_S
@@ -199,10 +200,10 @@ def test_calls_to_a_coordinator_that_stays_away_fail_soon() -> None:
 def test_a_store_that_fails_meanwhile_does_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     look_up, failures = _start._look_up, iter([OSError("no such device"), UnicodeError("no text"), MemoryError()])
 
-    def failing(records: SignedRecords) -> str:
+    def failing(store: Store, records: SignedRecords, before: str) -> str:
         if (failure := next(failures, None)) is not None:
             raise failure
-        return look_up(records)
+        return look_up(store, records, before)
 
     monkeypatch.setattr(_start, "_look_up", failing)
     with InProcessCluster("a", "b", peer_timeout=UNIT_S) as cluster:
@@ -309,6 +310,34 @@ def test_a_coordinator_that_is_killed_is_replaced(worker_pool: WorkerPool, where
     assert [pending.result() for pending in gathering] == [{name: name for name in "abc"}] * 3
     leaving = [world[name].begin(functions.leave) for name in "abc"]
     assert [pending.result() for pending in leaving] == [{}] * 3
+
+
+OUTSIDE = """
+import signal, sys
+from rpcdist.__main__ import main
+sys.exit(main(["store", "127.0.0.1:0"]))
+"""
+
+
+@pytest.mark.multiproc
+def test_with_a_store_outside_rank_0_comes_back_at_another_address(worker_pool: WorkerPool) -> None:
+    """The store is that of `python -m rpcdist store`; no variable names an address of rank 0."""
+    with Program(OUTSIDE) as store:
+        variable, _, address = store.line().partition("=")
+        assert variable == "RPCDIST_STORE"
+        worker_pool.environment.update({variable: address, "MASTER_ADDR": None, "MASTER_PORT": None})
+        world = worker_pool.world("a", "b", url="env://", peer_timeout=6 * UNIT_S)
+        assert world["b"].run(functions.answers, "a")
+        before = world["b"].run(functions.address_of, 0)
+        world["a"].kill()
+        worker_pool.environment["RPCDIST_HOST"] = "127.0.0.2"
+        world.join("a", 0)
+        eventually(partial(world["b"].run, functions.answers, "a"), "b reaches the next one")
+        assert (before.rpartition(":")[0], world["b"].run(functions.address_of, 0).rpartition(":")[0]) == (
+            "127.0.0.1",
+            "127.0.0.2",
+        )
+        world.shutdown()
 
 
 def value_of(name: str) -> int:

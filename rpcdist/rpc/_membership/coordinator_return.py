@@ -37,7 +37,7 @@ class CoordinatorReturn:
         router: watches the next coordinator.
         search: is told of the attempts, and says when somebody waits for one.
         submit: runs functions that block on a thread of their own.
-        look_up: blocks, bounded, and returns where the coordinator says that it is; None where that address is fixed.
+        look_up: blocks, bounded, and returns where the next coordinator is.
         world_size: None where workers come and go.
         recovery_s: how long a coordinator waits for others that were there.
         orphan_timeout_s: how long the next coordinator is looked for; then this worker is an orphan.
@@ -54,7 +54,7 @@ class CoordinatorReturn:
         router: Router,
         search: CoordinatorSearch,
         submit: Callable[[Callable[[], object]], object],
-        look_up: Callable[[], str] | None,
+        look_up: Callable[[], str],
         world_size: int | None,
         recovery_s: float,
         orphan_timeout_s: float,
@@ -179,10 +179,8 @@ class CoordinatorReturn:
             )
 
     async def _address(self) -> str:
-        """Where the coordinator says that it is, or else where it was."""
+        """Where the next coordinator is; asked again at each attempt, since it may come up at another address."""
         look_up = self._look_up
-        if look_up is None:
-            return self._coordinator.address
         found: Future[str] = Future()
 
         def ask() -> None:
