@@ -62,7 +62,7 @@ def try_for_descriptor() -> None:
     socket.socket().close()
 
 
-def check_can_start(what: str) -> None:
+def check_can_start(what: str, starts_threads: bool = True) -> None:
     """Looks whether there are descriptors and threads for something that is about to start.
 
     uvloop aborts the process where it gets no descriptor for a new loop, and gRPC crashes where it gets none for its
@@ -70,12 +70,14 @@ def check_can_start(what: str) -> None:
 
     Args:
         what: what cannot start otherwise, for the text.
+        starts_threads: whether it has several, which may not be missing half-way.
 
     Raises:
         TransportError: fewer than `START_DESCRIPTORS` are free, or fewer than `START_THREADS` can be started.
     """
     _check_descriptors(what)
-    _check_threads(what)
+    if starts_threads:
+        _check_threads(what)
 
 
 def _check_descriptors(what: str) -> None:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from rpcdist._proto import handshake_pb2 as rpcdist_dot___proto_dot_handshake__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1frpcdist/_proto/membership.proto\x12\x07rpcdist\x1a\x1erpcdist/_proto/handshake.proto\"L\n\x06Member\x12#\n\x08identity\x18\x01 \x01(\x0b\x32\x11.rpcdist.Identity\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\"\x9e\x01\n\x0bJoinRequest\x12\x1f\n\x06member\x18\x01 \x01(\x0b\x32\x0f.rpcdist.Member\x12\x12\n\nworld_size\x18\x02 \x01(\x03\x12\x12\n\ntimeout_ms\x18\x03 \x01(\x04\x12\x15\n\rknown_version\x18\x04 \x01(\x04\x12\x1e\n\x05known\x18\x05 \x03(\x0b\x32\x0f.rpcdist.Member\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\t\"\xe8\x02\n\tJoinReply\x12+\n\x07outcome\x18\x01 \x01(\x0e\x32\x1a.rpcdist.JoinReply.Outcome\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12 \n\x07members\x18\x03 \x03(\x0b\x32\x0f.rpcdist.Member\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\x0f\n\x07missing\x18\x05 \x03(\x03\x12&\n\ndepartures\x18\x06 \x03(\x0b\x32\x12.rpcdist.Departure\"\xb1\x01\n\x07Outcome\x12\x06\n\x02OK\x10\x00\x12\x12\n\x0e\x44UPLICATE_NAME\x10\x01\x12\x10\n\x0c\x44UPLICATE_ID\x10\x02\x12\x16\n\x12WORLD_SIZE_DIFFERS\x10\x03\x12\r\n\tTIMED_OUT\x10\x04\x12\x16\n\x12STATIC_AND_DYNAMIC\x10\x05\x12\x13\n\x0fID_OUT_OF_RANGE\x10\x06\x12\x0e\n\nWORLD_FULL\x10\x07\x12\x14\n\x10INCARNATION_GONE\x10\x08\"3\n\x0cLeaveRequest\x12#\n\x08identity\x18\x01 \x01(\x0b\x32\x11.rpcdist.Identity\"\x0c\n\nLeaveReply\"\x10\n\x0eMembersRequest\"n\n\x11MembershipMessage\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12 \n\x07members\x18\x02 \x03(\x0b\x32\x0f.rpcdist.Member\x12&\n\ndepartures\x18\x03 \x03(\x0b\x32\x12.rpcdist.Departure\"@\n\tDeparture\x12#\n\x08identity\x18\x01 \x01(\x0b\x32\x11.rpcdist.Identity\x12\x0e\n\x06reason\x18\x02 \x01(\t2\xab\x01\n\nMembership\x12\x30\n\x04Join\x12\x14.rpcdist.JoinRequest\x1a\x12.rpcdist.JoinReply\x12\x33\n\x05Leave\x12\x15.rpcdist.LeaveRequest\x1a\x13.rpcdist.LeaveReply\x12\x36\n\x07Members\x12\x17.rpcdist.MembersRequest\x1a\x12.rpcdist.JoinReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1frpcdist/_proto/membership.proto\x12\x07rpcdist\x1a\x1erpcdist/_proto/handshake.proto\"L\n\x06Member\x12#\n\x08identity\x18\x01 \x01(\x0b\x32\x11.rpcdist.Identity\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\".\n\nMemberList\x12 \n\x07members\x18\x01 \x03(\x0b\x32\x0f.rpcdist.Member\"\x9e\x01\n\x0bJoinRequest\x12\x1f\n\x06member\x18\x01 \x01(\x0b\x32\x0f.rpcdist.Member\x12\x12\n\nworld_size\x18\x02 \x01(\x03\x12\x12\n\ntimeout_ms\x18\x03 \x01(\x04\x12\x15\n\rknown_version\x18\x04 \x01(\x04\x12\x1e\n\x05known\x18\x05 \x03(\x0b\x32\x0f.rpcdist.Member\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\t\"\xd7\x02\n\tJoinReply\x12+\n\x07outcome\x18\x01 \x01(\x0e\x32\x1a.rpcdist.JoinReply.Outcome\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x0f\n\x07members\x18\x03 \x01(\x0c\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\x0f\n\x07missing\x18\x05 \x03(\x03\x12&\n\ndepartures\x18\x06 \x03(\x0b\x32\x12.rpcdist.Departure\"\xb1\x01\n\x07Outcome\x12\x06\n\x02OK\x10\x00\x12\x12\n\x0e\x44UPLICATE_NAME\x10\x01\x12\x10\n\x0c\x44UPLICATE_ID\x10\x02\x12\x16\n\x12WORLD_SIZE_DIFFERS\x10\x03\x12\r\n\tTIMED_OUT\x10\x04\x12\x16\n\x12STATIC_AND_DYNAMIC\x10\x05\x12\x13\n\x0fID_OUT_OF_RANGE\x10\x06\x12\x0e\n\nWORLD_FULL\x10\x07\x12\x14\n\x10INCARNATION_GONE\x10\x08\"3\n\x0cLeaveRequest\x12#\n\x08identity\x18\x01 \x01(\x0b\x32\x11.rpcdist.Identity\"\x0c\n\nLeaveReply\"\x10\n\x0eMembersRequest\"k\n\x11MembershipMessage\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0f\n\x07members\x18\x02 \x01(\x0c\x12&\n\ndepartures\x18\x03 \x03(\x0b\x32\x12.rpcdist.Departure\x12\x0c\n\x04\x62\x61se\x18\x04 \x01(\x04\"@\n\tDeparture\x12#\n\x08identity\x18\x01 \x01(\x0b\x32\x11.rpcdist.Identity\x12\x0e\n\x06reason\x18\x02 \x01(\t2\xab\x01\n\nMembership\x12\x30\n\x04Join\x12\x14.rpcdist.JoinRequest\x1a\x12.rpcdist.JoinReply\x12\x33\n\x05Leave\x12\x15.rpcdist.LeaveRequest\x1a\x13.rpcdist.LeaveReply\x12\x36\n\x07Members\x12\x17.rpcdist.MembersRequest\x1a\x12.rpcdist.JoinReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,22 +34,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MEMBER']._serialized_start=76
   _globals['_MEMBER']._serialized_end=152
-  _globals['_JOINREQUEST']._serialized_start=155
-  _globals['_JOINREQUEST']._serialized_end=313
-  _globals['_JOINREPLY']._serialized_start=316
-  _globals['_JOINREPLY']._serialized_end=676
-  _globals['_JOINREPLY_OUTCOME']._serialized_start=499
-  _globals['_JOINREPLY_OUTCOME']._serialized_end=676
-  _globals['_LEAVEREQUEST']._serialized_start=678
-  _globals['_LEAVEREQUEST']._serialized_end=729
-  _globals['_LEAVEREPLY']._serialized_start=731
-  _globals['_LEAVEREPLY']._serialized_end=743
-  _globals['_MEMBERSREQUEST']._serialized_start=745
-  _globals['_MEMBERSREQUEST']._serialized_end=761
-  _globals['_MEMBERSHIPMESSAGE']._serialized_start=763
-  _globals['_MEMBERSHIPMESSAGE']._serialized_end=873
-  _globals['_DEPARTURE']._serialized_start=875
-  _globals['_DEPARTURE']._serialized_end=939
-  _globals['_MEMBERSHIP']._serialized_start=942
-  _globals['_MEMBERSHIP']._serialized_end=1113
+  _globals['_MEMBERLIST']._serialized_start=154
+  _globals['_MEMBERLIST']._serialized_end=200
+  _globals['_JOINREQUEST']._serialized_start=203
+  _globals['_JOINREQUEST']._serialized_end=361
+  _globals['_JOINREPLY']._serialized_start=364
+  _globals['_JOINREPLY']._serialized_end=707
+  _globals['_JOINREPLY_OUTCOME']._serialized_start=530
+  _globals['_JOINREPLY_OUTCOME']._serialized_end=707
+  _globals['_LEAVEREQUEST']._serialized_start=709
+  _globals['_LEAVEREQUEST']._serialized_end=760
+  _globals['_LEAVEREPLY']._serialized_start=762
+  _globals['_LEAVEREPLY']._serialized_end=774
+  _globals['_MEMBERSREQUEST']._serialized_start=776
+  _globals['_MEMBERSREQUEST']._serialized_end=792
+  _globals['_MEMBERSHIPMESSAGE']._serialized_start=794
+  _globals['_MEMBERSHIPMESSAGE']._serialized_end=901
+  _globals['_DEPARTURE']._serialized_start=903
+  _globals['_DEPARTURE']._serialized_end=967
+  _globals['_MEMBERSHIP']._serialized_start=970
+  _globals['_MEMBERSHIP']._serialized_end=1141
 # @@protoc_insertion_point(module_scope)

@@ -18,6 +18,12 @@ class Member(_message.Message):
     role: str
     def __init__(self, identity: _Optional[_Union[_handshake_pb2.Identity, _Mapping]] = ..., address: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
 
+class MemberList(_message.Message):
+    __slots__ = ("members",)
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    def __init__(self, members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
+
 class JoinRequest(_message.Message):
     __slots__ = ("member", "world_size", "timeout_ms", "known_version", "known", "attempt")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
@@ -64,11 +70,11 @@ class JoinReply(_message.Message):
     DEPARTURES_FIELD_NUMBER: _ClassVar[int]
     outcome: JoinReply.Outcome
     detail: str
-    members: _containers.RepeatedCompositeFieldContainer[Member]
+    members: bytes
     version: int
     missing: _containers.RepeatedScalarFieldContainer[int]
     departures: _containers.RepeatedCompositeFieldContainer[Departure]
-    def __init__(self, outcome: _Optional[_Union[JoinReply.Outcome, str]] = ..., detail: _Optional[str] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., version: _Optional[int] = ..., missing: _Optional[_Iterable[int]] = ..., departures: _Optional[_Iterable[_Union[Departure, _Mapping]]] = ...) -> None: ...
+    def __init__(self, outcome: _Optional[_Union[JoinReply.Outcome, str]] = ..., detail: _Optional[str] = ..., members: _Optional[bytes] = ..., version: _Optional[int] = ..., missing: _Optional[_Iterable[int]] = ..., departures: _Optional[_Iterable[_Union[Departure, _Mapping]]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("identity",)
@@ -85,14 +91,16 @@ class MembersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class MembershipMessage(_message.Message):
-    __slots__ = ("version", "members", "departures")
+    __slots__ = ("version", "members", "departures", "base")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     DEPARTURES_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     version: int
-    members: _containers.RepeatedCompositeFieldContainer[Member]
+    members: bytes
     departures: _containers.RepeatedCompositeFieldContainer[Departure]
-    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., departures: _Optional[_Iterable[_Union[Departure, _Mapping]]] = ...) -> None: ...
+    base: int
+    def __init__(self, version: _Optional[int] = ..., members: _Optional[bytes] = ..., departures: _Optional[_Iterable[_Union[Departure, _Mapping]]] = ..., base: _Optional[int] = ...) -> None: ...
 
 class Departure(_message.Message):
     __slots__ = ("identity", "reason")

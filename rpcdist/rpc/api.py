@@ -147,7 +147,8 @@ def _all_gather(obj: T, worker_names: Iterable[str] | None = None, timeout: floa
 def _barrier(worker_names: Iterable[str]) -> None:
     """Returns when every worker in `worker_names`, this one included, has called it with the same names."""
     try:
-        _all_gather(None, set(worker_names))
+        agent = current_agent()
+        agent.gatherings.barrier(worker_names, agent.caller.timeout_of(UNSET_RPC_TIMEOUT))
     except RuntimeError as exc:
         raise type(exc)(f"Failed to complete barrier: {exc}") if type(exc) is RuntimeError else exc from exc
 
@@ -155,7 +156,7 @@ def _barrier(worker_names: Iterable[str]) -> None:
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Returns when every worker of the job has called it. 0 waits as long as the others live."""
     agent = current_agent()
-    agent.gatherings.all_gather(None, None, agent.caller.timeout_of(timeout))
+    agent.gatherings.barrier(None, agent.caller.timeout_of(timeout))
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout_s: float = RREF_DELETION_LIMIT_S) -> None:

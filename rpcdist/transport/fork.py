@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 _DESCRIPTORS = "/proc/self/fd"
+_FEWEST_KEPT = 64  # references, before it is looked which are dead; later as often as their number has doubled
 
 Peer = tuple[str | None, int]  # host, None for any; port
 
@@ -58,10 +59,11 @@ class ForkGuard:
     def __init__(self) -> None:
         self.in_child = False
         self._num_running = 0  # nodes
-        self._server_ports: frozenset[int] = frozenset()
-        self._peers: frozenset[Peer] = frozenset()
-        self._sockets: frozenset[weakref.ref[socket.socket]] = frozenset()
-        self._participants: tuple[weakref.ref[ForkParticipant], ...] = ()
+        self._server_ports: set[int] = set()
+        self._peers: set[Peer] = set()
+        self._sockets: list[weakref.ref[socket.socket]] = []
+        self._participants: list[weakref.ref[ForkParticipant]] = []
+        self._num_kept = [_FEWEST_KEPT, _FEWEST_KEPT]  # of the two lists, at which the dead are dropped
         self._kept: list[ForkParticipant] = []
         self._lock = threading.Lock()  # for writers in the parent
 
@@ -75,30 +77,34 @@ class ForkGuard:
         with self._lock:
             self._num_running -= 1
             if self._num_running == 0:
-                self._server_ports = frozenset()
-                self._peers = frozenset()
+                self._server_ports = set()
+                self._peers = set()
 
     def note_server_port(self, port: int) -> None:
         """Remembers a port that this process listens on; connections accepted there are recognised by it."""
         with self._lock:
-            self._server_ports |= {port}
+            self._server_ports.add(port)
 
     def note_peer_port(self, port: int, host: str | None = None) -> None:
         """Remembers where this process connects to. A host that is a name, or None, matches every host."""
         with self._lock:
-            self._peers |= {(None if host is None else _plain_host(host), port)}
+            self._peers.add((None if host is None else _plain_host(host), port))
 
     def note_socket(self, noted: socket.socket) -> None:
         """Remembers a socket of any family, for as long as it is open; call it as soon as there is one."""
         with self._lock:
-            living = {reference for reference in self._sockets if (known := reference()) and known.fileno() >= 0}
-            self._sockets = frozenset(living | {weakref.ref(noted)})
+            if len(self._sockets) >= self._num_kept[0]:
+                living = [one for one in self._sockets if (known := one()) is not None and known.fileno() >= 0]
+                self._sockets, self._num_kept[0] = living, 2 * len(living) + _FEWEST_KEPT
+            self._sockets.append(weakref.ref(noted))
 
     def register(self, participant: ForkParticipant) -> None:
         """Calls `participant.after_fork_in_child()` in children, as long as something else keeps it alive."""
         with self._lock:
-            living = tuple(reference for reference in self._participants if reference() is not None)
-            self._participants = (*living, weakref.ref(participant))
+            if len(self._participants) >= self._num_kept[1]:
+                living = [reference for reference in self._participants if reference() is not None]
+                self._participants, self._num_kept[1] = living, 2 * len(living) + _FEWEST_KEPT
+            self._participants.append(weakref.ref(participant))
 
     def after_fork_in_child(self) -> None:
         """What the child does first. Every participant is called, even when one fails."""

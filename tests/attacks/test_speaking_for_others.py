@@ -15,8 +15,10 @@ from rpcdist.rpc._actors.actor_names import CONFIRM, RELEASE, RESERVE
 from rpcdist.rpc._api.actor_functions import keep_actor
 from rpcdist.rpc._membership.departures import DEPART
 from rpcdist.rpc._membership.leader import CONTRIBUTE
+from rpcdist.rpc._membership.membership_messages import members_to_bytes
 from rpcdist.rpc._membership.serving import STOP
 from rpcdist.rpc._peers.calling_worker import check_speaks_for
+from rpcdist.rpc._peers.directory import Member
 from rpcdist.rpc._rref.proxied import _turns_over
 from rpcdist.testing import InProcessCluster
 from rpcdist.transport.identities import identity_to_proto
@@ -33,7 +35,7 @@ class Journal:
 
 
 CLAIMS = {
-    "a gathering": (CONTRIBUTE, (["a", "b", "c"], "c", "forged")),
+    "a gathering": (CONTRIBUTE, (["a", "b", "c"], "c", "forged", True)),
     "the shutdown": (DEPART, ("c", False)),
     "a request to stop": (STOP, ("c",)),
     "a name for an actor": (RESERVE, ("journal", 0, 2)),
@@ -116,9 +118,7 @@ def test_where_functions_are_listed_nobody_stops_a_worker_unless_that_is_listed(
 def test_who_is_there_is_said_by_the_coordinator_alone() -> None:
     with InProcessCluster("a", "b", "c", peer_timeout=CALM_S) as cluster:
         gone = membership_pb2.Departure(identity=identity_to_proto(cluster._agents["a"].identity), reason="forged")
-        members = [
-            membership_pb2.Member(identity=identity_to_proto(cluster._agents["c"].identity), address="127.0.0.1:9")
-        ]
+        members = members_to_bytes([Member(cluster._agents["c"].identity, "127.0.0.1:9")])
         news = membership_pb2.MembershipMessage(version=1 << 40, members=members, departures=[gone])
         before = cluster._agents["b"].directory.living()
         with cluster.use("c") as agent:

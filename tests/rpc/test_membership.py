@@ -160,7 +160,7 @@ def test_malformed_requests_change_nothing(name: str, size: int) -> None:
     table = MembershipTable()
     with pytest.raises(ConfigError):
         table.join(record(Identity(name, 0, 1)), size)
-    assert (table.version, table.world_size, table.members) == (0, None, [])
+    assert (table.version, table.world_size, table.members) == (0, None, ())
 
 
 events = st.lists(
@@ -210,7 +210,7 @@ async def test_everybody_is_answered_when_the_last_one_comes() -> None:
     assert await settled(first, second, third) == [OK, OK, OK]
     for task in (first, second, third):
         reply = task.result()
-        assert members_of(reply, A, "here", 1.0) == Roster(3, [record(A), record(B), record(C)])
+        assert members_of(reply, A, "here", 1.0) == Roster(3, (record(A), record(B), record(C)))
         assert reply.version == 3
     assert (await service.members(A, pb.MembersRequest())).members == reply.members
 
@@ -311,7 +311,7 @@ async def test_a_joiner_whose_connection_ends_is_as_if_it_had_never_come() -> No
     leaver.cancel()
     with pytest.raises(asyncio.CancelledError):
         await leaver
-    assert service.table.members == []
+    assert not service.table.members
     assert await settled(ask(service, A2), ask(service, B)) == [OK, OK]
 
 
@@ -354,7 +354,7 @@ async def test_a_lost_worker_is_replaced_under_its_name() -> None:
     assert service.lost(B, "silent") and not service.lost(B, "silent")
     replacement = ask(service, B2)
     assert await settled(replacement) == [OK]
-    assert members_of(replacement.result(), B2, "here", 0.0).members == [record(A), record(B2)]
+    assert members_of(replacement.result(), B2, "here", 0.0).members == (record(A), record(B2))
     ghost = ask(service, B)
     assert await settled(ghost) == [GONE]
     with pytest.raises(RendezvousError, match="declared lost"):

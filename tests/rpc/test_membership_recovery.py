@@ -27,7 +27,7 @@ from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership import membership_recovery, survivor_questions
-from rpcdist.rpc._membership.membership_messages import members_of, return_request
+from rpcdist.rpc._membership.membership_messages import members_from_bytes, members_of, return_request
 from rpcdist.rpc._membership.membership_service import MembershipService
 from rpcdist.rpc._membership.survivor_questions import max_at_once
 from rpcdist.rpc._peers.directory import Member, Roster
@@ -55,7 +55,7 @@ async def test_workers_are_taken_back_once_all_have_come() -> None:
         await service.members(B, pb.MembersRequest())
     third = back(service, C, A, B, C, version=12)
     assert await settled(first, second, third) == [OK] * 3
-    assert members_of(third.result(), C, "here", 1.0) == Roster(13, [record(A2), record(B), record(C)], {})
+    assert members_of(third.result(), C, "here", 1.0) == Roster(13, (record(A2), record(B), record(C)), {})
     assert service.table.formed
 
 
@@ -213,7 +213,7 @@ async def test_a_dynamic_world_waits_for_those_that_are_known() -> None:
     await until_waiting(service, 2)
     second = back(service, C, A, B, C, world_size=0)
     assert await settled(first, newcomer, second) == [OK] * 3
-    assert [len(task.result().members) for task in (first, newcomer, second)] == [4] * 3
+    assert [len(members_from_bytes(task.result().members)) for task in (first, newcomer, second)] == [4] * 3
 
 
 async def test_newcomers_win_over_workers_that_are_left_from_another_job() -> None:

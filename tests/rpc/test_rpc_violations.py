@@ -216,7 +216,8 @@ def test_a_worker_cannot_be_taken_out_by_another(world: RpcWorld, address: str) 
                 (PROOF_KEY, request_proof(keys.key, members, 1)),
             )
             reply = membership_pb2.JoinReply.FromString(await channel.unary_unary(members)(b"", metadata=metadata))
-            request = membership_pb2.LeaveRequest(identity=reply.members[1].identity).SerializeToString()
+            other = membership_pb2.MemberList.FromString(reply.members).members[1]
+            request = membership_pb2.LeaveRequest(identity=other.identity).SerializeToString()
             metadata = (
                 (SESSION_KEY, keys.session_id),
                 (COUNTER_KEY, "2"),

@@ -52,7 +52,7 @@ class UserLoop:
     def __init__(self, kind: LoopKind = "auto", name: str = "rpcdist-user-loop") -> None:
         self.name = name
         self.loop = _new_loop(kind)
-        self.loop.set_task_factory(_task_factory)
+        self.loop.set_task_factory(self._make_task)
         self.loop.set_exception_handler(_log_loop_error)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._inbox: deque[Callable[[], object]] = deque()
@@ -60,6 +60,7 @@ class UserLoop:
         self._calls: set[UserCall] = set()
         self._refusal: Callable[[], Exception] | None = None
         self._stopping = False
+        self._num_tasks_made = 0
         fork.register(self)
 
     def start(self) -> None:
@@ -194,7 +195,8 @@ class UserLoop:
     async def _shut_down(self, deadline: Deadline, stubborn: list[str]) -> None:
         me = asyncio.current_task()
         self._read_inbox()
-        tasks = asyncio.all_tasks() - {me}
+        # Not if this is the only one: asyncio looks through the tasks of all loops, those of a thousand agents perhaps.
+        tasks = asyncio.all_tasks() - {me} if self._num_tasks_made > 1 else set()
         for left in range(CANCEL_ROUNDS, 0, -1):
             for call in list(self._calls):
                 call.end_soon(Cancelled(f"{call.name} was cancelled because its worker shuts down"))
@@ -208,6 +210,19 @@ class UserLoop:
         self._stopping = True
         self.loop.stop()
 
+    def _make_task(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        coroutine: Coroutine[Any, Any, T] | Generator[Any, None, T],
+        **options: Any,
+    ) -> asyncio.Task[T]:
+        """Makes tasks that user code starts, which begin with a copy of the torch state of their creator (rule 1)."""
+        self._num_tasks_made += 1
+        if not isinstance(coroutine, (StatefulCoroutine, Generator)):
+            coroutine = StatefulCoroutine(coroutine)
+            coroutine.slot.copy_current()
+        return asyncio.Task(coroutine, loop=loop, **options)
+
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame, 12)) if frame is not None else ""
@@ -218,16 +233,6 @@ class UserLoop:
         self._calls = set()
         self._inbox = deque()
         unregister_at_exit(self.close)
-
-
-def _task_factory(
-    loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T] | Generator[Any, None, T], **options: Any
-) -> asyncio.Task[T]:
-    """Makes tasks that user code starts, which begin with a copy of the torch state of their creator (rule 1)."""
-    if not isinstance(coroutine, (StatefulCoroutine, Generator)):
-        coroutine = StatefulCoroutine(coroutine)
-        coroutine.slot.copy_current()
-    return asyncio.Task(coroutine, loop=loop, **options)
 
 
 def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -251,7 +256,7 @@ def _where(task: asyncio.Task[Any]) -> str:
 def _new_loop(kind: LoopKind) -> asyncio.AbstractEventLoop:
     if kind not in ("auto", "uvloop", "asyncio"):
         raise ConfigError(f"the kind of the user loop is 'auto', 'uvloop' or 'asyncio', but not {kind!r}")
-    check_can_start("the event loop of user functions")
+    check_can_start("the event loop of user functions", starts_threads=False)
     if kind != "asyncio":
         try:
             import uvloop

@@ -9,6 +9,7 @@ to agree as soon as their detectors do.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
@@ -61,6 +62,7 @@ class Departures:
         self._watch = watch
         self._rounds: list[_DepartureRound] = []
         self._last_missing: list[str] = []
+        self._watched_at = float("-inf")
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __repr__(self) -> str:
@@ -69,7 +71,7 @@ class Departures:
     def on_member(self, event: MemberEvent) -> None:
         """A worker came or went; on the I/O loop."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._review)
+            self._loop.call_soon_threadsafe(self._review, True)
 
     def facts(self) -> list[GatheringFacts]:
         """The rounds that are open; any thread."""
@@ -97,18 +99,20 @@ class Departures:
         if (superior := self._superior()) is not None:
             return [POINTS, superior]
         round_ = next((open_ for open_ in self._rounds if name not in open_.had_work), None)
+        is_new = round_ is None
         if round_ is None:
             round_ = _DepartureRound()
             self._rounds.append(round_)
         round_.had_work[name] = had_work
         round_.came.add(name)
-        self._review()
+        self._review(is_new)
         try:
             while not round_.ended.is_set():
                 with suppress(TimeoutError):
                     async with asyncio.timeout(DEPARTURE_REVIEW_S):
                         await round_.ended.wait()
-                self._review()
+                        return round_.answer
+                self._review(time.monotonic() - self._watched_at >= DEPARTURE_REVIEW_S)
         except asyncio.CancelledError:
             if not round_.ended.is_set():
                 round_.had_work.pop(name, None)
@@ -122,8 +126,8 @@ class Departures:
         leader = self._directory.leader()
         return leader.id if leader.id < self._directory.me.id else None
 
-    def _review(self) -> None:
-        """Ends the rounds that wait for nobody any more, and watches those that are waited for."""
+    def _review(self, watches: bool = False) -> None:
+        """Ends the rounds that wait for nobody any more; `watches` those that are waited for, which are many."""
         superior = self._superior()
         open_rounds, self._rounds = self._rounds, []
         for round_ in open_rounds:
@@ -133,7 +137,8 @@ class Departures:
                 round_.end(ENDED, any(round_.had_work.values()), self._losses(round_.had_work))
             elif round_.had_work:
                 self._rounds.append(round_)
-        if self._rounds:
+        if self._rounds and watches:
+            self._watched_at = time.monotonic()
             # Also those that this worker has given up: if one lives after all, two would lead, and wait for each other.
             living = [member.identity for member in self._directory.living()]
             for identity in [*living, *self._directory.suspected()]:
@@ -141,6 +146,8 @@ class Departures:
                     self._watch(identity.id, "the shutdown of the job")
 
     def _is_complete(self, round_: _DepartureRound) -> bool:
+        if len(round_.had_work) < self._directory.num_living:  # there is no need to look who is missing
+            return False
         return all(member.identity.name in round_.had_work for member in self._directory.living())
 
     def _absent(self, round_: _DepartureRound) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError
 from rpcdist.rpc._calling.caller import Caller
-from rpcdist.rpc._membership.leader import CONTRIBUTE, MISSING
+from rpcdist.rpc._membership.leader import CONTRIBUTE, MISSING, names_for
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.time_limits import MISSING_NAMES_LIMIT_S
 
@@ -47,17 +47,27 @@ class Gatherings:
             RuntimeError: the time is over; the text names who is missing.
             WorkerLost: a participant died.
         """
+        chosen, result = self._gather(obj, names, timeout_s, True)
+        return {name: result[name] for name in chosen}
+
+    def barrier(self, names: Iterable[str] | None, timeout_s: float) -> None:
+        """Waits until all have come; as `all_gather`, without objects."""
+        self._gather(None, names, timeout_s, False)
+
+    def _gather(
+        self, obj: Any, names: Iterable[str] | None, timeout_s: float, wants_objects: bool
+    ) -> tuple[list[str], Any]:
         me = self._directory.me.name
         chosen = sorted(self._everybody() if names is None else set(names))
         if me not in chosen:
             raise ConfigError(f"worker {me!r} is not expected in a gathering of {chosen}; add it to the names")
         leader = self._directory.resolve(chosen[0])
         limit = 0 if timeout_s == float("inf") else timeout_s
+        group = chosen if me == chosen[0] else names_for(chosen)
         try:
-            result = self._caller.gather(leader, CONTRIBUTE, (chosen, me, obj), limit)
+            return chosen, self._caller.gather(leader, CONTRIBUTE, (group, me, obj, wants_objects), limit)
         except DeadlineExceeded as exc:
             raise self._late(exc, chosen, timeout_s) from exc
-        return {name: result[name] for name in chosen}
 
     def _everybody(self) -> set[str]:
         if not self._is_static:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+
+from google.protobuf.message import DecodeError
 
 from rpcdist._proto import membership_pb2 as pb
-from rpcdist.errors import DuplicateName, RendezvousError, WorldMismatch, listed
+from rpcdist.errors import DuplicateName, ProtocolViolation, RendezvousError, WorldMismatch, listed
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.directory import Member, Roster
 from rpcdist.time_limits import PARKED_LIMIT_S
@@ -17,7 +20,11 @@ __all__ = [
     "join_request",
     "member_from_proto",
     "member_to_proto",
+    "members_from_bytes",
     "members_of",
+    "members_to_bytes",
+    "news_message",
+    "news_of",
     "return_request",
 ]
 
@@ -30,6 +37,45 @@ def member_to_proto(member: Member) -> pb.Member:
 
 def member_from_proto(member: pb.Member) -> Member:
     return Member(identity_from_proto(member.identity), member.address, member.role)
+
+
+@lru_cache(maxsize=1 << 12)
+def _piece(member: Member) -> bytes:
+    return pb.MemberList(members=[member_to_proto(member)]).SerializeToString()
+
+
+def members_to_bytes(members: Iterable[Member]) -> bytes:
+    """A `MemberList`: protobuf's lists are joined by joining their bytes, and each worker is encoded once."""
+    return b"".join(map(_piece, members))
+
+
+@lru_cache(maxsize=8)
+def members_from_bytes(encoded: bytes) -> tuple[Member, ...]:
+    """The same back; the workers of one process, which get the same list, share it.
+
+    Raises:
+        ProtocolViolation: these bytes are no list.
+    """
+    try:
+        return tuple(map(member_from_proto, pb.MemberList.FromString(encoded).members))
+    except DecodeError as exc:
+        raise ProtocolViolation(f"a list of workers cannot be parsed ({exc})") from exc
+
+
+def news_message(roster: Roster) -> pb.MembershipMessage:
+    """What the coordinator says of its own accord."""
+    return pb.MembershipMessage(
+        version=roster.version,
+        base=roster.base,
+        members=members_to_bytes(roster.members),
+        departures=departures_to_proto(roster.departures),
+    )
+
+
+def news_of(message: pb.MembershipMessage) -> Roster:
+    """The same back."""
+    members, departures = members_from_bytes(message.members), departures_from_proto(message.departures)
+    return Roster(message.version, members, departures, message.base)
 
 
 def join_request(me: Member, world_size: int | None, timeout_s: float) -> pb.JoinRequest:
@@ -82,7 +128,7 @@ def members_of(reply: pb.JoinReply, me: Identity, coordinator: str, waited_s: fl
         WorldMismatch: the workers disagree about the size or kind of the world, or it is complete without this one.
         RendezvousError: not everybody came in time, or this process was declared lost.
     """
-    members = [member_from_proto(member) for member in reply.members]
+    members = members_from_bytes(reply.members)
     outcome = reply.outcome
     if outcome == Outcome.OK:
         return Roster(reply.version, members, departures_from_proto(reply.departures))

@@ -5,22 +5,20 @@ The messages are control messages: numbered, sent again over a new connection, a
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import WorkerLost
 from rpcdist.ids import Identity
-from rpcdist.rpc._membership.membership_messages import (
-    departures_from_proto,
-    departures_to_proto,
-    member_from_proto,
-    member_to_proto,
-)
-from rpcdist.rpc._membership.membership_service import MembershipService
-from rpcdist.rpc._peers.directory import COORDINATOR, Directory, Roster
+from rpcdist.rpc._membership.membership_messages import news_message, news_of
+from rpcdist.rpc._membership.membership_service import NEWS_AT_ONCE, MembershipService
+from rpcdist.rpc._peers.directory import COORDINATOR, Directory
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.buffers import ReceiveBuffer
+from rpcdist.time_limits import NEWS_PAUSE_S
 
 __all__ = ["MembershipNews"]
 
@@ -52,6 +50,8 @@ class MembershipNews:
         self._watch = watch
         self._lifetime = lifetime
         self._is_coordinator = is_coordinator
+        self._told_at = float("-inf")
+        self._telling: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
         return f"<MembershipNews of {self._directory.me.name}{', the coordinator' if self._service else ''}>"
@@ -59,37 +59,69 @@ class MembershipNews:
     def start(self) -> None:
         """The coordinator begins to tell the others, and to watch them."""
         if self._service is not None:
-            self._tell(self._service.announce_to(self._tell, self._directory.me))
+            self._service.announce_to(self._on_change, self._directory.me)
+            self._on_change(is_urgent=True)
+            for member in self._directory.living():
+                if member.identity != self._directory.me:
+                    self._watch(member.identity.id, "the membership of the job")
 
-    def _tell(self, roster: Roster) -> None:
+    def _on_change(self, is_urgent: bool) -> None:
+        """The list here has changed: this worker knows it at once, and the others soon."""
         me, service = self._directory.me, self._service
         assert service is not None  # it is the one that calls this
-        self._directory.update(roster)
-        service.note_known(me, roster.version)
-        message = pb.MembershipMessage(
-            version=roster.version,
-            members=map(member_to_proto, roster.members),
-            departures=departures_to_proto(roster.departures),
-        )
-        for member in roster.members:
-            if member.identity == me:
-                continue
-            self._watch(member.identity.id, "the membership of the job")
-            if not service.knows(member.identity, roster.version):
-                self._send(member.identity.id, message)
+        news = service.table.since(self._directory.version)
+        self._directory.update(news)
+        service.note_known(me, news.version)
+        for member in news.members:
+            if member.identity != me:
+                self._watch(member.identity.id, "the membership of the job")
+        self._tell_soon(is_urgent)
+
+    def _tell_soon(self, is_urgent: bool) -> None:
+        """Tells the others at once; in a large world, after a pause in which other changes may come to go with it."""
+        assert self._service is not None
+        num_members = len(self._service.table)
+        pause_s = 0.0 if is_urgent else NEWS_PAUSE_S * max(num_members - NEWS_AT_ONCE, 0) / 1000
+        wait_s = self._told_at + pause_s - time.monotonic()
+        if wait_s <= 0:
+            self._tell()
+        elif self._telling is None and not self._lifetime.is_closed:
+            self._telling = asyncio.get_running_loop().call_later(wait_s, self._tell)
+
+    def _tell(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        service = self._service
+        if service is None or self._lifetime.is_closed:
+            return
+        self._told_at = time.monotonic()
+        messages: dict[int, pb.MembershipMessage] = {}  # most members know the same version
+        for identity, known in service.plan.due():
+            if (message := messages.get(known)) is None:
+                message = messages[known] = news_message(service.table.since(known))
+            self._send(identity.id, message)
 
     def on_message(self, sender: Identity, message: pb.MembershipMessage, buffers: Sequence[ReceiveBuffer]) -> None:
-        """The coordinator tells who is there, or a member confirms."""
-        if self._service is not None:
-            self._service.note_known(sender, message.version)
+        """The coordinator tells who is there, or a member says what it knows."""
+        if (service := self._service) is not None:
+            service.note_known(sender, message.version)
+            if message.version < service.table.version:
+                self._tell_soon(is_urgent=len(service.table) <= NEWS_AT_ONCE)
         elif self._is_coordinator(sender):
-            departures = departures_from_proto(message.departures)
-            self._directory.update(Roster(message.version, list(map(member_from_proto, message.members)), departures))
-            self._send(COORDINATOR, pb.MembershipMessage(version=message.version))
-            for identity, reason in departures.items():
+            news = news_of(message)
+            self._directory.update(news)
+            self._send(COORDINATOR, pb.MembershipMessage(version=self._directory.version))
+            for identity, reason in news.departures.items():
                 # The references that it held here are dropped when this worker's own detector agrees.
                 if reason and self._directory.incarnation_of(identity.id) == identity.incarnation:
                     self._watch(identity.id, "the membership of the job")
+
+    def close(self) -> None:
+        """Nobody is told any more; on the I/O loop."""
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
 
     def on_broken(self, session: MessageSink, reason: str) -> None:
         """The coordinator's death is noticed by those, too, who have not called it."""

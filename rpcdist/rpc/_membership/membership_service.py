@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from rpcdist._proto import membership_pb2 as pb
-from rpcdist.errors import CallRefused
+from rpcdist.errors import CallRefused, listed
 from rpcdist.ids import Identity
-from rpcdist.rpc._membership.membership_messages import departures_to_proto, member_from_proto, member_to_proto
+from rpcdist.rpc._membership.membership_messages import departures_to_proto, member_from_proto, members_to_bytes
 from rpcdist.rpc._membership.membership_recovery import Recovery
 from rpcdist.rpc._membership.membership_table import MembershipTable, Verdict
+from rpcdist.rpc._membership.news_plan import NewsPlan
 from rpcdist.rpc._membership.survivor_questions import Probe, SurvivorQuestions
-from rpcdist.rpc._peers.directory import COORDINATOR, Member, Roster
+from rpcdist.rpc._peers.directory import COORDINATOR, Member
 from rpcdist.rpc._peers.peer_events import Event
 from rpcdist.time_limits import ANNOUNCE_LIMIT_S, PARKED_LIMIT_S, PEER_TIMEOUT_S, SURVIVOR_PROBE_SHARE
 from rpcdist.transport.identities import identity_from_proto
@@ -27,6 +28,7 @@ __all__ = ["MembershipService"]
 logger = logging.getLogger(__name__)
 
 Outcome = pb.JoinReply.Outcome
+NEWS_AT_ONCE = 64  # members of a world in which all hear of every change at once; larger ones hear of several together
 MAX_VERSION = 1 << 60  # a peer may claim any; the next ones must fit into 64 bits
 
 
@@ -48,12 +50,14 @@ class MembershipService:
 
     Attributes:
         table: the list of workers; read it, and change it through this service.
-        changed: the list has changed, and is this now.
+        plan: which members have to be told of changes.
+        changed: the list has changed; whether that is urgent, as a loss or a replacement is.
     """
 
     def __init__(self, probe: Probe = _is_alive, attempt: str = "", recovery_s: float = PEER_TIMEOUT_S) -> None:
         self.table = MembershipTable()
-        self.changed: Event[[Roster]] = Event()
+        self.plan = NewsPlan(self.table)
+        self.changed: Event[[bool]] = Event()
         self._probe = probe
         self._attempt = attempt
         self._recovery_s = recovery_s
@@ -65,9 +69,8 @@ class MembershipService:
         self._questions: SurvivorQuestions | None = None  # to those that have not come back
         self._waiting: set[asyncio.Future[Verdict]] = set()
         self._latest: dict[Identity, asyncio.Future[Verdict]] = {}
-        self._joining: set[Identity] = set()  # they learn who is there from the answer
-        self._known: dict[Identity, int] = {}  # the version of the list that a member has heard of
-        self._known_changed = asyncio.Event()
+        self._encoded = (-1, b"")  # the list, and its version
+        self._unaware: list[tuple[int, set[Identity], asyncio.Event]] = []
         self._answered: set[int] = set()  # incarnations that were told of the broken world
         self._answer_came = asyncio.Event()
         self._changed = asyncio.Event()  # the list of workers did
@@ -80,7 +83,9 @@ class MembershipService:
         """Registers a worker and waits until the world is complete.
 
         Where others are at work already, it also waits until they have heard of the newcomer, so that their next calls
-        reach it; who does not answer holds that up for `ANNOUNCE_LIMIT_S` at most.
+        reach it; who does not answer holds that up for `ANNOUNCE_LIMIT_S` at most. In a world of more than
+        `NEWS_AT_ONCE` members it waits only where the newcomer takes the place of another process: calls to a name that
+        nobody has had ask the coordinator.
 
         Args:
             peer: the proven caller.
@@ -98,17 +103,19 @@ class MembershipService:
         identity = identity_from_proto(request.member.identity)
         if identity != peer:
             raise CallRefused(f"{peer.name!r} cannot join as worker {identity.name!r}: each process joins as itself")
-        self._joining.add(identity)
+        takes_place = self.table.had_place(identity)
+        self.plan.joins(identity)
         try:
             reply = await self._join(identity, request)
             if reply.outcome in (Outcome.DUPLICATE_NAME, Outcome.DUPLICATE_ID) and await self._free_place(request):
                 reply = await self._join(identity, request)
             if reply.outcome == Outcome.OK:
-                await self._until_known(reply.version)
+                if takes_place or len(self.table) <= NEWS_AT_ONCE:
+                    await self._until_known(reply.version)
                 reply = self._reply(Verdict(Outcome.OK))
-                self._known[identity] = reply.version
+                self.note_known(identity, reply.version)
         finally:
-            self._joining.discard(identity)
+            self.plan.has_joined(identity)
         if reply.outcome != Outcome.OK:  # not before: the coordinator ends when everybody has been answered
             self._answered.add(identity.incarnation)
             self._answer_came.set()
@@ -116,46 +123,43 @@ class MembershipService:
 
     async def _until_known(self, version: int) -> None:
         """Waits until every member has heard of this version of the list, but for those that join right now."""
-        if not self._announces:
+        if not self._announces or not (unaware := self.plan.unaware_of(version)):
             return
+        waits = version, unaware, asyncio.Event()
+        self._unaware.append(waits)
         try:
             async with asyncio.timeout(ANNOUNCE_LIMIT_S):
-                while late := [member.identity for member in self._to_tell() if self._known[member.identity] < version]:
-                    self._known_changed.clear()
-                    await self._known_changed.wait()
+                await waits[2].wait()
         except TimeoutError:
-            logger.info("these workers have not confirmed yet who is in the job: %s", [who.name for who in late])
+            names = [who.name for who in unaware]
+            logger.info("these workers have not confirmed yet who is in the job: %s", listed(names))
+        finally:
+            self._unaware.remove(waits)
 
-    def _to_tell(self) -> list[Member]:
-        return [member for member in self.table.members if member.identity in self._known]
-
-    def announce_to(self, listener: Callable[[Roster], object], me: Identity) -> Roster:
-        """From now on a listener tells the members of every change, and says by `note_known` who has heard.
-
-        Returns:
-            The list as it is now.
-        """
+    def announce_to(self, listener: Callable[[bool], object], me: Identity) -> None:
+        """From now on a listener tells the members of every change, as the plan says, and what they have heard."""
         self.changed.listen(listener)
         self._announces = True
-        self._known[me] = self.table.version
-        return Roster(self.table.version, self.table.members)
-
-    def knows(self, identity: Identity, version: int) -> bool:
-        """Whether a member has heard of this version of the list, or will with the answer to its joining."""
-        return identity in self._joining or self._known.get(identity, -1) >= version
+        self.note_known(me, self.table.version)
 
     def note_known(self, identity: Identity, version: int) -> None:
-        """A member has heard of this version of the list."""
-        if version > self._known.get(identity, -1) and any(m.identity == identity for m in self.table.members):
-            self._known[identity] = version
-            self._known_changed.set()
+        """A member knows this version of the list."""
+        if self.plan.heard(identity, version):
+            self._is_aware(identity, version)
 
-    def _has_changed(self, departures: Mapping[Identity, str] | None = None) -> None:
-        for identity in departures or ():
-            self._known.pop(identity, None)
+    def _is_aware(self, identity: Identity, version: int) -> None:
+        for wanted, unaware, all_know in self._unaware:
+            if version >= wanted:
+                unaware.discard(identity)
+                if not unaware:
+                    all_know.set()
+
+    def _has_changed(self, *gone: Identity, is_urgent: bool = True) -> None:
+        for identity in gone:
+            self.plan.is_gone(identity)
+            self._is_aware(identity, self.table.version)
         self._changed.set()
-        self._known_changed.set()
-        self.changed.publish(Roster(self.table.version, self.table.members, departures or {}))
+        self.changed.publish(is_urgent)
 
     async def _free_place(self, request: pb.JoinRequest) -> bool:
         """Declares the members lost that have the newcomer's place and do not answer; whether there was one."""
@@ -170,7 +174,7 @@ class MembershipService:
         return found
 
     async def _join(self, identity: Identity, request: pb.JoinRequest) -> pb.JoinReply:
-        version = self.table.version
+        version, is_urgent = self.table.version, self.table.had_place(identity)
         member = Member(identity, request.member.address, request.member.role)
         if request.known_version:
             verdict = self._take_back(member, request)
@@ -179,7 +183,7 @@ class MembershipService:
             verdict = self.table.join(member, request.world_size)
         if verdict.ok:
             if self.table.version != version:
-                self._has_changed()
+                self._has_changed(is_urgent=is_urgent)
             self._review_recovery()
             # In a dynamic world the coordinator itself waits for nobody: it need not know that it is not the first one.
             recovers = self._recovery is not None and (request.world_size > 0 or identity.id != COORDINATOR)
@@ -207,7 +211,7 @@ class MembershipService:
                 Outcome.INCARNATION_GONE,
                 f"it belongs to start {request.attempt!r} of the job, and the coordinator now to {self._attempt!r}",
             )
-        was_there = member.identity in self._present()
+        was_there = member.identity in self.table
         verdict = self.table.take_back(member, request.world_size, request.known_version)
         if not verdict.ok or was_there:
             return verdict
@@ -252,11 +256,11 @@ class MembershipService:
             if (newcomer.name == old.name or newcomer.id == old.id) and newcomer.incarnation != old.incarnation:
                 reason = f"the job has started anew, with another process as {newcomer.name!r} (rank {newcomer.id})"
                 self._came_back.discard(old)
-                self.table.dismiss(old)
+                self.table.dismiss(old, reason)
                 if self._recovery is not None and self._recovery.forget(old):
                     self._recovery = None  # the job has started anew, and nobody is left to wait for
                     self._stop_asking()
-                self._has_changed({old: reason})
+                self._has_changed(old)
                 if (waits := self._latest.get(old)) is not None and not waits.done():
                     waits.set_result(Verdict(Outcome.INCARNATION_GONE, reason))
 
@@ -319,7 +323,7 @@ class MembershipService:
         if identity != peer:
             raise CallRefused(f"{peer.name!r} cannot take worker {identity.name!r} out: only its own process may")
         if self.table.leave(identity):
-            self._has_changed({identity: ""})
+            self._has_changed(identity, is_urgent=False)
         return pb.LeaveReply()
 
     async def members(self, peer: Identity, request: pb.MembersRequest) -> pb.JoinReply:
@@ -330,19 +334,21 @@ class MembershipService:
         """
         if self._recovery is not None:
             raise CallRefused(f"the list of workers is being made anew; this coordinator still waits: {self._recovery}")
-        return self._reply(Verdict(Outcome.OK))
+        reply = self._reply(Verdict(Outcome.OK))
+        self.note_known(peer, reply.version)
+        return reply
 
     def lost(self, identity: Identity, reason: str) -> bool:
         """Declares an incarnation dead, so that a replacement may join. False if it is not in the list."""
-        if not self.table.lost(identity):
+        if not self.table.lost(identity, reason):
             return False
-        self._has_changed({identity: reason})
+        self._has_changed(identity)
         return True
 
     def found(self, identity: Identity) -> None:
         """A worker shows that it lives; if it was declared lost, and its place is free, it is in the list again."""
         if self.table.found(identity):
-            self._known[identity] = 0
+            self.plan.heard(identity, 0)
             self._has_changed()
 
     def others(self, me: Identity) -> list[Member]:
@@ -353,7 +359,7 @@ class MembershipService:
         """Waits until all but this worker have left or are lost; False when the time is over."""
         try:
             async with asyncio.timeout(None if timeout_s == float("inf") else timeout_s):
-                while self.others(me):
+                while len(self.table) > (me in self.table):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -400,7 +406,7 @@ class MembershipService:
     def _stop_waiting(self, identity: Identity, decided: asyncio.Future[Verdict]) -> None:
         """Rule 5 of the table; but a worker that asked a second time still waits there."""
         if self._latest.get(identity) is decided and self.table.withdraw(identity):
-            self._has_changed({identity: ""})
+            self._has_changed(identity)
 
     def _decide(self, verdict: Verdict) -> None:
         for decided in self._waiting:
@@ -408,11 +414,12 @@ class MembershipService:
                 decided.set_result(verdict)
 
     def _reply(self, verdict: Verdict) -> pb.JoinReply:
-        members = [member_to_proto(member) for member in self.table.members]
+        if self._encoded[0] != self.table.version:
+            self._encoded = self.table.version, members_to_bytes(self.table.members)
         return pb.JoinReply(
             outcome=verdict.outcome,
             detail=verdict.detail,
-            members=members,
+            members=self._encoded[1],
             version=self.table.version,
             missing=verdict.missing,
             departures=departures_to_proto(self._absent),

@@ -11,7 +11,8 @@ The first worker decides. Rules:
  4. An incarnation that was declared lost comes back only by being found alive while its place is still free.
  5. A worker that stops waiting before the world has formed is as if it had never come.
  6. When the last worker is gone, the next one decides anew.
- 7. `version` grows with every change of the list of workers.
+ 7. `version` grows with every change of the list of workers. `since(v)` says what has changed since version v: a list
+    of any version from v on becomes that of now by it, whatever part of it was known already.
  8. A coordinator that took the place of another one takes back the workers that were in its list, each when it shows
     itself, or answers. When all have, or have had their time, the world has formed, whoever is missing; places are
     free for workers of any name then, since those that are missing may be unknown by name.
@@ -19,16 +20,20 @@ The first worker decides. Rules:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rpcdist._proto.membership_pb2 import JoinReply
 from rpcdist.errors import ConfigError, listed
 from rpcdist.ids import Identity, check_worker_name
-from rpcdist.rpc._peers.directory import Member
+from rpcdist.rpc._peers.directory import Member, Roster
 
 __all__ = ["MembershipTable", "Verdict"]
 
 Outcome = JoinReply.Outcome
+MAX_DEPARTURES = 4096
+"""Of those that are remembered for differences; a worker that knows none of them gets the whole list."""
+
 _OTHER_JOB = "; if they belong to two jobs, give each an address of its own (MASTER_PORT)"
 
 
@@ -66,7 +71,13 @@ class MembershipTable:
         self.formed = False
         self.broken: Verdict | None = None
         self.version = 0
-        self._living: dict[str, Member] = {}
+        self._living: dict[str, Member] = {}  # in the order in which they came
+        self._by_rank: dict[int, Member] = {}
+        self._came: dict[str, int] = {}  # the version with which each of them did
+        self._gone: dict[Identity, tuple[int, str]] = {}  # when and why the latest ones went, in that order
+        self._whole_before = 0  # versions before this one are too old for a difference
+        self._sorted: tuple[Member, ...] | None = None
+        self._places: set[str | int] = set()  # names and ranks that anybody has had in this world
         self._vacant: dict[str, Identity] = {}  # places of a formed static world that a replacement may take
         self._lost: dict[int, Member] = {}  # by incarnation
         self._was_restored = False
@@ -78,14 +89,47 @@ class MembershipTable:
         return f"<MembershipTable {len(self._living)} of {size}, {state}, version {self.version}>"
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> Sequence[Member]:
         """The living workers, by rank."""
-        return sorted(self._living.values(), key=lambda member: member.identity.id)
+        if self._sorted is None:
+            self._sorted = tuple(member for _, member in sorted(self._by_rank.items()))
+        return self._sorted
+
+    def __len__(self) -> int:
+        return len(self._living)
+
+    def __contains__(self, identity: Identity) -> bool:
+        """Whether this incarnation is in the list."""
+        member = self._living.get(identity.name)
+        return member is not None and member.identity == identity
+
+    def had_place(self, identity: Identity) -> bool:
+        """Whether another worker has had this name or rank, as far as this world goes back."""
+        return identity.name in self._places or identity.id in self._places
+
+    def since(self, version: int) -> Roster:
+        """What has changed since a version, merged: who has come and is there, who was there and is not (rule 7).
+
+        For a version of 0, or one that is too old, it is the whole list.
+        """
+        if version < max(self._whole_before, 1):
+            gone = {identity: reason for identity, (_, reason) in self._gone.items()}
+            return Roster(self.version, self.members, gone)
+        came, went = [], {}
+        for name, member in reversed(self._living.items()):
+            if self._came[name] <= version:
+                break
+            came.append(member)
+        for identity, (at, reason) in reversed(self._gone.items()):
+            if at <= version:
+                break
+            went[identity] = reason
+        return Roster(self.version, came[::-1], dict(reversed(went.items())), version)
 
     @property
     def missing(self) -> list[int]:
         """The ranks of a static world that are not there; before it has formed: that have never been."""
-        present = {member.identity.id for member in self._living.values()} | self._gave_up
+        present = self._by_rank.keys() | self._gave_up
         return [rank for rank in range(self.world_size or 0) if rank not in present]
 
     @property
@@ -151,9 +195,9 @@ class MembershipTable:
         self._accept(member, world_size)
         return _OK
 
-    def dismiss(self, identity: Identity) -> None:
+    def dismiss(self, identity: Identity, reason: str = "") -> None:
         """A worker that was taken back belongs to an earlier job: it goes, and keeps no place free for its like."""
-        if self.lost(identity):
+        if self.lost(identity, reason):
             self._vacant.pop(identity.name, None)
             self.formed = False
 
@@ -173,10 +217,10 @@ class MembershipTable:
         """A worker says good-bye. False if this incarnation is not in the list."""
         return self._remove(identity)
 
-    def lost(self, identity: Identity) -> bool:
+    def lost(self, identity: Identity, reason: str = "") -> bool:
         """An incarnation was declared dead (rule 4). False if it is not in the list, for instance replaced already."""
         member = self._living.get(identity.name)
-        if member is None or not self._remove(identity):
+        if member is None or not self._remove(identity, reason):
             return False
         self._lost[identity.incarnation] = member  # one that has left may come back in the same process
         return True
@@ -186,8 +230,7 @@ class MembershipTable:
         member = self._lost.get(identity.incarnation)
         if member is None or member.identity != identity or self.world_size is None:
             return False
-        taken = [other.identity for other in self._living.values()]
-        if any(identity.name == other.name or identity.id == other.id for other in taken):
+        if identity.name in self._living or identity.id in self._by_rank:
             return False
         del self._lost[identity.incarnation]
         self._accept(member, self.world_size)
@@ -214,8 +257,7 @@ class MembershipTable:
         if known is None or known.identity != member.identity or world_size != self.world_size:
             return False
         if known != member:
-            self._living[member.identity.name] = member
-            self.version += 1
+            self._enter(member)
         return True
 
     def _contradiction(self, member: Member, world_size: int) -> Verdict | None:
@@ -227,10 +269,9 @@ class MembershipTable:
         if same_name is not None:
             text = f"RPC worker name {name} is not unique: {same_name} and {member} share it"
             return Verdict(Outcome.DUPLICATE_NAME, f"{text}; give every worker its own name{_OTHER_JOB}")
-        for other in self._living.values():
-            if other.identity.id == rank:
-                text = f"rank {rank} is not unique: {other} and {member} share it"
-                return Verdict(Outcome.DUPLICATE_ID, f"{text}; give every worker its own rank (RANK){_OTHER_JOB}")
+        if (same_rank := self._by_rank.get(rank)) is not None:
+            text = f"rank {rank} is not unique: {same_rank} and {member} share it"
+            return Verdict(Outcome.DUPLICATE_ID, f"{text}; give every worker its own rank (RANK){_OTHER_JOB}")
         return None
 
     def _may_replace(self, identity: Identity) -> bool:
@@ -265,19 +306,32 @@ class MembershipTable:
 
     def _accept(self, member: Member, world_size: int) -> None:
         self.world_size = world_size
-        self._living[member.identity.name] = member
+        self._enter(member)
         self._vacant.pop(member.identity.name, None)
         self._gave_up.discard(member.identity.id)
-        self.version += 1
         if world_size and len(self._living) == world_size:
             self.formed = True
 
-    def _remove(self, identity: Identity) -> bool:
-        known = self._living.get(identity.name)
-        if known is None or known.identity != identity:
-            return False
-        del self._living[identity.name]
+    def _enter(self, member: Member) -> None:
+        """Puts a worker into the list, or another address of it, as the one that came last."""
+        name, rank, _ = member.identity
+        self._living.pop(name, None)
+        self._living[name] = self._by_rank[rank] = member
+        self._gone.pop(member.identity, None)
+        self._places |= {name, rank}
+        self._sorted = None
         self.version += 1
+        self._came[name] = self.version
+
+    def _remove(self, identity: Identity, reason: str = "") -> bool:
+        if identity not in self:
+            return False
+        del self._living[identity.name], self._by_rank[identity.id], self._came[identity.name]
+        self._sorted = None
+        self.version += 1
+        self._gone[identity] = self.version, reason
+        if len(self._gone) > MAX_DEPARTURES:
+            self._whole_before, _ = self._gone.pop(next(iter(self._gone)))
         if self.formed:
             self._vacant[identity.name] = identity
         if not self._living and self.broken is None:
@@ -285,4 +339,5 @@ class MembershipTable:
             self.formed = self._was_restored = False
             self._vacant.clear()
             self._gave_up.clear()
+            self._places.clear()
         return True

@@ -37,17 +37,19 @@ class Member:
 
 
 class Roster(NamedTuple):
-    """What the coordinator says.
+    """What the coordinator says: the whole list, or what has changed in it.
 
     Attributes:
         version: grows with every change of the list.
-        members: everybody who is there.
-        departures: who was there in the version before, and why it was declared lost; an empty text if it has left.
+        members: everybody who is there; in a difference, who has come since the version `base`, and is there.
+        departures: who was there before, and why it was declared lost; an empty text if it has left.
+        base: the version that this is a difference from; 0 for the whole list.
     """
 
     version: int
     members: Sequence[Member]
     departures: Mapping[Identity, str] = {}
+    base: int = 0
 
 
 class MemberEvent(NamedTuple):
@@ -110,12 +112,13 @@ class Directory:
         self._version = -1
         self._by_id: dict[int, Member] = {}
         self._by_name: dict[str, int] = {}
-        self._present: frozenset[int] = frozenset()
+        self._present: set[int] = set()
         self._replaced: set[Identity] = set()  # one entry for each process that was replaced during ours
         self._suspected: dict[Identity, str] = {}  # listed by the coordinator, but declared lost here
-        self._living: dict[int, Member] = {}  # replaced as a whole: readers need no lock
+        self._living: dict[int, Member] = {}  # changed under the lock; readers copy it in one step, and need none
+        self._leader: Identity | None = None  # if it is known
         self._losses: dict[int, tuple[str, str]] = {}  # name and reason of the lost ones whose places are free
-        self._take(roster)
+        self._take(roster)  # nobody came: these are the workers that there are at the start
 
     def __repr__(self) -> str:
         return f"<Directory of {self.me.name} [{len(self._living)} of {len(self._by_id)} workers live]>"
@@ -130,8 +133,12 @@ class Directory:
     def update(self, roster: Roster) -> None:
         """Takes over what the coordinator says, unless something newer is known.
 
-        Workers that left stay known, so that errors can name them.
+        Workers that left stay known, so that errors can name them. A difference from a version that is not known here
+        yet changes nothing: the coordinator is asked for the list.
         """
+        if roster.base > self._version:
+            self.refresh_soon()
+            return
         replaced, events = self._take(roster)
         for identity in replaced:
             self._io.call_soon(self._on_replaced, identity)
@@ -144,7 +151,15 @@ class Directory:
             if roster.version < self._version:
                 return [], []
             self._version = roster.version
-            self._present = frozenset(member.identity.id for member in roster.members)
+            came = {member.identity.id for member in roster.members}
+            if roster.base:
+                left = {identity.id for identity in roster.departures if self._is_present(identity)}
+                self._present -= left
+                self._present |= came
+                changed = came | left
+            else:
+                changed = came | self._present
+                self._present = came
             for member in roster.members:
                 old = self._by_id.get(member.identity.id)
                 if old is not None and old.identity != member.identity:
@@ -153,13 +168,16 @@ class Directory:
                     self._by_name.pop(old.identity.name, None)
                 self._by_id[member.identity.id] = member
                 self._by_name[member.identity.name] = member.identity.id
-            return replaced, self._recount(roster.departures)
+            return replaced, self._recount(changed, roster.departures)
+
+    def _is_present(self, identity: Identity) -> bool:
+        return identity.id in self._present and self._by_id[identity.id].identity == identity
 
     def on_lost(self, identity: Identity, error: WorkerLost) -> None:
         """This worker's own detector has declared a worker lost."""
         with self._lock:
             self._suspected[identity] = error.reason
-            events = self._recount({})
+            events = self._recount({identity.id}, {})
         for event in events:
             self._on_event(event)
 
@@ -169,39 +187,46 @@ class Directory:
             if self._suspected.pop(identity, None) is None:
                 self._changed.notify_all()
                 return
-            events = self._recount({})
+            events = self._recount({identity.id}, {})
         for event in events:
             self._on_event(event)
 
-    def _recount(self, departures: Mapping[Identity, str]) -> list[MemberEvent]:
-        """Compares who lives with who lived; needs the lock."""
-        listed = {id: self._by_id[id] for id in self._present}
-        own = self._by_id[self.me.id]
-        if own.identity == self.me:  # whatever the coordinator thinks of this worker, it lives
-            listed[self.me.id] = own
-        # A verdict concerns one process: it ends with the process's place.
-        identities = {member.identity for member in listed.values()}
-        self._suspected = {identity: why for identity, why in self._suspected.items() if identity in identities}
-        living = {id: member for id, member in listed.items() if member.identity not in self._suspected}
-        events = []
-        for id, old in self._living.items():
-            new = living.get(id)
-            if new is not None and new.identity == old.identity:
+    def _recount(self, ids: set[int], departures: Mapping[Identity, str]) -> list[MemberEvent]:
+        """Compares who of these lives with who of them lived; needs the lock."""
+        listed = {id: self._by_id[id] for id in ids & self._present}
+        own = self._by_id.get(self.me.id)
+        if self.me.id in ids and own is not None and own.identity == self.me:
+            listed[self.me.id] = own  # whatever the coordinator thinks of this worker, it lives
+        if self._suspected:  # a verdict concerns one process: it ends with the process's place
+            for suspect in [one for one in self._suspected if one.id in ids]:
+                if suspect.id not in listed or listed[suspect.id].identity != suspect:
+                    del self._suspected[suspect]
+        gone, joined = [], []
+        is_start = not self._living
+        for id in sorted(ids):
+            old, new = self._living.get(id), listed.get(id)
+            if new is not None and new.identity in self._suspected:
+                new = None
+            if old is not None and (new is None or new.identity != old.identity):
+                gone.append(self._departed(old, id in listed, departures))
+            if new is None:
+                self._living.pop(id, None)
                 continue
-            why = self._suspected.get(old.identity) or departures.get(old.identity, "")
-            if id in listed and not why:
-                why = "another process took its place"
-            if why:
-                self._losses[id] = (old.identity.name, why)
-            events.append(MemberEvent("lost" if why else "left", old, why))
-        for id, new in living.items():
-            old_member = self._living.get(id)
-            if old_member is None or old_member.identity != new.identity:
+            self._living[id] = new
+            if (old is None or old.identity != new.identity) and not is_start:
                 self._losses.pop(id, None)
-                events.append(MemberEvent("joined", new))
-        self._living = living
+                joined.append(MemberEvent("joined", new))
+        self._leader = None
         self._changed.notify_all()
-        return events
+        return gone + joined
+
+    def _departed(self, old: Member, is_listed: bool, departures: Mapping[Identity, str]) -> MemberEvent:
+        why = self._suspected.get(old.identity) or departures.get(old.identity, "")
+        if is_listed and not why:
+            why = "another process took its place"
+        if why:
+            self._losses[old.identity.id] = (old.identity.name, why)
+        return MemberEvent("lost" if why else "left", old, why)
 
     def roster(self) -> Roster:
         """Who lives, and the version of the list that this worker knows."""
@@ -307,6 +332,10 @@ class Directory:
     def is_living(self, worker_id: int) -> bool:
         return worker_id in self._living
 
+    @property
+    def num_living(self) -> int:
+        return len(self._living)
+
     def living(self) -> list[Member]:
         """The members that live, by id."""
         return [member for _, member in sorted(self._living.items())]
@@ -322,8 +351,12 @@ class Directory:
 
     def leader(self) -> Identity:
         """The living worker of the lowest rank; this one, if it knows of no other."""
-        living = self._living
-        return living[min(living)].identity if living else self.me
+        leader = self._leader
+        if leader is None:
+            with self._lock:
+                first = min(self._living, default=None)
+                leader = self._leader = self.me if first is None else self._living[first].identity
+        return leader
 
     def losses(self) -> dict[str, str]:
         """The workers that were lost and have not come back or been replaced, and why, by name."""
