@@ -52,7 +52,7 @@ class Job:
         who = Identity(f"w{rank}", rank, self.num_started)
         if not self.table.join(record(who), 0).ok:
             return
-        asked = Asked()
+        asked: Any = Asked()
         roster = Roster(self.table.version, members_from_bytes(members_to_bytes(self.table.members)))
         source: Any = SimpleNamespace()
         self.members[who] = (Directory(who, roster, source, asked, lambda gone: None, asked.events.append), asked)

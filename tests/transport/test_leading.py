@@ -39,7 +39,8 @@ class Reader:
         self.read = bytearray()
         self.during: Callable[[], object] = lambda: None
         self.lead = Lead(self.receive)
-        assert self.lead.start(self.end.fileno())
+        self.epoll = select.epoll()
+        assert self.lead.start(self.end.fileno(), partial(SocketWatch, self.epoll))
         self.lead.open()
 
     def receive(self) -> bool:
@@ -56,13 +57,14 @@ class Reader:
 
     @property
     def wakes_loop(self) -> bool:
-        return bool(select.select([self.lead], [], [], 0)[0])
+        return bool(select.select([self.epoll], [], [], 0)[0])
 
     def close(self) -> None:
         self.lead.stop()
         self.lead.close(self.end.close)
         self.other.close()
         self.end.close()
+        self.epoll.close()
 
 
 @pytest.fixture
@@ -106,7 +108,7 @@ def test_the_loop_is_not_woken_while_a_thread_leads_and_is_afterwards(reader: Re
 def test_a_socket_that_is_gone_can_be_neither_hidden_nor_shown() -> None:
     """The error is one that ends the connection, and not a crash or silence."""
     end, other = socket.socketpair()
-    watch = SocketWatch(end.fileno())
+    watch = SocketWatch(select.epoll(), end.fileno())
     with other:
         end.close()
         for change in (watch.hide, watch.show):
@@ -424,7 +426,7 @@ def test_nothing_is_lost_between_threads_that_lead_and_the_loop(seed: int) -> No
 
     def loop() -> None:
         while not done.is_set():
-            select.select([reader.lead], [], [], LIMIT_S)
+            select.select([reader.epoll], [], [], LIMIT_S)
             if reader.lead.take():
                 for _ in range(4):
                     reader.receive()

@@ -4,8 +4,8 @@ A thread that waits for a reply and sleeps on a lock is woken by the I/O loop, w
 of thread, and a contest for the interpreter's lock. A thread that *leads* sleeps on the socket instead, and takes what
 arrives apart itself, for everybody.
 
-Whoever reads holds one lock. The loop watches an epoll instance instead of the socket, and the socket is registered in
-that; so any thread can hide the socket from the loop by one system call that wakes nobody:
+Whoever reads holds one lock. The loop watches an epoll instance instead of the sockets, which are registered in that;
+so any thread can hide the socket from the loop by one system call that wakes nobody:
 
     a thread  takes the lock, or gives up; hides the socket (disarms), sends what will be answered, reads until it need
               not wait any more; shows the socket again (arms), and gives the lock back
@@ -66,31 +66,29 @@ class Lead:
         self._watch: SocketWatch | None = None
         self._bell = -1
 
-    def start(self, descriptor: int) -> bool:
-        """Sees to it that threads can lead; False where the system does not know how, or has no descriptor left."""
+    def start(self, descriptor: int, watch: Callable[[int], SocketWatch]) -> bool:
+        """Sees to it that threads can lead; False where the system does not know how, or has no descriptor left.
+
+        Args:
+            descriptor: of the socket.
+            watch: shows the socket to the loop from now on, which reads it unless a thread leads.
+        """
         if not CAN_LEAD:
             return False
         try:
-            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._watch = SocketWatch(descriptor)
+            self._watch = watch(descriptor)
         except OSError:
             return False
         self._descriptor = descriptor
         self._hide, self._show = self._watch.hide, self._watch.show
         self._poller = select.poll()
         self._poller.register(descriptor, select.POLLIN)
-        self._poller.register(self._bell, select.POLLIN)
         self._brief = BriefPolling(self._poller.poll, may_poll())
         return True
 
     def __repr__(self) -> str:
         state = "stopped" if self._is_stopped else f"led by {self._holder}" if self._holder else "free"
         return f"<Lead of {self._descriptor} [{state}]>"
-
-    def fileno(self) -> int:
-        """What the loop watches: readable when the socket is, unless a thread leads."""
-        assert self._watch is not None
-        return self._watch.fileno()
 
     # ------------------------------------------------------------ a thread that waits
 
@@ -131,6 +129,11 @@ class Lead:
                     first()
                 return False
             self._holder = me
+            if self._bell < 0 and not self._take_bell():
+                self.give_back()
+                if first is not None:
+                    first()
+                return False
             try:
                 if self._hide() < 0:
                     raise self._watch_failed()
@@ -139,13 +142,23 @@ class Lead:
                         first()
                     return self._read_until(is_waiting, timeout_s, sleep, shield)
                 finally:
-                    if self._show() < 0:
+                    if self._show() < 0 and not self._is_stopped:  # then the loop watches no more
                         raise self._watch_failed()
             finally:
                 self.give_back()
         finally:
             if shield is not None:
                 shield.leave()
+
+    def _take_bell(self) -> bool:
+        """Before a thread leads here for the first time: most connections of a large world are never led."""
+        try:
+            bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError:
+            return False
+        self._poller.register(bell, select.POLLIN)
+        self._bell = bell
+        return True
 
     def _watch_failed(self) -> OSError:
         assert self._watch is not None

@@ -31,6 +31,7 @@ from rpcdist.inspection import ChannelFacts
 from rpcdist.transport._channels.channel import FrameReceiver
 from rpcdist.transport._channels.descriptors import ANCILLARY_BYTES, CLOSE_ON_EXEC, CUT_OFF, ReceivedDescriptors, rights
 from rpcdist.transport._channels.leading import Lead
+from rpcdist.transport._channels.socket_watch import SocketWatch, WatchedSockets
 from rpcdist.transport._framing.frames import (
     CHUNK_BYTES,
     CHUNK_HEAD_BYTES,
@@ -96,6 +97,7 @@ class SocketChannel:
         self._chunk: tuple[ChunkHead, int] | None = None  # a chunk, and the size of its frame
         self._lead = Lead(self._read_led)  # who reads
         self._can_lead = False
+        self._descriptor = -1
         self.lead = self._lead.lead
         self.ring = self._lead.ring
         self._failure: Exception | None = None  # a leader's; the loop hears of it soon
@@ -143,8 +145,10 @@ class SocketChannel:
             raise self._ended
         self._receiver = receiver
         self._done = self._loop.create_future()
-        self._can_lead = self._lead.start(self._socket.fileno())  # else the loop alone reads
-        self._loop.add_reader(self._watched, self._read_some)
+        self._descriptor = self._socket.fileno()
+        self._can_lead = self._lead.start(self._descriptor, self._watch)
+        if not self._can_lead:  # then the loop alone reads
+            self._loop.add_reader(self._descriptor, self._read_some)
         self._loop.call_soon(self._start)  # what came right after the handshake lies there already
         try:
             await self._done
@@ -160,10 +164,8 @@ class SocketChannel:
             self._lead.open()
         self._read_some()
 
-    @property
-    def _watched(self) -> Lead | socket.socket:
-        """What tells the loop that there is something to be read by it."""
-        return self._lead if self._can_lead else self._socket
+    def _watch(self, descriptor: int) -> SocketWatch:
+        return WatchedSockets.of(self._loop).add(descriptor, self._read_some)
 
     def _read_some(self) -> None:
         if not self._can_lead:
@@ -475,8 +477,10 @@ class SocketChannel:
         if self._receiver is not None:
             self._receiver = None
             self._lead.stop()
-            if not self._closed:
-                self._loop.remove_reader(self._watched)
+            if self._can_lead:
+                WatchedSockets.of(self._loop).remove(self._descriptor)
+            elif not self._closed:
+                self._loop.remove_reader(self._descriptor)
 
 
 def _bound_what_waits(connection: socket.socket | TlsSocket) -> None:
