@@ -14,13 +14,22 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from rpcdist.errors import RpcdistError, TransportError
 from rpcdist.time_limits import MIN_ATTEMPT_S, SHORTAGE_LOG_PERIOD_S
 
-__all__ = ["NO_THREAD", "START_DESCRIPTORS", "check_can_start", "names_shortage", "own_shortage", "try_for_descriptor"]
+__all__ = [
+    "NO_THREAD",
+    "START_DESCRIPTORS",
+    "check_can_start",
+    "check_descriptors_for",
+    "names_shortage",
+    "own_shortage",
+    "raise_descriptor_limit",
+    "try_for_descriptor",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +44,16 @@ START_DESCRIPTORS: Final = 32
 START_THREADS: Final = 8
 """What these start as threads, most of them gRPC's own. Measured: 7."""
 
+DESCRIPTORS_FOR_EACH_PEER: Final = 4
+"""Of rank 0: a connection each way, the bell of one that a thread has led, and one to its store while a world forms."""
+
+_MOST_DESCRIPTORS: Final = 1 << 20  # a soft limit without bounds slows down programs that close all they might have
 _NONE_FREE: Final = "no free file descriptor"
 _MOST_CAUSES: Final = 10  # of an exception; they may form a circle
 
 _log_lock = threading.Lock()
 _logged: dict[str, float] = {}  # when, in seconds of the monotonic clock
+_raised: list[int] = []  # what the soft limit was before
 
 
 def own_shortage(exc: BaseException | None = None) -> str | None:
@@ -55,6 +69,39 @@ def own_shortage(exc: BaseException | None = None) -> str | None:
             "%s. Until then what needs it fails here, and no worker counts as lost because of that", shortage
         )
     return shortage
+
+
+def raise_descriptor_limit() -> None:
+    """Raises the soft limit of descriptors to the hard one, once in a process: the usual 1,024 suit no rank 0."""
+    with _log_lock:
+        if _raised:
+            return
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        _raised.append(soft)
+    most = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(OSError, ValueError):  # a sandbox forbids it: then the limit stays
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def check_descriptors_for(num_peers: int) -> None:
+    """Looks whether rank 0 of a world may have the descriptors that its peers will take.
+
+    Raises:
+        TransportError: it may not; the text has both numbers.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        num_open = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        num_open = START_DESCRIPTORS
+    needed = num_open + DESCRIPTORS_FOR_EACH_PEER * num_peers
+    if limit not in (resource.RLIM_INFINITY, -1) and needed > limit:
+        raise TransportError(
+            f"rank 0 of a world of {num_peers + 1} workers needs {needed} file descriptors ({num_open} are open, and "
+            f"{DESCRIPTORS_FOR_EACH_PEER} for each of the others), and this process may have {limit}: raise its hard "
+            "limit (ulimit -Hn)"
+        )
 
 
 def try_for_descriptor() -> None:

@@ -162,6 +162,7 @@ __all__ = [
     "STEP_ERROR_LIMIT_S",
     "STORE_CHECK_INTERVAL_S",
     "STORE_GRACE_S",
+    "STORE_IDLE_S",
     "STORE_LARGE_LIMIT_S",
     "STORE_LINGER_S",
     "STORE_STOP_LIMIT_S",
@@ -328,6 +329,8 @@ STORE_TIMEOUT_S: Final = 300.0
 """Operations of a store that are given no timeout; torch's default. Then they fail with `DistStoreError`."""
 STORE_GRACE_S: Final = 10.0
 """What the store's answer may need beyond the wait that was asked for, on a busy machine."""
+STORE_IDLE_S: Final = 5.0
+"""A connection to the store that has not been used for so long is closed, and opened again by the next call."""
 STORE_LARGE_LIMIT_S: Final = 60.0
 """The same for an operation that is too large for one message, measured by the client: it travels in pieces."""
 NAME_LOOKUP_LIMIT_S: Final = 3.0

@@ -11,8 +11,14 @@ import pytest
 from own_shortages import no_free_descriptor
 
 from rpcdist import own_shortage as module
-from rpcdist.errors import ConnectFailed
-from rpcdist.own_shortage import NO_THREAD, own_shortage, try_for_descriptor
+from rpcdist.errors import ConnectFailed, TransportError
+from rpcdist.own_shortage import (
+    NO_THREAD,
+    check_descriptors_for,
+    own_shortage,
+    raise_descriptor_limit,
+    try_for_descriptor,
+)
 
 MEMORY, PORTS = "no more memory", "no free local port"
 
@@ -79,3 +85,31 @@ def test_ports_are_tried_for_after_a_failure(monkeypatch: pytest.MonkeyPatch) ->
     assert own_shortage() is None
     found = own_shortage(error(errno.EADDRNOTAVAIL))
     assert found is not None and PORTS in found
+
+
+def test_the_soft_limit_of_descriptors_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_raised", [])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lower = min(soft, hard, 512)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lower, hard))
+        raise_descriptor_limit()
+        most = min(hard if hard != resource.RLIM_INFINITY else 1 << 20, 1 << 20)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lower, hard))  # a program that lowers it afterwards is left alone
+        raise_descriptor_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (lower, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_world_that_is_too_large_for_the_descriptors_is_told_both_numbers() -> None:
+    raise_descriptor_limit()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 600), hard))
+        check_descriptors_for(1)
+        with pytest.raises(TransportError, match=r"a world of 1001 workers needs 4\d\d\d file .* may have 600: raise"):
+            check_descriptors_for(1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

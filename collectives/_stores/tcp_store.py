@@ -37,6 +37,7 @@ from rpcdist.time_limits import (
     MIN_ATTEMPT_S,
     NAME_LOOKUP_LIMIT_S,
     STORE_GRACE_S,
+    STORE_IDLE_S,
     STORE_LARGE_LIMIT_S,
 )
 from rpcdist.transport import LARGEST_UNCUT_BYTES, Link, Node, acquire_node
@@ -87,7 +88,7 @@ class _Local:
 
 
 class _Remote:
-    """The table is behind an authenticated link, which is opened again when it broke between two calls."""
+    """The table is behind an authenticated link, which is opened again when it broke or was idle between two calls."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
         self.address = address
@@ -95,6 +96,8 @@ class _Remote:
         self._node: Node = acquire_node()
         self._link: Link | None = None
         self._connecting = asyncio.Lock()
+        self._num_calls = 0
+        self._resting: asyncio.TimerHandle | None = None
         self._num_users = 1
         self._lock = threading.Lock()
         try:
@@ -112,6 +115,7 @@ class _Remote:
             try:
                 link = await self._connected(max(deadline.remaining_s(), MIN_ATTEMPT_S))
                 await _ask(link, NumKeys(), 0.0)
+                self._rest_later()
                 return
             except AuthenticationFailed:
                 raise
@@ -155,9 +159,34 @@ class _Remote:
         wait_s = deadline.remaining_s()
 
         async def ask() -> store_pb2.StoreReply:
-            return await _ask(await self._connected(self._timeout_s), operation, wait_s)
+            if self._resting is not None:
+                self._resting.cancel()
+                self._resting = None
+            self._num_calls += 1
+            try:
+                return await _ask(await self._connected(self._timeout_s), operation, wait_s)
+            finally:
+                self._num_calls -= 1
+                self._rest_later()
 
         return result_of(self._node.run(ask(), wait_s + self._timeout_s + 2 * STORE_GRACE_S + STORE_LARGE_LIMIT_S))
+
+    def _rest_later(self) -> None:
+        """Ends the link when nobody has used it for a while: at rank 0, each costs a descriptor. On the I/O loop."""
+        if not self._num_calls and self._num_users > 0:
+            self._resting = asyncio.get_running_loop().call_later(STORE_IDLE_S, self._rest)
+
+    async def _end(self) -> None:
+        if self._resting is not None:
+            self._resting.cancel()
+        if self._link is not None:
+            await self._link.close()
+
+    def _rest(self) -> None:
+        self._resting = None
+        link, self._link = self._link, None
+        if link is not None:
+            self._node.io.spawn(link.close(), "rpcdist close an idle link to the store")
 
     def share(self) -> _Remote:
         with self._lock:
@@ -170,8 +199,7 @@ class _Remote:
             if self._num_users > 0 or in_forked_child():
                 return
         try:
-            if self._link is not None:
-                self._node.run(self._link.close(), STORE_GRACE_S)
+            self._node.run(self._end(), STORE_GRACE_S)
         except (RpcdistError, RuntimeError):  # the loop is gone, and the link with it
             pass
         self._node.release()

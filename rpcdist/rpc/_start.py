@@ -24,6 +24,7 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, ConnectFailed, RendezvousError, StoreTimeout
 from rpcdist.freed_memory import keep_freed_memory
 from rpcdist.ids import Identity, check_worker_name, new_incarnation
+from rpcdist.own_shortage import check_descriptors_for
 from rpcdist.rpc._agent import ROLE, Agent, UpperParts
 from rpcdist.rpc._current import context_of
 from rpcdist.rpc._membership.coordinator import Coordinator, serve_membership
@@ -87,6 +88,8 @@ def start_agent(
     place: Network = network if network is not None else acquire_node(node_options(options))
     place.expect_role(ROLE)
     try:
+        if network is None and rank == 0 and world_size is not None:
+            check_descriptors_for(world_size - 1)
         return _join(place, store, Identity(name, rank, new_incarnation()), world_size, options)
     except BaseException:
         place.handle_role(ROLE, None)

@@ -176,10 +176,9 @@ class Connector:
         connecting: Coroutine[Any, Any, socket.socket],
         wanted: _Wanted,
         limit: Deadline,
-        connection: grpc.aio.Channel | None = None,
         tcp: tuple[str, int] | None = None,
     ) -> Link:
-        """The link over a raw socket, with gRPC's `connection` beside it for unary calls; `tcp`: where it leads.
+        """The link over a raw socket; `tcp`: where it leads.
 
         Raises:
             OSError: nobody was there. (`TransportError` is one, too.)
@@ -188,7 +187,7 @@ class Connector:
         async with asyncio.timeout(limit.wait_s()):
             used, handshake = await self._proven(connecting, wanted)
         channel = SocketChannel(used, wanted.address)
-        return self._link(wanted, channel, handshake, connection or self._grpc_connection(wanted.address)[0], tcp)
+        return self._link(wanted, channel, handshake, None, tcp)
 
     async def _proven(
         self, connecting: Coroutine[Any, Any, socket.socket], wanted: _Wanted, purpose: str = ""
@@ -229,7 +228,7 @@ class Connector:
         handshake = self._credentials.client_handshake(wanted.role, wanted.expected, channel=ends)
 
         async def try_tcp(handshake: ClientHandshake) -> Link | None:
-            return await self._connect_by_tcp(wanted, handshake, connection)
+            return await self._connect_by_tcp(wanted, handshake)
 
         try:
             async with asyncio.timeout(deadline.wait_s()):
@@ -249,6 +248,7 @@ class Connector:
             raise
         if link is not None:
             channel.abort("TCP is used")
+            await connection.close()  # an idle one would take a descriptor at both ends
             return link
         return self._link(wanted, channel, handshake, connection)
 
@@ -259,9 +259,7 @@ class Connector:
             link = await self._connect_raw(connect_unix(local_name(wanted.address)), wanted, limit)
             await link.close()
 
-    async def _connect_by_tcp(
-        self, wanted: _Wanted, proven: ClientHandshake, connection: grpc.aio.Channel
-    ) -> Link | None:
+    async def _connect_by_tcp(self, wanted: _Wanted, proven: ClientHandshake) -> Link | None:
         """The link to a server that has proven itself on gRPC; None if its TCP port does not lead there."""
         if proven.other_way is None:
             return None
@@ -270,7 +268,7 @@ class Connector:
         limit = Deadline.after(TCP_CHANNEL_LIMIT_S)
         try:
             wanted = wanted._replace(expected=server)
-            return await self._connect_raw(connect_tcp(host, port), wanted, limit, connection, (host, port))
+            return await self._connect_raw(connect_tcp(host, port), wanted, limit, (host, port))
         except (OSError, RuntimeError) as exc:  # RuntimeError: no thread could be started to look up the name
             logger.info("no TCP channel to %s, so gRPC is used: %s", wanted.address, _reason(exc))
             wanted.passed_over.append(("tcp", f"port {port}: {_reason(exc)}"))
@@ -290,7 +288,7 @@ class Connector:
         wanted: _Wanted,
         channel: ReadChannel | DirectChannel,
         handshake: ClientHandshake,
-        connection: grpc.aio.Channel,
+        connection: grpc.aio.Channel | None,
         tcp: tuple[str, int] | None = None,
     ) -> Link:
         keys = handshake.session
@@ -309,7 +307,12 @@ class Connector:
         )
         host, port = split_address(wanted.address)
         fork.note_peer_port(port, host)
-        link = Link(self._io, wanted.address, session, connection, RequestProver(keys), self._ended)
+        prover = RequestProver(keys)
+
+        def connect() -> grpc.aio.Channel:
+            return self._grpc_connection(wanted.address)[0]
+
+        link = Link(self._io, wanted.address, session, connect, connection, prover, self._ended)
         link.passed_over = tuple(wanted.passed_over)
         self.links.add(link)
         return link

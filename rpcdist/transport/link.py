@@ -35,7 +35,8 @@ class Link:
 
     Args:
         io: the I/O loop that it runs on.
-        connection: gRPC's connection for unary calls; it connects with the first of them. The link closes it.
+        connect: makes gRPC's connection for unary calls, when the first of them comes; a raw channel needs none.
+        connection: that of a session over gRPC, which is used for unary calls, too. The link closes it.
         prover: proves the unary calls.
         on_ended: called once, when the session has ended.
     """
@@ -45,13 +46,15 @@ class Link:
         io: IoLoop,
         address: str,
         session: Session,
-        connection: grpc.aio.Channel,
+        connect: Callable[[], grpc.aio.Channel],
+        connection: grpc.aio.Channel | None,
         prover: RequestProver,
         on_ended: Callable[[Link], object],
     ) -> None:
         self.address = address
         self.session = session
         self.passed_over: tuple[tuple[str, str], ...] = ()
+        self._connect = connect
         self._connection = connection
         self._prover = prover
         self._on_ended = on_ended
@@ -73,7 +76,8 @@ class Link:
             self._on_ended(self)
             # A server that stops has answered its calls before it ends its sessions, but the two may arrive the other
             # way round: what is on its way gets the time to come.
-            await self._connection.close(None if self._closes else UNARY_DRAIN_LIMIT_S)
+            if self._connection is not None:
+                await self._connection.close(None if self._closes else UNARY_DRAIN_LIMIT_S)
 
     async def unary(
         self, service: str, method: str, request: Message, reply_type: type[Reply], timeout_s: float | None
@@ -94,7 +98,7 @@ class Link:
         """
         path = f"/{PACKAGE}.{service}/{method}"
         with self._calling(path) as metadata:
-            call = self._connection.unary_unary(path, type(request).SerializeToString, reply_type.FromString)
+            call = self._for_unary().unary_unary(path, type(request).SerializeToString, reply_type.FromString)
             reply: Reply = await call(request, timeout=timeout_s, metadata=metadata)
         return reply
 
@@ -111,9 +115,14 @@ class Link:
         path = f"/{PACKAGE}.{service}/{method}"
         with self._calling(path) as metadata:
             pieces = cut(request.SerializeToString(), piece_type)
-            method_call: Any = self._connection.stream_stream(path)
+            method_call: Any = self._for_unary().stream_stream(path)
             call = method_call(pieces, timeout=timeout_s, metadata=metadata)
             return reply_type.FromString(await joined(call, piece_type))
+
+    def _for_unary(self) -> grpc.aio.Channel:
+        if self._connection is None:
+            self._connection = self._connect()
+        return self._connection
 
     @contextmanager
     def _calling(self, path: str) -> Iterator[Metadata]:

@@ -17,6 +17,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.ids import Identity, new_incarnation
 from rpcdist.inspection import Strangers
+from rpcdist.own_shortage import raise_descriptor_limit
 from rpcdist.time_limits import (
     ADD_SERVICE_LIMIT_S,
     GRPC_STOP_GRACE_S,
@@ -87,6 +88,7 @@ class Node:
     """
 
     def __init__(self, options: NodeOptions) -> None:
+        raise_descriptor_limit()
         me = Identity(f"pid-{os.getpid()}.{socket.gethostname()}"[:120], -1, new_incarnation())
         self.options = options
         self.credentials = Credentials(

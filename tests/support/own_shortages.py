@@ -13,6 +13,7 @@ from typing import Any
 from rpc_victim_functions import add, make
 
 from rpcdist import rpc
+from rpcdist.own_shortage import raise_descriptor_limit
 from rpcdist.rpc import _current
 from rpcdist.testing import LIMIT_S, eventually
 
@@ -45,6 +46,7 @@ def no_free_descriptor() -> AbstractContextManager[None]:
 @contextmanager
 def few_descriptors(num_free: int) -> Iterator[None]:
     """Leaves this process so many free descriptors."""
+    raise_descriptor_limit()  # what starts here raises it once
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = (number for number in range(soft) if not _is_open(number))
     resource.setrlimit(resource.RLIMIT_NOFILE, (next(islice(free, num_free, None)), hard))
