@@ -19,12 +19,14 @@ from typing import Final, NamedTuple
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import NameOID
+from google.protobuf.message import DecodeError
 
 from rpcdist._doctor.facts import PortAnswer, PortFact, SessionFact, Shown, WorkerAnswer, WorkerFacts
 from rpcdist._proto import diagnosis_pb2, membership_pb2
 from rpcdist.errors import AuthenticationFailed, ConfigError, RpcdistError, TransportError
 from rpcdist.time_limits import DOCTOR_LIMIT_S, MIN_ATTEMPT_S, NAME_LOOKUP_LIMIT_S, TCP_CHANNEL_LIMIT_S
 from rpcdist.transport import Link, Node
+from rpcdist.transport._framing.message_parts import parsed
 from rpcdist.transport._server.diagnosis import DIAGNOSIS_ROLE
 from rpcdist.transport._tls.job_authority import CLOCK_TOLERANCE, LIFETIME, JobAuthority
 from rpcdist.transport.addresses import host_from_environment, is_loopback, join_address, pick_bind_host, split_address
@@ -165,9 +167,10 @@ class WorkerProbes:
             return []
         request = membership_pb2.MembersRequest()
         asking = link.unary("Membership", "Members", request, membership_pb2.JoinReply, DOCTOR_LIMIT_S)
-        with suppress(RpcdistError, TimeoutError):  # a rank 0 of a group alone has no such list
+        with suppress(RpcdistError, DecodeError, TimeoutError):  # a rank 0 of a group alone has no such list
             reply = self._node.run(asking, 2 * DOCTOR_LIMIT_S)
-            return [(printable(each.identity.name), printable(each.address)) for each in reply.members]
+            members = parsed(membership_pb2.MemberList, reply.members).members
+            return [(printable(each.identity.name), printable(each.address)) for each in members]
         return []
 
 
