@@ -444,20 +444,22 @@ class _Reader:
                     if tag == _TUPLE0:
                         add(())
                     else:
-                        self.left -= cost
+                        few = tag - _TUPLE0
+                        self.left -= cost + _TUPLE_BYTES + _TUPLE_SLOT_BYTES * few
                         cost = 0
-                        made, position = self.read_tuple(position, tag - _TUPLE0, depth)
-                        add(made)
+                        parts, position = self.items(position, few, depth + 1)
+                        add(tuple(parts))
                 elif _DICT0 <= tag < _DICT0 + 16:
-                    if tag == _DICT0:
-                        cost += _DICT_BYTES
-                        entries: dict[object, object] = {}
-                        self.made.append(entries)
-                    else:
-                        self.left -= cost
-                        cost = 0
-                        entries, position = self.dictionary(position, tag - _DICT0, depth)
+                    entries: dict[object, object] = {}
+                    self.made.append(entries)
                     add(entries)
+                    cost += _DICT_BYTES
+                    if tag != _DICT0:  # of so few that `hash_work` does not watch them
+                        few = tag - _DICT0
+                        self.left -= cost + _FIRST_ENTRY_BYTES + _ENTRY_BYTES * few
+                        cost = 0
+                        parts, position = self.items(position, 2 * few, depth + 1)
+                        entries.update(zip(parts[::2], parts[1::2], strict=True))
                 elif tag == _NONE:
                     add(None)
                 elif tag == _STR8:
@@ -481,7 +483,9 @@ class _Reader:
                     cost = 0
                     item, position = self.other(tag, position, depth)
                     add(item)
-            self.take(cost)
+            self.left -= cost
+            if self.left < 0:
+                raise too_much_for_its_weight(self.weight_bytes)
             count -= _CHECKED_ITEMS
         return items, position
 
