@@ -94,12 +94,14 @@ class UnreadLoan(_message.Message):
     def __init__(self, transfer: _Optional[int] = ..., segment: _Optional[int] = ...) -> None: ...
 
 class SegmentOffer(_message.Message):
-    __slots__ = ("segment", "size")
+    __slots__ = ("segment", "size", "is_common")
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    IS_COMMON_FIELD_NUMBER: _ClassVar[int]
     segment: int
     size: int
-    def __init__(self, segment: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+    is_common: bool
+    def __init__(self, segment: _Optional[int] = ..., size: _Optional[int] = ..., is_common: bool = ...) -> None: ...
 
 class SegmentAnswer(_message.Message):
     __slots__ = ("segment", "accepted")

@@ -43,7 +43,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from rpcdist.at_end import AtEnd
@@ -186,6 +186,7 @@ class Lender:
         self._lent: dict[int, MappedSegment] = {}
         self._unanswered: dict[int, Pack] = {}  # lent before the borrower has accepted it, with what lies there
         self._refused: dict[int, Pack] = {}  # refused since
+        self._common: dict[int, Callable[[], None]] = {}  # those that other peers may have, too, see `offer_common`
         self.withdrawn: list[int] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -261,6 +262,33 @@ class Lender:
             self._offered[number] = mapped
         return Offer(number, segment)
 
+    def offer_common(self, mapped: MappedSegment, keep: Callable[[], None]) -> int | None:
+        """Offers memory that other peers have, too, for one message; its number, or None if it may not be offered now.
+
+        Args:
+            mapped: the memory, with the buffers in it.
+            keep: called if the borrower may go on reading the memory. Until it is given back, this refers to the loan.
+        """
+        with self._lock:
+            if self._closed or not self._make_room(mapped.size_bytes):
+                return None
+            number = next(self._numbers)
+            self._num_bytes += mapped.size_bytes
+            self._offered[number] = mapped
+            self._common[number] = keep
+        return number
+
+    def lend_common(self, number: int, pack: Pack) -> bool:
+        """Lends memory that was just offered by `offer_common`; whether that was in time."""
+        return self._take_offered(number, pack) is not None
+
+    def _free_or_withdraw(self, number: int, mapped: MappedSegment) -> None:
+        if self._common.pop(number, None) is None:
+            self._free.setdefault(mapped.size_bytes, []).append(mapped)
+        else:
+            self._num_bytes -= mapped.size_bytes
+            self.withdrawn.append(number)
+
     def _make_room(self, size_bytes: int) -> bool:
         """Withdraws free segments of other sizes until one of this size may be made; False if that is not enough."""
         for size, free in self._free.items():
@@ -311,8 +339,9 @@ class Lender:
                     self._refused[number] = pack
             elif mapped is not None:
                 if accepted:
-                    self._free.setdefault(mapped.size_bytes, []).append(mapped)
+                    self._free_or_withdraw(number, mapped)
                 else:
+                    self._common.pop(number, None)
                     self._num_bytes -= mapped.size_bytes
 
     def unread(self, number: int) -> dict[int, OutgoingBuffer]:
@@ -322,6 +351,8 @@ class Lender:
             if pack is None or mapped is None:
                 raise ProtocolViolation(f"segment {number} was not read, but not refused either")
             self._num_bytes -= mapped.size_bytes
+            if (keep := self._common.pop(number, None)) is not None:
+                keep()  # the bytes are sent from there
         view = memoryview(_memory_of(mapped)).cast("B")
         starts, _ = offsets(buffer.size for _, buffer in pack)
         return {
@@ -337,7 +368,7 @@ class Lender:
                 if mapped is None and not self._closed:
                     raise ProtocolViolation(f"segment {number} was returned, but not lent")
                 if mapped is not None:
-                    self._free.setdefault(mapped.size_bytes, []).append(mapped)
+                    self._free_or_withdraw(number, mapped)
 
     def take_back(self, numbers: Iterable[int]) -> None:
         """The borrower will not be told of these loans. One that it has guessed and returned is free already."""
@@ -347,11 +378,12 @@ class Lender:
                 if mapped is None:
                     continue
                 if self._refused.pop(number, None) is not None:
+                    self._common.pop(number, None)
                     self._num_bytes -= mapped.size_bytes
                 elif self._unanswered.pop(number, None) is not None:
                     self._offered[number] = mapped
                 else:
-                    self._free.setdefault(mapped.size_bytes, []).append(mapped)
+                    self._free_or_withdraw(number, mapped)
 
     def kept(self, numbers: Iterable[int]) -> None:
         """Leases of the borrower have ended, but others may read the memory: it is used no more."""
@@ -362,11 +394,16 @@ class Lender:
                     raise ProtocolViolation(f"segment {number} was kept, but not lent")
                 if mapped is not None:
                     self._num_bytes -= mapped.size_bytes
+                    if (keep := self._common.pop(number, None)) is not None:
+                        keep()
 
     def close(self) -> None:
         """The session has ended; idempotent."""
         with self._lock:
             self._closed = True
+            for keep in self._common.values():  # tensors that lie there keep their memory
+                keep()
+            self._common.clear()
             for table in (self._offered, self._free, self._lent, self._unanswered, self._refused):
                 table.clear()
             self._num_bytes = 0
@@ -432,8 +469,15 @@ class Borrower:
         """Whether tensors here lie in borrowed memory, as far as is known."""
         return bool(self._in_use)
 
-    def offered(self, number: int, size_bytes: int, descriptor: int) -> bool:
-        """The peer offers a segment; whether it was accepted. The descriptor is closed here in any case."""
+    def offered(self, number: int, size_bytes: int, descriptor: int, is_common: bool = False) -> bool:
+        """The peer offers a segment; whether it was accepted. The descriptor is closed here in any case.
+
+        Args:
+            number: of the segment.
+            size_bytes: its size.
+            descriptor: of the memory.
+            is_common: others read it, too: what is written here stays here.
+        """
         num_bytes = sum(mapped.size_bytes for mapped in list(self._known.values()))  # a copy: `take_ended` removes
         if (
             number in self._known
@@ -445,7 +489,7 @@ class Borrower:
             return self.refuse(number)
         try:
             with Segment.received(descriptor, size_bytes) as segment:
-                self._known[number] = MappedSegment(number, segment)
+                self._known[number] = MappedSegment(number, segment, is_private=is_common, is_filled=not is_common)
         except SegmentError as exc:
             logger.warning("large tensors of this peer arrive through the socket: %s", exc)
             self._counted.subtract_mapped(size_bytes)

@@ -10,6 +10,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport._framing.outgoing import Outgoing, stream_of
 from rpcdist.transport.announced_bytes import AnnouncedBytes
+from rpcdist.transport.common_buffers import CommonBuffers, CommonPack
 from rpcdist.transport.lending import Borrower, Lender, Pack, offsets, packs
 from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 from rpcdist.transport.shared_memory import unavailable
@@ -62,8 +63,12 @@ class LentBuffers:
         # segment would come later.
         uses_new = not stream_of(message)
         may_make = self._lender.may_make
+        commons = buffers.packs if isinstance(buffers, CommonBuffers) and uses_new and may_make else {}
         for pack in packs(buffers):
-            number = self._lender.lend(pack)
+            common = commons.get(pack[0][0])
+            number = None if common is None else self._lend_common(pack, common, outgoing)
+            if number is None:
+                number = self._lender.lend(pack)
             if number is None and may_make:
                 made = self._offer(pack, outgoing)
                 if made is not None and uses_new:
@@ -81,6 +86,17 @@ class LentBuffers:
             else:
                 message.large, message.loans = sizes, loans
         return left
+
+    def _lend_common(self, pack: Pack, common: CommonPack, outgoing: Outgoing) -> int | None:
+        """Lends memory that has the buffers already, for other peers; None if that is not possible now."""
+        memory = common.filled()
+        number = None if memory is None else self._lender.offer_common(memory.mapped, common.keep)
+        if memory is None or number is None:
+            return None
+        self.tell(outgoing)
+        pb = rpc_pb2.SegmentOffer(segment=number, size=memory.segment.size_bytes, is_common=True)
+        outgoing.add_offer(rpc_pb2.Message(segment_offer=pb), memory.segment)
+        return number if self._lender.lend_common(number, pack) else None
 
     def _offer(self, pack: Pack, outgoing: Outgoing) -> int | None:
         """Offers the peer a new segment for these buffers; returns its number, None if there may be no more."""
@@ -176,7 +192,7 @@ class LentBuffers:
             descriptor: came with the offer; None if this process has no room for another one.
         """
         if descriptor is not None and self._allowed:
-            accepted = self._borrower.offered(offer.segment, offer.size, descriptor)
+            accepted = self._borrower.offered(offer.segment, offer.size, descriptor, offer.is_common)
         else:
             accepted = self._borrower.refuse(offer.segment)
             if descriptor is not None:

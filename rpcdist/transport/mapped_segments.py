@@ -29,6 +29,7 @@ class MappedSegment:
         number: number of the segment, in its session and direction.
         segment: the memory.
         is_writable: whether this process may write; one that may not, and does, is ended by SIGSEGV.
+        is_private: whether what is written stays here, and others who have the segment do not see it.
         is_filled: whether all pages are taken from the system at once; else `fill` does that, or the first touch.
 
     Attributes:
@@ -42,11 +43,20 @@ class MappedSegment:
 
     __slots__ = ("_at_end", "address", "number", "size_bytes")
 
-    def __init__(self, number: int, segment: Segment, *, is_writable: bool = True, is_filled: bool = True) -> None:
+    def __init__(
+        self,
+        number: int,
+        segment: Segment,
+        *,
+        is_writable: bool = True,
+        is_private: bool = False,
+        is_filled: bool = True,
+    ) -> None:
         self.number = number
         self.size_bytes = segment.size_bytes
         protection = mmap.PROT_READ | mmap.PROT_WRITE if is_writable else mmap.PROT_READ
-        self.address = _mmap(None, self.size_bytes, protection, mmap.MAP_SHARED, segment.fileno(), 0) or 0
+        kind = mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED
+        self.address = _mmap(None, self.size_bytes, protection, kind, segment.fileno(), 0) or 0
         if self.address in (0, _MAP_FAILED):
             raise SegmentError(f"cannot map {segment!r}: {os.strerror(ctypes.get_errno())}")
         self._at_end = AtEnd(_munmap, self.address, self.size_bytes)

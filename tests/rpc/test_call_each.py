@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from rpcdist import autograd, rpc
 from rpcdist.errors import BlockingInLoop, ConfigError, DeadlineExceeded, UnknownWorker, WorkerLost
 from rpcdist.rpc._marshal.marshal import Marshal
-from rpcdist.testing import LIMIT_S, InProcessCluster, eventually, eventually_async
+from rpcdist.testing import LIMIT_S, InProcessCluster, WorkerPool, eventually, eventually_async
 
 NAMES = ("a", "b", "c", "d")
 ran: list[str] = []
@@ -176,3 +178,52 @@ def test_nobody_has_the_role(cluster: InProcessCluster) -> None:
         eventually(lambda: len(rpc.workers()) == len(NAMES), "all workers are known here")
         with pytest.raises(ConfigError, match=r"no worker has the role 'b'; .* a \(no role\), b"):
             rpc.call_each("b", again)
+
+
+# ---------------------------------------------------------------- memory that all receivers share
+
+kept: list[torch.Tensor] = []
+
+
+def keep(tensor: torch.Tensor, value: float) -> float:
+    """Keeps what came, and writes to a part of it; the sum before."""
+    total = tensor.double().sum().item()
+    tensor[: len(tensor) // 2] = value
+    kept.append(tensor)
+    del kept[:-2]
+    return total
+
+
+def sums() -> list[tuple[float, float]]:
+    return [(t[: len(t) // 2].double().mean().item(), t[len(t) // 2 :].double().mean().item()) for t in kept]
+
+
+def call_many(names: list[str], num_rounds: int) -> list[list[float]]:
+    found = []
+    for number in range(num_rounds):
+        tensor = torch.full((1 << 20,), float(number))
+        found.append(rpc.call_each(names, keep, tensor, -1.0))
+        tensor.fill_(77.0)  # nobody sees it
+    return found
+
+
+def shared_maps() -> tuple[int, int]:
+    """Open descriptors, and maps of shared memory."""
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:" in line]
+    return len(os.listdir("/proc/self/fd")), len(maps)
+
+
+@pytest.mark.multiproc
+def test_receivers_of_one_host_share_the_memory_and_not_what_they_write(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("a", "b", "c", "d")
+    names = ["b", "c", "d"]
+    assert world["a"].run(call_many, names, 5) == [[float(number << 20)] * 3 for number in range(5)]
+    for name in names:
+        assert world[name].run(sums) == [(-1.0, 3.0), (-1.0, 4.0)]  # kept, while the memory of others was used again
+    before = [world[name].run(shared_maps) for name in ("a", *names)]
+    assert world["a"].run(call_many, names, 40)[39] == [float(39 << 20)] * 3
+    after = [world[name].run(shared_maps) for name in ("a", *names)]
+    assert all(new[0] <= old[0] + 3 and new[1] <= old[1] + 3 for old, new in zip(before, after, strict=True))
+    world["d"].kill()  # with what it kept: its memory is not used again, and the others go on
+    assert world["a"].run(call_many, ["b", "c"], 5)[4] == [float(4 << 20)] * 2
+    assert world["b"].run(sums) == world["c"].run(sums) == [(-1.0, 3.0), (-1.0, 4.0)]

@@ -37,6 +37,7 @@ from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, takes_long
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo
+from rpcdist.transport.common_buffers import CommonBuffers, CommonMemoryPool
 from rpcdist.transport.wire_messages import CompactCall, CompactReply
 
 __all__ = ["Caller", "Destination"]
@@ -90,6 +91,7 @@ class Caller:
         self._timer = CallTimer(io, self._expire)
         self.in_flight = in_flight = InFlightBytes(max_in_flight_bytes)
         self._admission = CallAdmission(in_flight, io, handler_loop)
+        self._common_memory = CommonMemoryPool()
         self.calls = CallTable(self._timer.wake_at, in_flight, recorder)
         self._new_calls = NewCalls(self, self.calls.next_id, marshal, rpc_timeout_s)
         self.timeout_of = self._new_calls.timeout_of
@@ -175,6 +177,8 @@ class Caller:
             future = CallFuture()
             again = None if made is None else self._new_calls.for_another(made, to, future)
             made = again or self._new_calls.of_function(to, func, args, kwargs, timeout_s, future)
+            if made[2] and again is None and len(workers) > 1 and self._new_calls.is_for_all(made):
+                made = (made[0], made[1], CommonBuffers(made[2], self._common_memory))
             future.expect(made[0])
             self._start_in_turn(*made)
             futures.append(future)

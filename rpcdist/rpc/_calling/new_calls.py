@@ -146,10 +146,15 @@ class NewCalls:
             message.call.result.is_serial = True
         return pending, message, large
 
+    def is_for_all(self, made: NewCall) -> bool:
+        """Whether the same call may go to another worker."""
+        message = made[1]
+        return isinstance(message, CompactCall) and not (message.context or message.result or message.target)
+
     def for_another(self, made: NewCall, to: int, reply_sink: ReplySink) -> NewCall | None:
         """The same call for another worker, without encoding it again; None if parts of it are for one worker alone."""
         call, message, large = made
-        if not isinstance(message, CompactCall) or message.context or message.result or message.target:
+        if not isinstance(message, CompactCall) or not self.is_for_all(made):
             return None
         pending = PendingCall(
             self._owner, self._next_id(), to, call.called, call.deadline, call.timeout_s, reply_sink, USER_CALL
