@@ -285,7 +285,7 @@ def debug_info() -> dict[str, str]:
 
 
 def inspect_worker(to: str | int | WorkerInfo | None = None) -> WorkerFacts:
-    """What a worker does now: its calls, threads, references and the like; see `rpcdist.inspection`.
+    """The facts of a worker now: its calls, threads, references and the like; see `rpcdist.inspection`.
 
     Its I/O loop answers, so one that is busy or stuck in Python does, too.
 

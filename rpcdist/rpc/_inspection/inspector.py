@@ -213,7 +213,7 @@ class Inspector:
         )
 
     def ask(self, worker_id: int) -> WorkerFacts:
-        """What another worker does; blocks, bounded. Raises `ConnectFailed`."""
+        """The facts of another worker; blocks, bounded. Raises `ConnectFailed`."""
         network, member = self._parts.network, self._parts.directory.member(worker_id)
 
         async def look() -> WorkerFacts:
