@@ -464,7 +464,8 @@ LOOK_PERIOD_S: Final = 0.1
 FLIGHT_FILE_PERIOD_S: Final = 1.0
 """A worker that notices several failures of others within this time writes its flight file for the first of them."""
 FLIGHT_NOTICE_S: Final = 0.3
-"""A process that fails with an exception tells the other workers, and gives them this long to write their files."""
+"""A process that fails with an exception tells the other workers, and gives them this long to write their files. So
+does `launch`, before it ends the others, where a process was killed."""
 FROZEN_STACKS_LIMIT_S: Final = 1.0
 """The stacks of a process that does not answer, which a signal has it write; then the report goes without them."""
 FROZEN_STACKS_PAUSE_S: Final = 0.02

@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Final
 
+from rpcdist._launch.job_records import jobs as launched_jobs
 from rpcdist.errors import AuthenticationFailed, RpcdistError
 from rpcdist.inspection import describe, explain, facts_to_json
 
@@ -23,7 +24,11 @@ def add_stacks(commands: Commands) -> None:
     """Adds the command."""
     stacks = commands.add_parser("stacks", help="says what every call of a job that takes long waits for")
     stacks.set_defaults(run=_run)
-    stacks.add_argument("address", nargs="?", help="of a worker or of MASTER_ADDR:MASTER_PORT; all jobs of this host")
+    stacks.add_argument(
+        "address",
+        nargs="?",
+        help="of a worker, MASTER_ADDR:MASTER_PORT, or the name of a job of `launch`; all jobs of this host by default",
+    )
     stacks.add_argument(
         "--older-than", type=float, default=_OLDER_THAN_S, metavar="SECONDS", help="of calls; 1 by default"
     )
@@ -38,7 +43,7 @@ def _run(arguments: argparse.Namespace) -> int:
             if arguments.address is None:
                 jobs, errors = asker.jobs_here()
             else:
-                jobs, errors = [asker.job_at(arguments.address)], {}
+                jobs, errors = [asker.job_at(_address_of(arguments.address))], {}
     except RpcdistError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -56,6 +61,11 @@ def _run(arguments: argparse.Namespace) -> int:
         else:
             print(text_of(job, arguments.older_than))
     return 0
+
+
+def _address_of(wanted: str) -> str:
+    """The address of a job that `launch` runs on this host under a name; any other text is an address."""
+    return next((job.address for job in launched_jobs() if job.is_called(wanted)), wanted)
 
 
 def text_of(job: JobFacts, older_than_s: float) -> str:

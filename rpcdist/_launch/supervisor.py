@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from rpcdist._launch.progress import Outcome, Progress
-from rpcdist._launch.reports import Event
+from rpcdist._launch.progress import Failed, Outcome, Progress
+from rpcdist._launch.reports import Event, Exited, Raised
 from rpcdist._launch.stop_signals import StopSignals
+from rpcdist.time_limits import FLIGHT_NOTICE_S
 
 __all__ = ["RankEngine", "run_job"]
 
@@ -59,6 +60,8 @@ def run_job(
                 progress.take(rank, event, now)
             if starts or events:
                 changed()
+        if isinstance(outcome, Failed) and not isinstance(outcome.cause, Raised | Exited):
+            time.sleep(FLIGHT_NOTICE_S)  # the others notice the loss meanwhile, and write what they do
         return outcome
     finally:
         engine.end()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from rpcdist.inspection.facts import Frame
-from rpcdist.inspection.waits import Chain, Explanation
+from rpcdist.inspection.waits import Chain, Explanation, WaitLink
 
 __all__ = ["describe", "printable_lines"]
 
@@ -21,16 +21,26 @@ def describe(explanation: Explanation, most_chains: int = 20) -> str:
     for culprit, number in explanation.culprits:
         lines.append(f"{number} {'chain ends' if number == 1 else 'chains end'} here: {culprit}")
     shown: set[str] = set()
+    chain_of: dict[tuple[WaitLink, ...], int] = {}  # of each end of a chain that was shown
     for number, chain in enumerate(explanation.chains[:most_chains], 1):
-        lines += ["", f"chain {number}{' (a circle)' if chain.is_circle else ''}:", *_chain_lines(chain, shown)]
+        lines += ["", f"chain {number}{' (a circle)' if chain.is_circle else ''}:"]
+        lines += _chain_lines(chain, number, shown, chain_of)
     if len(explanation.chains) > most_chains:
         lines += ["", f"{len(explanation.chains) - most_chains} more chains are not shown"]
     return printable_lines("\n".join(lines))
 
 
-def _chain_lines(chain: Chain, shown: set[str]) -> Iterator[str]:
+def _chain_lines(
+    chain: Chain, number: int, shown: set[str], chain_of: dict[tuple[WaitLink, ...], int]
+) -> Iterator[str]:
+    """The lines of a chain; the end that it has in common with one before is left out."""
     for depth, link in enumerate(chain.links):
         indent = "  " * (depth + 1)
+        rest = chain.links[depth:]
+        before = chain_of.setdefault(rest, number)
+        if before != number and len(rest) > 1:
+            yield f"{indent}{link.worker}: {link.text}, and so on as in chain {before}"
+            return
         yield f"{indent}{link.worker}: {link.text}"
         yield from (f"{indent}    {_frame_text(frame)}" for frame in link.stack)
         if link.details and link.details not in shown:

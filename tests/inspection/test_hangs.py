@@ -83,7 +83,9 @@ def job(world: HungJob) -> Iterator[HungJob]:
 def test_a_lock_in_the_third_worker(job: HungJob) -> None:
     job["w1"].run(hangs.begin, "w2", "hold_table")
     caller = job["w0"].begin(hangs.call_along, ["w1", "w2"], "lock_table")
-    text = job.explained("waits for the lock `table_lock`", "chains end here: w2's hang_functions:hold_table")
+    text = job.explained(
+        "w0: thread MainThread", "waits for the lock `table_lock`", "chains end here: w2's hang_functions:hold_table"
+    )
     chain = text[text.index("w0: thread MainThread") :]
     steps = ["w1: runs hang_functions:call_along for w0", "w2: runs hang_functions:lock_table for w1", "in lock_table"]
     assert sorted(steps, key=chain.index) == steps
@@ -209,7 +211,7 @@ def test_a_stream_that_nobody_reads(job: HungJob) -> None:
 
 def test_nested_calls_through_three_workers(job: HungJob) -> None:
     caller = job["w0"].begin(hangs.call_along, ["w1", "w2", "w0"], "wait_released")
-    text = job.explained("w0: runs hang_functions:wait_released for w2")
+    text = job.explained("w0: thread MainThread", "w0: runs hang_functions:wait_released for w2")
     chain = text[text.index("w0: thread MainThread") :]
     steps = [f"{name}: runs hang_functions:" for name in ("w1", "w2", "w0")]
     assert sorted(steps, key=chain.index) == steps
