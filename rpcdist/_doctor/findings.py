@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from rpcdist._doctor.facts import HostFacts, PortAnswer, PortFact, WorkerAnswer, WorkerFacts
+from rpcdist.transport._tls.tls_failures import STRANGE_CERTIFICATE
 from rpcdist.transport.addresses import is_loopback, split_address
 from rpcdist.transport.handshake import TOKEN_ADVICE
 
@@ -151,6 +152,8 @@ def _no_session(worker: WorkerFacts, host: HostFacts) -> Iterator[Finding]:
     found = _certificate_finding(worker, host)
     if found is not None:
         yield found
+    elif worker.session_error is not None and STRANGE_CERTIFICATE in worker.session_error:
+        yield _strange_server(worker)
     elif worker.session_error is not None and TOKEN_ADVICE in worker.session_error:
         yield _other_token(worker, host)
     elif worker.session_error is not None and worker.is_refused:
@@ -238,6 +241,21 @@ def _certificate_finding(worker: WorkerFacts, host: HostFacts) -> Finding | None
                 "set both clocks by NTP",
             )
     return None
+
+
+def _strange_server(worker: WorkerFacts) -> Finding:
+    """TLS failed, and the certificate does not say that the token is to blame."""
+    if worker.shown is None:
+        return Finding(
+            f"the process at {_who(worker)} takes connections, and TLS with it fails before it shows a certificate",
+            "check the address, the port, and whether a proxy stands in between; if a worker listens there, its log "
+            "says whether the job tokens differ",
+        )
+    return Finding(
+        f"{_who(worker)} and this process do not trust each other's certificates",
+        "use certificates of one authority in all processes (RpcOptions(tls=TlsOptions(...))), or those of the job "
+        "token in all; if they are the same, check the address: it may be a server of another kind",
+    )
 
 
 def _other_token(worker: WorkerFacts, host: HostFacts) -> Finding:
