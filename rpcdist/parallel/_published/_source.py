@@ -76,7 +76,7 @@ def check_fetcher(source_name: str, known: Collection[str]) -> None:
     """Raises `CallRefused` for the name of a source that nobody can have, or of one more than a worker may have.
 
     Args:
-        source_name: what a peer says; whatever is kept under it holds up the publisher, or takes memory.
+        source_name: said by a peer. Things that are kept under it hold up the publisher, or take memory.
         known: the names under which something is kept.
     """
     worker = worker_of(source_name)
