@@ -100,6 +100,7 @@ __all__ = [
     "LOG_CALLS_AFTER_S",
     "LONGEST_LINGER_S",
     "LONGEST_TIMEOUT_S",
+    "LONG_WAIT_S",
     "LOOK_LIMIT_S",
     "LOOK_PERIOD_S",
     "LOOP_CLOSE_LIMIT_S",
@@ -117,7 +118,9 @@ __all__ = [
     "NCCL_POLL_S",
     "NCCL_WORK_POLL_S",
     "NEWS_PAUSE_S",
+    "NEIGHBOUR_CONNECT_LIMIT_S",
     "NODE_STOP_LIMIT_S",
+    "OLD_CALLS_LOOK_S",
     "ONE_WAY_IN_PEER_TIMEOUTS",
     "ORPHAN_TIMEOUT_S",
     "PARKED_LIMIT_S",
@@ -167,6 +170,7 @@ __all__ = [
     "STORE_LINGER_S",
     "STORE_STOP_LIMIT_S",
     "STORE_TIMEOUT_S",
+    "STORY_CONTEXT_S",
     "SURVIVOR_PROBE_SHARE",
     "TCP_CHANNEL_LIMIT_S",
     "THREAD_GRACE_S",
@@ -461,6 +465,14 @@ LOOK_LIMIT_S: Final = 4.0
 """The answer of a worker that is asked what it does, connecting included; then its process is looked at."""
 LOOK_PERIOD_S: Final = 0.1
 """A worker that is asked again within this time what it does gives the same answer."""
+OLD_CALLS_LOOK_S: Final = 1.0
+"""Interval at which a worker looks whether a call has become that old."""
+LONG_WAIT_S: Final = 1.0
+"""Calls, collectives and backward passes that are younger count as going well in `python -m rpcdist stacks`."""
+STORY_CONTEXT_S: Final = 10.0
+"""Calls that failed so long before the first failure of a job are left out of its report."""
+NEIGHBOUR_CONNECT_LIMIT_S: Final = 0.2
+"""The kernel's answer to who serves at an address of this host, which is late only where a backlog is full."""
 FLIGHT_FILE_PERIOD_S: Final = 1.0
 """A worker that notices several failures of others within this time writes its flight file for the first of them."""
 FLIGHT_NOTICE_S: Final = 0.3

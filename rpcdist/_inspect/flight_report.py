@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from rpcdist.errors import ConfigError, ProtocolViolation
 from rpcdist.inspection import MemberFacts, SilentWorker, WorkerFacts, describe, explain, facts_from_json
+from rpcdist.time_limits import STORY_CONTEXT_S
 
 __all__ = ["FlightFile", "Incident", "read_folder", "story"]
 
@@ -23,9 +24,6 @@ MAX_FILE_BYTES: Final = 16 << 20
 MAX_FILES: Final = 2000
 MAX_TEXT: Final = 2000
 MAX_EVENTS_SHOWN: Final = 30
-CONTEXT_S: Final = 10.0
-"""Failed calls so long before the first event are part of the story; earlier ones were dealt with by the program."""
-
 _RANKS: Final = {"failed": 0, "ended": 1, "group": 2, "broken": 3, "lost": 4, "heard": 5, "signal": 6, "call": 7}
 """Which of two events at about the same time says more about the cause."""
 
@@ -176,8 +174,8 @@ def _timeline(files: Sequence[FlightFile], groups: Iterable[Incident]) -> list[I
     every = [event for file in files for event in file.events]
     begins = [event.time_ns for event in every if event.kind != "call"]
     first_ns = min(begins, default=0)
-    kept = [event for event in every if event.kind != "call" or event.time_ns >= first_ns - CONTEXT_S * 1e9]
-    kept += [event for event in groups if event.time_ns >= first_ns - CONTEXT_S * 1e9]
+    kept = [event for event in every if event.kind != "call" or event.time_ns >= first_ns - STORY_CONTEXT_S * 1e9]
+    kept += [event for event in groups if event.time_ns >= first_ns - STORY_CONTEXT_S * 1e9]
     return sorted(kept, key=lambda event: event.time_ns)
 
 

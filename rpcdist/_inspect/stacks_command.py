@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from rpcdist._launch.job_records import jobs as launched_jobs
 from rpcdist.errors import AuthenticationFailed, RpcdistError
 from rpcdist.inspection import describe, explain, facts_to_json
+from rpcdist.time_limits import LONG_WAIT_S
 
 if TYPE_CHECKING:
     from rpcdist._inspect.asking import JobFacts
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 __all__ = ["add_stacks"]
-
-_OLDER_THAN_S: Final = 1.0
 
 
 def add_stacks(commands: Commands) -> None:
@@ -30,7 +29,7 @@ def add_stacks(commands: Commands) -> None:
         help="of a worker, MASTER_ADDR:MASTER_PORT, or the name of a job of `launch`; all jobs of this host by default",
     )
     stacks.add_argument(
-        "--older-than", type=float, default=_OLDER_THAN_S, metavar="SECONDS", help="of calls; 1 by default"
+        "--older-than", type=float, default=LONG_WAIT_S, metavar="SECONDS", help="of calls; 1 by default"
     )
     stacks.add_argument("--json", action="store_true", help="the facts of each worker instead, one line of JSON each")
 

@@ -21,6 +21,7 @@ from rpcdist.inspection.facts import (
     ThreadState,
     WorkerFacts,
 )
+from rpcdist.time_limits import LONG_WAIT_S
 
 __all__ = ["Chain", "Explanation", "WaitLink", "explain"]
 
@@ -87,7 +88,7 @@ class Explanation:
 
 
 def explain(
-    workers: Sequence[WorkerFacts], silent: Sequence[SilentWorker] = (), older_than_s: float = 1.0
+    workers: Sequence[WorkerFacts], silent: Sequence[SilentWorker] = (), older_than_s: float = LONG_WAIT_S
 ) -> Explanation:
     """Explains what the workers of a job wait for.
 

@@ -7,6 +7,7 @@ import socket
 from contextlib import suppress
 from typing import Final
 
+from rpcdist.time_limits import NEIGHBOUR_CONNECT_LIMIT_S
 from rpcdist.transport._channels.stream_sockets import local_name
 from rpcdist.transport.unix_sockets import has_abstract_sockets, peer_process
 
@@ -16,7 +17,6 @@ INSPECTION_ROLE: Final = "inspection"
 """Of connections to workers that are asked what they do."""
 
 _LISTED: Final = "/proc/net/unix"
-_CONNECT_LIMIT_S: Final = 0.2  # the kernel answers, unless the listener's backlog is full
 
 
 def process_at(address: str) -> int | None:
@@ -28,7 +28,7 @@ def process_at(address: str) -> int | None:
     if not has_abstract_sockets():
         return None
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(_CONNECT_LIMIT_S)
+        connection.settimeout(NEIGHBOUR_CONNECT_LIMIT_S)
         with suppress(OSError):
             connection.connect(f"\0{local_name(address)}")
             found = peer_process(connection)

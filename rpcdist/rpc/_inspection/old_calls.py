@@ -9,12 +9,12 @@ from typing import Final
 from rpcdist.inspection import WorkerFacts, describe, explain
 from rpcdist.rpc._calling.call_table import CallTable
 from rpcdist.rpc._serving.active_calls import ActiveCalls
+from rpcdist.time_limits import OLD_CALLS_LOOK_S
 
 __all__ = ["OldCalls"]
 
 logger = logging.getLogger(__name__)
 
-LOOK_PERIOD_S: Final = 1.0
 MAX_NAMED: Final = 10
 
 
@@ -42,7 +42,7 @@ class OldCalls:
         """Logs the calls that have become old since the last look; `now` is a time of the monotonic clock."""
         if not self._limit_s or now < self._next_look:
             return
-        self._next_look = now + LOOK_PERIOD_S
+        self._next_look = now + OLD_CALLS_LOOK_S
         old_before, seen_until = now - self._limit_s, self._seen_until
         self._seen_until = old_before
         made = ((call.made, call.what) for call in self._made.by_age() if call.flags.counts_as_work)
