@@ -38,7 +38,7 @@ LIMITS = {
     "files": Limit(560, 400),
     "classes": Limit(1_038, 620),
     "protocols": Limit(81, 30),
-    "time limits": Limit(163, 90),
+    "time limits": Limit(167, 90),
     "environment variables": Limit(30, 20),
     "import circles": Limit(0, 0),
 }
