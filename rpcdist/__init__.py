@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rpcdist._launch import launch as launch
     from rpcdist._launch import placement_from_environment as placement_from_environment
     from rpcdist.inspection.curves import publish as publish
+    from rpcdist.tracing import trace as trace
 
     __version__: str
 
@@ -56,6 +57,7 @@ __all__ = [
     "placement_from_environment",
     "publish",
     "rpc",
+    "trace",
 ]
 
 _MODULE_OF: Final = {
@@ -65,6 +67,7 @@ _MODULE_OF: Final = {
     "launch": "rpcdist._launch",
     "placement_from_environment": "rpcdist._launch",
     "publish": "rpcdist.inspection.curves",
+    "trace": "rpcdist.tracing",
 }
 """Where the functions and classes of `__all__` are; its other names are submodules."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -21,10 +20,10 @@ __all__ = [
     "OK",
     "OTHER",
     "CallCounts",
+    "EndedCall",
     "Family",
     "Histogram",
     "Kind",
-    "Note",
     "metrics_are_wanted",
 ]
 
@@ -49,9 +48,9 @@ _FOLDED_FROM: Final = 64  # so many ended calls wait until a thread that ends on
 Kind = Literal["counter", "gauge", "histogram"]
 """The kinds of metrics."""
 
-Note = Callable[[int, int, object, float, str], object]
-"""Is told of a call that has ended: its number, the id of the other worker, what was called, when it began in seconds
-of the monotonic clock, and its outcome: `OK`, or the name of an error, perhaps with its text behind a colon."""
+EndedCall = tuple[int, int, object, float, float, str]
+"""A call that has ended: its number at its caller, the id of the other worker, what was called, begin and end in
+seconds of the monotonic clock, and the outcome: `OK`, or the name of an error, perhaps with its text behind a colon."""
 
 
 def metrics_are_wanted() -> bool:
@@ -104,7 +103,7 @@ class CallCounts:
     def __init__(self, are_peers_names: bool, observe: Callable[[str, str, float], object] | None = None) -> None:
         self._are_peers_names = are_peers_names
         self._observe = observe
-        self._ended: deque[tuple[object, float, str]] = deque()
+        self._ended: deque[EndedCall] = deque()
         self._lock = threading.Lock()
         self._histograms: dict[tuple[str, str], Histogram] = {}
         self._names: set[str] = set()
@@ -113,9 +112,9 @@ class CallCounts:
     def __repr__(self) -> str:
         return f"<CallCounts of {len(self._histograms)} kinds, {len(self._ended)} not added up>"
 
-    def note(self, id: int, peer: int, called: object, began: float, outcome: str) -> None:
-        """A call has ended; see `Note`."""
-        self._ended.append((called, time.monotonic() - began, outcome))
+    def note(self, row: EndedCall) -> None:
+        """A call has ended."""
+        self._ended.append(row)
         if len(self._ended) >= _FOLDED_FROM and self._lock.acquire(False):
             try:
                 self._fold()
@@ -130,14 +129,14 @@ class CallCounts:
 
     def _fold(self) -> None:
         for _ in range(len(self._ended)):
-            called, time_s, outcome = self._ended.popleft()
+            _, _, called, began, ended, outcome = self._ended.popleft()
             name, error = self._labels(called, outcome)
             histogram = self._histograms.get((name, error))
             if histogram is None:
                 histogram = self._histograms[name, error] = Histogram()
-            histogram.add(time_s)
+            histogram.add(ended - began)
             if self._observe is not None:
-                self._observe(name, error, time_s)
+                self._observe(name, error, ended - began)
 
     def _labels(self, called: object, outcome: str) -> tuple[str, str]:
         name = called if isinstance(called, str) else "to_here()"

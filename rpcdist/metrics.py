@@ -72,8 +72,8 @@ class _WorkerCounts:
         self.made = CallCounts(False, _observer("rpc.client.call.duration"))
         self.served = CallCounts(True, _observer("rpc.server.call.duration"))
         self.num_lost = self.num_replaced = 0
-        agent.caller.calls.tell(self.made.note)
-        agent.dispatcher.calls.tell(self.served.note)
+        agent.caller.calls.ended.add(self.made.note)
+        agent.dispatcher.calls.ended.add(self.served.note)
         agent.events.lost.listen(self._lost)
         agent.events.replaced.listen(self._replaced)
 

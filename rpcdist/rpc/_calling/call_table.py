@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol, cast
 
-from rpcdist._counters import OK, Note
+from rpcdist._counters import OK
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import DeadlineExceeded
@@ -20,7 +20,7 @@ from rpcdist.inspection import CallMade
 from rpcdist.own_shortage import own_shortage
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._calling.in_flight import InFlightBytes
-from rpcdist.rpc._inspection.call_recorder import CallRecorder, Row
+from rpcdist.rpc._inspection.call_recorder import CallRecorder, EndedCalls
 from rpcdist.rpc._marshal.arrived_value import ArrivedFailure
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
@@ -285,7 +285,7 @@ class CallTable:
         self, wake_at: Callable[[float], None], in_flight: InFlightBytes, recorder: CallRecorder | None = None
     ) -> None:
         self._in_flight = in_flight
-        self._note: Callable[[Row], None] | None = None if recorder is None else recorder.made
+        self.ended = EndedCalls(None if recorder is None else recorder.made)
         self._calls: dict[int, PendingCall] = {}
         self._numbers = itertools.count(1)
         self.next_id: Callable[[], int] = self._numbers.__next__
@@ -319,24 +319,12 @@ class CallTable:
             self._earliest = at
             self._wake_at(at)
 
-    def tell(self, note: Note) -> None:
-        """Has a function called with each call that has ended, beside the recorder."""
-        recorded = self._note
-
-        def both(row: Row) -> None:
-            if recorded is not None:
-                recorded(row)
-            id, peer, called, began, _, outcome = row
-            note(id, peer, called, began, outcome)
-
-        self._note = both
-
     def take(self, id: int, outcome: str = OK) -> PendingCall | None:
         """Removes a call; None if somebody else has ended it already. `outcome` is for those that are told of it."""
         call = self._calls.pop(id, None)
         if call is not None:
-            if self._note is not None:
-                self._note((id, call.peer, call.called, call.made, time.monotonic(), outcome))
+            if (note := self.ended.note) is not None:
+                note((id, call.peer, call.called, call.made, time.monotonic(), outcome))
             if id in self._in_flight.admitted:
                 self._in_flight.end(call.peer, id)
             if self._waiters and not self._calls:

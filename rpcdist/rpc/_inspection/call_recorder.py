@@ -6,21 +6,21 @@ other end gives its memory to the next one, so the recorder allocates nothing on
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 from typing import Final, NamedTuple
 
-from rpcdist._counters import OK
+from rpcdist._counters import OK, EndedCall
 from rpcdist.inspection import FunctionTimes
 
-__all__ = ["OK", "CallRecorder", "RecordedCall", "Row"]
+__all__ = ["OK", "CallRecorder", "EndedCalls", "RecordedCall", "Row"]
 
 MAX_NAME_CHARS: Final = 500
 
-Row = tuple[int, int, object, float, float, str]
-"""Number of the call at its caller, id of the worker at the other end, function, begin and end in seconds of the
-monotonic clock, and outcome: "ok", or the name of the error; at the callee with its text."""
+Row = EndedCall
 
 
 class RecordedCall(NamedTuple):
@@ -39,6 +39,46 @@ def _times_of(function: str, served: bool, calls: list[RecordedCall]) -> Functio
     times_s = [call.ended - call.began for call in calls]
     failed = sum(call.outcome != OK for call in calls)
     return FunctionTimes(function, served, len(calls), failed, median(times_s), max(times_s))
+
+
+class EndedCalls:
+    """Those that are told of each call that has ended: the recorder, metrics, traces. Any thread may call any method.
+
+    Args:
+        recorder: takes the rows, if there is one.
+
+    Attributes:
+        note: takes a row; None if nobody wants to be told.
+    """
+
+    __slots__ = ("_listeners", "_lock", "note")
+
+    def __init__(self, recorder: Callable[[Row], object] | None) -> None:
+        self._listeners = [] if recorder is None else [recorder]
+        self._lock = threading.Lock()
+        self.note = recorder
+
+    def add(self, listener: Callable[[Row], object]) -> Callable[[], None]:
+        """Has a function called with the row of each call; returns what ends that."""
+        with self._lock:
+            self._listeners.append(listener)
+            self._set()
+        return partial(self._remove, listener)
+
+    def _remove(self, listener: Callable[[Row], object]) -> None:
+        with self._lock:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+            self._set()
+
+    def _set(self) -> None:
+        listeners = tuple(self._listeners)
+
+        def tell_all(row: Row) -> None:
+            for listener in listeners:
+                listener(row)
+
+        self.note = tell_all if len(listeners) > 1 else listeners[0] if listeners else None
 
 
 class CallRecorder:

@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from rpcdist._counters import OK, Note
-from rpcdist.rpc._inspection.call_recorder import CallRecorder, Row
+from rpcdist._counters import OK
+from rpcdist.rpc._inspection.call_recorder import CallRecorder, EndedCalls
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._serving.active_call import ActiveCall
 
@@ -22,7 +22,7 @@ class ActiveCalls:
     """
 
     def __init__(self, recorder: CallRecorder | None = None) -> None:
-        self._note: Callable[[Row], None] | None = None if recorder is None else recorder.served
+        self.ended = EndedCalls(None if recorder is None else recorder.served)
         self.num_served = 0
         self._calls: dict[tuple[MessageSink, int], ActiveCall] = {}
         self._ended = threading.Condition()
@@ -53,23 +53,11 @@ class ActiveCalls:
         """The call with a number on a session; None if it is over."""
         return self._calls.get((session, number))
 
-    def tell(self, note: Note) -> None:
-        """Has a function called with each call that has ended, beside the recorder."""
-        recorded = self._note
-
-        def both(row: Row) -> None:
-            if recorded is not None:
-                recorded(row)
-            id, peer, called, began, _, outcome = row
-            note(id, peer, called, began, outcome)
-
-        self._note = both
-
     def remove(self, active: ActiveCall, outcome: str = OK) -> None:
         """A call is over; once more does no harm. `outcome` is for those that are told of it."""
-        if self._calls.pop((active.session, active.id), None) is not None and self._note is not None:
+        if self._calls.pop((active.session, active.id), None) is not None and (note := self.ended.note) is not None:
             called = active.function or active.what
-            self._note((active.id, active.session.peer.id, called, active.arrived, time.monotonic(), outcome))
+            note((active.id, active.session.peer.id, called, active.arrived, time.monotonic(), outcome))
         if self._num_waiting:
             with self._ended:
                 self._ended.notify_all()

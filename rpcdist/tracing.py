@@ -1,0 +1,320 @@
+"""One picture of the calls of all workers of a job: a file for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
+
+    with rpcdist.trace("trace.json"):
+        train_one_epoch()
+
+Each worker notes the calls that it has made and served while the block lasts, the operations of its process groups, and
+the parts of its backward passes. At the end of the block this worker gathers the notes, sets the clocks by round trips,
+and writes the file: a process for each worker, a slice for each call at both ends, and an arrow between them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from rpcdist import rpc
+from rpcdist.autograd import _backward_pass
+from rpcdist.collectives._group.world import current_world
+from rpcdist.errors import ConfigError, RpcdistError, SerializationError
+from rpcdist.rpc._agent_local import AgentLocal
+from rpcdist.rpc._autograd_hooks import current_autograd
+from rpcdist.rpc._current import current_agent
+from rpcdist.rpc._inspection.call_recorder import OK, Row
+from rpcdist.time_limits import RPC_TIMEOUT_S
+
+__all__ = ["Notes", "trace", "trace_events"]
+
+logger = logging.getLogger(__name__)
+
+MAX_CALLS: Final = 200_000
+MAX_CALLS_EVER: Final = 1_000_000
+MAX_SPANS: Final = 50_000
+NUM_ROUND_TRIPS: Final = 7
+MAX_FUNCTION_CHARS: Final = 200
+MAX_ANSWER_BYTES: Final = 512 << 20
+_NEVER_SHOWN: Final = "rpcdist.tracing"
+
+
+class Notes(NamedTuple):
+    """The notes of one worker, with times in seconds of its monotonic clock.
+
+    Attributes:
+        worker, id: its name and rank.
+        made, served: rows of calls: number, the rank at the other end, function, begin, end, outcome.
+        spans: lane, name, begin, end.
+        omitted: how many calls were more than could be kept; the oldest are left out.
+        offset_s: the difference between the clock of the worker that writes the file and this one.
+        error_s: how much the offset may be wrong.
+    """
+
+    worker: str
+    id: int
+    made: Sequence[Row]
+    served: Sequence[Row]
+    spans: Sequence[tuple[str, str, float, float]]
+    omitted: int = 0
+    offset_s: float = 0.0
+    error_s: float = 0.0
+
+
+@contextmanager
+def trace(path: str | os.PathLike[str], max_calls: int = MAX_CALLS, timeout: float = RPC_TIMEOUT_S) -> Iterator[None]:
+    """Writes a file of the calls of all workers while the block lasts; it blocks at both ends of the block.
+
+    Workers that join later are not in it. A worker that is lost is left out, with a warning. The file is written also
+    if the block raises. Several traces may overlap, and each sees all.
+
+    Args:
+        path: of the file; it is replaced.
+        max_calls: how many calls of each worker are kept, of those made and of those served; the latest ones.
+        timeout: limit in seconds for asking each worker, at the beginning and at the end.
+
+    Raises:
+        NotInitialized: this process is no worker.
+        ConfigError: `max_calls` is no number from 1 to 1,000,000, or the file cannot be written.
+        BlockingInLoop: called on an event loop; use it on a thread.
+    """
+    if isinstance(max_calls, bool) or not isinstance(max_calls, int) or not 1 <= max_calls <= MAX_CALLS_EVER:
+        raise ConfigError(f"max_calls={max_calls!r}: give the number of calls of each worker, 1 to 1,000,000")
+    target = Path(path)
+    try:
+        with target.open("w"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"the trace cannot be written: {error}") from error
+    number = next(_numbers)
+    owner = f"{current_agent().worker_name}/{number}"
+    workers = [worker.name for worker in rpc.workers()]
+    asked = _ask(workers, _begin, (owner, max_calls), timeout)
+    try:
+        yield
+    finally:
+        notes = [
+            _with_clock(_notes_from(answer), worker, timeout)
+            for worker, answer in _ask(list(asked), _end, (owner,), timeout).items()
+        ]
+        began = time.monotonic()
+        with target.open("w") as file:
+            file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+            for index, event in enumerate(trace_events(notes)):
+                file.write((",\n" if index else "") + json.dumps(event, separators=(",", ":")))
+            file.write("\n]}\n")
+        omitted = sum(one.omitted for one in notes)
+        if omitted:
+            logger.warning(
+                "the trace %s lacks the %d oldest calls: max_calls is %d for each worker", target, omitted, max_calls
+            )
+        logger.info("wrote %s in %.1f s: %d workers", target, time.monotonic() - began, len(notes))
+
+
+def trace_events(notes: Iterable[Notes]) -> Iterator[dict[str, Any]]:
+    """The events in Chrome's trace format, which Perfetto reads. Times are in microseconds."""
+    notes = list(notes)
+    starts = [row[3] + one.offset_s for one in notes for row in (*one.made, *one.served)]
+    starts += [span[2] + one.offset_s for one in notes for span in one.spans]
+    zero = min(starts, default=0.0)
+    known: dict[tuple[int, int, int], str] = {}
+    for one in notes:
+        for row in one.served:
+            known[row[1], one.id, row[0]] = f"{row[1]}.{one.id}.{row[0]}"
+    for one in notes:
+        clock = f", clock known to {one.error_s * 1e3:.2f} ms" if one.error_s else ""
+        yield {"ph": "M", "pid": one.id, "name": "process_name", "args": {"name": f"{one.worker}{clock}"}}
+        yield {"ph": "M", "pid": one.id, "name": "process_sort_index", "args": {"sort_index": one.id}}
+        names = itertools.count(1)
+        for title, rows, is_served in (("calls made", one.made, False), ("calls served", one.served, True)):
+            for lane in _lanes([(row[3], row[4], row) for row in rows]):
+                tid = next(names)
+                yield {"ph": "M", "pid": one.id, "tid": tid, "name": "thread_name", "args": {"name": title}}
+                for begin, end, row in lane:
+                    yield from _call_events(one, tid, row, begin - zero, end - zero, is_served, known)
+        by_lane: dict[str, list[tuple[float, float, str]]] = {}
+        for lane_name, name, begin, end in one.spans:
+            by_lane.setdefault(lane_name, []).append((begin, end, name))
+        for lane_name, spans in by_lane.items():
+            for packed in _lanes(spans):
+                tid = next(names)
+                yield {"ph": "M", "pid": one.id, "tid": tid, "name": "thread_name", "args": {"name": lane_name}}
+                for begin, end, name in packed:
+                    start_us = (begin + one.offset_s - zero) * 1e6
+                    yield {
+                        "ph": "X", "pid": one.id, "tid": tid, "name": name, "cat": lane_name,
+                        "ts": round(start_us, 1), "dur": round(max(0.0, end - begin) * 1e6, 1),
+                    }  # fmt: skip
+
+
+def _call_events(
+    one: Notes, tid: int, row: Row, begin: float, end: float, is_served: bool, known: dict[tuple[int, int, int], str]
+) -> Iterator[dict[str, Any]]:
+    """A slice, and one end of the arrow to the slice at the other worker."""
+    id, peer, function, _, _, outcome = row
+    start_us = round((begin + one.offset_s) * 1e6, 1)
+    arguments: dict[str, Any] = {"call": id, "caller" if is_served else "callee": peer}
+    if outcome != OK:
+        arguments["outcome"] = outcome
+    yield {
+        "ph": "X", "pid": one.id, "tid": tid, "name": str(function), "cat": "served" if is_served else "made",
+        "ts": start_us, "dur": round(max(0.0, end - begin) * 1e6, 1), "args": arguments,
+    }  # fmt: skip
+    arrow = known.get((peer, one.id, id) if is_served else (one.id, peer, id))
+    if arrow is not None:
+        ends = {"ph": "f", "bp": "e"} if is_served else {"ph": "s"}
+        yield {**ends, "pid": one.id, "tid": tid, "ts": start_us, "id": arrow, "name": "call", "cat": "call"}
+
+
+def _lanes(items: list[tuple[float, float, Any]]) -> list[list[tuple[float, float, Any]]]:
+    """Spreads slices over lanes, in each of which no two overlap."""
+    lanes: list[list[tuple[float, float, Any]]] = []
+    free: list[float] = []
+    for item in sorted(items, key=lambda item: item[0]):
+        lane = next((number for number, end in enumerate(free) if end <= item[0]), len(free))
+        if lane == len(free):
+            free.append(0.0)
+            lanes.append([])
+        free[lane] = item[1]
+        lanes[lane].append(item)
+    return lanes
+
+
+# ---------------------------------------------------------------- at each worker
+
+
+class _Recording:
+    """The notes of one worker for one trace, while it lasts."""
+
+    def __init__(self, max_calls: int) -> None:
+        agent = current_agent()
+        self.made: deque[Row] = deque(maxlen=max_calls)
+        self.served: deque[Row] = deque(maxlen=max_calls)
+        self.spans: deque[tuple[str, str, float, float]] = deque(maxlen=MAX_SPANS)
+        self.began = time.monotonic()
+        self.began_ns = time.time_ns()
+        self._num_made, self._num_served = agent.caller.calls.num_made, agent.dispatcher.calls.num_served
+        self._undo = [
+            agent.caller.calls.ended.add(self.made.append),
+            agent.dispatcher.calls.ended.add(self.served.append),
+        ]
+        _backward_pass.span_taps.append(self._pass_span)
+        self._undo.append(lambda: _backward_pass.span_taps.remove(self._pass_span))
+
+    def _pass_span(self, backward: int, kind: str, peer: int, start_s: float, end_s: float) -> None:
+        shift = time.monotonic() - time.time()
+        self.spans.append(("backward", kind, start_s + shift, end_s + shift))
+
+    def end(self) -> Notes:
+        """Ends it; returns the notes."""
+        for undo in self._undo:
+            undo()
+        agent = current_agent()
+        shift = self.began - self.began_ns / 1e9
+        for record in current_world().process.recorder.entries():
+            if record.ended_ns and record.started_ns >= self.began_ns:
+                begin, end = record.started_ns / 1e9 + shift, record.ended_ns / 1e9 + shift
+                self.spans.append((f"group {record.group}", record.operation, begin, end))
+        omitted = (
+            max(0, agent.caller.calls.num_made - self._num_made - len(self.made))
+            if len(self.made) == self.made.maxlen
+            else 0
+        )
+        if len(self.served) == self.served.maxlen:
+            omitted += max(0, agent.dispatcher.calls.num_served - self._num_served - len(self.served))
+        return Notes(
+            agent.worker_name, agent.worker_id, _shown(self.made), _shown(self.served), list(self.spans), omitted
+        )
+
+
+def _shown(rows: Iterable[Row]) -> list[Row]:
+    return [
+        (id, peer, text, began, ended, outcome)
+        for id, peer, function, began, ended, outcome in rows
+        if not (text := str(function)[:MAX_FUNCTION_CHARS]).startswith(_NEVER_SHOWN)
+    ]
+
+
+class _Recordings(dict[str, _Recording]):
+    """Those of one worker, by the trace."""
+
+
+_recordings: AgentLocal[_Recordings] = AgentLocal(_Recordings)
+_numbers: Final = itertools.count(1)
+_MAX_AT_ONCE: Final = 8
+
+
+def _begin(owner: str, max_calls: int) -> None:
+    """At each worker: begins to note."""
+    running = _recordings.get()
+    living = {worker.name for worker in rpc.workers()}
+    for abandoned in [one for one in running if one.rpartition("/")[0] not in living]:
+        running.pop(abandoned).end()
+    if len(running) >= _MAX_AT_ONCE:
+        raise ConfigError(f"{_MAX_AT_ONCE} traces run on worker {current_agent().worker_name!r} already")
+    running[owner] = _Recording(min(max_calls, MAX_CALLS_EVER))
+
+
+def _end(owner: str) -> bytes:
+    """At each worker: ends, and returns the notes."""
+    recording = _recordings.get().pop(owner, None)
+    if recording is None:
+        raise ConfigError(f"worker {current_agent().worker_name!r} knows nothing of the trace {owner!r}")
+    return json.dumps(recording.end(), separators=(",", ":")).encode()
+
+
+def _now() -> float:
+    """At each worker: its clock."""
+    return time.monotonic()
+
+
+# ---------------------------------------------------------------- at the worker that writes
+
+
+def _ask(workers: list[str], function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> dict[str, Any]:
+    """Calls all workers at the same time; the answers of those that have given one."""
+    outside = current_autograd.set(None)
+    try:
+        futures = {worker: rpc.rpc_async(worker, function, args=args, timeout=timeout) for worker in workers}
+        answers: dict[str, Any] = {}
+        for worker, future in futures.items():
+            try:
+                answers[worker] = future.wait()
+            except RpcdistError as error:
+                logger.warning("worker %r is not in the trace: %s", worker, error)
+        return answers
+    finally:
+        current_autograd.reset(outside)
+
+
+def _notes_from(answer: bytes) -> Notes:
+    """The notes that a worker has sent; raises `SerializationError`."""
+    try:
+        if not isinstance(answer, bytes) or len(answer) > MAX_ANSWER_BYTES:
+            raise ValueError("they are too long, or no bytes")
+        worker, id, made, served, spans, omitted, *_ = json.loads(answer)
+        return Notes(str(worker), int(id), list(map(tuple, made)), list(map(tuple, served)), spans, int(omitted))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise SerializationError(f"the notes of a worker for a trace cannot be read: {error}") from error
+
+
+def _with_clock(notes: Notes, worker: str, timeout: float) -> Notes:
+    """With the offset of the worker's clock, from the shortest of several round trips."""
+    if notes.id == current_agent().worker_id:
+        return notes
+    found: list[tuple[float, float]] = []
+    with suppress(RpcdistError):  # it has left since: its clock is taken as ours
+        for _ in range(NUM_ROUND_TRIPS):
+            sent = time.monotonic()
+            there = rpc.rpc_sync(worker, _now, timeout=timeout)
+            came = time.monotonic()
+            found.append((came - sent, (sent + came) / 2 - there))
+    if not found:
+        return notes
+    shortest, offset_s = min(found)
+    return notes._replace(offset_s=offset_s, error_s=shortest / 2)

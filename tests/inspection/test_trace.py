@@ -1,0 +1,135 @@
+"""`rpcdist.trace`: a file of the calls of all workers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rpcdist
+from rpcdist import autograd, rpc
+from rpcdist.errors import ConfigError, NotInitialized
+from rpcdist.testing import InProcessCluster
+from rpcdist.tracing import Notes, trace_events
+
+
+def events_of(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return found
+
+
+def slices(events: list[dict[str, Any]], category: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["ph"] == "X" and event.get("cat") == category]
+
+
+def double(x: int) -> int:
+    return 2 * x
+
+
+def through_c(x: int) -> int:
+    result: int = rpc.rpc_sync("c", double, (x,))
+    return result
+
+
+def fail() -> None:
+    raise ArithmeticError("no result")
+
+
+def test_calls_of_all_workers_with_arrows(no_agent: None, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with InProcessCluster("a", "b", "c") as cluster, cluster.use("a"):
+        rpc.rpc_sync("b", double, (1,))
+        with rpcdist.trace(path):
+            assert rpc.rpc_sync("b", through_c, (4,)) == 8
+            with pytest.raises(ArithmeticError):
+                rpc.rpc_sync("c", fail)
+        rpc.rpc_sync("b", double, (1,))
+    events = events_of(path)
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert [name.partition(",")[0] for _, name in sorted(names.items())] == ["a", "b", "c"]
+    made = {(one["pid"], one["name"].rpartition(":")[2]): one for one in slices(events, "made")}
+    served = {(one["pid"], one["name"].rpartition(":")[2]): one for one in slices(events, "served")}
+    assert set(made) == {(0, "through_c"), (1, "double"), (0, "fail")}
+    assert set(served) == {(1, "through_c"), (2, "double"), (2, "fail")}
+    assert "ArithmeticError" in made[0, "fail"]["args"]["outcome"]
+    outer, inner = made[0, "through_c"], served[2, "double"]
+    assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1000.0
+    begins = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert len(begins) == 3 and begins.keys() == ends.keys()
+    assert {(begins[id]["pid"], ends[id]["pid"]) for id in begins} == {(0, 1), (1, 2), (0, 2)}
+
+
+def weighted(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+def test_backward_passes_are_in_it(no_agent: None, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with InProcessCluster("a", "b") as cluster, cluster.use("a"), rpcdist.trace(path):
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [rpc.rpc_sync("b", weighted, (torch.ones(2, requires_grad=True),)).sum()])
+    kinds = {one["name"] for one in slices(events_of(path), "backward")}
+    assert {"analysis", "run"} <= kinds
+
+
+def test_the_oldest_calls_are_left_out_and_that_is_said(
+    no_agent: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "trace.json"
+    with InProcessCluster("a", "b") as cluster, cluster.use("a"), caplog.at_level(logging.WARNING):
+        with rpcdist.trace(path, max_calls=10):
+            for number in range(50):
+                rpc.rpc_sync("b", double, (number,))
+    assert len(slices(events_of(path), "made")) <= 10
+    assert "lacks the" in caplog.text and "max_calls is 10" in caplog.text
+
+
+def test_the_file_is_written_when_the_block_raises(no_agent: None, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with InProcessCluster("a", "b") as cluster, cluster.use("a"):
+        with pytest.raises(ArithmeticError), rpcdist.trace(path):
+            rpc.rpc_sync("b", double, (1,))
+            raise ArithmeticError("in the block")
+        assert len(slices(events_of(path), "made")) == 1
+        with rpcdist.trace(path), rpcdist.trace(tmp_path / "second.json"):
+            rpc.rpc_sync("b", double, (1,))
+        assert len(slices(events_of(path), "made")) == len(slices(events_of(tmp_path / "second.json"), "made")) == 1
+
+
+@pytest.mark.parametrize("max_calls", [0, -1, 1_000_001, True, 1.5, "all"])
+def test_a_number_that_is_none_is_refused(tmp_path: Path, max_calls: Any) -> None:
+    with pytest.raises(ConfigError, match="1 to 1,000,000"), rpcdist.trace(tmp_path / "t.json", max_calls=max_calls):
+        pass
+
+
+def test_a_file_that_cannot_be_written_is_refused_at_once(no_agent: None, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written"), rpcdist.trace(tmp_path / "none" / "trace.json"):
+        pass
+    with pytest.raises(NotInitialized), rpcdist.trace(tmp_path / "trace.json"):
+        pass
+
+
+def test_slices_that_overlap_have_lanes_of_their_own() -> None:
+    rows = [(1, 1, "f", 1.0, 3.0, "ok"), (2, 1, "f", 2.0, 4.0, "ok"), (3, 1, "f", 3.0, 5.0, "ok")]
+    events = list(trace_events([Notes("a", 0, rows, (), [("backward", "run", 1.5, 2.0)])]))
+    lanes = {event["args"]["call"]: event["tid"] for event in slices(events, "made")}
+    assert lanes[1] == lanes[3] != lanes[2]
+    [span] = slices(events, "backward")
+    assert (span["ts"], span["dur"]) == (0.5e6, 0.5e6) and span["tid"] not in lanes.values()
+
+
+def test_clocks_are_set() -> None:
+    """The callee's clock is 100 s behind."""
+    made = Notes("a", 0, [(7, 1, "f", 200.0, 203.0, "ok")], (), ())
+    served = Notes("b", 1, (), [(7, 0, "f", 101.0, 102.0, "ok")], (), offset_s=100.0, error_s=0.001)
+    events = list(trace_events([made, served]))
+    assert [(one["ts"], one["dur"]) for one in slices(events, "made")] == [(0.0, 3e6)]
+    assert [(one["ts"], one["dur"]) for one in slices(events, "served")] == [(1e6, 1e6)]
+    assert any(
+        event["args"]["name"] == "b, clock known to 1.00 ms" for event in events if event["name"] == "process_name"
+    )
