@@ -24,6 +24,8 @@ def serve_functional_ops(group_type: type, devices: Sequence[str]) -> None:
     library = torch.library.Library(_NAMESPACE, "IMPL")  # ends with the process
     _libraries.append(library)
     for name, position, ours in (("all_gather_into_tensor_out", 2, _all_gather_out), ("batch_p2p_ops", 4, _batch_p2p)):
+        if not hasattr(getattr(torch.ops, _NAMESPACE), name):
+            continue  # batch_p2p_ops came with torch 2.12
         for device in devices:
             kernel = _choose(name, position, ours, group_type, device.upper())
             library.impl(name, kernel, device.upper(), with_keyset=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch_backend_ranks
 
 from rpcdist.collectives import HashStore
+from rpcdist.collectives._torch import functional_ops
 from rpcdist.collectives.torch_backend import TorchWork, register, torch_group
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveTimeout, ConfigError
@@ -35,6 +36,15 @@ from rpcdist.testing import RankPool
 )
 def test_torch_runs_on_our_groups(rank_pool: RankPool, name: str) -> None:
     rank_pool.run(2, torch_backend_ranks.run, name, rank_pool.new_file())
+
+
+def test_functional_operations_that_an_older_torch_lacks_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 has no `batch_p2p_ops`; here is a torch that has none of them."""
+    libraries: list[torch.library.Library] = []
+    monkeypatch.setattr(functional_ops, "_libraries", libraries)
+    monkeypatch.setattr(functional_ops, "_NAMESPACE", "operations_of_an_older_torch")
+    functional_ops.serve_functional_ops(TorchWork, ["cpu"])
+    assert [library._op_impls for library in libraries] == [set()]
 
 
 @pytest.mark.multiproc
