@@ -258,6 +258,12 @@ def checkpoint(rank: int, size: int, folder: str) -> Numbers:
     return later
 
 
+def of_tensors(name: str) -> Callable[..., Any]:
+    """A function of functional collectives, which had another name before torch 2.13."""
+    older = name.replace("single", "into_tensor" if name == "all_gather_single_coalesced" else "tensor")
+    return getattr(functional, name, None) or getattr(functional, older)  # type: ignore[no-any-return]
+
+
 def functional_collectives(rank: int, size: int, folder: str) -> Numbers:
     """Called through C++, with gradients where torch has them."""
     group = dist.group.WORLD
@@ -267,21 +273,21 @@ def functional_collectives(rank: int, size: int, folder: str) -> Numbers:
     found = {
         "all_reduce": functional.all_reduce(mine, "sum", group),
         "average": functional.all_reduce(mine, "avg", group),
-        "all_gather": functional.all_gather_single(mine, 1, group),
-        "reduce_scatter": functional.reduce_scatter_single(mine, "sum", 0, group),
+        "all_gather": of_tensors("all_gather_single")(mine, 1, group),
+        "reduce_scatter": of_tensors("reduce_scatter_single")(mine, "sum", 0, group),
         "all_to_all": functional.all_to_all_single(mine, [2] * size, [2] * size, group),
         "broadcast": functional.broadcast(mine, 1, group),
         "permute": functional.permute_tensor(mine.flatten(), [1, 0], group),
     }
     both = functional.all_reduce_coalesced([mine, mine * 3], "sum", group)
-    pairs = functional.all_gather_single_coalesced([mine, mine + 1], group)
-    parts = functional.reduce_scatter_single_coalesced([mine, mine * 2], "sum", [0, 0], group)
+    pairs = of_tensors("all_gather_single_coalesced")([mine, mine + 1], group)
+    parts = of_tensors("reduce_scatter_single_coalesced")([mine, mine * 2], "sum", [0, 0], group)
     several = {"coalesced": both, "gathered": pairs, "scattered": parts}
     found |= {f"{name} {number}": value for name, values in several.items() for number, value in enumerate(values)}
     for name in ("all_gather_single_autograd", "reduce_scatter_single_autograd"):
         leaf = mine.clone().requires_grad_()
         arguments = (0, group) if "gather" in name else ("sum", 0, group)
-        getattr(functional, name)(leaf, *arguments).square().sum().backward()
+        of_tensors(name)(leaf, *arguments).square().sum().backward()
         assert leaf.grad is not None
         found[f"gradient of {name}"] = leaf.grad
     return {name: value + 0 for name, value in found.items()}
