@@ -247,7 +247,7 @@ def look(name: str) -> float:
     return ended
 
 
-ROW_SHAPE = (1024, 1024)
+ROW_SHAPE = (256, 4096)
 """Of a row shard of one tensor; its whole has twice the rows."""
 
 

@@ -206,11 +206,12 @@ class VersionReader:
         self._own[WAITING] = 1
         try:
             while True:
+                has_ended = self.has_ended  # before the look: it takes the bytes of the versions that are seen then
                 with self._fence:
                     pass
                 if self.newest > version:
                     return True
-                if deadline.expired() or self.has_ended:
+                if has_ended or deadline.expired():
                     return False
                 poller.poll(1 + 1000 * min(CHECK_INTERVAL_S, deadline.remaining_s()))
         finally:
