@@ -228,6 +228,10 @@ def backward_with_slow_hook(worker: str) -> None:
         autograd.backward(context, [loss])
 
 
+def shut_down() -> None:
+    rpc.shutdown()
+
+
 # ---------------------------------------------------------------- failures
 
 

@@ -256,7 +256,7 @@ def test_a_shutdown_that_waits_for_a_call(worker_pool: WorkerPool, tmp_path: Pat
     world = worker_pool.world("w0", "w1")
     world["w0"].run(hangs.begin, "w1", "wait_released")
     address = world["w1"].run(hangs.address)
-    leaving = world["w0"].begin(shut_down)
+    leaving = world["w0"].begin(hangs.shut_down)
     with Asker() as asker:
         job = HungJob.__new__(HungJob)
         job._asker, job._address = asker, address
@@ -264,11 +264,5 @@ def test_a_shutdown_that_waits_for_a_call(worker_pool: WorkerPool, tmp_path: Pat
         assert job.of("w0").phase == "leaving"
     assert "in wait_released" in text
     world["w1"].run(hangs.release)
-    world["w1"].begin(shut_down).result()
+    world["w1"].begin(hangs.shut_down).result()
     leaving.result()
-
-
-def shut_down() -> None:
-    from rpcdist import rpc
-
-    rpc.shutdown()
