@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import psutil
 
 from rpcdist import rpc
 from rpcdist.rpc._current import current_agent
-from rpcdist.testing import WorkerPool
+from rpcdist.testing import InProcessCluster, WorkerPool, in_process_cluster
 
-__all__ = ["Scale", "WorkerState", "measure_scale"]
+__all__ = ["AgentScale", "Scale", "WorkerState", "measure_agents", "measure_scale"]
 
 
 class WorkerState(NamedTuple):
@@ -76,6 +77,45 @@ def measure_scale(pool: WorkerPool, num_workers: int) -> Scale:
     began = time.monotonic()
     world.shutdown()
     return Scale(start_s, first_s, second_s, time.monotonic() - began, joined, called)
+
+
+class AgentScale(NamedTuple):
+    """Processor seconds of agents that live in this process, connected in memory."""
+
+    join_s: float
+    barrier_of_a_tenth_s: float
+    barrier_s: float
+    shutdown_s: float
+
+
+def measure_agents(num_agents: int, elastic: bool) -> AgentScale:
+    """Starts agents, elastic ones one after the other, and has them wait for each other and leave."""
+    names = [f"w{number}" for number in range(num_agents)]
+    in_process_cluster.MAX_CALLS = num_agents + 8  # each blocks a thread while it joins
+
+    def spent(action: Callable[[], object]) -> float:
+        began = time.process_time()
+        action()
+        return time.process_time() - began
+
+    def start() -> None:
+        first = names[:1] if elastic else names
+        clusters.append(InProcessCluster(*first, elastic=elastic, init_timeout=500, peer_timeout=120))
+        for rank, name in enumerate(names[len(first) :], len(first)):
+            clusters[0].join(name, rank)
+
+    def barrier(members: list[str]) -> None:
+        for waiting in [clusters[0].begin(name, rpc.api._barrier, set(members)) for name in members]:
+            waiting.result()
+
+    clusters: list[InProcessCluster] = []
+    join_s = spent(start)
+    tenth = names[: max(num_agents // 10, 2)]
+    barrier(tenth)  # the first one connects
+    barrier(names)
+    times = spent(lambda: barrier(tenth)), spent(lambda: barrier(names)), spent(clusters[0].shutdown)
+    clusters[0].close()
+    return AgentScale(join_s, *times)
 
 
 # ---- what the workers run

@@ -12,7 +12,7 @@ import sys
 from statistics import median
 
 from _report import RESULTS, Line, about_machine, layout, show, write_results
-from _scale import Scale, measure_scale
+from _scale import Scale, measure_agents, measure_scale
 
 from rpcdist.testing import WorkerPool
 
@@ -53,9 +53,26 @@ def lines_of(scale: Scale) -> list[Line]:
     ]  # fmt: skip
 
 
+def lines_of_agents(num_agents: int, elastic: bool) -> list[Line]:
+    """Processor time of agents in this process; the budgets are those of 1,000."""
+    times = measure_agents(num_agents, elastic)
+    kind = f"{num_agents} agents, {'elastic' if elastic else 'static'}"
+    ratio = times.barrier_s / max(times.barrier_of_a_tenth_s, 1e-9)
+    rows = [
+        ("join, one after the other" if elastic else "join", "s", times.join_s, 15.0 if elastic else 6.0),
+        ("barrier of all, against one of a tenth", "x", ratio, 12.0),
+        ("shutdown", "s", times.shutdown_s, 6.0),
+    ]
+    return [
+        (f"{kind}: {what}", unit, show(value), f"at most {limit:g} {unit}", "yes" if value <= limit else "NO")
+        for what, unit, value, limit in rows
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[2])
     parser.add_argument("--workers", type=int, default=32, help="how many (default: %(default)s)")
+    parser.add_argument("--agents", type=int, metavar="N", help="instead: so many agents in this process, in memory")
     parser.add_argument("--write", action="store_true", help=f"put the table into {RESULTS.name}")
     parser.add_argument("--check", action="store_true", help="exit with status 1 when a budget is not kept")
     arguments = parser.parse_args()
@@ -64,8 +81,11 @@ def main() -> int:
     os.environ.setdefault("RPCDIST_TEST_SCALE", "3")  # the kit's limits suit a few workers
     about = about_machine("rpcdist", "torch", "grpcio", "uvloop")
     print("\n".join(about), flush=True)
-    with WorkerPool() as pool:
-        lines = lines_of(measure_scale(pool, arguments.workers))
+    if arguments.agents is not None:
+        lines = [line for elastic in (False, True) for line in lines_of_agents(arguments.agents, elastic)]
+    else:
+        with WorkerPool() as pool:
+            lines = lines_of(measure_scale(pool, arguments.workers))
     table = layout(HEAD, lines)
     print("\n".join(["", *table]))
     if arguments.write:

@@ -292,7 +292,7 @@ RETURN_FIRST_PAUSE_S: Final = 0.1
 """Before the second attempt to find the next coordinator; random, and it doubles."""
 RETURN_LONGEST_PAUSE_S: Final = 2.0
 """Upper bound of the pauses between these attempts."""
-NEWS_PAUSE_S: Final = 0.5
+NEWS_PAUSE_S: Final = 1.0
 """Between two announcements of who has come or left, in a world of 1,064 workers; in proportion, and none up to 64."""
 ANNOUNCE_LIMIT_S: Final = 2.0
 """A newcomer waits until the other workers have heard of it, so that they reach it; then it goes on all the same."""

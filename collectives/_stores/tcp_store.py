@@ -114,12 +114,13 @@ class _Remote:
         while True:
             try:
                 link = await self._connected(max(deadline.remaining_s(), MIN_ATTEMPT_S))
-                await _ask(link, NumKeys(), 0.0)
+                async with asyncio.timeout(max(deadline.remaining_s(), MIN_ATTEMPT_S)):
+                    await _ask(link, NumKeys(), 0.0)
                 self._rest_later()
                 return
             except AuthenticationFailed:
                 raise
-            except (TransportError, DeadlineExceeded) as exc:  # nobody listens yet, or the process is busy
+            except (TransportError, TimeoutError) as exc:  # nobody listens yet, or the process is busy
                 if deadline.expired():
                     raise ConnectFailed(self.address, await self._why_not(exc), self._timeout_s) from exc
             await asyncio.sleep(next(pauses))
@@ -130,11 +131,11 @@ class _Remote:
             self.address, INIT_NOTICE_S, self._timeout_s, NOBODY_THERE,
         )  # fmt: skip
 
-    async def _why_not(self, exc: TransportError | DeadlineExceeded) -> str:
+    async def _why_not(self, exc: TransportError | TimeoutError) -> str:
         if (shortage := own_shortage(exc)) is not None:
             return shortage
-        if isinstance(exc, DeadlineExceeded):
-            return f"a process accepts connections there, and does not answer ({exc}). Is rank 0 stopped or busy?"
+        if isinstance(exc, TimeoutError):
+            return "a process accepts connections there, and does not answer. Is rank 0 stopped or busy?"
         if not isinstance(exc, ConnectFailed):
             return f"a process answers there, but it serves no store ({exc})"
         host = split_address(self.address)[0]
