@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, Literal, NamedTuple
 
 __all__ = [
-    "BOUNDS_S",
+    "BUCKET_BOUNDS",
     "METRICS_VARIABLE",
     "OK",
     "OTHER",
@@ -33,7 +33,7 @@ OK: Final = "ok"
 OTHER: Final = "_OTHER"
 """OpenTelemetry's word for what has no label of its own."""
 
-BOUNDS_S: Final = (
+BUCKET_BOUNDS: Final = (
     50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0,
 )  # fmt: skip
 """The upper bounds of a histogram's buckets, in seconds; one more bucket has all that took longer."""
@@ -62,14 +62,14 @@ class Histogram:
     """How often something took how long. Not safe for several threads at once.
 
     Attributes:
-        counts: for each of `BOUNDS_S`, and one for all beyond.
+        counts: for each of `BUCKET_BOUNDS`, and one for all beyond.
         total_s: the sum of all times, in seconds.
     """
 
     __slots__ = ("counts", "total_s")
 
     def __init__(self) -> None:
-        self.counts = [0] * (len(BOUNDS_S) + 1)
+        self.counts = [0] * (len(BUCKET_BOUNDS) + 1)
         self.total_s = 0.0
 
     def __repr__(self) -> str:
@@ -77,7 +77,7 @@ class Histogram:
 
     def add(self, time_s: float) -> None:
         """Counts one."""
-        self.counts[bisect_left(BOUNDS_S, time_s)] += 1
+        self.counts[bisect_left(BUCKET_BOUNDS, time_s)] += 1
         self.total_s += time_s
 
     def copy(self) -> Histogram:

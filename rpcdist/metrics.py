@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from rpcdist._counters import BOUNDS_S, METRICS_VARIABLE, CallCounts, Family, Histogram, Kind
+from rpcdist._counters import BUCKET_BOUNDS, METRICS_VARIABLE, CallCounts, Family, Histogram, Kind
 from rpcdist.collectives._group.flight_records import FlightRecorder, Record
 from rpcdist.collectives._group.world import current_world
 from rpcdist.errors import ConfigError, TransportError
@@ -309,7 +309,7 @@ class _Collector:
 def _buckets(histogram: Histogram) -> Iterator[tuple[str, float]]:
     """Upper bounds, and how many lie below: Prometheus adds them up."""
     below = 0
-    for bound, count in zip((*BOUNDS_S, float("inf")), histogram.counts, strict=True):
+    for bound, count in zip((*BUCKET_BOUNDS, float("inf")), histogram.counts, strict=True):
         below += count
         yield ("+Inf" if bound == float("inf") else repr(bound)), below
 
@@ -340,7 +340,7 @@ def export_to_opentelemetry(meter_provider: Any = None) -> None:
         recorded: dict[str, Any] = {}
         for name, (kind, unit, text) in METRICS.items():
             if name.startswith("rpc."):
-                advice = list(BOUNDS_S)
+                advice = list(BUCKET_BOUNDS)
                 recorded[name] = meter.create_histogram(name, unit, text, explicit_bucket_boundaries_advisory=advice)
             elif kind == "gauge":
                 meter.create_observable_gauge(name, [_callback(api, name)], unit, text)

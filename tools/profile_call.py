@@ -421,7 +421,7 @@ def main(given: list[str] | None = None) -> int:
     """Prints the profile; returns the exit status."""
     parser = argparse.ArgumentParser(
         description="Calls from one process to another on this host, and prints where the time of a call goes: the "
-        "median of each stage, in both processes. See docs/performance.md.",
+        "median of each stage, in both processes. benchmarks/NOTES.md explains it.",
     )
     parser.add_argument("kind", nargs="?", choices=KINDS, default="noop",
                         help="noop: rpc_sync of a function that does nothing (default); echo: of one that sends a "

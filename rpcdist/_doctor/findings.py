@@ -22,7 +22,7 @@ MIN_FREE_SHM_BYTES: Final = 16 << 20
 NCCL_SHM_BYTES: Final = 64 << 20
 """The size of /dev/shm in a container whose creator did not choose one."""
 
-MAX_CLOCK_OFFSET_S: Final = 600.0
+MAX_CLOCK_OFFSET_MINUTES: Final = 10
 """Certificates tolerate a day, and logs of several machines cannot be compared with much less than this."""
 
 _MIN_MTU_BYTES: Final = 1280
@@ -230,7 +230,7 @@ def _certificate_finding(worker: WorkerFacts, host: HostFacts) -> Finding | None
         return _other_token(worker, host)
     if shown.earliest_s is not None and shown.latest_s is not None:
         ahead_s, behind_s = shown.earliest_s - worker.now_s, worker.now_s - shown.latest_s
-        if max(ahead_s, behind_s) > MAX_CLOCK_OFFSET_S:
+        if max(ahead_s, behind_s) > 60 * MAX_CLOCK_OFFSET_MINUTES:
             way = (
                 f"at least {_duration(ahead_s)} ahead of"
                 if ahead_s > behind_s
@@ -335,7 +335,10 @@ def _mtu_findings(worker: WorkerFacts) -> Iterator[Finding]:
 
 
 def _clock_findings(worker: WorkerFacts, answer: WorkerAnswer) -> Iterator[Finding]:
-    if answer.clock_offset_s is None or abs(answer.clock_offset_s) - answer.clock_error_s <= MAX_CLOCK_OFFSET_S:
+    if (
+        answer.clock_offset_s is None
+        or abs(answer.clock_offset_s) - answer.clock_error_s <= 60 * MAX_CLOCK_OFFSET_MINUTES
+    ):
         return
     way = "ahead of" if answer.clock_offset_s > 0 else "behind"
     yield Finding(

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from rpcdist._counters import BOUNDS_S, MAX_ERRORS, MAX_NAMES, OK, OTHER, CallCounts, Histogram
+from rpcdist._counters import BUCKET_BOUNDS, MAX_ERRORS, MAX_NAMES, OK, OTHER, CallCounts, Histogram
 
 
 def noted(counts: CallCounts, called: object, outcome: str = OK, age_s: float = 0.0) -> None:
@@ -65,10 +65,10 @@ def test_an_error_that_is_no_name_gets_no_label(error: str) -> None:
 
 def test_durations_fall_into_their_buckets() -> None:
     histogram = Histogram()
-    for time_s in (0.0, *BOUNDS_S, 1000.0):
+    for time_s in (0.0, *BUCKET_BOUNDS, 1000.0):
         histogram.add(time_s)
-    assert histogram.counts == [2, *[1] * len(BOUNDS_S)]  # a bound belongs to its own bucket
-    assert histogram.total_s == pytest.approx(sum(BOUNDS_S) + 1000)
+    assert histogram.counts == [2, *[1] * len(BUCKET_BOUNDS)]  # a bound belongs to its own bucket
+    assert histogram.total_s == pytest.approx(sum(BUCKET_BOUNDS) + 1000)
 
 
 def test_what_is_read_does_not_change_and_includes_the_last_call() -> None:
