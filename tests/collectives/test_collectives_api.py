@@ -53,6 +53,8 @@ ABSENT = {
 DEFAULTS_BY_NAME = {"op"}  # ReduceOp.SUM of each
 RENAMED_PARAMETERS = {("rendezvous", "kwargs"): "options"}
 LATER_PARAMETERS = {
+    ("barrier", "timeout"): (2, 12),
+    ("new_group", "sort_ranks"): (2, 12),
     ("split_group", "backend"): (2, 13),
     ("init_process_group", "enable_reconfigure"): (2, 14),
     **{(name, "weights_only"): (2, 14) for name in FUNCTIONS if "object" in name},
