@@ -78,7 +78,7 @@ REFUSED: Final = {
 """Modules that no name of ours can stand for, and what to do. Programs import them to ask what is a `DTensor`."""
 
 TAKES_GROUPS: Final = {
-    "torch.distributed._functional_collectives": "_resolve_group _expand_group",
+    "torch.distributed._functional_collectives": "_resolve_group _resolve_group_name _expand_group",
     "torch.distributed._symmetric_memory": "enable_symm_mem_for_group rendezvous",
     "torch.distributed.distributed_c10d": (
         "_add_ephemeral_timeout_for_all_pgs _new_process_group_helper _update_default_pg"

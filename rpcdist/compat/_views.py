@@ -76,6 +76,8 @@ def _refuse(names: str, module: ModuleType) -> None:
         *classes, last = name.split(".")
         for each in classes:
             owner = getattr(owner, each)
+        if not hasattr(owner, last):
+            continue  # another torch has it
         original = getattr(owner, last)
         advice = advice_against(module.__name__) or (
             f"rpcdist.compat cannot replace {module.__name__}.{name}, which is for groups of torch: use new_group or "
