@@ -61,6 +61,7 @@ class UserLoop:
         self._refusal: Callable[[], Exception] | None = None
         self._stopping = False
         self._num_tasks_made = 0
+        self._had_calls = False
         fork.register(self)
 
     def start(self) -> None:
@@ -109,6 +110,7 @@ class UserLoop:
             raise self._refusal()
         call = UserCall(self, start, on_done, deadline, context, name)
         self._calls.add(call)
+        self._had_calls = True
         self.post(call.begin)
         return call
 
@@ -196,7 +198,7 @@ class UserLoop:
         me = asyncio.current_task()
         self._read_inbox()
         # Not if this is the only one: asyncio looks through the tasks of all loops, those of a thousand agents perhaps.
-        tasks = asyncio.all_tasks() - {me} if self._num_tasks_made > 1 else set()
+        tasks = asyncio.all_tasks() - {me} if self._had_calls or self._num_tasks_made > 1 else set()
         for left in range(CANCEL_ROUNDS, 0, -1):
             for call in list(self._calls):
                 call.end_soon(Cancelled(f"{call.name} was cancelled because its worker shuts down"))
