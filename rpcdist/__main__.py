@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from rpcdist._dashboard.commands import add_live_commands
+from rpcdist._dashboard.live_commands import add_live_commands
 from rpcdist._doctor.command import add_doctor
 from rpcdist._inspect.report_command import add_report
 from rpcdist._inspect.stacks_command import add_stacks

@@ -94,6 +94,8 @@ __all__ = [
     "LINGER_S",
     "LINK_CLOSE_LIMIT_S",
     "LISTENER_STOP_LIMIT_S",
+    "LIVE_VIEW_MIN_PERIOD_S",
+    "LIVE_VIEW_PERIOD_S",
     "LOCAL_HANDSHAKE_LIMIT_S",
     "LOCK_FIRST_PAUSE_S",
     "LOCK_LONGEST_PAUSE_S",
@@ -180,6 +182,7 @@ __all__ = [
     "UNEXPECTED_SOCKET_LIMIT_S",
     "UNREAD_STREAM_LIMIT_S",
     "UNWANTED_CALL_LIMIT_S",
+    "VIEWER_WRITE_LIMIT_S",
 ]
 
 # ------------------------------------------------------------ Detecting death
@@ -467,6 +470,12 @@ LOOK_PERIOD_S: Final = 0.1
 """A worker that is asked again within this time what it does gives the same answer."""
 OLD_CALLS_LOOK_S: Final = 1.0
 """Interval at which a worker looks whether a call has become that old."""
+LIVE_VIEW_PERIOD_S: Final = 1.0
+"""Interval between two looks of `python -m rpcdist dashboard` and `top` at a job. Users set it by `--period`."""
+LIVE_VIEW_MIN_PERIOD_S: Final = 0.2
+"""Live views look no more often than this."""
+VIEWER_WRITE_LIMIT_S: Final = 20.0
+"""A browser that has not taken an update of the dashboard for so long is gone."""
 LONG_WAIT_S: Final = 1.0
 """Calls, collectives and backward passes that are younger count as going well in `python -m rpcdist stacks`."""
 STORY_CONTEXT_S: Final = 10.0

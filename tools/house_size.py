@@ -38,7 +38,7 @@ LIMITS = {
     "files": Limit(562, 400),
     "classes": Limit(1_043, 620),
     "protocols": Limit(81, 30),
-    "time limits": Limit(167, 90),
+    "time limits": Limit(170, 90),
     "environment variables": Limit(30, 20),
     "import circles": Limit(0, 0),
 }

@@ -17,16 +17,13 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rpcdist._dashboard.watch import Watch
+from rpcdist._dashboard.job_watch import JobWatch
 from rpcdist.inspection import facts_to_json
+from rpcdist.time_limits import LIVE_VIEW_PERIOD_S, VIEWER_WRITE_LIMIT_S
 
 __all__ = ["MAX_VIEWERS", "make_page_server"]
 
 MAX_VIEWERS: Final = 20
-WRITE_LIMIT_S: Final = 20.0
-"""A browser that has not taken an update for so long is gone."""
-
-LOOK_LIMIT_S: Final = 1.0
 _COOKIE: Final = "rpcdist_dashboard"
 _TYPES: Final = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 _HEADERS: Final = (
@@ -39,7 +36,7 @@ _HEADERS: Final = (
 )
 
 
-def make_page_server(watch: Watch, token: str, is_ending: Callable[[], bool] = lambda: False) -> Starlette:
+def make_page_server(watch: JobWatch, token: str, is_ending: Callable[[], bool] = lambda: False) -> Starlette:
     """The application; it looks at the job while it runs and somebody has the page open.
 
     Args:
@@ -121,7 +118,7 @@ class _Events(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, watch: Watch, is_ending: Callable[[], bool]) -> None:
+    def __init__(self, watch: JobWatch, is_ending: Callable[[], bool]) -> None:
         super().__init__()
         self._watch = watch
         self._is_ending = is_ending
@@ -143,13 +140,13 @@ class _Events(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         seen = 0
         while not self._is_ending():
-            looks = await self._watch.next_look(seen, LOOK_LIMIT_S)
+            looks = await self._watch.next_look(seen, LIVE_VIEW_PERIOD_S)
             if looks > seen:
                 text = f"data: {json.dumps(self._watch.history.view(), separators=(',', ':'))}\n\n"
             else:
                 text = ": the job has not answered yet\n\n"
             seen = looks
-            async with asyncio.timeout(WRITE_LIMIT_S):
+            async with asyncio.timeout(VIEWER_WRITE_LIMIT_S):
                 await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
 

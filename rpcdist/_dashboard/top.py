@@ -13,8 +13,9 @@ from textual.containers import VerticalScroll
 from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Static
 
-from rpcdist._dashboard.watch import AsksJobs, Watch
+from rpcdist._dashboard.job_watch import AsksJobs, JobWatch
 from rpcdist.inspection import WorkerFacts
+from rpcdist.time_limits import LIVE_VIEW_PERIOD_S
 
 __all__ = ["Top", "run_top"]
 
@@ -24,7 +25,6 @@ COLUMNS: Final = (
     ("received_rate", "received/s"), ("queued", "queue"), ("references", "refs"), ("passes", "passes"),
     ("host", "host"),
 )  # fmt: skip
-_LIMIT_S: Final = 10.0
 _MAX_FRAMES: Final = 12
 
 
@@ -64,7 +64,7 @@ class Top(App[None]):
 
     def __init__(self, asker: AsksJobs, address: str, period_s: float) -> None:
         super().__init__()
-        self.watch_job = Watch(asker, address, period_s)
+        self.watch_job = JobWatch(asker, address, period_s)
         self._sort_by = 0
         self._down = False
 
@@ -88,7 +88,7 @@ class Top(App[None]):
         seen = 0
         try:
             while True:
-                seen = await self.watch_job.next_look(seen, _LIMIT_S)
+                seen = await self.watch_job.next_look(seen, LIVE_VIEW_PERIOD_S)
                 if looking.done():
                     looking.result()  # raises what ended it
                 self.show()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from rpcdist.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rpcdist._doctor.facts import HostFacts
+    from rpcdist._doctor.doctor_facts import HostFacts
     from rpcdist._doctor.worker_probes import Probed, WorkerProbes
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from rpcdist._doctor.facts import HostFacts, PortAnswer, PortFact, WorkerAnswer, WorkerFacts
+from rpcdist._doctor.doctor_facts import HostFacts, PortAnswer, PortFact, WorkerAnswer, WorkerFact
 from rpcdist.transport._tls.tls_failures import STRANGE_CERTIFICATE
 from rpcdist.transport.addresses import is_loopback, split_address
 from rpcdist.transport.handshake import TOKEN_ADVICE
@@ -126,7 +126,7 @@ def _gpu_findings(host: HostFacts) -> Iterator[Finding]:
 # ---------------------------------------------------------------------- a worker
 
 
-def worker_findings(worker: WorkerFacts, host: HostFacts) -> list[Finding]:
+def worker_findings(worker: WorkerFact, host: HostFacts) -> list[Finding]:
     """Finds what is wrong between this machine and a worker."""
     if worker.name_error is not None:
         name = split_address(worker.address)[0]
@@ -141,11 +141,11 @@ def worker_findings(worker: WorkerFacts, host: HostFacts) -> list[Finding]:
     return [*_channel_findings(worker, host), *_answer_findings(worker, host)]
 
 
-def _who(worker: WorkerFacts) -> str:
+def _who(worker: WorkerFact) -> str:
     return f"{worker.member} at {worker.address}" if worker.member else worker.address
 
 
-def _no_session(worker: WorkerFacts, host: HostFacts) -> Iterator[Finding]:
+def _no_session(worker: WorkerFact, host: HostFacts) -> Iterator[Finding]:
     if not any(port.answer is PortAnswer.OPEN for port in worker.ports):
         yield from _closed_port(worker)
         return
@@ -166,7 +166,7 @@ def _no_session(worker: WorkerFacts, host: HostFacts) -> Iterator[Finding]:
         )
 
 
-def _closed_port(worker: WorkerFacts) -> Iterator[Finding]:
+def _closed_port(worker: WorkerFact) -> Iterator[Finding]:
     """Nothing can be connected to. Where a name has several addresses, the one that came furthest is told."""
     name, number = split_address(worker.address)
     order = (PortAnswer.REFUSED, PortAnswer.SILENT, PortAnswer.UNREACHABLE, PortAnswer.FAILED)
@@ -202,7 +202,7 @@ def _closed_port(worker: WorkerFacts) -> Iterator[Finding]:
         yield Finding(f"this process could not try to connect to {_who(worker)}", _clause(port.detail))
 
 
-def _silence(worker: WorkerFacts, port: PortFact, number: int) -> Finding:
+def _silence(worker: WorkerFact, port: PortFact, number: int) -> Finding:
     if port.is_host_up:
         return Finding(
             f"the machine {port.host} answers, and drops connections to port {number} without a word",
@@ -214,7 +214,7 @@ def _silence(worker: WorkerFacts, port: PortFact, number: int) -> Finding:
     )
 
 
-def _certificate_finding(worker: WorkerFacts, host: HostFacts) -> Finding | None:
+def _certificate_finding(worker: WorkerFact, host: HostFacts) -> Finding | None:
     shown = worker.shown
     if shown is None:
         return None
@@ -243,7 +243,7 @@ def _certificate_finding(worker: WorkerFacts, host: HostFacts) -> Finding | None
     return None
 
 
-def _strange_server(worker: WorkerFacts) -> Finding:
+def _strange_server(worker: WorkerFact) -> Finding:
     """TLS failed, and the certificate does not say that the token is to blame."""
     if worker.shown is None:
         return Finding(
@@ -258,14 +258,14 @@ def _strange_server(worker: WorkerFacts) -> Finding:
     )
 
 
-def _other_token(worker: WorkerFacts, host: HostFacts) -> Finding:
+def _other_token(worker: WorkerFact, host: HostFacts) -> Finding:
     return Finding(
         f"the process at {_who(worker)} has another job token than this process, which uses {host.token_source}",
         "set RPCDIST_TOKEN to the same value in all processes of the job, or give all machines the same token file",
     )
 
 
-def _channel_findings(worker: WorkerFacts, host: HostFacts) -> Iterator[Finding]:
+def _channel_findings(worker: WorkerFact, host: HostFacts) -> Iterator[Finding]:
     """Why the session does not run over the best channel that there could be."""
     assert worker.session is not None
     channel, passed_over = worker.session.channel, dict(worker.session.passed_over)
@@ -295,7 +295,7 @@ def _channel_findings(worker: WorkerFacts, host: HostFacts) -> Iterator[Finding]
             )
 
 
-def _answer_findings(worker: WorkerFacts, host: HostFacts) -> Iterator[Finding]:
+def _answer_findings(worker: WorkerFact, host: HostFacts) -> Iterator[Finding]:
     if worker.listen_error is not None:
         yield Finding(f"a worker here could not listen where {_who(worker)} looks for it", _clause(worker.listen_error))
     answer = worker.answer
@@ -325,7 +325,7 @@ def _answer_findings(worker: WorkerFacts, host: HostFacts) -> Iterator[Finding]:
     yield from _version_findings(worker, answer, host)
 
 
-def _mtu_findings(worker: WorkerFacts) -> Iterator[Finding]:
+def _mtu_findings(worker: WorkerFact) -> Iterator[Finding]:
     for port in worker.ports:
         if port.mtu_bytes is not None and port.mtu_bytes < _MIN_MTU_BYTES:
             yield Finding(
@@ -334,7 +334,7 @@ def _mtu_findings(worker: WorkerFacts) -> Iterator[Finding]:
             )
 
 
-def _clock_findings(worker: WorkerFacts, answer: WorkerAnswer) -> Iterator[Finding]:
+def _clock_findings(worker: WorkerFact, answer: WorkerAnswer) -> Iterator[Finding]:
     if (
         answer.clock_offset_s is None
         or abs(answer.clock_offset_s) - answer.clock_error_s <= 60 * MAX_CLOCK_OFFSET_MINUTES
@@ -348,7 +348,7 @@ def _clock_findings(worker: WorkerFacts, answer: WorkerAnswer) -> Iterator[Findi
     )
 
 
-def _version_findings(worker: WorkerFacts, answer: WorkerAnswer, host: HostFacts) -> Iterator[Finding]:
+def _version_findings(worker: WorkerFact, answer: WorkerAnswer, host: HostFacts) -> Iterator[Finding]:
     for name, num_parts in _FIRST_OF_VERSION.items():
         theirs, ours = answer.versions.get(name), host.versions.get(name)
         if theirs is None or ours is None:
@@ -363,7 +363,7 @@ def _version_findings(worker: WorkerFacts, answer: WorkerAnswer, host: HostFacts
 # ---------------------------------------------------------------------- words
 
 
-def summary(worker: WorkerFacts) -> str:
+def summary(worker: WorkerFact) -> str:
     """One line about a worker that was reached."""
     session = worker.session
     if session is None:

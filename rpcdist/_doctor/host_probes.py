@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from rpcdist._doctor.facts import GpuFacts, HostFacts
+from rpcdist._doctor.doctor_facts import GpuFacts, HostFacts
 from rpcdist.errors import ConfigError, TransportError
 from rpcdist.own_shortage import check_can_start
 from rpcdist.transport._channels.brief_polling import may_poll

@@ -1,4 +1,4 @@
-"""Looks at a worker as another worker would meet it; see `WorkerFacts`. Every probe has a limit of seconds.
+"""Looks at a worker as another worker would meet it; see `WorkerFact`. Every probe has a limit of seconds.
 
 A session is tried first, and plain connections only where that fails: a port that is probed without one leaves a
 warning in the log of the worker.
@@ -21,7 +21,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import NameOID
 from google.protobuf.message import DecodeError
 
-from rpcdist._doctor.facts import PortAnswer, PortFact, SessionFact, Shown, WorkerAnswer, WorkerFacts
+from rpcdist._doctor.doctor_facts import PortAnswer, PortFact, SessionFact, Shown, WorkerAnswer, WorkerFact
 from rpcdist._proto import diagnosis_pb2, membership_pb2
 from rpcdist.errors import AuthenticationFailed, ConfigError, RpcdistError, TransportError
 from rpcdist.time_limits import DOCTOR_LIMIT_S, MIN_ATTEMPT_S, NAME_LOOKUP_LIMIT_S, TCP_CHANNEL_LIMIT_S
@@ -49,7 +49,7 @@ _NO_WAY: Final = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.E
 class Probed(NamedTuple):
     """The facts about one address, and the workers (name, address) that a coordinator there names."""
 
-    facts: WorkerFacts
+    facts: WorkerFact
     members: Sequence[tuple[str, str]] = ()
 
 
@@ -79,10 +79,10 @@ class WorkerProbes:
         try:
             hosts = _resolved(host)
         except OSError as exc:
-            return Probed(WorkerFacts(address, member, name_error=exc.strerror or str(exc)))
+            return Probed(WorkerFact(address, member, name_error=exc.strerror or str(exc)))
         ways = tuple(PortFact(each, PortAnswer.OPEN, "", *_way_to(each)) for each in hosts)
         is_here = any(way.host == way.own_host or is_loopback(way.host) for way in ways)
-        facts = WorkerFacts(address, member, ports=ways, is_this_machine=is_here, now_s=time.time())
+        facts = WorkerFact(address, member, ports=ways, is_this_machine=is_here, now_s=time.time())
         try:
             connecting = self._node.connect(address, DIAGNOSIS_ROLE, DOCTOR_LIMIT_S, NullHandler(), retry=False)
             link = self._node.run(connecting, 2 * DOCTOR_LIMIT_S)
@@ -95,7 +95,7 @@ class WorkerProbes:
 
     # ------------------------------------------------------------ no session
 
-    def _without_session(self, facts: WorkerFacts, error: Exception) -> WorkerFacts:
+    def _without_session(self, facts: WorkerFact, error: Exception) -> WorkerFact:
         number = split_address(facts.address)[1]
         ports = tuple(_tried(way, number) for way in facts.ports)
         is_refused = isinstance(error, AuthenticationFailed | ConfigError)
@@ -107,7 +107,7 @@ class WorkerProbes:
 
     # ------------------------------------------------------------ with a session
 
-    def _with_session(self, facts: WorkerFacts, link: Link) -> Probed:
+    def _with_session(self, facts: WorkerFact, link: Link) -> Probed:
         session = SessionFact(printable(link.peer.name), link.session.channel_kind, link.passed_over)
         facts = replace(facts, session=session)
         try:

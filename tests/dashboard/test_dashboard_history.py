@@ -8,12 +8,19 @@ from typing import Any
 
 from dashboard_facts import channel, facts, served
 
-from rpcdist._dashboard.history import KEPT_CURVE_POINTS, KEPT_EVENTS, KEPT_POINTS, MAX_CURVES, History, JobAnswers
+from rpcdist._dashboard.job_history import (
+    KEPT_CURVE_POINTS,
+    KEPT_EVENTS,
+    KEPT_POINTS,
+    MAX_CURVES,
+    JobAnswers,
+    JobHistory,
+)
 from rpcdist.inspection import CallMade, CurveFacts, FunctionTimes, MemberFacts, SilentWorker, ThreadState
 
 
 def after(*looks: JobAnswers, period_s: float = 2.0) -> dict[str, Any]:
-    history = History()
+    history = JobHistory()
     for number, look in enumerate(looks):
         history.add(look, 100.0 + number * period_s)
     view = history.view()
@@ -101,7 +108,7 @@ def test_curves_go_on_where_they_were() -> None:
 
 
 def test_everything_is_bounded() -> None:
-    history = History()
+    history = JobHistory()
     for number in range(3 * KEPT_POINTS):
         start = 100.0 * number
         curves = tuple(

@@ -18,8 +18,8 @@ from dashboard_facts import channel, facts, served
 from headless_browser import Browser
 
 from rpcdist._dashboard import page_server
+from rpcdist._dashboard.job_watch import JobWatch, ask
 from rpcdist._dashboard.page_server import make_page_server
-from rpcdist._dashboard.watch import Watch, ask
 from rpcdist._inspect.asking import JobFacts
 from rpcdist.errors import ConnectFailed
 from rpcdist.inspection import CurveFacts, SilentWorker, WorkerFacts
@@ -72,7 +72,7 @@ async def get(app: Any, target: str, cookie: str = "") -> Answer:
 
 
 def page_of(job: MadeUpJob) -> Any:
-    return make_page_server(Watch(job, "127.0.0.1:2000", 0.01), TOKEN)
+    return make_page_server(JobWatch(job, "127.0.0.1:2000", 0.01), TOKEN)
 
 
 PATHS = ["/", "/page.js", "/page.css", "/plotly.js", "/events", "/worker?name=worker0", "/nothing"]
@@ -125,7 +125,7 @@ async def read_events(app: Any, count: int, between: Any = None) -> list[Any]:
 
 async def test_a_browser_gets_each_look_and_the_job_is_asked_while_somebody_looks() -> None:
     job = MadeUpJob(facts(num_served=5), facts("worker1"))
-    watch = Watch(job, "127.0.0.1:2000", 0.01)
+    watch = JobWatch(job, "127.0.0.1:2000", 0.01)
     app = make_page_server(watch, TOKEN)
     async with app.router.lifespan_context(app):
         assert not job.asked
@@ -144,7 +144,7 @@ async def test_a_browser_gets_each_look_and_the_job_is_asked_while_somebody_look
 
 
 async def test_so_many_browsers_and_no_more() -> None:
-    watch = Watch(MadeUpJob(facts()), "127.0.0.1:2000", 0.01)
+    watch = JobWatch(MadeUpJob(facts()), "127.0.0.1:2000", 0.01)
     for _ in range(page_server.MAX_VIEWERS):
         watch.enter()
     answer = await get(make_page_server(watch, TOKEN), "/events", TOKEN)
@@ -163,7 +163,7 @@ def test_another_worker_is_asked_when_the_first_is_gone() -> None:
 @contextmanager
 def served_page(job: MadeUpJob) -> Iterator[str]:
     """The address of a page that a server of this process serves on loopback."""
-    app = make_page_server(Watch(job, "127.0.0.1:2000", 0.2), TOKEN)
+    app = make_page_server(JobWatch(job, "127.0.0.1:2000", 0.2), TOKEN)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run)
     thread.start()

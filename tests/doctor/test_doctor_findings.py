@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from cryptography import x509
 
-from rpcdist._doctor.facts import (
+from rpcdist._doctor.doctor_facts import (
     GpuFacts,
     HostFacts,
     PortAnswer,
@@ -16,7 +16,7 @@ from rpcdist._doctor.facts import (
     SessionFact,
     Shown,
     WorkerAnswer,
-    WorkerFacts,
+    WorkerFact,
 )
 from rpcdist._doctor.findings import Finding, host_findings, summary, worker_findings
 from rpcdist._doctor.worker_probes import _judged
@@ -40,13 +40,11 @@ NOW = 1_800_000_000.0
 ADDRESS = "10.0.0.2:29500"
 OPEN = PortFact("10.0.0.2", PortAnswer.OPEN, "", "10.0.0.1", None, 1500)
 ANSWER = WorkerAnswer(own_address="10.0.0.1:4000", clock_offset_s=0.1, clock_error_s=0.01, versions=SOUND.versions)
-REACHED = WorkerFacts(
-    ADDRESS, ports=(OPEN,), session=SessionFact("worker1", "tcp", (), 0.001), now_s=NOW, answer=ANSWER
-)
+REACHED = WorkerFact(ADDRESS, ports=(OPEN,), session=SessionFact("worker1", "tcp", (), 0.001), now_s=NOW, answer=ANSWER)
 CLOSED = replace(REACHED, session=None, answer=None, session_error="no answer")
 
 
-def closed(answer: PortAnswer, host: str = "10.0.0.2", detail: str = "", is_host_up: bool | None = None) -> WorkerFacts:
+def closed(answer: PortAnswer, host: str = "10.0.0.2", detail: str = "", is_host_up: bool | None = None) -> WorkerFact:
     return replace(CLOSED, ports=(PortFact(host, answer, detail, "10.0.0.1", is_host_up),))
 
 
@@ -92,7 +90,7 @@ SAME_MACHINE = replace(REACHED, is_this_machine=True)
         (replace(REACHED, answer=replace(ANSWER, versions={"nccl": "2.27.3"})), SOUND),
     ],
 )
-def test_a_sound_worker_has_no_findings(worker: WorkerFacts, host: HostFacts) -> None:
+def test_a_sound_worker_has_no_findings(worker: WorkerFact, host: HostFacts) -> None:
     assert worker_findings(worker, host) == []
 
 
@@ -169,7 +167,7 @@ def test_what_is_wrong_with_a_machine(host: HostFacts, words: str) -> None:
         (replace(CLOSED, shown=Shown(True, True, True, NOW - 100, NOW + 80_000)), "no session comes about"),
     ],
 )
-def test_why_there_is_no_session(worker: WorkerFacts, words: str) -> None:
+def test_why_there_is_no_session(worker: WorkerFact, words: str) -> None:
     assert words in only(worker_findings(worker, SOUND))
 
 
@@ -203,7 +201,7 @@ def test_why_there_is_no_session(worker: WorkerFacts, words: str) -> None:
         (replace(REACHED, answer=replace(ANSWER, versions={"python": "3.12.7"})), "python 3.12.7"),
     ],
 )
-def test_what_is_wrong_with_a_session(worker: WorkerFacts, words: str) -> None:
+def test_what_is_wrong_with_a_session(worker: WorkerFact, words: str) -> None:
     assert words in only(worker_findings(worker, SOUND))
 
 

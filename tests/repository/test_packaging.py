@@ -77,7 +77,8 @@ def test_wheel_has_every_module_and_nothing_else(distributions: tuple[Path, Path
         names = set(wheel.namelist())
     installed = {name for name in names if ".dist-info/" not in name}
     assert {name for name in installed if name.endswith(".py")} == modules_on_disk()
-    assert {name for name in installed if not name.endswith((".py", ".pyi"))} == {"rpcdist/py.typed"}
+    pages = {f"rpcdist/_dashboard/page/page.{kind}" for kind in ("css", "html", "js")}
+    assert {name for name in installed if not name.endswith((".py", ".pyi"))} == {"rpcdist/py.typed", *pages}
     assert {name.split("/")[0] for name in installed} == {"rpcdist"}
     assert any(name.endswith("/licenses/LICENSE") for name in names)
 

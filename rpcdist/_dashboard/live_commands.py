@@ -10,17 +10,15 @@ import socket
 import sys
 import threading
 from contextlib import closing
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from rpcdist.errors import ConfigError, RpcdistError
+from rpcdist.time_limits import LIVE_VIEW_MIN_PERIOD_S, LIVE_VIEW_PERIOD_S
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 __all__ = ["add_live_commands"]
-
-_PERIOD_S: Final = 1.0
-_MIN_PERIOD_S: Final = 0.2
 
 
 def add_live_commands(commands: Commands) -> None:
@@ -39,7 +37,7 @@ def add_live_commands(commands: Commands) -> None:
         command.add_argument(
             "--period",
             type=float,
-            default=_PERIOD_S,
+            default=LIVE_VIEW_PERIOD_S,
             metavar="SECONDS",
             help="between two looks at the job; 1 by default",
         )
@@ -50,8 +48,8 @@ def _run_dashboard(arguments: argparse.Namespace) -> int:
         import plotly  # type: ignore[import-untyped] # noqa: F401 # its script is served
         import uvicorn
 
+        from rpcdist._dashboard.job_watch import JobWatch
         from rpcdist._dashboard.page_server import make_page_server
-        from rpcdist._dashboard.watch import Watch
     except ImportError as error:
         return _lacks(error)
     from rpcdist._inspect.asking import Asker
@@ -63,7 +61,7 @@ def _run_dashboard(arguments: argparse.Namespace) -> int:
             token = secrets.token_urlsafe(24)
 
             async def serve() -> None:
-                watch = Watch(asker, arguments.address, arguments.period)
+                watch = JobWatch(asker, arguments.address, arguments.period)
                 app = make_page_server(watch, token, lambda: server.should_exit)
                 config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=3)
                 server = uvicorn.Server(config)
@@ -106,8 +104,8 @@ def _lacks(error: ImportError) -> int:
 
 
 def _check_period(period_s: float) -> None:
-    if not _MIN_PERIOD_S <= period_s <= 3600:
-        raise ConfigError(f"--period is {period_s}: give {_MIN_PERIOD_S} to 3600 seconds")
+    if not LIVE_VIEW_MIN_PERIOD_S <= period_s <= 3600:
+        raise ConfigError(f"--period is {period_s}: give {LIVE_VIEW_MIN_PERIOD_S} to 3600 seconds")
 
 
 def _listen(host: str, port: int) -> socket.socket:

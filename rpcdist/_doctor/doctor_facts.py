@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-__all__ = ["GpuFacts", "HostFacts", "PortAnswer", "PortFact", "SessionFact", "Shown", "WorkerAnswer", "WorkerFacts"]
+__all__ = ["GpuFacts", "HostFacts", "PortAnswer", "PortFact", "SessionFact", "Shown", "WorkerAnswer", "WorkerFact"]
 
 
 class PortAnswer(Enum):
@@ -165,7 +165,7 @@ class WorkerAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerFacts:
+class WorkerFact:
     """One address that was asked for, or that the coordinator named.
 
     Attributes:

@@ -12,8 +12,9 @@ from math import inf
 from typing import Any, Final
 
 from rpcdist.inspection import CallServed, ChannelFacts, SilentWorker, WorkerFacts, explain
+from rpcdist.time_limits import LONG_WAIT_S
 
-__all__ = ["History", "JobAnswers"]
+__all__ = ["JobAnswers", "JobHistory"]
 
 KEPT_EVENTS: Final = 200
 KEPT_POINTS: Final = 300
@@ -24,7 +25,6 @@ MAX_CURVES: Final = 100
 MAX_FUNCTIONS: Final = 50
 MAX_LINKS: Final = 500
 MAX_REASONS: Final = 20
-OLD_CALL_S: Final = 1.0
 _OWN_CALLS: Final = "rpcdist.rpc._membership."
 _SHUTDOWN_CALL: Final = "rpcdist.rpc._membership.departures:depart"
 
@@ -83,7 +83,7 @@ class _Curve:
             self.points[:half] = self.points[:half:2]
 
 
-class History:
+class JobHistory:
     """The looks at one job. Not for several threads at once."""
 
     def __init__(self) -> None:
@@ -333,7 +333,7 @@ def _waits(answers: JobAnswers) -> dict[str, Any]:
     workers: Sequence[WorkerFacts] = answers.workers
     if any(facts.phase != "leaving" for facts in workers):
         workers = [_without_shutdown(facts) for facts in workers]
-    found = explain(workers, answers.silent, OLD_CALL_S)
+    found = explain(workers, answers.silent, LONG_WAIT_S)
     return {
         "deadlocks": list(found.deadlocks[:MAX_REASONS]),
         "culprits": [{"text": text, "chains": number} for text, number in found.culprits[:MAX_REASONS]],

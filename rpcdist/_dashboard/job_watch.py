@@ -8,13 +8,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from rpcdist._dashboard.history import History, JobAnswers
+from rpcdist._dashboard.job_history import JobAnswers, JobHistory
 from rpcdist._inspect.asking import JobFacts
 from rpcdist.errors import RpcdistError
 from rpcdist.inspection import WorkerFacts
 from rpcdist.off_loop import run_in_thread
 
-__all__ = ["AsksJobs", "Watch", "ask"]
+__all__ = ["AsksJobs", "JobWatch", "ask"]
 
 
 class AsksJobs(Protocol):
@@ -23,7 +23,7 @@ class AsksJobs(Protocol):
     def job_at(self, address: str) -> JobFacts: ...
 
 
-class Watch:
+class JobWatch:
     """Looks at a job once in a period, as long as there are viewers; on one event loop.
 
     Args:
@@ -34,7 +34,7 @@ class Watch:
     """
 
     def __init__(self, asker: AsksJobs, address: str, period_s: float, clock: Callable[[], float] = time.time) -> None:
-        self.history = History()
+        self.history = JobHistory()
         self.num_looks = 0
         self._asker = asker
         self._addresses = [address]
@@ -46,7 +46,7 @@ class Watch:
         self._looked = asyncio.Condition()
 
     def __repr__(self) -> str:
-        return f"<Watch of {self._addresses[0]}, {self._num_viewers} viewers>"
+        return f"<JobWatch of {self._addresses[0]}, {self._num_viewers} viewers>"
 
     async def run(self) -> None:
         """Looks until it is cancelled."""
