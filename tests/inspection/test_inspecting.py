@@ -50,6 +50,7 @@ def test_a_worker_tells_on_every_channel(cluster: Cluster, to: int) -> None:
     rpc.rpc_sync(name, torch.add, (payload, 1))
     kept = rpc.remote(name, torch.zeros, (3,))
     kept.to_here()
+    eventually(lambda: rpc.inspect_worker(name).references, "an answer that is younger than the reference")
     facts = rpc.inspect_worker(name)
     assert (facts.worker, facts.id, facts.pid) == (name, to, cluster.pids()[name])
     [channel] = [one for one in facts.channels if one.peer == cluster.me and not one.opened_here]
