@@ -148,6 +148,7 @@ class _Events(Response):
             seen = looks
             async with asyncio.timeout(VIEWER_WRITE_LIMIT_S):
                 await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        await send({"type": "http.response.body"})  # the server logs an error about answers that have no end
 
 
 async def _until_gone(receive: Receive) -> None:

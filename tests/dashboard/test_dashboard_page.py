@@ -143,6 +143,28 @@ async def test_a_browser_gets_each_look_and_the_job_is_asked_while_somebody_look
         assert len(job.asked) == asked
 
 
+async def test_an_answer_has_an_end_when_the_server_ends() -> None:
+    """Otherwise the server logs an error about each browser that looks at the page."""
+    is_ending = False
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: dict[str, Any]) -> None:
+        nonlocal is_ending
+        sent.append(message)
+        is_ending = len(sent) >= 3
+
+    app = make_page_server(Watch(MadeUpJob(facts()), "127.0.0.1:2000", 0.01), TOKEN, lambda: is_ending)
+    cookie = [(b"cookie", f"rpcdist_dashboard={TOKEN}".encode())]
+    scope = {"type": "http", "method": "GET", "path": "/events", "query_string": b"", "headers": cookie}
+    async with app.router.lifespan_context(app), asyncio.timeout(LIMIT_S):
+        await app(scope, receive, send)
+    assert len(sent) >= 4 and not sent[-1].get("more_body") and all(one.get("more_body") for one in sent[1:-1])
+
+
 async def test_so_many_browsers_and_no_more() -> None:
     watch = JobWatch(MadeUpJob(facts()), "127.0.0.1:2000", 0.01)
     for _ in range(page_server.MAX_VIEWERS):
@@ -194,7 +216,7 @@ def test_a_browser_shows_the_job(tmp_path: Path, width: int, is_dark: bool) -> N
         facts(
             channels=(channel("s", 5000),),
             calls_served=(served(NASTY, 3.0),),
-            curves=(CurveFacts("loss", ((1e9, 2.0),)),),
+            curves=(CurveFacts("loss", ((1e9, 2.0),)), CurveFacts(NASTY, ((1e9, 3.0),))),
         ),
         facts("worker1", role=NASTY),
         silent=(silent,),
@@ -209,6 +231,7 @@ def test_a_browser_shows_the_job(tmp_path: Path, width: int, is_dark: bool) -> N
         assert browser.evaluate("document.querySelector('#status').textContent") == "a worker is silent"
         assert NASTY in browser.evaluate("document.querySelector('#functions').textContent")
         assert browser.evaluate("!document.querySelector('#curves-section').hidden")
+        assert NASTY in browser.evaluate("document.querySelector('#curves .legend').textContent")
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         ground = browser.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (ground == "rgb(18, 22, 29)") == is_dark

@@ -29,6 +29,11 @@ function seconds(value) {
   return value < 7200 ? Math.round(value / 60) + " min" : (value / 3600).toFixed(1) + " h";
 }
 
+// Plotly reads some tags, links among them, in the names of lines.
+function plainText(text) {
+  return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+}
+
 function element(tag, text, className) {
   const made = document.createElement(tag);
   if (text !== undefined) made.textContent = text;
@@ -186,7 +191,7 @@ function drawCharts() {
   const curves = Object.entries(view.curves ?? {});
   byId("curves-section").hidden = curves.length === 0;
   if (curves.length) {
-    Plotly.react("curves", curves.map(([name, points]) => ({ x: points.map((p) => new Date(p[0] * 1000)), y: points.map((p) => p[1]), name, mode: "lines" })), layout(""), options);
+    Plotly.react("curves", curves.map(([name, points]) => ({ x: points.map((p) => new Date(p[0] * 1000)), y: points.map((p) => p[1]), name: plainText(name), mode: "lines" })), layout(""), options);
   }
 }
 
