@@ -13,11 +13,13 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -98,10 +100,12 @@ def trace(path: str | os.PathLike[str], max_calls: int = MAX_CALLS, timeout: flo
     try:
         yield
     finally:
-        notes = [
-            _with_clock(_notes_from(answer), worker, timeout)
-            for worker, answer in _ask(list(asked), _end, (owner,), timeout).items()
-        ]
+        notes: list[Notes] = []
+        for worker, answer in _ask(list(asked), _end, (owner,), timeout).items():
+            try:
+                notes.append(_with_clock(_notes_from(answer), worker, timeout))
+            except SerializationError as error:  # the notes of the others are as good as before
+                logger.warning("worker %r is not in the trace: %s", worker, error)
         began = time.monotonic()
         with target.open("w") as file:
             file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
@@ -122,10 +126,9 @@ def trace_events(notes: Iterable[Notes]) -> Iterator[dict[str, Any]]:
     starts = [row[3] + one.offset_s for one in notes for row in (*one.made, *one.served)]
     starts += [span[2] + one.offset_s for one in notes for span in one.spans]
     zero = min(starts, default=0.0)
-    known: dict[tuple[int, int, int], str] = {}
-    for one in notes:
-        for row in one.served:
-            known[row[1], one.id, row[0]] = f"{row[1]}.{one.id}.{row[0]}"
+    made = {(one.id, row[1], row[0]) for one in notes for row in one.made}
+    served = {(row[1], one.id, row[0]) for one in notes for row in one.served}
+    known = made & served  # calls with both ends: a worker that is lost or full of calls has no notes of its end
     for one in notes:
         clock = f", clock known to {one.error_s * 1e3:.2f} ms" if one.error_s else ""
         yield {"ph": "M", "pid": one.id, "name": "process_name", "args": {"name": f"{one.worker}{clock}"}}
@@ -153,7 +156,7 @@ def trace_events(notes: Iterable[Notes]) -> Iterator[dict[str, Any]]:
 
 
 def _call_events(
-    one: Notes, tid: int, row: Row, begin: float, end: float, is_served: bool, known: dict[tuple[int, int, int], str]
+    one: Notes, tid: int, row: Row, begin: float, end: float, is_served: bool, known: Set[tuple[int, int, int]]
 ) -> Iterator[dict[str, Any]]:
     """A slice, and one end of the arrow to the slice at the other worker."""
     id, peer, function, _, _, outcome = row
@@ -165,22 +168,27 @@ def _call_events(
         "ph": "X", "pid": one.id, "tid": tid, "name": str(function), "cat": "served" if is_served else "made",
         "ts": start_us, "dur": round(max(0.0, end - begin) * 1e6, 1), "args": arguments,
     }  # fmt: skip
-    arrow = known.get((peer, one.id, id) if is_served else (one.id, peer, id))
-    if arrow is not None:
+    arrow = (peer, one.id, id) if is_served else (one.id, peer, id)
+    if arrow in known:
         ends = {"ph": "f", "bp": "e"} if is_served else {"ph": "s"}
-        yield {**ends, "pid": one.id, "tid": tid, "ts": start_us, "id": arrow, "name": "call", "cat": "call"}
+        number = "{}.{}.{}".format(*arrow)
+        yield {**ends, "pid": one.id, "tid": tid, "ts": start_us, "id": number, "name": "call", "cat": "call"}
 
 
 def _lanes(items: list[tuple[float, float, Any]]) -> list[list[tuple[float, float, Any]]]:
     """Spreads slices over lanes, in each of which no two overlap."""
     lanes: list[list[tuple[float, float, Any]]] = []
-    free: list[float] = []
+    taken: list[tuple[float, int]] = []  # until when, and which lane; both are heaps, for thousands of lanes
+    free: list[int] = []
     for item in sorted(items, key=lambda item: item[0]):
-        lane = next((number for number, end in enumerate(free) if end <= item[0]), len(free))
-        if lane == len(free):
-            free.append(0.0)
+        while taken and taken[0][0] <= item[0]:
+            heappush(free, heappop(taken)[1])
+        if free:
+            lane = heappop(free)
+        else:
+            lane = len(lanes)
             lanes.append([])
-        free[lane] = item[1]
+        heappush(taken, (item[1], lane))
         lanes[lane].append(item)
     return lanes
 
@@ -298,9 +306,22 @@ def _notes_from(answer: bytes) -> Notes:
         if not isinstance(answer, bytes) or len(answer) > MAX_ANSWER_BYTES:
             raise ValueError("they are too long, or no bytes")
         worker, id, made, served, spans, omitted, *_ = json.loads(answer)
-        return Notes(str(worker), int(id), list(map(tuple, made)), list(map(tuple, served)), spans, int(omitted))
-    except (ValueError, TypeError, RecursionError) as error:
+        read_spans = [(str(lane), str(name), _time(begin), _time(end)) for lane, name, begin, end in spans]
+        return Notes(str(worker), int(id), [*map(_row, made)], [*map(_row, served)], read_spans, int(omitted))
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise SerializationError(f"the notes of a worker for a trace cannot be read: {error}") from error
+
+
+def _row(read: Sequence[Any]) -> Row:
+    id, peer, function, began, ended, outcome = read
+    return int(id), int(peer), str(function), _time(began), _time(ended), str(outcome)
+
+
+def _time(read: Any) -> float:
+    """Of another worker's clock; JSON has no infinite numbers, but its parser takes them."""
+    if not isinstance(read, int | float) or not math.isfinite(read):
+        raise ValueError(f"{read!r:.100} is no time")
+    return float(read)
 
 
 def _with_clock(notes: Notes, worker: str, timeout: float) -> Notes:
@@ -313,7 +334,10 @@ def _with_clock(notes: Notes, worker: str, timeout: float) -> Notes:
             sent = time.monotonic()
             there = rpc.rpc_sync(worker, _now, timeout=timeout)
             came = time.monotonic()
-            found.append((came - sent, (sent + came) / 2 - there))
+            try:
+                found.append((came - sent, (sent + came) / 2 - _time(there)))
+            except ValueError as error:
+                raise SerializationError(f"the clock of a worker cannot be read: {error}") from error
     if not found:
         return notes
     shortest, offset_s = min(found)

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import rpcdist
-from rpcdist import autograd, rpc
+from rpcdist import autograd, rpc, tracing
 from rpcdist.errors import ConfigError, NotInitialized
+from rpcdist.rpc._current import current_agent
 from rpcdist.testing import InProcessCluster
 from rpcdist.tracing import Notes, trace_events
 
@@ -133,3 +134,62 @@ def test_clocks_are_set() -> None:
     assert any(
         event["args"]["name"] == "b, clock known to 1.00 ms" for event in events if event["name"] == "process_name"
     )
+
+
+def test_a_call_that_one_end_has_no_notes_of_gets_no_arrow() -> None:
+    """The caller or the callee is lost, or has left out its oldest calls."""
+    row = (7, 1, "f", 1.0, 2.0, "ok")
+    for notes in (Notes("a", 0, [row], (), ()), Notes("b", 1, (), [(7, 0, "f", 1.0, 2.0, "ok")], ())):
+        events = list(trace_events([notes]))
+        assert [event["name"] for event in events if event["ph"] == "X"] == ["f"]
+        assert not [event for event in events if event["ph"] in "sf"]
+
+
+def test_ten_thousand_calls_at_once_take_no_time_each_for_each() -> None:
+    """A new lane for each, and then all lanes again, the first one first."""
+    number = 10_000
+    rows = [(id, 1, "f", id * 1e-6, 1.0 + id * 1e-6, "ok") for id in range(number)]
+    rows += [(number + id, 1, "f", 2.0 + id * 1e-6, 3.0, "ok") for id in range(number)]
+    lanes = {
+        event["args"]["call"]: event["tid"]
+        for event in slices(list(trace_events([Notes("a", 0, rows, (), ())])), "made")
+    }
+    assert [lanes[id] for id in range(2 * number)] == 2 * list(range(1, number + 1))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        "text",
+        None,
+        b"[]",
+        b"[" * 100_000,
+        b'["b",1,[[1,0]],[],[],0]',
+        b'["b",1,[[1,0,"f",NaN,1.0,"ok"]],[],[],0]',
+        b'["b",1,[],[[1,0,"f",1.0,1e999,"ok"]],[],0]',
+        b'["b",1,[],[],[["lane","name","1",2.0]],0]',
+        b'["b",1e999,[],[],[],0]',
+        b'["b",1,[],[],[["lane","name",1' + b"0" * 400 + b",2.0]],0]",
+    ],
+)
+def test_notes_that_cannot_be_read_leave_their_worker_out(
+    no_agent: None, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, answer: object
+) -> None:
+    honest = tracing._end
+    monkeypatch.setattr(tracing, "_end", lying_end)
+    lies.update(b=answer, others=honest)
+    path = tmp_path / "trace.json"
+    with InProcessCluster("a", "b") as cluster, cluster.use("a"), caplog.at_level(logging.WARNING):
+        with rpcdist.trace(path):
+            rpc.rpc_sync("b", double, (1,))
+    assert {event["pid"] for event in events_of(path)} == {0}
+    assert "worker 'b' is not in the trace: the notes of a worker for a trace cannot be read" in caplog.text
+
+
+lies: dict[str, Any] = {}
+
+
+def lying_end(owner: str) -> Any:
+    told = lies["others"](owner)
+    return lies["b"] if current_agent().worker_name == "b" else told
