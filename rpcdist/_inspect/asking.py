@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Final, Self, TypeVar
 
 from rpcdist._proto import inspection_pb2
-from rpcdist.errors import ConnectFailed, RpcdistError, TransportError, WorkerLost
+from rpcdist.errors import ConfigError, ConnectFailed, RpcdistError, TransportError, WorkerLost
 from rpcdist.frozen_process import FrozenProcess, look_at_process
 from rpcdist.inspection import MemberFacts, SilentWorker, WorkerFacts, facts_from_json
 from rpcdist.off_loop import run_in_thread
@@ -189,8 +189,10 @@ class Asker:
         if seen is None:
             seen = await self._look_from_there(member.address, answered)
         if seen is None:
-            state = "lost" if member.is_lost else "unknown"
-            seen = FrozenProcess(state, f"{error} (and no worker that answers runs on its host)")
+            if member.is_lost:
+                seen = FrozenProcess("lost", "the worker that was asked first has declared it lost")
+            else:
+                seen = FrozenProcess("unknown", f"{error} (and nobody on its host sees the process)")
         return _silent(member.name, member.address, seen)
 
     async def _look_from_here(self, address: str) -> FrozenProcess | None:
@@ -201,9 +203,9 @@ class Asker:
 
     async def _look_from_there(self, address: str, answered: list[WorkerFacts]) -> FrozenProcess | None:
         """Asks a worker on the same host to look."""
-        host = split_address(address)[0]
+        host = _host_of(address)
         for facts in answered:
-            if split_address(facts.address)[0] != host:
+            if host is None or _host_of(facts.address) != host:
                 continue
             with suppress(RpcdistError, TimeoutError):
                 async with asyncio.timeout(LOOK_LIMIT_S + FROZEN_STACKS_LIMIT_S):
@@ -217,6 +219,14 @@ class Asker:
                         await link.close()
                 if reply.state != "unknown":
                     return FrozenProcess(reply.state[:100], reply.detail[:1000], reply.stacks[:MAX_STACKS_CHARS])
+        return None
+
+
+def _host_of(address: str) -> str | None:
+    """None for an address that a worker made up."""
+    try:
+        return split_address(address)[0]
+    except ConfigError:
         return None
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rpcdist._launch.job_records import jobs as launched_jobs
 from rpcdist.errors import AuthenticationFailed, RpcdistError
 from rpcdist.inspection import describe, explain, facts_to_json
+from rpcdist.inspection.text import printable_lines
 from rpcdist.time_limits import LONG_WAIT_S
 
 if TYPE_CHECKING:
@@ -72,4 +73,4 @@ def text_of(job: JobFacts, older_than_s: float) -> str:
     answered = ", ".join(facts.worker for facts in job.workers) or "none"
     silent = ", ".join(one.worker for one in job.silent)
     head = f"job {job.job}: {answered}" + (f"; without an answer: {silent}" if silent else "")
-    return f"{head}\n{describe(explain(job.workers, job.silent, older_than_s))}"
+    return f"{printable_lines(head)}\n{describe(explain(job.workers, job.silent, older_than_s))}"

@@ -24,6 +24,9 @@ MAX_TEXT: Final = 2000
 MAX_ENTRIES: Final = 10_000
 """Of one list."""
 
+MAX_NUMBER: Final = 1 << 64
+"""Sums and quotients of numbers up to here are finite."""
+
 T = TypeVar("T")
 
 
@@ -85,12 +88,16 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         if value is None:
             return None
         return _read(next(option for option in get_args(kind) if option is not type(None)), value, where)
+    if type(value) in (int, float) and not -MAX_NUMBER <= value <= MAX_NUMBER:  # or it is not a number
+        raise ValueError(f"{where} is out of range")
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:
         raise ValueError(f"{where} is a {type(value).__name__}, not a {kind.__name__}")
-    if kind is str and len(value) > MAX_TEXT:
-        raise ValueError(f"{where} has {len(value)} characters")
+    if kind is str:
+        if len(value) > MAX_TEXT:
+            raise ValueError(f"{where} has {len(value)} characters")
+        return value.encode(errors="replace").decode()  # half of a surrogate pair cannot be written anywhere
     return value
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from rpc_cluster import Cluster
 
 from rpcdist import rpc
 from rpcdist._inspect.asking import Asker
+from rpcdist._inspect.stacks_command import text_of
 from rpcdist._proto import inspection_pb2
 from rpcdist.errors import AuthenticationFailed, BlockingInLoop, ConnectFailed
-from rpcdist.inspection import MAX_FACTS_BYTES, facts_to_json
+from rpcdist.inspection import MAX_FACTS_BYTES, MemberFacts, facts_to_json
 from rpcdist.rpc import RpcOptions
 from rpcdist.testing import InProcessCluster, eventually
 from rpcdist.testing.limits import LIMIT_S
@@ -50,7 +52,10 @@ def test_a_worker_tells_on_every_channel(cluster: Cluster, to: int) -> None:
     rpc.rpc_sync(name, torch.add, (payload, 1))
     kept = rpc.remote(name, torch.zeros, (3,))
     kept.to_here()
-    eventually(lambda: rpc.inspect_worker(name).references, "an answer that is younger than the reference")
+    eventually(  # an answer is given again for a while
+        lambda: any(one.owner == name and one.value == "Tensor" for one in rpc.inspect_worker(name).references),
+        "a look after the call",
+    )
     facts = rpc.inspect_worker(name)
     assert (facts.worker, facts.id, facts.pid) == (name, to, cluster.pids()[name])
     [channel] = [one for one in facts.channels if one.peer == cluster.me and not one.opened_here]
@@ -121,6 +126,31 @@ def test_only_workers_of_the_job_are_looked_at_from_outside(cluster: Cluster) ->
     io = cluster.agent.network.io
     for address in ("127.0.0.1:1", "", "\0", "x" * 1000):
         assert io.run(look_at(address), LIMIT_S).state == "unknown"
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("address", ["", "nonsense", "[::1:5", "127.0.0.1:99999999", "\0:1", "x" * 1000, "\ud800:1"])
+def test_an_address_that_a_worker_made_up_hides_no_other_worker(cluster: Cluster, address: str) -> None:
+    """The worker that is asked first names a member that has none, and a job that clears the screen."""
+    inspector = cluster.agent.inspector
+    honest = inspector.facts()
+    made_up = MemberFacts(name="nobody", id=99, address=address)
+    asker = Asker()
+    try:
+        inspector.facts = lambda: replace(  # type: ignore[method-assign]
+            honest, job="default/\x1b[2J", members=(*honest.members, made_up)
+        )
+        inspector._answered_at = 0.0  # an answer is given again for a while
+        job = asker.job_at(cluster.agent.network.address)
+    finally:
+        del inspector.facts
+        inspector._answered_at = 0.0
+        asker.close()
+    assert {facts.worker for facts in job.workers} == set(cluster.names)
+    [silent] = job.silent
+    assert silent.worker == "nobody" and silent.state == "unknown"
+    text = text_of(job, 1.0)
+    assert "without an answer: nobody" in text and "\x1b" not in text
 
 
 @pytest.mark.multiproc

@@ -204,8 +204,18 @@ def test_fields_of_a_newer_version_are_left_out() -> None:
         facts_to_json(facts("w0")).replace('"calls_made":[]', '"calls_made":[' + ",".join(["1"] * 20_000) + "]"),
         facts_to_json(facts("w0")).replace('"host":"host"', '"host":"' + "x" * 5000 + '"'),
         "1" * (4 << 20),
+        *[
+            facts_to_json(facts("w0", age_s=0.5)).replace('"age_s":0.5', f'"age_s":{number}')
+            for number in ("NaN", "1e999", "-Infinity", "1e20", "1" + "0" * 400)
+        ],
+        facts_to_json(facts("w0")).replace('"pid":1', '"pid":1' + "0" * 400),
     ],
 )
 def test_what_a_hostile_worker_sends_is_refused(text: str) -> None:
     with pytest.raises(ProtocolViolation):
         facts_from_json(text)
+
+
+def test_text_that_cannot_be_written_is_replaced() -> None:
+    read = facts_from_json(facts_to_json(facts("w0")).replace('"host":"host"', '"host":"a\\ud800b"'))
+    assert read.host == "a?b"
