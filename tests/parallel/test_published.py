@@ -271,7 +271,7 @@ def test_bad_input_is_an_error_that_names_tensor_shapes_and_workers(cluster: InP
                 {"a": torch.zeros(2, 4)},
                 r"'a' of 'policy' has shape \(2, 3\) at its publisher 'trainer', and \(2, 4\) at 'g0'",
             ),
-            ({"a": a, "x": b}, "'trainer' does not publish 'x' in 'policy', as 'g0' wants; it publishes 'a', 'b'"),
+            ({"a": a, "x": b}, "'g0' wants 'x' in 'policy', which 'trainer' did not publish: it has 'a', 'b'"),
             ({"b": torch.zeros(4, dtype=torch.int32)}, r"float32 at its publisher 'trainer', .* torch\.int32 at 'g0'"),
             ({}, "nothing to pull 'policy' into"),
             (nn.ParameterDict({"a": a}), "'trainer' publishes 'b' in 'policy', which the module of 'g0' does not have"),

@@ -29,6 +29,7 @@ from rpcdist.errors import (
 from rpcdist.ids import Identity
 from rpcdist.transport import Link, Node, Session
 from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
+from rpcdist.transport._tls.tls_failures import tls_failure
 from rpcdist.transport.unix_sockets import has_abstract_sockets
 
 SERVICE = membership_pb2.DESCRIPTOR.services_by_name["Membership"]
@@ -166,6 +167,11 @@ def test_tls_on_one_side_only_is_told(nodes: Nodes) -> None:
         open_link(encrypted, plain)
     with pytest.raises(ConnectFailed, match="RPCDIST_TLS is off here"):
         open_link(plain, encrypted, retry=False)
+
+
+def test_a_server_of_tls_that_is_no_grpc_is_told() -> None:
+    """gRPC's text, where the address is the port of a worker's channel `tcp`."""
+    assert "not the address of a worker" in str(tls_failure("Cannot check peer: missing selected ALPN property."))
 
 
 def test_another_process_than_the_one_expected(nodes: Nodes) -> None:

@@ -201,8 +201,8 @@ def copies_for(
     by = " and ".join(map(repr, dict.fromkeys(publishers)))
     if unknown := [tensor_name for tensor_name in dict.fromkeys(wanted.names) if tensor_name not in found]:
         raise ConfigError(
-            f"{by} does not publish {listed(map(repr, unknown))} in {name!r}, as {me!r} wants; it publishes "
-            f"{listed(map(repr, found))}"
+            f"{me!r} wants {listed(map(repr, unknown))} in {name!r}, which {by} did not publish: "
+            f"it has {listed(map(repr, found))}"
         )
     if is_whole and (missing := [tensor_name for tensor_name in found if tensor_name not in set(wanted.names)]):
         raise ConfigError(

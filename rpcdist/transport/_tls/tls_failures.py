@@ -15,6 +15,7 @@ STRANGE_CERTIFICATE: Final = (
 
 _FAILED: Final = "TSI_PROTOCOL_FAILURE"  # gRPC's word; connections that break in a handshake have others
 _WRONG_NAME: Final = "Hostname Verification Check failed"
+_NO_GRPC: Final = "missing selected ALPN property"
 _PLAIN_PEER: Final = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNEXPECTED_MESSAGE", "INVALID_ALERT")
 
 
@@ -31,6 +32,11 @@ def tls_failure(details: str) -> str | None:
         return (
             "the server's certificate does not have the DNS name that all certificates of the job need. Set "
             "TlsOptions(server_name=...), or RPCDIST_TLS_SERVER_NAME, to one that they have, the same in all processes."
+        )
+    if _NO_GRPC in details:
+        return (
+            "the server speaks TLS, but not gRPC, so this is not the address of a worker. A worker has a second port "
+            "for large messages, which is not its address either."
         )
     if _FAILED not in details:
         return None
