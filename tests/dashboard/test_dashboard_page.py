@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -146,13 +146,13 @@ async def test_a_browser_gets_each_look_and_the_job_is_asked_while_somebody_look
 async def test_an_answer_has_an_end_when_the_server_ends() -> None:
     """Otherwise the server logs an error about each browser that looks at the page."""
     is_ending = False
-    sent: list[dict[str, Any]] = []
+    sent: list[MutableMapping[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def send(message: dict[str, Any]) -> None:
+    async def send(message: MutableMapping[str, Any]) -> None:
         nonlocal is_ending
         sent.append(message)
         is_ending = len(sent) >= 3

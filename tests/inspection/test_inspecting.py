@@ -137,9 +137,7 @@ def test_an_address_that_a_worker_made_up_hides_no_other_worker(cluster: Cluster
     made_up = MemberFacts(name="nobody", id=99, address=address)
     asker = Asker()
     try:
-        inspector.facts = lambda: replace(  # type: ignore[method-assign]
-            honest, job="default/\x1b[2J", members=(*honest.members, made_up)
-        )
+        inspector.facts = lambda: replace(honest, job="default/\x1b[2J", members=(*honest.members, made_up))
         inspector._answered_at = 0.0  # an answer is given again for a while
         job = asker.job_at(cluster.agent.network.address)
     finally:
