@@ -97,6 +97,8 @@ def trace(path: str | os.PathLike[str], max_calls: int = MAX_CALLS, timeout: flo
     owner = f"{current_agent().worker_name}/{number}"
     workers = [worker.name for worker in rpc.workers()]
     asked = _ask(workers, _begin, (owner, max_calls), timeout)
+    if not asked:
+        raise RpcdistError("no worker takes part in the trace; the warnings above say why")
     try:
         yield
     finally:

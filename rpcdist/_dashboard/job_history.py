@@ -113,9 +113,10 @@ class JobHistory:
         self._is_lost = False
         rows, by_kind = [], dict.fromkeys(self._totals.bytes_by_kind, 0.0)
         links: dict[str, dict[str, Any]] = {}
+        all_leave = all(facts.phase == "leaving" for facts in answers.workers)
         for facts in answers.workers:
             before = self._seen.get(facts.worker)
-            row = self._row(facts, before, at_s, by_kind)
+            row = self._row(facts, before, at_s, by_kind, all_leave)
             rows.append(row)
             for channel in facts.channels:
                 if len(links) < MAX_LINKS:
@@ -156,7 +157,9 @@ class JobHistory:
 
     # ------------------------------------------------------------ rows
 
-    def _row(self, facts: WorkerFacts, before: _Seen | None, at_s: float, by_kind: dict[str, float]) -> dict[str, Any]:
+    def _row(
+        self, facts: WorkerFacts, before: _Seen | None, at_s: float, by_kind: dict[str, float], all_leave: bool
+    ) -> dict[str, Any]:
         if before is None:
             self._note(at_s, "joined", facts.worker, f"{facts.worker} is here, process {facts.pid} of {facts.host}")
         elif before.incarnation != facts.incarnation:
@@ -188,7 +191,7 @@ class JobHistory:
             "pid": facts.pid,
             "address": facts.address,
             "state": "answers",
-            "phase": facts.phase,
+            "phase": "serving" if facts.phase == "leaving" and not all_leave else facts.phase,
             "detail": "",
             "age_s": facts.age_s,
             "made_rate": _rate(made, passed_s),

@@ -16,6 +16,8 @@ from rpcdist.errors import ConfigError, RpcdistError
 from rpcdist.time_limits import LIVE_VIEW_MIN_PERIOD_S, LIVE_VIEW_PERIOD_S
 
 if TYPE_CHECKING:
+    from rpcdist._inspect.asking import Asker
+
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 __all__ = ["add_live_commands"]
@@ -33,7 +35,7 @@ def add_live_commands(commands: Commands) -> None:
     top = commands.add_parser("top", help="shows the workers of a job live, in the terminal")
     top.set_defaults(run=_run_top)
     for command in (dashboard, top):
-        command.add_argument("address", help="of a worker, or MASTER_ADDR:MASTER_PORT")
+        command.add_argument("address", nargs="?", help="of a worker, or MASTER_ADDR:MASTER_PORT; the job of this host")
         command.add_argument(
             "--period",
             type=float,
@@ -57,11 +59,11 @@ def _run_dashboard(arguments: argparse.Namespace) -> int:
     try:
         _check_period(arguments.period)
         with Asker() as asker, closing(_listen(arguments.host, arguments.port)) as listener:
-            asker.job_at(arguments.address)  # an address or a token that is wrong is told here, and not on the page
+            address = _address_of_job(asker, arguments.address)  # what is wrong is told here, and not on the page
             token = secrets.token_urlsafe(24)
 
             async def serve() -> None:
-                watch = JobWatch(asker, arguments.address, arguments.period)
+                watch = JobWatch(asker, address, arguments.period)
                 app = make_page_server(watch, token, lambda: server.should_exit)
                 config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=3)
                 server = uvicorn.Server(config)
@@ -89,8 +91,8 @@ def _run_top(arguments: argparse.Namespace) -> int:
     try:
         _check_period(arguments.period)
         with Asker() as asker:
-            asker.job_at(arguments.address)
-            run_top(asker, arguments.address, arguments.period)
+            address = _address_of_job(asker, arguments.address)
+            run_top(asker, address, arguments.period)
     except RpcdistError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -101,6 +103,20 @@ def _lacks(error: ImportError) -> int:
     print(f"{error.name or error} is not installed; install what the live view needs: pip install 'rpcdist[dashboard]'",
           file=sys.stderr)  # fmt: skip
     return 1
+
+
+def _address_of_job(asker: Asker, given: str | None) -> str:
+    """The address of a worker that answers: the given one, or one of the only job that has workers on this host."""
+    if given is not None:
+        asker.job_at(given)
+        return given
+    jobs = [job for job in asker.jobs_here()[0] if job.workers]
+    if len(jobs) != 1:
+        raise ConfigError(
+            f"{len(jobs)} jobs with this token have workers on this host: name the address of a worker"
+            + "".join(f", such as {job.workers[0].address} of {job.job}" for job in jobs[:10])
+        )
+    return jobs[0].workers[0].address
 
 
 def _check_period(period_s: float) -> None:

@@ -31,6 +31,7 @@ def publish(name: str, value: float) -> None:
         value: a number, or a tensor of one element.
 
     Raises:
+        TypeError, ValueError, OverflowError: the value is no number.
         ConfigError: the name is no text of 1 to 100 characters, or this process has 64 curves already.
     """
     number = float(value)

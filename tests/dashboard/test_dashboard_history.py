@@ -129,4 +129,5 @@ def test_workers_that_serve_until_a_shutdown_wait_for_nothing() -> None:
     waits = ThreadState(1, "MainThread", waits_for=(1,))
     leaving = facts("worker1", phase="leaving", calls_made=(made,), threads=(waits,))
     assert after(job(facts(), leaving))["waits"] == {"deadlocks": [], "culprits": []}
+    assert [row["phase"] for row in after(job(facts(), leaving))["workers"]] == ["working", "serving"]
     assert after(job(replace(facts(), phase="leaving"), leaving))["waits"]["culprits"] != []

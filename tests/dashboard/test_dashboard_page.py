@@ -157,7 +157,7 @@ async def test_an_answer_has_an_end_when_the_server_ends() -> None:
         sent.append(message)
         is_ending = len(sent) >= 3
 
-    app = make_page_server(Watch(MadeUpJob(facts()), "127.0.0.1:2000", 0.01), TOKEN, lambda: is_ending)
+    app = make_page_server(JobWatch(MadeUpJob(facts()), "127.0.0.1:2000", 0.01), TOKEN, lambda: is_ending)
     cookie = [(b"cookie", f"rpcdist_dashboard={TOKEN}".encode())]
     scope = {"type": "http", "method": "GET", "path": "/events", "query_string": b"", "headers": cookie}
     async with app.router.lifespan_context(app), asyncio.timeout(LIMIT_S):

@@ -87,7 +87,7 @@ function drawWorkers() {
     row.tabIndex = 0;
     for (const [key, , text] of COLUMNS) {
       const cell = element("td", text(worker));
-      if (key === "state") cell.className = worker.state === "answers" ? (worker.phase === "working" ? "good" : "") : "bad";
+      if (key === "state") cell.className = worker.state === "answers" ? (worker.phase === "leaving" ? "" : "good") : "bad";
       row.append(cell);
     }
     row.title = worker.detail || "";
