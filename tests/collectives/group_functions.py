@@ -96,6 +96,9 @@ def send_without_descriptors(rank: int, size: int, short: int, mark: str, timeou
 
     with _shortage(rank == short, mark):
         first = _error_of(lambda: exchange(timeout_s))
+    # The second message is for the second receive: the first one has given up before it is sent.
+    os.mkdir(f"{mark}.{rank}")
+    eventually(lambda: os.path.isdir(f"{mark}.{1 - rank}"), "the other rank has ended its first try")
     second = _error_of(lambda: exchange(LIMIT_S))
     assert tensor.eq(1).all()
     return first, second
