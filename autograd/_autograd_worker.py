@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -53,6 +54,9 @@ class AutogradWorker:
 
     Args:
         host: the agent.
+
+    Attributes:
+        pass_taps: those that get the spans (`BackwardPass.spans`) of each pass when it has ended here.
     """
 
     def __init__(self, host: AutogradHost) -> None:
@@ -60,6 +64,7 @@ class AutogradWorker:
         self.contexts = ContextTable(self.id)
         self.host = host
         self._sender = PassSender(host)
+        self.pass_taps: list[Callable[[Sequence[Any]], object]] = []
         self._passes: dict[int, BackwardPass] = {}  # those that run, by id
         self._finding = threading.Lock()
         self._releases = Releases(host)
@@ -164,6 +169,8 @@ class AutogradWorker:
 
         def remove(ended: BackwardPass) -> None:
             self._passes.pop(id, None)
+            for tap in self.pass_taps:
+                tap(ended.spans)
             on_end(ended)
 
         late = partial(self._answer_late, context, id)

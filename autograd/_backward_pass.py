@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from math import inf
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -44,9 +44,6 @@ from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values import LargeBuffer
 from rpcdist.rpc._values.exceptions import set_cause, text_of, traceback_of
 from rpcdist.transport.wire_messages import CompactPass
-
-span_taps: Final[list[Callable[[int, SpanKind, int, float, float], object]]] = []
-"""Those that are told of the spans of each pass of this process when it has ended on it, as `rpcdist.trace` is."""
 
 T = TypeVar("T")
 Job = Callable[[], object]
@@ -499,10 +496,6 @@ class BackwardPass:
         context = self.context
         context.ended_passes[self.id] = error
         context.spans.extend([(self.id, *span) for span in self.spans])
-        if span_taps:
-            for tap in list(span_taps):
-                for span in self.spans:
-                    tap(self.id, *span)
         if type(part) is not StepPart:
             context.is_spent = error is None and not self.options.retain_graph
         self._on_end(self)

@@ -110,7 +110,7 @@ def _load_autograd() -> Any:
 
 
 def _load_metrics() -> Any:
-    """What counts an agent, and answers where the environment says (`rpcdist.metrics.attach`)."""
+    """The function that counts an agent, and answers where the environment says (`rpcdist.metrics.attach`)."""
     return importlib.import_module("rpcdist.metrics").attach
 
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from rpcdist import rpc
-from rpcdist.autograd import _backward_pass
 from rpcdist.collectives._group.world import current_world
 from rpcdist.errors import ConfigError, RpcdistError, SerializationError
 from rpcdist.rpc._agent_local import AgentLocal
@@ -87,39 +86,40 @@ def trace(path: str | os.PathLike[str], max_calls: int = MAX_CALLS, timeout: flo
     """
     if isinstance(max_calls, bool) or not isinstance(max_calls, int) or not 1 <= max_calls <= MAX_CALLS_EVER:
         raise ConfigError(f"max_calls={max_calls!r}: give the number of calls of each worker, 1 to 1,000,000")
+    owner = f"{current_agent().worker_name}/{next(_numbers)}"
     target = Path(path)
     try:
-        with target.open("w"):
+        with target.open("a"):  # a file that is there stays until there is something to replace it with
             pass
     except OSError as error:
         raise ConfigError(f"the trace cannot be written: {error}") from error
-    number = next(_numbers)
-    owner = f"{current_agent().worker_name}/{number}"
-    workers = [worker.name for worker in rpc.workers()]
-    asked = _ask(workers, _begin, (owner, max_calls), timeout)
-    if not asked:
-        raise RpcdistError("no worker takes part in the trace; the warnings above say why")
+    asked = [worker.name for worker in rpc.workers()]
     try:
+        asked = list(_ask(asked, _begin, (owner, max_calls), timeout))
+        if not asked:
+            raise RpcdistError("no worker takes part in the trace; the warnings above say why")
         yield
     finally:
         notes: list[Notes] = []
-        for worker, answer in _ask(list(asked), _end, (owner,), timeout).items():
+        for worker, answer in _ask(asked, _end, (owner,), timeout).items():
             try:
                 notes.append(_with_clock(_notes_from(answer), worker, timeout))
             except SerializationError as error:  # the notes of the others are as good as before
                 logger.warning("worker %r is not in the trace: %s", worker, error)
-        began = time.monotonic()
-        with target.open("w") as file:
-            file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-            for index, event in enumerate(trace_events(notes)):
-                file.write((",\n" if index else "") + json.dumps(event, separators=(",", ":")))
-            file.write("\n]}\n")
-        omitted = sum(one.omitted for one in notes)
-        if omitted:
+        if notes:
+            _write(target, notes)
+        if omitted := sum(one.omitted for one in notes):
             logger.warning(
                 "the trace %s lacks the %d oldest calls: max_calls is %d for each worker", target, omitted, max_calls
             )
-        logger.info("wrote %s in %.1f s: %d workers", target, time.monotonic() - began, len(notes))
+
+
+def _write(target: Path, notes: list[Notes]) -> None:
+    with target.open("w") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        for index, event in enumerate(trace_events(notes)):
+            file.write((",\n" if index else "") + json.dumps(event, separators=(",", ":")))
+        file.write("\n]}\n")
 
 
 def trace_events(notes: Iterable[Notes]) -> Iterator[dict[str, Any]]:
@@ -213,12 +213,13 @@ class _Recording:
             agent.caller.calls.ended.add(self.made.append),
             agent.dispatcher.calls.ended.add(self.served.append),
         ]
-        _backward_pass.span_taps.append(self._pass_span)
-        self._undo.append(lambda: _backward_pass.span_taps.remove(self._pass_span))
+        taps = agent.autograd.pass_taps
+        taps.append(self._pass_spans)
+        self._undo.append(lambda: taps.remove(self._pass_spans))
 
-    def _pass_span(self, backward: int, kind: str, peer: int, start_s: float, end_s: float) -> None:
+    def _pass_spans(self, spans: Iterable[tuple[str, int, float, float]]) -> None:
         shift = time.monotonic() - time.time()
-        self.spans.append(("backward", kind, start_s + shift, end_s + shift))
+        self.spans.extend([("backward", kind, start_s + shift, end_s + shift) for kind, _, start_s, end_s in spans])
 
     def end(self) -> Notes:
         """Ends it; returns the notes."""
@@ -230,16 +231,16 @@ class _Recording:
             if record.ended_ns and record.started_ns >= self.began_ns:
                 begin, end = record.started_ns / 1e9 + shift, record.ended_ns / 1e9 + shift
                 self.spans.append((f"group {record.group}", record.operation, begin, end))
-        omitted = (
-            max(0, agent.caller.calls.num_made - self._num_made - len(self.made))
-            if len(self.made) == self.made.maxlen
-            else 0
-        )
-        if len(self.served) == self.served.maxlen:
-            omitted += max(0, agent.dispatcher.calls.num_served - self._num_served - len(self.served))
+        omitted = _num_omitted(self.made, agent.caller.calls.num_made - self._num_made)
+        omitted += _num_omitted(self.served, agent.dispatcher.calls.num_served - self._num_served)
         return Notes(
             agent.worker_name, agent.worker_id, _shown(self.made), _shown(self.served), list(self.spans), omitted
         )
+
+
+def _num_omitted(rows: deque[Row], num_begun: int) -> int:
+    """How many rows a full queue has lost; of one that is not full, the others have not ended."""
+    return max(0, num_begun - len(rows)) if len(rows) == rows.maxlen else 0
 
 
 def _shown(rows: Iterable[Row]) -> list[Row]:
@@ -295,7 +296,7 @@ def _ask(workers: list[str], function: Callable[..., Any], args: tuple[Any, ...]
         for worker, future in futures.items():
             try:
                 answers[worker] = future.wait()
-            except RpcdistError as error:
+            except Exception as error:  # also of a worker whose memory is used up: the others are in the trace
                 logger.warning("worker %r is not in the trace: %s", worker, error)
         return answers
     finally:

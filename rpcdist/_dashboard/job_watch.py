@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from rpcdist._dashboard.job_history import JobAnswers, JobHistory
-from rpcdist._inspect.asking import JobFacts
+from rpcdist._inspect.asking import Asker
 from rpcdist.errors import RpcdistError
 from rpcdist.inspection import WorkerFacts
 from rpcdist.off_loop import run_in_thread
 
-__all__ = ["AsksJobs", "JobWatch", "ask"]
+__all__ = ["JobWatch", "ask"]
 
 
-class AsksJobs(Protocol):
-    """`rpcdist._inspect.asking.Asker`, or what a test has instead."""
-
-    def job_at(self, address: str) -> JobFacts: ...
+logger = logging.getLogger(__name__)
 
 
 class JobWatch:
@@ -33,7 +30,7 @@ class JobWatch:
         clock: seconds since the epoch.
     """
 
-    def __init__(self, asker: AsksJobs, address: str, period_s: float, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, asker: Asker, address: str, period_s: float, clock: Callable[[], float] = time.time) -> None:
         self.history = JobHistory()
         self.num_looks = 0
         self._asker = asker
@@ -53,12 +50,17 @@ class JobWatch:
         while True:
             await self._wanted.wait()
             began = time.monotonic()
-            answers = await run_in_thread(partial(ask, self._asker, self._addresses), _nothing, "rpcdist-looks")
+            try:
+                answers = await run_in_thread(partial(ask, self._asker, self._addresses), _nothing, "rpcdist-looks")
+                self.history.add(answers, self._clock())
+            except Exception as error:  # the view must not stand still without a word
+                logger.exception("a look at the job failed")
+                answers = JobAnswers(error=f"a look at the job failed: {error}")
+                self.history.add(answers, self._clock())
             if not answers.error:
                 self._latest = {facts.worker: facts for facts in answers.workers}
                 others = [facts.address for facts in answers.workers if facts.address != self._addresses[0]]
                 self._addresses[1:] = others[:3]
-            self.history.add(answers, self._clock())
             self.num_looks += 1
             async with self._looked:
                 self._looked.notify_all()
@@ -98,7 +100,7 @@ def _nothing() -> None:
     """A look that is not waited for any more ends by itself: its waits have limits."""
 
 
-def ask(asker: AsksJobs, addresses: list[str]) -> JobAnswers:
+def ask(asker: Asker, addresses: list[str]) -> JobAnswers:
     """The facts of the job at the first address that answers; blocks."""
     reason = ""
     for address in addresses:

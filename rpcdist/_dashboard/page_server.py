@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import importlib.resources
 import json
@@ -21,10 +22,9 @@ from rpcdist._dashboard.job_watch import JobWatch
 from rpcdist.inspection import facts_to_json
 from rpcdist.time_limits import LIVE_VIEW_PERIOD_S, VIEWER_WRITE_LIMIT_S
 
-__all__ = ["MAX_VIEWERS", "make_page_server"]
+__all__ = ["MAX_VIEWERS", "cookie_of", "make_page_server"]
 
 MAX_VIEWERS: Final = 20
-_COOKIE: Final = "rpcdist_dashboard"
 _TYPES: Final = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 _HEADERS: Final = (
     # Plotly draws with `style` attributes, and its images are data URLs.
@@ -80,12 +80,19 @@ def make_page_server(watch: JobWatch, token: str, is_ending: Callable[[], bool] 
     return app
 
 
+def cookie_of(token: str) -> str:
+    """The name of the cookie in which a browser keeps a token."""
+    return f"rpcdist-{hashlib.sha256(token.encode()).hexdigest()[:12]}"
+
+
 class _TokenCheck:
     """Answers those who have no token, and adds the headers that keep other pages out."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
         self._token = token
+        # Browsers have one jar for all ports of a host, so each page has a name of its own there.
+        self._cookie = cookie_of(token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -102,9 +109,9 @@ class _TokenCheck:
         if self._is(request.query_params.get("token")):
             # The token leaves the address, which ends up in histories and on screens that are shared.
             came = RedirectResponse("/", 303)
-            came.set_cookie(_COOKIE, self._token, httponly=True, samesite="strict")
+            came.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
             answer = came
-        elif not self._is(request.cookies.get(_COOKIE)):
+        elif not self._is(request.cookies.get(self._cookie)):
             text = "This page needs its token: open the address that `python -m rpcdist dashboard` has printed.\n"
             answer = PlainTextResponse(text, 403)
         await answer(scope, receive, send_with_headers)

@@ -13,7 +13,8 @@ from textual.containers import VerticalScroll
 from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Static
 
-from rpcdist._dashboard.job_watch import AsksJobs, JobWatch
+from rpcdist._dashboard.job_watch import JobWatch
+from rpcdist._inspect.asking import Asker
 from rpcdist.inspection import WorkerFacts
 from rpcdist.time_limits import LIVE_VIEW_PERIOD_S
 
@@ -62,7 +63,7 @@ class Top(App[None]):
     ]
     CSS = "#head { height: auto; padding: 0 1; } #waits { height: auto; max-height: 8; padding: 0 1; color: $warning; }"
 
-    def __init__(self, asker: AsksJobs, address: str, period_s: float) -> None:
+    def __init__(self, asker: Asker, address: str, period_s: float) -> None:
         super().__init__()
         self.watch_job = JobWatch(asker, address, period_s)
         self._sort_by = 0
@@ -138,7 +139,7 @@ class Top(App[None]):
             self.call_after_refresh(self.show)
 
 
-def run_top(asker: AsksJobs, address: str, period_s: float) -> None:
+def run_top(asker: Asker, address: str, period_s: float) -> None:
     """Runs the table until its reader leaves it."""
     Top(asker, address, period_s).run()
 

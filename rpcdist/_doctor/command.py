@@ -12,7 +12,7 @@ from rpcdist.errors import ConfigError
 
 if TYPE_CHECKING:
     from rpcdist._doctor.doctor_facts import HostFacts
-    from rpcdist._doctor.worker_probes import Probed, WorkerProbes
+    from rpcdist._doctor.worker_probes import Probed
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -91,14 +91,10 @@ def _examined(addresses: Sequence[str]) -> list[Probed]:
             others = [each for each in others if not _is_asked(each[1], asked)]
             if len(others) > MAX_MEMBERS:
                 print(f"the job has {len(others)} more workers; the first {MAX_MEMBERS} are looked at")
-            return asked + list(threads.map(lambda each: _member(probes, *each), others[:MAX_MEMBERS]))
+            return asked + list(threads.map(lambda each: probes.examine(*each), others[:MAX_MEMBERS]))
     finally:
         probes.close()
 
 
 def _is_asked(name: str, asked: Sequence[Probed]) -> bool:
     return any(probed.facts.session is not None and probed.facts.session.name == name for probed in asked)
-
-
-def _member(probes: WorkerProbes, address: str, name: str) -> Probed:
-    return probes.examine(address, name)

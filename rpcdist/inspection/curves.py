@@ -44,9 +44,7 @@ def publish(name: str, value: float) -> None:
 
 def published_curves() -> tuple[CurveFacts, ...]:
     """All curves of this process."""
-    with _lock:
-        curves = list(_curves.items())
-    return tuple(CurveFacts(name, tuple(points.copy())) for name, points in curves)
+    return tuple(CurveFacts(name, tuple(points.copy())) for name, points in list(_curves.items()))
 
 
 def _new_curve(name: str) -> deque[tuple[float, float]]:

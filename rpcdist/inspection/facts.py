@@ -12,32 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = [
-    "ActorFacts",
-    "CallMade",
-    "CallServed",
-    "ChannelFacts",
-    "ContextFacts",
-    "CurveFacts",
-    "Frame",
-    "FunctionTimes",
-    "GatheringFacts",
-    "GroupFacts",
-    "Holder",
-    "LentMemory",
-    "Limit",
-    "MemberFacts",
-    "OperationFacts",
-    "PassFacts",
-    "PoolFacts",
-    "ReferenceFacts",
-    "SilentWorker",
-    "Strangers",
-    "StreamFacts",
-    "ThreadState",
-    "WorkerFacts",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Frame:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -55,6 +55,11 @@ class CallContext(Protocol):
 
 class AutogradHooks(Protocol):
     """Distributed autograd of one agent."""
+
+    @property
+    def pass_taps(self) -> list[Callable[[Sequence[Any]], object]]:
+        """Those that get the spans of each backward pass when it has ended here."""
+        ...
 
     def admit(self, context_id: int, sender: Identity) -> CallContext | None:
         """The context of a call that arrived; None if it is over. Any thread; it runs no code of users."""

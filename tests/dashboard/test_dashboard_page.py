@@ -19,8 +19,8 @@ from headless_browser import Browser
 
 from rpcdist._dashboard import page_server
 from rpcdist._dashboard.job_watch import JobWatch, ask
-from rpcdist._dashboard.page_server import make_page_server
-from rpcdist._inspect.asking import JobFacts
+from rpcdist._dashboard.page_server import cookie_of, make_page_server
+from rpcdist._inspect.asking import Asker, JobFacts
 from rpcdist.errors import ConnectFailed
 from rpcdist.inspection import CurveFacts, SilentWorker, WorkerFacts
 
@@ -29,7 +29,7 @@ LIMIT_S = 30.0
 PAGE = "/?token=" + TOKEN
 
 
-class MadeUpJob:
+class MadeUpJob(Asker):
     """Answers as an `Asker` does, and counts how often it is asked."""
 
     def __init__(self, *workers: WorkerFacts, silent: tuple[SilentWorker, ...] = ()) -> None:
@@ -54,7 +54,7 @@ class Answer(NamedTuple):
 async def get(app: Any, target: str, cookie: str = "") -> Answer:
     """What a browser gets for one request."""
     path, _, query = target.partition("?")
-    headers = [(b"cookie", f"rpcdist_dashboard={cookie}".encode())] if cookie else []
+    headers = [(b"cookie", f"{cookie_of(TOKEN)}={cookie}".encode())] if cookie else []
     scope = {"type": "http", "method": "GET", "path": path, "query_string": query.encode(), "headers": headers}
     sent: list[dict[str, Any]] = []
 
@@ -116,7 +116,7 @@ async def read_events(app: Any, count: int, between: Any = None) -> list[Any]:
             if len(found) == count:
                 gone.set()
 
-    cookie = [(b"cookie", b"rpcdist_dashboard=" + TOKEN.encode())]
+    cookie = [(b"cookie", f"{cookie_of(TOKEN)}={TOKEN}".encode())]
     scope = {"type": "http", "method": "GET", "path": "/events", "query_string": b"", "headers": cookie}
     async with asyncio.timeout(LIMIT_S):
         await app(scope, receive, send)
@@ -158,7 +158,7 @@ async def test_an_answer_has_an_end_when_the_server_ends() -> None:
         is_ending = len(sent) >= 3
 
     app = make_page_server(JobWatch(MadeUpJob(facts()), "127.0.0.1:2000", 0.01), TOKEN, lambda: is_ending)
-    cookie = [(b"cookie", f"rpcdist_dashboard={TOKEN}".encode())]
+    cookie = [(b"cookie", f"{cookie_of(TOKEN)}={TOKEN}".encode())]
     scope = {"type": "http", "method": "GET", "path": "/events", "query_string": b"", "headers": cookie}
     async with app.router.lifespan_context(app), asyncio.timeout(LIMIT_S):
         await app(scope, receive, send)
@@ -171,6 +171,37 @@ async def test_so_many_browsers_and_no_more() -> None:
         watch.enter()
     answer = await get(make_page_server(watch, TOKEN), "/events", TOKEN)
     assert answer.status == 503 and "20 browsers look at this job" in answer.text
+
+
+async def test_two_pages_of_one_host_have_cookies_of_their_own() -> None:
+    """Browsers send the cookies of all ports of a host: the second page took the place of the first one's."""
+    app = page_of(MadeUpJob(facts()))
+    other = f"{cookie_of('another-token')}=another-token"
+    scope = {"type": "http", "method": "GET", "path": "/", "query_string": b""}
+    headers = [(b"cookie", f"{other}; {cookie_of(TOKEN)}={TOKEN}".encode())]
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    await app({**scope, "headers": headers}, receive, send)
+    assert sent[0]["status"] == 200
+    assert cookie_of(TOKEN) != cookie_of("another-token")
+
+
+async def test_a_look_that_fails_is_shown(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(MadeUpJob):
+        def job_at(self, address: str) -> JobFacts:
+            raise ZeroDivisionError("of the asker")
+
+    app = make_page_server(JobWatch(Broken(), "127.0.0.1:2000", 0.01), TOKEN)
+    async with app.router.lifespan_context(app):
+        found = await read_events(app, 2)
+    assert found[-1]["error"] == "a look at the job failed: of the asker"
+    assert "a look at the job failed" in caplog.text
 
 
 def test_another_worker_is_asked_when_the_first_is_gone() -> None:

@@ -109,10 +109,26 @@ def test_a_number_that_is_none_is_refused(tmp_path: Path, max_calls: Any) -> Non
 
 
 def test_a_file_that_cannot_be_written_is_refused_at_once(no_agent: None, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be written"), rpcdist.trace(tmp_path / "none" / "trace.json"):
+    with InProcessCluster("a") as cluster, cluster.use("a"):
+        with pytest.raises(ConfigError, match="cannot be written"), rpcdist.trace(tmp_path / "none" / "trace.json"):
+            pass
+
+
+def test_a_file_that_is_there_stays_if_there_is_no_trace(no_agent: None, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("of yesterday")
+    with pytest.raises(NotInitialized), rpcdist.trace(path):
         pass
-    with pytest.raises(NotInitialized), rpcdist.trace(tmp_path / "trace.json"):
-        pass
+    assert path.read_text() == "of yesterday"
+
+
+def test_passes_are_those_of_the_worker_itself(no_agent: None, tmp_path: Path) -> None:
+    """Several workers may live in one process."""
+    path = tmp_path / "trace.json"
+    with InProcessCluster("a", "b", "c") as cluster, cluster.use("a"), rpcdist.trace(path):
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [rpc.rpc_sync("b", weighted, (torch.ones(2, requires_grad=True),)).sum()])
+    assert {one["pid"] for one in slices(events_of(path), "backward")} == {0, 1}
 
 
 def test_slices_that_overlap_have_lanes_of_their_own() -> None:

@@ -15,7 +15,7 @@ from rpcdist.collectives._group.creation import open_group, timeout_of_group
 from rpcdist.collectives._group.world import current_world
 from rpcdist.collectives.backends import Backend, BackendConfig
 from rpcdist.deadline import Deadline
-from rpcdist.errors import CallRefused, ConfigError, RankLost, WorkerLost, listed
+from rpcdist.errors import CallRefused, ConfigError, RankLost, StoreTimeout, WorkerLost, listed
 from rpcdist.ids import Identity
 from rpcdist.rpc._api.many_workers import chosen_workers
 from rpcdist.rpc._calling.caller import Destination
@@ -197,7 +197,7 @@ def _follow(agent: Agent, leader: Identity, members: Members, number: int, limit
     found = None
     while found is None:
         if deadline.expired():
-            raise ConfigError(f"worker {leader.name!r}, the first of {title}, did not make it within {limit}")
+            raise StoreTimeout(f"worker {leader.name!r}, the first of {title}, did not make it within {limit}")
         left_s = max(MIN_WAIT_S, deadline.remaining_s())
         try:
             found = agent.caller.sync(leader.id, _where_is, (asked, number), None, left_s)

@@ -14,8 +14,10 @@ import os
 import signal
 import threading
 import time
+from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 from rpcdist._proto import rpc_pb2
@@ -92,8 +94,11 @@ class FlightLog:
                 signal.signal(DUMP_SIGNAL, signal.SIG_DFL)  # type: ignore[arg-type]
 
     def _on_signal(self, number: int, frame: object) -> None:
+        # It may have interrupted code that holds a lock, so the facts are taken on another thread, which this starts
+        # without one: `threading.Thread` has a lock of its own.
         self._note("signal", signal.Signals(number).name)
-        self._write_later(self._facts())
+        with suppress(RuntimeError):  # no thread can be started; the signal may come again
+            start_new_thread(self._write_now, ())
 
     # ------------------------------------------------------------ failures of this process
 
@@ -159,6 +164,9 @@ class FlightLog:
 
     def _note(self, kind: str, text: str, **more: str) -> None:
         self._events.append({"kind": kind, "time_ns": time.time_ns(), "text": text[:MAX_TEXT], **more})
+
+    def _write_now(self) -> None:
+        self._write(self._facts())
 
     def _write_later(self, facts: WorkerFacts) -> None:
         try:
