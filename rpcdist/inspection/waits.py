@@ -102,19 +102,25 @@ def explain(
     circles: dict[frozenset[WaitNode], str] = {}
     ends: dict[str, int] = {}
     reached: set[WaitNode] = set()
+    of_shutdown: set[Chain] = set()
     for root in graph.roots():
         if root in reached or len(chains) >= MAX_CHAINS:
             continue
         for path, is_circle in _paths(graph, root):
             reached.update(path)
-            chains.append(Chain(tuple(graph.link(node, after) for node, after in _pairs(path)), is_circle))
+            chain = Chain(tuple(graph.link(node, after) for node, after in _pairs(path)), is_circle)
+            chains.append(chain)
+            if graph.is_in_shutdown(root):
+                of_shutdown.add(chain)
+                if ends or circles:  # it waits for what the others wait for, or for nothing but the end of the job
+                    continue
             if is_circle:
                 circle = path[path.index(path[-1]) : -1]
                 circles.setdefault(frozenset(circle), _sentence(graph, circle))
             else:
                 end = graph.culprit(path[-1])
                 ends[end] = ends.get(end, 0) + 1
-    chains.sort(key=lambda chain: (not chain.is_circle, -len(chain.links)))
+    chains.sort(key=lambda chain: (not chain.is_circle, chain in of_shutdown, -len(chain.links)))
     culprits = sorted(ends.items(), key=lambda end: -end[1])
     return Explanation(tuple(chains), tuple(circles.values()), tuple(culprits))
 
@@ -188,9 +194,12 @@ class _WaitGraph:
 
     def roots(self) -> Iterator[WaitNode]:
         """The nodes that no other is known to wait for, the surest first; a later one may be on an earlier chain."""
-        for node, thread in self._threads.items():
-            if node not in self._by_thread and self._waits_long(node, thread):
-                yield node
+        waiting = [
+            node
+            for node, thread in self._threads.items()
+            if node not in self._by_thread and self._waits_long(node, thread)
+        ]
+        yield from (node for node in waiting if not self.is_in_shutdown(node))
         for node, (_, operation) in self._operations.items():
             if operation.age_s >= self._older_than_s:
                 yield node
@@ -209,8 +218,15 @@ class _WaitGraph:
         for node, call in self._served.items():
             if call.age_s >= self._older_than_s and node not in called:
                 yield node
+        yield from (node for node in waiting if self.is_in_shutdown(node))
         yield from (WaitNode("silent", name) for name in self._silent)
         yield from (node for node, call in self._served.items() if call.age_s >= self._older_than_s)  # circles
+
+    def is_in_shutdown(self, node: WaitNode) -> bool:
+        """Whether it is a thread in `shutdown`, where workers serve the others until the end of the job."""
+        thread = self._threads.get(node)
+        waited = [self._made.get(WaitNode("made", node.worker, id)) for id in thread.waits_for] if thread else []
+        return any(call is not None and GATHERING_CALLS.get(call.function) == "shutdown" for call in waited)
 
     def _waits_long(self, node: WaitNode, thread: ThreadState) -> bool:
         waited = [self._made.get(WaitNode("made", node.worker, id)) for id in thread.waits_for]

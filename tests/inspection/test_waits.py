@@ -219,3 +219,18 @@ def test_what_a_hostile_worker_sends_is_refused(text: str) -> None:
 def test_text_that_cannot_be_written_is_replaced() -> None:
     read = facts_from_json(facts_to_json(facts("w0")).replace('"host":"host"', '"host":"a\\ud800b"'))
     assert read.host == "a?b"
+
+
+def test_workers_that_serve_until_the_shutdown_come_last_and_are_not_counted() -> None:
+    """In a cluster all workers but one wait in `shutdown` all the time."""
+    depart = made(7, "w0", "cc", "rpcdist.rpc._membership.departures:depart", age_s=500.0)
+    workers = [
+        facts("w0", calls_made=(made(1, "w2", "aa"),), threads=(thread(10, 1, name="MainThread"),)),
+        facts("w1", calls_made=(depart,), threads=(thread(11, 7, name="MainThread"),)),
+        facts("w2", calls_served=(served(1, "aa", "w0"),), threads=(thread(1),)),
+    ]
+    found = explain(workers)
+    assert [chain.links[0].worker for chain in found.chains] == ["w0", "w1"]
+    assert [number for _, number in found.culprits] == [1] and "w2's m:f" in found.culprits[0][0]
+    alone = explain(workers[1:2])
+    assert len(alone.chains) == 1 and len(alone.culprits) == 1  # where nothing else waits, it is said
