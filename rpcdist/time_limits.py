@@ -271,7 +271,8 @@ UNEXPECTED_SOCKET_LIMIT_S: Final = 60.0
 SERVE_LIMIT_S: Final = 30.0
 """The start of the server, measured by the thread that starts it; then starting fails."""
 ADD_SERVICE_LIMIT_S: Final = 10.0
-"""The registration of a service with the server, measured by the thread that asks for it."""
+"""The registration of a service with the server, or of the first news of who is in the job, measured by the thread
+that asks for it."""
 HUB_OPEN_LIMIT_S: Final = 10.0
 """The start of the listeners for raw sockets, measured by the thread that starts them."""
 THREAD_GRACE_S: Final = 1.0

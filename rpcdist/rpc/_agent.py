@@ -83,7 +83,7 @@ from rpcdist.rpc._serving.callables import Callables
 from rpcdist.rpc._serving.dispatcher import Dispatcher, describe_job
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.rpc.worker_info import WorkerInfo
-from rpcdist.time_limits import AGENT_TICK_S, RPC_CLOSE_LIMIT_S
+from rpcdist.time_limits import ADD_SERVICE_LIMIT_S, AGENT_TICK_S, RPC_CLOSE_LIMIT_S
 from rpcdist.transport.wire_messages import CompactCall, CompactPass, CompactReply
 
 __all__ = ["ROLE", "Agent", "UpperParts"]
@@ -427,7 +427,7 @@ class Agent:
         let_others_look()
         network.handle_role(ROLE, self._inbound, self._inbound.refusal)
         network.handle_role(PROBE_ROLE, ProbeTaker(self._return.on_probe))
-        network.io.call_soon(self._news.start)
+        network.run(self._news.start(), ADD_SERVICE_LIMIT_S)
         network.io.call_soon(self._return.start)
         network.io.call_soon(self._tick)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from socket import socket
+from typing import Any
 
 import pytest
 import rpc_victim_functions as functions
@@ -22,7 +23,9 @@ from rpcdist.errors import (
     UnknownWorker,
     WorldMismatch,
 )
-from rpcdist.testing import WorkerPool, free_port
+from rpcdist.rpc._agent import Agent
+from rpcdist.rpc._peers.probe_taker import PROBE_ROLE
+from rpcdist.testing import InProcessCluster, WorkerPool, eventually, free_port
 from rpcdist.testing.rpc_world import join
 
 pytestmark = pytest.mark.multiproc
@@ -243,3 +246,28 @@ def test_unknown_workers(worker_pool: WorkerPool) -> None:
         error = world["a"].begin(rpc.rpc_sync, wrong, functions.pid).error(ConfigError)
         assert "WorkerInfo" in str(error)
     assert world["a"].run(rpc.rpc_sync, "b", functions.pid) == world["b"].pid
+
+
+def test_the_coordinator_of_a_growing_world_knows_those_who_came_while_it_was_built(
+    no_agent: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It learned of them a turn of its I/O loop later, and its first call from an event loop found nobody."""
+    start = Agent.start
+
+    def start_when_others_have_joined(agent: Agent) -> None:
+        service = agent._news._service
+        if service is not None:
+            eventually(lambda: len(service.table) == 3, "the others have joined")
+            handle = agent.network.handle_role
+
+            def handle_and_stall(role: str, *arguments: Any) -> None:
+                handle(role, *arguments)
+                if role == PROBE_ROLE:
+                    agent.network.io.call_soon(time.sleep, 0.3)  # the loop has other things to do
+
+            monkeypatch.setattr(agent.network, "handle_role", handle_and_stall)
+        start(agent)
+
+    monkeypatch.setattr(Agent, "start", start_when_others_have_joined)
+    with InProcessCluster("a", "b", "c", elastic=True) as cluster, cluster.use("a") as agent:
+        assert agent.directory.names() == ["a", "b", "c"]

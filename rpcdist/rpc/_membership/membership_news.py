@@ -56,8 +56,11 @@ class MembershipNews:
     def __repr__(self) -> str:
         return f"<MembershipNews of {self._directory.me.name}{', the coordinator' if self._service else ''}>"
 
-    def start(self) -> None:
-        """The coordinator begins to tell the others, and to watch them."""
+    async def start(self) -> None:
+        """The coordinator begins to tell the others, and to watch them.
+
+        Workers may have joined since it took its own place. It knows them when this has returned.
+        """
         if self._service is not None:
             self._service.announce_to(self._on_change, self._directory.me)
             self._on_change(is_urgent=True)
