@@ -248,7 +248,7 @@ class Published:
         wait: bool = False,
         timeout: float = UNSET_RPC_TIMEOUT,
     ) -> int:
-        """ShardCopies the newest version into tensors, if it is newer than what the caller has.
+        """Copies the newest version into tensors, if it is newer than what the caller has.
 
         It waits for the first version, if nobody has published one yet. Otherwise it does not wait: not for the
         publisher, and not for other consumers. The publisher does not notice.
