@@ -48,9 +48,10 @@ _FOLDED_FROM: Final = 64  # so many ended calls wait until a thread that ends on
 Kind = Literal["counter", "gauge", "histogram"]
 """The kinds of metrics."""
 
-EndedCall = tuple[int, int, object, float, float, str]
+EndedCall = tuple[int, int, object, float, float, str, float]
 """A call that has ended: its number at its caller, the id of the other worker, what was called, begin and end in
-seconds of the monotonic clock, and the outcome: `OK`, or the name of an error, perhaps with its text behind a colon."""
+seconds of the monotonic clock, the outcome (`OK`, or the name of an error, perhaps with its text behind a colon), and
+when its function was called; that is 0 at its caller, and where the function was never called."""
 
 
 def metrics_are_wanted() -> bool:
@@ -129,7 +130,7 @@ class CallCounts:
 
     def _fold(self) -> None:
         for _ in range(len(self._ended)):
-            _, _, called, began, ended, outcome = self._ended.popleft()
+            _, _, called, began, ended, outcome, _ = self._ended.popleft()
             name, error = self._labels(called, outcome)
             histogram = self._histograms.get((name, error))
             if histogram is None:

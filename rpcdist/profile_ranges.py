@@ -1,4 +1,5 @@
-"""Ranges in the profiles of `torch.profiler`: of calls, handlers, collective operations and buckets of DDP.
+"""Ranges in the profiles of `torch.profiler` (of calls, handlers, collective operations and buckets of DDP), and the
+spans of `rpcdist.trace`.
 
 While no profiler runs in this process, a place that has a range asks for one attribute and does nothing else. A
 profiler records the thread that started it, and with `_ExperimentalConfig(profile_all_threads=True)` all threads, which
@@ -13,14 +14,20 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
 from typing import Any, Final
 
 from torch.autograd import profiler
 
-__all__ = ["is_profiling", "record_function"]
+__all__ = ["is_profiling", "record_function", "span_taps"]
 
 _forget: Final = ctypes.pythonapi.Py_IncRef
 _forget.argtypes, _forget.restype = (ctypes.py_object,), None
+
+
+span_taps: Final[list[Callable[[str, str, float, float], object]]] = []
+"""Called with the lane, the name, the begin and the end of what DDP or a pipeline has done in this process, in seconds
+of the monotonic clock, on the thread that did it. Empty while there is no trace."""
 
 
 def is_profiling() -> bool:

@@ -3,9 +3,10 @@
     with rpcdist.trace("trace.json"):
         train_one_epoch()
 
-Each worker notes the calls that it has made and served while the block lasts, the operations of its process groups, and
-the parts of its backward passes. At the end of the block this worker gathers the notes, sets the clocks by round trips,
-and writes the file: a process for each worker, a slice for each call at both ends, and an arrow between them.
+Each worker notes the calls that it has made and served while the block lasts, the operations of its process groups, the
+parts of its backward passes, the buckets of `DistributedDataParallel` and the actions of its pipeline stages. At the
+end of the block this worker gathers the notes, sets the clocks by round trips, and writes the file: a process for each
+worker, a slice for each call at both ends, and arrows between them for the call and the reply.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import logging
 import math
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
@@ -26,9 +28,10 @@ from typing import Any, Final, NamedTuple
 from rpcdist import rpc
 from rpcdist.collectives._group.world import current_world
 from rpcdist.errors import ConfigError, RpcdistError, SerializationError
+from rpcdist.profile_ranges import span_taps
 from rpcdist.rpc._agent_local import AgentLocal
 from rpcdist.rpc._autograd_hooks import current_autograd
-from rpcdist.rpc._current import current_agent
+from rpcdist.rpc._current import agent_or_none, current_agent
 from rpcdist.rpc._inspection.call_recorder import OK, Row
 from rpcdist.time_limits import RPC_TIMEOUT_S
 
@@ -40,6 +43,7 @@ MAX_CALLS: Final = 200_000
 MAX_CALLS_EVER: Final = 1_000_000
 MAX_SPANS: Final = 50_000
 NUM_ROUND_TRIPS: Final = 7
+MIN_QUEUED_US: Final = 20.0  # shorter waits of a call for its thread have no slice
 MAX_FUNCTION_CHARS: Final = 200
 MAX_ANSWER_BYTES: Final = 512 << 20
 _NEVER_SHOWN: Final = "rpcdist.tracing"
@@ -50,7 +54,8 @@ class Notes(NamedTuple):
 
     Attributes:
         worker, id: its name and rank.
-        made, served: rows of calls: number, the rank at the other end, function, begin, end, outcome.
+        made, served: rows of calls: number, the rank at the other end, function, begin, end, outcome, and when the
+            function was called; that is 0 where it is not known.
         spans: lane, name, begin, end.
         omitted: how many calls were more than could be kept; the oldest are left out.
         offset_s: the difference between the clock of the worker that writes the file and this one.
@@ -160,21 +165,32 @@ def trace_events(notes: Iterable[Notes]) -> Iterator[dict[str, Any]]:
 def _call_events(
     one: Notes, tid: int, row: Row, begin: float, end: float, is_served: bool, known: Set[tuple[int, int, int]]
 ) -> Iterator[dict[str, Any]]:
-    """A slice, and one end of the arrow to the slice at the other worker."""
-    id, peer, function, _, _, outcome = row
+    """A slice, and one end of each of the two arrows between it and the slice at the other worker."""
+    id, peer, function, _, _, outcome, called_at = row
     start_us = round((begin + one.offset_s) * 1e6, 1)
+    end_us = round((end + one.offset_s) * 1e6, 1)
+    waited_us = round((called_at - row[3]) * 1e6, 1) if is_served and called_at else 0.0
     arguments: dict[str, Any] = {"call": id, "caller" if is_served else "callee": peer}
     if outcome != OK:
         arguments["outcome"] = outcome
     yield {
         "ph": "X", "pid": one.id, "tid": tid, "name": str(function), "cat": "served" if is_served else "made",
-        "ts": start_us, "dur": round(max(0.0, end - begin) * 1e6, 1), "args": arguments,
+        "ts": start_us, "dur": round(max(0.0, end_us - start_us), 1), "args": arguments,
     }  # fmt: skip
+    if waited_us >= MIN_QUEUED_US:
+        yield {
+            "ph": "X", "pid": one.id, "tid": tid, "name": "queued", "cat": "queued",
+            "ts": start_us, "dur": min(waited_us, round(max(0.0, end_us - start_us), 1)),
+        }  # fmt: skip
     arrow = (peer, one.id, id) if is_served else (one.id, peer, id)
     if arrow in known:
-        ends = {"ph": "f", "bp": "e"} if is_served else {"ph": "s"}
         number = "{}.{}.{}".format(*arrow)
-        yield {**ends, "pid": one.id, "tid": tid, "ts": start_us, "id": number, "name": "call", "cat": "call"}
+        here = {"pid": one.id, "tid": tid}
+        head, tail = {"ph": "f", "bp": "e"}, {"ph": "s"}
+        call, reply = (head, tail) if is_served else (tail, head)
+        yield {**call, **here, "ts": start_us, "id": number, "name": "call", "cat": "call"}
+        in_slice_us = max(start_us, round(end_us - 0.1, 1))
+        yield {**reply, **here, "ts": in_slice_us, "id": f"{number}.reply", "name": "reply", "cat": "reply"}
 
 
 def _lanes(items: list[tuple[float, float, Any]]) -> list[list[tuple[float, float, Any]]]:
@@ -203,6 +219,7 @@ class _Recording:
 
     def __init__(self, max_calls: int) -> None:
         agent = current_agent()
+        self._agent = weakref.ref(agent)
         self.made: deque[Row] = deque(maxlen=max_calls)
         self.served: deque[Row] = deque(maxlen=max_calls)
         self.spans: deque[tuple[str, str, float, float]] = deque(maxlen=MAX_SPANS)
@@ -215,7 +232,16 @@ class _Recording:
         ]
         taps = agent.autograd.pass_taps
         taps.append(self._pass_spans)
-        self._undo.append(lambda: taps.remove(self._pass_spans))
+        span_taps.append(self._span)
+        self._undo += [lambda: taps.remove(self._pass_spans), lambda: span_taps.remove(self._span)]
+
+    def _span(self, lane: str, name: str, begin_s: float, end_s: float) -> None:
+        agent = self._agent()
+        if agent is None:  # it has ended, and nobody asks it for its notes any more
+            with suppress(ValueError):
+                span_taps.remove(self._span)
+        elif agent_or_none() is agent:  # several workers may live in one process
+            self.spans.append((lane, name[:MAX_FUNCTION_CHARS], begin_s, end_s))
 
     def _pass_spans(self, spans: Iterable[tuple[str, int, float, float]]) -> None:
         shift = time.monotonic() - time.time()
@@ -245,8 +271,8 @@ def _num_omitted(rows: deque[Row], num_begun: int) -> int:
 
 def _shown(rows: Iterable[Row]) -> list[Row]:
     return [
-        (id, peer, text, began, ended, outcome)
-        for id, peer, function, began, ended, outcome in rows
+        (id, peer, text, began, ended, outcome, called_at)
+        for id, peer, function, began, ended, outcome, called_at in rows
         if not (text := str(function)[:MAX_FUNCTION_CHARS]).startswith(_NEVER_SHOWN)
     ]
 
@@ -316,8 +342,8 @@ def _notes_from(answer: bytes) -> Notes:
 
 
 def _row(read: Sequence[Any]) -> Row:
-    id, peer, function, began, ended, outcome = read
-    return int(id), int(peer), str(function), _time(began), _time(ended), str(outcome)
+    id, peer, function, began, ended, outcome, called_at = read
+    return int(id), int(peer), str(function), _time(began), _time(ended), str(outcome), _time(called_at)
 
 
 def _time(read: Any) -> float:

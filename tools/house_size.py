@@ -33,7 +33,7 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(93_900, 63_000),
+    "lines": Limit(93_960, 63_000),
     "code": Limit(55_050, 36_000),
     "files": Limit(562, 400),
     "classes": Limit(1_043, 620),

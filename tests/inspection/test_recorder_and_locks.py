@@ -20,8 +20,8 @@ from rpcdist.testing.limits import LIMIT_S
 def test_the_newest_calls_are_kept_in_the_order_of_their_ends() -> None:
     recorder = CallRecorder(3)
     for id in range(5):
-        recorder.made((id, 1, f"m:f{id}", float(id), 10.0 + id, OK))
-    recorder.served((9, 2, "m:g", 1.0, 13.5, "ValueError: no"))
+        recorder.made((id, 1, f"m:f{id}", float(id), 10.0 + id, OK, 0.0))
+    recorder.served((9, 2, "m:g", 1.0, 13.5, "ValueError: no", 0.0))
     assert [(call.id, call.is_served, call.function) for call in recorder] == [
         (2, False, "m:f2"),
         (3, False, "m:f3"),
@@ -37,7 +37,7 @@ def test_a_full_recorder_needs_no_more_memory() -> None:
 
     def record(count: int) -> None:
         for id in range(count):
-            recorder.made((id & 7, 1, "m:f", 1.5, 2.5, OK))
+            recorder.made((id & 7, 1, "m:f", 1.5, 2.5, OK, 0.0))
 
     record(200)
     tracemalloc.start()

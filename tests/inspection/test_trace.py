@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.functional import mse_loss
 
 import rpcdist
-from rpcdist import autograd, rpc, tracing
+from rpcdist import autograd, collectives, rpc, tracing
 from rpcdist.errors import ConfigError, NotInitialized
+from rpcdist.parallel import DistributedDataParallel, Pipeline
 from rpcdist.rpc._current import current_agent
 from rpcdist.testing import InProcessCluster
 from rpcdist.tracing import Notes, trace_events
@@ -59,10 +63,51 @@ def test_calls_of_all_workers_with_arrows(no_agent: None, tmp_path: Path) -> Non
     assert "ArithmeticError" in made[0, "fail"]["args"]["outcome"]
     outer, inner = made[0, "through_c"], served[2, "double"]
     assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1000.0
-    begins = {event["id"]: event for event in events if event["ph"] == "s"}
-    ends = {event["id"]: event for event in events if event["ph"] == "f"}
-    assert len(begins) == 3 and begins.keys() == ends.keys()
-    assert {(begins[id]["pid"], ends[id]["pid"]) for id in begins} == {(0, 1), (1, 2), (0, 2)}
+    for arrow, pairs in (("call", {(0, 1), (1, 2), (0, 2)}), ("reply", {(1, 0), (2, 1), (2, 0)})):
+        begins = {event["id"]: event for event in events if event["ph"] == "s" and event["cat"] == arrow}
+        ends = {event["id"]: event for event in events if event["ph"] == "f" and event["cat"] == arrow}
+        assert len(begins) == 3 and begins.keys() == ends.keys()
+        assert {(begins[id]["pid"], ends[id]["pid"]) for id in begins} == pairs
+
+
+def wait_for(seconds: float) -> None:
+    time.sleep(seconds)  # stands for work of a function
+
+
+def test_a_call_that_waits_for_a_thread_has_a_slice_for_that(no_agent: None, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with InProcessCluster("a", "b", num_worker_threads=1, max_worker_threads=1) as cluster, cluster.use("a"):
+        with rpcdist.trace(path):
+            rpc.wait_all([rpc.rpc_async("b", wait_for, (0.1,)) for _ in range(2)])
+    events = events_of(path)
+    [waited] = [one for one in slices(events, "queued") if one["dur"] > 50_000]
+    [late] = [one for one in slices(events, "served") if one["dur"] > 150_000]
+    assert (late["pid"], late["tid"], late["ts"]) == (waited["pid"], waited["tid"], waited["ts"])
+    assert waited["dur"] < late["dur"]
+
+
+class Slow:
+    def work(self) -> None:
+        time.sleep(0.1)
+
+
+def test_a_call_that_waits_for_its_turn_at_an_actor_has_a_slice_for_that(no_agent: None, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with InProcessCluster("a", "b") as cluster, cluster.use("a"):
+        actor = rpc.remote("b", Slow, serial=True)
+        with rpcdist.trace(path):
+            rpc.wait_all([actor.rpc_async().work() for _ in range(2)])
+    assert [one["dur"] > 50_000 for one in slices(events_of(path), "queued")].count(True) == 1
+
+
+def test_the_actions_of_pipeline_stages_are_in_it(no_agent: None, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with InProcessCluster("a", "b") as cluster, cluster.use("a"):
+        pipeline = Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], ["a", "b"], num_microbatches=2, loss_fn=mse_loss)
+        with rpcdist.trace(path):
+            pipeline.step(torch.ones(4, 2), torch.zeros(4, 2))
+    found = {(one["pid"], one["name"].partition(" ")[0]) for one in slices(events_of(path), "pipeline")}
+    assert found == {(stage, f"{stage}{kind}{number}") for stage in range(2) for kind in "FB" for number in range(2)}
 
 
 def weighted(x: torch.Tensor) -> torch.Tensor:
@@ -76,6 +121,23 @@ def test_backward_passes_are_in_it(no_agent: None, tmp_path: Path) -> None:
             autograd.backward(context_id, [rpc.rpc_sync("b", weighted, (torch.ones(2, requires_grad=True),)).sum()])
     kinds = {one["name"] for one in slices(events_of(path), "backward")}
     assert {"analysis", "run"} <= kinds
+
+
+def test_the_buckets_of_data_parallel_training_are_in_it(no_agent: None, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    collectives.init_process_group("tcp", store=collectives.HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        with InProcessCluster("a", "b") as cluster, cluster.use("a"):
+            with rpcdist.trace(path):
+                model(torch.ones(1, 2)).sum().backward()
+                with cluster.use("b"):
+                    model(torch.ones(1, 2)).sum().backward()
+            model(torch.ones(1, 2)).sum().backward()
+    finally:
+        collectives.destroy_process_group()
+    found = {(one["pid"], one["name"]) for one in slices(events_of(path), "DDP buckets")}
+    assert found == {(0, "bucket 0, 24 B"), (1, "bucket 0, 24 B")}
 
 
 def test_the_oldest_calls_are_left_out_and_that_is_said(
@@ -132,7 +194,7 @@ def test_passes_are_those_of_the_worker_itself(no_agent: None, tmp_path: Path) -
 
 
 def test_slices_that_overlap_have_lanes_of_their_own() -> None:
-    rows = [(1, 1, "f", 1.0, 3.0, "ok"), (2, 1, "f", 2.0, 4.0, "ok"), (3, 1, "f", 3.0, 5.0, "ok")]
+    rows = [(1, 1, "f", 1.0, 3.0, "ok", 0.0), (2, 1, "f", 2.0, 4.0, "ok", 0.0), (3, 1, "f", 3.0, 5.0, "ok", 0.0)]
     events = list(trace_events([Notes("a", 0, rows, (), [("backward", "run", 1.5, 2.0)])]))
     lanes = {event["args"]["call"]: event["tid"] for event in slices(events, "made")}
     assert lanes[1] == lanes[3] != lanes[2]
@@ -142,8 +204,8 @@ def test_slices_that_overlap_have_lanes_of_their_own() -> None:
 
 def test_clocks_are_set() -> None:
     """The callee's clock is 100 s behind."""
-    made = Notes("a", 0, [(7, 1, "f", 200.0, 203.0, "ok")], (), ())
-    served = Notes("b", 1, (), [(7, 0, "f", 101.0, 102.0, "ok")], (), offset_s=100.0, error_s=0.001)
+    made = Notes("a", 0, [(7, 1, "f", 200.0, 203.0, "ok", 0.0)], (), ())
+    served = Notes("b", 1, (), [(7, 0, "f", 101.0, 102.0, "ok", 0.0)], (), offset_s=100.0, error_s=0.001)
     events = list(trace_events([made, served]))
     assert [(one["ts"], one["dur"]) for one in slices(events, "made")] == [(0.0, 3e6)]
     assert [(one["ts"], one["dur"]) for one in slices(events, "served")] == [(1e6, 1e6)]
@@ -154,8 +216,8 @@ def test_clocks_are_set() -> None:
 
 def test_a_call_that_one_end_has_no_notes_of_gets_no_arrow() -> None:
     """The caller or the callee is lost, or has left out its oldest calls."""
-    row = (7, 1, "f", 1.0, 2.0, "ok")
-    for notes in (Notes("a", 0, [row], (), ()), Notes("b", 1, (), [(7, 0, "f", 1.0, 2.0, "ok")], ())):
+    row = (7, 1, "f", 1.0, 2.0, "ok", 0.0)
+    for notes in (Notes("a", 0, [row], (), ()), Notes("b", 1, (), [(7, 0, "f", 1.0, 2.0, "ok", 0.0)], ())):
         events = list(trace_events([notes]))
         assert [event["name"] for event in events if event["ph"] == "X"] == ["f"]
         assert not [event for event in events if event["ph"] in "sf"]
@@ -164,8 +226,8 @@ def test_a_call_that_one_end_has_no_notes_of_gets_no_arrow() -> None:
 def test_ten_thousand_calls_at_once_take_no_time_each_for_each() -> None:
     """A new lane for each, and then all lanes again, the first one first."""
     number = 10_000
-    rows = [(id, 1, "f", id * 1e-6, 1.0 + id * 1e-6, "ok") for id in range(number)]
-    rows += [(number + id, 1, "f", 2.0 + id * 1e-6, 3.0, "ok") for id in range(number)]
+    rows = [(id, 1, "f", id * 1e-6, 1.0 + id * 1e-6, "ok", 0.0) for id in range(number)]
+    rows += [(number + id, 1, "f", 2.0 + id * 1e-6, 3.0, "ok", 0.0) for id in range(number)]
     lanes = {
         event["args"]["call"]: event["tid"]
         for event in slices(list(trace_events([Notes("a", 0, rows, (), ())])), "made")

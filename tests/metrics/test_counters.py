@@ -10,7 +10,7 @@ from rpcdist._counters import BUCKET_BOUNDS, MAX_ERRORS, MAX_NAMES, OK, OTHER, C
 
 
 def noted(counts: CallCounts, called: object, outcome: str = OK, age_s: float = 0.0) -> None:
-    counts.note((1, 2, called, 0.0, age_s, outcome))
+    counts.note((1, 2, called, 0.0, age_s, outcome, 0.0))
 
 
 def numbers(counts: CallCounts) -> dict[tuple[str, str], int]:

@@ -15,7 +15,7 @@ from rpcdist.parallel._ddp._buckets import BucketEntry, DenseBucket, SparseBucke
 from rpcdist.parallel._ddp._comm_hook import GradBucket, RegisteredHook
 from rpcdist.parallel._ddp._finite_check import FiniteCheck
 from rpcdist.parallel._ddp._notices import BucketWait
-from rpcdist.profile_ranges import is_profiling, record_function
+from rpcdist.profile_ranges import is_profiling, record_function, span_taps
 
 Bucket = DenseBucket | SparseBucket
 GradientOf = Callable[[BucketEntry], torch.Tensor | None]
@@ -54,6 +54,7 @@ class BucketReductions:
         self._divisor = 1.0
         self._works: dict[int, list[Work]] = {}
         self._futures: dict[int, tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = {}
+        self._began: dict[int, float] = {}  # for a trace: when the reduction of a bucket was started
 
     def begin(self, iteration: int, divisor: float) -> None:
         """Begins an iteration, whose gradients are divided by `divisor`."""
@@ -62,6 +63,7 @@ class BucketReductions:
         self._divisor = divisor
         self._works.clear()
         self._futures.clear()
+        self._began.clear()
 
     # ------------------------------------------------------------ starting
 
@@ -77,6 +79,8 @@ class BucketReductions:
             is_last: whether it is the last bucket of the iteration.
             asynchronous: whether to return before the reduction has ended.
         """
+        if span_taps:
+            self._began[bucket.number] = time.monotonic()
         try:
             with _range_of("starts", bucket):
                 if isinstance(bucket, SparseBucket):
@@ -111,6 +115,9 @@ class BucketReductions:
         """Waits for the reduction of a bucket, and delivers its results."""
         with _range_of("ends", bucket):
             self._finish(bucket, deliver)
+        if (began_s := self._began.pop(bucket.number, 0.0)) > 0.0:
+            for tap in span_taps:
+                tap("DDP buckets", f"bucket {bucket.number}, {bucket.num_bytes} B", began_s, time.monotonic())
 
     def _finish(self, bucket: Bucket, deliver: Deliver) -> None:
         for work in self._works.pop(bucket.number, ()):

@@ -29,6 +29,7 @@ from rpcdist.parallel.pipeline._step_messages import (
     as_tuple,
     clock_s,
 )
+from rpcdist.profile_ranges import span_taps
 from rpcdist.rpc._current import current_agent
 
 
@@ -73,7 +74,10 @@ class StepExecution:
             results = (
                 self._forward(stage, action, values) if action.kind == "F" else self._backward(stage, action, values)
             )
-            self._report.times.append((start_s, clock_s()))
+            end_s = clock_s()
+            self._report.times.append((start_s, end_s))
+            for tap in span_taps:
+                tap("pipeline", f"{action} of step {self._order.step}", start_s, end_s)
             if results is not None:
                 self._send(action, results)
 

@@ -324,7 +324,7 @@ class CallTable:
         call = self._calls.pop(id, None)
         if call is not None:
             if (note := self.ended.note) is not None:
-                note((id, call.peer, call.called, call.made, time.monotonic(), outcome))
+                note((id, call.peer, call.called, call.made, time.monotonic(), outcome, 0.0))
             if id in self._in_flight.admitted:
                 self._in_flight.end(call.peer, id)
             if self._waiters and not self._calls:

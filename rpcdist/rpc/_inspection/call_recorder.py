@@ -114,6 +114,6 @@ class CallRecorder:
         found = [
             RecordedCall(id, peer, str(function), began, ended, outcome, rows is self._served)
             for rows in (self._made, self._served)
-            for id, peer, function, began, ended, outcome in rows.copy()
+            for id, peer, function, began, ended, outcome, _ in rows.copy()
         ]
         return iter(sorted(found, key=lambda call: call.ended))

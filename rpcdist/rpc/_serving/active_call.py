@@ -55,7 +55,6 @@ class ActiveCall:
         is_chained: the function has returned a future, and that is waited for.
         arrived: when it came, in seconds of the monotonic clock.
         started: when its function was called, in seconds of the monotonic clock; 0 before.
-        arrived: when it came, in seconds of the monotonic clock.
     """
 
     __slots__ = (
@@ -112,7 +111,6 @@ class ActiveCall:
         self.wants_value = False
         self.arrived = arrived
         self.started = 0.0
-        self.arrived = time.monotonic()
 
     def __repr__(self) -> str:
         return f"<call {self.id} from {self.session.peer.name}: {self.what}, {self.deadline!r}>"
@@ -191,11 +189,16 @@ class ActiveCall:
             return self.function
         return "a function by value" if self.is_by_value else "fetch" if self.value is not None else "?"
 
+    @property
+    def run_began(self) -> float:
+        """When the function was called, or the turn of the call at its actor began; 0 before."""
+        return self.handle.began if isinstance(self.handle, Turn) else self.started
+
     def state(self) -> rpc_pb2.CallState:
         """How far the call is."""
         phases = rpc_pb2.CallState.Phase
         turn = self.handle if isinstance(self.handle, Turn) else None
-        started = self.started if turn is None else turn.began
+        started = self.run_began
         running_us = int((time.monotonic() - started) * 1e6) if started else 0
         if self.producer is not None:
             phase = phases.STREAMING

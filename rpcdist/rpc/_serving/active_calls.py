@@ -57,7 +57,9 @@ class ActiveCalls:
         """A call is over; once more does no harm. `outcome` is for those that are told of it."""
         if self._calls.pop((active.session, active.id), None) is not None and (note := self.ended.note) is not None:
             called = active.function or active.what
-            note((active.id, active.session.peer.id, called, active.arrived, time.monotonic(), outcome))
+            note(
+                (active.id, active.session.peer.id, called, active.arrived, time.monotonic(), outcome, active.run_began)
+            )
         if self._num_waiting:
             with self._ended:
                 self._ended.notify_all()
