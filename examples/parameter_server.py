@@ -79,6 +79,7 @@ from _pictures import draw_trainers
 from _progress import TrainingProgress
 from torch.nn.functional import cross_entropy
 
+import rpcdist
 import rpcdist.rpc as rpc
 from rpcdist.parallel import ParameterServer
 
@@ -103,6 +104,7 @@ def train(
             loss.backward()
             server.step(model)  # pushes the gradients; the reply has the next parameters
             losses.append(loss.item())
+        rpcdist.publish("loss", sum(losses) / len(losses))  # a curve on the live page, where one is open
         server.load_into(model)  # with what the others have done meanwhile
         progress.rpc_sync().epoch_done(trainer, losses, percent_right(model(test_images), test_labels))
     server.leave()  # the others need not wait for this trainer any more

@@ -97,7 +97,10 @@ def test_a_call_that_waits_for_its_turn_at_an_actor_has_a_slice_for_that(no_agen
         actor = rpc.remote("b", Slow, serial=True)
         with rpcdist.trace(path):
             rpc.wait_all([actor.rpc_async().work() for _ in range(2)])
-    assert [one["dur"] > 50_000 for one in slices(events_of(path), "queued")].count(True) == 1
+    events = events_of(path)
+    assert [one["dur"] > 50_000 for one in slices(events, "queued")].count(True) == 1
+    assert {one["name"] for one in slices(events, "served")} == {"Slow.work"}
+    assert "the method work()" in {one["name"] for one in slices(events, "made")}
 
 
 def test_the_actions_of_pipeline_stages_are_in_it(no_agent: None, tmp_path: Path) -> None:

@@ -83,11 +83,14 @@ async def _turns_over(rref: HomeRRef, stream: int, numbers: tuple[int, ...]) -> 
 CALLS_OF_METHODS: Final[frozenset[Callable[..., Any]]] = frozenset((_local_invoke, _invoke_in_turn))
 """Those whose last arguments are a method's name, its arguments, and those by keyword."""
 
+MAX_METHOD_CHARS: Final = 200
+
 CHECKPOINTED_METHOD: Final = "invoke_checkpointed"
 """What calls of an actor with `max_restarts` name; the user's method is its first argument."""
 
 
 def called_method(args: Sequence[Any]) -> str:
-    """The user's method, in the arguments of one of `CALLS_OF_METHODS`."""
+    """The user's method, in the arguments of one of `CALLS_OF_METHODS`; cut, since a peer may have chosen it."""
     *_, method, of_method, _ = args
-    return str(of_method[0] if method == CHECKPOINTED_METHOD and of_method else method)
+    name = of_method[0] if method == CHECKPOINTED_METHOD and of_method else method
+    return name[:MAX_METHOD_CHARS] if isinstance(name, str) else "?"

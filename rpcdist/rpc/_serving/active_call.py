@@ -37,6 +37,7 @@ class ActiveCall:
         session: where it came from, and where the reply goes.
         id: the caller's number of it.
         function: its name; empty for one by value, and where only a value is fetched.
+        method: class and name of the method, for a call through a reference, once its value is there; for views.
         is_by_value: the function has no name, and stands behind its arguments.
         arguments: not decoded yet; None if the function takes none.
         deadline: its caller's.
@@ -72,6 +73,7 @@ class ActiveCall:
         "is_by_value",
         "is_chained",
         "is_serial",
+        "method",
         "producer",
         "result",
         "session",
@@ -93,6 +95,7 @@ class ActiveCall:
         self.session = session
         self.id = id
         self.function = function
+        self.method = ""
         self.is_by_value = False
         self.arguments = arguments
         self.deadline = deadline
@@ -185,8 +188,8 @@ class ActiveCall:
 
     @property
     def what(self) -> str:
-        if self.function:
-            return self.function
+        if self.method or self.function:
+            return self.method or self.function
         return "a function by value" if self.is_by_value else "fetch" if self.value is not None else "?"
 
     @property

@@ -56,7 +56,7 @@ class ActiveCalls:
     def remove(self, active: ActiveCall, outcome: str = OK) -> None:
         """A call is over; once more does no harm. `outcome` is for those that are told of it."""
         if self._calls.pop((active.session, active.id), None) is not None and (note := self.ended.note) is not None:
-            called = active.function or active.what
+            called = active.method or active.function or active.what
             note(
                 (active.id, active.session.peer.id, called, active.arrived, time.monotonic(), outcome, active.run_began)
             )

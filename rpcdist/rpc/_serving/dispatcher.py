@@ -45,7 +45,13 @@ from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.manager import RRefManager
-from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, _invoke_in_turn, method_of
+from rpcdist.rpc._rref.proxied import (
+    CALLS_OF_METHODS,
+    MAX_METHOD_CHARS,
+    _invoke_in_turn,
+    called_method,
+    method_of,
+)
 from rpcdist.rpc._serving.active_call import ActiveCall
 from rpcdist.rpc._serving.active_calls import ActiveCalls
 from rpcdist.rpc._serving.answers import Answers
@@ -53,6 +59,7 @@ from rpcdist.rpc._serving.callables import Callables
 from rpcdist.rpc._serving.decoded_call import decoded_call
 from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer
 from rpcdist.rpc._values import ReceiveBuffer
+from rpcdist.rpc._values.exceptions import described
 from rpcdist.rpc._values.function_names import function_name
 from rpcdist.rpc.functions import ASYNC_MARK, runs_where_read
 from rpcdist.rpc.future import Future
@@ -330,6 +337,8 @@ class Dispatcher:
             value = rref.local_value()
             named = rref._handle.state.rref if active.value is None else active.value.rref
             number = order[0] if order else None
+            kind = described("the name of the type", lambda: type(value).__name__)
+            active.method = f"{kind[:MAX_METHOD_CHARS]}.{called_method((method, args, kwargs))}"
             turn = self._actors.turn(active.session.peer, named, value, number, method, args, kwargs)
             if turn is not None:
                 self._chain(active, turn)
