@@ -86,8 +86,6 @@ from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.time_limits import ADD_SERVICE_LIMIT_S, AGENT_TICK_S, RPC_CLOSE_LIMIT_S
 from rpcdist.transport.wire_messages import CompactCall, CompactPass, CompactReply
 
-__all__ = ["ROLE", "Agent", "UpperParts"]
-
 ROLE = "rpc"
 AUTOGRAD_SERVICE = autograd_pb2.DESCRIPTOR.services_by_name["Autograd"]
 RREF_SERVICE = rref_pb2.DESCRIPTOR.services_by_name["RRef"]

@@ -9,8 +9,6 @@ from weakref import WeakKeyDictionary
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._current import current_agent
 
-__all__ = ["AgentLocal"]
-
 T = TypeVar("T")
 
 

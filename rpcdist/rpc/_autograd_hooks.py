@@ -30,8 +30,6 @@ from rpcdist.rpc._peers.network import MessageSink, SendObserver
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
 from rpcdist.transport.wire_messages import CompactPass, History
 
-__all__ = ["AutogradHooks", "AutogradHost", "CallContext", "MakeAutograd", "current_autograd"]
-
 
 class CallContext(Protocol):
     """An autograd context, as one call sees it. Any thread may call any method."""

@@ -17,8 +17,6 @@ from rpcdist.errors import ForkedProcess, NotInitialized
 from rpcdist.rpc._agent import Agent
 from rpcdist.transport import fork
 
-__all__ = ["agent_or_none", "context_of", "current_agent", "forget_agent", "set_current_agent", "starts", "use_agent"]
-
 
 class _Starts:
     """What must outlive the agents of a process: that one starts at a time, and how often one did.

@@ -38,8 +38,6 @@ from rpcdist.time_limits import COORDINATOR_LOOK_UP_LIMIT_S, COORDINATOR_STALE_S
 from rpcdist.transport import NodeOptions, acquire_node
 from rpcdist.transport.addresses import host_from_environment, pick_bind_host, split_address
 
-__all__ = ["node_options", "start_agent"]
-
 logger = logging.getLogger(__name__)
 
 COORDINATOR_KEY = "rpc_coordinator"

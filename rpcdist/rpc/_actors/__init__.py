@@ -1,3 +1,1 @@
 """Actors: values whose methods run one call at a time, in the order of each caller; see `docs/actors.md`."""
-
-__all__: list[str] = []

@@ -23,8 +23,6 @@ from rpcdist.rpc._peers.directory import COORDINATOR, Directory
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.time_limits import ASK_FOR_NAMES_LIMIT_S
 
-__all__ = ["MAX_NAME_CHARS", "ActorNames"]
-
 logger = logging.getLogger(__name__)
 
 RESERVE: Final = "rpcdist.rpc._actors.actor_names:reserve"

@@ -18,8 +18,6 @@ from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._rref.identifiers import Incarnation, RRefId
 from rpcdist.rpc._rref.proxied import CHECKPOINTED_METHOD
 
-__all__ = ["ActorTable"]
-
 _SHARED_KINDS: Final = (
     type(None), bool, int, float, complex, str, bytes, tuple, frozenset, range, type, ModuleType, FunctionType,
     BuiltinFunctionType,

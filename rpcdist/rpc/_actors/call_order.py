@@ -17,8 +17,6 @@ from rpcdist.rpc._actors.turn_queue import CallNumber
 from rpcdist.rpc._rref.identifiers import RRefId
 from rpcdist.rpc.future import Future
 
-__all__ = ["CallOrder", "CallOrders"]
-
 TellOver = Callable[[int, tuple[int, ...]], Future[Any]]
 """Tells the owner that calls (stream, numbers) are over."""
 

@@ -16,8 +16,6 @@ from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._values.exceptions import described_error
 from rpcdist.rpc.future import Future
 
-__all__ = ["ActorState", "Checkpointed"]
-
 
 class ActorState(NamedTuple):
     """What `checkpoint()` gave."""

@@ -28,8 +28,6 @@ from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._rref.identifiers import Incarnation, RRefId
 from rpcdist.rpc.functions import is_async_execution
 
-__all__ = ["SerialActor", "running_actor"]
-
 running_actor: ContextVar[RRefId | None] = ContextVar("rpcdist_running_actor", default=None)
 """The actor one of whose methods runs here."""
 

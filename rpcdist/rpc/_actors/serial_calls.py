@@ -15,8 +15,6 @@ from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 
-__all__ = ["SerialCalls"]
-
 
 class MakeRemote(Protocol):
     """Makes a call whose result stays at the owner (`RRefCalls.remote`)."""

@@ -11,8 +11,6 @@ from rpcdist.rpc._actors.turn_queue import CallNumber
 from rpcdist.rpc._rref.identifiers import Incarnation, RRefId
 from rpcdist.rpc.future import Future
 
-__all__ = ["ActorCaller", "Turn", "TurnHost"]
-
 ActorCaller = tuple[Incarnation, RRefId]
 """A process, and the reference through which it calls: the calls of each have an order."""
 

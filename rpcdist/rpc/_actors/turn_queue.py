@@ -16,8 +16,6 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from rpcdist.errors import Overloaded, RpcdistError
 
-__all__ = ["MAX_WAITING", "CallNumber", "TurnQueue"]
-
 C = TypeVar("C", bound=Hashable)
 T = TypeVar("T")
 

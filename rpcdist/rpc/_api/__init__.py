@@ -1,3 +1,1 @@
 """Public functions of `rpcdist.rpc`; `rpcdist.rpc.api` has them, too, as torch does."""
-
-__all__: list[str] = []

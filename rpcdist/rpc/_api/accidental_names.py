@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from rpcdist.rpc.rref import RRef
 
-__all__ = ["AllGatherStates", "method_factory", "new_method"]
-
 
 class AllGatherStates:
     """What torch's workers gather in; ours do that elsewhere, so nothing here changes one.

@@ -15,8 +15,6 @@ from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.rref import RRef
 from rpcdist.time_limits import RREF_DELETION_LIMIT_S
 
-__all__ = ["get_actor", "get_actor_async", "keep_actor", "named_remote"]
-
 logger = logging.getLogger(__name__)
 
 

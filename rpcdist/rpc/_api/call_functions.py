@@ -24,8 +24,6 @@ from rpcdist.rpc.functions import is_idempotent
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.rref import Items, Later, RRef
 
-__all__ = ["call", "call_async", "remote", "remote_async", "rpc_async", "rpc_stream", "rpc_sync"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

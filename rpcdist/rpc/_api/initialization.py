@@ -20,8 +20,6 @@ from rpcdist.rpc.options import RpcBackendOptions, RpcOptions
 from rpcdist.transport import acquire_node
 from rpcdist.transport.fork import check_not_forked
 
-__all__ = ["init_rpc"]
-
 logger = logging.getLogger(__name__)
 
 

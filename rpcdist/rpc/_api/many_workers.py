@@ -15,8 +15,6 @@ from rpcdist.rpc.functions import is_idempotent
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.rref import Later
 
-__all__ = ["call_each", "call_each_async", "chosen_workers"]
-
 T = TypeVar("T")
 
 

@@ -30,8 +30,6 @@ from rpcdist.transport.addresses import split_address
 if TYPE_CHECKING:
     from rpcdist.rpc._agent import Agent
 
-__all__ = ["new_group", "new_group_async"]
-
 Members = tuple[tuple[str, int], ...]
 """Names and incarnations of the members, by rank."""
 

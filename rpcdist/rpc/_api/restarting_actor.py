@@ -35,8 +35,6 @@ from rpcdist.rpc.membership import wait_for_worker
 from rpcdist.rpc.rref import Later, RRef
 from rpcdist.time_limits import MIN_WAIT_S
 
-__all__ = ["ActorProxy", "RestartingActor"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")

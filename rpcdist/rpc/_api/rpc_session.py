@@ -18,8 +18,6 @@ from rpcdist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
 if TYPE_CHECKING:
     from rpcdist.rpc.options import RpcBackendOptions
 
-__all__ = ["RpcSession", "init_rpc_async", "session", "shutdown_async"]
-
 
 async def init_rpc_async(
     name: str,

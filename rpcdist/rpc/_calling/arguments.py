@@ -13,8 +13,6 @@ from rpcdist.rpc._rref.protobuf import id_to_pb
 from rpcdist.rpc._values import LargeBuffer
 from rpcdist.transport.wire_messages import CompactCall
 
-__all__ = ["by_keyword", "name_value", "num_bytes_of", "positional"]
-
 
 def num_bytes_of(message: rpc_pb2.Message | CompactCall, large: Sequence[LargeBuffer]) -> int:
     """The bytes of a call with its large buffers, for its share of the memory in flight."""

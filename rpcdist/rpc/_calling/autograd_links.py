@@ -24,8 +24,6 @@ from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.transport.wire_messages import CompactPass
 
-__all__ = ["AutogradLinks", "autograd_handler", "tell_autograd"]
-
 
 class AutogradLinks:
     """The parts of the agent that distributed autograd uses (`AutogradHost`)."""

@@ -29,8 +29,6 @@ from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.time_limits import CALL_QUESTION_LEAD_S
 from rpcdist.transport.wire_messages import WireMessage
 
-__all__ = ["GATHERING", "REPEATABLE", "USER_CALL", "CallFlags", "CallOwner", "CallTable", "PendingCall", "ReplySink"]
-
 
 class CallFlags(NamedTuple):
     """How a call is treated, beside what it calls.

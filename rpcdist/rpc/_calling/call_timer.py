@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from rpcdist.rpc._executors.io_thread import IoThread
 
-__all__ = ["CallTimer"]
-
 
 class CallTimer:
     """One per agent.

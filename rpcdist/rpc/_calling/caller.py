@@ -40,8 +40,6 @@ from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.transport.common_buffers import CommonBuffers, CommonMemoryPool
 from rpcdist.transport.wire_messages import CompactCall, CompactReply
 
-__all__ = ["Caller", "Destination"]
-
 Destination = str | int | WorkerInfo
 
 

@@ -16,8 +16,6 @@ from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
 
-__all__ = ["WITHHELD", "Creation", "CreationListener", "ValueSink"]
-
 WITHHELD: Final = object()
 """Stands for the value where the reply to a `remote()` did not bring it along."""
 

@@ -28,8 +28,6 @@ from rpcdist.rpc._executors.blocking import hooks
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._futures.interrupt import acquire
 
-__all__ = ["COUNTED_FROM_BYTES", "CallAdmission", "InFlightBytes"]
-
 COUNTED_FROM_BYTES: Final = 4096
 """Calls with fewer bytes of arguments do not count, and cost nothing here."""
 

@@ -33,8 +33,6 @@ from rpcdist.rpc._values.known_names import KnownNames
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.transport.wire_messages import MAX_NAME_BYTES, CompactCall
 
-__all__ = ["CallMessage", "NewCall", "NewCalls"]
-
 CallMessage = rpc_pb2.Message | CompactCall
 NewCall = tuple[PendingCall, CallMessage, Sequence[LargeBuffer]]
 """A call that was not sent yet, its message, and the large buffers of that."""

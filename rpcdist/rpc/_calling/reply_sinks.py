@@ -19,8 +19,6 @@ from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import THREAD_GRACE_S
 
-__all__ = ["CallFuture", "SyncReplySink", "result_of"]
-
 logger = logging.getLogger(__name__)
 
 

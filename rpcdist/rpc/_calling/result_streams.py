@@ -31,8 +31,6 @@ from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.waiters import wake_threadsafe
 
-__all__ = ["DEFAULT_WINDOW", "Stream", "StreamState", "StreamTable"]
-
 logger = logging.getLogger(__name__)
 
 DEFAULT_WINDOW = 16

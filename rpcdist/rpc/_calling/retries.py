@@ -16,8 +16,6 @@ from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, MIN_WAIT_S
 
-__all__ = ["Retries"]
-
 
 class Retries:
     """One per agent; any thread may use it.

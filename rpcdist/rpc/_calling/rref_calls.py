@@ -30,8 +30,6 @@ from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.transport.fork import check_not_forked
 
-__all__ = ["RRefCalls"]
-
 
 class RRefCalls:
     """What every reference of an agent holds (`RRefHome`). Any thread may call any method.

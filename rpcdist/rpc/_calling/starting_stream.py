@@ -10,8 +10,6 @@ from rpcdist.errors import BlockingInLoop
 from rpcdist.rpc._calling.result_streams import Stream
 from rpcdist.rpc.future import Future
 
-__all__ = ["StartingStream", "check_is_stream"]
-
 T = TypeVar("T")
 
 

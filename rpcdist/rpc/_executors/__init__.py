@@ -1,3 +1,1 @@
 """Where user code runs: a pool of threads, and an event loop."""
-
-__all__: list[str] = []

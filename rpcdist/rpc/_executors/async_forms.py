@@ -12,8 +12,6 @@ from rpcdist.errors import BlockingInLoop
 from rpcdist.off_loop import run_in_thread
 from rpcdist.rpc._executors.torch_state import StateSlot
 
-__all__ = ["async_form", "off_loop"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -9,8 +9,6 @@ from typing import NamedTuple, Protocol
 
 from rpcdist.rpc._executors.worker_thread import WorkerThread
 
-__all__ = ["JobSource", "LastAct", "blocking", "forget_hooks", "hooks", "set_hooks"]
-
 Hook = Callable[[], object]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Generator
 from typing import Any, TypeGuard
 
-__all__ = ["is_generator"]
-
 _CLASSES = (Generator, AsyncGenerator)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["GilWait"]
-
 
 class GilWait:
     """A running mean. `sample` gives the lock away and takes it back, which is the wait that is measured."""

@@ -15,8 +15,6 @@ from typing import Final, Protocol
 
 from rpcdist.time_limits import ANSWER_HOLD_S
 
-__all__ = ["HeldAnswers"]
-
 MAX_HELD: Final = 16
 
 

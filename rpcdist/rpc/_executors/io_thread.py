@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-__all__ = ["IoThread"]
-
 
 class IoThread(Protocol):
     """The event loop on which everything of the network runs, and its thread."""

@@ -17,8 +17,6 @@ from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.worker_thread import new_baton
 from rpcdist.time_limits import POOL_LEAD_S
 
-__all__ = ["Lane"]
-
 
 class Lane:
     """See the module. Any thread may call any method; none of them waits.

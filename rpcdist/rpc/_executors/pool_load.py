@@ -8,8 +8,6 @@ from typing import Final, NamedTuple
 
 from rpcdist.time_limits import POOL_CORE_DELAY_S, POOL_STALL_S
 
-__all__ = ["Load", "LoadHistory", "PoolSample", "threads_to_start"]
-
 MAX_BURST: Final = 64
 BUSY_SHARE: Final = 0.2  # threads that used less processor time than this, together, only wait
 

@@ -12,8 +12,6 @@ from rpcdist.rpc._executors.pool_load import LoadHistory, PoolSample
 from rpcdist.rpc._executors.worker_thread import new_baton
 from rpcdist.time_limits import POOL_TICK_S
 
-__all__ = ["MonitoredPool", "PoolMonitor"]
-
 LINGER_TICKS: Final = 20  # it goes on sampling for so many ticks after the queue was empty: waking it costs more
 
 

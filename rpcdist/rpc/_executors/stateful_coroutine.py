@@ -8,8 +8,6 @@ from typing import Any, TypeVar, overload
 
 from rpcdist.rpc._executors.torch_state import StateSlot
 
-__all__ = ["StatefulCoroutine"]
-
 T = TypeVar("T")
 
 

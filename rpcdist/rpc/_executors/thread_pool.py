@@ -55,8 +55,6 @@ from rpcdist.time_limits import (
 )
 from rpcdist.transport import fork
 
-__all__ = ["PoolStats", "ThreadPool"]
-
 logger = logging.getLogger(__name__)
 
 Function = Callable[..., object]

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from rpcdist.rpc._executors.io_thread import IoThread
 
-__all__ = ["Timer", "Timers"]
-
 
 class Timer:
     """One function that waits for its time."""

@@ -25,8 +25,6 @@ from typing import Any, Final, Protocol, TypeVar, cast
 import torch
 import torch.utils._device as torch_device
 
-__all__ = ["StateSlot", "adopt_num_threads", "is_default", "reset"]
-
 T = TypeVar("T")
 
 _C: Final = cast(Any, torch._C)  # none of what is used here has stubs

@@ -14,8 +14,6 @@ from rpcdist.errors import Cancelled, DeadlineExceeded
 from rpcdist.rpc._executors.stateful_coroutine import StatefulCoroutine
 from rpcdist.rpc._values.exceptions import drop_first_frame
 
-__all__ = ["OnDone", "Start", "UserCall", "UserCallHost"]
-
 logger = logging.getLogger(__name__)
 
 Start = Callable[[], Awaitable[object]]

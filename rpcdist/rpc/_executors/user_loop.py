@@ -31,8 +31,6 @@ from rpcdist.rpc._values.exceptions import traceback_of
 from rpcdist.time_limits import GENERATORS_LIMIT_S, LOOP_CLOSE_LIMIT_S, THREAD_GRACE_S
 from rpcdist.transport import fork
 
-__all__ = ["LoopKind", "UserLoop"]
-
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 

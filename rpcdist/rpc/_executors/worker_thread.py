@@ -8,8 +8,6 @@ from _thread import LockType, allocate_lock
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["HAS_THREAD_CLOCK", "WorkerThread", "new_baton"]
-
 HAS_THREAD_CLOCK: Final = hasattr(time, "pthread_getcpuclockid")
 
 

@@ -1,3 +1,1 @@
 """What stands behind `rpcdist.rpc.Future`: failures, waiting for several, and waits that Ctrl-C ends."""
-
-__all__: list[str] = []

@@ -7,8 +7,6 @@ from typing import Any
 
 from rpcdist.rpc.future import Future
 
-__all__ = ["collecting", "note_started"]
-
 collecting = threading.local()
 """torch's programs know it as `rpc.api._thread_local_var`: it has a `future_list` while a thread collects."""
 

@@ -16,8 +16,6 @@ from typing import NoReturn
 from rpcdist.errors import Cancelled, NotInitialized
 from rpcdist.rpc._values.exceptions import copied, get_traceback, traceback_of
 
-__all__ = ["Failure", "raise_failure"]
-
 logger = logging.getLogger("rpcdist.rpc.future")  # users know what they see of this as futures
 
 

@@ -26,8 +26,6 @@ from collections.abc import Callable
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.time_limits import SIGNAL_CHECK_INTERVAL_S
 
-__all__ = ["InterruptWatch", "acquire", "longest_sleep_s"]
-
 logger = logging.getLogger(__name__)
 
 

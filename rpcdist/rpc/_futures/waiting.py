@@ -29,8 +29,6 @@ from rpcdist.rpc._futures.interrupt import acquire
 from rpcdist.rpc.future import Future, FutureObserver, Source
 from rpcdist.waiters import wake_threadsafe
 
-__all__ = ["AnyDone", "Completions", "as_completed", "collect_all", "replace_torch_functions", "wait_all", "wait_any"]
-
 _INSTEAD: Final = {
     "wait_all()": "await asyncio.gather(*futures)",
     "wait_any()": "await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)",

@@ -1,3 +1,1 @@
 """Collects facts about a worker, answers those who ask, and remembers how calls ended."""
-
-__all__: list[str] = []

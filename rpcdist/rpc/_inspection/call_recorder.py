@@ -16,8 +16,6 @@ from typing import Final, NamedTuple
 from rpcdist._counters import OK, EndedCall
 from rpcdist.inspection import FunctionTimes
 
-__all__ = ["OK", "CallRecorder", "EndedCalls", "RecordedCall", "Row"]
-
 MAX_NAME_CHARS: Final = 500
 
 Row = EndedCall

@@ -31,8 +31,6 @@ from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.exceptions import described_error, traceback_of
 from rpcdist.time_limits import FLIGHT_FILE_PERIOD_S, FLIGHT_NOTICE_S
 
-__all__ = ["FlightLog"]
-
 logger = logging.getLogger(__name__)
 
 VERSION: Final = 1

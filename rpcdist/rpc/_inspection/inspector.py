@@ -55,8 +55,6 @@ from rpcdist.rpc.options import RpcOptions
 from rpcdist.time_limits import LOOK_LIMIT_S, LOOK_PERIOD_S
 from rpcdist.transport.neighbours import INSPECTION_ROLE, process_at
 
-__all__ = ["SERVICE", "InspectedParts", "Inspector"]
-
 SERVICE: Final = inspection_pb2.DESCRIPTOR.services_by_name["Inspection"]
 MAX_LISTED: Final = 500
 """Entries of a list of facts."""

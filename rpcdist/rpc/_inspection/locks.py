@@ -17,8 +17,6 @@ from itertools import pairwise
 from types import CodeType, FrameType, MemberDescriptorType
 from typing import Any, Final, NamedTuple
 
-__all__ = ["AwaitedLock", "awaited_lock", "holds_lock"]
-
 _TAKING: Final = frozenset({"acquire", "__enter__", "acquire_lock"})
 _BEGINS_WITH: Final = frozenset({"BEFORE_WITH", "LOAD_SPECIAL"})
 _LOCK_TYPES: Final = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Semaphore)

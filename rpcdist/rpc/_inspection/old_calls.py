@@ -11,8 +11,6 @@ from rpcdist.rpc._calling.call_table import CallTable
 from rpcdist.rpc._serving.active_calls import ActiveCalls
 from rpcdist.time_limits import OLD_CALLS_LOOK_S
 
-__all__ = ["OldCalls"]
-
 logger = logging.getLogger(__name__)
 
 MAX_NAMED: Final = 10

@@ -21,8 +21,6 @@ from rpcdist.rpc._futures.waiting import Completions
 from rpcdist.rpc._inspection.locks import awaited_lock, holds_lock
 from rpcdist.rpc.future import Future
 
-__all__ = ["call_of_future", "coroutine_stack", "thread_states"]
-
 MAX_FRAMES: Final = 60
 """Of a stack: the innermost ones."""
 

@@ -1,3 +1,1 @@
 """Values with what belongs to them beyond data: shares of remote references, and history for autograd."""
-
-__all__: list[str] = []

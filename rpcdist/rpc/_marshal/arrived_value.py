@@ -20,8 +20,6 @@ from rpcdist.rpc._values.failures import exception_of
 from rpcdist.rpc.future import Future
 from rpcdist.transport.wire_messages import CompactCall, CompactReply, History
 
-__all__ = ["Arrived", "ArrivedCompact", "ArrivedFailure", "ArrivedNone", "ArrivedValue", "OutgoingRRefs"]
-
 MAX_SHORT_BYTES: Final = 64 * 1024  # of a body; what is decoded on the I/O loop must not hold it up
 
 

@@ -30,8 +30,6 @@ from rpcdist.rpc._values.plain import PlainWriter
 from rpcdist.rpc._values.refusals import unpicklable_part
 from rpcdist.transport.wire_messages import CompactCall, CompactReply, History, WireMessage
 
-__all__ = ["Marshal", "Written"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -1,3 +1,1 @@
 """Who is in the job, and what all of its workers do together."""
-
-__all__: list[str] = []

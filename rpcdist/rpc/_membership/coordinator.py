@@ -30,8 +30,6 @@ from rpcdist.time_limits import (
 from rpcdist.transport.identities import identity_to_proto
 from rpcdist.waiters import noticed
 
-__all__ = ["Coordinator", "Found", "serve_membership"]
-
 logger = logging.getLogger(__name__)
 
 SERVICE = membership_pb2.DESCRIPTOR.services_by_name["Membership"]

@@ -23,8 +23,6 @@ from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import RETURN_FIRST_PAUSE_S, RETURN_LONGEST_PAUSE_S
 
-__all__ = ["CoordinatorReturn"]
-
 logger = logging.getLogger(__name__)
 
 

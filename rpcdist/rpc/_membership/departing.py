@@ -22,8 +22,6 @@ from rpcdist.time_limits import (
     MISSING_NAMES_LIMIT_S,
 )
 
-__all__ = ["Departing", "RoundOutcome"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -20,8 +20,6 @@ from rpcdist.rpc._peers.calling_worker import check_speaks_for
 from rpcdist.rpc._peers.directory import Directory, MemberEvent
 from rpcdist.time_limits import DEPARTURE_REVIEW_S
 
-__all__ = ["DEPART", "ENDED", "LEAVES", "NOT_ARRIVED", "POINTS", "Departures"]
-
 DEPART = "rpcdist.rpc._membership.departures:depart"
 NOT_ARRIVED = "rpcdist.rpc._membership.departures:not_arrived"
 

@@ -11,8 +11,6 @@ from rpcdist.rpc._membership.leader import CONTRIBUTE, MISSING, names_for
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.time_limits import MISSING_NAMES_LIMIT_S
 
-__all__ = ["Gatherings"]
-
 
 class Gatherings:
     """The participating side; one per agent.

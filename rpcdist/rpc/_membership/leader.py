@@ -18,8 +18,6 @@ from rpcdist.inspection import GatheringFacts
 from rpcdist.rpc._peers.calling_worker import check_speaks_for
 from rpcdist.rpc._peers.directory import Directory
 
-__all__ = ["CONTRIBUTE", "MISSING", "Leader", "names_for"]
-
 CONTRIBUTE = "rpcdist.rpc._membership.leader:contribute"
 MISSING = "rpcdist.rpc._membership.leader:missing"
 MAX_LAST_CAME = 64  # rounds that were given up; those who gave up ask at once

@@ -37,8 +37,6 @@ from rpcdist.time_limits import (
     UNWANTED_CALL_LIMIT_S,
 )
 
-__all__ = ["Leaving"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -14,20 +14,6 @@ from rpcdist.rpc._peers.directory import Member, Roster
 from rpcdist.time_limits import PARKED_LIMIT_S
 from rpcdist.transport.identities import identity_from_proto, identity_to_proto
 
-__all__ = [
-    "departures_from_proto",
-    "departures_to_proto",
-    "join_request",
-    "member_from_proto",
-    "member_to_proto",
-    "members_from_bytes",
-    "members_of",
-    "members_to_bytes",
-    "news_message",
-    "news_of",
-    "return_request",
-]
-
 Outcome = pb.JoinReply.Outcome
 
 

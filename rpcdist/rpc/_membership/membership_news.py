@@ -20,8 +20,6 @@ from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.time_limits import NEWS_PAUSE_S
 
-__all__ = ["MembershipNews"]
-
 
 class MembershipNews:
     """Both ends of it; one per agent, on the I/O loop.

@@ -17,8 +17,6 @@ from operator import itemgetter
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.directory import COORDINATOR, Member
 
-__all__ = ["MAX_NAMED", "Recovery"]
-
 MAX_NAMED = 1000
 """What one worker may say of others: this process connects to each. Who is beyond that is taken back when it comes."""
 

@@ -23,8 +23,6 @@ from rpcdist.rpc._peers.peer_events import Event
 from rpcdist.time_limits import ANNOUNCE_LIMIT_S, PARKED_LIMIT_S, PEER_TIMEOUT_S, SURVIVOR_PROBE_SHARE
 from rpcdist.transport.identities import identity_from_proto
 
-__all__ = ["MembershipService"]
-
 logger = logging.getLogger(__name__)
 
 Outcome = pb.JoinReply.Outcome

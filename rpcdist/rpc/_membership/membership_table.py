@@ -28,8 +28,6 @@ from rpcdist.errors import ConfigError, listed
 from rpcdist.ids import Identity, check_worker_name
 from rpcdist.rpc._peers.directory import Member, Roster
 
-__all__ = ["MembershipTable", "Verdict"]
-
 Outcome = JoinReply.Outcome
 MAX_DEPARTURES = 4096
 """Of those that are remembered for differences; a worker that knows none of them gets the whole list."""

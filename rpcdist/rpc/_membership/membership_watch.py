@@ -13,8 +13,6 @@ from rpcdist.rpc._peers.directory import MemberEvent
 from rpcdist.rpc._values.exceptions import traceback_of
 from rpcdist.rpc.worker_info import WorkerInfo
 
-__all__ = ["MembershipChange", "MembershipWatch"]
-
 logger = logging.getLogger(__name__)
 
 

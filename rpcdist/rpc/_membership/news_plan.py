@@ -14,8 +14,6 @@ from __future__ import annotations
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership.membership_table import MembershipTable
 
-__all__ = ["NewsPlan"]
-
 
 class NewsPlan:
     """One per coordinator.

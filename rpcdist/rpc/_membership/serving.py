@@ -15,8 +15,6 @@ from rpcdist.errors import CoordinatorLost
 from rpcdist.rpc._futures.interrupt import longest_sleep_s
 from rpcdist.rpc._peers.calling_worker import check_speaks_for
 
-__all__ = ["PING", "STOP", "StopRequests"]
-
 STOP = "rpcdist.rpc._membership.serving:stop"
 PING = "rpcdist.rpc._membership.serving:ping"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

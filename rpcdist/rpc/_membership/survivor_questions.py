@@ -11,8 +11,6 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._membership.membership_recovery import MAX_NAMED, Recovery
 from rpcdist.rpc._peers.directory import Member
 
-__all__ = ["Probe", "SurvivorQuestions", "max_at_once"]
-
 MIN_AT_ONCE: Final = 16
 
 Probe = Callable[[Member], Awaitable[bool]]

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from rpcdist.ids import Identity
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 
-__all__ = ["Announcements"]
-
 
 class Announcements:
     """One per agent; any thread may use it.

@@ -9,8 +9,6 @@ from rpcdist.errors import CallRefused
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.network import MessageSink
 
-__all__ = ["calling_session", "calling_worker", "check_speaks_for"]
-
 calling_worker: ContextVar[Identity | None] = ContextVar("rpcdist_calling_worker", default=None)
 """Set in calls of coroutine functions: the proven peer of the session on which the call came."""
 

@@ -10,8 +10,6 @@ from rpcdist.rpc._peers.inbound import Inbound
 from rpcdist.rpc._peers.network import PeerSession
 from rpcdist.rpc._peers.router import Router
 
-__all__ = ["Connections"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from rpcdist._proto import autograd_pb2, membership_pb2, rpc_pb2, rref_pb2
 from rpcdist.errors import ProtocolViolation
 
-__all__ = ["ControlBody", "ControlInbox", "ControlOutbox", "kind_of"]
-
 ControlBody = rref_pb2.RRefMessage | autograd_pb2.AutogradMessage | membership_pb2.MembershipMessage
 
 _KINDS: Mapping[type, str] = {

@@ -19,8 +19,6 @@ from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.time_limits import ACKNOWLEDGE_DELAY_S
 
-__all__ = ["Apply", "ControlReceiver"]
-
 Apply = Callable[[Identity, Any, Sequence[ReceiveBuffer]], object]
 """Takes the sender, the body of the message, and its large buffers."""
 

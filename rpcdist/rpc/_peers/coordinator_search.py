@@ -9,8 +9,6 @@ from rpcdist.deadline import Deadline
 from rpcdist.rpc._peers.peer_events import Event
 from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S
 
-__all__ = ["CoordinatorSearch"]
-
 
 class CoordinatorSearch:
     """One per agent, on the I/O loop.

@@ -11,8 +11,6 @@ from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.transport.wire_messages import CompactCall, CompactPass, CompactReply, WireMessage
 
-__all__ = ["Demultiplexer", "Handler", "PoolJob"]
-
 PoolJob = tuple[Callable[..., object], tuple[object, ...]]
 """A function and its arguments, to be called by a thread of the pool."""
 

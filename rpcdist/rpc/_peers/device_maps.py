@@ -20,8 +20,6 @@ from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values import MapDevice, ReceiveBuffer
 
-__all__ = ["DeviceMaps"]
-
 logger = logging.getLogger(__name__)
 
 DeviceMap = Mapping[torch.device, torch.device]

@@ -16,8 +16,6 @@ from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._futures.interrupt import longest_sleep_s
 from rpcdist.rpc.worker_info import WorkerInfo
 
-__all__ = ["COORDINATOR", "Directory", "Member", "MemberEvent", "MemberSource", "Roster"]
-
 logger = logging.getLogger(__name__)
 
 COORDINATOR: Final = 0

@@ -13,8 +13,6 @@ from rpcdist.rpc._peers.peer_events import PeerEvents
 from rpcdist.rpc._peers.router import REPLACED
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 
-__all__ = ["Inbound"]
-
 
 class Inbound:
     """Takes them (`SessionTaker`); one per agent, on the I/O loop.

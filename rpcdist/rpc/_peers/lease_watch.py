@@ -12,8 +12,6 @@ from rpcdist.rpc._peers.network import PeerSession
 from rpcdist.rpc._peers.peer_events import PeerEvents
 from rpcdist.time_limits import LEASE_IN_PEER_TIMEOUTS
 
-__all__ = ["LeaseWatch"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from rpcdist.ids import Identity
 
-__all__ = ["Leases"]
-
 
 class Leases:
     """The last sign of life of every incarnation that has ever been connected.

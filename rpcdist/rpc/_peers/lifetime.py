@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Lifetime"]
-
 
 class Lifetime:
     """Set once, by the agent; read by any thread.

@@ -10,8 +10,6 @@ from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.transport.wire_messages import WireMessage
 
-__all__ = ["Loopback"]
-
 
 class Loopback:
     """The session of a worker with itself. Values are copied as on the way to any other worker.

@@ -22,8 +22,6 @@ from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.records import Records
 from rpcdist.transport.wire_messages import WireMessage
 
-__all__ = ["Connection", "MessageSink", "Network", "PeerSession", "SendObserver", "SessionTaker"]
-
 T = TypeVar("T")
 ReplyT = TypeVar("ReplyT", bound=Message)
 

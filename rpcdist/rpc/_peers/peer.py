@@ -48,8 +48,6 @@ from rpcdist.time_limits import (
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.wire_messages import WireMessage
 
-__all__ = ["Peer", "PeerOwner", "PeerState", "Unsent"]
-
 logger = logging.getLogger(__name__)
 
 ROLE = "rpc"

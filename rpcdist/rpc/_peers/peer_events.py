@@ -10,8 +10,6 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._peers.directory import MemberEvent
 from rpcdist.rpc._peers.network import MessageSink, PeerSession
 
-__all__ = ["Event", "PeerEvents"]
-
 P = ParamSpec("P")
 
 

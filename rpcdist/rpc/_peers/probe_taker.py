@@ -11,8 +11,6 @@ from rpcdist.rpc._values.buffers import CopiedBuffer, ReceiveBuffer
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.wire_messages import WireMessage
 
-__all__ = ["PROBE_ROLE", "ProbeTaker"]
-
 PROBE_ROLE = "probe"
 
 

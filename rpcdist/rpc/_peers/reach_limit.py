@@ -8,8 +8,6 @@ from rpcdist.errors import ConnectFailed, TransportError
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import LAST_ATTEMPT_SHARE, MIN_ATTEMPT_S, ONE_WAY_IN_PEER_TIMEOUTS, REFUSED_GRACE_S
 
-__all__ = ["ReachLimit", "was_refused"]
-
 MAX_LATE_ATTEMPTS = 5
 
 

@@ -34,8 +34,6 @@ from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S, THREAD_GRACE_S
 from rpcdist.transport.heartbeats import TURNS_TO_READ
 from rpcdist.transport.wire_messages import WireMessage
 
-__all__ = ["REPLACED", "Router"]
-
 logger = logging.getLogger(__name__)
 
 REPLACED = "another process took its place"

@@ -7,18 +7,6 @@ from dataclasses import dataclass
 from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, UniqueId
 from rpcdist.rpc._rref.messages import Message, Reason
 
-__all__ = [
-    "Confirm",
-    "Fail",
-    "FailValue",
-    "RRefAction",
-    "RefuseCreation",
-    "RefuseFetch",
-    "ReleaseValue",
-    "SendControl",
-    "Serve",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class RRefAction:

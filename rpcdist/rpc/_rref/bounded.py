@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["BoundedSet"]
-
 T = TypeVar("T", bound=Hashable)
 
 

@@ -7,26 +7,6 @@ from dataclasses import dataclass
 from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, UniqueId
 from rpcdist.rpc._rref.messages import Message
 
-__all__ = [
-    "ConnectionBroken",
-    "CreateRemote",
-    "Created",
-    "CreationAccepted",
-    "CreationFailed",
-    "CreationFinished",
-    "DropAll",
-    "FetchArrived",
-    "HandleDropped",
-    "HolderFound",
-    "HolderLost",
-    "LeaseEnded",
-    "MessageArrived",
-    "RRefEvent",
-    "Received",
-    "Share",
-    "ShareFailed",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class RRefEvent:

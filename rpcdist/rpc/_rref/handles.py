@@ -17,8 +17,6 @@ from rpcdist.rpc._rref.identifiers import Incarnation, RRefId, UniqueId
 from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
 
-__all__ = ["Dropped", "Handle", "HandleState", "OwnerValue", "copy_outcome", "failed_future"]
-
 Dropped = deque[tuple[RRefId, UniqueId]]
 
 

@@ -15,8 +15,6 @@ from rpcdist.rpc._rref.identifiers import Incarnation
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo
 
-__all__ = ["CreationOutcome", "RRefHome", "RRefHost"]
-
 
 class RRefHost(Protocol):
     """What the manager needs: who others are, and a way to tell them something."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import Final, NamedTuple
 
-__all__ = ["ForkId", "Incarnation", "RRefId", "ReferenceShare", "UniqueId", "new_number"]
-
 _COUNT_BITS: Final = 24
 _MAX_COUNT: Final = (1 << _COUNT_BITS) - 1
 

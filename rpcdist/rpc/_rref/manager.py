@@ -37,8 +37,6 @@ from rpcdist.rpc.future import Future
 from rpcdist.time_limits import RREF_RELEASE_LIMIT_S
 from rpcdist.transport.fork import check_not_forked
 
-__all__ = ["MOST_AT_ONCE", "RRefManager"]
-
 MOST_AT_ONCE: Final = 64
 """So many references end in one step, and in one message: the lock is not held longer by a hundred thousand of them."""
 

@@ -10,22 +10,6 @@ from dataclasses import dataclass
 
 from rpcdist.rpc._rref.identifiers import ForkId, RRefId
 
-__all__ = [
-    "ChildConfirmed",
-    "CreationOver",
-    "CreationProbe",
-    "CreationQuery",
-    "ForkConfirmed",
-    "ForkMessage",
-    "ForkRefused",
-    "ForkRequest",
-    "Message",
-    "Reason",
-    "ShareLost",
-    "ShareQuery",
-    "UserDeleted",
-]
-
 
 class Reason(enum.IntEnum):
     """Why a reference cannot be used. The numbers are those of `ForkRefused.Reason` in `proto/rref.proto`."""

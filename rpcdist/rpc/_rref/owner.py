@@ -34,8 +34,6 @@ from rpcdist.rpc._rref.messages import (
     ShareQuery,
 )
 
-__all__ = ["OwnerEntry", "OwnerTable", "State"]
-
 
 class State(enum.Enum):
     EXPECTED = "expected"

@@ -9,8 +9,6 @@ from rpcdist.rpc._rref.identifiers import Incarnation
 from rpcdist.rpc._rref.messages import Reason
 from rpcdist.rpc._values.exceptions import copied, text_of
 
-__all__ = ["FORK_AFTER_DELETION", "GONE", "Losses", "creation_error", "describe", "owner_lost", "replaced"]
-
 GONE = "RPC was shut down in this process, and its remote references with it"
 FORK_AFTER_DELETION = "Cannot call fork an UserRRef after deletion."
 

@@ -11,8 +11,6 @@ from rpcdist.errors import ProtocolViolation
 from rpcdist.rpc._rref import messages
 from rpcdist.rpc._rref.identifiers import UniqueId
 
-__all__ = ["decode_messages", "encode_deletions", "encode_message", "id_from_pb", "id_to_pb"]
-
 _IDS: Final = Struct("<qqQqqQ")
 
 _WITH_FORK: dict[str, type[messages.ForkMessage]] = {

@@ -75,8 +75,6 @@ from rpcdist.rpc._rref.messages import (
 from rpcdist.rpc._rref.owner import OwnerTable
 from rpcdist.rpc._rref.users import UserTable
 
-__all__ = ["RRefProtocol"]
-
 
 class RRefProtocol:
     """The tables of one worker. Not thread-safe: the shell holds a lock around `handle`."""

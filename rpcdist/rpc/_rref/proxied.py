@@ -5,14 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
-__all__ = [
-    "CALLS_OF_METHODS",
-    "CHECKPOINTED_METHOD",
-    "ValueAtOwner",
-    "called_method",
-    "method_of",
-]
-
 
 class OwnedRRef(Protocol):
     """A reference at its owner, or what stands for it: a `ValueAtOwner`."""

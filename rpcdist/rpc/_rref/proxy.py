@@ -12,8 +12,6 @@ from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.host import RRefHome
 
-__all__ = ["MethodProxy", "Mode", "RRefProxy", "RemoteMethod", "method_name"]
-
 R = TypeVar("R")
 Mode = Literal["rpc_sync", "rpc_async", "remote"]
 

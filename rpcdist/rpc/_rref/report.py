@@ -11,8 +11,6 @@ from rpcdist.rpc._rref.identifiers import Incarnation, RRefId
 from rpcdist.rpc._rref.owner import State
 from rpcdist.rpc._rref.protocol import RRefProtocol
 
-__all__ = ["LiveRRef", "counts", "is_held", "leaks", "live_rrefs", "reference_facts"]
-
 
 @dataclass(frozen=True, slots=True)
 class LiveRRef:

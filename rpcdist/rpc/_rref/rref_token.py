@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from rpcdist.rpc._rref.handles import Handle, HandleState
 
-__all__ = ["Token"]
-
 
 class Token:
     """A reference that arrived in a message and was not unpickled yet: `RRefManager.claim` it, or `discard` it."""

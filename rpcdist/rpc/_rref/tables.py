@@ -26,8 +26,6 @@ from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
 from rpcdist.transport.fork import check_not_forked
 
-__all__ = ["RRefTables", "WhenThere"]
-
 WhenThere = Callable[[Future[Any]], object]
 
 

@@ -22,8 +22,6 @@ from rpcdist.rpc._rref.messages import (
     UserDeleted,
 )
 
-__all__ = ["UserFork", "UserTable"]
-
 
 class UserFork:
     """One fork that this worker holds. It is parked for `children`; `parent_worker` waits for our verdict."""

@@ -1,3 +1,1 @@
 """The callee's side: runs the calls that arrive, and sends what they return."""
-
-__all__: list[str] = []

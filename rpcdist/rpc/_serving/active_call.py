@@ -20,8 +20,6 @@ from rpcdist.rpc.future import Future
 from rpcdist.time_limits import LONGEST_TIMEOUT_S
 from rpcdist.transport.wire_messages import CompactCall, NamedReference
 
-__all__ = ["ActiveCall"]
-
 
 class Cancellable(Protocol):
     """What runs."""

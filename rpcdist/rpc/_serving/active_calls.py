@@ -11,8 +11,6 @@ from rpcdist.rpc._inspection.call_recorder import CallRecorder, EndedCalls
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._serving.active_call import ActiveCall
 
-__all__ = ["ActiveCalls"]
-
 
 class ActiveCalls:
     """By session and number. Any thread may use it.

@@ -26,8 +26,6 @@ from rpcdist.rpc._values.failures import exception_of
 from rpcdist.rpc._values.function_names import function_name
 from rpcdist.transport.wire_messages import CompactReply
 
-__all__ = ["Answers"]
-
 logger = logging.getLogger(__name__)
 
 _CALLS_OF_METHODS: Final = frozenset(function_name(function) for function in CALLS_OF_METHODS)

@@ -10,8 +10,6 @@ from rpcdist.errors import CallRefused
 from rpcdist.rpc._values.function_names import decode_function, function_name, loaded_function, names_itself
 from rpcdist.rpc.options import RpcOptions
 
-__all__ = ["Callables"]
-
 MAX_KNOWN: Final = 4096  # names; a peer may send any
 
 

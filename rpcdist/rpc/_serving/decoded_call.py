@@ -10,8 +10,6 @@ from rpcdist.rpc._rref.proxied import ValueAtOwner
 from rpcdist.rpc._serving.active_call import ActiveCall
 from rpcdist.rpc._serving.callables import Callables
 
-__all__ = ["decoded_call"]
-
 
 def decoded_call(
     active: ActiveCall, callables: Callables

@@ -65,8 +65,6 @@ from rpcdist.rpc.functions import ASYNC_MARK, runs_where_read
 from rpcdist.rpc.future import Future
 from rpcdist.transport.wire_messages import CompactCall
 
-__all__ = ["Dispatcher", "describe_job"]
-
 MAX_KNOWN_NAMES: Final = 4096
 _IN_TURN: Final = function_name(_invoke_in_turn)
 

@@ -22,8 +22,6 @@ from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.network import MessageSink
 
-__all__ = ["AsyncProducer", "Producer", "StreamSender", "SyncProducer"]
-
 logger = logging.getLogger(__name__)
 
 MAX_CREDIT: Final = 1024

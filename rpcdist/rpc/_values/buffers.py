@@ -20,18 +20,6 @@ from rpcdist.errors import SerializationError, TransportError
 from rpcdist.transport.memory_copies import copy_memory, copy_view
 from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 
-__all__ = [
-    "INLINE_LIMIT",
-    "CopiedBuffer",
-    "LargeBuffer",
-    "ReceiveBuffer",
-    "TensorBuffer",
-    "add_buffer",
-    "memory_view",
-    "received_buffers",
-    "takes_long",
-]
-
 INLINE_LIMIT: Final = 32 * 1024
 """Buffers up to this many bytes travel inside the message. Copying 32 KiB costs 2 us; a transfer costs more."""
 

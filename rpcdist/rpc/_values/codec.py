@@ -25,8 +25,6 @@ from rpcdist.rpc._values.refusals import why_not_plain
 from rpcdist.rpc._values.tensors import MapDevice, UnsupportedTensor, pack_tensors
 from rpcdist.transport._framing.message_parts import missing_weight
 
-__all__ = ["OnTensors", "add_weight", "decode", "encode_into", "fill_pickled", "fill_value", "write_plain"]
-
 OnTensors = Callable[[list[torch.Tensor]], object]
 """Is given the tensor table of a value; the order is the same at both ends."""
 

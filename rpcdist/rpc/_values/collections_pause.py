@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-__all__ = ["PAUSED_FROM", "paused_collections"]
-
 PAUSED_FROM: Final = 10_000
 """Tensors that are made at once."""
 

@@ -26,8 +26,6 @@ from rpcdist.rpc._values.rebuild import TENSOR_BYTES, contiguous_strides, over_s
 from rpcdist.rpc._values.tensors import address_of
 from rpcdist.transport.wire_messages import MAX_COMPACT_BODY_BYTES
 
-__all__ = ["CompactValue", "compact_tensors", "compact_value", "read_compact", "read_compact_tensors"]
-
 MAX_DIMS: Final = 8  # a tensor of more is not worth a compact form
 MAX_TENSORS: Final = 0xFFFF
 _SEPARATE, _REQUIRES_GRAD = 1, 2

@@ -10,8 +10,6 @@ from typing import Final, NamedTuple
 
 import torch
 
-__all__ = ["DTYPES", "DTYPE_CODES", "DtypeInfo"]
-
 _CODES: Final = {
     # 0 costs no byte on the wire, so it belongs to the most common one.
     "float32": 0,

@@ -23,28 +23,6 @@ from typing import Any, Final, TypeVar, cast
 
 from rpcdist.errors import SerializationError
 
-__all__ = [
-    "State",
-    "add_note",
-    "args_of",
-    "copied",
-    "cut",
-    "described",
-    "described_error",
-    "drop_first_frame",
-    "get_cause",
-    "get_traceback",
-    "rebuild_exception",
-    "reduce_exception",
-    "reduction_of",
-    "restore_state",
-    "set_cause",
-    "set_traceback",
-    "state_of",
-    "text_of",
-    "traceback_of",
-]
-
 E = TypeVar("E", bound=BaseException)
 State = tuple[dict[str, Any], dict[str, Any]]
 """The attributes in slots of the classes, and those in the `__dict__`."""

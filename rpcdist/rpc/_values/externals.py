@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["Externals"]
-
 
 class Externals(Protocol):
     """Sends and receives the objects that are more than data. One instance serves one value in one direction.

@@ -37,8 +37,6 @@ from rpcdist.rpc._values.function_names import FunctionLookupError
 from rpcdist.rpc._values.pickled import PickledParts, read_pickle, write_pickle
 from rpcdist.rpc._values.quiet_lookup import look_up_quietly
 
-__all__ = ["Fill", "RemoteTraceback", "exception_of", "failure_of"]
-
 Kind = rpc_pb2.Failure.Kind
 
 MAX_EXCEPTION_BYTES: Final = 16 << 20

@@ -21,16 +21,6 @@ from rpcdist.errors import RpcdistError
 from rpcdist.rpc._values.pickled import NOT_ON_CALLEE
 from rpcdist.rpc._values.quiet_lookup import look_up_quietly
 
-__all__ = [
-    "FunctionLookupError",
-    "decode_function",
-    "function_name",
-    "function_reference",
-    "loaded_function",
-    "names_itself",
-    "unwrap",
-]
-
 _DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 
 

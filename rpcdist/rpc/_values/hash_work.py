@@ -15,8 +15,6 @@ from typing import Any, Final
 
 from rpcdist.errors import SerializationError
 
-__all__ = ["CHECKED_FROM", "HashWork"]
-
 CHECKED_FROM: Final = 16
 """Dicts of fewer entries are not watched: comparing all of their keys with each other takes 20 ns a byte."""
 

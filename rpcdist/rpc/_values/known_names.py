@@ -6,8 +6,6 @@ import sys
 from types import FunctionType
 from typing import Final
 
-__all__ = ["KnownNames"]
-
 MAX_KNOWN: Final = 4096
 
 

@@ -24,16 +24,6 @@ from rpcdist.rpc._values.dtypes import DTYPE_CODES
 from rpcdist.rpc._values.exceptions import add_note, reduce_exception, text_of
 from rpcdist.rpc._values.externals import Externals
 
-__all__ = [
-    "NOT_ON_CALLEE",
-    "PickledParts",
-    "Reducer",
-    "read_pickle",
-    "register_reducer",
-    "send_main_by_value",
-    "write_pickle",
-]
-
 Reducer = Callable[[Any], Any]
 """What `__reduce__` would return for an object."""
 

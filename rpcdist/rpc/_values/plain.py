@@ -33,18 +33,6 @@ from rpcdist.rpc._values.externals import Externals
 from rpcdist.rpc._values.hash_work import CHECKED_FROM, HashWork
 from rpcdist.rpc._values.tensor_runs import RUNS_FROM
 
-__all__ = [
-    "FREE_BYTES",
-    "MAX_DEPTH",
-    "MAX_ITEMS",
-    "MAX_LISTED",
-    "NotPlain",
-    "PlainWriter",
-    "allowed_bytes",
-    "read_plain",
-    "too_much_for_its_weight",
-]
-
 MAX_DEPTH: Final = 64
 """Containers within containers; deeper values are pickled."""
 

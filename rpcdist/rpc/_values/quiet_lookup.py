@@ -11,8 +11,6 @@ import sys
 import types
 from typing import Any, Final
 
-__all__ = ["look_up_quietly"]
-
 _MRO: Final[Any] = type.__dict__["__mro__"]
 _CLASS_DICT: Final[Any] = type.__dict__["__dict__"]
 _CALLABLES: Final = frozenset(

@@ -22,8 +22,6 @@ from rpcdist.rpc._values.dtypes import DTYPES, DtypeInfo
 from rpcdist.rpc._values.plain import too_much_for_its_weight
 from rpcdist.rpc._values.tensor_runs import split_run
 
-__all__ = ["TENSOR_BYTES", "contiguous_strides", "over_storage", "rebuild_tensors", "tensors_cost"]
-
 MAX_DIMS: Final = 64  # torch's own limit
 MAX_UNTRUSTED_TENSORS: Final = 1 << 17
 """Of one value, from a peer that may send host tensors only."""

@@ -13,8 +13,6 @@ from rpcdist.rpc._values.externals import Externals
 from rpcdist.rpc._values.pickled import write_pickle
 from rpcdist.rpc._values.plain import MAX_DEPTH, MAX_ITEMS
 
-__all__ = ["unpicklable_part", "why_not_plain"]
-
 MAX_TRIALS = 1000
 """So many parts are pickled in the search for the one that fails."""
 

@@ -15,8 +15,6 @@ from typing import Final, NamedTuple, cast
 
 import torch
 
-__all__ = ["RUNS_FROM", "TensorRun", "find_runs", "split_run"]
-
 RUNS_FROM: Final = 64
 """Values of fewer tensors are not searched for runs: they gain less than the search costs."""
 

@@ -29,8 +29,6 @@ from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, TensorBuffer
 from rpcdist.rpc._values.dtypes import DTYPE_CODES
 from rpcdist.rpc._values.tensor_runs import RUNS_FROM, TensorRun, find_runs
 
-__all__ = ["MapDevice", "UnsupportedTensor", "address_of", "pack_tensors"]
-
 MapDevice = Callable[[torch.device], torch.device]
 """From a device of the sender to the one at the receiver; raises where no mapping is set."""
 
