@@ -12,8 +12,8 @@ if __name__ != "rpcdist.autograd":
 
 from rpcdist.autograd._autograd_errors import AutogradError, BackwardError, ContextNotFound
 from rpcdist.autograd._autograd_worker import AutogradWorker as AutogradWorker
-from rpcdist.autograd._draw import draw
-from rpcdist.autograd._group_run import Captured, is_in_backward, queue_callback
+from rpcdist.autograd._context import Span
+from rpcdist.autograd._draw import draw, profile
 from rpcdist.autograd._interface import (  # noqa: F401  # torch has the private ones here, and programs use them
     Mode,
     _current_context,
@@ -30,8 +30,7 @@ from rpcdist.autograd._interface import (  # noqa: F401  # torch has the private
     get_gradients,
     is_available,
 )
-from rpcdist.autograd._profile import profile
-from rpcdist.autograd._spans import Span
+from rpcdist.autograd._message_nodes import Captured, is_in_backward, queue_callback
 
 __all__ = [
     "AutogradError",

@@ -19,7 +19,7 @@ from rpcdist._proto import autograd_pb2
 from rpcdist.autograd._autograd_errors import AutogradError
 from rpcdist.autograd._backward_pass import BackwardPass
 from rpcdist.autograd._context import Context, ContextTable, make_id, worker_of
-from rpcdist.autograd._graph_analysis import new_edge
+from rpcdist.autograd._message_nodes import new_edge
 from rpcdist.autograd._pass_events import PassOptions
 from rpcdist.autograd._pass_message import (
     PassMessage,
@@ -31,8 +31,7 @@ from rpcdist.autograd._pass_message import (
     read_message,
     read_work,
 )
-from rpcdist.autograd._pass_sender import PassSender
-from rpcdist.autograd._releases import Releases
+from rpcdist.autograd._pass_sender import PassSender, Releases
 from rpcdist.autograd._step_part import Outcome, StepPart, do_work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CallRefused, RpcdistError

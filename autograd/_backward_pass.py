@@ -26,14 +26,13 @@ from torch.autograd.graph import GradientEdge
 
 from rpcdist._proto import autograd_pb2
 from rpcdist.autograd._autograd_errors import BackwardError
-from rpcdist.autograd._context import Context, worker_of
+from rpcdist.autograd._context import Context, SpanKind, worker_of
 from rpcdist.autograd._direct_part import DirectPart, find_sources
 from rpcdist.autograd._general_part import GeneralPart
 from rpcdist.autograd._graph_analysis import analyse
 from rpcdist.autograd._pass_events import PassOptions
 from rpcdist.autograd._pass_message import PassMessage, encode_error
 from rpcdist.autograd._pass_sender import PassSender
-from rpcdist.autograd._spans import SpanKind
 from rpcdist.autograd._step_part import StepPart, do_work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded

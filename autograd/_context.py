@@ -11,7 +11,7 @@ import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch.autograd.graph import Node
@@ -19,9 +19,35 @@ from torch.autograd.graph import Node
 from rpcdist.autograd._autograd_errors import AutogradError, ContextNotFound
 from rpcdist.autograd._gradients import GradientTable, size_bytes
 from rpcdist.autograd._message_nodes import Gradients, RecordedRecv, RecordedSend, attach
-from rpcdist.autograd._spans import MAX_SPANS, SpanKind
 from rpcdist.errors import CallRefused, SerializationError
 from rpcdist.transport.wire_messages import History
+
+SpanKind = Literal["analysis", "run", "wait", "gate"]
+
+MAX_SPANS = 1000
+"""So many of the latest spans a context keeps on each worker."""
+
+
+class Span(NamedTuple):
+    """A part of the time that a backward pass took on one worker.
+
+    Attributes:
+        worker: name of the worker.
+        kind: "analysis" of the graph; "run", one call of torch's engine; "wait", with nothing to do; "gate", a wait in
+            the middle of a run.
+        peer: name of the worker whose message ended the wait. Empty for the other kinds.
+        start_s: when it began, by the clock of that worker, in seconds since the epoch.
+        duration_s: how long it took, in seconds, the waits of a run at gates included.
+        backward: number of the pass, the same on all workers.
+    """
+
+    worker: str
+    kind: SpanKind
+    peer: str
+    start_s: float
+    duration_s: float
+    backward: int
+
 
 WORKER_SHIFT = 48
 MAX_NUMBER = (1 << WORKER_SHIFT) - 1
@@ -279,7 +305,7 @@ class ContextTable:
         return f"<ContextTable [{len(self._contexts)} alive]>"
 
     def new(self) -> Context:
-        """A context of an id that nobody guesses: who names it takes part in it, or was told of it."""
+        """A context of a secret id: a worker that names it takes part in it, or was told of it."""
         while True:
             id = make_id(self._worker_id, secrets.randbelow(MAX_NUMBER) + 1)
             if id not in self._contexts and (context := self.join(id)) is not None:

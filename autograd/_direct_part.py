@@ -20,9 +20,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from rpcdist.autograd._graph_analysis import MAX_NODES_BEFORE_SENDING, AccumulateGrad, new_edge
-from rpcdist.autograd._group_run import EngineRun
-from rpcdist.autograd._message_nodes import Gradients, RecordedRecv, RecordedSend, RecvNode
+from rpcdist.autograd._graph_analysis import MAX_NODES_BEFORE_SENDING, AccumulateGrad
+from rpcdist.autograd._message_nodes import EngineRun, Gradients, RecordedRecv, RecordedSend, RecvNode, new_edge
 from rpcdist.autograd._pass_message import PassMessage
 from rpcdist.autograd._pass_sender import PassOwner
 
@@ -207,7 +206,7 @@ class DirectPart:
         """Tells neighbours that this worker takes part, and which of their messages are undecided.
 
         Args:
-            neighbours: who is told.
+            neighbours: the workers that are told.
             runs: of the messages that they sent, those whose gradients follow at once.
         """
         parent = self._owner.parent

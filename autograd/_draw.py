@@ -1,21 +1,91 @@
-"""Draws a context: its workers, the messages between them, and which messages were computed from which."""
+"""Views of a context, gathered from all workers that took part: the times of its passes, and a picture.
+
+The picture shows the workers, the messages between them, and which messages were computed from which.
+"""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from rpcdist.autograd._autograd_worker import AutogradWorker
-from rpcdist.autograd._context import Context
+from rpcdist.autograd._context import Context, Span
 from rpcdist.autograd._graph_analysis import analyse
-from rpcdist.autograd._profile import ask_workers, spans_here
-from rpcdist.autograd._spans import Span
+from rpcdist.rpc import api
+from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._current import current_agent
 from rpcdist.time_limits import GRAPHVIZ_LIMIT_S
+
+Part = TypeVar("Part")
+
+
+def profile(context_id: int) -> list[Span]:
+    """How long the parts of the backward passes of a context took, on all workers that took part; blocks.
+
+    Args:
+        context_id: a context that is alive on this worker.
+
+    Returns:
+        The spans of the passes that have ended, in the order in which they began; of each worker, the latest 1,000 at
+        most. Their times are those of the workers' clocks, which differ between hosts.
+
+    Raises:
+        ContextNotFound: the context is over, or unknown here.
+    """
+    parts = ask_workers(context_id, _times_here, lambda part: part.neighbours)
+    return sorted((span for part in parts.values() for span in part.spans), key=lambda span: span.start_s)
+
+
+def ask_workers(
+    context_id: int, describe: Callable[[int], Part], neighbours_of: Callable[[Part], tuple[int, ...]]
+) -> dict[int, Part]:
+    """The answers of all workers that took part in a context, by worker id; blocks.
+
+    Args:
+        context_id: of the context.
+        describe: called on each of the workers with the context's id.
+        neighbours_of: the ids of a worker's neighbours, from its answer.
+    """
+    here = current_agent().worker_id
+    parts: dict[int, Part] = {here: describe(context_id)}
+    todo = [here]
+    token = current_autograd.set(None)  # these calls must not become part of the context
+    try:
+        while todo:
+            for worker in neighbours_of(parts[todo.pop()]):
+                if worker not in parts:
+                    parts[worker] = api.rpc_sync(worker, describe, (context_id,))
+                    todo.append(worker)
+    finally:
+        current_autograd.reset(token)
+    return parts
+
+
+class _Times(NamedTuple):
+    neighbours: tuple[int, ...]
+    spans: list[Span]
+
+
+def _times_here(context_id: int) -> _Times:
+    agent = current_agent()
+    assert isinstance(agent.autograd, AutogradWorker)
+    return _Times(tuple(sorted(agent.autograd.contexts.find(context_id).neighbours())), spans_here(context_id))
+
+
+def spans_here(context_id: int) -> list[Span]:
+    """The spans of a context on this worker."""
+    agent = current_agent()
+    hooks = agent.autograd
+    assert isinstance(hooks, AutogradWorker)
+    name_of = hooks.host.worker_name_of
+    return [
+        Span(agent.worker_name, kind, name_of(peer) if peer >= 0 else "", start_s, end_s - start_s, backward)
+        for backward, kind, peer, start_s, end_s in list(hooks.contexts.find(context_id).spans)
+    ]
 
 
 class WorkerPart(NamedTuple):
@@ -114,7 +184,7 @@ def graphviz_text(parts: dict[int, WorkerPart], timings: bool = False) -> str:
 
 
 def _summary(spans: Sequence[Span]) -> str:
-    """What a worker did in the passes, as the text of a node."""
+    """The work of a worker in the passes, as the text of a node."""
     texts = []
     for kind, text in (("analysis", "looked at its graph"), ("run", "ran it")):
         times_s = [span.duration_s for span in spans if span.kind == kind]

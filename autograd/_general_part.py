@@ -2,6 +2,22 @@
 
 Threads: the events are handled one after the other by the thread of the pass. A run that blocks has a pool thread of
 its own.
+
+[Note: gradients of recvs]
+    The engine hands the gradients of received tensors over in one of two ways. Asked for the gradients at their edges,
+    it returns them at the end, and does not execute `RecvRpc`, which costs as much as a matrix multiplication of a
+    small model. Asked for that of the token, on which every recv depends, it executes `RecvRpc`, whose `backward` has
+    them sent at once. That is for runs that take long, so that the next worker begins meanwhile; for gates, which wait
+    for what follows from these gradients; and for nodes of recvs that have hooks.
+
+[Note: gates]
+    Usually all gradients from which a group runs have arrived. Where the graph of a worker leads out to another worker
+    and back in (A->B->A, through shared nodes), some gradients arrive only after others have been sent. For these, the
+    tensors of the send pass through `SendRpc`, whose output is a dummy. A chain of `GateOrder` nodes, made for the
+    run, runs the gates in decreasing Lamport stamp. An order node waits for the gradient on the engine's thread, so
+    the engine must choose it last: it takes ready nodes by decreasing sequence number, order nodes have the number 0,
+    and all other nodes a greater one. A gradient never depends on one of a smaller stamp, so the wait ends, or the
+    pass fails.
 """
 
 from __future__ import annotations
@@ -14,11 +30,19 @@ from functools import partial, reduce
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rpcdist.autograd._direct_part import MAX_HELD_BYTES
 from rpcdist.autograd._graph_analysis import MAX_NODES_BEFORE_SENDING, Analysis
-from rpcdist.autograd._group_run import GroupRun
-from rpcdist.autograd._message_nodes import Gradients, RecordedRecv, RecordedSend
+from rpcdist.autograd._message_nodes import (
+    EngineRun,
+    GateOrder,
+    Gradients,
+    LeafGradients,
+    RecordedRecv,
+    RecordedSend,
+    token_edge,
+)
 from rpcdist.autograd._pass_events import (
     ChildDone,
     Decided,
@@ -79,7 +103,7 @@ class GeneralPart:
             self._handle(*events)
 
     def next_step(self) -> Any:
-        """What to do when all events are handled: the runs that they made ready; None if nothing is left."""
+        """The next step when all events are handled: the runs that they made ready; None if nothing is left."""
         return self._execute_ready if self._ready else None
 
     def waits_for(self) -> dict[int, str]:
@@ -144,7 +168,7 @@ class GeneralPart:
         GroupRun(self, self._analysis, run, takes_long).execute(self._owner.options.retain_graph)
         self._owner.spans.append(("run", -1, began_s, time.time()))
 
-    # ------------------------------------------------------------ gradients (`RunOwner`)
+    # ------------------------------------------------------------ for runs
 
     def _keep_gradients(self, arrived: Any) -> list[PassEvent]:
         at_home = self._owner.context.at_home
@@ -154,12 +178,15 @@ class GeneralPart:
 
     @property
     def root_gradients(self) -> Sequence[torch.Tensor]:
+        """The gradients of the roots, by their number."""
         return self._owner.root_gradients
 
     def gradient(self, message: int) -> Gradients:
+        """The gradient of a send that has arrived."""
         return self._gradients[message]
 
     def wait_for_gradient(self, send: RecordedSend) -> Gradients:
+        """The gradient of a send; blocks until it has arrived."""
         owner = self._owner
         began_s = time.time()
         arrived = self._gradients.wait(send.id, owner.options.deadline)
@@ -172,14 +199,17 @@ class GeneralPart:
             f"the gradient of what was sent to worker {owner.name_of(send.to)!r} did not come in time"
         )
 
-    def collect(self, captured: Collection[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def collect(self, captured: LeafGradients) -> None:
+        """Adds the gradients of leaves to the context."""
         self._owner.context.gradients.add(captured)
 
     def flush(self) -> None:
+        """Sends the gradients that wait for more."""
         self._held_since, self._held_bytes = 0.0, 0
         self._owner.flush()
 
     def answer(self, answers: Sequence[tuple[RecordedRecv, Gradients]], at_once: bool) -> None:
+        """Sends the gradients of recvs to the senders of their messages; small ones wait for more unless `at_once`."""
         owner = self._owner
         own = [(recv.id, gradients) for recv, gradients in answers if recv.sender == owner.me]
         if own:
@@ -202,6 +232,127 @@ class GeneralPart:
                 (id, [None if one is None else one.detach() for one in gradients]) for id, gradients in own
             )
         )
+
+
+class GroupRun(EngineRun):
+    """One call of the engine, which runs one or several groups.
+
+    Args:
+        owner: the part.
+        analysis: the worker's graph.
+        run: the groups, and their inputs and outputs.
+        sends_early: whether others should get gradients before the engine has ended; see the note above.
+    """
+
+    def __init__(self, owner: GeneralPart, analysis: Analysis, run: Run, sends_early: bool) -> None:
+        super().__init__()
+        self._owner = owner
+        self._analysis = analysis
+        self._run = run
+        self._recvs = [analysis.recvs[id] for id in run.recvs]
+        self._delivers = sends_early or bool(run.pending)
+        for recv in self._recvs:
+            if recv.is_hooked:
+                self._delivers = True
+        self._unanswered = dict.fromkeys(run.recvs)
+
+    def execute(self, retain_graph: bool) -> None:
+        """Runs, answers every recv, and collects the gradients of leaves. Blocks only if there are gates."""
+        edges, gradients = self._starts()
+        captured = self._with_engine(edges, gradients, retain_graph)
+        if captured:
+            self._owner.collect(captured)
+
+    def _with_engine(
+        self, edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], retain_graph: bool
+    ) -> LeafGradients:
+        """Runs the engine, answers every recv, and returns the gradients of leaves."""
+        analysis, used = self._analysis, self._run.used
+        leaves = [leaf for leaf in analysis.leaves if leaf.sources & used] if edges else []
+        wanted = [leaf.edge for leaf in leaves]
+        if edges and self._recvs:
+            if self._delivers:
+                wanted.append(token_edge())
+            else:
+                for recv in self._recvs:
+                    wanted += analysis.outputs[recv.id]
+        results = self._call(edges, gradients, wanted, retain_graph) if wanted else ()
+        self._answer(wanted, results, len(leaves))
+        # The zip is not strict: what the leaves do not have belongs to the recvs.
+        captured = [(leaf.tensor, found) for leaf, found in zip(leaves, results, strict=False) if found is not None]
+        if self.callbacks:
+            self._owner.flush()  # they may wait for what other workers do with the gradients
+            return self.called_back(captured)
+        return captured
+
+    def _answer(self, edges: Sequence[GradientEdge], results: Sequence[torch.Tensor | None], at: int) -> None:
+        """Answers the recvs that were not delivered, with the results from the number `at` on, if they have any."""
+        answers: list[tuple[RecordedRecv, Gradients]] = []
+        for recv in self._recvs:
+            gradients: list[torch.Tensor | None] = [None] * recv.count
+            if not self._delivers and results:
+                for _ in self._analysis.outputs[recv.id]:
+                    gradients[edges[at].output_nr] = results[at]
+                    at += 1
+            if recv.id in self._unanswered:
+                answers.append((recv, gradients))
+        if answers:
+            self._owner.answer(answers, bool(self._run.pending))
+
+    def _starts(self) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+        """The edges at which the engine starts, and their gradients."""
+        edges: list[GradientEdge] = []
+        gradients: list[torch.Tensor] = []
+        used = self._run.used
+        for root in range(self._analysis.local.num_roots):
+            if used >> root & 1:
+                edges.append(self._analysis.edges[root])
+                gradients.append(self._owner.root_gradients[root])
+        for id in self._run.arrived:
+            for bit, gradient in enumerate(self._owner.gradient(id), self._analysis.first_edges[id]):
+                if gradient is not None and used >> bit & 1:
+                    edges.append(self._analysis.edges[bit])
+                    gradients.append(gradient)
+        if self._run.pending:
+            edges.append(self._gates())
+            gradients.append(torch.zeros(()))
+        return edges, gradients
+
+    def _gates(self) -> GradientEdge:
+        """The chain of order nodes; see [Note: gates]."""
+        chain = torch.zeros((), requires_grad=True)
+        orders: list[Any] = []  # torch's stubs lack `_set_sequence_nr`
+        with torch.enable_grad():
+            for id in reversed(self._run.pending):
+                send = self._analysis.sends[id]
+                chain = GateOrder.apply(send, chain, send.gate)  # type: ignore[no-untyped-call]
+                orders.append(chain.grad_fn)
+                self._raise_sequence(send.node)
+        for order in orders:
+            order._set_sequence_nr(0)
+        for node, mask in self._analysis.masks.items():
+            if mask & self._run.used:
+                self._raise_sequence(node)
+        return get_gradient_edge(chain)
+
+    @staticmethod
+    def _raise_sequence(node: Any) -> None:
+        if node._sequence_nr() == 0:
+            node._set_sequence_nr(1)
+
+    # ------------------------------------------------------------ called by nodes
+
+    def wait_for(self, send: RecordedSend) -> Gradients:
+        return self._owner.wait_for_gradient(send)
+
+    def gradient_of(self, send: RecordedSend) -> Gradients:
+        return self._owner.gradient(send.id)
+
+    def deliver(self, recv: RecordedRecv, gradients: Gradients) -> None:
+        if recv.id in self._unanswered:
+            del self._unanswered[recv.id]
+            # A run with gates never holds: its gates wait for what others do with the gradient.
+            self._owner.answer([(recv, gradients)], bool(self._run.pending))
 
 
 def _mask_of(gradients: Gradients) -> int:

@@ -81,7 +81,7 @@ class GradientTable:
     def _sum(self, key: int, known: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         if key in self._owned and not known.is_sparse:
             return known.add_(gradient)
-        if known.requires_grad:  # whoever has a `snapshot` may give it a graph
+        if known.requires_grad:  # the holder of a `snapshot` may give it a graph
             known = known.detach()
         self._owned.add(key)
         return gradient + known if known.is_sparse else known + gradient  # torch adds no dense tensor to a sparse one

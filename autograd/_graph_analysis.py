@@ -23,7 +23,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 
 from rpcdist.autograd._autograd_errors import AutogradError
-from rpcdist.autograd._message_nodes import RecordedRecv, RecordedSend, RecvNode
+from rpcdist.autograd._message_nodes import RecordedRecv, RecordedSend, RecvNode, new_edge
 from rpcdist.autograd._pass_events import LocalGraph, LocalRecv, LocalSend
 
 MAX_NODES_BEFORE_SENDING: Final = 64
@@ -46,8 +46,7 @@ class Leaf(NamedTuple):
     sources: int
 
 
-# The constructor of a named tuple is a Python function, and these are made for each leaf and tensor of each pass.
-new_edge: Callable[[tuple[Any, int, None]], GradientEdge] = partial(tuple.__new__, GradientEdge)
+# As `new_edge`.
 _new_leaf: Callable[[tuple[torch.Tensor, GradientEdge, int]], Leaf] = partial(tuple.__new__, Leaf)
 
 

@@ -1,4 +1,4 @@
-"""The nodes of torch's graph that represent messages.
+"""The nodes of torch's graph that represent messages, and the calls of torch's engine that execute them.
 
     SendRpc     takes the tensors of a message at its sender; its output is a dummy scalar, kept by the context
     RecvRpc     makes the tensors of a message at its receiver; its backward passes their gradient to the run
@@ -9,11 +9,12 @@ torch names the nodes SendRpcBackward and RecvRpcBackward, like the nodes of its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import py_object, pythonapi
+from dataclasses import dataclass
 from functools import partial, wraps
 from sys import getrefcount
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 from weakref import ref
 
 import torch
@@ -22,18 +23,16 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Gradients = Sequence[torch.Tensor | None]
 
+LeafGradients = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Leaves with their gradients."""
 
-class RunInProgress(Protocol):
-    """The engine call that executes nodes on this thread."""
+Captured = dict[torch.Tensor, torch.Tensor]
+"""Gradients by leaf, as `queue_callback` shows them."""
 
-    def wait_for(self, send: RecordedSend) -> Gradients:
-        """The gradient of a send; blocks until it is there."""
+_engine = cast(Any, torch.autograd.Variable._execution_engine)
 
-    def gradient_of(self, send: RecordedSend) -> Gradients:
-        """The gradient of a send that has arrived."""
-
-    def deliver(self, recv: RecordedRecv, gradients: Gradients) -> None:
-        """Takes the gradient of a recv."""
+# The constructor of a named tuple is a Python function, and these are made for each leaf and tensor of each pass.
+new_edge: Callable[[tuple[Any, int, None]], GradientEdge] = partial(tuple.__new__, GradientEdge)
 
 
 class RecordedSend:
@@ -64,6 +63,7 @@ class RecordedSend:
         self.node: Node = node
 
 
+@dataclass(slots=True, eq=False)
 class RecordedRecv:
     """A message whose tensors require grad, at its receiver.
 
@@ -72,25 +72,20 @@ class RecordedRecv:
         id, sender, stamp: as in `LocalRecv`.
         count: number of tensors in the message.
         size_bytes: of these tensors.
-        is_hooked: whether somebody has registered a hook with its node, which must then be executed; see `_marking`.
-        is_watched: whether somebody has registered a hook with one of its tensors, which only torch's engine calls.
+        is_hooked: whether a hook is registered with its node, which must then be executed; see `_marking`.
+        is_watched: whether a hook is registered with one of its tensors, which only torch's engine calls.
         tensors: those of the message, while they live.
     """
 
-    __slots__ = (
-        "context_id", "count", "id", "is_hooked", "is_watched", "sender", "size_bytes", "stamp", "tensors",
-    )  # fmt: skip
-
-    def __init__(self, context_id: int, id: int, sender: int, stamp: int, count: int, size_bytes: int) -> None:
-        self.context_id = context_id
-        self.id = id
-        self.sender = sender
-        self.stamp = stamp
-        self.count = count
-        self.size_bytes = size_bytes
-        self.is_hooked = False
-        self.is_watched = False
-        self.tensors: Sequence[ref[torch.Tensor]] = ()
+    context_id: int
+    id: int
+    sender: int
+    stamp: int
+    count: int
+    size_bytes: int
+    is_hooked: bool = False
+    is_watched: bool = False
+    tensors: Sequence[ref[torch.Tensor]] = ()
 
     def needs_engine(self) -> bool:
         """Whether gradients of its tensors have to come from torch's engine: there is a hook, or a `retain_grad`."""
@@ -104,17 +99,17 @@ _RUN_KEY = "rpcdist.autograd.run"
 _C = cast(Any, torch._C)  # torch's stubs lack what is used here
 
 
-def current_run() -> RunInProgress | None:
+def current_run() -> EngineRun | None:
     """The run whose engine call executes on this thread.
 
     It is kept in torch's thread-local storage, which torch copies to the threads that its engine has for accelerators.
     """
-    run: RunInProgress | None = _C._get_obj_in_tls(_RUN_KEY) if _C._is_key_in_tls(_RUN_KEY) else None
+    run: EngineRun | None = _C._get_obj_in_tls(_RUN_KEY) if _C._is_key_in_tls(_RUN_KEY) else None
     return run
 
 
 def _steals(stash: Callable[[str, object], None]) -> bool:
-    """Whether torch takes a reference that nobody gave it, as 2.11 does: each call would free an object too early."""
+    """Whether torch drops a reference that it does not own, as 2.11 does: each call would free an object too early."""
     probe = object()
     before = getrefcount(probe)
     stash(_RUN_KEY, probe)
@@ -135,7 +130,7 @@ stash_run: Final[Callable[[object], None]] = (
 )
 
 
-def active_run() -> RunInProgress:
+def active_run() -> EngineRun:
     run = current_run()
     if run is None:
         raise RuntimeError(
@@ -238,3 +233,115 @@ def _attach(recv: RecordedRecv, tensors: Sequence[torch.Tensor]) -> Node:
     outputs = _apply_recv(_TOKEN, recv, list(tensors))
     node: Node = outputs[0].grad_fn
     return node
+
+
+class EngineRun:
+    """A call of torch's engine, as the hooks that it calls see it.
+
+    Attributes:
+        callbacks: see `queue_callback`.
+    """
+
+    __slots__ = ("callbacks",)
+
+    def __init__(self) -> None:
+        self.callbacks: list[Callable[[Captured], object]] = []
+
+    def run_apart(
+        self,
+        edges: Sequence[GradientEdge],
+        gradients: Sequence[torch.Tensor],
+        leaves: Mapping[Any, None],
+        outputs: Mapping[GradientEdge, None],
+        received: Mapping[int, list[torch.Tensor | None]],
+        retain_graph: bool,
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Runs what edges reach; returns the gradients of leaves.
+
+        Args:
+            edges: where the engine starts.
+            gradients: for each of the edges.
+            leaves: the nodes of leaves that they reach.
+            outputs: the edges of received tensors that they reach.
+            received: gets the gradients of those, by message and number.
+            retain_graph: see `backward`.
+        """
+        wanted = [new_edge((node, 0, None)) for node in leaves]
+        if outputs:
+            wanted += outputs
+        if not wanted:
+            return []
+        results = self._call(edges, gradients, wanted, retain_graph)
+        # The zips are not strict: behind the leaves come the outputs.
+        captured = [(node.variable, found) for node, found in zip(leaves, results, strict=False) if found is not None]
+        node: Any
+        for (node, number, _), found in zip(outputs, results[len(leaves) :], strict=True):
+            received[node.recv.id][number] = found
+        return captured
+
+    def called_back(self, captured: LeafGradients) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The gradients of leaves, after the callbacks have replaced some of them."""
+        by_leaf = dict(captured)
+        for callback in self.callbacks:
+            callback(by_leaf)
+        return list(by_leaf.items())
+
+    def _call(
+        self,
+        edges: Sequence[GradientEdge],
+        gradients: Sequence[torch.Tensor],
+        wanted: Sequence[GradientEdge],
+        retain_graph: bool,
+    ) -> Sequence[torch.Tensor | None]:
+        """The gradients at the edges that are wanted."""
+        outer = current_run()
+        stash_run(self)
+        try:
+            # `torch.autograd.grad` calls this after checks that the engine repeats.
+            found: Sequence[torch.Tensor | None] = _engine.run_backward(
+                tuple(edges), tuple(gradients), retain_graph, False, tuple(wanted), True, accumulate_grad=False
+            )
+        finally:
+            stash_run(outer)
+        return found
+
+    # ------------------------------------------------------------ called by nodes
+
+    def wait_for(self, send: RecordedSend) -> Gradients:
+        """The gradient of a send; blocks until it is there."""
+        raise _not_ours()
+
+    def gradient_of(self, send: RecordedSend) -> Gradients:
+        """The gradient of a send that has arrived."""
+        raise _not_ours()
+
+    def deliver(self, recv: RecordedRecv, gradients: Gradients) -> None:
+        """Takes the gradient of a recv."""
+        raise _not_ours()
+
+
+def _not_ours() -> RuntimeError:
+    return RuntimeError("a hook ran an ordinary backward through the graph of a distributed autograd context")
+
+
+def queue_callback(callback: Callable[[Captured], object]) -> None:
+    """Calls a function when the engine call on this thread has ended, before its gradients are added to the context.
+
+    It is for tensor hooks that start work on a gradient and replace it by the result at the end, as the reducer of
+    DistributedDataParallel does. Call it inside a tensor hook.
+
+    Args:
+        callback: gets the gradients that the engine call returned, by leaf; it may replace them in the dict.
+
+    Raises:
+        RuntimeError: no distributed backward runs on this thread.
+    """
+    run = current_run()
+    if not isinstance(run, EngineRun):
+        raise RuntimeError("queue_callback is for hooks that run in a distributed backward pass")
+    run.callbacks.append(callback)
+
+
+def is_in_backward() -> bool:
+    """Whether a distributed backward pass runs on this thread, and not an ordinary one. For tensor hooks."""
+    return current_run() is not None

@@ -1,6 +1,6 @@
-"""What workers say to each other in a backward pass, and its bytes: the body of a PASS frame (`CompactPass`).
+"""The messages between workers in a backward pass, and their bytes: the body of a PASS frame (`CompactPass`).
 
-All that a worker has to say to a neighbour at a time is one message. Its receiver takes the parts in this order: the
+All that a worker has to tell a neighbour at a time is one message. Its receiver takes the parts in this order: the
 sender takes part, verdicts, gradients, the sender is done. So any messages may be merged, and any one split.
 
     head      flags (u16), what is left of the deadline (u64, us; 0: none), and six counts (u32 each): of messages of
@@ -13,13 +13,14 @@ sender takes part, verdicts, gradients, the sender is done. So any messages may 
               bytes of `work` or `outcome`
 
 Most gradients are dense tensors on the CPU. A table of those costs a tenth of a value, which has to say what lists they
-are in, how they lie in memory, and which of them share it. Nobody needs to know that here, since the receiver of a
-gradient never changes it.
+are in, how they lie in memory, and which of them share it. None of that matters
+here, since the receiver of a gradient never changes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from struct import Struct, pack, unpack_from
 from struct import error as StructError
@@ -57,10 +58,10 @@ class UnknownMessages(AutogradError):
 
 
 class PassMessage:
-    """All that a worker says to a neighbour at a time.
+    """All that a worker tells a neighbour at a time.
 
     Attributes:
-        begins: the sender takes part. What it has received from the receiver, and does not name here, is unused.
+        begins: the sender takes part. Messages that it got from the receiver, and does not name here, are unused.
         is_child: with `begins`: the receiver began first. It is told when the sender and its children are done.
         fast, retain_graph, timeout_us: with `begins`: of the pass; the time is what was left of it, 0 for no limit.
         verdicts: by message of the graph that the receiver sent: a mask of the tensors that are used, or None while
@@ -141,7 +142,7 @@ class PassMessage:
                         continue
                     if one.requires_grad:  # a hook may have returned one that does
                         one = one.detach()
-                    # A view that torch returns, of an expanded sum, has no table; what is small is copied in any case.
+                    # A view that torch returns, of an expanded sum, has no table; small tensors are copied in any case.
                     is_ready = one.is_sparse or one.is_contiguous() or one.nbytes > INLINE_LIMIT
                     present.append(one if is_ready else one.contiguous())
             num_absent, num_tensors = len(absent), len(present)
@@ -186,26 +187,16 @@ class PassMessage:
             self.gradients = rest.decode(len(self.messages), plain_only)
 
 
+@dataclass(slots=True)
 class _Rest:
     """The gradients of a message that has arrived, as they arrived."""
 
-    __slots__ = ("absent", "body", "buffers", "counts", "is_value", "num_tensors")
-
-    def __init__(
-        self,
-        body: bytes,
-        counts: Sequence[int],
-        absent: Sequence[int],
-        num_tensors: int,
-        buffers: Sequence[ReceiveBuffer],
-        is_value: bool,
-    ) -> None:
-        self.body = body
-        self.counts = counts
-        self.absent = absent
-        self.num_tensors = num_tensors
-        self.buffers = buffers
-        self.is_value = is_value
+    body: bytes
+    counts: Sequence[int]
+    absent: Sequence[int]
+    num_tensors: int
+    buffers: Sequence[ReceiveBuffer]
+    is_value: bool
 
     def decode(self, num_messages: int, plain_only: bool) -> list[Gradients]:
         if self.is_value:

@@ -1,23 +1,29 @@
-"""Sends the messages of one worker's backward passes, and fails a pass whose message is lost."""
+"""Sends the messages of one worker's backward passes, and those about the end of its contexts.
+
+A pass fails when one of its messages is lost. Contexts that hold little memory are released together, with a delay: a
+message for each would cost a training loop more than the rest of a step's end.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 from _thread import RLock
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from rpcdist._proto import autograd_pb2
-from rpcdist.autograd._context import Context
+from rpcdist.autograd._context import Context, SpanKind
 from rpcdist.autograd._pass_events import PassOptions
 from rpcdist.autograd._pass_message import PassMessage
-from rpcdist.autograd._spans import SpanKind
 from rpcdist.errors import RpcdistError, TransportError, WorkerLost
 from rpcdist.rpc._autograd_hooks import AutogradHost
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values import LargeBuffer
+from rpcdist.time_limits import CONTEXT_RELEASE_DELAY_S
 from rpcdist.transport.wire_messages import CompactPass
 
 logger = logging.getLogger(__name__)
@@ -100,15 +106,13 @@ class PassSender:
         return WorkerLost(self.name_of(worker_id), "a backward pass", silence_s, reason)
 
 
+@dataclass(slots=True)
 class _PassMessageObserver:
     """Fails a pass when one of its messages was not sent."""
 
-    __slots__ = ("_owner", "_sender", "_to")
-
-    def __init__(self, sender: PassSender, owner: PassOwner, to: int) -> None:
-        self._sender = sender
-        self._owner = owner
-        self._to = to
+    _sender: PassSender
+    _owner: PassOwner
+    _to: int
 
     @property
     def ended(self) -> bool:
@@ -117,7 +121,7 @@ class _PassMessageObserver:
 
     @property
     def kept_until(self) -> None:
-        """Another process knows nothing of the pass."""
+        """None: another process in that place knows nothing of the pass."""
         return None
 
     def on_sent(self, session: MessageSink, transfer: int) -> None:
@@ -131,3 +135,58 @@ class _PassMessageObserver:
 
     def _fail(self, exc: TransportError) -> None:
         self._sender.submit(self._owner.lost, self._to, exc)  # observers are called on the I/O loop
+
+
+MAX_PUT_OFF = 256  # contexts
+
+
+class Releases:
+    """The contexts that are over here, and that neighbours have not been told about. Any thread may call any method.
+
+    Args:
+        host: the agent, whose control messages carry them.
+    """
+
+    def __init__(self, host: AutogradHost) -> None:
+        self._host = host
+        self._lock = threading.Lock()
+        self._put_off: dict[int, list[int]] = {}  # contexts by neighbour
+        self._count = 0
+        self._is_timed = False
+
+    def tell(self, workers: Iterable[int], context_id: int, at_once: bool) -> None:
+        """Tells workers that a context is over; `at_once`: now, and not within `CONTEXT_RELEASE_DELAY_S`."""
+        if at_once:
+            for worker in workers:
+                self._send(worker, [context_id])
+            return
+        with self._lock:
+            for worker in workers:
+                self._put_off.setdefault(worker, []).append(context_id)
+            self._count += 1
+            is_full = self._count >= MAX_PUT_OFF
+            starts_timer = not self._is_timed and not is_full and bool(self._put_off)
+            self._is_timed = self._is_timed or starts_timer
+        if is_full:
+            self.flush()
+        elif starts_timer:
+            self._host.call_later(CONTEXT_RELEASE_DELAY_S, self._time_is_over)
+
+    def flush(self) -> None:
+        """Sends what was put off."""
+        with self._lock:
+            due, self._put_off, self._count = self._put_off, {}, 0
+        for worker, contexts in due.items():
+            self._send(worker, contexts)
+
+    def _time_is_over(self) -> None:
+        with self._lock:
+            self._is_timed = False
+        self.flush()
+
+    def _send(self, worker: int, contexts: list[int]) -> None:
+        if not self._host.is_closed:
+            message = autograd_pb2.AutogradMessage(context=contexts[0])
+            message.release.SetInParent()
+            message.release.others.extend(contexts[1:])
+            self._host.send_control(worker, message)

@@ -1,4 +1,4 @@
-"""What follows a backward pass at the owners of parameters: the step of an optimizer, as a message of its own.
+"""The step of an optimizer after a backward pass, at the owners of parameters, as a message of its own.
 
 The worker that called asks each owner with one message, does its own share, and reads the outcomes. At an owner the
 thread that read the message does the work, and answers. `rpcdist.optim` knows what the bytes mean.
@@ -20,10 +20,10 @@ from rpcdist.rpc._executors.blocking import LastAct, hooks
 from rpcdist.rpc._peers.network import MessageSink
 
 Outcome = bytes | Exception
-"""What an owner answered, or why there is no answer."""
+"""The answer of an owner, or the reason why there is none."""
 
 workers: Final[list[Callable[[int, bytes], bytes]]] = []
-"""What does the work at an owner: gets the context and the bytes, and never raises. `rpcdist.optim` adds it."""
+"""The function that does the work at an owner. It gets the context and bytes, and never raises; see `rpcdist.optim`."""
 
 
 class StepPart:
@@ -73,7 +73,7 @@ class StepPart:
 
     @property
     def owners(self) -> Collection[int]:
-        """Who is asked."""
+        """The workers that are asked."""
         return self._work
 
     def take(self, sender: int, message: PassMessage) -> None:

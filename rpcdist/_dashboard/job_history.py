@@ -26,7 +26,7 @@ MAX_FUNCTIONS: Final = 50
 MAX_LINKS: Final = 500
 MAX_REASONS: Final = 20
 _OWN_CALLS: Final = "rpcdist.rpc._membership."
-_SHUTDOWN_CALL: Final = "rpcdist.rpc._membership.departures:depart"
+_SHUTDOWN_CALL: Final = "rpcdist.rpc._membership.shutdown:depart"
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ from rpcdist.time_limits import LONG_WAIT_S
 __all__ = ["Chain", "Explanation", "WaitLink", "explain"]
 
 GATHERING_CALLS: Final = {
-    "rpcdist.rpc._membership.leader:contribute": "barrier",
-    "rpcdist.rpc._membership.departures:depart": "shutdown",
+    "rpcdist.rpc._membership.gatherings:contribute": "barrier",
+    "rpcdist.rpc._membership.shutdown:depart": "shutdown",
 }
 MAIN_THREAD: Final = "MainThread"
 _COLLECTIVE_FILES: Final = ("/collectives/",)

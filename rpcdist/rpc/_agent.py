@@ -4,11 +4,12 @@
     router, inbound     connections, in both directions    demultiplexer takes arriving messages apart
     rrefs               counts remote references           marshal       encodes values with their references
     pool, user_loop     run code of users                  directory     knows who is in the job
-    leader, gatherings  barriers and the like              leaving       waits until everybody may go
-    news, watch         who comes and goes                 departures    agree that everybody may go
+    gatherings          barriers and the like              leaving       waits until all workers may leave
+    news, watch         workers that come and go           rounds        in which all agree to leave
 
-Nothing else happens here: what a part needs, it gets in its constructor. Threads: public functions run on the caller's
-thread; `on_*` run on the I/O loop and never run code of users there; that runs in the pool and on the user loop.
+Nothing else happens here: a part gets all that it needs in its constructor. Threads: public functions run on the
+caller's thread; `on_*` run on the I/O loop, and run no code of users there: that runs in the pool and on the user
+loop.
 """
 
 from __future__ import annotations
@@ -49,35 +50,24 @@ from rpcdist.rpc._futures.interrupt import InterruptWatch
 from rpcdist.rpc._futures.waiting import replace_torch_functions
 from rpcdist.rpc._inspection.call_recorder import CallRecorder
 from rpcdist.rpc._inspection.flight_log import FlightLog
-from rpcdist.rpc._inspection.inspector import SERVICE, InspectedParts, Inspector
-from rpcdist.rpc._inspection.old_calls import OldCalls
+from rpcdist.rpc._inspection.inspector import SERVICE, InspectedParts, Inspector, OldCalls
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._membership.coordinator import Coordinator
 from rpcdist.rpc._membership.coordinator_return import CoordinatorReturn
-from rpcdist.rpc._membership.departing import Departing
-from rpcdist.rpc._membership.departures import Departures
-from rpcdist.rpc._membership.gatherings import Gatherings
-from rpcdist.rpc._membership.leader import Leader
-from rpcdist.rpc._membership.leaving import Leaving
+from rpcdist.rpc._membership.gatherings import GatheringHost, Gatherings
 from rpcdist.rpc._membership.membership_news import MembershipNews
 from rpcdist.rpc._membership.membership_watch import MembershipWatch
 from rpcdist.rpc._membership.serving import STOP, StopRequests
-from rpcdist.rpc._peers.announcements import Announcements
-from rpcdist.rpc._peers.connections import Connections
-from rpcdist.rpc._peers.control_receiver import ControlReceiver
-from rpcdist.rpc._peers.coordinator_search import CoordinatorSearch
-from rpcdist.rpc._peers.demultiplexer import Demultiplexer
+from rpcdist.rpc._membership.shutdown import Leaving, ShutdownRounds
+from rpcdist.rpc._peers.connections import Connections, LeaseWatch
+from rpcdist.rpc._peers.control import ControlReceiver
+from rpcdist.rpc._peers.demultiplexer import Demultiplexer, Lifetime
 from rpcdist.rpc._peers.device_maps import DeviceMaps
-from rpcdist.rpc._peers.directory import Directory, Roster
-from rpcdist.rpc._peers.inbound import Inbound
-from rpcdist.rpc._peers.lease_watch import LeaseWatch
-from rpcdist.rpc._peers.lifetime import Lifetime
-from rpcdist.rpc._peers.network import Network
-from rpcdist.rpc._peers.peer_events import PeerEvents
-from rpcdist.rpc._peers.probe_taker import PROBE_ROLE, ProbeTaker
+from rpcdist.rpc._peers.directory import CoordinatorSearch, Directory, PeerEvents, Roster
+from rpcdist.rpc._peers.inbound import PROBE_ROLE, Inbound, ProbeTaker
+from rpcdist.rpc._peers.network import Announcements, Network
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import Handle
-from rpcdist.rpc._rref.host import RRefHome
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._serving.callables import Callables
 from rpcdist.rpc._serving.dispatcher import Dispatcher, describe_job
@@ -92,7 +82,7 @@ RREF_SERVICE = rref_pb2.DESCRIPTOR.services_by_name["RRef"]
 
 
 class UpperParts(NamedTuple):
-    """What the agent needs of the modules above it, which are built on it.
+    """The parts of higher layers that the agent needs.
 
     Attributes:
         rref_type: the class of remote references.
@@ -102,7 +92,7 @@ class UpperParts(NamedTuple):
     """
 
     rref_type: type
-    make_rref: Callable[[RRefHome, Handle], Any]
+    make_rref: Callable[[RRefCalls, Handle], Any]
     make_autograd: MakeAutograd
     context_of: Callable[[Agent], Context]
 
@@ -112,9 +102,9 @@ class Agent:
 
     Args:
         network: the transport; the agent holds one share of it.
-        coordinator: knows who is in the job.
+        coordinator: knows the members.
         me: this worker.
-        roster: everybody who is there at the start.
+        roster: the members at the start.
         options: the options of `init_rpc`.
         world_size: None where workers come and go.
         store: where the workers found each other; closed with the agent.
@@ -236,8 +226,8 @@ class Agent:
         self.actor_names = ActorNames(
             me, self.directory, self.caller, lambda: service is not None and service.has_predecessor
         )
-        self.leader = Leader(me, self.directory, self.router.watch)
-        self._departures = Departures(self.directory, self.router.watch)
+        self.gathering_host = GatheringHost(me, self.directory, self.router.watch)
+        self._rounds = ShutdownRounds(self.directory, self.router.watch)
         self.serving = StopRequests()
         self._return = CoordinatorReturn(
             coordinator=coordinator,
@@ -264,8 +254,8 @@ class Agent:
         self.watch = MembershipWatch(self.pool.submit)
         always = {
             **self.actor_names.callables,
-            **self.leader.callables,
-            **self._departures.callables,
+            **self.gathering_host.callables,
+            **self._rounds.callables,
             **self.serving.callables,
         }
         if not options.allows(*STOP.split(":")):  # where peers are restricted, not each of them may end the service
@@ -296,9 +286,10 @@ class Agent:
             active_calls=self.dispatcher.calls,
             rrefs=self.rrefs,
             streams=self.streams,
-            leader=self.leader,
-            departures=self._departures,
-            departing=Departing(self.caller, self.directory, lifetime, self.router.silence_out_of_reach),
+            gathering_host=self.gathering_host,
+            rounds=self._rounds,
+            lifetime=lifetime,
+            silence_out_of_reach=self.router.silence_out_of_reach,
             watch=self.watch,
             explain=lambda: self.inspector.explain(),
         )
@@ -318,8 +309,8 @@ class Agent:
                 rrefs=self.rrefs,
                 autograd=self.autograd,
                 actors=self.actors,
-                leader=self.leader,
-                departures=self._departures,
+                gathering_host=self.gathering_host,
+                rounds=self._rounds,
                 world=current_world(),
                 recorder=recorder,
             )
@@ -369,12 +360,12 @@ class Agent:
         )
 
     def _wire_events(self) -> None:
-        """Which part hears of what happens to connections and workers. The order matters three times:
+        """Connects the parts with the events of connections and workers. The order matters three times:
 
-        - What is written for those who look at a failed job comes before the calls fail that it shows.
+        - The flight log is written before the calls fail that it shows.
         - References come after calls and handlers: a call that fails gives its shares back itself, and only those of
           calls that are still in flight count as under way.
-        - Whoever frees or fails gatherings comes last: what they wake up must find the dead worker's values gone.
+        - Parts that free or fail gatherings come last: calls that they wake must find the dead worker's values gone.
         """
         events, references = self.events, self.rref_home
         if self.flight_log is not None:
@@ -395,14 +386,14 @@ class Agent:
         events.lost.listen(lambda identity, error: self.actors.lost(identity))
         events.lost.listen(self.directory.on_lost)
         events.lost.listen(self._coordinator.on_lost)
-        events.lost.listen(self.leader.on_lost)
+        events.lost.listen(self.gathering_host.on_lost)
         events.lost.listen(self._return.on_lost)
         events.found.listen(references.on_found)
         events.found.listen(self.directory.on_found)
         events.found.listen(self._coordinator.on_found)
         events.broken.listen(self._news.on_broken)
         events.member.listen(self.watch.on_member)
-        events.member.listen(self._departures.on_member)
+        events.member.listen(self._rounds.on_member)
 
     # ------------------------------------------------------------ beginning and end
 
@@ -446,7 +437,7 @@ class Agent:
         return self._lifetime.is_closed
 
     def close(self, timeout_s: float = RPC_CLOSE_LIMIT_S) -> None:
-        """Ends everything at once; idempotent, bounded. What is left in flight fails."""
+        """Ends everything at once; idempotent, bounded. Calls in flight fail."""
         if self._lifetime.is_closed:
             return
         self._lifetime.is_closed = True
@@ -554,7 +545,7 @@ class Agent:
 
 
 class _RRefLinks:
-    """What the manager of references sees of the agent (`RRefHost`)."""
+    """The agent as the manager of references sees it (`RRefHost`)."""
 
     def __init__(self, directory: Directory, router: Router) -> None:
         self.me = directory.me

@@ -35,7 +35,7 @@ class CallContext(Protocol):
     """An autograd context, as one call sees it. Any thread may call any method."""
 
     def for_call(self) -> CallContext:
-        """What a call that is made now records to: depends on whether grad mode is on here."""
+        """The recorder of a call that is made now; it depends on grad mode."""
         ...
 
     def joined_by(self, worker_id: int) -> int:
@@ -43,7 +43,7 @@ class CallContext(Protocol):
         ...
 
     def sending(self, tensors: Sequence[torch.Tensor], to: int) -> History | None:
-        """A value was encoded; `tensors` is its tensor table. What must go along if gradients are to flow back."""
+        """A value with this tensor table was encoded. Returns the part of the message that lets gradients flow back."""
         ...
 
     def received(self, history: History | None, tensors: Sequence[torch.Tensor], sender: int) -> None:
@@ -114,7 +114,7 @@ class AutogradHooks(Protocol):
 
 
 class AutogradHost(Protocol):
-    """What distributed autograd needs of its agent. Any thread may call any method; none of them waits."""
+    """The agent, as distributed autograd sees it. Any thread may call any method; none of them waits."""
 
     @property
     def identity(self) -> Identity:

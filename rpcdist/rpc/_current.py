@@ -19,7 +19,7 @@ from rpcdist.transport import fork
 
 
 class _Starts:
-    """What must outlive the agents of a process: that one starts at a time, and how often one did.
+    """State that outlives the agents of a process: only one starts at a time, and the starts are counted.
 
     The workers of a job that starts RPC several times agree about the number, so it keeps a second start at one place
     apart from the first.

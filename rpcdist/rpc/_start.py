@@ -143,7 +143,7 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
 
 
 def _bind_host(options: RpcOptions) -> str:
-    """What options or environment name; else loopback, or the interface that reaches the coordinator.
+    """The host in the options or the environment; else loopback, or the interface that reaches the coordinator.
 
     A file and the schemes of users name no host: there MASTER_ADDR counts, as with `env://`. A store outside of the
     ranks counts before that: rank 0 may have moved since MASTER_ADDR was set.
@@ -159,7 +159,7 @@ def _bind_host(options: RpcOptions) -> str:
 
 
 def _find_coordinator(records: SignedRecords, timeout_s: float) -> str:
-    """Where rank 0 says in the store that it is; a store that answers late is asked again until the time is over."""
+    """The address of rank 0 in the store; a store that answers late is asked again until the time is over."""
     deadline = Deadline.after(timeout_s)
     is_first = True
     while True:
@@ -215,7 +215,7 @@ def _look_up(store: Store, records: SignedRecords, before: str) -> str:
 
 def _check_device_maps(me: Identity, members: Sequence[Member], world_size: int | None, options: RpcOptions) -> None:
     known = {member.identity.name for member in members}
-    # Who joins while others are still to be replaced, after rank 0 was lost, cannot tell their names from wrong ones.
+    # A worker that joins after the loss of rank 0, while others are missing, cannot tell missing names from wrong ones.
     is_complete = world_size is None or len(members) >= world_size
     for target, device_map in options.device_maps.items():
         if is_complete and target not in known:

@@ -17,11 +17,20 @@ from rpcdist.errors import AlreadyInitialized, BlockingInLoop, ConfigError, NotI
 from rpcdist.inspection import WorkerFacts
 from rpcdist.rpc import backend_registry
 from rpcdist.rpc._agent import Agent
-from rpcdist.rpc._api.accidental_names import AllGatherStates, method_factory, new_method
-from rpcdist.rpc._api.actor_functions import get_actor, get_actor_async
-from rpcdist.rpc._api.call_functions import call, call_async, remote, remote_async, rpc_async, rpc_stream, rpc_sync
+from rpcdist.rpc._api.call_functions import (
+    call,
+    call_async,
+    get_actor,
+    get_actor_async,
+    remote,
+    remote_async,
+    rpc_async,
+    rpc_stream,
+    rpc_sync,
+)
+from rpcdist.rpc._api.many_workers import AllGatherStates, method_factory, new_method
 from rpcdist.rpc._current import agent_or_none, current_agent, forget_agent, set_current_agent, starts
-from rpcdist.rpc._futures.collected import collecting as _thread_local_var
+from rpcdist.rpc._futures.waiting import collecting as _thread_local_var
 from rpcdist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from rpcdist.rpc.internal import _internal_rpc_pickler
 from rpcdist.rpc.options import RpcBackendOptions

@@ -38,7 +38,7 @@ class _InitBackend(Protocol):
 # Compared by identity: an enum takes members of equal value for aliases of one.
 @dataclass(frozen=True, slots=True, eq=False)
 class BackendValue:
-    """What a member of `BackendType` holds: how to make the backend's options, and how to start its agent."""
+    """A member of `BackendType`: how to make the backend's options, and how to start its agent."""
 
     construct_rpc_backend_options_handler: Callable[..., RpcBackendOptions]
     init_backend_handler: _InitBackend

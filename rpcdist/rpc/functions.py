@@ -32,8 +32,8 @@ READER_MARK: Final = "_rpcdist_runs_on_reader"
 def async_execution(fn: Callable[P, R]) -> Callable[P, R]:
     """Mark a function that returns a `torch.futures.Future` and whose caller waits for that future's value.
 
-    The worker's thread is free as soon as the function returns; the reply is sent when the future completes, by whoever
-    completes it. The function may also return a future of `rpc_async` or of `then`.
+    The worker's thread is free as soon as the function returns; the thread that completes the future sends
+    the reply. The function may also return a future of `rpc_async` or of `then`.
 
     With static, class and bound methods this is the inner decorator (`@staticmethod` above it); with `torch.jit.script`
     it is the outer one.

@@ -9,13 +9,13 @@ cancelled, waited for with a limit, and handed to all functions of asyncio that 
     loop, and because completing the C++ half may run callbacks of user code, which the I/O loop must not.
 
 Rules:
- 1. A future is completed once. Who takes `_once`, a lock that is never given back, completes it.
- 2. Observers are appended first, and `_finished` is checked afterwards; the reply_sink sets `_finished` first and takes
-    the observers off the list afterwards. Each is taken by one atomic operation, so it is called exactly once. There is
-    no lock to hold: a signal handler or a finalizer may complete a future in the middle of any of this.
- 3. `_deliver` hands in how the result is made (by who reads, cheap). A thread that is blocked in `wait`, `wait_all` or
-    the like makes it itself, which saves a thread switch; else the caller lets the pool call `_settle`. The debt is
-    paid once.
+ 1. A future is completed once. The thread that takes `_once`, a lock that is never given back, completes it.
+ 2. Observers are appended first, and `_finished` is checked afterwards; the completing thread sets `_finished` first
+    and takes the observers off the list afterwards. Each is taken by one atomic operation, so it is called exactly
+    once. No lock is held: a signal handler or a finalizer may complete a future in the middle of any of this.
+ 3. `_deliver` stores a function that makes the result; the thread that reads the reply calls it. A thread that is
+    blocked in `wait`, `wait_all` or the like makes the result itself, which saves a thread switch; else the caller lets
+    the pool call `_settle`. The result is made once.
 
 [Note: frames]
     An error holds the frames that it has passed, with all that called them, and the future holds the error. So the
@@ -82,7 +82,7 @@ class Source(Protocol):
 
 
 class Expected(Protocol):
-    """What will complete a future."""
+    """The operation that will complete a future."""
 
     @property
     def session(self) -> Source | None:
@@ -262,7 +262,7 @@ class Future(torch.futures.Future[T]):
             del self  # [Note: frames]
 
     def _not_looked_at(self) -> None:
-        """Who waited was torn away: that the error is not looked at is no oversight, so nothing is logged."""
+        """The waiting thread was interrupted: it is no oversight that the error is unread, so nothing is logged."""
         self.is_quiet = True
         if self._failure is not None:
             self._failure.seen = True
@@ -457,7 +457,7 @@ class Future(torch.futures.Future[T]):
                 observer()
 
     def _forget(self, observer: LockType | FutureObserver | Callable[[], object]) -> bool:
-        """Takes an observer off the list; False if the reply_sink did, and calls it."""
+        """Takes an observer off the list; False if the completing thread did, and calls it."""
         try:
             self._observers.remove(observer)
         except ValueError:
@@ -481,7 +481,7 @@ class Future(torch.futures.Future[T]):
         self._when_done(callback)
 
     def remove_done_callback(self, callback: Callable[[Future[T]], object]) -> int:
-        """Takes a callback back, as often as it was added; returns how often that was. What runs already, goes on."""
+        """Takes a callback back, as often as it was added; returns that number. A callback that is running goes on."""
         removed = 0
         for entry in tuple(self._callbacks):
             is_on_loop = isinstance(entry, partial) and entry.func is _call_on_loop
@@ -505,10 +505,10 @@ class Future(torch.futures.Future[T]):
             self._run_callbacks()
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
-        """Has `callback(future)` called when the future is done, and returns a future of what it returns.
+        """Has `callback(future)` called when the future is done, and returns a future of its result.
 
-        What it raises becomes the error of the returned future: as it is if it is a RuntimeError, else wrapped in one,
-        as torch does. Cancelling the returned future cancels this one.
+        An exception of the callback becomes the error of the returned future: as it is if it is a RuntimeError, else
+        wrapped in one, as in torch. Cancelling the returned future cancels this one.
         """
         _check_callable("then", callback)
         child: Future[S] = Future(devices=self._devices, on_cancel=self.cancel)

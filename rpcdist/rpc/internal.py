@@ -1,7 +1,7 @@
 """Names of torch's `torch.distributed.rpc.internal` that programs and tests use, on our own codec.
 
-Calls do not come this way: they are encoded by `rpcdist.rpc._values` straight into messages. What is here serves
-programs that pickle parts of a call themselves, or register how a class of theirs travels.
+Calls do not use it: `rpcdist.rpc._values` encodes them straight into messages. These names serve programs that pickle
+parts of a call themselves, or register how a class of theirs travels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who is in the job, by name and by role; who comes and goes; and a worker that only serves."""
+"""The workers of the job, by name and by role; workers that come and go; and a worker that only serves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 def workers(role: str | None = None) -> list[WorkerInfo]:
     """The workers that live, by rank, this one included; those of a role (`init_rpc(..., role=...)`), if one is given.
 
-    Nobody is asked: the coordinator tells everybody who comes and goes.
+    No worker is asked: the coordinator reports all workers that come and go.
     """
     living = current_agent().directory.living()
     return [WorkerInfo(m.identity.name, m.identity.id) for m in living if role is None or m.role == role]
@@ -84,7 +84,7 @@ def wait_for_workers(role: str, count: int, timeout: float = UNSET_RPC_TIMEOUT) 
 
     Raises:
         ConfigError: the count is less than 1.
-        DeadlineExceeded: the time is over; the text says who is there.
+        DeadlineExceeded: the time is over; the text names the workers that are there.
         BlockingInLoop: called on an event loop.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -127,7 +127,7 @@ def on_membership_change(callback: Callable[[MembershipChange], object]) -> Call
     """Has a function called whenever a worker joins, leaves or is lost.
 
     The calls come one at a time, in the order of the changes, on a thread of the pool, so the function may block and
-    call other workers. What it raises is logged.
+    call other workers. Its exceptions are logged.
 
     Returns:
         A function that ends that.

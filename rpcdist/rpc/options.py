@@ -47,13 +47,13 @@ DeviceMap = dict[torch.device, torch.device]
 
 MAX_ROLE_LENGTH = 128
 
-# What torch accepts as private arguments. The names mean nothing here: channels are negotiated by the transport layer.
+# Private arguments that torch accepts. The names have no effect: the transport layer negotiates channels.
 _TRANSPORTS = frozenset({"ibv", "shm", "uv"})
 _CHANNELS = frozenset({"basic", "cma", "cuda_basic", "cuda_gdr", "cuda_ipc", "cuda_xth", "mpt_uv", "xth"})
 
 
 class RpcBackendOptions:
-    """What the options of every backend have: a default timeout, and where the workers find each other.
+    """The options that every backend has: a default timeout, and where the workers find each other.
 
     Backends that are added with `backend_registry.register_backend` derive their options from this class.
 
@@ -242,7 +242,7 @@ class RpcOptions(RpcBackendOptions):
 
     @property
     def role(self) -> str:
-        """What this worker is for; see the class."""
+        """The purpose of this worker; see the class."""
         return self._role
 
     @role.setter

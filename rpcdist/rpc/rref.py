@@ -10,6 +10,7 @@ The value lives until nobody holds it; `docs/rref.md` says how that is known.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, cast, overload
@@ -17,14 +18,15 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec
 import torch
 
 from rpcdist.deadline import Deadline, checked_timeout, current_deadline
-from rpcdist.errors import NotInitialized, RRefError, WorkerLost
+from rpcdist.errors import BlockingInLoop, NotInitialized, RRefError, WorkerLost
+from rpcdist.rpc._calling.creations import Creation
 from rpcdist.rpc._calling.result_streams import Stream
+from rpcdist.rpc._calling.rref_calls import RRefCalls
 from rpcdist.rpc._current import agent_or_none, current_agent
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
 from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import Handle
-from rpcdist.rpc._rref.host import CreationOutcome, RRefHome
-from rpcdist.rpc._rref.proxy import RRefProxy, method_name
+from rpcdist.rpc._rref.proxy import MethodProxy, Mode, method_name
 from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
@@ -37,10 +39,10 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 Later = Coroutine[Any, Any, R] | torch.futures.Future[R]
-"""What a coroutine function and an `async_execution` function return at the callee, which waits for it."""
+"""The result of a coroutine function or an `async_execution` function at the callee, which waits for it."""
 
 Items = Iterator[R] | AsyncIterator[R]
-"""What a generator function returns at the callee. Its caller gets a `Stream`."""
+"""The result of a generator function at the callee. Its caller gets a `Stream`."""
 
 NOT_PICKLABLE = "Can not pickle rref in python pickler, rref can only be pickled when using RPC"
 TRAVELS_IN_CALLS = "a remote reference travels only in the arguments or the result of a call, which name its receiver"
@@ -55,7 +57,7 @@ class PyRRef(Generic[T]):
 
     Args:
         value: anything. It does not move: others get at it through this worker.
-        type_hint: accepted for torch's sake; types are asked of the value.
+        type_hint: accepted for compatibility with torch, and ignored; the type is read from the value.
 
     Raises:
         NotInitialized: before `init_rpc`, or after `shutdown`.
@@ -82,15 +84,15 @@ class PyRRef(Generic[T]):
         self._set(agent.rref_home, handle)
 
     @classmethod
-    def _of(cls, home: RRefHome, handle: Handle) -> PyRRef[Any]:
+    def _of(cls, home: RRefCalls, handle: Handle) -> PyRRef[Any]:
         rref = cls.__new__(cls)
         rref._set(home, handle)
         return rref
 
-    def _set(self, home: RRefHome, handle: Handle) -> None:
+    def _set(self, home: RRefCalls, handle: Handle) -> None:
         self._home = home
         self._handle = handle
-        self._creation: CreationOutcome | None = None  # None if it was not made by `remote` here
+        self._creation: Creation | None = None  # None if it was not made by `remote` here
         self._kind = ""  # the name of the value's class, if it was known from the start
         self._order: object = None  # of the calls of an actor
         self._type_future: Future[type] | None = None
@@ -138,7 +140,7 @@ class PyRRef(Generic[T]):
             OwnerLost: the owner died.
             LeaseExpired: the owner has not heard of this process for too long.
             BlockingInLoop: called on an event loop's thread; write `await rref`.
-            Exception: whatever the function of `remote` raised.
+            Exception: the one that the function of `remote` raised.
         """
         if self.is_owner():
             return self._wait_for_value(timeout)
@@ -187,17 +189,17 @@ class PyRRef(Generic[T]):
 
     # ------------------------------------------------------------ calls on the value
 
-    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy[Any]:
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> MethodProxy[Any]:
         """`rref.rpc_sync().method(*args)` runs the method at the owner and returns its result."""
-        return RRefProxy(self, "rpc_sync", timeout)
+        return MethodProxy(_call, self, "rpc_sync", timeout)
 
-    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy[Future[Any]]:
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> MethodProxy[Future[Any]]:
         """`rref.rpc_async().method(*args)` runs the method at the owner and returns a future of its result."""
-        return RRefProxy(self, "rpc_async", timeout)
+        return MethodProxy(_call, self, "rpc_async", timeout)
 
-    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy[RRef[Any]]:
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> MethodProxy[RRef[Any]]:
         """`rref.remote().method(*args)` runs the method at the owner, and returns a reference to its result."""
-        return RRefProxy(self, "remote", timeout)
+        return MethodProxy(_call, self, "remote", timeout)
 
     @overload
     def call(self, method: Callable[Concatenate[T, P], Later[R]], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
@@ -359,3 +361,13 @@ class PyRRef(Generic[T]):
 class RRef(PyRRef[T]):
     __slots__ = ()
     __doc__ = inspect.getdoc(PyRRef)
+
+
+def _call(rref: PyRRef[Any], mode: Mode, method: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
+    home = rref._home
+    if mode == "rpc_sync" and asyncio._get_running_loop() is not None:
+        raise BlockingInLoop(f"rref.rpc_sync().{method}()", f"await rref.rpc_async().{method}(...)")
+    if rref._handle.state.is_serial:
+        return home.in_turn(rref, mode, method, args, kwargs, timeout)
+    start = home.rpc_sync if mode == "rpc_sync" else home.rpc_async if mode == "rpc_async" else home.remote_on
+    return start(rref, proxied._local_invoke, (method, args, kwargs), timeout)

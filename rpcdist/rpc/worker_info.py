@@ -1,4 +1,4 @@
-"""Who a worker is: its name and its rank."""
+"""The identity of a worker: its name and its rank."""
 
 from __future__ import annotations
 

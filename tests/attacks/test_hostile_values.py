@@ -21,7 +21,7 @@ from values_helpers import encode, round_trip
 from rpcdist._proto import rpc_pb2, rref_pb2, value_pb2
 from rpcdist.errors import ProtocolViolation, SerializationError
 from rpcdist.ids import Identity
-from rpcdist.rpc._peers.announcements import Announcements
+from rpcdist.rpc._peers.network import Announcements
 from rpcdist.rpc._rref.protobuf import decode_messages
 from rpcdist.rpc._values import decode
 from rpcdist.rpc._values.rebuild import MAX_UNTRUSTED_TENSORS, TENSOR_BYTES

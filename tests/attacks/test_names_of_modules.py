@@ -15,7 +15,7 @@ from peer_timeouts import CALM_S
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import CallRefused, FunctionNotFound, RemoteError
 from rpcdist.rpc._values.failures import exception_of
-from rpcdist.rpc._values.quiet_lookup import look_up_quietly
+from rpcdist.rpc._values.function_names import look_up_quietly
 from rpcdist.testing import InProcessCluster
 
 TRAPS = """

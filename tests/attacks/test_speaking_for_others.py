@@ -12,13 +12,13 @@ from rpcdist._proto import membership_pb2, rpc_pb2
 from rpcdist.errors import CallRefused, Overloaded, RpcdistError, UnknownActor
 from rpcdist.rpc._actors import actor_names
 from rpcdist.rpc._actors.actor_names import CONFIRM, RELEASE, RESERVE
-from rpcdist.rpc._api.actor_functions import keep_actor
-from rpcdist.rpc._membership.departures import DEPART
-from rpcdist.rpc._membership.leader import CONTRIBUTE
+from rpcdist.rpc._api.call_functions import keep_actor
+from rpcdist.rpc._membership.gatherings import CONTRIBUTE
 from rpcdist.rpc._membership.membership_messages import members_to_bytes
 from rpcdist.rpc._membership.serving import STOP
-from rpcdist.rpc._peers.calling_worker import check_speaks_for
+from rpcdist.rpc._membership.shutdown import DEPART
 from rpcdist.rpc._peers.directory import Member
+from rpcdist.rpc._peers.network import check_speaks_for
 from rpcdist.rpc._rref.proxied import _turns_over
 from rpcdist.testing import InProcessCluster
 from rpcdist.transport.identities import identity_to_proto

@@ -21,7 +21,7 @@ from rpcdist.collectives._group.flight_records import FlightRecorder
 from rpcdist.errors import CallRefused, UnknownWorker
 from rpcdist.flight_files import FOLDER_VARIABLE
 from rpcdist.rpc._executors.thread_pool import ThreadPool
-from rpcdist.rpc._membership.leader import CONTRIBUTE
+from rpcdist.rpc._membership.gatherings import CONTRIBUTE
 from rpcdist.rpc._serving.producers import MAX_CREDIT, SyncProducer
 from rpcdist.testing import InProcessCluster, eventually
 
@@ -79,7 +79,7 @@ def test_a_context_is_ended_by_nobody_who_takes_no_part_in_it() -> None:
 
 def test_a_worker_contributes_to_no_gathering_of_others() -> None:
     with InProcessCluster("a", "b", "c", peer_timeout=CALM_S) as cluster:
-        with cluster.use("c") as agent, pytest.raises(CallRefused, match="which it is not one of"):
+        with cluster.use("c") as agent, pytest.raises(CallRefused, match="it is not one of them"):
             agent.caller.gather(0, CONTRIBUTE, (["a", "b"], "c", "mine", True), LIMIT_S)
         gathering = [cluster.begin(name, partial(rpc.api._all_gather, name, {"a", "b"})) for name in "ab"]
         assert [future.result(LIMIT_S) for future in gathering] == [{"a": "a", "b": "b"}] * 2
@@ -92,7 +92,7 @@ def test_a_gathering_of_unknown_names_leaves_nothing_behind() -> None:
                 with pytest.raises(UnknownWorker, match="nobody"):
                     agent.caller.gather(0, CONTRIBUTE, (["b", f"nobody{number}"], "b", 1, True), LIMIT_S)
         with cluster.use("a") as agent:
-            assert agent.leader._rounds == {} and agent.leader._last_came == {}
+            assert agent.gathering_host._rounds == {} and agent.gathering_host._last_came == {}
 
 
 def test_a_producer_makes_no_more_items_ahead_than_its_limit() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import rpcdist.autograd as autograd
 import rpcdist.rpc as rpc
-from rpcdist.autograd import _direct_part, _group_run
+from rpcdist.autograd import _direct_part, _message_nodes
 from rpcdist.testing import InProcessCluster
 
 rpc_sync: Any = rpc.rpc_sync
@@ -29,7 +29,7 @@ def engine_calls(no_agent: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[li
             calls.append(len(edges))
             return engine.run_backward(edges, *arguments, **options)
 
-    monkeypatch.setattr(_group_run, "_engine", Counting)
+    monkeypatch.setattr(_message_nodes, "_engine", Counting)
     with InProcessCluster("ada", "bob") as cluster, cluster.use("ada"):
         yield calls
 

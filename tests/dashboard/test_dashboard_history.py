@@ -80,7 +80,7 @@ def test_the_last_look_stays_when_nobody_answers() -> None:
 
 
 def test_calls_of_the_membership_are_no_work() -> None:
-    own = served("rpcdist.rpc._membership.departures:depart", 1000.0)
+    own = served("rpcdist.rpc._membership.shutdown:depart", 1000.0)
     view = after(job(facts(calls_served=(own, served("work", 0.5), served("work", 0.1, "queued")))))
     [row] = view["workers"]
     assert row["serving"] == 2 and row["oldest_s"] == 0.5
@@ -125,7 +125,7 @@ def test_everything_is_bounded() -> None:
 
 
 def test_workers_that_serve_until_a_shutdown_wait_for_nothing() -> None:
-    made = CallMade(1, "s", "rpcdist.rpc._membership.departures:depart", "worker0", "waiting", 100.0)
+    made = CallMade(1, "s", "rpcdist.rpc._membership.shutdown:depart", "worker0", "waiting", 100.0)
     waits = ThreadState(1, "MainThread", waits_for=(1,))
     leaving = facts("worker1", phase="leaving", calls_made=(made,), threads=(waits,))
     assert after(job(facts(), leaving))["waits"] == {"deadlocks": [], "culprits": []}

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from rpcdist.rpc._inspection.call_recorder import OK, CallRecorder
+from rpcdist._counters import OK
+from rpcdist.rpc._inspection.call_recorder import CallRecorder
 from rpcdist.rpc._inspection.locks import awaited_lock, holds_lock
 from rpcdist.rpc._inspection.stacks import thread_states
 from rpcdist.testing import wait_until_asleep

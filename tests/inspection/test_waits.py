@@ -223,7 +223,7 @@ def test_text_that_cannot_be_written_is_replaced() -> None:
 
 def test_workers_that_serve_until_the_shutdown_come_last_and_are_not_counted() -> None:
     """In a cluster all workers but one wait in `shutdown` all the time."""
-    depart = made(7, "w0", "cc", "rpcdist.rpc._membership.departures:depart", age_s=500.0)
+    depart = made(7, "w0", "cc", "rpcdist.rpc._membership.shutdown:depart", age_s=500.0)
     workers = [
         facts("w0", calls_made=(made(1, "w2", "aa"),), threads=(thread(10, 1, name="MainThread"),)),
         facts("w1", calls_made=(depart,), threads=(thread(11, 7, name="MainThread"),)),

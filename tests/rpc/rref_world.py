@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rpcdist.rpc._rref import actions, events
+from rpcdist.rpc._rref import events
+from rpcdist.rpc._rref.events import ForkRefused, Message, Reason
 from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, UniqueId
-from rpcdist.rpc._rref.messages import ForkRefused, Message, Reason
 from rpcdist.rpc._rref.owner import OwnerEntry, State
 from rpcdist.rpc._rref.protocol import RRefProtocol
 from rpcdist.rpc._rref.users import UserFork
@@ -133,16 +133,16 @@ class World:
             event.rref, event.fork, event.sender
         )
         todo = protocol.handle(event)
-        assert not is_served or [type(action) for action in todo] == [actions.Serve], event
+        assert not is_served or [type(action) for action in todo] == [events.Serve], event
         for action in todo:
-            if isinstance(action, actions.SendControl):
+            if isinstance(action, events.SendControl):
                 self.send(("control", action.to.worker, worker, action.message))
-            elif isinstance(action, actions.Fail):
+            elif isinstance(action, events.Fail):
                 name = self.name_of(action.handle)
                 self.failed = tuple(sorted({*self.failed, name}))
                 if self.handles.get(name) != "dropped":
                     self.handles[name] = "failed"
-            elif isinstance(action, actions.RefuseCreation):
+            elif isinstance(action, events.RefuseCreation):
                 refused = True
         return refused
 

@@ -16,8 +16,8 @@ from rpcdist.errors import DeadlineExceeded, ProtocolViolation
 from rpcdist.ids import Identity
 from rpcdist.rpc._calling.call_table import CallTable, PendingCall
 from rpcdist.rpc._calling.in_flight import InFlightBytes
+from rpcdist.rpc._peers.connections import Leases
 from rpcdist.rpc._peers.control import ControlInbox, ControlOutbox
-from rpcdist.rpc._peers.leases import Leases
 from rpcdist.time_limits import CALL_QUESTION_LEAD_S
 
 # ---------------------------------------------------------------- control messages

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +14,7 @@ from rpcdist.rpc._calling.call_table import PendingCall
 from rpcdist.rpc._calling.creations import WITHHELD, Creation, ValueSink
 from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedFailure, ArrivedNone
 from rpcdist.rpc._rref.identifiers import ReferenceShare, UniqueId
+from rpcdist.rpc._rref.manager import RRefManager
 
 SHARE = ReferenceShare(UniqueId(1, 2, 3), UniqueId(1, 4, 3))
 
@@ -24,7 +25,7 @@ class Told:
     def __init__(self) -> None:
         self.heard: list[Any] = []
         self.jobs: list[tuple[Callable[..., object], tuple[object, ...]]] = []
-        self.creation = Creation(SHARE, self, self.submit)
+        self.creation = Creation(SHARE, cast(RRefManager, self), self.submit)
 
     def on_created(self, share: ReferenceShare) -> None:
         self.heard.append(share)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rpcdist import rpc
-from rpcdist.rpc._peers.calling_worker import calling_session
+from rpcdist.rpc._peers.network import calling_session
 from rpcdist.rpc.functions import runs_on_reader
 from rpcdist.testing import InProcessCluster
 

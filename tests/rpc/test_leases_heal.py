@@ -15,9 +15,9 @@ from rpc_functions import add
 from rpcdist import rpc
 from rpcdist.errors import LeaseExpired, OwnerLost, RpcdistError, RRefError
 from rpcdist.ids import Identity
-from rpcdist.rpc._peers.lease_watch import LeaseWatch
+from rpcdist.rpc._peers.connections import LeaseWatch
+from rpcdist.rpc._peers.directory import PeerEvents
 from rpcdist.rpc._peers.network import PeerSession
-from rpcdist.rpc._peers.peer_events import PeerEvents
 from rpcdist.testing import InProcessCluster, eventually
 
 

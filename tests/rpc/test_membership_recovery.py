@@ -26,10 +26,10 @@ from membership_workers import (
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused
 from rpcdist.ids import Identity
-from rpcdist.rpc._membership import membership_recovery, survivor_questions
+from rpcdist.rpc._membership import membership_recovery
 from rpcdist.rpc._membership.membership_messages import members_from_bytes, members_of, return_request
+from rpcdist.rpc._membership.membership_recovery import max_at_once
 from rpcdist.rpc._membership.membership_service import MembershipService
-from rpcdist.rpc._membership.survivor_questions import max_at_once
 from rpcdist.rpc._peers.directory import Member, Roster
 
 
@@ -51,7 +51,7 @@ async def test_workers_are_taken_back_once_all_have_come() -> None:
     service = MembershipService(recovery_s=0.1)
     first, second = ask(service, A2, 3), back(service, B, A, B, C)
     await until_waiting(service, 2)
-    with pytest.raises(CallRefused, match="is being made anew"):
+    with pytest.raises(CallRefused, match="is being rebuilt"):
         await service.members(B, pb.MembersRequest())
     third = back(service, C, A, B, C, version=12)
     assert await settled(first, second, third) == [OK] * 3
@@ -149,7 +149,7 @@ async def test_as_many_addresses_as_a_worker_may_say_are_asked(monkeypatch: pyte
 @pytest.mark.parametrize("lie", ["addresses of one worker", "workers"])
 async def test_one_that_names_hundreds_holds_nobody_up(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing answers, a question takes as long as it may; the liar comes first, and names the true one, too."""
-    monkeypatch.setattr(survivor_questions, "max_at_once", lambda: 4)
+    monkeypatch.setattr(membership_recovery, "max_at_once", lambda: 4)
     asked: list[Member] = []
 
     async def probe(member: Member) -> bool:
@@ -187,7 +187,7 @@ def test_questions_leave_descriptors_for_all_else(
 
 
 async def test_all_are_asked_though_few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survivor_questions, "max_at_once", lambda: 3)
+    monkeypatch.setattr(membership_recovery, "max_at_once", lambda: 3)
     num_now = most = 0
 
     async def probe(member: Member) -> bool:
@@ -223,7 +223,7 @@ async def test_newcomers_win_over_workers_that_are_left_from_another_job() -> No
     await until_waiting(service, 2)
     newcomer = ask(service, worker("another-name", 1, 300), 2)
     assert await settled(coordinator, left_over, newcomer) == [OK, GONE, OK]
-    assert "started anew, with another process as 'another-name'" in left_over.result().detail
+    assert "was restarted, and another process joined as 'another-name'" in left_over.result().detail
     assert [member.identity.name for member in service.table.members] == ["a", "another-name"]
 
 

@@ -17,8 +17,7 @@ from rpcdist.errors import ProtocolViolation
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership import membership_table
 from rpcdist.rpc._membership.membership_messages import members_from_bytes, members_to_bytes, news_message, news_of
-from rpcdist.rpc._membership.membership_table import MembershipTable
-from rpcdist.rpc._membership.news_plan import NewsPlan
+from rpcdist.rpc._membership.membership_table import MembershipTable, NewsPlan
 from rpcdist.rpc._peers.directory import Directory, MemberEvent, Roster
 
 

@@ -186,7 +186,9 @@ def test_an_actor_that_could_not_be_made_again_is_tried_with_each_call(
     for future in waiting:
         with pytest.raises(RRefError, match=said):
             future.wait()
-    with pytest.raises(RRefError, match="Its last state is kept, and the next call tries anew") as caught:
+    with pytest.raises(
+        RRefError, match=r"The last checkpoint is kept. Fix the error above; the next call retries"
+    ) as caught:
         actor.rpc_sync().add(1)
     assert isinstance(caught.value.__cause__, OSError)
     there.broken.clear()

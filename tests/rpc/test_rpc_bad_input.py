@@ -40,7 +40,7 @@ def nothing_is_lost(world: RpcWorld) -> Iterator[None]:
 # ---------------------------------------------------------------- values
 
 
-ADVICE = "rpcdist could not pickle a value that was to be sent"
+ADVICE = "rpcdist could not pickle a value"
 
 
 def text_of(error: BaseException) -> str:

@@ -15,10 +15,10 @@ import pytest
 from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.errors import DeadlineExceeded, LeaseExpired, OwnerLost, RRefError, WorkerLost
 from rpcdist.ids import Identity
+from rpcdist.rpc._rref.events import UserDeleted
 from rpcdist.rpc._rref.handles import HandleState, copy_outcome
 from rpcdist.rpc._rref.identifiers import ReferenceShare, new_number
 from rpcdist.rpc._rref.manager import MOST_AT_ONCE, RRefManager
-from rpcdist.rpc._rref.messages import UserDeleted
 from rpcdist.rpc._rref.protobuf import encode_deletions
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.rref import RRef

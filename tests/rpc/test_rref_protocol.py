@@ -4,51 +4,46 @@ from __future__ import annotations
 
 import pytest
 
-from rpcdist.rpc._rref.actions import (
-    Confirm,
-    Fail,
-    FailValue,
-    RefuseCreation,
-    RefuseFetch,
-    ReleaseValue,
-    RRefAction,
-    SendControl,
-    Serve,
-)
-from rpcdist.rpc._rref.bounded import BoundedSet
 from rpcdist.rpc._rref.events import (
+    ChildConfirmed,
+    Confirm,
     ConnectionBroken,
     Created,
     CreateRemote,
     CreationAccepted,
     CreationFailed,
     CreationFinished,
+    CreationOver,
+    CreationProbe,
+    CreationQuery,
     DropAll,
+    Fail,
+    FailValue,
     FetchArrived,
+    ForkConfirmed,
+    ForkRefused,
+    ForkRequest,
     HandleDropped,
     HolderFound,
     HolderLost,
     LeaseEnded,
     MessageArrived,
+    Reason,
     Received,
+    RefuseCreation,
+    RefuseFetch,
+    ReleaseValue,
+    RRefAction,
     RRefEvent,
+    SendControl,
+    Serve,
     Share,
     ShareFailed,
-)
-from rpcdist.rpc._rref.identifiers import Incarnation, UniqueId
-from rpcdist.rpc._rref.messages import (
-    ChildConfirmed,
-    CreationOver,
-    CreationProbe,
-    CreationQuery,
-    ForkConfirmed,
-    ForkRefused,
-    ForkRequest,
-    Reason,
     ShareLost,
     ShareQuery,
     UserDeleted,
 )
+from rpcdist.rpc._rref.identifiers import BoundedSet, Incarnation, UniqueId
 from rpcdist.rpc._rref.protocol import RRefProtocol
 
 ME, A, B = Incarnation(0, 100), Incarnation(1, 101), Incarnation(2, 102)

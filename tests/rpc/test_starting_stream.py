@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from rpcdist.errors import Cancelled
-from rpcdist.rpc._calling.result_streams import Stream, StreamState
-from rpcdist.rpc._calling.starting_stream import StartingStream
+from rpcdist.rpc._calling.result_streams import StartingStream, Stream, StreamState
 from rpcdist.rpc.future import Future
 
 

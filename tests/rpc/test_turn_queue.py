@@ -11,7 +11,7 @@ import pytest
 
 from rpcdist.errors import Overloaded, RpcdistError
 from rpcdist.rpc._actors import turn_queue
-from rpcdist.rpc._actors.call_order import CallOrder, CallOrders
+from rpcdist.rpc._actors.serial_calls import CallOrder, CallOrders
 from rpcdist.rpc._actors.turn_queue import CallNumber, TurnQueue
 from rpcdist.rpc._rref.identifiers import RRefId
 from rpcdist.rpc.future import Future

@@ -16,11 +16,10 @@ from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import received_buffers
 from rpcdist.rpc._values.codec import decode, encode_into, write_plain
-from rpcdist.rpc._values.collections_pause import PAUSED_FROM, paused_collections
 from rpcdist.rpc._values.compact import compact_value
 from rpcdist.rpc._values.plain import MAX_LISTED
 from rpcdist.rpc._values.rebuild import MAX_UNTRUSTED_TENSORS, rebuild_tensors
-from rpcdist.rpc._values.tensor_runs import _DTYPES, RUNS_FROM, find_runs
+from rpcdist.rpc._values.tensor_runs import _DTYPES, PAUSED_FROM, RUNS_FROM, find_runs, paused_collections
 
 COUNT = 2 * RUNS_FROM
 

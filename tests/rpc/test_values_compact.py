@@ -15,7 +15,7 @@ from rpcdist.errors import SerializationError
 from rpcdist.rpc._values import INLINE_LIMIT
 from rpcdist.rpc._values.codec import write_plain
 from rpcdist.rpc._values.compact import CompactValue, compact_value, read_compact
-from rpcdist.rpc._values.dtypes import DTYPE_CODES
+from rpcdist.rpc._values.tensors import DTYPE_CODES
 
 LARGE = INLINE_LIMIT // 4 + 1  # floats
 

@@ -21,8 +21,7 @@ from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, decode
 from rpcdist.rpc._values.compact import compact_tensors, read_compact_tensors
-from rpcdist.rpc._values.dtypes import DTYPES
-from rpcdist.rpc._values.tensors import KEPT_HOLES_BYTES
+from rpcdist.rpc._values.tensors import DTYPES, KEPT_HOLES_BYTES
 
 ALL_DTYPES = [info.dtype for info in DTYPES.values()]
 COMPLEX32 = "ignore:ComplexHalf support is experimental:UserWarning"

@@ -18,8 +18,8 @@ from typing import Any, Final, Protocol, TypeGuard
 from rpcdist.errors import ActorNameTaken, CallRefused, Overloaded, RpcdistError, UnknownActor
 from rpcdist.ids import Identity
 from rpcdist.rpc._calling.caller import Caller
-from rpcdist.rpc._peers.calling_worker import calling_worker, check_speaks_for
 from rpcdist.rpc._peers.directory import COORDINATOR, Directory
+from rpcdist.rpc._peers.network import calling_worker, check_speaks_for
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.time_limits import ASK_FOR_NAMES_LIMIT_S
 
@@ -47,7 +47,7 @@ class NamedValue(Protocol):
 
 
 class _Claim:
-    """Who has a name, at the coordinator."""
+    """The owner of a name, at the coordinator."""
 
     __slots__ = ("creator", "is_confirmed", "owner")
 
@@ -58,11 +58,11 @@ class _Claim:
 
 
 class ActorNames:
-    """One per agent. What others call lives on the user loop; the other methods block, on any thread.
+    """One per agent. Functions for other workers run on the user loop; the other methods block, on any thread.
 
     Args:
         me: this worker.
-        directory: who is in the job.
+        directory: knows the members.
         caller: asks the coordinator and the owners.
         has_predecessor: whether this worker is a coordinator that took the place of another one.
     """
@@ -105,7 +105,7 @@ class ActorNames:
 
     @property
     def callables(self) -> dict[str, Callable[..., Coroutine[Any, Any, object]]]:
-        """What every peer may call, by the name on the wire."""
+        """The functions that every peer may call, by the name on the wire."""
         return {
             RESERVE: self._on_reserve,
             ADMIT: self._on_admit,
@@ -163,7 +163,7 @@ class ActorNames:
         return claim.owner.id
 
     def _claim(self, name: str) -> _Claim | None:
-        """Who has the name; those that are gone lose it."""
+        """The owner of a name; a worker that is gone loses it."""
         claim = self._claims.get(name)
         if claim is not None and self._has_ended(claim):
             del self._claims[name]
@@ -178,7 +178,7 @@ class ActorNames:
         return self._claim(name)
 
     async def _ask_workers(self) -> None:
-        """Who cannot answer now is asked again when the next name is not known."""
+        """Asks all workers for their names. One that cannot answer now is asked again at the next unknown name."""
         workers = [member.identity for member in self._directory.living() if member.identity != self._me]
         asked = [
             (worker, self._caller.start_gathering(worker.id, KEPT, (), ASK_FOR_NAMES_LIMIT_S))
@@ -195,7 +195,7 @@ class ActorNames:
             self._take_names(worker, names)
 
     def _take_names(self, worker: Identity, names: object) -> None:
-        """What a worker answered. A name that somebody else has got meanwhile stays his."""
+        """Takes the names that a worker answered, except those that another worker has got meanwhile."""
         if not isinstance(names, list):
             logger.warning("worker %r did not say which actors it has, but %.200r", worker.name, names)
             return

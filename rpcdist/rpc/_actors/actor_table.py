@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from rpcdist.ids import Identity
 from rpcdist.inspection import ActorFacts
-from rpcdist.rpc._actors.serial_actor import SerialActor, running_actor
-from rpcdist.rpc._actors.turn import Turn
+from rpcdist.rpc._actors.serial_actor import SerialActor, Turn, running_actor
 from rpcdist.rpc._actors.turn_queue import CallNumber
 from rpcdist.rpc._executors.lane import Lane
 from rpcdist.rpc._executors.thread_pool import ThreadPool
@@ -28,8 +27,8 @@ _SHARED_KINDS: Final = (
 class ActorTable:
     """One per agent; any thread may use it.
 
-    An actor begins with its creation and ends with the last reference that a `remote(serial=True)` made. Whatever leads
-    to its object (a reference that one of its methods made or returned, another worker's copy) leads to the actor.
+    An actor begins with its creation and ends with the last reference that a `remote(serial=True)` made. Any
+    reference to its object (made or returned by one of its methods, or another worker's copy) leads to the actor.
 
     Args:
         pool: lends threads.
@@ -135,8 +134,6 @@ class ActorTable:
         """A call of a method of a value has come; it waits for its turn from `Turn.enter` on.
 
         Args:
-            who: called it.
-            rref: by which reference.
             order: the number that the caller gave it; None if it did not know of an actor.
 
         Returns:

@@ -18,7 +18,7 @@ from rpcdist.rpc.future import Future
 
 
 class ActorState(NamedTuple):
-    """What `checkpoint()` gave."""
+    """The result of `checkpoint()`."""
 
     value: Any
 
@@ -35,7 +35,7 @@ class Checkpointed:
     """
 
     def __init__(self, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any], state: ActorState | None) -> None:
-        # Whoever may call this class may not call any other one by it.
+        # A peer that may call this class must not reach other classes through it.
         agent, module, name = current_agent(), kind.__module__, kind.__qualname__
         if not agent.options.allows(module, name):
             raise CallRefused(

@@ -12,21 +12,97 @@ import threading
 import time
 from _thread import get_ident
 from collections.abc import Callable, Coroutine
-from contextvars import ContextVar, copy_context
+from contextvars import Context, ContextVar, copy_context
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import DeadlineExceeded, Overloaded
 from rpcdist.inspection import ActorFacts
-from rpcdist.rpc._actors.turn import ActorCaller, Turn
-from rpcdist.rpc._actors.turn_queue import TurnQueue
+from rpcdist.rpc._actors.turn_queue import CallNumber, TurnQueue
 from rpcdist.rpc._executors.generators import is_generator
 from rpcdist.rpc._executors.lane import Lane
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._rref.identifiers import Incarnation, RRefId
 from rpcdist.rpc.functions import is_async_execution
+from rpcdist.rpc.future import Future
+
+ActorCaller = tuple[Incarnation, RRefId]
+"""A process, and the reference through which it calls: the calls of each have an order."""
+
+
+class Turn(Future[Any]):
+    """The future of the call's result. Its maker calls `enter` when it can take the result.
+
+    Args:
+        host: the actor.
+        target: its value.
+        who: the caller, and the reference that it called.
+        number: which of its calls through that one; None where the caller did not know that it calls an actor.
+        method: of the value.
+        args, kwargs: for it.
+
+    Attributes:
+        began: when its turn came, in seconds of the monotonic clock; 0 before.
+        thread: the one that completes it, and has nothing else to do for the call; 0 while that is unknown.
+    """
+
+    __slots__ = (
+        "args",
+        "began",
+        "context",
+        "coroutine",
+        "deadline",
+        "host",
+        "kwargs",
+        "method",
+        "number",
+        "target",
+        "thread",
+        "who",
+    )
+
+    def __init__(
+        self,
+        host: SerialActor,
+        target: object,
+        who: ActorCaller,
+        number: CallNumber | None,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        super().__init__(on_cancel=self._on_cancelled)
+        self.is_quiet = True  # the error goes to the caller
+        self.host = host
+        self.target = target
+        self.who = who
+        self.number = number
+        self.method = method
+        self.args = args
+        self.kwargs = kwargs
+        self.deadline: Deadline = current_deadline.get()
+        self.context: Context = copy_context()  # with deadline and autograd context of the call
+        self.began = 0.0
+        self.thread = 0
+        self.coroutine: Callable[[], object] | None = None  # cancels it, while it runs
+
+    def __repr__(self) -> str:
+        number = "without a number" if self.number is None else self.number.number
+        return f"<Turn {number} of {self.who!r}: {self.method}>"
+
+    def enter(self) -> None:
+        """Waits for its turn, without a thread."""
+        self.host.enter(self)
+
+    def forget_arguments(self) -> None:
+        self.target, self.args, self.kwargs = None, (), {}
+
+    def _on_cancelled(self) -> None:
+        self.host.on_cancelled(self)
+
 
 running_actor: ContextVar[RRefId | None] = ContextVar("rpcdist_running_actor", default=None)
 """The actor one of whose methods runs here."""

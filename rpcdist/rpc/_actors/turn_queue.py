@@ -1,4 +1,4 @@
-"""Whose turn it is at one actor. Pure: no clock, no threads, no sockets.
+"""The order of calls at one actor. Pure: no clock, no threads, no sockets.
 
 A caller numbers its calls of one actor from 0; a *stream* of numbers ends when the caller holds no reference to the
 actor any more, and a later one has a higher number itself. Calls arrive in any order. One is ready when every earlier
@@ -20,7 +20,7 @@ C = TypeVar("C", bound=Hashable)
 T = TypeVar("T")
 
 MAX_WAITING: Final = 1 << 16
-"""So many calls of one caller may wait at one actor; what comes then is refused. They hold memory of the owner."""
+"""So many calls of one caller may wait at one actor, since they hold memory of the owner; further ones are refused."""
 
 
 class CallNumber(NamedTuple):
@@ -38,7 +38,7 @@ class CallNumber(NamedTuple):
 
     @classmethod
     def checked(cls, parts: object) -> CallNumber:
-        """What a peer sent, if it is one; raises `RpcdistError` otherwise."""
+        """A number from a peer; raises `RpcdistError` if it is none."""
         if type(parts) is tuple and len(parts) == 3:
             stream, number, floor = parts
             if type(stream) is int and type(number) is int and type(floor) is int:
@@ -71,7 +71,7 @@ class _CallerQueue(Generic[T]):
             self.next += 1
 
     def raise_floor(self, floor: int) -> None:
-        """What is below will not be waited for; what of it has arrived goes first."""
+        """The queue does not wait for numbers below; calls of those numbers that have arrived go first."""
         if floor > self.next:
             for number in sorted(number for number in self.early if number < floor):
                 self.ready.append(self.early.pop(number))
@@ -144,7 +144,7 @@ class TurnQueue(Generic[C, T]):
         return True
 
     def over(self, who: C, stream: int, numbers: Iterable[int]) -> None:
-        """These calls have ended for their caller, and may never come. This may be the first that is heard of it."""
+        """These calls have ended for their caller, and may never come. The caller may be unknown until now."""
         caller = self._caller(who, stream, 0)
         if stream < caller.stream:
             return
@@ -153,7 +153,7 @@ class TurnQueue(Generic[C, T]):
         self._list(caller)
 
     def gone(self, who: C) -> None:
-        """The caller is dead: nothing more comes from it, and what has come waits for nothing."""
+        """The caller is dead: no more calls of it come, and those that have come wait for no others."""
         caller = self._callers.pop(who, None)
         if caller is not None:
             caller.raise_floor(max(caller.early, default=-1) + 1)

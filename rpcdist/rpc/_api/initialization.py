@@ -123,7 +123,7 @@ def _start(backend: object, name: str, rank: int, world_size: int | None, option
 def _find_store(url: str, rank: int, world_size: int | None, limit_s: float | None) -> tuple[Store, int, int]:
     """The store where the workers of the job find each other, this worker's rank, and the size of the world or -1."""
     if url == constants.DEFAULT_INIT_METHOD and world_size == 1 and rank in (0, -1):
-        if "MASTER_ADDR" not in os.environ:  # nobody else is to be found
+        if "MASTER_ADDR" not in os.environ:  # no other process takes part
             return HashStore(), 0, 1
     timeout = None if limit_s is None else timedelta(seconds=limit_s)
     # The list of members waits for the others: it can say who is missing, which the store cannot.

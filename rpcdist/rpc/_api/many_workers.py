@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, TypeVar, overload
+from typing import Any, Final, TypeVar, overload
 
 from rpcdist.errors import BlockingInLoop, ConfigError, listed
 from rpcdist.rpc._calling.caller import Destination
@@ -13,7 +14,7 @@ from rpcdist.rpc._futures.waiting import wait_all
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.functions import is_idempotent
 from rpcdist.rpc.future import Future
-from rpcdist.rpc.rref import Later
+from rpcdist.rpc.rref import Later, RRef
 
 T = TypeVar("T")
 
@@ -149,3 +150,30 @@ def _start(
         return agent.caller.start_each(chosen, func, args, kwargs, timeout)
     ids = [agent.directory.resolve(worker) for worker in chosen]
     return [agent.retries.start(worker_id, func, args, kwargs, timeout) for worker_id in ids]
+
+
+class AllGatherStates:
+    """The state in which torch's workers gather. Ours gather elsewhere, so nothing changes one.
+
+    Attributes:
+        gathered_objects: by worker.
+        proceed_signal: set when all are there.
+    """
+
+    def __init__(self) -> None:
+        self.gathered_objects: dict[str, object] = {}
+        self.proceed_signal = threading.Event()
+
+
+def method_factory(method_name: str, docstring: str) -> Callable[..., Any]:
+    """A function that calls the method of this name of a reference, its first argument."""
+
+    def method(self: RRef[Any], *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, method_name)(*args, **kwargs)
+
+    method.__doc__ = docstring
+    return method
+
+
+new_method: Final = method_factory("to_here", RRef.to_here.__doc__ or "")
+"""The last one that torch's module happens to make."""

@@ -145,7 +145,7 @@ class RestartingActor(Generic[T]):
         Raises:
             WorkerLost: the worker died meanwhile. With `checkpoint_every=1` the call has had no effect on the state.
             OwnerLost: it has been restarted `max_restarts` times.
-            RRefError: it could not be made again, as its class or `restore` raised an error; the next call tries anew.
+            RRefError: it could not be made again, as its class or `restore` raised an error; the next call tries again.
             DeadlineExceeded: the time was over, perhaps before a replacement had joined.
         """
         return ActorProxy(self, "rpc_sync", timeout)
@@ -253,8 +253,8 @@ class RestartingActor(Generic[T]):
     def _not_made_again(self, cause: BaseException) -> RRefError:
         error = RRefError(
             f"the actor {self._kind.__name__} could not be made again on worker {self._worker!r}: its class or its "
-            f"restore() raised {described_error(cause)}. Its last state is kept, and the next call tries anew: "
-            "mend what failed there"
+            f"restore() raised {described_error(cause)}. The last checkpoint is kept. Fix the error above; the next "
+            "call retries."
         )
         error.__cause__ = cause
         return error

@@ -1,1 +1,1 @@
-"""The caller's side: makes calls, keeps those in flight, and hands their outcome to whoever waits for it."""
+"""The caller's side: makes calls, keeps those in flight, and hands their outcomes to waiting threads and futures."""

@@ -1,4 +1,4 @@
-"""Between the agent and distributed autograd: what autograd sees of the agent, and what it is told."""
+"""Links between the agent and distributed autograd, in both directions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.timers import Timers
-from rpcdist.rpc._peers.control_receiver import ControlReceiver
-from rpcdist.rpc._peers.demultiplexer import Handler, PoolJob
-from rpcdist.rpc._peers.directory import Directory
-from rpcdist.rpc._peers.lifetime import Lifetime
+from rpcdist.rpc._peers.control import ControlReceiver
+from rpcdist.rpc._peers.demultiplexer import Handler, Lifetime, PoolJob
+from rpcdist.rpc._peers.directory import Directory, PeerEvents
 from rpcdist.rpc._peers.network import MessageSink, SendObserver
-from rpcdist.rpc._peers.peer_events import PeerEvents
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
@@ -89,8 +87,8 @@ def tell_autograd(
     """Has distributed autograd hear of what happens to connections and workers, until the agent closes.
 
     Args:
-        is_worker: whether a number is that of a worker of the job. What another process has brought ends with its
-            connection, since nobody declares it lost.
+        is_worker: whether a number is that of a worker of the job. The contexts of another process end with its
+            connection, since it is never declared lost.
     """
 
     def broken(session: MessageSink, reason: str) -> None:

@@ -1,11 +1,12 @@
 """Calls that wait for their reply.
 
-A call ends exactly once: whoever takes it out of the table (reply, deadline, cancellation, loss of the peer, shutdown)
-completes it. Taking it out is one `dict.pop`, so no lock is needed.
+A call ends exactly once: the event that takes it out of the table (reply, deadline, cancellation, loss of the peer,
+shutdown) completes it. Taking it out is one `dict.pop`, so no lock is needed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
@@ -20,6 +21,7 @@ from rpcdist.inspection import CallMade
 from rpcdist.own_shortage import own_shortage
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._calling.in_flight import InFlightBytes
+from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._inspection.call_recorder import CallRecorder, EndedCalls
 from rpcdist.rpc._marshal.arrived_value import ArrivedFailure
 from rpcdist.rpc._peers.demultiplexer import PoolJob
@@ -53,7 +55,7 @@ GATHERING = CallFlags(is_repeatable=True, counts_as_work=False)
 
 
 class ReplySink(Protocol):
-    """What is done with the outcome of a call."""
+    """Takes the outcome of a call."""
 
     def replied(self, failure: ArrivedFailure | None, payload: object, jobs: list[PoolJob]) -> None:
         """The reply came; called on the thread that read it, or that made a call to oneself; it must not run user code.
@@ -69,7 +71,7 @@ class ReplySink(Protocol):
 
 
 class CallOwner(Protocol):
-    """What a call tells about itself, and asks of others; any thread."""
+    """The `Caller`, as its calls see it; any thread."""
 
     def name_of(self, worker_id: int) -> str:
         """The name of a worker, for messages."""
@@ -107,7 +109,7 @@ class PendingCall:
         transfer: number of the transfer that carries its large arguments, 0 for none.
         forks: RRef shares that travel in the arguments, to be given back when the call was never delivered.
         repeat: the message, if it may be sent again.
-        is_bound: it names values, references or a context that one process knows.
+        is_bound: it names values, references or a context that only one process knows.
         autograd: the autograd context in which it was made, or None.
         on: the reference whose method is called, held until the reply; None for other calls.
     """
@@ -222,7 +224,7 @@ class PendingCall:
         return self.deadline.at - (self.timeout_s if self.inherited_s is None else self.inherited_s)
 
     def facts(self, now: float) -> CallMade:
-        """What it does at a moment of the monotonic clock."""
+        """Its state at a moment of the monotonic clock."""
         session, unsent = self.session, self.unsent()
         phase = "unsent" if session is None else "sending" if unsent is not None else "waiting"
         done, total = unsent or (0, 0)
@@ -318,7 +320,7 @@ class CallTable:
             self._wake_at(at)
 
     def take(self, id: int, outcome: str = OK) -> PendingCall | None:
-        """Removes a call; None if somebody else has ended it already. `outcome` is for those that are told of it."""
+        """Removes a call; None if it has ended already. `outcome` is for the recorder."""
         call = self._calls.pop(id, None)
         if call is not None:
             if (note := self.ended.note) is not None:
@@ -331,8 +333,8 @@ class CallTable:
         return call
 
     def take_answered(self, id: int, session: MessageSink, outcome: str = OK) -> PendingCall | None:
-        """`take` for a reply: only the session that carried a call may answer it, or its number were all that a peer
-        has to guess. While the call is being sent, its session is not known yet, but its worker is.
+        """`take` for a reply. Only the session that carried the call may answer it; otherwise a peer could answer any
+        call by guessing its number. While the call is being sent, its session is unknown yet, but its worker is known.
         """
         call = self._calls.get(id)
         if call is None or call.session is session:
@@ -340,7 +342,7 @@ class CallTable:
         return self.take(id, outcome) if call.session is None and call.peer == session.peer.id else None
 
     def note_state(self, session: MessageSink, state: rpc_pb2.CallState) -> None:
-        """The callee says how far a call is; only that on whose session it was sent is heard."""
+        """Notes how far a call is, if its own callee says it: on the session by which the call was sent."""
         call = self._calls.get(state.id)
         if call is not None and call.session is session:
             call.state = state, time.monotonic()
@@ -394,3 +396,39 @@ class CallTable:
 
     def __iter__(self) -> Iterator[PendingCall]:
         return iter(list(self._calls.values()))
+
+
+class CallTimer:
+    """One per agent.
+
+    Args:
+        io: the I/O loop.
+        expire: called on it when a time has come; it asks for the next.
+    """
+
+    def __init__(self, io: IoThread, expire: Callable[[], None]) -> None:
+        self._io = io
+        self._expire = expire
+        self._handle: asyncio.TimerHandle | None = None
+        self._at = 0.0  # kept here: for a time that has passed, uvloop returns a handle that does not know it
+
+    def wake_at(self, at: float) -> None:
+        """Asks to be woken at a time, in seconds of the monotonic clock; any thread."""
+        self._io.call_soon(self._arm, at)
+
+    def _arm(self, at: float) -> None:
+        loop = self._io.loop
+        when = loop.time() + at - time.monotonic()
+        if self._handle is not None and not self._handle.cancelled() and loop.time() < self._at <= when:
+            return
+        self.stop()
+        self._handle, self._at = loop.call_at(when, self._fire), when
+
+    def _fire(self) -> None:
+        self._handle = None
+        self._expire()
+
+    def stop(self) -> None:
+        """On the I/O loop."""
+        if self._handle is not None:
+            self._handle.cancel()

@@ -14,25 +14,23 @@ from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import BlockingInLoop, Cancelled, RpcdistError, TransportError, WorkerLost
 from rpcdist.profile_ranges import is_profiling, record_function
 from rpcdist.rpc._autograd_hooks import current_autograd
-from rpcdist.rpc._calling.arguments import num_bytes_of
-from rpcdist.rpc._calling.call_table import INFINITE, CallTable, PendingCall
-from rpcdist.rpc._calling.call_timer import CallTimer
-from rpcdist.rpc._calling.creations import WITHHELD, Creation, CreationListener, ValueSink
+from rpcdist.rpc._calling.call_table import INFINITE, CallTable, CallTimer, PendingCall
+from rpcdist.rpc._calling.creations import WITHHELD, Creation, ValueSink
 from rpcdist.rpc._calling.in_flight import COUNTED_FROM_BYTES, CallAdmission, InFlightBytes
-from rpcdist.rpc._calling.new_calls import CallMessage, NewCall, NewCalls
+from rpcdist.rpc._calling.new_calls import CallMessage, NewCall, NewCalls, num_bytes_of
 from rpcdist.rpc._calling.reply_sinks import CallFuture, Submit, SyncReplySink
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._inspection.call_recorder import CallRecorder
 from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedNone
 from rpcdist.rpc._marshal.marshal import Marshal
-from rpcdist.rpc._peers.demultiplexer import PoolJob
+from rpcdist.rpc._peers.demultiplexer import Lifetime, PoolJob
 from rpcdist.rpc._peers.directory import COORDINATOR, Directory
-from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.identifiers import ReferenceShare
+from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, takes_long
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
@@ -47,7 +45,7 @@ class Caller:
     """One per agent. Any thread may use it; `on_*` run where they say.
 
     Args:
-        directory: who is in the job.
+        directory: knows the members.
         router: sends the calls.
         marshal: encodes arguments, receives results.
         streams: receives results that are streams.
@@ -135,8 +133,8 @@ class Caller:
             self._wait_for_room(call, message, large)
         session = self._router.session_for_call(call.peer)
         send = partial(self._send, call, message, large, session)
-        # The session is named where this thread shall read before it sends: what takes long to send would keep others
-        # from reading, too.
+        # The session is given only if this thread may read while it sends: a message that takes long to send would keep
+        # other threads from reading.
         return reply_sink.wait(call, self, send, None if large and takes_long(large) else session)
 
     def begin(
@@ -168,7 +166,7 @@ class Caller:
     def start_each(
         self, workers: Sequence[Destination], func: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float
     ) -> list[Future[Any]]:
-        """`start` for several workers; what can be encoded once for all of them is."""
+        """`start` for several workers; common parts of the calls are encoded once."""
         futures: list[Future[Any]] = []
         made: NewCall | None = None
         for to in [self._resolve(worker, timeout_s) for worker in workers]:
@@ -190,7 +188,7 @@ class Caller:
         args: Any,
         kwargs: Any,
         timeout_s: float,
-        listener: CreationListener,
+        listener: RRefManager,
         on: Handle | None = None,
         is_serial: bool = False,
     ) -> Creation:
@@ -444,7 +442,7 @@ class Caller:
         self.calls.note_state(session, message.call_state)
 
     def fail_all(self, exc: BaseException) -> None:
-        """Ends every call here; nobody is told."""
+        """Ends every call here, without a message to the callees."""
         for call in self.calls.take_where(lambda call: True):
             call.reply_sink.failed(exc)
 

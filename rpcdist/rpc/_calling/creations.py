@@ -1,11 +1,11 @@
-"""The call of a `remote()`: its outcome concerns the reference, and nobody waits for it."""
+"""The call of a `remote()`: its outcome concerns the reference, and no thread waits for it."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from rpcdist.errors import Cancelled
 from rpcdist.rpc._calling.call_table import PendingCall
@@ -13,6 +13,7 @@ from rpcdist.rpc._calling.reply_sinks import Submit, SyncReplySink
 from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedFailure
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._rref.identifiers import ReferenceShare
+from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
 
@@ -20,18 +21,8 @@ WITHHELD: Final = object()
 """Stands for the value where the reply to a `remote()` did not bring it along."""
 
 
-class CreationListener(Protocol):
-    """Who counts references."""
-
-    def on_created(self, share: ReferenceShare) -> None:
-        """The owner holds the result; any thread."""
-
-    def on_creation_failed(self, share: ReferenceShare, exc: BaseException) -> None:
-        """The call failed; not on the I/O loop."""
-
-
 class Creation:
-    """What becomes of a `remote()` (`ReplySink`). Its future is made when somebody asks for it: hardly anybody does.
+    """The outcome of a `remote()` (`ReplySink`). Its future is made on demand, since hardly any program asks for it.
 
     It must not hold the reference, which the table of calls would keep alive.
 
@@ -54,7 +45,7 @@ class Creation:
         "_value_sink",
     )
 
-    def __init__(self, share: ReferenceShare, listener: CreationListener, submit: Submit) -> None:
+    def __init__(self, share: ReferenceShare, listener: RRefManager, submit: Submit) -> None:
         self._share = share
         self._listener = listener
         self._submit = submit

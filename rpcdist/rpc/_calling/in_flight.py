@@ -1,11 +1,10 @@
-"""Bounds the memory of calls in flight: who calls faster than a worker answers has to wait.
+"""Bounds the memory of calls in flight: a caller that is faster than the callee has to wait.
 
-What counts are the bytes of the arguments of calls to one worker, from the moment a call may be sent until it has
-ended. So the bound holds for what waits here to be written, for what is under way, and for what waits at the callee
-until a thread of its pool is free. Calls of a few bytes do not count: their number is bounded by the memory that their
-futures take at the caller.
+The bytes of the arguments of calls to one worker count, from the moment when a call may be sent until it has ended. So
+the bound covers bytes that wait here to be written, bytes under way, and bytes that wait at the callee for a thread of
+its pool. Calls of a few bytes do not count: their number is bounded by the memory of their futures at the caller.
 
-Who waits, where there is no room:
+If the room is used up:
 
     a thread of the user's    sleeps until there is, at most until the deadline of its call
     a task on an event loop   never waits here, since the loop would: the call is made, and its message goes out later
@@ -155,10 +154,10 @@ class InFlightBytes:
 
 
 class CallAdmission:
-    """Who waits for `InFlightBytes`, and how. Any thread may call it.
+    """Has callers wait for `InFlightBytes`. Any thread may call it.
 
     Args:
-        bound: what is in flight.
+        bound: the bytes in flight.
         io: where messages that were deferred are sent.
         handler_loop: the event loop on which handlers run.
     """

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, Final
 
-from rpcdist._proto import rpc_pb2
+import torch
+
+from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import NEVER, Deadline, checked_timeout, current_deadline
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
-from rpcdist.rpc._calling.arguments import by_keyword, name_value, positional
 from rpcdist.rpc._calling.call_table import (
     GATHERING,
     INFINITE,
@@ -24,14 +25,53 @@ from rpcdist.rpc._calling.call_table import (
 from rpcdist.rpc._marshal.marshal import Marshal, Written
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.identifiers import ReferenceShare
+from rpcdist.rpc._rref.protobuf import id_to_pb
 from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, called_method
 from rpcdist.rpc._values import LargeBuffer
 from rpcdist.rpc._values.compact import CompactValue
 from rpcdist.rpc._values.exceptions import add_note
-from rpcdist.rpc._values.function_names import function_reference, unwrap
-from rpcdist.rpc._values.known_names import KnownNames
+from rpcdist.rpc._values.function_names import KnownNames, function_reference, unwrap
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.transport.wire_messages import MAX_NAME_BYTES, CompactCall
+
+
+def num_bytes_of(message: rpc_pb2.Message | CompactCall, large: Sequence[LargeBuffer]) -> int:
+    """The bytes of a call with its large buffers, for its share of the memory in flight."""
+    num_bytes = len(message.body) if isinstance(message, CompactCall) else message.ByteSize()
+    for buffer in large:
+        num_bytes += buffer.size
+    return num_bytes
+
+
+def name_value(target: rpc_pb2.RRefFetch | value_pb2.RRefFork, share: ReferenceShare) -> None:
+    """Fills in which share of which reference is meant."""
+    target.rref.CopyFrom(id_to_pb(share.rref))
+    target.fork.CopyFrom(id_to_pb(share.fork))
+
+
+def positional(args: Any) -> tuple[Any, ...]:
+    """The positional arguments as the user gave them; raises `TypeError` for what nobody means."""
+    if type(args) is tuple:
+        return args
+    if args is None:
+        return ()
+    # These can be taken apart, too, but nobody who writes `args=tensor` or `args="text"` means that.
+    if isinstance(args, str | bytes | torch.Tensor) or not isinstance(args, Iterable):
+        raise TypeError(
+            f"args must be a tuple or list of the function's arguments, not one of type {type(args).__name__}; write "
+            "args=(value,) to pass one value"
+        )
+    return tuple(args)
+
+
+def by_keyword(kwargs: Any) -> Mapping[str, Any]:
+    """The same for those by keyword."""
+    if kwargs is None:
+        return {}
+    if type(kwargs) is not dict and not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs must be a dict of the function's keyword arguments, not a {type(kwargs).__name__}")
+    return kwargs
+
 
 CallMessage = rpc_pb2.Message | CompactCall
 NewCall = tuple[PendingCall, CallMessage, Sequence[LargeBuffer]]
@@ -160,7 +200,7 @@ class NewCalls:
         return pending, CompactCall(pending.id, message.function, 0, message.body, message.num_tensors), large
 
     def of_fetch(self, owner: int, share: ReferenceShare, timeout_s: float, reply_sink: ReplySink) -> NewCall:
-        """A call for the value of a reference, which whoever waits for it holds. It does no harm to ask twice."""
+        """A call for the value of a reference, which its caller holds. It may safely be sent twice."""
         timeout_s, deadline = self._limits(timeout_s)
         context, context_id = _join_autograd(owner)
         pending = PendingCall(self._owner, self._next_id(), owner, share, deadline, timeout_s, reply_sink, REPEATABLE)

@@ -1,4 +1,4 @@
-"""What waits for the outcome of a call: a blocked thread, or a future."""
+"""The receivers of a call's outcome: a blocked thread, or a future."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _settle_inside(context: CallContext, future: Future[Any]) -> None:
 class SyncReplySink:
     """One blocked thread. The value is decoded on that thread, so a call costs no third one.
 
-    The lock is taken when this is made, and released by whoever ends the call. Until then the thread reads from the
+    The constructor takes the lock, and the end of the call releases it. Until then the thread reads from the
     connection of the call, or, if another thread does, sleeps on the lock.
     """
 
@@ -134,15 +134,15 @@ class SyncReplySink:
             send = None
         if (session := session or call.session) is not None:
             self._thread = get_ident()
-            self._session = session  # before the lock is looked at: whoever releases it then rings
+            self._session = session  # before the lock is checked: a thread that releases it later then rings
             if session.lead(self._lock.locked, call.deadline.wait_s(), None, send):
                 return True
         return acquire(self._lock, call.deadline.wait_s())
 
 
 class CallFuture(Future[Any]):
-    """The future of a call. Who reads the reply completes it, if its value is plain and short and has no tensors;
-    another value is decoded by a thread that waits, or else by the pool, which runs callbacks, too.
+    """The future of a call. The thread that reads the reply completes it if its value is plain and short and has no
+    tensors. Another value is decoded by a thread that waits, or else by the pool, which runs callbacks, too.
     """
 
     __slots__ = ()

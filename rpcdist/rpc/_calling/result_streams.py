@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.at_end import AtEnd
@@ -29,6 +29,7 @@ from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.buffers import ReceiveBuffer
+from rpcdist.rpc.future import Future
 from rpcdist.waiters import wake_threadsafe
 
 logger = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ class StreamState:
         return DeadlineExceeded(f"no item of the stream of {self.what} arrived within {timeout_s} s")
 
     def unread_s(self) -> float:
-        """Seconds since somebody read from it; 0 while somebody waits for an item."""
+        """Seconds since an item was last read; 0 while a thread or task waits for one."""
         return 0.0 if self._readers else time.monotonic() - self._last_read
 
     def _next_locked(self) -> object:
@@ -184,7 +185,7 @@ class StreamState:
         with self._condition:
             items, failure = list(self._items), self._failure
             self._items.clear()
-            if items:  # its end may have come before, but whoever reads on would miss these
+            if items:  # its end may have come before, but a consumer that reads on would miss these
                 self._failure = closed
         for item in items:
             item.discard()
@@ -340,7 +341,7 @@ class StreamTable:
         self._fail(lambda on: on is session, lambda what: WorkerLost(session.peer.name, what, silence_s, reason))
 
     def fail_all(self, text: str) -> None:
-        """Ends all streams here; nobody is told."""
+        """Ends all streams here, without a message to the producers."""
         self._fail(lambda on: True, lambda what: RpcdistError(text))
 
     def _pop(self, id: int) -> tuple[StreamState, MessageSink] | None:
@@ -356,12 +357,12 @@ class StreamTable:
                 state.end(error(state.what))
 
     def close_unread(self, limit_s: float) -> None:
-        """Closes the streams from which nobody has read for this long, in seconds; each is logged."""
+        """Closes the streams that were not read for this long, in seconds; each is logged."""
         for state, _ in list(self._streams.values()):
             if (unread_s := state.unread_s()) >= limit_s:
                 logger.warning(
-                    "the stream of %s was closed by shutdown: nobody has read from it for %.0f s; close streams that "
-                    "are not read to their end",
+                    "the stream of %s was closed by shutdown: it was not read for %.0f s. Close streams that are not "
+                    "read to their end",
                     state.what,
                     unread_s,
                 )
@@ -399,3 +400,74 @@ class StreamTable:
         """Cancels the streams whose objects were dropped; never called from a finalizer."""
         while self._dropped:
             self._dropped.popleft().cancel()
+
+
+class StartingStream(Stream[T]):
+    """A stream whose call is under way; the first `async for` waits for its answer.
+
+    Cancelling that first wait cancels the call, as with `await rpc.rpc_async(...)`.
+
+    Args:
+        start: its result is the stream.
+        function: what was called, for messages.
+    """
+
+    def __init__(self, start: Future[Any], function: object) -> None:
+        self._start = start
+        self._function = function
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return repr(self._stream or self._start)
+
+    @property
+    def _stream(self) -> Stream[T] | None:
+        """The stream, when the call has been answered with one."""
+        if not self._start.done() or self._start.exception() is not None:
+            return None
+        result = self._start.value()
+        return result if isinstance(result, Stream) else None
+
+    def __iter__(self) -> Iterator[T]:
+        if (stream := self._stream) is not None:
+            iter(stream)  # raises if its items have been taken
+        return self
+
+    def __next__(self) -> T:
+        if asyncio._get_running_loop() is not None:
+            raise BlockingInLoop("iterating a stream with `for`", "async for item in rpc.rpc_stream(...)")
+        return next(self._started(self._start.wait()))  # in another thread
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        if (stream := self._stream) is not None:
+            aiter(stream)  # as above
+        return self
+
+    async def __anext__(self) -> T:
+        return await anext(self._started(await self._start))
+
+    def _started(self, result: object) -> Stream[T]:
+        stream: Stream[T] = check_is_stream(result, self._function)
+        if self._is_closed:
+            stream.close()  # the consumer may see the answer before `_close_result` does
+        return stream
+
+    def close(self) -> None:
+        self._is_closed = True
+        if not self._start.cancel():  # answered already, but perhaps not decoded yet
+            self._start._when_done(_close_result)
+
+    async def aclose(self) -> None:
+        self.close()
+
+
+def _close_result(start: Future[Any]) -> None:
+    if start.exception() is None and isinstance(stream := start.value(), Stream):
+        stream.close()
+
+
+def check_is_stream(result: object, function: object) -> Stream[Any]:
+    """Raises `TypeError` if a function that should be a generator function returned something else."""
+    if isinstance(result, Stream):
+        return result
+    raise TypeError(f"rpc_stream expects a generator function, but {function!r} returned {type(result).__name__}")

@@ -22,7 +22,7 @@ class Retries:
 
     Args:
         caller: makes the calls.
-        directory: who is in the job.
+        directory: knows the members.
         timers: for the pauses.
         submit: gives functions that encode arguments, and so may run code of users, to the pool.
     """
@@ -41,7 +41,7 @@ class Retries:
         return f"<Retries [{len(self._open)} calls]>"
 
     def start(self, to: Destination, func: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float) -> Future[Any]:
-        """As `Caller.start`. What is wrong with the arguments is raised at once, as there."""
+        """As `Caller.start`. Errors in the arguments are raised at once, as there."""
         retried = _Retried(self, to, func, args, kwargs, timeout_s)
         with self._changed:
             self._open.add(retried)

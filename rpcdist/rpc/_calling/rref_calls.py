@@ -16,11 +16,10 @@ from rpcdist.rpc._actors.serial_calls import SerialCalls
 from rpcdist.rpc._autograd_hooks import AutogradHooks
 from rpcdist.rpc._calling.caller import Caller, Destination
 from rpcdist.rpc._calling.creations import WITHHELD, Creation
-from rpcdist.rpc._futures.collected import note_started
-from rpcdist.rpc._peers.calling_worker import calling_worker
+from rpcdist.rpc._futures.waiting import note_started
+from rpcdist.rpc._peers.demultiplexer import Lifetime
 from rpcdist.rpc._peers.directory import Directory
-from rpcdist.rpc._peers.lifetime import Lifetime
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.network import MessageSink, calling_worker
 from rpcdist.rpc._peers.router import REPLACED
 from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import Handle, HandleState
@@ -32,18 +31,18 @@ from rpcdist.transport.fork import check_not_forked
 
 
 class RRefCalls:
-    """What every reference of an agent holds (`RRefHome`). Any thread may call any method.
+    """The calls of an agent's references; each of them holds it. Any thread may call any method.
 
     Args:
         rrefs: counts the references.
         caller: makes the calls.
         serial: makes those of actors.
         actors: those of this worker.
-        directory: who is in the job.
+        directory: knows the members.
         autograd: runs distributed backward passes.
         autograd_mode: of backward passes that begin at a reference.
         lifetime: when it is over, shares are not asked about any more.
-        flush: see `RRefHome`.
+        flush: sends the creations that linger on their way to a worker now.
         is_reachable: whether a worker lives, as far as is known, and has not just gone silent.
         reach: tries a worker again that is not.
     """
@@ -145,19 +144,21 @@ class RRefCalls:
             )
 
     def turns_over(self, rref: Any, stream: int, numbers: tuple[int, ...]) -> None:
-        """At the owner; the caller is who called this, whatever it says. Raises `RpcdistError` for nonsense."""
+        """At the owner; the calls belong to the worker that calls this. Raises `RpcdistError` if malformed."""
         if type(stream) is not int or type(numbers) is not tuple or any(type(number) is not int for number in numbers):
-            raise RpcdistError("calls of an actor are over by the number of their stream, and a tuple of their own")
+            raise RpcdistError(
+                "the end of an actor's calls is told by the number of their stream, and a tuple of numbers"
+            )
         state, caller = rref._handle.state, calling_worker.get()
         if caller is None or state.value is None:
-            raise CallRefused("the end of an actor's calls is told to its owner, by who made them")
+            raise CallRefused("only the worker that made calls of an actor may tell their end, to the actor's owner")
         who, over = Incarnation(caller.id, caller.incarnation), self._actors.over
 
         def is_there(value: Future[Any]) -> None:
             if value.exception() is None:
                 over(state.rref, value.value(), who, stream, numbers)
 
-        state.value.future._when_done(is_there)  # which actor it is, the value says
+        state.value.future._when_done(is_there)  # the value determines which actor it is
 
     def _on_value(self, rref: Any, args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], Handle | None]:
         """The owner, the arguments, and the reference to name in the call. The owner's own needs no name."""
@@ -185,7 +186,7 @@ class RRefCalls:
         if owner != self.me.worker and not self._is_reachable(owner):
             deadline = Deadline.after(self._caller.timeout_of(timeout_s)).earlier(current_deadline.get())
             self._reach(owner, lambda: self._rrefs.is_lost(owner), deadline)
-        # What a method of an actor returns may be that actor: calls of it have numbers, too.
+        # A method of an actor may return that actor: calls of the result have numbers, too.
         rref, share = self._rrefs.create_remote(owner, is_serial or (on is not None and on.state.is_serial))
         try:
             rref._creation = self._caller.remote(
@@ -221,7 +222,7 @@ class RRefCalls:
         self._rrefs.worker_lost(identity.id, error, identity.incarnation)
 
     def on_found(self, identity: Identity) -> None:
-        """A worker is connected, whatever it was thought to be before."""
+        """A worker is connected, even if it was declared lost before."""
         self._rrefs.worker_found(identity.id, identity.incarnation)
 
     def on_replaced(self, identity: Identity) -> None:

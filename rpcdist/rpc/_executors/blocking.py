@@ -22,18 +22,18 @@ class JobSource(Protocol):
         self, is_waiting: Callable[[], bool], timeout_s: float | None, sleep: tuple[Hook, Hook] | None, first: Hook
     ) -> bool:
         """Calls `first` in any case, and then reads until `is_waiting` says no, at most so long, unless another thread
-        does; `sleep` is called before and after each sleep. What `first` sends is written, and what was held back.
+        does; `sleep` is called before and after each sleep. Messages of `first` are written, and those held back.
         """
 
     def hold_back(self, send: Hook) -> None:
-        """Calls `send`; what it sends on this thread is queued until somebody calls `flush`, or `lead`."""
+        """Calls `send`; its messages stay queued until the next `flush` or `lead`."""
 
     def flush(self) -> None:
         """Writes what is queued, or has it written; any thread, never blocks."""
 
 
 class LastAct(NamedTuple):
-    """What a job leaves to the pool's thread that ran it.
+    """The last act of a job, which it leaves to the pool's thread that ran it.
 
     Attributes:
         answers: what sends the job's answer, and others that were ready by it.
@@ -58,7 +58,7 @@ class LastAct(NamedTuple):
 
 
 class _ThreadHooks(threading.local):
-    """What to call around a wait on this thread; None on threads that belong to no pool.
+    """The functions to call around a wait on this thread; None on threads that belong to no pool.
 
     `last_act` is set by a job, and taken when it has ended; `reads_jobs`, while a pool's thread reads its next job;
     `worker` is what the pool knows of its thread.

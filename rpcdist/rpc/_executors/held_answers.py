@@ -22,7 +22,7 @@ class AnswerSink(Protocol):
     """Where answers are sent."""
 
     def hold_back(self, send: Callable[[], object]) -> None:
-        """Calls `send`; what it sends on this thread is queued until somebody calls `flush`."""
+        """Calls `send`; its messages stay queued until the next `flush`."""
 
     def flush(self) -> None:
         """Writes what is queued, or has it written; any thread, never blocks."""
@@ -62,7 +62,7 @@ class HeldAnswers:
             self._on_error(error, answer)
         if not self._sinks:
             self._num_held, self._since = 0, time.monotonic()
-        self._sinks.add(sink)  # after the answer was queued: whoever finds the sink writes it
+        self._sinks.add(sink)  # after the answer was queued: a thread that finds the sink writes it
         self._num_held += 1
         if self._num_held >= MAX_HELD or time.monotonic() - self._since >= ANSWER_HOLD_S:
             self.write()

@@ -67,7 +67,7 @@ def threads_to_start(load: Load) -> int:
 
 
 class LoadHistory:
-    """What the monitor has to remember between two samples.
+    """The state that the monitor keeps between two samples.
 
     Args:
         cpu_s: the processor time that the pool's threads have used so far, in seconds; None where the system does not

@@ -16,7 +16,7 @@ LINGER_TICKS: Final = 20  # it goes on sampling for so many ticks after the queu
 
 
 class MonitoredPool(Protocol):
-    """What the monitor sees of the pool, and does to it."""
+    """The pool as the monitor sees it."""
 
     def sample(self) -> PoolSample | None:
         """A snapshot of the pool now; None if no job waits."""
@@ -44,8 +44,9 @@ class PoolMonitor:
     """See the module. Any thread may wake it; the first wake starts its thread.
 
     Attributes:
-        sleeping: how to wake it, as the only entry, while it sleeps; empty while it samples. Whoever takes the entry
-            out wakes it, so one wakes it and no lock is needed. Callers may look at it before they call `wake`.
+        sleeping: how to wake it, as the only entry, while it sleeps; empty while it samples. The thread
+            that takes the entry out wakes it: exactly one, so no lock is needed. Callers may look at it before they
+            call `wake`.
     """
 
     def __init__(self, pool: MonitoredPool, history: LoadHistory, name: str) -> None:
@@ -105,8 +106,8 @@ class PoolMonitor:
     def _sleep(self, baton: LockType) -> None:
         wake = baton.release
         self.sleeping.append(wake)
-        # Whoever submits appends its job first and looks at `sleeping` then. Here it is the other way round, so one of
-        # the two sees what the other did.
+        # `submit` appends its job first and looks at `sleeping` then. Here the order is reversed, so one of the two
+        # sees what the other did.
         if not (self._pool.needs_monitor() and self._withdraw(wake)):
             baton.acquire()
         self._history.restart(time.monotonic())

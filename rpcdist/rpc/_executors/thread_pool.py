@@ -5,18 +5,18 @@ Rules:
     a thread is running, a job is only appended to the queue, and that thread takes it when it gets there.
  2. A thread that will wait and says so (`blocking()`: our own `Future.wait`) does not count as running from then on,
     nor does one that copies a large answer.
- 3. What else blocks a job (`torch.futures.wait_all` waits in C++) cannot be seen from inside. A monitor samples while
+ 3. Other waits of a job (`torch.futures.wait_all` waits in C++) cannot be seen from inside. A monitor samples while
     jobs are queued, and `threads_to_start` decides: up to one thread a core when the oldest job has waited for 1 ms;
     beyond that one more whenever no job has ended for 5 ms, in doubling bursts while the threads use no processor time.
  4. A job may leave its `LastAct` to the thread: to answer, and then to read from where the job came, for a moment. The
-    thread counts as blocked while it sleeps there. What it reads it runs itself, so a call costs no change of thread.
+    thread counts as blocked while it sleeps there. It runs calls that it reads, so a call costs no change of thread.
     While more jobs wait, answers are held back for a moment and written together (`HeldAnswers`).
  5. At the cap, with nothing ending for `stall_limit_s`, an error is logged that names the option, and the jobs that
     have waited that long are handed to `on_exhausted`, so that their callers get an answer.
- 6. A thread may be lent for longer, to what has to stay on one thread: an actor (`Lane`), or a generator that waits for
-    its consumer. It counts neither as running nor for the cap then, so others take its place; as many as the cap may be
-    lent at once.
- 7. Nothing is lost between a check and an append: who parks, blocks or retires looks at the queue once more afterwards.
+ 6. A thread may be lent for longer to work that must stay on one thread: an actor (`Lane`), or a generator that waits
+    for its consumer. It counts neither as running nor for the cap then, so others take its place; as many as the cap
+    may be lent at once.
+ 7. No job is lost between a check and an append: a thread that parks, blocks or retires looks at the queue again.
     The lists and sets are changed by single operations that are atomic in CPython, so there is no lock to contend for.
 """
 
@@ -561,7 +561,7 @@ class ThreadPool:
         return "\n".join(parts)
 
     def after_fork_in_child(self) -> None:
-        """The threads stayed in the parent; what is queued here runs there."""
+        """The threads stayed in the parent, and run the queued jobs there."""
         blocking.forget_hooks()
         self._refusal = ForkedProcess
         self._stopping = True

@@ -186,7 +186,7 @@ class StateSlot:
         if _num_function_modes():
             self._device = torch_device.CURRENT_DEVICE
             torch_device.CURRENT_DEVICE = None
-            # What `torch.set_default_device` made is remembered here as well as on the stack.
+            # The context of `torch.set_default_device` is stored here as well as on the stack.
             self._default_device = torch._GLOBAL_DEVICE_CONTEXT.__dict__.pop("device_context", None)
             while _num_function_modes():
                 self._function_modes.append(_C._pop_torch_function_stack())
@@ -225,7 +225,7 @@ class StateSlot:
         original = StateSlot()
         original.swap_out()
         try:
-            # A guard can be closed once only, so the copy is made by building the same state anew and leaving that.
+            # A guard can be closed once only, so the copy is made by building the same state again and leaving that.
             scaffold: _Guard = _C._InferenceMode(inference)
             scaffold.__enter__()
             torch._C._set_grad_enabled(grad)

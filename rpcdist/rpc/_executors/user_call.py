@@ -1,4 +1,4 @@
-"""One coroutine on the user loop: the handle of whoever submitted it, and what its task runs."""
+"""One coroutine on the user loop: the handle of its submitter, and the code that its task runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OnDone = Callable[[object, BaseException | None], object]
 
 
 class UserCallHost(Protocol):
-    """What a call needs of the loop that it runs on."""
+    """The loop, as a call that runs on it sees it."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
@@ -120,7 +120,7 @@ class UserCall(Coroutine[Any, Any, None]):
             self._task.cancel()
 
     def end(self, result: object, error: BaseException | None) -> None:
-        """Calls `on_done`, once; what the coroutine does afterwards concerns nobody."""
+        """Calls `on_done`, once; the coroutine may still run afterwards."""
         if self._is_over:
             return
         self._is_over = True

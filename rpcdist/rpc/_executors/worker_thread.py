@@ -12,7 +12,7 @@ HAS_THREAD_CLOCK: Final = hasattr(time, "pthread_getcpuclockid")
 
 
 def new_baton() -> LockType:
-    """A lock that is held from the beginning: a thread parks by acquiring it, and whoever releases it wakes the thread.
+    """A lock that is held from the beginning: a thread parks by acquiring it, and a release wakes the thread.
 
     One per thread: a condition that all share would wake several for one job, and each wake-up would contend for it.
     """
@@ -22,7 +22,7 @@ def new_baton() -> LockType:
 
 
 class WorkerThread:
-    """What the pool knows of one of its threads.
+    """The state of one thread of the pool.
 
     Attributes:
         thread: the thread; `work` is what it runs, and gets this object.

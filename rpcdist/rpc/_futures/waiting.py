@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from _thread import LockType, allocate_lock
 from collections import deque
@@ -44,7 +45,7 @@ _torch_wait_all: Final = torch.futures.wait_all
 
 
 class AnyDone(NamedTuple, Generic[T]):
-    """What `wait_any` returns; both lists are in the order of the argument."""
+    """The result of `wait_any`; both lists are in the order of the argument."""
 
     done: list[torch.futures.Future[T]]
     pending: list[torch.futures.Future[T]]
@@ -281,9 +282,9 @@ class Completions(FutureObserver, Generic[T]):
                 future = self._taken[0]
             except IndexError:
                 return  # `take_over` took it back in between
-            future._settle()  # it is done then, and `note_done` is called; unless others make it already
+            future._settle()  # completes it, which calls `note_done`, unless another thread is doing so
             with contextlib.suppress(ValueError):
-                self._taken.remove(future)  # only now: who comes here again after Ctrl-C finds it
+                self._taken.remove(future)  # only now, so that a caller that returns after Ctrl-C finds it
 
     def _sleep(self, baton: LockType) -> bool:
         """Waits until the baton is given, which is True, or until the time is over."""
@@ -292,7 +293,7 @@ class Completions(FutureObserver, Generic[T]):
             self._num_finished += 1
         if self._is_taking and self._num_finished < len(observed):
             session = observed[self._num_finished]._session()
-            self._led = session  # before the baton is looked at: whoever gives it then rings
+            self._led = session  # before the baton is checked: a thread that gives it later then rings
             if session is not None and session.lead(baton.locked, self._left_s()):
                 return True
         return acquire(baton, self._left_s())
@@ -315,7 +316,7 @@ class Completions(FutureObserver, Generic[T]):
             try:
                 self._sleepers.remove(sleeper)
             except ValueError:
-                return  # a reply_sink took it in between
+                return  # the completing thread took it in between
 
     def _left_s(self) -> float | None:
         return None if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
@@ -348,7 +349,7 @@ def replace_torch_functions() -> Callable[[], None]:
     return undo
 
 
-# Of the process, like the functions that are replaced: who wants them replaced.
+# The users of the replacements; global, like the replaced functions of torch.
 _users: Final[set[Callable[[], None]]] = set()
 _replacing: Final = allocate_lock()
 
@@ -395,3 +396,13 @@ def _cancel_all(futures: Sequence[torch.futures.Future[T]]) -> None:
     for future in futures:
         if isinstance(future, Future):
             future.cancel()
+
+
+collecting = threading.local()
+"""torch's programs know it as `rpc.api._thread_local_var`: it has a `future_list` while a thread collects."""
+
+
+def note_started(future: Future[Any]) -> None:
+    """Adds a future that this thread has started, if it collects them."""
+    if "future_list" in collecting.__dict__:  # `hasattr` takes a microsecond to say no
+        collecting.future_list.append(future)

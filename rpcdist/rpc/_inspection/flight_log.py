@@ -20,13 +20,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
+from rpcdist._counters import OK
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import RpcdistError, WorkerLost
 from rpcdist.flight_files import forget_failures, hear_failures, write_flight_file
 from rpcdist.ids import Identity
 from rpcdist.inspection import WorkerFacts, fields_of
-from rpcdist.rpc._inspection.call_recorder import OK, CallRecorder
-from rpcdist.rpc._peers.lifetime import Lifetime
+from rpcdist.rpc._inspection.call_recorder import CallRecorder
+from rpcdist.rpc._peers.demultiplexer import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.exceptions import described_error, traceback_of
 from rpcdist.time_limits import FLIGHT_FILE_PERIOD_S, FLIGHT_NOTICE_S

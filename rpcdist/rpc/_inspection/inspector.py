@@ -7,10 +7,11 @@ the cost of a look, and `LOOK_PERIOD_S` bounds how often one is taken.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -34,8 +35,9 @@ from rpcdist.inspection import (
 from rpcdist.inspection.curves import published_curves
 from rpcdist.off_loop import run_in_thread
 from rpcdist.rpc._actors.actor_table import ActorTable
-from rpcdist.rpc._actors.turn import Turn
+from rpcdist.rpc._actors.serial_actor import Turn
 from rpcdist.rpc._autograd_hooks import AutogradHooks
+from rpcdist.rpc._calling.call_table import CallTable
 from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._executors.thread_pool import ThreadPool
@@ -43,8 +45,8 @@ from rpcdist.rpc._executors.user_call import UserCall
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._inspection.call_recorder import CallRecorder
 from rpcdist.rpc._inspection.stacks import call_of_future, coroutine_stack, thread_states
-from rpcdist.rpc._membership.departures import Departures
-from rpcdist.rpc._membership.leader import Leader
+from rpcdist.rpc._membership.gatherings import GatheringHost
+from rpcdist.rpc._membership.shutdown import ShutdownRounds
 from rpcdist.rpc._peers.connections import Connections
 from rpcdist.rpc._peers.directory import COORDINATOR, Directory
 from rpcdist.rpc._peers.network import Network
@@ -52,7 +54,7 @@ from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._serving.active_call import ActiveCall
 from rpcdist.rpc._serving.active_calls import ActiveCalls
 from rpcdist.rpc.options import RpcOptions
-from rpcdist.time_limits import LOOK_LIMIT_S, LOOK_PERIOD_S
+from rpcdist.time_limits import LOOK_LIMIT_S, LOOK_PERIOD_S, OLD_CALLS_LOOK_S
 from rpcdist.transport.neighbours import INSPECTION_ROLE, process_at
 
 SERVICE: Final = inspection_pb2.DESCRIPTOR.services_by_name["Inspection"]
@@ -87,8 +89,8 @@ class InspectedParts(NamedTuple):
     rrefs: RRefManager
     autograd: AutogradHooks
     actors: ActorTable
-    leader: Leader
-    departures: Departures
+    gathering_host: GatheringHost
+    rounds: ShutdownRounds
     world: World
     recorder: CallRecorder | None
 
@@ -196,7 +198,7 @@ class Inspector:
             autograd_contexts=tuple(contexts),
             backward_passes=tuple(passes),
             groups=tuple(parts.world.facts(time_ns)),
-            gatherings=(*parts.leader.facts(), *parts.departures.facts()),
+            gatherings=(*parts.gathering_host.facts(), *parts.rounds.facts()),
             actors=tuple(parts.actors.facts(now, MAX_LISTED)),
             pool=parts.pool.facts(now),
             channels=tuple(session.facts(now) for session in sessions),
@@ -318,3 +320,63 @@ def _look_at(address: str) -> FrozenProcess:
     if pid is None or pid == os.getpid():
         return FrozenProcess("unknown", f"no other process of this user on {socket.gethostname()} serves at {address}")
     return look_at_process(pid)
+
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED: Final = 10
+
+
+class OldCalls:
+    """One per agent; on the I/O loop.
+
+    Both tables are in the order in which calls came, so a look costs nothing while the first call of each is young.
+
+    Args:
+        limit_s: the age at which a call is logged; 0 for never.
+        made: the calls that this worker has made.
+        served: the calls that it handles.
+        facts: says what it does.
+    """
+
+    def __init__(self, limit_s: float, made: CallTable, served: ActiveCalls, facts: Callable[[], WorkerFacts]) -> None:
+        self._limit_s = limit_s
+        self._made = made
+        self._served = served
+        self._facts = facts
+        self._seen_until = 0.0  # calls that began before were old at the last look
+        self._next_look = 0.0
+
+    def look(self, now: float) -> None:
+        """Logs the calls that have become old since the last look; `now` is a time of the monotonic clock."""
+        if not self._limit_s or now < self._next_look:
+            return
+        self._next_look = now + OLD_CALLS_LOOK_S
+        old_before, seen_until = now - self._limit_s, self._seen_until
+        self._seen_until = old_before
+        made = ((call.made, call.what) for call in self._made.by_age() if call.flags.counts_as_work)
+        served = ((call.arrived, call.__repr__) for call in self._served.by_age() if call.counts_as_work)
+        found = [*_new_ones(made, seen_until, old_before), *_new_ones(served, seen_until, old_before)]
+        if not found:
+            return
+        facts = self._facts()
+        more = f" and {len(found) - MAX_NAMED} others" if len(found) > MAX_NAMED else ""
+        logger.warning(
+            "these calls have not ended on %s for %.0f s: %s%s. `python -m rpcdist stacks %s` follows them to other "
+            "workers; RpcOptions(log_calls_after=...) sets the limit\n%s",
+            facts.worker,
+            self._limit_s,
+            "; ".join(found[:MAX_NAMED]),
+            more,
+            facts.address,
+            describe(explain([facts], older_than_s=self._limit_s)),
+        )
+
+
+def _new_ones(calls: Iterable[tuple[float, Callable[[], str]]], seen_until: float, old_before: float) -> Iterator[str]:
+    """The calls that began in a span of time, of those in the order in which they began."""
+    for began, what in calls:
+        if began > old_before:
+            return
+        if began > seen_until:
+            yield what()

@@ -12,15 +12,15 @@ from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import CallContext
+from rpcdist.rpc._rref.handles import Token
 from rpcdist.rpc._rref.manager import RRefManager
-from rpcdist.rpc._rref.rref_token import Token
 from rpcdist.rpc._values import ReceiveBuffer, decode
 from rpcdist.rpc._values.compact import read_compact
 from rpcdist.rpc._values.failures import exception_of
 from rpcdist.rpc.future import Future
 from rpcdist.transport.wire_messages import CompactCall, CompactReply, History
 
-MAX_SHORT_BYTES: Final = 64 * 1024  # of a body; what is decoded on the I/O loop must not hold it up
+MAX_SHORT_BYTES: Final = 64 * 1024  # of a body: decoding on the I/O loop must not delay it
 
 
 class Arrived:
@@ -68,7 +68,7 @@ class ArrivedNone(Arrived):
 class ArrivedValue(Arrived):
     """A value that came in a protobuf message.
 
-    The shares of remote references are received when this is made, on the I/O loop; what decoding does not claim is
+    The constructor receives the shares of remote references, on the I/O loop; shares that decoding does not claim are
     given back.
 
     Attributes:

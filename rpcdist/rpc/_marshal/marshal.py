@@ -157,7 +157,7 @@ class Marshal:
             for name, part in parts.items():
                 found = unpicklable_part(part, name, written.externals, self.by_value)
                 if found is not None:
-                    add_note(exc, f"{found}; it was to be sent {what}.")
+                    add_note(exc, f"{found}, which should be sent {what}.")
                     return
         except Exception:  # the search asks objects of the user for their `repr` and attributes
             logger.debug("which part cannot be sent was not found", exc_info=True)

@@ -1,1 +1,1 @@
-"""Who is in the job, and what all of its workers do together."""
+"""The list of workers in the job, and what all of its workers do together: gather, recover, shut down."""

@@ -16,8 +16,8 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._membership.membership_messages import join_request, members_of, return_request
 from rpcdist.rpc._membership.membership_service import MembershipService
 from rpcdist.rpc._peers.directory import COORDINATOR, Member, Roster
+from rpcdist.rpc._peers.inbound import PROBE_ROLE
 from rpcdist.rpc._peers.network import Network
-from rpcdist.rpc._peers.probe_taker import PROBE_ROLE
 from rpcdist.rpc._peers.reach_limit import ReachLimit
 from rpcdist.time_limits import (
     CONNECT_FIRST_PAUSE_S,
@@ -71,7 +71,7 @@ def serve_membership(network: Network, me: Identity, peer_timeout_s: float) -> M
 
 
 class Found(NamedTuple):
-    """Who answered where a coordinator was looked for, and what it said; None if it was not asked to take us back."""
+    """The process at a coordinator's address, and its verdict; None if this worker did not announce itself there."""
 
     peer: Identity
     reply: membership_pb2.JoinReply | None
@@ -179,7 +179,7 @@ class Coordinator:
             address: where it may be.
             me: this worker.
             world_size: None where workers come and go.
-            roster: who is in the job, as this worker knows it.
+            roster: the members of the job, as this worker knows them.
             before: the coordinator that there was.
             limit_s: how long the coordinator may wait for others that were there.
             on_answer: called when another coordinator is there, before it has decided.
@@ -206,7 +206,7 @@ class Coordinator:
         return Found(peer, reply)
 
     def leave(self) -> None:
-        """Says goodbye; blocks. A coordinator that is gone by now is nobody's error."""
+        """Says goodbye; blocks."""
         request = membership_pb2.LeaveRequest(identity=identity_to_proto(self._me))
         if self.service is not None:
             self._network.run(self.service.leave(self._me, request), COORDINATOR_GRACE_S)

@@ -1,6 +1,6 @@
-"""What a worker does when the coordinator is lost: it looks for the process that takes its place, and announces itself.
+"""The search for the next coordinator when this one is lost, and the announcement of this worker to it.
 
-Calls between the workers that are left go on meanwhile. The next coordinator takes them back, and says who is there.
+Calls between the remaining workers go on meanwhile. The next coordinator takes them back, and sends the members.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._membership.coordinator import Coordinator
 from rpcdist.rpc._membership.membership_messages import Outcome, members_of
-from rpcdist.rpc._peers.coordinator_search import CoordinatorSearch
-from rpcdist.rpc._peers.directory import COORDINATOR, Directory
-from rpcdist.rpc._peers.lifetime import Lifetime
+from rpcdist.rpc._peers.demultiplexer import Lifetime
+from rpcdist.rpc._peers.directory import COORDINATOR, CoordinatorSearch, Directory
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import RETURN_FIRST_PAUSE_S, RETURN_LONGEST_PAUSE_S
@@ -31,9 +30,9 @@ class CoordinatorReturn:
 
     Args:
         coordinator: is asked, and is told the address of the next one.
-        directory: learns who is there.
+        directory: learns the members.
         router: watches the next coordinator.
-        search: is told of the attempts, and says when somebody waits for one.
+        search: is told of the attempts, and says when a call waits for one.
         submit: runs functions that block on a thread of their own.
         look_up: blocks, bounded, and returns where the next coordinator is.
         world_size: None where workers come and go.
@@ -41,7 +40,7 @@ class CoordinatorReturn:
         orphan_timeout_s: how long the next coordinator is looked for; then this worker is an orphan.
         on_orphaned: is called then, with the reason, and with None when a coordinator has taken this worker back.
         io: the I/O loop.
-        lifetime: when it is over, nobody is looked for.
+        lifetime: when it is over, the search ends.
     """
 
     def __init__(

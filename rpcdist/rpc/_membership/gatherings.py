@@ -1,23 +1,229 @@
-"""Barrier and all_gather among workers, by calls to one of them: the first by name, as in torch."""
+"""Barrier and all_gather among workers: calls to one of them, the first by name, as in torch.
+
+That worker is the host of the gathering. Its handlers are coroutines that wait for the others, so a barrier of any size
+holds no thread. A participant that dies ends the gathering for everybody, with its name. The cost of an arrival does
+not depend on the number of participants: above `MAX_NAMED` the host alone sends the names, and the others a digest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+import hashlib
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError
+from rpcdist.errors import CallRefused, ConfigError, DeadlineExceeded, RpcdistError, WorkerLost
+from rpcdist.ids import Identity
+from rpcdist.inspection import GatheringFacts
 from rpcdist.rpc._calling.caller import Caller
-from rpcdist.rpc._membership.leader import CONTRIBUTE, MISSING, names_for
 from rpcdist.rpc._peers.directory import Directory
+from rpcdist.rpc._peers.network import check_speaks_for
 from rpcdist.time_limits import MISSING_NAMES_LIMIT_S
+
+CONTRIBUTE = "rpcdist.rpc._membership.gatherings:contribute"
+MISSING = "rpcdist.rpc._membership.gatherings:missing"
+MAX_LAST_CAME = 64  # rounds that were given up; the workers that gave up ask for the missing at once
+MAX_NAMED = 32  # participants of a gathering to which each of them names all
+MAX_NAMELESS = 16  # rounds of one worker whose names the host has not sent
+
+Group = Sequence[str] | str
+"""The participants: their names in order, or the digest of the names if there are many."""
+
+
+def names_for(names: Sequence[str]) -> Group:
+    """The form in which a participant other than the host names a group; `names` are in order."""
+    return names if len(names) <= MAX_NAMED else hashlib.sha256("\0".join(names).encode()).hexdigest()
+
+
+class _GatherRound:
+    """One round at its host. Lives on the user loop.
+
+    Attributes:
+        names: the participants; None until the host itself has come.
+        objects: those of the workers that have come and still wait.
+        came: the workers that have come, those that have given up included.
+    """
+
+    def __init__(self, key: Group) -> None:
+        self.key = key
+        self.names: frozenset[str] | None = None
+        self.objects: dict[str, Any] = {}
+        self.came: set[str] = set()
+        self.ended = asyncio.Event()
+        self.error: BaseException | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.names is not None and self.objects.keys() == self.names
+
+    def missing(self) -> list[str]:
+        return sorted((self.names or frozenset()) - self.came)
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+        self.ended.set()
+
+
+class GatheringHost:
+    """The rounds that one worker hosts. One per agent; lives on the user loop.
+
+    Rounds have no numbers: a contribution goes to the oldest open round of its names in which its worker does not take
+    part. So a worker that gave up may try again, and a replacement, which knows nothing of earlier rounds, fits in.
+
+    Args:
+        me: this worker.
+        directory: resolves the names.
+        watch: connects to a worker, and returns an error if it is lost already.
+    """
+
+    def __init__(self, me: Identity, directory: Directory, watch: Callable[[int, str], WorkerLost | None]) -> None:
+        self._me = me
+        self._directory = directory
+        self._watch_worker = watch
+        self._rounds: dict[Group, list[_GatherRound]] = {}
+        self._last_came: dict[Group, set[str]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __repr__(self) -> str:
+        return f"<GatheringHost {self._me.name} [{sum(map(len, self._rounds.values()))} rounds]>"
+
+    def facts(self) -> list[GatheringFacts]:
+        """The rounds that are open; any thread."""
+        open_rounds = [round_ for rounds in list(self._rounds.values()) for round_ in list(rounds)]
+        return [
+            GatheringFacts("barrier", tuple(sorted(round_.came)), tuple(round_.missing())) for round_ in open_rounds
+        ]
+
+    def give_up(self) -> None:
+        """Ends the rounds that still wait, since this worker leaves; any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._give_up)
+
+    def _give_up(self) -> None:
+        for round_ in [round_ for rounds in self._rounds.values() for round_ in rounds]:
+            left = f"worker {self._me.name!r}, which hosted this gathering, shuts down"
+            round_.fail(RpcdistError(f"{left}; these workers had not arrived: {round_.missing()}"))
+
+    def on_lost(self, identity: Identity, exc: WorkerLost) -> None:
+        """A worker is declared dead: the rounds that wait for it fail. On the I/O loop."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._fail_rounds, identity.name, exc)
+
+    def _fail_rounds(self, name: str, exc: WorkerLost) -> None:
+        for rounds in self._rounds.values():
+            for round_ in rounds:
+                if round_.names is not None and name in round_.names and name not in round_.objects:
+                    round_.fail(exc)
+
+    async def contribute(self, group: Group, name: str, obj: Any) -> dict[str, Any]:
+        """Adds the object of one worker, and returns all when all are there.
+
+        Cancellation (the worker's deadline is over, or it is gone) takes the object out again.
+        """
+        self._loop = asyncio.get_running_loop()
+        round_ = self._join(group, name, obj)
+        try:
+            if round_.is_complete:
+                self._end(round_)
+            await round_.ended.wait()
+        except asyncio.CancelledError:
+            if not round_.ended.is_set():
+                self._withdraw(round_, name)
+            raise
+        if round_.error is not None:
+            self._end(round_)
+            raise round_.error
+        return round_.objects
+
+    def _join(self, group: Group, name: str, obj: Any) -> _GatherRound:
+        key = group if isinstance(group, str) else names_for(group)
+        key = key if isinstance(key, str) else tuple(key)
+        rounds = self._rounds.get(key, ())
+        round_ = next((open_ for open_ in rounds if name not in open_.objects and not open_.ended.is_set()), None)
+        is_new = round_ is None
+        if round_ is None:
+            round_ = _GatherRound(key)
+            if isinstance(group, str):
+                self._check_nameless(name)
+        if round_.names is None and not isinstance(group, str):
+            round_.names = frozenset(group)
+            try:
+                self._watch(round_)  # it is kept only if all of the names are known
+            except RpcdistError as exc:
+                round_.fail(exc)
+                raise
+        if is_new:
+            self._rounds.setdefault(key, []).append(round_)
+        round_.objects[name] = obj
+        round_.came.add(name)
+        return round_
+
+    def _check_nameless(self, name: str) -> None:
+        """Limits the rounds that one worker may open by a digest, which it may have invented."""
+        rounds = [round_ for rounds in self._rounds.values() for round_ in rounds]
+        if sum(round_.names is None and name in round_.objects for round_ in rounds) >= MAX_NAMELESS:
+            raise CallRefused(
+                f"worker {name!r} waits in {MAX_NAMELESS} gatherings that the first worker by name has not joined; "
+                "that worker must call the same barriers and gatherings"
+            )
+
+    def _withdraw(self, round_: _GatherRound, name: str) -> None:
+        round_.objects.pop(name, None)
+        self._last_came[round_.key] = round_.came  # the worker that gave up asks for it next
+        if len(self._last_came) > MAX_LAST_CAME:
+            del self._last_came[next(iter(self._last_came))]
+        if not round_.objects:
+            self._end(round_)
+
+    def _end(self, round_: _GatherRound) -> None:
+        round_.ended.set()
+        rounds = self._rounds.get(round_.key, [])
+        if round_ in rounds:
+            rounds.remove(round_)
+        if not rounds:
+            self._rounds.pop(round_.key, None)
+
+    def _watch(self, round_: _GatherRound) -> None:
+        """Connects to the participants, so that the death of one that never calls is noticed."""
+        for name in (round_.names or frozenset()) - {self._me.name}:
+            lost = self._watch_worker(self._directory.resolve(name), "a gathering of workers")
+            if lost is not None:
+                round_.fail(lost)
+
+    def missing(self, names: Sequence[str]) -> list[str]:
+        """The workers that have not come to the open round of these names, or to the one given up last."""
+        key = names_for(sorted(names))
+        key = key if isinstance(key, str) else tuple(key)
+        rounds = self._rounds.get(key)
+        came = rounds[0].came if rounds else self._last_came.get(key)
+        return [] if came is None else sorted(set(names) - came)
+
+    @property
+    def callables(self) -> dict[str, Callable[..., Coroutine[Any, Any, object]]]:
+        """The functions that every peer may call, by the name on the wire."""
+        return {CONTRIBUTE: self._on_contribute, MISSING: self._on_missing}
+
+    async def _on_contribute(self, group: Group, name: str, obj: Any, wants_objects: bool) -> dict[str, Any] | None:
+        check_speaks_for(name)
+        if not isinstance(group, str):
+            group = sorted(set(group))
+            if name not in group:
+                raise CallRefused(
+                    f"worker {name!r} cannot contribute to a gathering of {group[:16]}: it is not one of them"
+                )
+        objects = await self.contribute(group, name, obj)
+        return objects if wants_objects else None
+
+    async def _on_missing(self, names: list[str]) -> list[str]:
+        return self.missing(names)
 
 
 class Gatherings:
     """The participating side; one per agent.
 
     Args:
-        caller: makes the calls to the leader.
-        directory: who is in the job.
+        caller: makes the calls to the host.
+        directory: knows the members.
         is_static: whether the members are the same from beginning to end.
     """
 
@@ -34,7 +240,7 @@ class Gatherings:
 
         Args:
             obj: what the others get from here.
-            names: who takes part; None for everybody, where workers come and go: for those who are there now. Every
+            names: the participants; None for all workers, or, where workers come and go, for all present ones. Every
                 participant must pass the same set, this worker included, and call in the same order.
             timeout_s: limit in seconds; infinity waits as long as the missing workers live.
 
@@ -42,7 +248,7 @@ class Gatherings:
             The objects by worker name.
 
         Raises:
-            RuntimeError: the time is over; the text names who is missing.
+            RuntimeError: the time is over; the text names the missing workers.
             WorkerLost: a participant died.
         """
         chosen, result = self._gather(obj, names, timeout_s, True)
@@ -83,5 +289,5 @@ class Gatherings:
         try:
             missing = self._caller.gather(self._directory.resolve(leader), MISSING, (names,), MISSING_NAMES_LIMIT_S)
         except RpcdistError as exc:
-            return f"The leader {leader!r} did not say who is missing: {exc}"
+            return f"Worker {leader!r}, where the others gather, did not say who is missing: {exc}"
         return f"These workers did not arrive at {leader!r} in time: {missing}"

@@ -1,4 +1,4 @@
-"""The messages about who is in the job: how a worker asks, and what it makes of the coordinator's answers."""
+"""The messages of the membership: requests of workers, and the coordinator's answers taken apart."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def members_from_bytes(encoded: bytes) -> tuple[Member, ...]:
 
 
 def news_message(roster: Roster) -> pb.MembershipMessage:
-    """What the coordinator says of its own accord."""
+    """The message by which the coordinator tells a member what has changed."""
     return pb.MembershipMessage(
         version=roster.version,
         base=roster.base,
@@ -65,7 +65,7 @@ def news_of(message: pb.MembershipMessage) -> Roster:
 
 
 def join_request(me: Member, world_size: int | None, timeout_s: float) -> pb.JoinRequest:
-    """What a worker sends to join; `world_size` None where workers come and go."""
+    """The request of a worker that joins; `world_size` is None where workers come and go."""
     timeout_ms = round(min(max(timeout_s, 0.0), PARKED_LIMIT_S) * 1000)
     return pb.JoinRequest(member=member_to_proto(me), world_size=world_size or 0, timeout_ms=timeout_ms)
 
@@ -73,13 +73,13 @@ def join_request(me: Member, world_size: int | None, timeout_s: float) -> pb.Joi
 def return_request(
     me: Member, world_size: int | None, timeout_s: float, roster: Roster, attempt: str
 ) -> pb.JoinRequest:
-    """What a worker sends that was in the job when its coordinator was lost, to the one that took its place.
+    """The request of a worker whose coordinator was lost, to the process that took the coordinator's place.
 
     Args:
         me: this worker.
         world_size: as for `join_request`.
-        timeout_s: how long it waits for the others that were there.
-        roster: who was there, as it knows it.
+        timeout_s: how long it waits for the other members.
+        roster: the members, as it knows them.
         attempt: the start of the job's processes that it belongs to.
     """
     request = join_request(me, world_size, timeout_s)

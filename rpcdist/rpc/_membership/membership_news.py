@@ -1,4 +1,4 @@
-"""How workers hear of those who come and go: the coordinator tells each of them, and they confirm.
+"""How workers hear of workers that come and go: the coordinator tells each member, and the members confirm.
 
 The messages are control messages: numbered, sent again over a new connection, applied once, in order.
 """
@@ -14,8 +14,8 @@ from rpcdist.errors import WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership.membership_messages import news_message, news_of
 from rpcdist.rpc._membership.membership_service import NEWS_AT_ONCE, MembershipService
+from rpcdist.rpc._peers.demultiplexer import Lifetime
 from rpcdist.rpc._peers.directory import COORDINATOR, Directory
-from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.time_limits import NEWS_PAUSE_S
@@ -29,7 +29,7 @@ class MembershipNews:
         service: the list of workers, if it is here: then this worker tells the others.
         send: sends a control message to a worker.
         watch: connects to a worker, so that its death is noticed.
-        lifetime: when it is over, nobody is watched any more.
+        lifetime: when it is over, no worker is watched any more.
         is_coordinator: whether a worker is the coordinator whose list has this worker in it.
     """
 
@@ -104,7 +104,7 @@ class MembershipNews:
             self._send(identity.id, message)
 
     def on_message(self, sender: Identity, message: pb.MembershipMessage, buffers: Sequence[ReceiveBuffer]) -> None:
-        """The coordinator tells who is there, or a member says what it knows."""
+        """The coordinator sends changes, or a member confirms a version."""
         if (service := self._service) is not None:
             service.note_known(sender, message.version)
             if message.version < service.table.version:
@@ -119,12 +119,12 @@ class MembershipNews:
                     self._watch(identity.id, "the membership of the job")
 
     def close(self) -> None:
-        """Nobody is told any more; on the I/O loop."""
+        """Sends no more news; on the I/O loop."""
         if self._telling is not None:
             self._telling.cancel()
             self._telling = None
 
     def on_broken(self, session: MessageSink, reason: str) -> None:
-        """The coordinator's death is noticed by those, too, who have not called it."""
+        """Connects to the coordinator again, so that workers that never call it notice its death, too."""
         if session.peer.id == COORDINATOR and self._service is None and not self._lifetime.is_closed:
             self._watch(COORDINATOR, "the membership of the job")

@@ -1,37 +1,44 @@
-"""Which workers a coordinator that took the place of another one still waits for. Pure; the rules of the list itself
-are in `membership_table.py`.
+"""The workers for which a coordinator that took the place of another one still waits, and the questions to them.
 
- 1. Who is expected is what the workers that have come say of the list before; what they say may be wrong.
- 2. Who has not come after a while is asked, at every address that was said, whether it lives
-    (`survivor_questions.py`). It may have noticed nothing yet of the coordinator's end; the question is the news.
- 3. All have come, or else their time is over and everybody has answered, or was asked in vain: then it ends.
- 4. Who has answered stays in the job, announced or not. Only who has neither come nor answered is lost.
+`Recovery` decides, and is pure; `SurvivorQuestions` asks. The rules of the list itself are in `membership_table.py`.
+
+ 1. The expected workers are those that the returned workers name. Each names the list that it knew, which may be wrong.
+ 2. After a while the coordinator asks each missing worker, at every address that was named, whether it lives. That
+    worker may not have noticed the loss of the coordinator yet; the question tells it.
+ 3. The recovery ends when all have come; or when the time is over and each missing one has answered, or cannot answer.
+ 4. A worker that has answered stays in the job, even before it announces itself. Only a worker that has neither come
+    nor answered is lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import asyncio
+import resource
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from operator import itemgetter
+from typing import Final
 
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.directory import COORDINATOR, Member
 
 MAX_NAMED = 1000
-"""What one worker may say of others: this process connects to each. Who is beyond that is taken back when it comes."""
+"""The most members that one worker may name: this process connects to each. Others are taken back when they come."""
 
 
 class Recovery:
     """From the first worker that was in the list of the coordinator before, until all have come or had their time.
 
     Attributes:
-        is_time_over: nobody is waited for any longer but those that have not answered yet.
+        is_time_over: only answers are still waited for.
     """
 
     def __init__(self) -> None:
         self.is_time_over = False
-        self._num_asked: dict[Identity, int] = {}  # of what each of those that have come has said
-        self._named: dict[Identity, dict[Member, list[Identity]]] = {}  # the missing, at each address, and who says so
+        self._num_asked: dict[Identity, int] = {}  # of the members that each returned worker has named
+        self._named: dict[
+            Identity, dict[Member, list[Identity]]
+        ] = {}  # the missing, at each address, and the workers that named them
         self._asked: set[Member] = set()
         self._silent: set[Member] = set()
         self._living: dict[Identity, Member] = {}  # those that have answered, and where
@@ -40,7 +47,7 @@ class Recovery:
         return f"<Recovery of {len(self._named)} workers>"
 
     def expect(self, speaker: Identity, known: Iterable[Member]) -> None:
-        """A worker that has come says, once, who was in the list with it."""
+        """A returned worker names, once, the members that it knew."""
         if speaker in self._num_asked:
             return
         self._num_asked[speaker] = 0
@@ -49,12 +56,12 @@ class Recovery:
                 self._named.setdefault(member.identity, {}).setdefault(member, []).append(speaker)
 
     def forget(self, identity: Identity) -> bool:
-        """A worker belongs to another job; whether nobody else is known of the world before."""
+        """A worker belongs to another job. Returns whether no other worker of the world before is known."""
         self._named.pop(identity, None)
         return not self._named
 
     def missing(self, present: Iterable[Identity]) -> list[Identity]:
-        """Those that have not come, and whose place nobody else has taken, by rank."""
+        """The workers that have not come, and whose place is free, by rank."""
         taken = {identity.id for identity in present}
         return sorted((identity for identity in self._named if identity.id not in taken), key=lambda one: one.id)
 
@@ -66,7 +73,7 @@ class Recovery:
     def next_to_ask(self, present: Iterable[Identity]) -> Member | None:
         """One of the missing that has not been asked, at one of its addresses.
 
-        Those that have come take turns: a long list of addresses, as a liar may send one, holds up nobody else's.
+        The workers that named them take turns: a long list of addresses, as a liar may send, delays no other list.
         """
         found = [
             (min(self._num_asked[speaker] for speaker in speakers), member, speakers)
@@ -101,7 +108,80 @@ class Recovery:
         return [self._living[identity] for identity in self.missing(present) if identity in self._living]
 
     def departures(self, present: Iterable[Identity]) -> Mapping[Identity, str]:
-        """Who is lost, and why, for those that have come."""
+        """The lost workers, and why, for the workers that have come."""
         there = set(present)
         reason = "the coordinator was lost, and this worker neither came to the next one nor answered it"
         return {identity: reason for identity in self._named if identity not in there}
+
+
+MIN_AT_ONCE: Final = 16
+
+Probe = Callable[[Member], Awaitable[bool]]
+"""Asks a worker whether it is alive, in the incarnation that is known."""
+
+
+def max_at_once() -> int:
+    """How many questions this process asks at once, each of which takes a descriptor: a quarter of all.
+
+    A question where nothing answers lasts for the peer timeout, and those that wait behind it may come too late: many.
+    """
+    num_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if num_descriptors == resource.RLIM_INFINITY:
+        return MAX_NAMED
+    return min(max(num_descriptors // 4, MIN_AT_ONCE), MAX_NAMED)
+
+
+class SurvivorQuestions:
+    """Asks the missing workers of a recovery, from `begin` until `stop`. I/O loop only.
+
+    Args:
+        recovery: knows the missing workers, and keeps the answers.
+        probe: asks one worker.
+        present: returns the current members.
+        on_answer: is called after each answer.
+    """
+
+    def __init__(
+        self,
+        recovery: Recovery,
+        probe: Probe,
+        present: Callable[[], Iterable[Identity]],
+        on_answer: Callable[[], object],
+    ) -> None:
+        self._recovery = recovery
+        self._probe = probe
+        self._present = present
+        self._on_answer = on_answer
+        self._max_at_once = max_at_once()
+        self._asks = False
+        self._asking: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<SurvivorQuestions, {len(self._asking)} asked now>"
+
+    def begin(self) -> None:
+        self._asks = True
+        self.ask_more()
+
+    def ask_more(self) -> None:
+        """Asks the missing workers that became known since; does nothing before `begin`."""
+        while self._asks and len(self._asking) < self._max_at_once:
+            member = self._recovery.next_to_ask(self._present())
+            if member is None:
+                return
+            task = asyncio.get_running_loop().create_task(self._ask(member), name="rpcdist ask a survivor")
+            self._asking.add(task)
+            task.add_done_callback(self._on_done)
+
+    def stop(self) -> None:
+        self._asks = False
+        for task in self._asking:
+            task.cancel()
+
+    async def _ask(self, member: Member) -> None:
+        self._recovery.on_answer(member, await self._probe(member))
+        self._on_answer()
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._asking.discard(task)
+        self.ask_more()

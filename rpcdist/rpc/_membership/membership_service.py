@@ -1,6 +1,6 @@
-"""The coordinator's service `Membership`, and what a worker makes of its answers.
+"""The coordinator's service `Membership`.
 
-The rules are in `membership_table.py`; here is only the waiting. Everything of the service runs on the I/O loop.
+The rules are in `membership_table.py`; this file only waits. The whole service runs on the I/O loop.
 """
 
 from __future__ import annotations
@@ -14,19 +14,16 @@ from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused, listed
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership.membership_messages import departures_to_proto, member_from_proto, members_to_bytes
-from rpcdist.rpc._membership.membership_recovery import Recovery
-from rpcdist.rpc._membership.membership_table import MembershipTable, Verdict
-from rpcdist.rpc._membership.news_plan import NewsPlan
-from rpcdist.rpc._membership.survivor_questions import Probe, SurvivorQuestions
-from rpcdist.rpc._peers.directory import COORDINATOR, Member
-from rpcdist.rpc._peers.peer_events import Event
+from rpcdist.rpc._membership.membership_recovery import Probe, Recovery, SurvivorQuestions
+from rpcdist.rpc._membership.membership_table import MembershipTable, NewsPlan, Verdict
+from rpcdist.rpc._peers.directory import COORDINATOR, Event, Member
 from rpcdist.time_limits import ANNOUNCE_LIMIT_S, PARKED_LIMIT_S, PEER_TIMEOUT_S, SURVIVOR_PROBE_SHARE
 from rpcdist.transport.identities import identity_from_proto
 
 logger = logging.getLogger(__name__)
 
 Outcome = pb.JoinReply.Outcome
-NEWS_AT_ONCE = 64  # members of a world in which all hear of every change at once; larger ones hear of several together
+NEWS_AT_ONCE = 64  # up to so many members, all hear of every change at once; in larger worlds, of several together
 MAX_VERSION = 1 << 60  # a peer may claim any; the next ones must fit into 64 bits
 
 
@@ -38,13 +35,13 @@ class MembershipService:
     """Answers `Join`, `Leave` and `Members`; register it with `Node.add_service`. I/O loop only.
 
     Args:
-        probe: is asked about the member whose name or rank a newcomer has, and about those of the job before that do
-            not come back: only one that does not answer is declared lost.
+        probe: asks a member whether it lives: one whose name or rank a newcomer has, and, after the loss of another
+            coordinator, one that does not come back. Only a member that does not answer is declared lost.
         attempt: the start of the job's processes that this one belongs to.
-        recovery_s: how long workers that were in the job before this coordinator have to come back, in seconds, once
-            one has; those that live by then stay in the job all the same. In a static world, the time until the new
-            list is complete is no shorter than half of that, from the start of the service on: if the whole job starts
-            anew, newcomers come in that time, and win.
+        recovery_s: how long the members of the coordinator before have to come back, in seconds, once the first has;
+            members that live then stay in the job in any case. In a static world, the new list is not complete before
+            half of that has passed since the start of the service: if the whole job was restarted, its new processes
+            come in that time, and take precedence.
 
     Attributes:
         table: the list of workers; read it, and change it through this service.
@@ -62,7 +59,7 @@ class MembershipService:
         self._started = time.monotonic()
         self._recovery: Recovery | None = None
         self._has_recovered = False
-        self._absent: Mapping[Identity, str] = {}  # who had not come back when the recovery ended
+        self._absent: Mapping[Identity, str] = {}  # the workers that had not come back when the recovery ended
         self._came_back: set[Identity] = set()  # while it lasts
         self._questions: SurvivorQuestions | None = None  # to those that have not come back
         self._waiting: set[asyncio.Future[Verdict]] = set()
@@ -81,19 +78,18 @@ class MembershipService:
         """Registers a worker and waits until the world is complete.
 
         Where others are at work already, it also waits until they have heard of the newcomer, so that their next calls
-        reach it; who does not answer holds that up for `ANNOUNCE_LIMIT_S` at most. In a world of more than
-        `NEWS_AT_ONCE` members it waits only where the newcomer takes the place of another process: calls to a name that
-        nobody has had ask the coordinator.
+        reach it, for `ANNOUNCE_LIMIT_S` at most. In a world of more than `NEWS_AT_ONCE` members it waits only if the
+        newcomer takes the place of another process: calls to a new name ask the coordinator.
 
         Args:
             peer: the proven caller.
             request: `timeout_ms` bounds the wait; 0 does not wait.
 
         Returns:
-            The verdict, and the workers; TIMED_OUT with the missing ranks when the time was over.
+            The verdict, and the workers; TIMED_OUT with the missing ranks when the time is over.
 
         Raises:
-            CallRefused: the caller speaks for somebody else.
+            CallRefused: the caller names another worker.
             ConfigError: the name or the world size is malformed.
 
         Cancellation (the caller's connection has ended) takes the worker out again, unless the world has formed.
@@ -120,7 +116,7 @@ class MembershipService:
         return reply
 
     async def _until_known(self, version: int) -> None:
-        """Waits until every member has heard of this version of the list, but for those that join right now."""
+        """Waits until every member has heard of this version of the list, except those that are joining."""
         if not self._announces or not (unaware := self.plan.unaware_of(version)):
             return
         waits = version, unaware, asyncio.Event()
@@ -130,7 +126,7 @@ class MembershipService:
                 await waits[2].wait()
         except TimeoutError:
             names = [who.name for who in unaware]
-            logger.info("these workers have not confirmed yet who is in the job: %s", listed(names))
+            logger.info("these workers have not confirmed the new list of members yet: %s", listed(names))
         finally:
             self._unaware.remove(waits)
 
@@ -160,7 +156,7 @@ class MembershipService:
         self.changed.publish(is_urgent)
 
     async def _free_place(self, request: pb.JoinRequest) -> bool:
-        """Declares the members lost that have the newcomer's place and do not answer; whether there was one."""
+        """Declares members lost that have the newcomer's place and do not answer. Returns whether there was one."""
         newcomer = identity_from_proto(request.member.identity)
         found = False
         for member in self.table.members:
@@ -183,7 +179,7 @@ class MembershipService:
             if self.table.version != version:
                 self._has_changed(is_urgent=is_urgent)
             self._review_recovery()
-            # In a dynamic world the coordinator itself waits for nobody: it need not know that it is not the first one.
+            # In a dynamic world the coordinator itself does not wait: it need not know that it is not the first one.
             recovers = self._recovery is not None and (request.world_size > 0 or identity.id != COORDINATOR)
             if recovers or (request.world_size and not self.table.formed):
                 verdict = await self._formed(identity, min(request.timeout_ms / 1000, PARKED_LIMIT_S))
@@ -201,7 +197,7 @@ class MembershipService:
         return self._has_recovered or self._recovery is not None
 
     def _take_back(self, member: Member, request: pb.JoinRequest) -> Verdict:
-        """A worker announces itself that was in the job before this coordinator."""
+        """A worker that was in the job before this coordinator announces itself."""
         if request.known_version > MAX_VERSION:
             raise CallRefused(f"{member} knows version {request.known_version} of the list of workers, which cannot be")
         if request.attempt != self._attempt:
@@ -215,7 +211,7 @@ class MembershipService:
             return verdict
         logger.warning("%s was in this job before this coordinator started, and is taken back", member)
         if self._has_recovered:
-            return verdict  # it comes late, and the others have gone on
+            return verdict  # it comes after the end of the recovery
         recovery = self._recovery or self._begin_recovery()
         recovery.expect(member.identity, map(member_from_proto, request.known))
         self._came_back.add(member.identity)
@@ -229,7 +225,7 @@ class MembershipService:
         loop = asyncio.get_running_loop()
         loop.call_later(SURVIVOR_PROBE_SHARE * self._recovery_s, self._ask_the_missing, recovery)
         loop.call_later(self._recovery_s, self._end_of_time, recovery)
-        loop.call_later(2 * self._recovery_s, self._end_recovery, recovery)  # whoever has not answered yet
+        loop.call_later(2 * self._recovery_s, self._end_recovery, recovery)  # without the answers that are missing
         return recovery
 
     def _ask_the_missing(self, recovery: Recovery) -> None:
@@ -248,22 +244,22 @@ class MembershipService:
         return [member.identity for member in self.table.members]
 
     def _give_way_to(self, newcomer: Identity) -> None:
-        """While the list is being made anew, a newcomer on the place of a worker that came back says that this is
-        another job than that worker's: it does not belong here."""
+        """Dismisses a returned worker whose name or rank a new process claims during the recovery: that process proves
+        that the job was restarted, so the returned worker belongs to the old job."""
         for old in list(self._came_back):
             if (newcomer.name == old.name or newcomer.id == old.id) and newcomer.incarnation != old.incarnation:
-                reason = f"the job has started anew, with another process as {newcomer.name!r} (rank {newcomer.id})"
+                reason = f"the job was restarted, and another process joined as {newcomer.name!r} (rank {newcomer.id})"
                 self._came_back.discard(old)
                 self.table.dismiss(old, reason)
                 if self._recovery is not None and self._recovery.forget(old):
-                    self._recovery = None  # the job has started anew, and nobody is left to wait for
+                    self._recovery = None  # the job was restarted, and no other worker is expected
                     self._stop_asking()
                 self._has_changed(old)
                 if (waits := self._latest.get(old)) is not None and not waits.done():
                     waits.set_result(Verdict(Outcome.INCARNATION_GONE, reason))
 
     def _review_recovery(self) -> None:
-        """Ends the recovery when everybody has come, and, in a static world, newcomers have had time to."""
+        """Ends the recovery when all have come and, in a static world, new processes have had the time to come."""
         recovery = self._recovery
         if recovery is None:
             return
@@ -299,10 +295,10 @@ class MembershipService:
             self._questions = None
 
     def _keep(self, survivors: Sequence[Member]) -> None:
-        """Takes those back that live, and have not announced themselves yet: they will, and hear the news meanwhile."""
+        """Takes back the workers that live and have not announced themselves yet; they hear of changes meanwhile."""
         world_size = self.table.world_size
         if world_size is None:
-            return  # nobody is left here to be told of them
+            return  # no member is left that could be told of them
         for member in survivors:
             if self.table.take_back(member, world_size, self.table.version).ok:
                 logger.warning("%s was in this job before this coordinator started, lives, and stays in it", member)
@@ -319,7 +315,9 @@ class MembershipService:
         """
         identity = identity_from_proto(request.identity)
         if identity != peer:
-            raise CallRefused(f"{peer.name!r} cannot take worker {identity.name!r} out: only its own process may")
+            raise CallRefused(
+                f"{peer.name!r} cannot take worker {identity.name!r} out of the job: only its own process may"
+            )
         if self.table.leave(identity):
             self._has_changed(identity, is_urgent=False)
         return pb.LeaveReply()
@@ -328,10 +326,12 @@ class MembershipService:
         """The living workers.
 
         Raises:
-            CallRefused: the list is being made anew, after another coordinator was lost.
+            CallRefused: the list is being rebuilt, after another coordinator was lost.
         """
         if self._recovery is not None:
-            raise CallRefused(f"the list of workers is being made anew; this coordinator still waits: {self._recovery}")
+            raise CallRefused(
+                f"the list of workers is being rebuilt after the loss of rank 0; ask again later ({self._recovery})"
+            )
         reply = self._reply(Verdict(Outcome.OK))
         self.note_known(peer, reply.version)
         return reply
@@ -350,7 +350,7 @@ class MembershipService:
             self._has_changed()
 
     def others(self, me: Identity) -> list[Member]:
-        """The members beside one worker."""
+        """The members except one worker."""
         return [member for member in self.table.members if member.identity != me]
 
     async def alone(self, me: Identity, timeout_s: float) -> bool:
@@ -367,7 +367,7 @@ class MembershipService:
     async def all_answered(self, timeout_s: float) -> bool:
         """Waits until as many processes as the world's size were told that it broke; False when the time is over.
 
-        The coordinator waits here before it ends, so that those who come a moment later learn the reason, too.
+        The coordinator waits here before it ends, so that workers that come a moment later learn the reason, too.
         """
         try:
             async with asyncio.timeout(timeout_s):

@@ -1,21 +1,30 @@
-"""Who is in the job, as pure bookkeeping: events in, verdicts out; no clock, no socket, no waiting.
+"""The list of workers, and the plan of who hears of its changes: pure bookkeeping, without clock, socket or waiting.
 
 A world is *static* (every worker says the same size, ranks 0 to size - 1) or *dynamic* (size 0: workers come and go).
 The first worker decides. Rules:
 
  1. Names and ranks are unique among living workers.
  2. A static world *forms* when everybody is there. While it forms, two workers that contradict each other (name, rank,
-    size, kind) *break* it: nobody can know who is right, so everybody, also who comes later, gets the same answer.
+    size, kind) *break* it: it is unknown which of them is right, so all, later ones included, get the same answer.
  3. A static world that has formed takes only replacements: the name and rank of a worker that was lost or has left.
-    Anybody else is refused, and the others do not notice.
+    Other workers are refused, and the members do not notice.
  4. An incarnation that was declared lost comes back only by being found alive while its place is still free.
- 5. A worker that stops waiting before the world has formed is as if it had never come.
- 6. When the last worker is gone, the next one decides anew.
- 7. `version` grows with every change of the list of workers. `since(v)` says what has changed since version v: a list
-    of any version from v on becomes that of now by it, whatever part of it was known already.
- 8. A coordinator that took the place of another one takes back the workers that were in its list, each when it shows
-    itself, or answers. When all have, or have had their time, the world has formed, whoever is missing; places are
-    free for workers of any name then, since those that are missing may be unknown by name.
+ 5. A worker that stops waiting before the world has formed counts as one that never came.
+ 6. When the last worker is gone, the next one decides again.
+ 7. `version` grows with every change of the list of workers. `since(v)` returns the changes since version v, which turn
+    a list of any version from v on into the current one.
+ 8. A coordinator that took the place of another one takes back the workers of that one's list, each when it announces
+    itself or answers. When all have, or their time is over, the world has formed, even if workers are missing. Their
+    places are free for workers of any name then, since the names of the missing may be unknown.
+
+Members hear of changes by these rules (`NewsPlan`; `membership_news.py` sends):
+
+ 1. A member knows a version: that of the answer to its joining, or the one that it has confirmed. Nothing else counts.
+ 2. One difference is under way to a member at a time, from the version that it knows. Changes that come meanwhile go
+    with the next one, merged.
+ 3. A member that joins gets its list with the answer, and no difference before.
+ 4. A confirmation says what the member knows, even if that is less than was thought: then the next difference begins
+    there. So every member ends with the current list, once the changes end and its messages arrive.
 """
 
 from __future__ import annotations
@@ -75,7 +84,7 @@ class MembershipTable:
         self._gone: dict[Identity, tuple[int, str]] = {}  # when and why the latest ones went, in that order
         self._whole_before = 0  # versions before this one are too old for a difference
         self._sorted: tuple[Member, ...] | None = None
-        self._places: set[str | int] = set()  # names and ranks that anybody has had in this world
+        self._places: set[str | int] = set()  # names and ranks that a worker has had in this world
         self._vacant: dict[str, Identity] = {}  # places of a formed static world that a replacement may take
         self._lost: dict[int, Member] = {}  # by incarnation
         self._was_restored = False
@@ -106,7 +115,7 @@ class MembershipTable:
         return identity.name in self._places or identity.id in self._places
 
     def since(self, version: int) -> Roster:
-        """What has changed since a version, merged: who has come and is there, who was there and is not (rule 7).
+        """The changes since a version, merged: the workers that came and are there, and those that are gone (rule 7).
 
         For a version of 0, or one that is too old, it is the whole list.
         """
@@ -132,7 +141,7 @@ class MembershipTable:
 
     @property
     def timed_out(self) -> Verdict:
-        """The answer to one that has waited too long; ask for it before the worker is withdrawn."""
+        """The answer to a worker that has waited too long; ask for it before the worker is withdrawn."""
         gone = ", ".join(map(str, sorted(self._gave_up)))
         detail = f"came, but did not wait to the end: rank {gone}" if gone else ""
         return Verdict(Outcome.TIMED_OUT, detail, tuple(self.missing))
@@ -141,7 +150,7 @@ class MembershipTable:
         """A worker wants to join; accepted ones are in the list afterwards. The same worker may ask again.
 
         Args:
-            member: who, with an id that is its rank.
+            member: the worker; its id is its rank.
             world_size: 0 for a dynamic world.
 
         Raises:
@@ -166,10 +175,10 @@ class MembershipTable:
         return _OK
 
     def take_back(self, member: Member, world_size: int, version: int) -> Verdict:
-        """A worker shows itself that was in the list of the coordinator before this one (rule 8).
+        """A worker of the list of the coordinator before this one announces itself (rule 8).
 
         Args:
-            member: who.
+            member: the worker.
             world_size: as for `join`.
             version: of the list that it knows; that of this list goes on from there.
 
@@ -194,13 +203,13 @@ class MembershipTable:
         return _OK
 
     def dismiss(self, identity: Identity, reason: str = "") -> None:
-        """A worker that was taken back belongs to an earlier job: it goes, and keeps no place free for its like."""
+        """A worker that was taken back belongs to an earlier job: it goes, and its place is free for any worker."""
         if self.lost(identity, reason):
             self._vacant.pop(identity.name, None)
             self.formed = False
 
     def end_restoring(self) -> None:
-        """All that were in the list before have come back, or have had their time to (rule 8)."""
+        """All workers of the list before have come back, or their time is over (rule 8)."""
         self.formed = self._was_restored = bool(self.world_size)
 
     def withdraw(self, identity: Identity) -> bool:
@@ -235,7 +244,7 @@ class MembershipTable:
         return True
 
     def _own_contradiction(self, member: Member, world_size: int) -> Verdict:
-        """What is wrong with this worker alone; the others go on."""
+        """A fault of this worker alone; the others go on."""
         identity = member.identity
         if identity.incarnation in self._lost:
             return Verdict(
@@ -259,7 +268,7 @@ class MembershipTable:
         return True
 
     def _contradiction(self, member: Member, world_size: int) -> Verdict | None:
-        """What is wrong between this worker and those that are there."""
+        """A contradiction between this worker and the members."""
         if self.world_size is not None and world_size != self.world_size:
             return self._other_world(member, world_size)
         name, rank = member.identity.name, member.identity.id
@@ -279,7 +288,7 @@ class MembershipTable:
         return self._was_restored and all(place.id != identity.id for place in self._vacant.values())
 
     def _other_world(self, member: Member, world_size: int) -> Verdict:
-        there = listed(self.members, 3) or "nobody any more"
+        there = listed(self.members, 3) or "no worker that is left"
         if not world_size or not self.world_size:
             static, dynamic = (str(member), there) if world_size else (there, str(member))
             return Verdict(
@@ -339,3 +348,56 @@ class MembershipTable:
             self._gave_up.clear()
             self._places.clear()
         return True
+
+
+class NewsPlan:
+    """One per coordinator.
+
+    Args:
+        table: the list of workers.
+    """
+
+    def __init__(self, table: MembershipTable) -> None:
+        self._table = table
+        self._known: dict[Identity, int] = {}
+        self._under_way: dict[Identity, int] = {}  # up to which version
+        self._joining: set[Identity] = set()
+
+    def __repr__(self) -> str:
+        return f"<NewsPlan of {len(self._known)} members, {len(self._under_way)} messages under way>"
+
+    def joins(self, identity: Identity) -> None:
+        """A worker has asked to be taken in, and waits for the answer (rule 3)."""
+        self._joining.add(identity)
+
+    def has_joined(self, identity: Identity) -> None:
+        """It has been answered."""
+        self._joining.discard(identity)
+
+    def heard(self, identity: Identity, version: int) -> bool:
+        """A member knows a version (rule 4). False if it is no member, or claims one that there has not been."""
+        if identity not in self._table or version > self._table.version:
+            return False
+        self._known[identity] = version
+        self._under_way.pop(identity, None)
+        return True
+
+    def is_gone(self, identity: Identity) -> None:
+        """A worker is not in the list any more."""
+        self._known.pop(identity, None)
+        self._under_way.pop(identity, None)
+
+    def unaware_of(self, version: int) -> set[Identity]:
+        """Members that have been answered, and do not know this version yet."""
+        return {identity for identity, known in self._known.items() if known < version} - self._joining
+
+    def due(self) -> list[tuple[Identity, int]]:
+        """The members to tell of changes now, and from which version on; they count as told."""
+        version, found = self._table.version, []
+        for member in self._table.members:
+            identity = member.identity
+            known = self._known.get(identity, 0)
+            if known < version and identity not in self._joining and identity not in self._under_way:
+                self._under_way[identity] = version
+                found.append((identity, known))
+        return found

@@ -1,4 +1,4 @@
-"""Functions of the user's that are called when a worker comes or goes; and a line in the log about each."""
+"""Calls functions of the user when a worker comes or goes, and logs a line about each."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ class MembershipWatch:
         return remove
 
     def all_leave(self, losses: Mapping[str, str]) -> None:
-        """Everybody leaves by agreement: connections that end are no news any more.
+        """All workers leave by agreement: connections that end are not reported any more.
 
         Args:
-            losses: who was lost before, by name, and why. An agreement may come ahead of the event; and this worker may
-                never have known one that was lost before it joined.
+            losses: the workers lost before, by name, and why. The agreement may arrive before the event, and this
+                worker may have joined after the loss.
         """
         with self._lock:
             self._all_leave = True

@@ -13,7 +13,7 @@ from typing import Any
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CoordinatorLost
 from rpcdist.rpc._futures.interrupt import longest_sleep_s
-from rpcdist.rpc._peers.calling_worker import check_speaks_for
+from rpcdist.rpc._peers.network import check_speaks_for
 
 STOP = "rpcdist.rpc._membership.serving:stop"
 PING = "rpcdist.rpc._membership.serving:ping"
@@ -89,7 +89,7 @@ class StopRequests:
 
     @property
     def callables(self) -> dict[str, Callable[..., Coroutine[Any, Any, object]]]:
-        """What every peer may call, by the name on the wire."""
+        """The functions that every peer may call, by the name on the wire."""
         return {STOP: self._on_stop, PING: self._on_ping}
 
     async def _on_stop(self, name: str) -> None:
@@ -97,4 +97,4 @@ class StopRequests:
         self.stop(f"worker {name!r} asked for it")
 
     async def _on_ping(self) -> None:
-        """The answer says that this worker lives."""
+        """The answer shows that this worker lives."""

@@ -1,6 +1,7 @@
 """Reliable delivery of control messages between two incarnations: numbered, acknowledged, sent again, applied once.
 
-Pure bookkeeping. User calls never go this way: they are never retried.
+The outbox and the inbox are pure bookkeeping; the receiver applies messages, and acknowledges them together. User calls
+never go this way: they are never retried.
 
 Invariants:
     1. Messages are applied in the order in which they were numbered, each once.
@@ -10,10 +11,20 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
 
 from rpcdist._proto import autograd_pb2, membership_pb2, rpc_pb2, rref_pb2
-from rpcdist.errors import ProtocolViolation
+from rpcdist.errors import ProtocolViolation, RpcdistError
+from rpcdist.ids import Identity
+from rpcdist.rpc._executors.io_thread import IoThread
+from rpcdist.rpc._peers.demultiplexer import Lifetime, PoolJob
+from rpcdist.rpc._peers.directory import MemberEvent
+from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._values.buffers import ReceiveBuffer
+from rpcdist.time_limits import ACKNOWLEDGE_DELAY_S
 
 ControlBody = rref_pb2.RRefMessage | autograd_pb2.AutogradMessage | membership_pb2.MembershipMessage
 
@@ -55,7 +66,7 @@ class ControlOutbox:
             self._unacknowledged.popleft()
 
     def to_resend(self) -> list[rpc_pb2.Message]:
-        """What a new connection starts with."""
+        """The messages that a new connection must carry first."""
         return list(self._unacknowledged)
 
 
@@ -84,3 +95,77 @@ class ControlInbox:
             raise ProtocolViolation(f"control message {seq} arrived after {self.applied}")
         self.applied = seq
         return True
+
+
+Apply = Callable[[Identity, Any, Sequence[ReceiveBuffer]], object]
+"""Takes the sender, the body of the message, and its large buffers."""
+
+
+class ControlReceiver:
+    """One per agent; on the I/O loop, except for messages of a worker to itself.
+
+    Args:
+        io: the I/O loop.
+        lifetime: service methods fail when it is over.
+    """
+
+    def __init__(self, io: IoThread, lifetime: Lifetime) -> None:
+        self._io = io
+        self._lifetime = lifetime
+        self._apply: dict[str, Apply] = {}
+        self._inboxes: dict[tuple[int, int], ControlInbox] = {}
+        self._to_acknowledge: dict[MessageSink, int] = {}
+
+    def __repr__(self) -> str:
+        return f"<ControlReceiver [{len(self._inboxes)} senders]>"
+
+    def handle(self, kind: str, apply: Apply) -> None:
+        """Says who takes the bodies of one kind."""
+        self._apply[kind] = apply
+
+    def apply(self, kind: str, sender: Identity, body: Message, buffers: Sequence[ReceiveBuffer] = ()) -> None:
+        """Hands a body on at once, whether it was applied before or not."""
+        self._apply[kind](sender, body, buffers)
+
+    def on_message(
+        self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+    ) -> None:
+        """Applies a message, unless it is numbered and was applied before: its acknowledgement may have been lost."""
+        kind = message.WhichOneof("body")
+        assert kind is not None  # the demultiplexer looked at it
+        if not message.control_seq:
+            self._apply[kind](session.peer, getattr(message, kind), buffers)
+            return
+        peer = session.peer
+        inbox = self._inboxes.setdefault((peer.id, peer.incarnation), ControlInbox())
+        if inbox.accept(message.control_seq):
+            self._apply[kind](peer, getattr(message, kind), buffers)
+        if not self._to_acknowledge:
+            self._io.loop.call_later(ACKNOWLEDGE_DELAY_S, self.acknowledge)
+        self._to_acknowledge[session] = inbox.applied
+
+    def forget(self, sender: Identity) -> None:
+        """A process is out of the job for good, and sends no message again."""
+        self._inboxes.pop((sender.id, sender.incarnation), None)
+
+    def on_member(self, event: MemberEvent) -> None:
+        """A worker came or went. One that was lost may be found again, and go on with its numbers."""
+        if event.kind == "left":
+            self.forget(event.member.identity)
+
+    def acknowledge(self) -> None:
+        """Sends the acknowledgements that are due."""
+        due, self._to_acknowledge = self._to_acknowledge, {}
+        for session, applied in due.items():
+            session.send(rpc_pb2.Message(ack=rpc_pb2.Ack(control_seq=applied)))
+
+    def service_method(self, kind: str, reply: Callable[[], Message]) -> Callable[[Identity, Any], Awaitable[Message]]:
+        """The method `Deliver` of a service: the same handler as for sessions, which repeats do no harm to."""
+
+        async def deliver(peer: Identity, body: Message) -> Message:
+            if self._lifetime.is_closed:
+                raise RpcdistError("this worker has shut down RPC")
+            self._apply[kind](peer, body, ())
+            return reply()
+
+        return deliver

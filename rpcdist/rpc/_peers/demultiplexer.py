@@ -1,15 +1,33 @@
-"""Arriving messages, handed to the part of the agent that handles their kind."""
+"""Arriving messages, handed to the part of the agent that handles their kind, as long as the agent is open."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rpcdist._proto import rpc_pb2
-from rpcdist.rpc._peers.lifetime import Lifetime
+from rpcdist.ids import Identity
 from rpcdist.rpc._peers.network import MessageSink
-from rpcdist.rpc._values.buffers import ReceiveBuffer
+from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.transport.wire_messages import CompactCall, CompactPass, CompactReply, WireMessage
+
+
+class Lifetime:
+    """Set once, by the agent; read by any thread.
+
+    Attributes:
+        is_closed: nothing is sent and nothing that arrives is handled any more.
+    """
+
+    __slots__ = ("is_closed",)
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<Lifetime {'over' if self.is_closed else 'open'}>"
+
 
 PoolJob = tuple[Callable[..., object], tuple[object, ...]]
 """A function and its arguments, to be called by a thread of the pool."""
@@ -38,7 +56,7 @@ class Demultiplexer:
         return f"<Demultiplexer [{', '.join(map(str, self._handlers))}]>"
 
     def handle(self, kind: str | type[CompactCall | CompactReply | CompactPass], handler: Handler) -> None:
-        """Says who takes messages of a class, or those of protobuf whose body is of a kind; others are dropped."""
+        """Registers the handler of a class of messages, or of a kind of protobuf message; others are dropped."""
         self._handlers[kind] = handler
 
     def takes_anywhere(self, message: WireMessage) -> bool:
@@ -53,7 +71,7 @@ class Demultiplexer:
         return bool(kind == "call")
 
     def on_messages(self, session: MessageSink, messages: list[tuple[WireMessage, list[ReceiveBuffer]]]) -> None:
-        """Messages arrived on a session. What they give the pool to do goes there together: one wake-up for all."""
+        """Messages arrived on a session. Their jobs go to the pool together, with one wake-up for all."""
         if self._lifetime.is_closed:
             return
         jobs: list[PoolJob] = []
@@ -64,3 +82,63 @@ class Demultiplexer:
                 handler(session, message, buffers, jobs)
         if jobs:
             self._submit_many(jobs)
+
+
+class Loopback:
+    """The session of a worker with itself. Values are copied as on the way to any other worker.
+
+    Args:
+        identity: this worker.
+        deliver: takes the messages, on the thread that sends.
+    """
+
+    closed_reason = None
+    id = b""
+
+    def __init__(
+        self,
+        identity: Identity,
+        deliver: Callable[[MessageSink, list[tuple[WireMessage, list[ReceiveBuffer]]]], None],
+    ) -> None:
+        self.peer = identity
+        self._deliver = deliver
+
+    def __repr__(self) -> str:
+        return f"<Loopback of {self.peer.name}>"
+
+    @property
+    def last_received(self) -> float:
+        return time.monotonic()
+
+    def send(self, message: WireMessage, buffers: Sequence[LargeBuffer] = ()) -> int:
+        self._deliver(self, [(message, [buffer.copy() for buffer in buffers])])
+        return 0
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+    def hold_back(self, send: Callable[[], object]) -> None:
+        send()
+
+    def want_value(self, call: int) -> bool:
+        return False
+
+    def abort_transfer(self, number: int, reason: str) -> None:
+        """Nothing is under way: `send` copies at once."""
+
+    def transfer_progress(self, number: int) -> tuple[int, int] | None:
+        return None
+
+    def lead(
+        self,
+        is_waiting: Callable[[], bool],
+        timeout_s: float | None,
+        sleep: tuple[Callable[[], object], Callable[[], object]] | None = None,
+        first: Callable[[], object] | None = None,
+    ) -> bool:
+        if first is not None:
+            first()
+        return False
+
+    def ring(self) -> None:
+        """Nobody leads: there is nothing to read."""

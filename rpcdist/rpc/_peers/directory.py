@@ -1,20 +1,26 @@
-"""Who is in the job, as this worker knows it: what the coordinator says, less whom this worker itself declared lost."""
+"""The members of the job as this worker knows them, and the events of workers and connections.
+
+Members are those that the coordinator lists, without those that this worker itself has declared lost.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, Generic, Literal, NamedTuple, ParamSpec, Protocol
 
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, UnknownWorker, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._futures.interrupt import longest_sleep_s
+from rpcdist.rpc._peers.network import MessageSink, PeerSession
 from rpcdist.rpc.worker_info import WorkerInfo
+from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +41,12 @@ class Member:
 
 
 class Roster(NamedTuple):
-    """What the coordinator says: the whole list, or what has changed in it.
+    """The coordinator's list of members, or a difference from an earlier version of it.
 
     Attributes:
         version: grows with every change of the list.
-        members: everybody who is there; in a difference, who has come since the version `base`, and is there.
-        departures: who was there before, and why it was declared lost; an empty text if it has left.
+        members: the members; in a difference, those that have come since the version `base`.
+        departures: the members that are gone, and why each was declared lost; an empty text if it has left.
         base: the version that this is a difference from; 0 for the whole list.
     """
 
@@ -65,7 +71,7 @@ class MemberEvent(NamedTuple):
 
 
 class MemberSource(Protocol):
-    """Knows everybody who is in the job now: the coordinator."""
+    """Knows the current members of the job: the coordinator."""
 
     def members(self, limit_s: float | None = None) -> Roster:
         """Asks, and waits; bounded, by a limit of its own if none is given."""
@@ -77,14 +83,14 @@ class MemberSource(Protocol):
 class Directory:
     """The members of the job. Any thread may use it.
 
-    The coordinator tells every change of its own accord. This worker asks it only when somebody turns up whom it does
-    not know, or cannot be reached: in a job where nobody comes or goes, never.
+    The coordinator sends every change. This worker asks it only when an unknown worker turns up, or a known one cannot
+    be reached: never, in a job in which no worker comes or goes.
 
     A worker *lives* while the coordinator lists it and this worker's own detector has not declared it lost.
 
     Args:
         me: this worker.
-        roster: everybody who is known at the start, this worker included.
+        roster: the members at the start, this worker included.
         source: the coordinator.
         io: the thread on which it is asked in the background.
         on_replaced: called on the I/O loop when another process has taken the place of a member.
@@ -116,7 +122,7 @@ class Directory:
         self._living: dict[int, Member] = {}  # changed under the lock; readers copy it in one step, and need none
         self._leader: Identity | None = None  # if it is known
         self._losses: dict[int, tuple[str, str]] = {}  # name and reason of the lost ones whose places are free
-        self._take(roster)  # nobody came: these are the workers that there are at the start
+        self._take(roster)  # without events: these workers were there at the start
 
     def __repr__(self) -> str:
         return f"<Directory of {self.me.name} [{len(self._living)} of {len(self._by_id)} workers live]>"
@@ -190,11 +196,11 @@ class Directory:
             self._on_event(event)
 
     def _recount(self, ids: set[int], departures: Mapping[Identity, str]) -> list[MemberEvent]:
-        """Compares who of these lives with who of them lived; needs the lock."""
+        """Compares which of these workers live now with which lived before; needs the lock."""
         listed = {id: self._by_id[id] for id in ids & self._present}
         own = self._by_id.get(self.me.id)
         if self.me.id in ids and own is not None and own.identity == self.me:
-            listed[self.me.id] = own  # whatever the coordinator thinks of this worker, it lives
+            listed[self.me.id] = own  # this worker lives, even if the coordinator declared it lost
         if self._suspected:  # a verdict concerns one process: it ends with the process's place
             for suspect in [one for one in self._suspected if one.id in ids]:
                 if suspect.id not in listed or listed[suspect.id].identity != suspect:
@@ -227,7 +233,7 @@ class Directory:
         return MemberEvent("lost" if why else "left", old, why)
 
     def roster(self) -> Roster:
-        """Who lives, and the version of the list that this worker knows."""
+        """The living members, and the version of the list that this worker knows."""
         with self._lock:
             return Roster(self._version, [member for _, member in sorted(self._living.items())])
 
@@ -243,7 +249,7 @@ class Directory:
         self._io.spawn(self.refresh_async(), "rpcdist learn who is there")
 
     async def refresh_async(self) -> None:
-        """Asks the coordinator, on the I/O loop. That it does not answer is logged: nobody may depend on it."""
+        """Asks the coordinator, on the I/O loop. A missing answer is only logged."""
         try:
             self.update(await self._source.members_async())
         except RpcdistError as exc:
@@ -259,7 +265,7 @@ class Directory:
         return identity in self._replaced
 
     def holder_of(self, id: int) -> str | None:
-        """The name of the worker that lives at a rank; None if nobody does, as far as is known here."""
+        """The name of the worker that lives at a rank; None if no worker is known to live there."""
         member = self._living.get(id)
         return None if member is None else member.identity.name
 
@@ -272,7 +278,7 @@ class Directory:
         held up, it asks for the next time.
 
         Raises:
-            UnknownWorker: nobody of that name or rank is in the job.
+            UnknownWorker: no worker of that name or rank is in the job.
             ConfigError: it is none of the three.
         """
         worker_id = self._by_name.get(to) if type(to) is str else self._find(to)
@@ -397,3 +403,129 @@ class Directory:
         with self._lock:
             members = [member for id, member in sorted(self._by_id.items()) if not present or id in self._present]
         return [WorkerInfo(member.identity.name, member.identity.id) for member in members]
+
+
+P = ParamSpec("P")
+
+
+class Event(Generic[P]):
+    """One kind of event, and its listeners."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Callable[P, object]] = []
+
+    def listen(self, listener: Callable[P, object]) -> None:
+        """Has a function called at each event, after those that listen already."""
+        self._listeners.append(listener)
+
+    def publish(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Calls the listeners, in the order in which they were added."""
+        for listener in self._listeners:
+            listener(*args, **kwargs)
+
+
+class PeerEvents:
+    """One per agent. Events are published on the I/O loop, so listeners must be short and run no user code.
+
+    Attributes:
+        opened: a worker has opened a session to this one.
+        broken: a session has ended for this reason, opened here or there. Messages on it may be lost, and questions
+            stay unanswered. The worker may be alive.
+        lost: a worker is declared dead. It may come at any time after `broken`, or without it.
+        lease_ended: nothing was heard of a worker for the length of a lease.
+        replaced: another process has taken the place of this one.
+        found: a worker that was declared lost lives: there is a connection with it again.
+        member: a worker came or went, by what the coordinator says or this worker's own detector.
+    """
+
+    def __init__(self) -> None:
+        self.opened: Event[[PeerSession]] = Event()
+        self.broken: Event[[MessageSink, str]] = Event()
+        self.lost: Event[[Identity, WorkerLost]] = Event()
+        self.lease_ended: Event[[Identity]] = Event()
+        self.replaced: Event[[Identity]] = Event()
+        self.found: Event[[Identity]] = Event()
+        self.member: Event[[MemberEvent]] = Event()
+
+
+class CoordinatorSearch:
+    """One per agent, on the I/O loop.
+
+    `CoordinatorReturn` makes attempts, with pauses between them. A call to the lost coordinator cuts the pause short,
+    and waits for the next attempt: the next coordinator may be there already.
+
+    Attributes:
+        requested: a call waits for an attempt.
+    """
+
+    def __init__(self) -> None:
+        self.requested: Event[[]] = Event()
+        self._wanted = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._num_begun = 0
+        self._num_ended = 0
+        self._num_found = 0
+        self._is_answered = False
+
+    def __repr__(self) -> str:
+        return f"<CoordinatorSearch {self._num_begun} attempts, {self._num_found} in success>"
+
+    # ------------------------------------------------------------ for the search
+
+    def begin(self) -> None:
+        """An attempt begins."""
+        self._wanted.clear()
+        self._num_begun += 1
+
+    def answered(self) -> None:
+        """Another coordinator is there; it may still have to wait for others before it takes this worker back."""
+        self._is_answered = True
+        self._changed.set()
+
+    def end(self, found: bool) -> None:
+        """The attempt is over."""
+        self._is_answered = False
+        self._num_ended = self._num_begun
+        self._num_found += found
+        self._changed.set()
+
+    async def pause(self, pause_s: float) -> None:
+        """Between two attempts."""
+        try:
+            async with asyncio.timeout(pause_s):
+                await self._wanted.wait()
+        except TimeoutError:
+            pass  # no call was waiting
+
+    # ------------------------------------------------------------ for calls
+
+    def hurry(self) -> None:
+        """Has an attempt made now."""
+        self._wanted.set()
+        self.requested.publish()
+
+    async def attempt(self, deadline: Deadline) -> bool:
+        """Waits until the coordinator is found, or one attempt that begins now or later has failed.
+
+        Without an answer it waits for `ASK_COORDINATOR_LIMIT_S` at most; but once another coordinator has answered, it
+        waits until that one has taken this worker back, at most until the deadline.
+
+        Returns:
+            Whether it was found.
+        """
+        goal, found = self._num_begun + 1, self._num_found
+        silent_until = time.monotonic() + ASK_COORDINATOR_LIMIT_S
+        self.hurry()
+        while self._num_found == found and self._num_ended < goal:
+            limit_s = deadline.remaining_s()
+            if not self._is_answered:
+                limit_s = min(limit_s, silent_until - time.monotonic())
+            if limit_s <= 0:
+                break
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(None if limit_s == float("inf") else limit_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass  # the loop condition decides
+        return self._num_found != found

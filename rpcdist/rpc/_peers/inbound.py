@@ -1,24 +1,25 @@
-"""The sessions that other workers open to this one."""
+"""The sessions that other workers open to this one, and those of callers that only probe whether it lives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from rpcdist.ids import Identity
-from rpcdist.rpc._peers.announcements import Announcements
 from rpcdist.rpc._peers.demultiplexer import Demultiplexer
-from rpcdist.rpc._peers.directory import Directory
-from rpcdist.rpc._peers.network import PeerSession
-from rpcdist.rpc._peers.peer_events import PeerEvents
+from rpcdist.rpc._peers.directory import Directory, PeerEvents
+from rpcdist.rpc._peers.network import Announcements, PeerSession
 from rpcdist.rpc._peers.router import REPLACED
-from rpcdist.rpc._values.buffers import ReceiveBuffer
+from rpcdist.rpc._values.buffers import CopiedBuffer, ReceiveBuffer
+from rpcdist.transport.announced_bytes import AnnouncedBytes
+from rpcdist.transport.wire_messages import WireMessage
 
 
 class Inbound:
     """Takes them (`SessionTaker`); one per agent, on the I/O loop.
 
     A worker calls on a session that it has opened itself, and is answered there. So what arrives here are the calls of
-    others, and their control messages; what this worker asks and tells goes through the `Router`.
+    others, and their control messages; this worker's own go through the `Router`.
 
     Args:
         demultiplexer: gets what arrives.
@@ -88,3 +89,37 @@ class Inbound:
         """Ends all of them at once."""
         for session in list(self.sessions):
             session.close(reason)
+
+
+PROBE_ROLE = "probe"
+
+
+class ProbeTaker:
+    """Takes them (`SessionTaker`); one per agent, on the I/O loop.
+
+    Args:
+        on_probe: is told who asks.
+    """
+
+    shares_payloads = False
+    allocate = staticmethod(ReceiveBuffer.allocate)
+    borrow = staticmethod(CopiedBuffer)
+
+    def __init__(self, on_probe: Callable[[Identity], object]) -> None:
+        self._on_probe = on_probe
+
+    def on_opened(self, session: PeerSession) -> None:
+        self._on_probe(session.peer)
+
+    def on_messages(self, session: PeerSession, messages: list[tuple[Any, list[Any]]]) -> None:
+        session.close(f"unexpected message from {session.peer.name}")
+
+    def takes_anywhere(self, message: WireMessage) -> bool:
+        return False
+
+    def on_closed(self, session: PeerSession, reason: str) -> None:
+        """The caller of a probe closes at once."""
+
+    def announced_by(self, peer: Identity) -> AnnouncedBytes:
+        """A probe announces nothing."""
+        return AnnouncedBytes(limit_bytes=0)

@@ -1,4 +1,4 @@
-"""What the RPC layer uses of the transport, as protocols.
+"""The transport as the RPC layer sees it: protocols.
 
 `rpcdist.transport` implements them with sockets (`Node`, `Link`, `Session`, `IoLoop`). Tests implement them in memory,
 which is how several workers can live in one process without a network.
@@ -6,13 +6,16 @@ which is how several workers can live in one process without a network.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
 
 from rpcdist.deadline import Deadline
+from rpcdist.errors import CallRefused
 from rpcdist.ids import Identity
 from rpcdist.inspection import ChannelFacts, LentMemory, Strangers
 from rpcdist.rpc._executors.io_thread import IoThread
@@ -31,7 +34,7 @@ class MessageSink(Protocol):
 
     @property
     def peer(self) -> Identity:
-        """Who gets them."""
+        """The worker that gets them."""
 
     @property
     def id(self) -> bytes:
@@ -39,7 +42,7 @@ class MessageSink(Protocol):
 
     @property
     def closed_reason(self) -> str | None:
-        """Why nothing can be sent any more; None while it can."""
+        """Why nothing can be sent any more; None while the session is open."""
 
     @property
     def last_received(self) -> float:
@@ -52,7 +55,7 @@ class MessageSink(Protocol):
         """Has what lingers in the queue or was held back written now; any thread, never blocks."""
 
     def hold_back(self, send: Callable[[], object]) -> None:
-        """Calls `send`; what it sends on this thread is queued until somebody calls `flush`, or `lead`; any thread."""
+        """Calls `send`; its messages stay queued until the next `flush` or `lead`; any thread."""
 
     def want_value(self, call: int) -> bool:
         """Has the reply to a `remote()` bring the result along, unless its message has left.
@@ -105,7 +108,7 @@ class PeerSession(MessageSink, Protocol):
         """The shared memory that this process lends to the peer; None where nothing was ever lent."""
 
     def facts(self, now: float) -> ChannelFacts:
-        """What it is and does, at a moment of the monotonic clock."""
+        """Its state at a moment of the monotonic clock."""
 
     def close(self, reason: str) -> None:
         """Ends it at once; any thread; idempotent."""
@@ -118,9 +121,9 @@ class PeerSession(MessageSink, Protocol):
 
 
 class SessionTaker(Protocol):
-    """Who takes what arrives on sessions. It must not block or run user code.
+    """Takes what arrives on sessions. It must not block or run user code.
 
-    All of it is called on the I/O loop; but `on_messages` also on a thread that leads, for what it `takes_anywhere`.
+    Its methods run on the I/O loop; `on_messages` also on a thread that leads, with messages that it `takes_anywhere`.
     """
 
     def on_opened(self, session: PeerSession) -> None:
@@ -172,7 +175,7 @@ class Network(Protocol):
     """This process's place on the network.
 
     Attributes:
-        identity: who this process is to others; set when it joins a job.
+        identity: the name and rank of this process; set when it joins a job.
     """
 
     identity: Identity
@@ -195,7 +198,7 @@ class Network(Protocol):
 
     @property
     def records(self) -> Records:
-        """Signs and verifies what the processes of the job tell each other through a store."""
+        """Signs and verifies the records that processes of the job exchange through a store."""
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         """Runs a coroutine on the I/O loop and waits for it; any other thread."""
@@ -216,7 +219,7 @@ class Network(Protocol):
     def handle_role(
         self, role: str, handler: SessionTaker | None, refuse: Callable[[Identity], str | None] | None = None
     ) -> None:
-        """Says who takes the sessions that peers open for a role, and whom to refuse; None ends that."""
+        """Registers the taker of the sessions that peers open for a role, and refuses some peers; None ends that."""
 
     async def connect(
         self,
@@ -249,3 +252,44 @@ class SendObserver(Protocol):
 
     def on_not_sent(self, silence_s: float, reason: str, is_lost: bool = True) -> None:
         """The worker was declared lost before that; or else this process could not send it, for the reason given."""
+
+
+class Announcements:
+    """One per agent; any thread may use it.
+
+    The sessions of one worker share a limit, whichever side opened them. A process with the token may give itself any
+    name, so all processes that are not (yet) members share one limit, and inventing names gains nothing.
+
+    Args:
+        limit_bytes: for each; None for the memory of this machine.
+        holder_of: the name of the worker that lives at a rank, or None.
+    """
+
+    def __init__(self, limit_bytes: int | None, holder_of: Callable[[int], str | None]) -> None:
+        self._limit_bytes = limit_bytes
+        self._holder_of = holder_of
+        self._lock = threading.Lock()
+        self._by_name: dict[str | None, AnnouncedBytes] = {}  # one entry for each member that ever was
+
+    def __repr__(self) -> str:
+        return f"<Announcements {self._by_name!r}>"
+
+    def of(self, peer: Identity) -> AnnouncedBytes:
+        name = peer.name if self._holder_of(peer.id) == peer.name else None
+        with self._lock:
+            return self._by_name.setdefault(name, AnnouncedBytes(self._limit_bytes))
+
+
+calling_worker: ContextVar[Identity | None] = ContextVar("rpcdist_calling_worker", default=None)
+"""Set in calls of coroutine functions: the proven peer of the call's session."""
+
+calling_session: ContextVar[MessageSink | None] = ContextVar("rpcdist_calling_session", default=None)
+"""Set in functions that run on the thread that reads: where the call came, and the next one will probably come."""
+
+
+def check_speaks_for(name: str) -> None:
+    """Raises `CallRefused` unless the call that runs was made by the worker of this name."""
+    caller = calling_worker.get()
+    if caller is None or caller.name != name:
+        who = "code that no worker has called" if caller is None else f"worker {caller.name!r}"
+        raise CallRefused(f"{who} cannot speak for worker {name!r}: each worker speaks for itself")

@@ -4,17 +4,17 @@
                                                                                 LOST --revive--> CONNECTING
                                                                                 LOST --heard, and reached again--> UP
 
-What waits while CONNECTING is sent when UP. A worker that refuses connections, or whose address belongs to another
-process by now, is LOST at once, and gone; one that is silent is LOST after `peer_timeout`, and may only have been
-stopped for a while. One that has a connection of its own to this process lives, whatever happens to ours; it is LOST
-when it could not be reached for several peer timeouts, or calls to it would wait for ever.
+Messages that wait while CONNECTING are sent when UP. A worker that refuses connections, or whose address belongs to
+another process by now, is LOST at once, and gone; a silent one is LOST after `peer_timeout`, and may only have been
+stopped for a while. A worker with a connection of its own to this process lives, even if ours fails; it is LOST after
+several peer timeouts in which it could not be reached, since calls to it would wait for ever.
 
-Where it is this process that has no descriptor, port or thread for a connection, it says nothing of the other one, and
-stays CONNECTING: calls end by their own deadlines, or after several peer timeouts as not sent, and name the shortage.
+A process that lacks a descriptor, port or thread for a connection draws no conclusion about the other one, and stays
+CONNECTING: calls end by their own deadlines, or after several peer timeouts as not sent, and name the shortage.
 
 [Note: late comers] Control messages to a worker that is LOST are kept. If it lives after all, it must learn which of
-its values we gave up, or it would keep them for as long as we live. They leave when it connects to us, or when somebody
-here calls it (`revive`). A closed port may be a firewall's word, so those to a worker that seems gone are kept as well,
+its values we gave up, or it would keep them for as long as we live. They are sent when it connects to us, or when this
+process calls it (`revive`). A firewall may have closed the port, so messages to a worker that seems gone are kept, too,
 for as long as it may count our references, which is a lease; later ones are dropped.
 """
 
@@ -66,7 +66,7 @@ class PeerState(Enum):
 
 
 class Unsent(NamedTuple):
-    """A message, with its large buffers, for which there was no connection, and who has to know."""
+    """A message without a connection, with its large buffers and its observer."""
 
     message: WireMessage
     buffers: Sequence[LargeBuffer]
@@ -74,11 +74,11 @@ class Unsent(NamedTuple):
 
 
 _Waiting = tuple[WireMessage, Sequence[LargeBuffer], SendObserver | None, float]
-"""A message, its large buffers, who is told, and since when it waits, in monotonic seconds."""
+"""A message, its large buffers, its observer, and the time since which it waits, in monotonic seconds."""
 
 
 class PeerOwner(Protocol):
-    """The router, as its peers see it. Called on the I/O loop, but for `on_messages`: see `SessionTaker`."""
+    """The router, as its peers see it. Called on the I/O loop, except `on_messages`: see `SessionTaker`."""
 
     @property
     def borrow(self) -> Callable[[memoryview], ReceiveBuffer]:
@@ -89,7 +89,7 @@ class PeerOwner(Protocol):
         """Whether large buffers may travel in shared memory."""
 
     def introduction(self, to: Identity) -> rpc_pb2.Message | None:
-        """What is said first on each connection."""
+        """The first message of each connection, or None."""
 
     def announced_by(self, peer: Identity) -> AnnouncedBytes:
         """See `SessionTaker`."""
@@ -122,17 +122,17 @@ class Peer:
 
     Args:
         network: opens connections.
-        member: who it is, and where it listens.
+        member: the worker, and where it listens.
         owner: is told what arrives and what happens.
         timeout_s: silence after which it is declared lost.
 
     Attributes:
-        identity: who it is.
+        identity: of the worker.
         address: host:port.
         session: the open session, or None.
         lost_reason: why it was declared dead, or None.
-        is_gone: it is LOST, and nobody listens at its address, or somebody else does.
-        is_out_of_reach: it is LOST, or tried anew since, although it was heard.
+        is_gone: it is LOST, and its address is closed or belongs to another process.
+        is_out_of_reach: this process could not connect to the worker, although the worker's own connection is alive.
     """
 
     def __init__(self, network: Network, member: Member, owner: PeerOwner, timeout_s: float) -> None:
@@ -262,7 +262,7 @@ class Peer:
                     reason = _because(broken, str(exc)) + (ONE_WAY if is_heard else "")
                     self.is_out_of_reach = is_heard
                     self._lose(reason, gone=(is_another or was_refused(exc)) and not is_heard)
-                    if is_heard and self.state is PeerState.LOST:  # not closed meanwhile, nor tried anew
+                    if is_heard and self.state is PeerState.LOST:  # neither closed nor revived meanwhile
                         trying = self._try_now_and_then()
                         self._task = self._network.io.spawn(trying, f"rpcdist try to reach {self.identity.name}")
                     return
@@ -274,7 +274,7 @@ class Peer:
             await asyncio.sleep(next(pauses))
 
     def _give_up_waiting(self, reason: str) -> None:
-        """Lets go of messages that need not be sent any more, and of those that have waited for too long."""
+        """Drops messages that need not be sent any more, and those that have waited for too long."""
         since = time.monotonic() - ONE_WAY_IN_PEER_TIMEOUTS * self._timeout_s
         with self._lock:
             told = [sent for _, _, sent, at in self._waiting if sent is not None and at < since and not sent.ended]
@@ -383,7 +383,7 @@ class Peer:
             if self.session is not None:
                 self.last_up = self.session.last_received
             self.is_gone = gone
-            # Told outside of the lock: their calls end, and whoever waits for one may call this worker again.
+            # Told outside of the lock: their calls end, and a thread that waits for one may call this worker again.
             unsent = [Unsent(message, buffers, sent) for message, buffers, sent, _ in self._waiting if sent is not None]
             self._waiting.clear()
         self._owner.on_peer_lost(self, reason, unsent)

@@ -1,4 +1,4 @@
-"""Messages to workers, by their ids: which connection they take, and whether there is one, is decided here.
+"""Messages to workers, by their ids: finds the connection that each takes, and opens it if there is none.
 
 This worker's own id leads to the loopback. Any other leads to the `Peer` of the process that has the id now; a peer
 whose process was replaced, or was lost a while ago, gives way to a new attempt.
@@ -17,17 +17,11 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.errors import RpcdistError, TransportError, WorkerLost
 from rpcdist.ids import Identity
-from rpcdist.rpc._peers.announcements import Announcements
-from rpcdist.rpc._peers.control import ControlBody, kind_of
-from rpcdist.rpc._peers.control_receiver import ControlReceiver
-from rpcdist.rpc._peers.coordinator_search import CoordinatorSearch
-from rpcdist.rpc._peers.demultiplexer import Demultiplexer, PoolJob
-from rpcdist.rpc._peers.directory import COORDINATOR, Directory
-from rpcdist.rpc._peers.lifetime import Lifetime
-from rpcdist.rpc._peers.loopback import Loopback
-from rpcdist.rpc._peers.network import MessageSink, Network, PeerSession, SendObserver
+from rpcdist.rpc._peers.control import ControlBody, ControlReceiver, kind_of
+from rpcdist.rpc._peers.demultiplexer import Demultiplexer, Lifetime, Loopback, PoolJob
+from rpcdist.rpc._peers.directory import COORDINATOR, CoordinatorSearch, Directory, PeerEvents
+from rpcdist.rpc._peers.network import Announcements, MessageSink, Network, PeerSession, SendObserver
 from rpcdist.rpc._peers.peer import Peer, PeerState, Unsent
-from rpcdist.rpc._peers.peer_events import PeerEvents
 from rpcdist.rpc._values.buffers import CopiedBuffer, LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S, THREAD_GRACE_S
@@ -44,15 +38,15 @@ class Router:
 
     Args:
         network: opens connections.
-        directory: who is in the job, and where.
-        demultiplexer: gets the answers that arrive on connections of this worker, and what it sends to itself.
+        directory: knows the members, and their addresses.
+        demultiplexer: gets the answers that arrive on connections of this worker, and its messages to itself.
         control: applies control messages of this worker to itself.
         events: is told what happens to connections.
         lifetime: when it is over, control messages are dropped.
         options: how long a silent worker counts as alive, and whether large buffers may travel in shared memory.
         announcements: count what peers have announced and not sent.
         search: for the next coordinator, for which calls to a lost one wait.
-        introduction: what is said first on each connection to a worker, if anything is.
+        introduction: makes the first message of each connection to a worker, or None.
     """
 
     def __init__(
@@ -77,7 +71,7 @@ class Router:
         self._search = search
         self._peer_timeout_s = options.peer_timeout
         self.shares_payloads = options.share_payloads
-        # Who may not send pickles is trusted with values only, and must not change them while they are used.
+        # A peer that may not send pickles is trusted with values only, and must not change them while they are used.
         self.borrow = ReceiveBuffer.borrowed if options.allow_pickle else CopiedBuffer
         self.announced_by = announcements.of
         self.introduction = introduction
@@ -252,7 +246,7 @@ class Router:
             peer.send_control(body)
 
     def _living_peer(self, worker_id: int) -> Peer:
-        """As `peer`; learns first who has the place of a worker that is lost."""
+        """As `peer`; asks first which process has the place of a worker that is lost."""
         self.learn_if_lost(worker_id)
         return self.peer(worker_id)
 
@@ -260,7 +254,7 @@ class Router:
         """Asks the coordinator who has the place of a worker now, if that is lost; bounded.
 
         On an event loop, which must not be held up, it asks for the next time. A coordinator that is itself lost, or
-        has not been heard of lately, is not asked: the caller is to fail fast.
+        has not been heard of lately, is not asked: the caller must fail fast.
         """
         peer = self._peers.get(worker_id)
         if peer is None or peer.state is not PeerState.LOST or not self._hears_from_coordinator():
@@ -301,8 +295,7 @@ class Router:
         """Waits until it is clear whether the coordinator lives, and if not, for one attempt to find the next one; not
         on an event loop, which must not be held up.
 
-        What is made afterwards for that worker (a reference, a share in an autograd context) is for the process that
-        has its place.
+        References and shares in autograd contexts that are made afterwards are for the process that has its place.
         """
         if asyncio._get_running_loop() is None:
             self._network.run(self._find_coordinator(deadline), None)
@@ -355,8 +348,8 @@ class Router:
         """Connects to another worker, so that its death is noticed here.
 
         Args:
-            worker_id: who.
-            what: what waits for it, for the error.
+            worker_id: of the worker.
+            what: the operation that waits for it, for the error.
 
         Returns:
             The error, if the worker is lost already.
@@ -382,7 +375,7 @@ class Router:
         """Those that this worker has opened."""
         return [peer.session for peer in list(self._peers.values()) if peer.session is not None]
 
-    # ------------------------------------------------------------ what peers tell (`PeerOwner`), on the I/O loop
+    # ------------------------------------------------------------ for peers (`PeerOwner`), on the I/O loop
 
     def on_peer_broken(self, session: PeerSession, reason: str) -> None:
         self._events.broken.publish(session, reason)

@@ -1,7 +1,7 @@
-"""What a Python `RRef` object holds on to, and what the manager knows about it.
+"""Handles, which Python `RRef` objects hold, and the state that the manager keeps for each.
 
-A *handle* lives as long as Python objects hold it; a queue is told of its end. Its *state* is in the manager's tables
-until that was noticed there. An `OwnerValue` is the value itself.
+A *handle* lives as long as Python objects hold it; its end is noted in a queue. Its *state* stays in the manager's
+tables until the manager has read that. An `OwnerValue` is the value itself.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OwnerValue:
         try:
             error = self.future.exception(timeout_s)
         except DeadlineExceeded as exc:
-            # The words of a call that is late: who asked by a call hears this or those, whichever comes first.
+            # The same words as for a late call: its caller gets this error or that one, whichever comes first.
             raise DeadlineExceeded(
                 "RPC ran for more than set timeout and will now be marked with an error: the value of "
                 f"{self.rref!r} was not there in time"
@@ -73,7 +73,7 @@ def copy_outcome(source: Future[Any], target: Future[Any]) -> None:
 
 
 def failed_future(error: Exception) -> Future[Any]:
-    """A future of an error that is told to somebody else."""
+    """A future of an error that is reported elsewhere."""
     future: Future[Any] = Future()
     future.is_quiet = True
     future._fail(error)
@@ -135,3 +135,14 @@ class Handle:
     def __init__(self, state: HandleState, dropped: Dropped) -> None:
         self.state = state
         self._at_end = AtEnd(dropped.append, (state.rref, state.id))
+
+
+class Token:
+    """A reference that arrived in a message and was not unpickled yet: `RRefManager.claim` it, or `discard` it."""
+
+    __slots__ = ("handle", "rref", "state")
+
+    def __init__(self, state: HandleState, handle: Handle) -> None:
+        self.state = state
+        self.handle: Handle | None = handle
+        self.rref: object = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Final, NamedTuple
+from collections.abc import Hashable, Iterator
+from typing import Final, Generic, NamedTuple, TypeVar
 
 _COUNT_BITS: Final = 24
 _MAX_COUNT: Final = (1 << _COUNT_BITS) - 1
@@ -21,7 +22,7 @@ class UniqueId(NamedTuple):
     incarnation: int
 
     def __str__(self) -> str:
-        """Numbered as by torch: 0, 1, 2 of each worker. The part of the number that nobody guesses stays out of it."""
+        """Numbered as by torch: 0, 1, 2 of each worker. The secret part of the number stays out of it."""
         return f"GloballyUniqueId(created_on={self.created_on}, local_id={self.local_id & _MAX_COUNT})"
 
     def __repr__(self) -> str:
@@ -33,7 +34,7 @@ class UniqueId(NamedTuple):
 
 
 def new_number(count: int) -> int:
-    """A number that nobody guesses: who names a reference, or a share of one, was told of it. It is not used again.
+    """A number that cannot be guessed: a worker that names a reference, or a share, was told of it. It is never reused.
 
     Args:
         count: how many the process has made before; texts show it.
@@ -60,3 +61,33 @@ class ReferenceShare(NamedTuple):
 
     rref: RRefId
     fork: ForkId
+
+
+T = TypeVar("T", bound=Hashable)
+
+
+class BoundedSet(Generic[T]):
+    """At most `limit` members; adding one more forgets the oldest."""
+
+    __slots__ = ("_limit", "_members")
+
+    def __init__(self, limit: int = 4096) -> None:
+        self._limit = limit
+        self._members: dict[T, None] = {}
+
+    def add(self, member: T) -> None:
+        self._members[member] = None
+        if len(self._members) > self._limit:
+            del self._members[next(iter(self._members))]
+
+    def __contains__(self, member: object) -> bool:
+        return member in self._members
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __repr__(self) -> str:
+        return f"BoundedSet({list(self._members)!r})"

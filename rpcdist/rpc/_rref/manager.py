@@ -16,9 +16,8 @@ from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.errors import NotInitialized, ProtocolViolation, RRefError, WorkerLost
 from rpcdist.inspection import ReferenceFacts
-from rpcdist.rpc._rref import actions, events
-from rpcdist.rpc._rref.handles import Handle, HandleState, OwnerValue, failed_future
-from rpcdist.rpc._rref.host import RRefHost
+from rpcdist.rpc._rref import events
+from rpcdist.rpc._rref.handles import Handle, HandleState, OwnerValue, Token, failed_future
 from rpcdist.rpc._rref.identifiers import (
     ForkId,
     Incarnation,
@@ -27,11 +26,18 @@ from rpcdist.rpc._rref.identifiers import (
     UniqueId,
     new_number,
 )
-from rpcdist.rpc._rref.problems import FORK_AFTER_DELETION, GONE, creation_error, owner_lost, replaced
 from rpcdist.rpc._rref.protobuf import decode_messages, id_from_pb, id_to_pb
 from rpcdist.rpc._rref.report import LiveRRef, counts, is_held, leaks, live_rrefs, reference_facts
-from rpcdist.rpc._rref.rref_token import Token
-from rpcdist.rpc._rref.tables import RRefTables, WhenThere
+from rpcdist.rpc._rref.tables import (
+    FORK_AFTER_DELETION,
+    GONE,
+    RRefHost,
+    RRefTables,
+    WhenThere,
+    creation_error,
+    owner_lost,
+    replaced,
+)
 from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import RREF_RELEASE_LIMIT_S
@@ -69,16 +75,16 @@ class RRefManager:
     # ------------------------------------------------------------ references that are made here
 
     def own(self, value: object) -> Handle:
-        """A local reference to a value. Nobody else knows it until it is shared."""
+        """A local reference to a value, unknown to other workers until it is shared."""
         rref = self._new_id()
         owned = OwnerValue(rref)
         owned.set(value)
         return self._tables.add_handle(rref, rref, self.me, self.my_name, owned)
 
     def create_remote(self, owner: int, is_serial: bool = False) -> tuple[Any, ReferenceShare]:
-        """Begins a `remote()`: the reference, and what the call says that its result is.
+        """Begins a `remote()`: the reference, and the share that the call must name for its result.
 
-        Whoever makes the call reports how it ends: `on_created` or `on_creation_failed`, also when it was not sent.
+        The caller reports how the call ends: `on_created` or `on_creation_failed`, also when it was not sent.
 
         Raises:
             OwnerLost: the owner is declared dead.
@@ -126,12 +132,12 @@ class RRefManager:
             value = self._tables.values.setdefault(rref, value)
 
         for action in self._tables.feed(event, prepare, owned=rref):
-            if isinstance(action, actions.RefuseCreation):
+            if isinstance(action, events.RefuseCreation):
                 raise self._tables.error(action.reason, f"remote() of {rref}", self.me)
         return value
 
     def set_value(self, entry: OwnerValue, value: object) -> None:
-        """Runs callbacks of those who wait: not on the I/O loop."""
+        """Runs callbacks that wait for the value: not on the I/O loop."""
         entry.set(value)
         self._tables.feed(events.CreationFinished(entry.rref))
 
@@ -140,7 +146,7 @@ class RRefManager:
         self._tables.feed(events.CreationFinished(entry.rref))
 
     def value_there(self, share: ReferenceShare, requester: int, incarnation: int) -> Future[Any] | None:
-        """What `when_there` would call `then` with at once, found with less; None if it might be anything else."""
+        """The future with which `when_there` would call `then` at once, found with less work; None if it would not."""
         check_not_forked()
         tables = self._tables
         with tables.lock:
@@ -179,7 +185,7 @@ class RRefManager:
         """
         state = self.check_sharable(rref)
         child = self._new_id()
-        if not state.confirmed:  # whoever gets the share may ask the owner before a creation that lingers is there
+        if not state.confirmed:  # the receiver may ask the owner before a creation that lingers is there
             self._host.flush(state.owner.worker)
         event = events.Share(state.rref, state.id, child, self._tables.node(to, incarnation))
         if (value := state.value) is not None:
@@ -205,7 +211,7 @@ class RRefManager:
         """A fork arrived in a message. Cheap; runs on the I/O loop.
 
         Raises:
-            ProtocolViolation: it is here already: it would be dropped, with this message, for who holds it.
+            ProtocolViolation: it is here already, and the end of this message would drop it for its holder.
         """
         rref, id = id_from_pb(fork.rref), id_from_pb(fork.fork)
         if id in self._tables.states:
@@ -279,7 +285,7 @@ class RRefManager:
         """A worker is connected. If it was declared dead, its new values can be referred to again."""
         node = Incarnation(worker_id, incarnation)
         with self._tables.lock:
-            self._tables.losses.forget(node)
+            self._tables.losses.pop(node, None)
         self._tables.feed(events.HolderFound(node))
 
     def is_lost(self, worker_id: int) -> bool:
@@ -323,7 +329,7 @@ class RRefManager:
 
         Args:
             timeout_s: limit of the whole, in seconds.
-            others: wait also until the other workers have dropped what this one owns, but for those that are lost.
+            others: wait also until the other workers have dropped what this one owns, except those that are lost.
 
         Returns:
             Whether all of that happened in time.
@@ -367,7 +373,7 @@ class RRefManager:
     def check_leaks(self) -> None:
         """Raises `RRefError` naming the values of this worker that others still hold, when all are leaving; blocks.
 
-        That nobody has work does not say that the last releases have come: they may take a moment.
+        The last releases may arrive a moment after the last work has ended.
         """
         self.drain()
         self._wait_for(lambda: not leaks(self._tables.protocol), RREF_RELEASE_LIMIT_S)
@@ -385,7 +391,7 @@ class RRefManager:
             return counts(self._tables.protocol)
 
     def facts(self, now: float, most: int) -> tuple[list[ReferenceFacts], int]:
-        """What this worker owns and holds, `most` of either, and how many were left out; takes no lock."""
+        """The references that this worker owns and holds, `most` of either, and the number left out; takes no lock."""
         protocol, values = self._tables.protocol, self._tables.values
         left_out = sum(max(0, len(table) - most) for table in (protocol.owners.entries, protocol.users.forks))
 
@@ -397,7 +403,7 @@ class RRefManager:
         return reference_facts(protocol, self._tables.name, value_of, now, most), left_out
 
     def debug_rrefs(self) -> list[LiveRRef]:
-        """Every reference that this worker owns or holds, and who holds it."""
+        """Every reference that this worker owns or holds, and its holders."""
         self.drain()
         with self._tables.lock:
             names = {state.owner: state.owner_name for state in self._tables.states.values()}

@@ -2,7 +2,7 @@
 
 Pure: no clock, no sockets, no threads. `protocol.py` states the guarantees and routes the events.
 
-An entry is *expected* when somebody named a reference whose `remote()` has not arrived (messages have no order),
+An entry is *expected* when a worker named a reference whose `remote()` has not arrived (messages have no order),
 *creating* while its function runs, and *ready* after that. It ends when it is ready and nothing refers to it.
 """
 
@@ -11,28 +11,29 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator
 
-from rpcdist.rpc._rref.actions import (
+from rpcdist.rpc._rref.events import (
+    ChildConfirmed,
     Confirm,
+    CreationAccepted,
+    CreationProbe,
     Fail,
     FailValue,
+    FetchArrived,
+    ForkConfirmed,
+    ForkRefused,
+    Reason,
+    Received,
     RefuseCreation,
     RefuseFetch,
     ReleaseValue,
     RRefAction,
     SendControl,
     Serve,
-)
-from rpcdist.rpc._rref.bounded import BoundedSet
-from rpcdist.rpc._rref.events import CreationAccepted, FetchArrived, Received, Share, ShareFailed
-from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, UniqueId
-from rpcdist.rpc._rref.messages import (
-    ChildConfirmed,
-    CreationProbe,
-    ForkConfirmed,
-    ForkRefused,
-    Reason,
+    Share,
+    ShareFailed,
     ShareQuery,
 )
+from rpcdist.rpc._rref.identifiers import BoundedSet, ForkId, Incarnation, RRefId, UniqueId
 
 
 class State(enum.Enum):
@@ -60,10 +61,10 @@ class OwnerEntry:
 
 
 class OwnerTable:
-    """All values of one worker that others know. Methods report what is to be done through `emit`.
+    """All values of one worker that others know. Methods report actions through `emit`.
 
     Attributes:
-        now: the time, in seconds, as the shell said last: it need not be exact.
+        now: the time, in seconds, as the shell set it last; it need not be exact.
         since: by fork that counts, when it was counted.
     """
 
@@ -190,7 +191,7 @@ class OwnerTable:
         ]
 
     def receive(self, event: Received, creator_is_gone: bool) -> None:
-        """A fork came home: it becomes a local handle, and whoever sent it need not wait."""
+        """A fork came back to the owner: it becomes a local handle, and its sender need not wait."""
         if event.parent is not None:
             self._emit(SendControl(event.sender, ChildConfirmed(event.rref, event.fork)))
         entry = self._entry_or_expect(event.rref, creator_is_gone)
@@ -270,7 +271,7 @@ class OwnerTable:
                 self._emit(SendControl(node, ForkRefused(rref, fork, Reason.LEASE_EXPIRED)))
 
     def creator_gone(self, node: Incarnation) -> None:
-        """What the dead announced and never delivered will not come."""
+        """Values that a dead worker announced and never created will not come."""
         for entry in list(self):
             if entry.rref.creator == node:
                 self.creation_over(entry.rref, Reason.CREATION_FAILED)
@@ -282,7 +283,7 @@ class OwnerTable:
         self.since[fork] = self.now
 
     def _drop_holder(self, entry: OwnerEntry, node: Incarnation) -> None:
-        """If the node lives after all, it must not wait for an answer that nobody owes it any more."""
+        """If the node lives after all, it must not wait for an answer that will not come."""
         for fork in _forks_of(entry.forks, node):
             del entry.forks[fork]
             self.since.pop(fork, None)
@@ -296,11 +297,11 @@ class OwnerTable:
         self._settle(entry)
 
     def _is_held(self, entry: OwnerEntry, fork: ForkId, sender: Incarnation) -> bool:
-        """Whether the value may go to who names this fork."""
+        """Whether the value may go to the worker that names this fork."""
         return entry.forks.get(fork) == sender or (sender == self._me and fork in entry.local)
 
     def _may_hold(self, entry: OwnerEntry, fork: ForkId, sender: Incarnation) -> bool:
-        """Whether who names this fork may turn out to hold it when the call of `remote()` comes."""
+        """Whether the worker that names this fork may turn out to hold it when the call of `remote()` comes."""
         is_creator = sender == entry.rref.creator and fork not in entry.forks and fork not in entry.askers
         return is_creator or entry.askers.get(fork) == sender or self._is_held(entry, fork, sender)
 

@@ -8,26 +8,26 @@ from typing import Final
 
 from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.errors import ProtocolViolation
-from rpcdist.rpc._rref import messages
+from rpcdist.rpc._rref import events
 from rpcdist.rpc._rref.identifiers import UniqueId
 
 _IDS: Final = Struct("<qqQqqQ")
 
-_WITH_FORK: dict[str, type[messages.ForkMessage]] = {
-    "fork_request": messages.ForkRequest,
-    "fork_confirmed": messages.ForkConfirmed,
-    "child_confirmed": messages.ChildConfirmed,
-    "user_deleted": messages.UserDeleted,
-    "share_query": messages.ShareQuery,
-    "share_lost": messages.ShareLost,
-    "creation_query": messages.CreationQuery,
+_WITH_FORK: dict[str, type[events.ForkMessage]] = {
+    "fork_request": events.ForkRequest,
+    "fork_confirmed": events.ForkConfirmed,
+    "child_confirmed": events.ChildConfirmed,
+    "user_deleted": events.UserDeleted,
+    "share_query": events.ShareQuery,
+    "share_lost": events.ShareLost,
+    "creation_query": events.CreationQuery,
 }
-_WITHOUT_FORK: dict[str, type[messages.Message]] = {
-    "creation_probe": messages.CreationProbe,
-    "creation_over": messages.CreationOver,
+_WITHOUT_FORK: dict[str, type[events.Message]] = {
+    "creation_probe": events.CreationProbe,
+    "creation_over": events.CreationOver,
 }
 _NAMES = {kind: name for name, kind in (*_WITH_FORK.items(), *_WITHOUT_FORK.items())}
-_NAMES[messages.ForkRefused] = "fork_refused"
+_NAMES[events.ForkRefused] = "fork_refused"
 
 
 def id_to_pb(id: UniqueId) -> value_pb2.UniqueId:
@@ -38,20 +38,20 @@ def id_from_pb(id: value_pb2.UniqueId) -> UniqueId:
     return UniqueId(id.created_on, id.local_id, id.incarnation)
 
 
-def encode_message(message: messages.Message) -> rref_pb2.RRefMessage:
+def encode_message(message: events.Message) -> rref_pb2.RRefMessage:
     encoded = rref_pb2.RRefMessage()
     body = getattr(encoded, _NAMES[type(message)])
     body.rref.CopyFrom(id_to_pb(message.rref))
-    if isinstance(message, messages.ForkMessage):
+    if isinstance(message, events.ForkMessage):
         body.fork.CopyFrom(id_to_pb(message.fork))
     else:
         body.SetInParent()
-    if isinstance(message, messages.ForkRefused):
+    if isinstance(message, events.ForkRefused):
         body.reason = int(message.reason)
     return encoded
 
 
-def encode_deletions(deleted: Sequence[messages.UserDeleted]) -> rref_pb2.RRefMessage:
+def encode_deletions(deleted: Sequence[events.UserDeleted]) -> rref_pb2.RRefMessage:
     """One message for all of them, which go to one owner."""
     if len(deleted) == 1:
         return encode_message(deleted[0])
@@ -59,7 +59,7 @@ def encode_deletions(deleted: Sequence[messages.UserDeleted]) -> rref_pb2.RRefMe
     return rref_pb2.RRefMessage(users_deleted=rref_pb2.UsersDeleted(ids=ids))
 
 
-def decode_messages(encoded: rref_pb2.RRefMessage) -> Sequence[messages.Message]:
+def decode_messages(encoded: rref_pb2.RRefMessage) -> Sequence[events.Message]:
     """One message, or several deletions.
 
     Raises:
@@ -70,18 +70,18 @@ def decode_messages(encoded: rref_pb2.RRefMessage) -> Sequence[messages.Message]
     ids = encoded.users_deleted.ids
     if len(ids) % _IDS.size:
         raise ProtocolViolation(f"the deletion of references arrived in {len(ids)} bytes, which is no number of them")
-    return [messages.UserDeleted(UniqueId(*pair[:3]), UniqueId(*pair[3:])) for pair in _IDS.iter_unpack(ids)]
+    return [events.UserDeleted(UniqueId(*pair[:3]), UniqueId(*pair[3:])) for pair in _IDS.iter_unpack(ids)]
 
 
-def _decode(encoded: rref_pb2.RRefMessage) -> messages.Message:
+def _decode(encoded: rref_pb2.RRefMessage) -> events.Message:
     name = encoded.WhichOneof("body")
     if name == "fork_refused":
         refused = encoded.fork_refused
         try:
-            reason = messages.Reason(refused.reason)
+            reason = events.Reason(refused.reason)
         except ValueError as exc:
             raise ProtocolViolation(f"a reference was refused for a reason that is none: {exc}") from exc
-        return messages.ForkRefused(id_from_pb(refused.rref), id_from_pb(refused.fork), reason)
+        return events.ForkRefused(id_from_pb(refused.rref), id_from_pb(refused.fork), reason)
     if name in _WITH_FORK:
         body = getattr(encoded, name)
         return _WITH_FORK[name](id_from_pb(body.rref), id_from_pb(body.fork))

@@ -1,7 +1,7 @@
 """The reference counting of one worker: events in, actions out.
 
-What may live here: decisions. No socket, clock, thread, coroutine, logging or torch; `manager.py` is the shell that
-executes the actions. `docs/rref.md` draws the message flows, and explains why each rule is enough.
+This file only decides: no socket, clock, thread, coroutine, logging or torch. `manager.py` is the shell that executes
+the actions. `docs/rref.md` draws the message flows, and explains why each rule is enough.
 
 Assumptions about the shell (A1 to A5):
 
@@ -11,9 +11,9 @@ Assumptions about the shell (A1 to A5):
 - A3. Each fork of a message is reported (`Received`) when the message arrives, whether or not its value can be decoded.
 - A4. If a worker dies, every other one that knows of it reports `HolderLost`, and `LeaseEnded` when its lease is over.
   A living worker may be reported too: that costs its references, and leaks nothing. After `HolderFound` it may
-  own and hold new ones, and its lease begins anew.
-- A5. Identifiers are never used twice in a job, and known to those only whom somebody has told.
-- A6. A fetch arrives after the request for its fork, and before that is deleted. One that does not is refused.
+  own and hold new ones, and its lease starts again.
+- A5. Identifiers are never used twice in a job, and a worker knows only those that it was told.
+- A6. A fetch arrives after the request for its fork, and before the fork is deleted. Any other fetch is refused.
 
 Guarantees:
 
@@ -22,11 +22,11 @@ Guarantees:
 - G3. No order of messages is assumed, and applying one twice is the same as applying it once.
 - G4. When the lease of a worker ends, its forks are dropped. If it comes back, it is told `LEASE_EXPIRED` of each.
 - G5. When the owner is lost, every handle on its values fails.
-- G6. A message counts only from who may say it: of a fork, its holder; of a creation, its creator; of the verdict on a
-  fork, its owner; of a share, who made it, or who it is for. A value goes to who holds the fork that he names.
+- G6. A message counts only from the worker that may send it: about a fork, its holder; about a creation, its creator;
+  with the verdict on a fork, its owner; about a share, its maker or receiver. A value goes to the holder of the fork.
 
-[Note: stale requests] Nothing remembers forks that are gone. A `ForkRequest` that is applied again after its fork was
-deleted counts a fork that nobody holds; but the answer to it, `ForkConfirmed`, reaches a user that does not know the
+[Note: stale requests] No table remembers forks that are gone. A `ForkRequest` that is applied again after its fork was
+deleted counts a fork without a holder; but the answer to it, `ForkConfirmed`, reaches a user that does not know the
 fork, and that user says `UserDeleted` once more. A request for a value that is gone makes an expected entry, and
 its creator answers the probe with `CreationOver`, which removes it. So duplicates heal, with no memory of the dead.
 """
@@ -36,42 +36,41 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rpcdist.rpc._rref.actions import Fail, RRefAction, SendControl
-from rpcdist.rpc._rref.bounded import BoundedSet
 from rpcdist.rpc._rref.events import (
+    ChildConfirmed,
     ConnectionBroken,
     Created,
     CreateRemote,
     CreationAccepted,
     CreationFailed,
     CreationFinished,
+    CreationOver,
+    CreationProbe,
+    CreationQuery,
     DropAll,
+    Fail,
     FetchArrived,
+    ForkConfirmed,
+    ForkRefused,
+    ForkRequest,
     HandleDropped,
     HolderFound,
     HolderLost,
     LeaseEnded,
+    Message,
     MessageArrived,
+    Reason,
     Received,
+    RRefAction,
     RRefEvent,
+    SendControl,
     Share,
     ShareFailed,
-)
-from rpcdist.rpc._rref.identifiers import ForkId, Incarnation
-from rpcdist.rpc._rref.messages import (
-    ChildConfirmed,
-    CreationOver,
-    CreationProbe,
-    CreationQuery,
-    ForkConfirmed,
-    ForkRefused,
-    ForkRequest,
-    Message,
-    Reason,
     ShareLost,
     ShareQuery,
     UserDeleted,
 )
+from rpcdist.rpc._rref.identifiers import BoundedSet, ForkId, Incarnation
 from rpcdist.rpc._rref.owner import OwnerTable
 from rpcdist.rpc._rref.users import UserTable
 
@@ -86,7 +85,7 @@ class RRefProtocol:
         self.owners = OwnerTable(me, self._emit)
         self.users = UserTable(self._emit)
         self.lost: set[Incarnation] = set()  # declared dead, and not heard of since
-        self.refused_shares = BoundedSet[ForkId]()  # asked about before they came: refused if they still come
+        self.refused_shares = BoundedSet[ForkId]()  # asked about before they came; refused if they come
 
     def handle(self, event: RRefEvent) -> list[RRefAction]:
         """Applies one event; returns what the shell has to do, in order."""
@@ -98,7 +97,7 @@ class RRefProtocol:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is held, nothing is waited for."""
+        """Whether no reference is held, owned or waited for."""
         return not (self.owners.entries or self.users.forks or self.users.parked or self.users.creating)
 
     def __repr__(self) -> str:

@@ -1,28 +1,12 @@
-"""What runs at the owner when somebody calls a method through a reference. Calls find it by name."""
+"""The functions that run at the owner for a call through a reference. Calls find them by name.
+
+Their first argument is the reference at its owner, or the `ValueAtOwner` that stands for it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
-
-
-class OwnedRRef(Protocol):
-    """A reference at its owner, or what stands for it: a `ValueAtOwner`."""
-
-    def local_value(self) -> Any: ...
-
-
-class HomeRRef(Protocol):
-    """A reference that came home to its owner."""
-
-    @property
-    def _home(self) -> Any: ...
-
-
-class BackwardRRef(Protocol):
-    """A reference that a backward pass begins at."""
-
-    def backward(self, dist_autograd_ctx_id: int, retain_graph: bool) -> None: ...
+from typing import Any, Final
 
 
 class ValueAtOwner:
@@ -37,22 +21,22 @@ class ValueAtOwner:
         return self._value
 
 
-def _rref_typeof_on_owner(rref: OwnedRRef) -> type:
+def _rref_typeof_on_owner(rref: Any) -> type:
     return type(rref.local_value())
 
 
-def _backward(rref: BackwardRRef, context_id: int, retain_graph: bool) -> None:
+def _backward(rref: Any, context_id: int, retain_graph: bool) -> None:
     rref.backward(context_id, retain_graph)
 
 
-def _local_invoke(rref: OwnedRRef, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _local_invoke(rref: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Names a call of a method. The dispatcher runs `method_of` instead: whether a method runs in a thread, as a
-    coroutine, or in the turn of an actor depends on the value, of which only the owner knows.
+    coroutine, or in the turn of an actor depends on the value, which only the owner knows.
     """
     raise AssertionError("the dispatcher runs methods")
 
 
-def _invoke_in_turn(rref: OwnedRRef, order: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _invoke_in_turn(rref: Any, order: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same, with a number that the caller gave the call: the value is, or may be, an actor."""
     raise AssertionError("the dispatcher runs methods")
 
@@ -67,18 +51,18 @@ def method_of(
     return found, args, kwargs
 
 
-async def _turns_over(rref: HomeRRef, stream: int, numbers: tuple[int, ...]) -> None:
-    """Calls of an actor have ended for their caller, which is who calls this, and may never come."""
+async def _turns_over(rref: Any, stream: int, numbers: tuple[int, ...]) -> None:
+    """Calls of an actor have ended for the worker that calls this, which made them, and may never come."""
     rref._home.turns_over(rref, stream, numbers)
 
 
 CALLS_OF_METHODS: Final[frozenset[Callable[..., Any]]] = frozenset((_local_invoke, _invoke_in_turn))
-"""Those whose last arguments are a method's name, its arguments, and those by keyword."""
+"""The functions whose last arguments are a method's name, its arguments, and those by keyword."""
 
 MAX_METHOD_CHARS: Final = 200
 
 CHECKPOINTED_METHOD: Final = "invoke_checkpointed"
-"""What calls of an actor with `max_restarts` name; the user's method is its first argument."""
+"""The method that calls of an actor with `max_restarts` name; the user's method is its first argument."""
 
 
 def called_method(args: Sequence[Any]) -> str:

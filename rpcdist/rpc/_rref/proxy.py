@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Protocol, TypeVar, cast
-
-from rpcdist.errors import BlockingInLoop
-from rpcdist.rpc._rref import proxied
-from rpcdist.rpc._rref.handles import Handle
-from rpcdist.rpc._rref.host import RRefHome
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar, cast
 
 R = TypeVar("R")
 Mode = Literal["rpc_sync", "rpc_async", "remote"]
@@ -31,18 +25,8 @@ _SPECIAL: Final = _OF_OBJECTS.union(
 """Those that run at the owner. Python and its libraries ask any object for others, to copy, pickle or inspect it."""
 
 
-class ProxiedRRef(Protocol):
-    """What a proxy needs of its reference."""
-
-    @property
-    def _home(self) -> RRefHome: ...
-
-    @property
-    def _handle(self) -> Handle: ...
-
-
 class RemoteMethod(partial[Any]):
-    """What an attribute of a proxy is: nothing has been asked yet, so it may be a method of the value or not.
+    """An attribute of a proxy. The owner has not been asked yet, so the value may have no such method.
 
     Its arguments are the reference or actor, the mode, the name and the timeout in seconds.
     """
@@ -96,15 +80,6 @@ class MethodProxy(Generic[R]):
         return f"<{self._mode} proxy of {self._target!r}>"
 
 
-class RRefProxy(MethodProxy[R]):
-    """The result of `rpc_sync()`, `rpc_async()` and `remote()` of a reference."""
-
-    __slots__ = ()
-
-    def __init__(self, rref: ProxiedRRef, mode: Mode, timeout: float) -> None:
-        super().__init__(_call, rref, mode, timeout)
-
-
 def method_name(method: Callable[..., object]) -> str:
     """The name of a method that was written as `Class.method`, by which it is found in the value's own class.
 
@@ -118,13 +93,3 @@ def method_name(method: Callable[..., object]) -> str:
             "rpc.call(rref.owner(), function, rref)"
         )
     return name
-
-
-def _call(rref: ProxiedRRef, mode: Mode, method: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
-    home = rref._home
-    if mode == "rpc_sync" and asyncio._get_running_loop() is not None:
-        raise BlockingInLoop(f"rref.rpc_sync().{method}()", f"await rref.rpc_async().{method}(...)")
-    if rref._handle.state.is_serial:
-        return home.in_turn(rref, mode, method, args, kwargs, timeout)
-    start = home.rpc_sync if mode == "rpc_sync" else home.rpc_async if mode == "rpc_async" else home.remote_on
-    return start(rref, proxied._local_invoke, (method, args, kwargs), timeout)

@@ -53,7 +53,7 @@ def reference_facts(
     now: float,
     most: int,
 ) -> list[ReferenceFacts]:
-    """What this worker owns and holds, `most` of either. It needs no lock: each table is copied in one step."""
+    """The references that this worker owns and holds, `most` of either. No lock: each table is copied in one step."""
     me = name_of(protocol.me)
     since = protocol.owners.since
     found = []
@@ -82,7 +82,7 @@ def counts(protocol: RRefProtocol) -> dict[str, str]:
 
 
 def leaks(protocol: RRefProtocol) -> str:
-    """What to complain about; empty if nobody else that lives holds a value of this worker."""
+    """A text that names the leaks; empty if no other living worker holds a value of this one."""
     lines = []
     for entry in protocol.owners:
         forks = [fork for fork, node in entry.forks.items() if node not in protocol.lost]

@@ -10,21 +10,108 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, cast
 
 from rpcdist._proto import rref_pb2
-from rpcdist.errors import WorkerLost
-from rpcdist.rpc._rref import actions, events
+from rpcdist.errors import Cancelled, DeadlineExceeded, LeaseExpired, OwnerLost, RRefError, WorkerLost
+from rpcdist.ids import Identity
+from rpcdist.rpc._rref import events
+from rpcdist.rpc._rref.events import Reason, UserDeleted
 from rpcdist.rpc._rref.handles import Dropped, Handle, HandleState, OwnerValue, failed_future
-from rpcdist.rpc._rref.host import RRefHost
 from rpcdist.rpc._rref.identifiers import Incarnation, ReferenceShare, RRefId, UniqueId
-from rpcdist.rpc._rref.messages import Reason, UserDeleted
-from rpcdist.rpc._rref.problems import Losses, replaced
 from rpcdist.rpc._rref.protobuf import encode_deletions, encode_message
 from rpcdist.rpc._rref.protocol import RRefProtocol
-from rpcdist.rpc._values.exceptions import copied
+from rpcdist.rpc._values.exceptions import copied, text_of
 from rpcdist.rpc.future import Future
 from rpcdist.transport.fork import check_not_forked
+
+
+class RRefHost(Protocol):
+    """The manager's agent: names of other workers, and a way to send them messages."""
+
+    @property
+    def me(self) -> Identity:
+        """This worker."""
+
+    def send_control(self, to: int, message: rref_pb2.RRefMessage) -> None:
+        """Delivers at least once, unless the worker dies. Any thread, never blocks."""
+
+    def flush(self, to: int) -> None:
+        """Has what lingers on its way to a worker sent now. Any thread, never blocks."""
+
+    def name_of(self, worker_id: int) -> str:
+        """A worker's name, or a text with the id if it is unknown."""
+
+    def incarnation_of(self, worker_id: int) -> int:
+        """Of the process that has this id now; 0 if it is unknown."""
+
+
+GONE = "RPC was shut down in this process, and its remote references with it"
+FORK_AFTER_DELETION = "Cannot call fork an UserRRef after deletion."
+
+
+def owner_lost(exc: WorkerLost, what: str) -> OwnerLost:
+    """The loss of a worker, as an error for users of its values."""
+    if isinstance(exc, OwnerLost):
+        return exc
+    error = OwnerLost(exc.worker, what, exc.last_seen_s, exc.reason)
+    error.__cause__ = copied(exc)
+    return error
+
+
+def replaced(name: str) -> WorkerLost:
+    """For a process that is gone, and was not declared dead."""
+    return WorkerLost(name, "a remote reference", 0.0, "the process left, or another one took its place")
+
+
+def describe(reason: Reason, what: str, owner: str) -> Exception:
+    """The error for a reason that the protocol gives; `what` names the reference."""
+    if reason is Reason.LEASE_EXPIRED:
+        return LeaseExpired(
+            f"{what}: its owner {owner!r} has not heard of this process for too long, and dropped its references. "
+            "Create a new one, or ask a worker that holds it to send it again."
+        )
+    if reason is Reason.OWNER_LOST:
+        return OwnerLost(owner, f"use of {what}", 0.0, "it is declared dead")
+    if reason is Reason.CREATION_FAILED:
+        return RRefError(
+            f"RRef creation via rpc.remote() failed: the call never reached {owner!r}, so {what} has no value."
+        )
+    if reason is Reason.SHARE_LOST:
+        return RRefError(f"{what} is unusable: its sender gave up the message that carried it. Ask for it again.")
+    if reason is Reason.NOT_HELD:
+        return RRefError(
+            f"{what} is refused by its owner {owner!r}: the worker that asked does not hold the share that it named, "
+            "which was released, or is another worker's. Use a reference that was sent to this worker."
+        )
+    return RRefError(
+        f"{what} is unknown to its owner {owner!r}: the worker that shared it died before the owner knew of the share, "
+        "or all references to it were dropped."
+    )
+
+
+def creation_error(exc: BaseException, owner: str) -> Exception:
+    """The error of every use of the reference after its `remote()` failed with `exc`.
+
+    An error that the owner reported is raised as it is. If the call itself failed, it is unknown whether the value
+    exists.
+    """
+    kind = type(exc)  # a user's exception may break `isinstance`
+    if issubclass(kind, WorkerLost):
+        assert isinstance(exc, WorkerLost)
+        error: Exception = OwnerLost(exc.worker, "RRef creation via rpc.remote()", exc.last_seen_s, exc.reason)
+    elif issubclass(kind, DeadlineExceeded):
+        error = RRefError(
+            "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node "
+            f"{owner!r} does not exist: {text_of(exc)}"
+        )
+    elif issubclass(kind, Cancelled) or not issubclass(kind, Exception):
+        error = RRefError(f"RRef creation via rpc.remote() on {owner!r} failed: {text_of(exc)}")
+    else:
+        return cast(Exception, exc)
+    error.__cause__ = copied(exc)
+    return error
+
 
 WhenThere = Callable[[Future[Any]], object]
 
@@ -35,10 +122,10 @@ class RRefTables:
     Attributes:
         lock: guards everything here.
         changed: notified of each change while `num_waiting` is not 0.
-        protocol: decides; to be fed by `feed` alone.
+        protocol: decides; only `feed` and `feed_deletions` give it events.
         states: of the handles of this worker, by fork.
         values: that this worker owns.
-        fetches: by share, and who names it: who is to be called when the value is there.
+        fetches: by share, and the worker that names it: the functions to call when the value is there.
         losses: why other workers were declared dead.
         dropped: the handles that were collected, and not noticed yet.
         closed: after shutdown; nothing is fed any more.
@@ -46,8 +133,8 @@ class RRefTables:
     Args:
         me: this worker.
         host: knows the other workers, and sends messages to them.
-        on_released: called when nobody refers to a value of this worker any more, with a list of which the value is
-            the only item: the value ends when the list does, or where it is emptied; any thread.
+        on_released: called when no reference to a value of this worker is left, with a list of which the value is the
+            only item: the value ends with the list, or when the list is emptied; any thread.
     """
 
     def __init__(self, me: Incarnation, host: RRefHost, on_released: Callable[[RRefId, list[object]], object]) -> None:
@@ -61,14 +148,14 @@ class RRefTables:
         self.states: dict[UniqueId, HandleState] = {}
         self.values: dict[RRefId, OwnerValue] = {}
         self.fetches: dict[tuple[ReferenceShare, Incarnation], list[WhenThere]] = {}
-        self.losses = Losses()
+        self.losses: dict[Incarnation, WorkerLost] = {}  # one for each process that died during ours
         self.dropped: Dropped = deque()
         self.closed = False
 
     def __repr__(self) -> str:
         return f"<RRefTables {self.protocol!r}>"
 
-    # ------------------------------------------------------------ who others are
+    # ------------------------------------------------------------ other workers
 
     def node(self, worker_id: int, incarnation: int | None) -> Incarnation:
         """A process of a worker; None for the one that has the id now."""
@@ -85,7 +172,7 @@ class RRefTables:
     def lose(self, node: Incarnation, exc: WorkerLost) -> None:
         """A process is declared dead, because of `exc`."""
         with self.lock:
-            self.losses.note(node, exc)
+            self.losses.setdefault(node, exc)
         self.feed(events.HolderLost(node))
 
     # ------------------------------------------------------------ the doorway
@@ -108,7 +195,7 @@ class RRefTables:
     def add_handle(
         self, rref: RRefId, id: UniqueId, owner: Incarnation, owner_name: str, value: OwnerValue | None
     ) -> Handle:
-        """A handle that the protocol need not know of: of a value that nobody else has heard of."""
+        """A handle that the protocol need not know of: its value is known to no other worker."""
         state = HandleState(rref, id, owner, owner_name, value)
         handle = Handle(state, self.dropped)  # before its state is in the table, which only its end takes out
         with self.lock:
@@ -117,7 +204,7 @@ class RRefTables:
 
     def feed(
         self, event: events.RRefEvent, prepare: Callable[[], object] | None = None, owned: RRefId | None = None
-    ) -> Sequence[actions.RRefAction]:
+    ) -> Sequence[events.RRefAction]:
         """The doorway: the protocol decides under the lock, its actions are carried out without it.
 
         Args:
@@ -136,15 +223,15 @@ class RRefTables:
             for action in todo:
                 _ACTIONS[type(action)](self, action, effects)
             if owned is not None and owned not in self.protocol.owners.entries:
-                self._release_value(actions.ReleaseValue(owned), effects)
+                self._release_value(events.ReleaseValue(owned), effects)
             if self.num_waiting:
                 self.changed.notify_all()
         for effect in effects:
             effect()
         return todo
 
-    def feed_deletions(self, events: Sequence[events.HandleDropped | events.MessageArrived]) -> None:
-        """`feed` for several events that end references: as a user, or, by what users tell, as the owner.
+    def feed_deletions(self, ended: Sequence[events.HandleDropped | events.MessageArrived]) -> None:
+        """`feed` for several events that end references: those of this worker, or those that users hold to its values.
 
         The protocol answers those with nothing but deletions, of which an owner gets one message, and values that go.
         """
@@ -154,9 +241,9 @@ class RRefTables:
         with self.lock:
             if self.closed:
                 return
-            for event in events:
+            for event in ended:
                 for action in self.protocol.handle(event):
-                    if isinstance(action, actions.SendControl) and isinstance(action.message, UserDeleted):
+                    if isinstance(action, events.SendControl) and isinstance(action.message, UserDeleted):
                         deleted.setdefault(action.to, []).append(action.message)
                     else:
                         _ACTIONS[type(action)](self, action, effects)
@@ -167,7 +254,7 @@ class RRefTables:
         for owner, messages in deleted.items():
             self._send_now(owner, encode_deletions(messages))
 
-    def _send(self, action: actions.SendControl, effects: list[Callable[[], object]]) -> None:
+    def _send(self, action: events.SendControl, effects: list[Callable[[], object]]) -> None:
         effects.append(lambda: self._send_now(action.to, encode_message(action.message)))
 
     def _send_now(self, to: Incarnation, message: rref_pb2.RRefMessage) -> None:
@@ -176,62 +263,64 @@ class RRefTables:
         elif to not in self.losses:
             self.lose(to, replaced(self.name(to)))
 
-    def _confirm(self, action: actions.Confirm, effects: list[Callable[[], object]]) -> None:
+    def _confirm(self, action: events.Confirm, effects: list[Callable[[], object]]) -> None:
         state = self.states.get(action.handle)
         if state is not None:
             state.confirmed = True
             effects.extend(state.take_waiters())
 
-    def _fail(self, action: actions.Fail, effects: list[Callable[[], object]]) -> None:
+    def _fail(self, action: events.Fail, effects: list[Callable[[], object]]) -> None:
         state = self.states.get(action.handle)
         if state is not None:
             effects.extend(self.set_error(state, self.error(action.reason, str(state), state.owner)))
 
     def set_error(self, state: HandleState, error: Exception) -> list[Callable[[], object]]:
-        """The first error stays; returns whom to call without the lock. [Note: kept errors]"""
+        """The first error stays; returns the functions to call without the lock. [Note: kept errors]"""
         if state.error is None:
             state.error = copied(error)
         return state.take_waiters()
 
-    def _fail_value(self, action: actions.FailValue, effects: list[Callable[[], object]]) -> None:
+    def _fail_value(self, action: events.FailValue, effects: list[Callable[[], object]]) -> None:
         value = self.values.get(action.rref)
         if value is not None:
             error = self.error(action.reason, str(action.rref), self.me)
             effects.append(lambda: value.fail(error))
 
-    def _serve(self, action: actions.Serve, effects: list[Callable[[], object]]) -> None:
+    def _serve(self, action: events.Serve, effects: list[Callable[[], object]]) -> None:
         value = self.values[action.rref]
         for then in self._take_fetches(action):
             effects.append(partial(value.future._when_done, then))
 
-    def _refuse_fetch(self, action: actions.RefuseFetch, effects: list[Callable[[], object]]) -> None:
+    def _refuse_fetch(self, action: events.RefuseFetch, effects: list[Callable[[], object]]) -> None:
         error = self.error(action.reason, str(action.rref), self.me)
         for then in self._take_fetches(action):
             effects.append(partial(then, failed_future(error)))
 
-    def _take_fetches(self, action: actions.Serve | actions.RefuseFetch) -> Sequence[WhenThere]:
+    def _take_fetches(self, action: events.Serve | events.RefuseFetch) -> Sequence[WhenThere]:
         return self.fetches.pop((ReferenceShare(action.rref, action.fork), action.sender), ())
 
-    def _refuse_creation(self, action: actions.RefuseCreation, effects: list[Callable[[], object]]) -> None:
+    def _refuse_creation(self, action: events.RefuseCreation, effects: list[Callable[[], object]]) -> None:
         """`accept_creation` looks for it."""
 
-    def _release_value(self, action: actions.ReleaseValue, effects: list[Callable[[], object]]) -> None:
+    def _release_value(self, action: events.ReleaseValue, effects: list[Callable[[], object]]) -> None:
         value = self.values.pop(action.rref, None)
         held: list[object] = [value]  # dies after the lock: user code may run
         effects.append(partial(self._on_released, action.rref, held))
 
     def error(self, reason: Reason, what: str, owner: Incarnation) -> Exception:
-        """What a user sees of a reason that the protocol gave; `what` names the reference."""
-        return self.losses.error(reason, what, owner, self.name(owner))
+        """The error that a user sees for a reason that the protocol gave; `what` names the reference."""
+        if reason is Reason.OWNER_LOST and owner in self.losses:
+            return owner_lost(self.losses[owner], f"use of {what}")
+        return describe(reason, what, self.name(owner))
 
 
-_ACTIONS: dict[type[actions.RRefAction], Callable[[RRefTables, Any, list[Callable[[], object]]], None]] = {
-    actions.SendControl: RRefTables._send,
-    actions.Confirm: RRefTables._confirm,
-    actions.Fail: RRefTables._fail,
-    actions.FailValue: RRefTables._fail_value,
-    actions.Serve: RRefTables._serve,
-    actions.RefuseFetch: RRefTables._refuse_fetch,
-    actions.RefuseCreation: RRefTables._refuse_creation,
-    actions.ReleaseValue: RRefTables._release_value,
+_ACTIONS: dict[type[events.RRefAction], Callable[[RRefTables, Any, list[Callable[[], object]]], None]] = {
+    events.SendControl: RRefTables._send,
+    events.Confirm: RRefTables._confirm,
+    events.Fail: RRefTables._fail,
+    events.FailValue: RRefTables._fail_value,
+    events.Serve: RRefTables._serve,
+    events.RefuseFetch: RRefTables._refuse_fetch,
+    events.RefuseCreation: RRefTables._refuse_creation,
+    events.ReleaseValue: RRefTables._release_value,
 }

@@ -10,17 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rpcdist.rpc._rref.actions import Confirm, Fail, RRefAction, SendControl
-from rpcdist.rpc._rref.events import CreateRemote, Received, Share, ShareFailed
-from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId
-from rpcdist.rpc._rref.messages import (
+from rpcdist.rpc._rref.events import (
     ChildConfirmed,
+    Confirm,
+    CreateRemote,
     CreationQuery,
+    Fail,
     ForkRequest,
     Reason,
+    Received,
+    RRefAction,
+    SendControl,
+    Share,
+    ShareFailed,
     ShareQuery,
     UserDeleted,
 )
+from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId
 
 
 class UserFork:
@@ -47,7 +53,7 @@ class UserFork:
 
 
 class UserTable:
-    """All forks of one worker. Methods append what is to be done to the list that the protocol handed in."""
+    """All forks of one worker. Methods report actions through `emit`."""
 
     def __init__(self, emit: Callable[[RRefAction], None]) -> None:
         self._emit = emit
@@ -58,7 +64,7 @@ class UserTable:
     def __iter__(self) -> Iterator[UserFork]:
         return iter(self.forks.values())
 
-    # What the shell does.
+    # Events of the shell.
 
     def create(self, event: CreateRemote) -> None:
         self.forks[event.fork] = UserFork(event.rref, event.fork, event.owner, creating=True, parent_worker=None)
@@ -78,7 +84,7 @@ class UserTable:
         self.parked[event.child] = event.holder
 
     def share_failed(self, event: ShareFailed, is_gone: Callable[[Incarnation], bool]) -> None:
-        """Whom it was sent to is asked, not who has that id by now."""
+        """Asks the process that it was sent to, and not one that has the id by now."""
         if event.child not in self.parked:
             return
         to = self.forks[self.parked[event.child]].children[event.child]
@@ -111,7 +117,7 @@ class UserTable:
             user.dropped = True
             self._settle(user)
 
-    # What others tell.
+    # Messages of others.
 
     def confirm(self, user: UserFork) -> None:
         if user.confirmed:

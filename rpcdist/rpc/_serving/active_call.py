@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import NEVER, Deadline
-from rpcdist.rpc._actors.turn import Turn
+from rpcdist.rpc._actors.serial_actor import Turn
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._peers.network import MessageSink
@@ -22,7 +22,7 @@ from rpcdist.transport.wire_messages import CompactCall, NamedReference
 
 
 class Cancellable(Protocol):
-    """What runs."""
+    """Running code of a call."""
 
     def cancel(self) -> object:
         """Ends it soon; any thread."""

@@ -13,7 +13,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._executors.blocking import LastAct, hooks
 from rpcdist.rpc._executors.generators import is_generator
 from rpcdist.rpc._marshal.marshal import Marshal
-from rpcdist.rpc._peers.lifetime import Lifetime
+from rpcdist.rpc._peers.demultiplexer import Lifetime
 from rpcdist.rpc._rref.handles import OwnerValue
 from rpcdist.rpc._rref.identifiers import RRefId
 from rpcdist.rpc._rref.manager import RRefManager

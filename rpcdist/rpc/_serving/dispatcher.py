@@ -1,12 +1,12 @@
 """Runs the calls that arrive.
 
-    whoever reads      the I/O loop, or a thread that leads: admits a call, and hands it to the pool (or a known
-                       coroutine function to the user loop); runs what is marked by `runs_on_reader`
+    reading thread     the I/O loop, or a thread that leads: admits a call, and hands it to the pool (or a known
+                       coroutine function to the user loop); runs functions marked by `runs_on_reader`
     pool thread        finds the function, decodes the arguments, runs it, encodes the result
     user loop          runs coroutines; their arguments were decoded in the pool unless they are plain
 
-Whatever happens to a call (an exception, `sys.exit`, a result that cannot be encoded, its deadline), its caller gets
-one reply, unless the caller cancelled it or is gone.
+A call gets one reply in any case (an exception, `sys.exit`, a result that cannot be encoded, a deadline), unless its
+caller cancelled it or is gone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rpcdist.errors import CallRefused, Cancelled, DeadlineExceeded, PoolExhaust
 from rpcdist.ids import Identity
 from rpcdist.profile_ranges import is_profiling, record_function
 from rpcdist.rpc._actors.actor_table import ActorTable
-from rpcdist.rpc._actors.turn import Turn
+from rpcdist.rpc._actors.serial_actor import Turn
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
 from rpcdist.rpc._executors.blocking import hooks
@@ -39,10 +39,8 @@ from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._inspection.call_recorder import CallRecorder
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._marshal.marshal import Marshal
-from rpcdist.rpc._peers.calling_worker import calling_session, calling_worker
-from rpcdist.rpc._peers.demultiplexer import PoolJob
-from rpcdist.rpc._peers.lifetime import Lifetime
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.demultiplexer import Lifetime, PoolJob
+from rpcdist.rpc._peers.network import MessageSink, calling_session, calling_worker
 from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._rref.proxied import (
@@ -138,8 +136,8 @@ class Dispatcher:
     ) -> None:
         """Takes a call; appends what the pool must do to `jobs`.
 
-        Whatever can be done here without running code of users is done at once, so that a thread of the pool has less
-        to do: the shares of references in the arguments are received, and a `remote()` is entered as being created.
+        All steps that run no code of users are done at once, so that a thread of the pool has less to do: the shares of
+        references in the arguments are received, and a `remote()` is entered as being created.
         """
         if isinstance(message, CompactCall):
             arguments: Arrived | None = None
@@ -255,13 +253,13 @@ class Dispatcher:
             active.producer.credit(credit.items)
 
     def on_broken(self, session: MessageSink, reason: str) -> None:
-        """A connection has ended: nobody waits for the replies to its calls. What `remote()` creates stays wanted."""
+        """A connection has ended: its calls are cancelled, except those whose results `remote()` keeps here."""
         for active in self.calls:
             if active.session is session and active.result is None:
                 active.cancel()
 
     def on_exhausted(self, error: PoolExhausted, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
-        """A job found no thread for too long. Callers are told; what completes calls of ours runs all the same."""
+        """A job found no thread for too long. Callers are told; jobs that complete calls of this worker still run."""
         if function == self.run:
             self._answers.fail(arguments[0], error)
         else:

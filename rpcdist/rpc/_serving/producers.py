@@ -29,7 +29,7 @@ MAX_CREDIT: Final = 1024
 
 
 class Producer(Protocol):
-    """What the dispatcher keeps of a stream. Both methods may be called on any thread and do not block."""
+    """A stream, as the dispatcher sees it. Any thread may call both methods; they do not block."""
 
     def credit(self, items: int) -> None:
         """The consumer can take that many more items."""

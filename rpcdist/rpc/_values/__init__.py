@@ -2,9 +2,8 @@
 
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, takes_long
 from rpcdist.rpc._values.codec import OnTensors, decode, encode_into
-from rpcdist.rpc._values.externals import Externals
 from rpcdist.rpc._values.pickled import NOT_ON_CALLEE, Reducer, register_reducer
-from rpcdist.rpc._values.tensors import MapDevice
+from rpcdist.rpc._values.tensors import Externals, MapDevice
 
 __all__ = [
     "INLINE_LIMIT",

@@ -29,7 +29,7 @@ MAX_BUFFER_SIZE: Final = 1 << 47
 """More bytes than a process can address: an announcement beyond it is damage, not data."""
 
 HUGE_PAGES_FROM: Final = 32 << 20
-"""Receive buffers of this many bytes ask for huge pages. The C library maps them anew each time, and touching so many
+"""Receive buffers of this many bytes ask for huge pages. The C library maps them again each time, and touching so many
 small pages for the first time costs more than the bytes: an echo of 64 MiB takes half as long with huge ones."""
 
 _CPU: Final = torch.device("cpu")
@@ -53,7 +53,7 @@ class LargeBuffer(OutgoingBuffer):
     __slots__ = ()
 
     def copy(self) -> ReceiveBuffer:
-        """What the receiver would hold; for calls of a worker to itself."""
+        """A copy as the receiver would hold it; for calls of a worker to itself."""
         received = ReceiveBuffer.allocate(self.size)
         received.view[:] = self.view
         return received

@@ -10,7 +10,6 @@ import torch
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, add_buffer, received_buffers
-from rpcdist.rpc._values.externals import Externals
 from rpcdist.rpc._values.pickled import PickledParts, read_pickle, write_pickle
 from rpcdist.rpc._values.plain import (
     FREE_BYTES,
@@ -22,7 +21,7 @@ from rpcdist.rpc._values.plain import (
 )
 from rpcdist.rpc._values.rebuild import TENSOR_BYTES, rebuild_tensors, tensors_cost
 from rpcdist.rpc._values.refusals import why_not_plain
-from rpcdist.rpc._values.tensors import MapDevice, UnsupportedTensor, pack_tensors
+from rpcdist.rpc._values.tensors import Externals, MapDevice, UnsupportedTensor, pack_tensors
 from rpcdist.transport._framing.message_parts import missing_weight
 
 OnTensors = Callable[[list[torch.Tensor]], object]
@@ -60,7 +59,7 @@ def encode_into(
 ) -> list[LargeBuffer]:
     """Writes `obj` into `value`, which must be empty, and returns the memory that is not copied.
 
-    Runs user code (`__reduce__`) on the calling thread. Whatever is returned aliases the memory of `obj`: until it is
+    Runs user code (`__reduce__`) on the calling thread. The returned buffers alias the memory of `obj`: until they are
     sent, the caller must not change tensors and arrays in `obj`.
 
     Args:

@@ -1,6 +1,6 @@
 """Plain values in their most compact form: a table of tensors, and the body that `PlainWriter` wrote.
 
-    entry of the table: dtype (u8, a number of `dtypes.py`), number of dimensions (u8), flags (u8), 0 (u8), lengths (i64
+    entry of the table: dtype (u8, number of `tensors.py`), number of dimensions (u8), flags (u8), 0 (u8), lengths (i64
     each); then the bytes of the tensor, unless the flag SEPARATE says that they are the message's next large buffer
 
 The flag REQUIRES_GRAD is what it says. The table holds dense tensors on the CPU that own their memory. A value with any
@@ -20,10 +20,9 @@ import torch
 
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, TensorBuffer
-from rpcdist.rpc._values.dtypes import DTYPE_CODES, DTYPES, DtypeInfo
 from rpcdist.rpc._values.plain import FREE_BYTES, PlainWriter, allowed_bytes, read_plain, too_much_for_its_weight
 from rpcdist.rpc._values.rebuild import TENSOR_BYTES, contiguous_strides, over_storage
-from rpcdist.rpc._values.tensors import address_of
+from rpcdist.rpc._values.tensors import DTYPE_CODES, DTYPES, DtypeInfo, address_of
 from rpcdist.transport.wire_messages import MAX_COMPACT_BODY_BYTES
 
 MAX_DIMS: Final = 8  # a tensor of more is not worth a compact form
@@ -54,7 +53,7 @@ class CompactValue(NamedTuple):
 
 
 def compact_value(writer: PlainWriter) -> CompactValue | None:
-    """What `writer` wrote, in compact form; None if it has parts that need a `Value`.
+    """The value that `writer` wrote, in compact form; None if it has parts that need a `Value`.
 
     Large tensors are not copied: see `encode_into`.
     """
@@ -122,7 +121,7 @@ def compact_tensors(
 
 
 def _are_apart(spans: list[tuple[int, int]]) -> bool:
-    """Whether no two tensors share memory; what is shared stays shared in a `Value` only."""
+    """Whether no two tensors share memory. Only a `Value` keeps memory shared."""
     if len(spans) == 2:
         return spans[0][1] <= spans[1][0] or spans[1][1] <= spans[0][0]
     spans.sort()

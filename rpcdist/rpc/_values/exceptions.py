@@ -85,7 +85,7 @@ def add_note(exc: BaseException, note: str) -> None:
 
 
 def state_of(exc: BaseException) -> State:
-    """Its attributes; what was never set, and what is None, is left out."""
+    """Its attributes, without those that are None or were never set."""
     slots: dict[str, Any] = {}
     for base in type(exc).__mro__:
         for name, member in vars(base).items():
@@ -162,7 +162,7 @@ def _cut_in_the_middle(text: str) -> str:
 
 
 def reduce_exception(exc: BaseException) -> Any:
-    """What `__reduce__` should have returned; NotImplemented where the class may be left to pickle."""
+    """The result that `__reduce__` should have given; NotImplemented where pickle handles the class."""
     cls = type(exc)
     if _pickles_itself(cls) or not _has_own_constructor(cls):
         return NotImplemented
@@ -197,7 +197,7 @@ def reduction_of(exc: BaseException, args: tuple[Any, ...], state: State) -> tup
 
 
 def _made_from(exc: BaseException, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What the builtin class below makes the object from. A group keeps its members apart from its `args`."""
+    """The arguments from which the builtin base makes the object. A group keeps its members apart from its `args`."""
     if not issubclass(type(exc), BaseExceptionGroup):
         return args
     message = vars(BaseExceptionGroup)["message"].__get__(exc)

@@ -32,10 +32,9 @@ from rpcdist.rpc._values.exceptions import (
     text_of,
     traceback_of,
 )
-from rpcdist.rpc._values.externals import Externals
-from rpcdist.rpc._values.function_names import FunctionLookupError
+from rpcdist.rpc._values.function_names import FunctionLookupError, look_up_quietly
 from rpcdist.rpc._values.pickled import PickledParts, read_pickle, write_pickle
-from rpcdist.rpc._values.quiet_lookup import look_up_quietly
+from rpcdist.rpc._values.tensors import Externals
 
 Kind = rpc_pb2.Failure.Kind
 
@@ -128,9 +127,9 @@ def _kind_of(exc: BaseException) -> rpc_pb2.Failure.Kind:
 
 
 class _Trials:
-    """Tries what can be sent: a class that pickles may still break at the other end, where its code says so.
+    """Tries which parts can be sent: a class that pickles may still fail at the other end.
 
-    What is tried is read from the tensors, buffers and references themselves, so nothing is copied.
+    The trials read the tensors, buffers and references themselves, so nothing is copied.
     """
 
     def __init__(self, worker: str, externals: Externals | None, by_value: bool) -> None:

@@ -12,14 +12,63 @@ import importlib
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from types import FunctionType
+from typing import Any, Final
 
 import cloudpickle  # type: ignore[import-untyped]
 import torch
 
 from rpcdist.errors import RpcdistError
 from rpcdist.rpc._values.pickled import NOT_ON_CALLEE
-from rpcdist.rpc._values.quiet_lookup import look_up_quietly
+
+_MRO: Final[Any] = type.__dict__["__mro__"]
+_CLASS_DICT: Final[Any] = type.__dict__["__dict__"]
+_CALLABLES: Final = frozenset(
+    (
+        types.FunctionType,
+        types.BuiltinFunctionType,
+        types.MethodDescriptorType,
+        types.WrapperDescriptorType,
+        types.ClassMethodDescriptorType,
+        staticmethod,
+        classmethod,
+    )
+)
+"""The members of a class whose binding runs only code of the interpreter."""
+
+
+def look_up_quietly(module_name: str, path: str) -> Any:
+    """The object that "module:path" names, found without import, and without code of a module.
+
+    `getattr` would run code: a module may have a `__getattr__` (PEP 562), or be of a class that imports on demand (lazy
+    packages, `importlib.util.LazyLoader`), and a class may have a metaclass and descriptors. Only the dictionaries of
+    modules and classes are searched.
+
+    Raises:
+        AttributeError: the module is not loaded, or what is named is not in the dictionaries.
+    """
+    found: Any = sys.modules.get("__main__" if module_name == "__mp_main__" else module_name)
+    if found is None:
+        raise AttributeError(f"module {module_name!r} is not loaded here, and nothing is imported for a peer")
+    for part in path.split("."):
+        found = _member(found, part)
+    return found
+
+
+def _member(owner: Any, name: str) -> Any:
+    kind = type(owner)  # `isinstance` would ask the object for its `__class__`
+    if issubclass(kind, types.ModuleType):
+        members = object.__getattribute__(owner, "__dict__")
+        if name in members:
+            return members[name]
+    elif issubclass(kind, type):
+        for base in _MRO.__get__(owner):
+            members = _CLASS_DICT.__get__(base)
+            if name in members:
+                found = members[name]
+                return found.__get__(None, owner) if type(found) in _CALLABLES else found
+    raise AttributeError(f"it has no {name!r} of its own")
+
 
 _DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 
@@ -90,15 +139,14 @@ def function_name(func: Callable[..., Any], is_quiet: bool = False) -> str | Non
 
 
 def loaded_function(reference: str, may_import: bool = False) -> Callable[..., Any]:
-    """What `function_reference` named, for a peer that may not have code of its choice run: without the code of a
-    module. That finds what the dictionaries of modules and classes hold.
+    """The function of a name, for a peer that may not have code of its choice run: by `look_up_quietly`.
 
     Args:
         reference: the name.
         may_import: whether its module may be imported, if it is not loaded; else there is no import.
 
     Raises:
-        FunctionLookupError: there is none, or it is not callable. What the import raises passes through.
+        FunctionLookupError: there is none, or it is not callable. Errors of the import pass through.
     """
     module_name, _, path = reference.partition(":")
     if may_import:
@@ -112,10 +160,10 @@ def loaded_function(reference: str, may_import: bool = False) -> Callable[..., A
 
 
 def decode_function(reference: str) -> Callable[..., Any]:
-    """What `function_reference` named. Imports the module where necessary, which may block.
+    """The function that `function_reference` named. Imports the module where necessary, which may block.
 
     Raises:
-        FunctionLookupError: module or name do not exist here, or it is not callable. What the import raises passes
+        FunctionLookupError: module or name do not exist here, or it is not callable. Errors of the import pass
             through.
     """
     module_name, _, path = reference.partition(":")
@@ -240,3 +288,42 @@ def _goes_by_value(name: str) -> bool:
     module_name = name.partition(":")[0]
     registered = cloudpickle.list_registry_pickle_by_value()
     return module_name == "__main__" or any(f"{module_name}.".startswith(f"{parent}.") for parent in registered)
+
+
+MAX_KNOWN: Final = 4096
+
+
+class KnownNames:
+    """Names that `function_reference` has returned for functions and classes at the top level of modules. Any thread.
+
+    A name holds as long as its module still has the same object there: reloading and patching a module are noticed.
+    """
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: dict[object, tuple[str, str, str]] = {}  # module, name in it, and name on the wire
+
+    def __repr__(self) -> str:
+        return f"<KnownNames [{len(self._known)}]>"
+
+    def find(self, func: object) -> str | None:
+        """The name on the wire; None if it is not known, or leads to something else now."""
+        # Of other types equality, or the hash, may run code of users, or mean what they hold.
+        known = self._known.get(func) if type(func) is FunctionType or type(func) is type else None
+        if known is None:
+            return None
+        module = sys.modules.get(known[0])
+        if module is not None and getattr(module, known[1], None) is func:
+            return known[2]
+        self._known.pop(func, None)  # deleted or replaced: nothing else would let go of it
+        return None
+
+    def note(self, func: object, encoded: str) -> None:
+        """Keeps what `function_reference` has returned, if it is the name of something at the top level of a module."""
+        if type(func) is FunctionType or type(func) is type:
+            module, name = func.__module__, func.__qualname__
+            if "." not in name:
+                if len(self._known) >= MAX_KNOWN:
+                    self._known.clear()  # those in use are soon back
+                self._known[func] = module, name, encoded

@@ -20,7 +20,7 @@ CHECKED_FROM: Final = 16
 
 _FREE_WORK: Final = 2_000_000
 _WORK_PER_BYTE: Final = 40
-"""What filling may cost in all, in nanoseconds of the processor: 40 ms for each MiB of the value. Ordinary keys take a
+"""Limit of the cost of filling, in nanoseconds of the processor: 40 ms for each MiB of the value. Ordinary keys take a
 quarter of that at most (short tuples; a number has nine bytes and takes 80 ns)."""
 
 _FEW: Final = 8

@@ -20,12 +20,11 @@ from torch.nn import Parameter
 
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import ReceiveBuffer
-from rpcdist.rpc._values.dtypes import DTYPE_CODES
 from rpcdist.rpc._values.exceptions import add_note, reduce_exception, text_of
-from rpcdist.rpc._values.externals import Externals
+from rpcdist.rpc._values.tensors import DTYPE_CODES, Externals
 
 Reducer = Callable[[Any], Any]
-"""What `__reduce__` would return for an object."""
+"""Gives the result that `__reduce__` should give for an object."""
 
 NOT_ON_CALLEE: Final = (
     "Default RPC pickler does not serialize function code. "
@@ -81,9 +80,9 @@ def write_pickle(obj: object, source: Externals | None, by_value: bool) -> Pickl
         by_value: send the code of functions and classes that the receiver cannot import, with cloudpickle.
 
     Raises:
-        AttributeError, TypeError, pickle.PicklingError: what the pickler raises for a part that cannot be pickled, with
-            a note.
-        SerializationError: a future, or a value that is nested too deeply. What a user's `__reduce__` raises passes
+        AttributeError, TypeError, pickle.PicklingError: the pickler's error for a part that cannot be pickled, with a
+            note.
+        SerializationError: a future, or a value that is nested too deeply. Errors of a user's `__reduce__` pass
             through.
     """
     parts = PickledParts()
@@ -99,7 +98,7 @@ def write_pickle(obj: object, source: Externals | None, by_value: bool) -> Pickl
     except (AttributeError, TypeError, pickle.PicklingError) as exc:
         add_note(
             exc,
-            "rpcdist could not pickle a value that was to be sent. Send only data and what both sides can import. "
+            "rpcdist could not pickle a value. Send only data and objects of classes that both sides can import. "
             "Define functions and classes at the top level of a module, or let the sender send them by value: "
             "RpcOptions(by_value=True). Give classes that hold locks, files or sockets a `__reduce__` or "
             "`__getstate__`.",

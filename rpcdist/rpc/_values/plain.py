@@ -5,7 +5,7 @@ torch.device, tensors and externals (remote references); of exactly these types,
 the codec would send. docs/values.md has the format. Lists, dicts and bytearrays that occur twice arrive as one object,
 so cycles work.
 
-Rules of this file: the decoder trusts nothing. Whatever the bytes are, it returns a value or raises
+Rules of this file: the decoder trusts nothing. For any bytes it returns a value or raises
 `SerializationError`; it never calls code of the value's choice, never recurses deeper than `MAX_DEPTH`, and does no
 more work for a dict than its size accounts for (`hash_work.py`).
 
@@ -28,10 +28,9 @@ from torch.nn import Parameter
 
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, ReceiveBuffer
-from rpcdist.rpc._values.dtypes import DTYPE_CODES, DTYPES
-from rpcdist.rpc._values.externals import Externals
 from rpcdist.rpc._values.hash_work import CHECKED_FROM, HashWork
 from rpcdist.rpc._values.tensor_runs import RUNS_FROM
+from rpcdist.rpc._values.tensors import DTYPE_CODES, DTYPES, Externals
 
 MAX_DEPTH: Final = 64
 """Containers within containers; deeper values are pickled."""
@@ -43,9 +42,9 @@ MAX_LISTED: Final = 1 << 20
 """Tensors that one value may list without naming each."""
 
 FREE_BYTES: Final = 1 << 20
-"""What a value may take in memory, however little it weighs."""
+"""The memory that any value may take, even one of few bytes."""
 
-# What the objects take, rounded up to what the allocator gives. [Note: what a value costs]
+# The memory of objects, rounded up as the allocator does. [Note: what a value costs]
 _SLOT_BYTES: Final = 9  # a place in a list, which grows by an eighth at a time
 _NUMBER_BYTES: Final = 32
 _LIST_BYTES: Final = 120  # with its place among the objects that may occur twice
@@ -92,7 +91,7 @@ _MAX_INT64: Final = (1 << 63) - 1
 
 
 def allowed_bytes(weight_bytes: int) -> int:
-    """What the objects of a value may take that weighs so much. [Note: what a value costs]"""
+    """The memory that the objects of a value of this weight may take. [Note: what a value costs]"""
     return FREE_BYTES + 2 * weight_bytes
 
 
@@ -105,8 +104,8 @@ def too_much_for_its_weight(weight_bytes: int) -> SerializationError:
 
 
 def _text_bytes(data: bytes) -> int:
-    """What a text takes that is `data` in UTF-8: all of its characters have the width of the widest, and while it is
-    made, those before the first of them are there in half of that, too."""
+    """The memory of a text that is `data` in UTF-8: all of its characters have the width of the widest, and during its
+    construction the characters before the first of those take half of that in addition."""
     size = len(data)
     if data.isascii():
         return _TEXT_BYTES + size
@@ -369,8 +368,8 @@ def read_plain(
         taken_bytes: what was made of it, and copied, before. [Note: what a value costs]
 
     Raises:
-        SerializationError: the bytes are not a plain value, or it would take too much for its weight; what
-            `Externals.internalize` raises.
+        SerializationError: the bytes are not a plain value, or it would take too much for its weight; or the error of
+            `Externals.internalize`.
     """
     reader = _Reader(body, tensors, buffers, externals, len(body) if weight_bytes is None else weight_bytes)
     reader.left -= taken_bytes
@@ -565,7 +564,7 @@ class _Reader:
         return made
 
     def reference(self, tag: int, index: int) -> object:
-        """What stands elsewhere, by its index."""
+        """An object that stands elsewhere, by its index."""
         if tag == _TENSOR:
             return self.tensors[index]
         if tag == _SAME:

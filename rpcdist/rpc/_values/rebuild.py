@@ -17,10 +17,9 @@ from torch.nn import Parameter
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import ReceiveBuffer
-from rpcdist.rpc._values.collections_pause import PAUSED_FROM, paused_collections
-from rpcdist.rpc._values.dtypes import DTYPES, DtypeInfo
 from rpcdist.rpc._values.plain import too_much_for_its_weight
-from rpcdist.rpc._values.tensor_runs import split_run
+from rpcdist.rpc._values.tensor_runs import PAUSED_FROM, paused_collections, split_run
+from rpcdist.rpc._values.tensors import DTYPES, DtypeInfo
 
 MAX_DIMS: Final = 64  # torch's own limit
 MAX_UNTRUSTED_TENSORS: Final = 1 << 17

@@ -8,10 +8,9 @@ from types import FunctionType
 import torch
 from torch.nn import Parameter
 
-from rpcdist.rpc._values.dtypes import DTYPE_CODES
-from rpcdist.rpc._values.externals import Externals
 from rpcdist.rpc._values.pickled import write_pickle
 from rpcdist.rpc._values.plain import MAX_DEPTH, MAX_ITEMS
+from rpcdist.rpc._values.tensors import DTYPE_CODES, Externals
 
 MAX_TRIALS = 1000
 """So many parts are pickled in the search for the one that fails."""

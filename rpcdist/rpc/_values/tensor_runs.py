@@ -7,7 +7,10 @@ has memory of its own again, so that one that is kept does not keep the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from itertools import groupby, islice
 from operator import add, attrgetter, le, mul, or_, sub
@@ -23,7 +26,7 @@ _MAX_TENSOR_BYTES: Final = 1024  # the memory of larger ones is worth sending wi
 
 _ALIGNMENT_BYTES: Final = 64
 _SMALLEST_ALLOCATION_BYTES: Final = 16
-"""What torch allocates begins at a multiple of the alignment, and the C library gives no less than this. So a small
+"""torch's allocations begin at a multiple of the alignment, and the C library gives no less than this. So a small
 tensor at the beginning of a storage at such an address lies in its memory, even if that was shrunk; only an empty
 storage has none."""
 
@@ -153,3 +156,42 @@ def split_run(joined: torch.Tensor) -> list[torch.Tensor]:
         return list(_unbind_copy(joined))
     length = joined.shape[1]
     return list(_split_copy(joined.flatten(0, 1), [length] * joined.shape[0]))
+
+
+PAUSED_FROM: Final = 10_000
+"""From so many tensors on, Python's collector pauses while a value is made. None of the new objects is garbage, and the
+collector would look at all objects of the process again and again: for 100,000 tensors as long as making them takes."""
+
+_PAUSED: Final = 100_000_007
+"""A threshold that no other code sets: if it is changed during a pause, the new one stays."""
+
+
+_before: tuple[int, ...] = gc.get_threshold()  # when the last pause began
+
+
+@contextmanager
+def paused_collections() -> Iterator[None]:
+    """No collection begins by itself meanwhile, on any thread, unless somebody else sets thresholds; `gc.disable` and
+    `gc.enable` of others keep their effect. Where two pause at once, the pause ends with the one that began it.
+    """
+    global _before
+    before = gc.get_threshold()
+    if before[0] == _PAUSED:
+        yield
+        return
+    _before = before
+    gc.set_threshold(_PAUSED, *before[1:])
+    try:
+        yield
+    finally:
+        _end(before)
+
+
+def _end(before: tuple[int, ...]) -> None:
+    if gc.get_threshold()[0] == _PAUSED:
+        gc.set_threshold(*before)
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+    # A child that was forked meanwhile may have no thread that ends the pause.
+    os.register_at_fork(after_in_child=lambda: _end(_before))

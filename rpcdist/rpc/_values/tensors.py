@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from ctypes import string_at
 from itertools import pairwise
 from math import gcd
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch.nn import Parameter
@@ -26,8 +26,71 @@ from torch.nn import Parameter
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, TensorBuffer
-from rpcdist.rpc._values.dtypes import DTYPE_CODES
 from rpcdist.rpc._values.tensor_runs import RUNS_FROM, TensorRun, find_runs
+
+# The numbers of dtypes are part of the wire format: new dtypes get new numbers, and none is ever used twice. Types that
+# the running torch does not have are left out, and a tensor of such a type is refused when it arrives.
+_CODES: Final = {
+    # 0 costs no byte on the wire, so it belongs to the most common one.
+    "float32": 0,
+    "float64": 1,
+    "float16": 2,
+    "bfloat16": 3,
+    "int64": 4,
+    "int32": 5,
+    "int16": 6,
+    "int8": 7,
+    "uint8": 8,
+    "uint16": 9,
+    "uint32": 10,
+    "uint64": 11,
+    "bool": 12,
+    "complex64": 13,
+    "complex128": 14,
+    "complex32": 15,
+    "float8_e4m3fn": 16,
+    "float8_e4m3fnuz": 17,
+    "float8_e5m2": 18,
+    "float8_e5m2fnuz": 19,
+    "float8_e8m0fnu": 20,
+    "float4_e2m1fn_x2": 21,
+    "int1": 32,
+    "int2": 33,
+    "int3": 34,
+    "int4": 35,
+    "int5": 36,
+    "int6": 37,
+    "int7": 38,
+    "uint1": 40,
+    "uint2": 41,
+    "uint3": 42,
+    "uint4": 43,
+    "uint5": 44,
+    "uint6": 45,
+    "uint7": 46,
+}
+
+
+class DtypeInfo(NamedTuple):
+    """The facts about a dtype that the decoder needs."""
+
+    dtype: torch.dtype
+    itemsize: int
+    differentiable: bool
+
+
+def _available() -> dict[int, DtypeInfo]:
+    found = {}
+    for name, code in _CODES.items():
+        dtype = getattr(torch, name, None)
+        if isinstance(dtype, torch.dtype):
+            found[code] = DtypeInfo(dtype, dtype.itemsize, dtype.is_floating_point or dtype.is_complex)
+    return found
+
+
+DTYPES: Final[dict[int, DtypeInfo]] = _available()
+DTYPE_CODES: Final[dict[torch.dtype, int]] = {info.dtype: code for code, info in DTYPES.items()}
+
 
 MapDevice = Callable[[torch.device], torch.device]
 """From a device of the sender to the one at the receiver; raises where no mapping is set."""
@@ -69,7 +132,7 @@ def pack_tensors(
     Raises:
         UnsupportedTensor: a tensor of another layout or dtype than the table holds; or `all_differ`, and that is not
             known.
-        SerializationError: a tensor on another device, without a map; what `map_device` raises.
+        SerializationError: a tensor on another device, without a map; or the error of `map_device`.
     """
     runs = find_runs(tensors) if len(tensors) >= RUNS_FROM else None
     if runs is not None:
@@ -323,3 +386,23 @@ def _share_no_element(start: int, views: list[_View]) -> bool:
             return False
         marks.fill_(True)
     return True
+
+
+class Externals(Protocol):
+    """Sends and receives the objects that are more than data. One instance serves one value in one direction.
+
+    Called on the thread that encodes or decodes. While encoding, `externalize` is called only after everything else of
+    the value has been encoded, so that a value which cannot be sent has created no share of a remote reference.
+    """
+
+    def is_external(self, obj: object) -> bool:
+        """Whether `obj` is one of them. Must be cheap: asked for every object of a type unknown to the codec."""
+        ...
+
+    def externalize(self, obj: object) -> int:
+        """Appends `obj` to `Value.rrefs` and returns its index there: 0, then 1, and so on."""
+        ...
+
+    def internalize(self, index: int) -> object:
+        """The object of entry `index` of `Value.rrefs`; may be called more than once for an index."""
+        ...

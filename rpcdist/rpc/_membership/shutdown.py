@@ -1,0 +1,407 @@
+"""How a worker leaves the job, and how the workers of a static world agree that all may leave.
+
+A graceful shutdown of a static world proceeds in rounds, which the living worker of the lowest rank leads. In a round
+every living worker reports once whether it had work since its last report; the round ends when all have reported. All
+leave after a round in which no worker had any. The wait has no limit by default, since a parameter server calls
+`shutdown` at once and its trainers hours later. The rounds do not wait for a lost worker; they wait for its replacement
+from the moment when it joins. When the leader is lost, the next worker leads: a worker that is asked and knows of a
+living one of lower rank points to that one, so all agree as soon as their detectors do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rpcdist.backoff import backoff
+from rpcdist.deadline import Deadline
+from rpcdist.errors import DeadlineExceeded, RpcdistError, WorkerLost
+from rpcdist.ids import Identity
+from rpcdist.inspection import GatheringFacts
+from rpcdist.rpc._calling.caller import Caller
+from rpcdist.rpc._calling.result_streams import StreamTable
+from rpcdist.rpc._calling.retries import Retries
+from rpcdist.rpc._membership.coordinator import Coordinator
+from rpcdist.rpc._membership.gatherings import GatheringHost
+from rpcdist.rpc._membership.membership_watch import MembershipWatch
+from rpcdist.rpc._peers.connections import Connections
+from rpcdist.rpc._peers.demultiplexer import Lifetime
+from rpcdist.rpc._peers.directory import Directory, MemberEvent
+from rpcdist.rpc._peers.network import Network, check_speaks_for
+from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._serving.active_calls import ActiveCalls
+from rpcdist.time_limits import (
+    CONNECT_FIRST_PAUSE_S,
+    CONNECT_LONGEST_PAUSE_S,
+    DEPARTURE_REVIEW_S,
+    LAST_REPLIES_LIMIT_S,
+    MIN_WAIT_S,
+    MISSING_NAMES_LIMIT_S,
+    RREF_DELETION_LIMIT_S,
+    SHUTDOWN_POLL_S,
+    SHUTDOWN_REPORT_INTERVAL_S,
+    THREAD_GRACE_S,
+    UNREAD_STREAM_LIMIT_S,
+    UNWANTED_CALL_LIMIT_S,
+)
+
+logger = logging.getLogger(__name__)
+
+DEPART = "rpcdist.rpc._membership.shutdown:depart"
+NOT_ARRIVED = "rpcdist.rpc._membership.shutdown:not_arrived"
+
+ENDED = "ended"
+"""First part of an answer: the round has ended. Then come whether a worker had work, and the losses (name: reason)."""
+POINTS = "points"
+"""First part of an answer: another worker leads. Then comes its rank."""
+LEAVES = "leaves"
+"""First part of an answer: the leader leaves before the others. Then come the names of the missing workers."""
+
+Answer = list[Any]
+
+
+class _DepartureRound:
+    """One round at the leader. Lives on the user loop."""
+
+    def __init__(self) -> None:
+        self.had_work: dict[str, bool] = {}
+        self.came: set[str] = set()  # the workers that have given up included
+        self.ended = asyncio.Event()
+        self.answer: Answer = []
+
+    def end(self, *answer: Any) -> None:
+        self.answer = list(answer)
+        self.ended.set()
+
+
+class ShutdownRounds:
+    """The rounds that this worker leads; one per agent. Lives on the user loop, except where a method says otherwise.
+
+    Args:
+        directory: knows the members, and which of them live.
+        watch: connects to a worker, so that its death is noticed.
+    """
+
+    def __init__(self, directory: Directory, watch: Callable[[int, str], WorkerLost | None]) -> None:
+        self._directory = directory
+        self._watch = watch
+        self._rounds: list[_DepartureRound] = []
+        self._last_missing: list[str] = []
+        self._watched_at = float("-inf")
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __repr__(self) -> str:
+        return f"<ShutdownRounds at {self._directory.me.name} [{len(self._rounds)} rounds]>"
+
+    def on_member(self, event: MemberEvent) -> None:
+        """A worker came or went; on the I/O loop."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._review, True)
+
+    def facts(self) -> list[GatheringFacts]:
+        """The rounds that are open; any thread."""
+        return [
+            GatheringFacts("shutdown", tuple(sorted(round_.came)), tuple(self._absent(round_)))
+            for round_ in list(self._rounds)
+        ]
+
+    def give_up(self) -> None:
+        """Ends the rounds that still wait, since this worker leaves; any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._give_up)
+
+    def _give_up(self) -> None:
+        for round_ in self._rounds:
+            round_.end(LEAVES, self._absent(round_))
+        self._rounds.clear()
+
+    async def depart(self, name: str, had_work: bool) -> Answer:
+        """Adds the report of one worker to the oldest round that lacks it, and waits for the round's end.
+
+        Cancellation (the worker's deadline is over, or it is gone) takes that out again.
+        """
+        self._loop = asyncio.get_running_loop()
+        if (superior := self._superior()) is not None:
+            return [POINTS, superior]
+        round_ = next((open_ for open_ in self._rounds if name not in open_.had_work), None)
+        is_new = round_ is None
+        if round_ is None:
+            round_ = _DepartureRound()
+            self._rounds.append(round_)
+        round_.had_work[name] = had_work
+        round_.came.add(name)
+        self._review(is_new)
+        try:
+            while not round_.ended.is_set():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(DEPARTURE_REVIEW_S):
+                        await round_.ended.wait()
+                        return round_.answer
+                self._review(time.monotonic() - self._watched_at >= DEPARTURE_REVIEW_S)
+        except asyncio.CancelledError:
+            if not round_.ended.is_set():
+                round_.had_work.pop(name, None)
+                self._last_missing = self._absent(round_)  # the worker that gave up asks for it next
+                self._review()
+            raise
+        return round_.answer
+
+    def _superior(self) -> int | None:
+        """The rank of a living worker that leads before this one."""
+        leader = self._directory.leader()
+        return leader.id if leader.id < self._directory.me.id else None
+
+    def _review(self, watches: bool = False) -> None:
+        """Ends the rounds that are complete. With `watches`, connects to the workers that are waited for."""
+        superior = self._superior()
+        open_rounds, self._rounds = self._rounds, []
+        for round_ in open_rounds:
+            if superior is not None:
+                round_.end(POINTS, superior)
+            elif round_.had_work and self._is_complete(round_):
+                round_.end(ENDED, any(round_.had_work.values()), self._losses(round_.had_work))
+            elif round_.had_work:
+                self._rounds.append(round_)
+        if self._rounds and watches:
+            self._watched_at = time.monotonic()
+            # Suspects included: if one lives after all, two workers would lead, and wait for each other.
+            living = [member.identity for member in self._directory.living()]
+            for identity in [*living, *self._directory.suspected()]:
+                if identity != self._directory.me:
+                    self._watch(identity.id, "the shutdown of the job")
+
+    def _is_complete(self, round_: _DepartureRound) -> bool:
+        if len(round_.had_work) < self._directory.num_living:  # a quick look, before each name is compared
+            return False
+        return all(member.identity.name in round_.had_work for member in self._directory.living())
+
+    def _absent(self, round_: _DepartureRound) -> list[str]:
+        return sorted({member.identity.name for member in self._directory.living()} - round_.came)
+
+    def _losses(self, there: Mapping[str, bool]) -> dict[str, str]:
+        return {name: why for name, why in self._directory.losses().items() if name not in there}
+
+    @property
+    def callables(self) -> dict[str, Callable[..., Coroutine[Any, Any, object]]]:
+        """The functions that every peer may call, by the name on the wire."""
+        return {DEPART: self._on_depart, NOT_ARRIVED: self._not_arrived}
+
+    async def _on_depart(self, name: str, had_work: bool) -> Answer:
+        check_speaks_for(name)
+        return await self.depart(name, had_work)
+
+    async def _not_arrived(self) -> list[str]:
+        """The living workers that have not come to the open round, or to the one given up last."""
+        return self._absent(self._rounds[0]) if self._rounds else self._last_missing
+
+
+class RoundOutcome(NamedTuple):
+    """How a round has ended.
+
+    Attributes:
+        had_work: whether a worker had work, or the round was restarted under another leader.
+        losses: the lost workers, which were not waited for, and why, by name.
+        led_here: whether this worker led it.
+    """
+
+    had_work: bool
+    losses: Mapping[str, str]
+    led_here: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Leaving:
+    """One per agent; its methods block.
+
+    Attributes:
+        is_static: whether the members are the same from beginning to end.
+        lifetime: when it is over, another thread has closed RPC, and no leader is asked any more.
+        silence_out_of_reach: see `Router.silence_out_of_reach`.
+        explain: says what calls wait for here, with their stacks.
+        led_last: whether this worker led the last round.
+    """
+
+    network: Network
+    connections: Connections
+    directory: Directory
+    coordinator: Coordinator
+    is_static: bool
+    caller: Caller
+    retries: Retries
+    active_calls: ActiveCalls
+    rrefs: RRefManager
+    streams: StreamTable
+    gathering_host: GatheringHost
+    rounds: ShutdownRounds
+    watch: MembershipWatch
+    lifetime: Lifetime
+    silence_out_of_reach: Callable[[Identity], float | None]
+    explain: Callable[[], str]
+    led_last: bool = False
+
+    @property
+    def _me(self) -> Identity:
+        return self.directory.me
+
+    def wait_for_work(self, timeout_s: float, delete_references: Callable[[], object] | None = None) -> dict[str, str]:
+        """Waits for outstanding work, here and (in a static world) everywhere.
+
+        Args:
+            timeout_s: limit of the whole, in seconds; infinity waits as long as the others live.
+            delete_references: gives back the references that this worker holds, in a static world, when everybody
+                leaves; by default `RRefManager.delete_all_user_and_unforked_owner_rrefs`.
+
+        Returns:
+            The workers that are lost and were not waited for, and why, by name.
+
+        Raises:
+            DeadlineExceeded: the time is over; the text names the missing workers or calls.
+            WorkerLost: see `_take_part`.
+        """
+        deadline = Deadline.after(timeout_s)
+        if not self.is_static:
+            self._wait_idle(deadline)
+            self._leave_elastic(deadline)
+            return self.directory.losses()
+        self._take_part(True, deadline)
+        # All workers have called shutdown: the remaining references and streams are not needed any more.
+        if delete_references is not None:
+            delete_references()
+        else:
+            self.rrefs.delete_all_user_and_unforked_owner_rrefs(RREF_DELETION_LIMIT_S)
+        seen = -1
+        while True:
+            self._wait_idle(deadline, all_are_leaving=True)
+            made = self.caller.calls.num_work
+            had_work, seen = made != seen, made
+            # All must be idle for a whole round: a call may make others on any worker.
+            outcome = self._take_part(had_work, deadline)
+            if not outcome.had_work:
+                self.watch.all_leave(outcome.losses)
+                self.led_last = outcome.led_here
+                return dict(outcome.losses)
+
+    def _leave_elastic(self, deadline: Deadline) -> None:
+        """Waits, at the coordinator, until the others have left: they find each other through it."""
+        limit_s = min(RREF_DELETION_LIMIT_S, deadline.remaining_s())
+        self.rrefs.delete_all_user_and_unforked_owner_rrefs(limit_s, others=False)
+        service = self.coordinator.service
+        if service is None:
+            return
+        if not self.network.run(service.alone(self._me, deadline.remaining_s()), None):
+            left = [member.identity.name for member in service.others(self._me)]
+            raise DeadlineExceeded(f"shutdown of the coordinator {self._me.name!r} timed out; still there: {left}")
+
+    def _wait_idle(self, deadline: Deadline, all_are_leaving: bool = False) -> None:
+        """Waits for calls and handlers of this worker. While all are leaving, also for the streams that it reads."""
+        calls, active_calls = self.caller.calls, self.active_calls
+        began = reported = time.monotonic()
+        while True:
+            step_s = min(SHUTDOWN_POLL_S, deadline.remaining_s())
+            waits = (self.retries.wait_empty, calls.wait_empty, active_calls.wait_idle)
+            if all(wait(step_s) for wait in waits) and not len(calls):
+                if not all_are_leaving or self.streams.wait_empty(step_s):
+                    return
+            if all_are_leaving and not len(calls) and active_calls.only_streams:
+                self.streams.close_unread(UNREAD_STREAM_LIMIT_S)
+            for unwanted in active_calls.give_up(began, UNWANTED_CALL_LIMIT_S):
+                logger.error(
+                    "shutdown of %s gives up %s: its caller waits no longer, and it has not ended for %.0f s",
+                    self._me.name, unwanted, UNWANTED_CALL_LIMIT_S,
+                )  # fmt: skip
+            left = [repr(call) for call in calls][:5] + active_calls.describe()[:5] + self.streams.describe()[:5]
+            if deadline.expired():
+                raise DeadlineExceeded(f"shutdown timed out while calls are outstanding on {self._me.name!r}: {left}")
+            if time.monotonic() - reported >= SHUTDOWN_REPORT_INTERVAL_S:
+                reported = time.monotonic()
+                logger.warning("shutdown of %s waits for %s\n%s", self._me.name, left, self.explain())
+
+    def _take_part(self, had_work: bool, deadline: Deadline) -> RoundOutcome:
+        """Says whether this worker had work since the last round, and waits until all living workers have said it.
+
+        Raises:
+            DeadlineExceeded: the time is over; the text says who is missing.
+            WorkerLost: another worker leads, and lives, and cannot be reached. Its round waits for this worker, and one
+                that this worker led would wait for those that the other one leads.
+            RpcdistError: another thread has closed RPC in this process.
+        """
+        me = self.directory.me
+        pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, deadline)
+        pointed_to: int | None = None
+        missing: list[str] | None = None
+        is_new = False
+        while True:
+            leader = pointed_to if pointed_to is not None else self.directory.leader().id
+            pointed_to = None
+            self._check_leader_in_reach()
+            limit_s = max(deadline.remaining_s(), MIN_WAIT_S) if deadline.is_finite else 0
+            try:
+                # Reports to a lost leader do not count: this worker has not been idle for a whole round.
+                answer = self.caller.gather(leader, DEPART, (me.name, had_work or is_new), limit_s)
+            except DeadlineExceeded as exc:
+                raise self._late(leader, missing) from exc
+            except RpcdistError as exc:
+                if self.lifetime.is_closed:
+                    raise
+                # Also if the leader just closes. The next iteration asks the next leader.
+                logger.debug("%s could not lead the shutdown: %s", self.directory.name_of(leader), exc)
+                answer = [None]
+            match answer:
+                case [kind, bool(any_work), dict(losses)] if kind == ENDED:
+                    return RoundOutcome(any_work or is_new, losses, leader == me.id)
+                case [kind, int(other)] if kind == POINTS:
+                    pointed_to = other
+                case [kind, list(names)] if kind == LEAVES:
+                    missing = [name for name in names if name != me.name]
+            is_new = True
+            if deadline.expired():
+                raise self._late(leader, missing)
+            time.sleep(next(pauses))  # meanwhile the detectors decide who leads; Ctrl-C ends the sleep
+
+    def _check_leader_in_reach(self) -> None:
+        leader = self.directory.leader().id
+        for identity in self.directory.suspected():
+            if identity.id < leader and (silence_s := self.silence_out_of_reach(identity)) is not None:
+                what = f"the shutdown of {self.directory.me.name!r}, which {identity.name!r} leads"
+                raise WorkerLost(identity.name, what, silence_s, self.directory.losses().get(identity.name, ""))
+
+    def _late(self, leader: int, missing: list[str] | None) -> DeadlineExceeded:
+        name = self.directory.name_of(leader)
+        text = f"shutdown of {self.directory.me.name!r} timed out"
+        if missing is None:
+            try:
+                missing = self.caller.gather(leader, NOT_ARRIVED, (), MISSING_NAMES_LIMIT_S)
+            except RpcdistError as exc:
+                return DeadlineExceeded(f"{text}, and its leader {name!r} did not say who is missing: {exc}")
+        return DeadlineExceeded(f"{text}; these workers have not called it: {missing}")
+
+    def send_last_replies(self, together: bool) -> None:
+        """Lets pending replies reach the others, and answers the workers that wait here for others.
+
+        Args:
+            together: all the others leave at this moment, too.
+        """
+        self.gathering_host.give_up()
+        self.rounds.give_up()
+        self.active_calls.wait_gathered(LAST_REPLIES_LIMIT_S)
+        # The leader of the last round still sends replies, which the end of its sessions would drop: it leaves last.
+        is_last = together and self.led_last
+        flush = self.connections.flush(LAST_REPLIES_LIMIT_S, wait_for_others=is_last)
+        try:
+            self.network.run(flush, LAST_REPLIES_LIMIT_S + THREAD_GRACE_S)
+        except RpcdistError:
+            logger.debug("the last replies were not flushed", exc_info=True)
+
+    def say_goodbye(self) -> None:
+        """Tells the coordinator, where workers come and go, that this one leaves."""
+        if self.is_static:
+            return
+        try:
+            self.coordinator.leave()
+        except RpcdistError as exc:
+            logger.debug("the coordinator did not hear that this worker leaves: %s", exc)
