@@ -37,7 +37,7 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import CallRefused, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.inspection import ContextFacts, PassFacts
-from rpcdist.rpc._autograd_hooks import AutogradHost
+from rpcdist.rpc._calling.autograd_links import AutogradLinks
 from rpcdist.rpc._executors.timers import Timer
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
@@ -51,14 +51,11 @@ from rpcdist.transport.wire_messages import CompactPass
 class AutogradWorker:
     """Distributed autograd of one agent: `rpcdist.rpc._autograd_hooks.AutogradHooks`.
 
-    Args:
-        host: the agent.
-
     Attributes:
         pass_taps: those that get the spans (`BackwardPass.spans`) of each pass when it has ended here.
     """
 
-    def __init__(self, host: AutogradHost) -> None:
+    def __init__(self, host: AutogradLinks) -> None:
         self.id = host.identity.id
         self.contexts = ContextTable(self.id)
         self.host = host

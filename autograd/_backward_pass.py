@@ -54,8 +54,6 @@ class BackwardPass:
     The first message of a pass may overtake the one that begins it, so a pass exists before its options are known.
 
     Args:
-        sender: sends the messages of the pass.
-        context: the context whose gradients are computed.
         id: of the pass, the same on all workers; its high bits are the worker where it began.
         on_end: called once, when the pass has ended on this worker; on any thread.
         on_late: answers a neighbour that begins when the pass has ended here.

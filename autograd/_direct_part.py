@@ -128,7 +128,6 @@ class DirectPart:
     """One worker's part; only on the thread that handles the events of the pass.
 
     Args:
-        owner: the pass.
         root: the roots, on the worker where the pass began.
         sources: by id, the messages that were sent; each is taken out when its gradient has come, or it is unused.
         sends: the same messages.

@@ -66,12 +66,7 @@ from rpcdist.time_limits import GRADIENT_HOLD_LIMIT_S
 
 
 class GeneralPart:
-    """One worker's part.
-
-    Args:
-        owner: the pass.
-        analysis: the worker's graph.
-    """
+    """One worker's part."""
 
     def __init__(self, owner: PassOwner, analysis: Analysis) -> None:
         self._owner = owner
@@ -238,9 +233,6 @@ class GroupRun(EngineRun):
     """One call of the engine, which runs one or several groups.
 
     Args:
-        owner: the part.
-        analysis: the worker's graph.
-        run: the groups, and their inputs and outputs.
         sends_early: whether others should get gradients before the engine has ended; see the note above.
     """
 

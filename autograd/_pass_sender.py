@@ -20,7 +20,7 @@ from rpcdist.autograd._context import Context, SpanKind
 from rpcdist.autograd._pass_events import PassOptions
 from rpcdist.autograd._pass_message import PassMessage
 from rpcdist.errors import RpcdistError, TransportError, WorkerLost
-from rpcdist.rpc._autograd_hooks import AutogradHost
+from rpcdist.rpc._calling.autograd_links import AutogradLinks
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values import LargeBuffer
 from rpcdist.time_limits import CONTEXT_RELEASE_DELAY_S
@@ -58,13 +58,9 @@ class PassOwner(Protocol):
 
 
 class PassSender:
-    """The connections of one worker, as its backward passes use them. Any thread may call any method.
+    """The connections of one worker, as its backward passes use them. Any thread may call any method."""
 
-    Args:
-        host: the agent.
-    """
-
-    def __init__(self, host: AutogradHost) -> None:
+    def __init__(self, host: AutogradLinks) -> None:
         self.id = host.identity.id
         self.plain_only = not host.allow_pickle
         self.standing_session = host.standing_session
@@ -141,13 +137,9 @@ MAX_PUT_OFF = 256  # contexts
 
 
 class Releases:
-    """The contexts that are over here, and that neighbours have not been told about. Any thread may call any method.
+    """The contexts that are over here, and that neighbours have not been told about. Any thread may call any method."""
 
-    Args:
-        host: the agent, whose control messages carry them.
-    """
-
-    def __init__(self, host: AutogradHost) -> None:
+    def __init__(self, host: AutogradLinks) -> None:
         self._host = host
         self._lock = threading.Lock()
         self._put_off: dict[int, list[int]] = {}  # contexts by neighbour

@@ -30,7 +30,6 @@ class StepPart:
     """The part of the worker that asks; only on the thread that handles the events of the pass.
 
     Args:
-        owner: the pass.
         work: by owner of parameters, what it shall do.
         own: the share of this process.
 

@@ -30,9 +30,8 @@ from rpcdist._counters import OK
 from rpcdist.collectives._group.world import current_world
 from rpcdist.errors import ConfigError, RpcdistError, SerializationError
 from rpcdist.profile_ranges import span_taps
-from rpcdist.rpc._agent_local import AgentLocal
 from rpcdist.rpc._autograd_hooks import current_autograd
-from rpcdist.rpc._current import agent_or_none, current_agent
+from rpcdist.rpc._current import AgentLocal, agent_or_none, current_agent
 from rpcdist.rpc._inspection.call_recorder import Row
 from rpcdist.time_limits import RPC_TIMEOUT_S
 

@@ -21,8 +21,7 @@ from rpcdist.errors import DeadlineExceeded, RpcdistError
 from rpcdist.optim._fused_adam import fused_if_possible, has_fused
 from rpcdist.optim._param_groups import Group, options_of
 from rpcdist.rpc import RRef, get_rpc_timeout
-from rpcdist.rpc._agent_local import AgentLocal
-from rpcdist.rpc._current import current_agent
+from rpcdist.rpc._current import AgentLocal, current_agent
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._values.plain import FREE_BYTES, PlainWriter, read_plain
 from rpcdist.torch_optimizers import take_step

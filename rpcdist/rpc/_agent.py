@@ -35,8 +35,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._actors.actor_names import ActorNames
 from rpcdist.rpc._actors.actor_table import ActorTable
 from rpcdist.rpc._actors.serial_calls import SerialCalls
-from rpcdist.rpc._autograd_hooks import MakeAutograd
-from rpcdist.rpc._calling.autograd_links import AutogradLinks, autograd_handler, tell_autograd
+from rpcdist.rpc._calling.autograd_links import AutogradLinks, MakeAutograd, autograd_handler, tell_autograd
 from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._calling.retries import Retries
@@ -101,15 +100,9 @@ class Agent:
     """See the module. `start_agent` makes it; `close` ends it.
 
     Args:
-        network: the transport; the agent holds one share of it.
-        coordinator: knows the members.
         me: this worker.
-        roster: the members at the start.
-        options: the options of `init_rpc`.
         world_size: None where workers come and go.
-        store: where the workers found each other; closed with the agent.
         look_up: blocks, bounded, and returns where the next coordinator is, after this one was lost.
-        above: what it needs of the modules above.
     """
 
     def __init__(

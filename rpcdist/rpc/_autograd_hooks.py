@@ -1,8 +1,7 @@
-"""Where distributed autograd and calls meet: three small interfaces, and the context of the calls that are made now.
+"""Where distributed autograd and calls meet: two small interfaces, and the context of the calls that are made now.
 
     CallContext      an autograd context, as one call sees it      implemented by rpcdist.autograd, used here
     AutogradHooks    distributed autograd of one agent             implemented by rpcdist.autograd, used here
-    AutogradHost     what it needs of its agent                    implemented here, used by rpcdist.autograd
 
 `rpcdist.autograd` is a layer above this package, and registered by the root of the package (`rpcdist._upper_layers`):
 a call with an autograd context may arrive at a worker whose program never names it.
@@ -24,10 +23,9 @@ from rpcdist._proto import autograd_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.ids import Identity
 from rpcdist.inspection import ContextFacts, PassFacts
-from rpcdist.rpc._executors.timers import Timer
 from rpcdist.rpc._peers.demultiplexer import PoolJob
-from rpcdist.rpc._peers.network import MessageSink, SendObserver
-from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
+from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._values import ReceiveBuffer
 from rpcdist.transport.wire_messages import CompactPass, History
 
 
@@ -112,75 +110,6 @@ class AutogradHooks(Protocol):
         """The agent shuts down: passes under way fail, contexts end."""
         ...
 
-
-class AutogradHost(Protocol):
-    """The agent, as distributed autograd sees it. Any thread may call any method; none of them waits."""
-
-    @property
-    def identity(self) -> Identity:
-        """This worker: its id, name and incarnation."""
-        ...
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the agent shuts down, or has: nothing can be sent any more."""
-        ...
-
-    @property
-    def allow_pickle(self) -> bool:
-        """Whether gradients may arrive pickled."""
-        ...
-
-    @property
-    def default_mode(self) -> str:
-        """The mode of a backward pass that names none: "smart" or "fast"."""
-        ...
-
-    def timeout_of(self, timeout_s: float) -> float:
-        """A timeout with torch's conventions (-1: the default, 0: none) as seconds, infinity for none."""
-        ...
-
-    def worker_name_of(self, worker_id: int) -> str:
-        """The name of a worker, or a text with its id if it is unknown."""
-        ...
-
-    def silence_s(self, worker_id: int) -> float:
-        """Seconds since the connection to a worker was last known to be good."""
-        ...
-
-    def standing_session(self, worker_id: int) -> MessageSink | None:
-        """The open session with the process that has a worker's place now, or None."""
-        ...
-
-    def submit(self, function: Callable[..., object], *arguments: object) -> None:
-        """Has a function called on a thread that may run code of users."""
-        ...
-
-    def call_later(self, delay_s: float, function: Callable[[], object]) -> Timer:
-        """Has a short function called on the I/O loop, in `delay_s` seconds."""
-        ...
-
-    def send(
-        self,
-        to: int,
-        message: autograd_pb2.AutogradMessage | CompactPass,
-        buffers: Sequence[LargeBuffer] = (),
-        observer: SendObserver | None = None,
-    ) -> None:
-        """Sends a message to another worker, at most once.
-
-        Raises:
-            TransportError, UnknownWorker: the worker is lost, or nobody has this id.
-        """
-        ...
-
-    def send_control(self, to: int, message: autograd_pb2.AutogradMessage) -> None:
-        """Sends a message to another worker until it has arrived, unless the worker dies."""
-        ...
-
-
-MakeAutograd = Callable[[AutogradHost], AutogradHooks]
-"""Makes distributed autograd for an agent; `rpcdist._upper_layers` knows it as "autograd"."""
 
 current_autograd: ContextVar[CallContext | None] = ContextVar("rpcdist_autograd_context", default=None)
 """The context of the calls that this thread or task makes; None outside of contexts."""

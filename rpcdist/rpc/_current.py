@@ -9,9 +9,11 @@ callbacks of its futures, sees that agent; every other thread and task sees the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
+from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 from rpcdist.errors import ForkedProcess, NotInitialized
 from rpcdist.rpc._agent import Agent
@@ -99,3 +101,24 @@ def forget_agent(agent: Agent) -> None:
     agent.context.run(_place.get).agent = None
     if _of_process.agent is agent:
         _of_process.agent = None
+
+
+T = TypeVar("T")
+
+
+class AgentLocal(Generic[T]):
+    """One value per agent: made at its first use, dropped with the agent. Any thread may use it.
+
+    Args:
+        make: makes the value of an agent; the value must not refer to the agent.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._values: WeakKeyDictionary[Agent, T] = WeakKeyDictionary()
+
+    def get(self) -> T:
+        """The value of the current agent. Raises `NotInitialized` if there is no agent."""
+        agent = current_agent()
+        value = self._values.get(agent)
+        return self._values.setdefault(agent, self._make()) if value is None else value

@@ -44,6 +44,7 @@ from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistE
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._futures.failure import Failure, raise_failure
 from rpcdist.rpc._futures.interrupt import acquire
+from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.exceptions import (
     described,
     drop_first_frame,
@@ -71,21 +72,11 @@ _NO_DEVICES: Final[list[torch.device]] = []
 _get_running_loop = asyncio._get_running_loop
 
 
-class Source(Protocol):
-    """Where a result will arrive, and where a thread that waits for it can read."""
-
-    def lead(self, is_waiting: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Reads while `is_waiting`, unless another thread does; whether the wait is over."""
-
-    def ring(self) -> None:
-        """Has a thread that reads ask `is_waiting` again."""
-
-
 class Expected(Protocol):
     """The operation that will complete a future."""
 
     @property
-    def session(self) -> Source | None:
+    def session(self) -> MessageSink | None:
         """By which the result will come; None if that is not known."""
 
 
@@ -295,7 +286,7 @@ class Future(torch.futures.Future[T]):
         session = self._session()
         return session is not None and session.lead(baton.locked, timeout_s)
 
-    def _session(self) -> Source | None:
+    def _session(self) -> MessageSink | None:
         expected = self._expected  # read once: another thread may complete this now
         return None if expected is None else expected.session
 

@@ -26,7 +26,7 @@ from rpcdist.rpc._current import agent_or_none, current_agent
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
 from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import Handle
-from rpcdist.rpc._rref.proxy import MethodProxy, Mode, method_name
+from rpcdist.rpc._rref.proxied import MethodProxy, Mode, method_name
 from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future

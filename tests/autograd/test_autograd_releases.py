@@ -10,7 +10,7 @@ import pytest
 from rpcdist._proto import autograd_pb2
 from rpcdist.autograd import _pass_sender
 from rpcdist.autograd._pass_sender import Releases
-from rpcdist.rpc._autograd_hooks import AutogradHost
+from rpcdist.rpc._calling.autograd_links import AutogradLinks
 
 
 class Host:
@@ -41,7 +41,7 @@ def host() -> Host:
 
 @pytest.fixture
 def releases(host: Host) -> Releases:
-    return Releases(cast(AutogradHost, cast(Any, host)))
+    return Releases(cast(AutogradLinks, cast(Any, host)))
 
 
 def test_one_that_holds_memory_is_told_at_once(host: Host, releases: Releases) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -214,7 +214,7 @@ class Connection:
     def expect(self, num_futures: int) -> list[Future[int]]:
         futures: list[Future[int]] = [Future() for _ in range(num_futures)]
         for future in futures:
-            future._expected = self
+            future._expected = cast(Any, self)
         return futures
 
     def lead(self, is_waiting: Callable[[], bool], timeout_s: float | None) -> bool:

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded, RpcdistError
 from rpcdist.parallel.pipeline._schedules import Action, Kind
-from rpcdist.rpc._agent_local import AgentLocal
+from rpcdist.rpc._current import AgentLocal
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._peers.network import MessageSink, calling_session
 from rpcdist.rpc.functions import runs_on_reader

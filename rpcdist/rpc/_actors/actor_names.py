@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final, Protocol, TypeGuard
+from typing import Any, Final, TypeGuard
 
 from rpcdist.errors import ActorNameTaken, CallRefused, Overloaded, RpcdistError, UnknownActor
 from rpcdist.ids import Identity
@@ -37,24 +38,16 @@ MAX_NAME_CHARS: Final = 1000
 MAX_NAMES: Final = 1 << 14
 """So many names the coordinator keeps at once; a peer may ask for any number."""
 
-MAX_NAMES_TOLD: Final = 256  # to one who asks for another name; he compares them all with it
+MAX_NAMES_TOLD: Final = 256  # to a worker that asks for another name, for the text of its error
 
 
-class NamedValue(Protocol):
-    """A reference to an actor, at its owner."""
-
-    def __await__(self) -> Any: ...
-
-
+@dataclass(slots=True, eq=False)
 class _Claim:
     """The owner of a name, at the coordinator."""
 
-    __slots__ = ("creator", "is_confirmed", "owner")
-
-    def __init__(self, owner: Identity, creator: Identity) -> None:
-        self.owner = owner
-        self.creator = creator
-        self.is_confirmed = False
+    owner: Identity
+    creator: Identity
+    is_confirmed: bool = False
 
 
 class ActorNames:
@@ -62,8 +55,6 @@ class ActorNames:
 
     Args:
         me: this worker.
-        directory: knows the members.
-        caller: asks the coordinator and the owners.
         has_predecessor: whether this worker is a coordinator that took the place of another one.
     """
 
@@ -75,10 +66,7 @@ class ActorNames:
         self._has_predecessor = has_predecessor
         self._asked: set[Identity] = set()  # which names they keep
         self._asking = asyncio.Lock()
-        self._kept: dict[str, NamedValue] = {}  # at owners
-
-    def __repr__(self) -> str:
-        return f"<ActorNames of {self._me.name} [{len(self._kept)} here, {len(self._claims)} known]>"
+        self._kept: dict[str, Awaitable[Any]] = {}  # at owners
 
     # ------------------------------------------------------------ what this worker asks
 
@@ -214,7 +202,7 @@ class ActorNames:
     def _drop_ended(self) -> None:
         self._claims = {name: claim for name, claim in self._claims.items() if not self._has_ended(claim)}
 
-    async def keep(self, name: str, rref: NamedValue) -> None:
+    async def keep(self, name: str, rref: Awaitable[Any]) -> None:
         """At the owner: holds the actor under its name, as soon as it exists. Raises what its creation raised, and
         `CallRefused` unless the worker that asks for it has reserved the name.
         """
@@ -227,7 +215,7 @@ class ActorNames:
             raise Overloaded(f"{MAX_NAMES} actors of this worker have names already; make others without name=")
         self._kept[name] = rref  # one that is here already was never confirmed, or its claim ended with its coordinator
 
-    async def _on_give(self, name: str) -> NamedValue:
+    async def _on_give(self, name: str) -> Awaitable[Any]:
         if name not in self._kept:
             raise UnknownActor(name, list(islice(self._kept, MAX_NAMES_TOLD)))
         return self._kept[name]

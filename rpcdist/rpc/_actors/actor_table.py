@@ -29,10 +29,6 @@ class ActorTable:
 
     An actor begins with its creation and ends with the last reference that a `remote(serial=True)` made. Any
     reference to its object (made or returned by one of its methods, or another worker's copy) leads to the actor.
-
-    Args:
-        pool: lends threads.
-        user_loop: runs coroutines.
     """
 
     def __init__(self, pool: ThreadPool, user_loop: UserLoop) -> None:
@@ -42,9 +38,6 @@ class ActorTable:
         self._lock = threading.Lock()  # around changes of the two below
         self._by_rref: dict[RRefId, SerialActor] = {}
         self._by_object: dict[int, tuple[object, SerialActor]] = {}  # by `id`; the object lives as long as its entry
-
-    def __repr__(self) -> str:
-        return f"<ActorTable [{len(self._by_rref)} actors]>"
 
     def __len__(self) -> int:
         return len(self._by_rref)

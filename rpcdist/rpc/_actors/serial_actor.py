@@ -37,9 +37,7 @@ class Turn(Future[Any]):
     """The future of the call's result. Its maker calls `enter` when it can take the result.
 
     Args:
-        host: the actor.
         target: its value.
-        who: the caller, and the reference that it called.
         number: which of its calls through that one; None where the caller did not know that it calls an actor.
         method: of the value.
         args, kwargs: for it.
@@ -125,10 +123,6 @@ class Executors(Protocol):
 class SerialActor:
     """Any thread may call any method.
 
-    Args:
-        rref: names the value, which comes with each call.
-        executors: where its methods run.
-
     Attributes:
         lane: runs plain methods, and the constructor.
         num_references, object_ids: those that a `remote(serial=True)` made, and the `id`s of the objects that lead to
@@ -144,9 +138,6 @@ class SerialActor:
         self._lock = threading.Lock()  # around the two below
         self._queue: TurnQueue[ActorCaller, Turn] = TurnQueue()
         self._running: Turn | None = None
-
-    def __repr__(self) -> str:
-        return f"<SerialActor {self.rref} [{self._queue!r}]>"
 
     def facts(self, now: float) -> ActorFacts:
         """The call that runs, and those that wait, at a moment of the monotonic clock; any thread, without the lock."""

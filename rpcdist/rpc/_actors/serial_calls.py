@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from rpcdist.rpc._actors.turn_queue import CallNumber
 from rpcdist.rpc._calling.caller import Caller
@@ -43,9 +43,6 @@ class CallOrder:
         self._open: dict[int, None] = {}
         self._over: list[int] = []  # not told yet
         self._is_telling = False
-
-    def __repr__(self) -> str:
-        return f"<CallOrder {self._stream}: {self._next} calls, {len(self._open)} open>"
 
     def begin(self) -> CallNumber:
         """Numbers a call; `end` must follow."""
@@ -100,9 +97,6 @@ class CallOrders:
         self._streams = itertools.count()
         self._orders: weakref.WeakValueDictionary[RRefId, CallOrder] = weakref.WeakValueDictionary()
 
-    def __repr__(self) -> str:
-        return f"<CallOrders [{len(self._orders)} actors]>"
-
     def of(self, rref: RRefId) -> CallOrder:
         with self._lock:
             order = self._orders.get(rref)
@@ -111,31 +105,14 @@ class CallOrders:
             return order
 
 
-class MakeRemote(Protocol):
-    """Makes a call whose result stays at the owner (`RRefCalls.remote`)."""
-
-    def __call__(
-        self, to: int, func: Any, args: tuple[Any, ...], timeout_s: float, kwargs: None, on: Handle | None
-    ) -> Any: ...
-
-
 class SerialCalls:
-    """One per agent; any thread may use it.
-
-    Args:
-        rrefs: knows the references.
-        caller: makes the calls.
-        retries: repeats the message that a call is over.
-    """
+    """One per agent; any thread may use it."""
 
     def __init__(self, rrefs: RRefManager, caller: Caller, retries: Retries) -> None:
         self._rrefs = rrefs
         self._caller = caller
         self._retries = retries
         self._orders = CallOrders()
-
-    def __repr__(self) -> str:
-        return f"<SerialCalls {self._orders!r}>"
 
     def call(
         self,
@@ -145,13 +122,13 @@ class SerialCalls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         timeout_s: float,
-        remote: MakeRemote,
+        remote: Callable[..., Any],
     ) -> Any:
         """Calls a method in its turn.
 
         Args:
             rref: the reference; kept until the call has ended.
-            mode: see `rpcdist.rpc._rref.proxy.Mode`.
+            mode: see `rpcdist.rpc._rref.proxied.Mode`.
             method, args, kwargs: what to call.
             timeout_s: limit of the call, the wait for its turn included.
             remote: for the mode of that name.

@@ -27,7 +27,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._actors.checkpointed import ActorState, Checkpointed
 from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._current import current_agent
-from rpcdist.rpc._rref.proxy import MethodProxy, Mode, method_name
+from rpcdist.rpc._rref.proxied import MethodProxy, Mode, method_name
 from rpcdist.rpc._values.exceptions import described_error
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
@@ -82,7 +82,6 @@ class RestartingActor(Generic[T]):
     Any thread may use it. Its calls run one at a time, in the order in which they were made.
 
     Args:
-        worker: where it lives.
         kind, args, kwargs: the class, and how to make the object.
         timeout: limit of each creation, in seconds; -1 for the default.
         max_restarts: so often it is made again; -1 for always.

@@ -24,7 +24,19 @@ from rpcdist.transport.wire_messages import CompactPass
 
 
 class AutogradLinks:
-    """The parts of the agent that distributed autograd uses (`AutogradHost`)."""
+    """The agent as distributed autograd sees it. Any thread may call any method; none of them waits.
+
+    Attributes:
+        allow_pickle: whether gradients may arrive pickled.
+        default_mode: the mode of a backward pass that names none: "smart" or "fast".
+        timeout_of: a timeout with torch's conventions (-1: the default, 0: none) as seconds, infinity for none.
+        worker_name_of: the name of a worker, or a text with its id if it is unknown.
+        silence_s: seconds since the connection to a worker was last known to be good.
+        standing_session: the open session with the process that has a worker's place now, or None.
+        submit: has a function called on a thread that may run code of users.
+        call_later: has a short function called on the I/O loop, after a delay in seconds.
+        send_control: sends a message to another worker until it has arrived, unless the worker dies.
+    """
 
     def __init__(
         self,
@@ -49,11 +61,9 @@ class AutogradLinks:
         self._router = router
         self._lifetime = lifetime
 
-    def __repr__(self) -> str:
-        return f"<AutogradLinks of {self.identity.name}>"
-
     @property
     def is_closed(self) -> bool:
+        """Whether the agent shuts down, or has: nothing can be sent any more."""
         return self._lifetime.is_closed
 
     def send(
@@ -63,8 +73,17 @@ class AutogradLinks:
         buffers: Sequence[LargeBuffer] = (),
         observer: SendObserver | None = None,
     ) -> None:
+        """Sends a message to another worker, at most once.
+
+        Raises:
+            TransportError, UnknownWorker: the worker is lost, or the id is unknown.
+        """
         wrapped = message if isinstance(message, CompactPass) else rpc_pb2.Message(autograd=message)
         self._router.send(to, wrapped, buffers, observer)
+
+
+MakeAutograd = Callable[[AutogradLinks], AutogradHooks]
+"""Makes distributed autograd for an agent; `rpcdist._upper_layers` knows it as "autograd"."""
 
 
 def autograd_handler(hooks: AutogradHooks, control: ControlReceiver) -> Handler:

@@ -273,7 +273,6 @@ class CallTable:
 
     Args:
         wake_at: asked to have `take_expired` called at a time, in seconds of the monotonic clock.
-        in_flight: hears of the calls that end.
         recorder: remembers how calls ended; None for not at all.
 
     Attributes:
@@ -300,9 +299,6 @@ class CallTable:
 
     def __contains__(self, id: object) -> bool:
         return id in self._calls
-
-    def __repr__(self) -> str:
-        return f"<CallTable [{len(self._calls)} in flight]>"
 
     @property
     def num_made(self) -> int:
@@ -402,7 +398,6 @@ class CallTimer:
     """One per agent.
 
     Args:
-        io: the I/O loop.
         expire: called on it when a time has come; it asks for the next.
     """
 

@@ -45,13 +45,6 @@ class Caller:
     """One per agent. Any thread may use it; `on_*` run where they say.
 
     Args:
-        directory: knows the members.
-        router: sends the calls.
-        marshal: encodes arguments, receives results.
-        streams: receives results that are streams.
-        submit: gives functions that may run code of users to the pool.
-        io: the I/O loop, for deadlines.
-        lifetime: no call is made when it is over.
         rpc_timeout_s: the limit of calls that name none.
         max_in_flight_bytes: of the arguments of calls to one worker.
         handler_loop: where coroutines of handlers run.
@@ -91,9 +84,6 @@ class Caller:
         self.calls = CallTable(self._timer.wake_at, in_flight, recorder)
         self._new_calls = NewCalls(self, self.calls.next_id, marshal, rpc_timeout_s)
         self.timeout_of = self._new_calls.timeout_of
-
-    def __repr__(self) -> str:
-        return f"<Caller {self.calls!r}>"
 
     @property
     def rpc_timeout_s(self) -> float:

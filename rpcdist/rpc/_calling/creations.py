@@ -25,11 +25,6 @@ class Creation:
     """The outcome of a `remote()` (`ReplySink`). Its future is made on demand, since hardly any program asks for it.
 
     It must not hold the reference, which the table of calls would keep alive.
-
-    Args:
-        share: the reference, and the share of it that this worker will have.
-        listener: is told the outcome.
-        submit: gives functions that may run code of users to the pool.
     """
 
     __slots__ = (

@@ -19,6 +19,7 @@ import asyncio
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 from rpcdist.deadline import Deadline
@@ -31,23 +32,19 @@ COUNTED_FROM_BYTES: Final = 4096
 """Calls with fewer bytes of arguments do not count, and cost nothing here."""
 
 
+@dataclass(slots=True, eq=False)
 class _WaitingCall:
-    __slots__ = ("admitted", "call", "num_bytes")
-
-    def __init__(self, call: int, num_bytes: int, admitted: Callable[[], object]) -> None:
-        self.call = call
-        self.num_bytes = num_bytes
-        self.admitted = admitted
+    call: int
+    num_bytes: int
+    admitted: Callable[[], object]
 
 
+@dataclass(slots=True, eq=False)
 class _Line:
     """The calls to one worker."""
 
-    __slots__ = ("num_bytes", "waiters")
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self.waiters: OrderedDict[int, _WaitingCall] = OrderedDict()  # by call, in the order in which they came
+    num_bytes: int = 0
+    waiters: OrderedDict[int, _WaitingCall] = field(default_factory=OrderedDict)  # by call, in the order of arrival
 
 
 class InFlightBytes:
@@ -153,19 +150,17 @@ class InFlightBytes:
         self.admitted[call] = num_bytes
 
 
+@dataclass(slots=True, eq=False)
 class CallAdmission:
     """Has callers wait for `InFlightBytes`. Any thread may call it.
 
     Args:
-        bound: the bytes in flight.
-        io: where messages that were deferred are sent.
         handler_loop: the event loop on which handlers run.
     """
 
-    def __init__(self, bound: InFlightBytes, io: IoThread, handler_loop: asyncio.AbstractEventLoop) -> None:
-        self._bound = bound
-        self._io = io
-        self._handler_loop = handler_loop
+    _bound: InFlightBytes
+    _io: IoThread
+    _handler_loop: asyncio.AbstractEventLoop
 
     def wait(self, to: int, call: int, num_bytes: int, deadline: Deadline, what: Callable[[], str]) -> None:
         """Waits until a call may be sent, unless it is a handler's; not on an event loop.

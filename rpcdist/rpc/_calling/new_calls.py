@@ -83,9 +83,7 @@ class NewCalls:
     """One per agent. Any thread may use it; encoding runs code of users.
 
     Args:
-        owner: of the calls.
         next_id: numbers them.
-        marshal: encodes arguments.
         rpc_timeout_s: the limit of calls that name none.
     """
 
@@ -101,9 +99,6 @@ class NewCalls:
         self._owner = owner
         self._next_id = next_id
         self._marshal = marshal
-
-    def __repr__(self) -> str:
-        return f"<NewCalls [{self.rpc_timeout_s} s]>"
 
     def timeout_of(self, timeout_s: float) -> float:
         """The user's timeout with torch's conventions (-1: the default, 0: none) as seconds, infinity for none."""

@@ -29,10 +29,8 @@ class Canceller(Protocol):
         """See `Caller.cancel`."""
 
 
-class Submit(Protocol):
-    """Gives a function to the pool."""
-
-    def __call__(self, function: Callable[..., object], /, *arguments: object) -> None: ...
+Submit = Callable[..., None]
+"""Gives a function and its arguments to the pool."""
 
 
 def result_of(failure: ArrivedFailure | None, payload: object) -> object:

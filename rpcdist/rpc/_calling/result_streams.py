@@ -200,7 +200,6 @@ class Stream(Generic[T]):
     end. An exception of the generator is raised after the items that came before it.
 
     Args:
-        state: the receiving end.
         timeout_s: limit of the wait for each item, in seconds; None for no limit.
         dropped: gets the receiving end when this object is freed.
     """
@@ -277,7 +276,6 @@ class StreamTable:
 
     Args:
         send: sends a message about a call to a worker, unless that is gone.
-        marshal: receives the items.
     """
 
     def __init__(self, send: Callable[[int, rpc_pb2.Message], None], marshal: Marshal) -> None:
@@ -290,9 +288,6 @@ class StreamTable:
 
     def __len__(self) -> int:
         return len(self._streams)
-
-    def __repr__(self) -> str:
-        return f"<StreamTable [{len(self._streams)} streams]>"
 
     def open(self, call: PendingCall, session: MessageSink, timeout_s: float | None) -> Stream[object]:
         """Registers the stream that a call turned out to be; on the I/O loop, before its first item."""

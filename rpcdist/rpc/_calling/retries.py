@@ -21,9 +21,6 @@ class Retries:
     """One per agent; any thread may use it.
 
     Args:
-        caller: makes the calls.
-        directory: knows the members.
-        timers: for the pauses.
         submit: gives functions that encode arguments, and so may run code of users, to the pool.
     """
 
@@ -36,9 +33,6 @@ class Retries:
         self.submit = submit
         self._changed = threading.Condition()
         self._open: set[_Retried] = set()
-
-    def __repr__(self) -> str:
-        return f"<Retries [{len(self._open)} calls]>"
 
     def start(self, to: Destination, func: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float) -> Future[Any]:
         """As `Caller.start`. Errors in the arguments are raised at once, as there."""

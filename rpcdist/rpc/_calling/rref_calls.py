@@ -34,14 +34,7 @@ class RRefCalls:
     """The calls of an agent's references; each of them holds it. Any thread may call any method.
 
     Args:
-        rrefs: counts the references.
-        caller: makes the calls.
-        serial: makes those of actors.
-        actors: those of this worker.
-        directory: knows the members.
-        autograd: runs distributed backward passes.
         autograd_mode: of backward passes that begin at a reference.
-        lifetime: when it is over, shares are not asked about any more.
         flush: sends the creations that linger on their way to a worker now.
         is_reachable: whether a worker lives, as far as is known, and has not just gone silent.
         reach: tries a worker again that is not.
@@ -76,9 +69,6 @@ class RRefCalls:
         self._autograd = autograd
         self._autograd_mode = autograd_mode
         self._lifetime = lifetime
-
-    def __repr__(self) -> str:
-        return f"<RRefCalls of {self.my_name}>"
 
     def fetch(self, state: HandleState, timeout_s: float, creation: object = None) -> Any:
         """The value of a reference that another worker owns. A lost worker goes through `fetch_error`.

@@ -27,7 +27,8 @@ import torch.futures
 from rpcdist.errors import BlockingInLoop, DeadlineExceeded
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._futures.interrupt import acquire
-from rpcdist.rpc.future import Future, FutureObserver, Source
+from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc.future import Future, FutureObserver
 from rpcdist.waiters import wake_threadsafe
 
 _INSTEAD: Final = {
@@ -147,7 +148,7 @@ class Completions(FutureObserver, Generic[T]):
         self._arrived: deque[torch.futures.Future[T]] = deque()
         self._taken: deque[Future[T]] = deque()  # by the thread that waits here, which makes their results
         self._is_taking = False  # that thread looks at `_taken` after it has cleared this
-        self._led: Source | None = None  # where it may be reading
+        self._led: MessageSink | None = None  # where it may be reading
         self._num_finished = 0  # so many at the beginning of `_observed` were seen to be done
         self._num_wanted = 1  # so many must have arrived before who sleeps is woken
         self._failed: torch.futures.Future[T] | None = None  # the first that did
@@ -165,9 +166,6 @@ class Completions(FutureObserver, Generic[T]):
 
     def __len__(self) -> int:
         return self._num_left
-
-    def __repr__(self) -> str:
-        return f"<Completions [{len(self._arrived)} arrived, {self._num_left - len(self._arrived)} pending]>"
 
     def __iter__(self) -> Completions[T]:
         return self

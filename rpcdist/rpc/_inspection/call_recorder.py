@@ -96,9 +96,6 @@ class CallRecorder:
         self.made: Callable[[Row], None] = self._made.append
         self.served: Callable[[Row], None] = self._served.append
 
-    def __repr__(self) -> str:
-        return f"<CallRecorder [{len(self._made)} made, {len(self._served)} served]>"
-
     def times(self, most: int) -> tuple[FunctionTimes, ...]:
         """How long the calls took, for each function; the functions with the most calls."""
         found: dict[tuple[str, bool], list[RecordedCall]] = {}

@@ -46,11 +46,9 @@ class FlightLog:
     """One per agent.
 
     Args:
-        recorder: has the last calls.
         facts: says what the worker does; any thread.
         name_of: the name of a worker, by its id.
         sessions: the open connections; on the I/O loop.
-        lifetime: nothing is written when it is over.
     """
 
     def __init__(
@@ -72,9 +70,6 @@ class FlightLog:
         self._written_at = 0.0
         self._has_failed = False
         self._handles_signal = False
-
-    def __repr__(self) -> str:
-        return f"<FlightLog [{len(self._events)} events]>"
 
     def start(self) -> None:
         """From now on failures are heard of; on the thread that starts the agent."""

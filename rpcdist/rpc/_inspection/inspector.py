@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Final, NamedTuple
@@ -98,9 +98,6 @@ class InspectedParts(NamedTuple):
 class Inspector:
     """One per agent.
 
-    Args:
-        parts: of the agent.
-
     Attributes:
         is_leaving: `shutdown` was called.
     """
@@ -114,9 +111,6 @@ class Inspector:
         self._answer = b""
         self._answered_at = 0.0
         self._is_looking = False
-
-    def __repr__(self) -> str:
-        return f"<Inspector of {self._parts.me.name}>"
 
     @property
     def methods(self) -> dict[str, Callable[..., Any]]:
@@ -327,6 +321,7 @@ logger = logging.getLogger(__name__)
 MAX_NAMED: Final = 10
 
 
+@dataclass(slots=True, eq=False)
 class OldCalls:
     """One per agent; on the I/O loop.
 
@@ -334,18 +329,15 @@ class OldCalls:
 
     Args:
         limit_s: the age at which a call is logged; 0 for never.
-        made: the calls that this worker has made.
-        served: the calls that it handles.
         facts: says what it does.
     """
 
-    def __init__(self, limit_s: float, made: CallTable, served: ActiveCalls, facts: Callable[[], WorkerFacts]) -> None:
-        self._limit_s = limit_s
-        self._made = made
-        self._served = served
-        self._facts = facts
-        self._seen_until = 0.0  # calls that began before were old at the last look
-        self._next_look = 0.0
+    _limit_s: float
+    _made: CallTable
+    _served: ActiveCalls
+    _facts: Callable[[], WorkerFacts]
+    _seen_until: float = 0.0  # calls that began before were old at the last look
+    _next_look: float = 0.0
 
     def look(self, now: float) -> None:
         """Logs the calls that have become old since the last look; `now` is a time of the monotonic clock."""

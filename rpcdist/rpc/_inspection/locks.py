@@ -18,7 +18,6 @@ from types import CodeType, FrameType, MemberDescriptorType
 from typing import Any, Final, NamedTuple
 
 _TAKING: Final = frozenset({"acquire", "__enter__", "acquire_lock"})
-_BEGINS_WITH: Final = frozenset({"BEFORE_WITH", "LOAD_SPECIAL"})
 _LOCK_TYPES: Final = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Semaphore)
 _WAITS_FOR_NOTICE: Final = threading.Condition.wait.__code__  # on a lock of its own, which nobody holds
 _OWNER: Final = re.compile(r"owner=(\d+)")

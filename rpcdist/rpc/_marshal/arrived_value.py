@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -124,6 +125,7 @@ class ArrivedValue(Arrived):
             self._manager.discard(token)
 
 
+@dataclass(slots=True, eq=False)
 class ArrivedFailure:
     """Why a call failed at its callee. Make its exception once, or `discard` it; any thread but the I/O loop's.
 
@@ -132,11 +134,8 @@ class ArrivedFailure:
         original: the exception itself; None if there is none, or it must not be unpickled here.
     """
 
-    __slots__ = ("_failure", "_original")
-
-    def __init__(self, failure: rpc_pb2.Failure, original: Arrived | None = None) -> None:
-        self._failure = failure
-        self._original = original
+    _failure: rpc_pb2.Failure
+    _original: Arrived | None = None
 
     @property
     def type_name(self) -> str:
@@ -181,14 +180,12 @@ class ArrivedCompact(Arrived):
         context.received(self._message.history, tensors, self._sender.id)
 
 
+@dataclass(slots=True, eq=False)
 class _IncomingRRefs:
     """`Externals` of the decoder."""
 
-    __slots__ = ("_manager", "_tokens")
-
-    def __init__(self, manager: RRefManager, tokens: list[Token]) -> None:
-        self._manager = manager
-        self._tokens = tokens
+    _manager: RRefManager
+    _tokens: list[Token]
 
     def is_external(self, obj: object) -> bool:
         return False
@@ -202,6 +199,7 @@ class _IncomingRRefs:
         return self._manager.claim(self._tokens[index])
 
 
+@dataclass(slots=True, eq=False)
 class OutgoingRRefs:
     """`Externals` of the encoder: shares every remote reference that it meets with the receiver.
 
@@ -209,14 +207,11 @@ class OutgoingRRefs:
         forks: the shares, in the order in which they belong into the value.
     """
 
-    __slots__ = ("_incarnation", "_manager", "_to", "_type", "forks")
-
-    def __init__(self, manager: RRefManager, rref_type: type, to: int, incarnation: int | None = None) -> None:
-        self._manager = manager
-        self._type = rref_type
-        self._to = to
-        self._incarnation = incarnation
-        self.forks: list[value_pb2.RRefFork] = []
+    _manager: RRefManager
+    _type: type
+    _to: int
+    _incarnation: int | None = None
+    forks: list[value_pb2.RRefFork] = field(default_factory=list)
 
     def is_external(self, obj: object) -> bool:
         return isinstance(obj, self._type)

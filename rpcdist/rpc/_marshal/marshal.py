@@ -55,7 +55,6 @@ class Marshal:
     """One per agent. Encoding may run code of users, so it is done on their threads or in the pool.
 
     Args:
-        rrefs: makes and receives shares of remote references.
         rref_type: the class of those.
         find_device_map: where tensors of other devices go at a worker (`DeviceMaps.find`).
         worker_name: this worker's, for failures.
@@ -79,9 +78,6 @@ class Marshal:
         self._rref_type = rref_type
         self._find_device_map = find_device_map
         self._worker_name = worker_name
-
-    def __repr__(self) -> str:
-        return f"<Marshal of {self._worker_name}>"
 
     def encode(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -77,24 +78,20 @@ class Found(NamedTuple):
     reply: membership_pb2.JoinReply | None
 
 
+@dataclass(slots=True, eq=False)
 class Coordinator:
     """The membership service as this worker reaches it: in this process, or over the network.
 
     Args:
-        network: how it is reached.
         address: where it is served.
         me: this worker.
         service: the service itself, if it is served here.
     """
 
-    def __init__(self, network: Network, address: str, me: Identity, service: MembershipService | None) -> None:
-        self.address = address
-        self.service = service
-        self._network = network
-        self._me = me
-
-    def __repr__(self) -> str:
-        return f"<Coordinator at {self.address}{', here' if self.service is not None else ''}>"
+    _network: Network
+    address: str
+    _me: Identity
+    service: MembershipService | None
 
     def on_lost(self, identity: Identity, error: WorkerLost) -> None:
         """A worker is declared dead: if the service is here, its place is free. On the I/O loop."""

@@ -29,18 +29,12 @@ class CoordinatorReturn:
     """One per agent, on the I/O loop; at the coordinator itself it does nothing.
 
     Args:
-        coordinator: is asked, and is told the address of the next one.
-        directory: learns the members.
-        router: watches the next coordinator.
-        search: is told of the attempts, and says when a call waits for one.
         submit: runs functions that block on a thread of their own.
         look_up: blocks, bounded, and returns where the next coordinator is.
         world_size: None where workers come and go.
         recovery_s: how long a coordinator waits for others that were there.
         orphan_timeout_s: how long the next coordinator is looked for; then this worker is an orphan.
         on_orphaned: is called then, with the reason, and with None when a coordinator has taken this worker back.
-        io: the I/O loop.
-        lifetime: when it is over, the search ends.
     """
 
     def __init__(
@@ -78,9 +72,6 @@ class CoordinatorReturn:
         self._check_handle: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         search.requested.listen(self._look)
-
-    def __repr__(self) -> str:
-        return f"<CoordinatorReturn at {self._directory.me.name}{', looking' if self._is_looking else ''}>"
 
     @property
     def _is_looking(self) -> bool:

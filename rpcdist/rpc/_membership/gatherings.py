@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rpcdist.errors import CallRefused, ConfigError, DeadlineExceeded, RpcdistError, WorkerLost
@@ -72,7 +73,6 @@ class GatheringHost:
 
     Args:
         me: this worker.
-        directory: resolves the names.
         watch: connects to a worker, and returns an error if it is lost already.
     """
 
@@ -83,9 +83,6 @@ class GatheringHost:
         self._rounds: dict[Group, list[_GatherRound]] = {}
         self._last_came: dict[Group, set[str]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-
-    def __repr__(self) -> str:
-        return f"<GatheringHost {self._me.name} [{sum(map(len, self._rounds.values()))} rounds]>"
 
     def facts(self) -> list[GatheringFacts]:
         """The rounds that are open; any thread."""
@@ -218,22 +215,17 @@ class GatheringHost:
         return self.missing(names)
 
 
+@dataclass(slots=True, eq=False)
 class Gatherings:
     """The participating side; one per agent.
 
     Args:
-        caller: makes the calls to the host.
-        directory: knows the members.
         is_static: whether the members are the same from beginning to end.
     """
 
-    def __init__(self, caller: Caller, directory: Directory, is_static: bool) -> None:
-        self._caller = caller
-        self._directory = directory
-        self._is_static = is_static
-
-    def __repr__(self) -> str:
-        return f"<Gatherings of {self._directory.me.name}>"
+    _caller: Caller
+    _directory: Directory
+    _is_static: bool
 
     def all_gather(self, obj: Any, names: Iterable[str] | None, timeout_s: float) -> dict[str, Any]:
         """Exchanges one object per worker; blocks.

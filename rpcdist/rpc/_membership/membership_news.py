@@ -25,11 +25,9 @@ class MembershipNews:
     """Both ends of it; one per agent, on the I/O loop.
 
     Args:
-        directory: learns the news.
         service: the list of workers, if it is here: then this worker tells the others.
         send: sends a control message to a worker.
         watch: connects to a worker, so that its death is noticed.
-        lifetime: when it is over, no worker is watched any more.
         is_coordinator: whether a worker is the coordinator whose list has this worker in it.
     """
 
@@ -50,9 +48,6 @@ class MembershipNews:
         self._is_coordinator = is_coordinator
         self._told_at = float("-inf")
         self._telling: asyncio.TimerHandle | None = None
-
-    def __repr__(self) -> str:
-        return f"<MembershipNews of {self._directory.me.name}{', the coordinator' if self._service else ''}>"
 
     async def start(self) -> None:
         """The coordinator begins to tell the others, and to watch them.

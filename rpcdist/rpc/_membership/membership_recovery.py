@@ -135,8 +135,6 @@ class SurvivorQuestions:
     """Asks the missing workers of a recovery, from `begin` until `stop`. I/O loop only.
 
     Args:
-        recovery: knows the missing workers, and keeps the answers.
-        probe: asks one worker.
         present: returns the current members.
         on_answer: is called after each answer.
     """
@@ -155,9 +153,6 @@ class SurvivorQuestions:
         self._max_at_once = max_at_once()
         self._asks = False
         self._asking: set[asyncio.Task[None]] = set()
-
-    def __repr__(self) -> str:
-        return f"<SurvivorQuestions, {len(self._asking)} asked now>"
 
     def begin(self) -> None:
         self._asks = True

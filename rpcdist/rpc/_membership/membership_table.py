@@ -351,20 +351,13 @@ class MembershipTable:
 
 
 class NewsPlan:
-    """One per coordinator.
-
-    Args:
-        table: the list of workers.
-    """
+    """One per coordinator."""
 
     def __init__(self, table: MembershipTable) -> None:
         self._table = table
         self._known: dict[Identity, int] = {}
         self._under_way: dict[Identity, int] = {}  # up to which version
         self._joining: set[Identity] = set()
-
-    def __repr__(self) -> str:
-        return f"<NewsPlan of {len(self._known)} members, {len(self._under_way)} messages under way>"
 
     def joins(self, identity: Identity) -> None:
         """A worker has asked to be taken in, and waits for the answer (rule 3)."""

@@ -53,9 +53,6 @@ class MembershipWatch:
         self._all_leave = False
         self._lost: set[str] = set()  # the names of those in the log
 
-    def __repr__(self) -> str:
-        return f"<MembershipWatch [{len(self._callbacks)} functions]>"
-
     def add(self, callback: Callback) -> Callable[[], None]:
         """Has a function called at each change, until the function that is returned is called."""
         key = object()

@@ -31,9 +31,6 @@ class StopRequests:
         self._requests: SimpleQueue[str | None] = SimpleQueue()
         self._lost: CoordinatorLost | None = None
 
-    def __repr__(self) -> str:
-        return f"<StopRequests [{self._requests.qsize()} requests to stop]>"
-
     def stop(self, why: str) -> None:
         """Ends one `wait`."""
         self._requests.put(why)

@@ -83,7 +83,6 @@ class ShutdownRounds:
     """The rounds that this worker leads; one per agent. Lives on the user loop, except where a method says otherwise.
 
     Args:
-        directory: knows the members, and which of them live.
         watch: connects to a worker, so that its death is noticed.
     """
 
@@ -94,9 +93,6 @@ class ShutdownRounds:
         self._last_missing: list[str] = []
         self._watched_at = float("-inf")
         self._loop: asyncio.AbstractEventLoop | None = None
-
-    def __repr__(self) -> str:
-        return f"<ShutdownRounds at {self._directory.me.name} [{len(self._rounds)} rounds]>"
 
     def on_member(self, event: MemberEvent) -> None:
         """A worker came or went; on the I/O loop."""

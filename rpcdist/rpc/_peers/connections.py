@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from rpcdist.ids import Identity
 from rpcdist.own_shortage import own_shortage
@@ -22,22 +23,13 @@ from rpcdist.time_limits import LEASE_IN_PEER_TIMEOUTS
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
 class Connections:
-    """One per agent; on the I/O loop.
+    """One per agent; on the I/O loop."""
 
-    Args:
-        router: has those that this worker opened.
-        inbound: has those that others opened.
-        control: owes them acknowledgements.
-    """
-
-    def __init__(self, router: Router, inbound: Inbound, control: ControlReceiver) -> None:
-        self._router = router
-        self._inbound = inbound
-        self._control = control
-
-    def __repr__(self) -> str:
-        return f"<Connections [{self._router!r}, {self._inbound!r}]>"
+    _router: Router
+    _inbound: Inbound
+    _control: ControlReceiver
 
     def sessions(self) -> list[PeerSession]:
         return [*self._router.sessions(), *self._inbound.sessions]
@@ -72,9 +64,6 @@ class Leases:
         self._clock = clock
         self._seen: dict[Identity, float] = {}
 
-    def __repr__(self) -> str:
-        return f"<Leases of {len(self._seen)} workers, {self._duration_s} s>"
-
     def seen(self, identity: Identity, at: float | None = None) -> None:
         """Renews a lease; `at` is the time of the sign of life, by default now."""
         at = self._clock() if at is None else at
@@ -99,7 +88,6 @@ class LeaseWatch:
     Args:
         peer_timeout_s: silence after which a worker is declared lost; leases are longer.
         sessions: the open ones, in both directions.
-        events: tells of signs of life, and is told when a lease ends.
     """
 
     def __init__(
@@ -113,9 +101,6 @@ class LeaseWatch:
         events.opened.listen(lambda session: self._leases.seen(session.peer))
         events.broken.listen(lambda session, reason: self._leases.seen(session.peer))
         events.lost.listen(lambda identity, error: self._leases.seen(identity))
-
-    def __repr__(self) -> str:
-        return f"<LeaseWatch {self._leases!r}>"
 
     def renew(self) -> None:
         """To be called often."""

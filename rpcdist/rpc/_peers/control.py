@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf.message import Message
@@ -101,23 +102,15 @@ Apply = Callable[[Identity, Any, Sequence[ReceiveBuffer]], object]
 """Takes the sender, the body of the message, and its large buffers."""
 
 
+@dataclass(slots=True, eq=False)
 class ControlReceiver:
-    """One per agent; on the I/O loop, except for messages of a worker to itself.
+    """One per agent; on the I/O loop, except for messages of a worker to itself."""
 
-    Args:
-        io: the I/O loop.
-        lifetime: service methods fail when it is over.
-    """
-
-    def __init__(self, io: IoThread, lifetime: Lifetime) -> None:
-        self._io = io
-        self._lifetime = lifetime
-        self._apply: dict[str, Apply] = {}
-        self._inboxes: dict[tuple[int, int], ControlInbox] = {}
-        self._to_acknowledge: dict[MessageSink, int] = {}
-
-    def __repr__(self) -> str:
-        return f"<ControlReceiver [{len(self._inboxes)} senders]>"
+    _io: IoThread
+    _lifetime: Lifetime
+    _apply: dict[str, Apply] = field(default_factory=dict)
+    _inboxes: dict[tuple[int, int], ControlInbox] = field(default_factory=dict)
+    _to_acknowledge: dict[MessageSink, int] = field(default_factory=dict)
 
     def handle(self, kind: str, apply: Apply) -> None:
         """Says who takes the bodies of one kind."""

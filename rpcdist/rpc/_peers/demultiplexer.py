@@ -25,9 +25,6 @@ class Lifetime:
     def __init__(self) -> None:
         self.is_closed = False
 
-    def __repr__(self) -> str:
-        return f"<Lifetime {'over' if self.is_closed else 'open'}>"
-
 
 PoolJob = tuple[Callable[..., object], tuple[object, ...]]
 """A function and its arguments, to be called by a thread of the pool."""
@@ -44,16 +41,12 @@ class Demultiplexer:
 
     Args:
         submit_many: gives jobs to the pool.
-        lifetime: nothing is handed on when it is over.
     """
 
     def __init__(self, submit_many: Callable[[list[PoolJob]], object], lifetime: Lifetime) -> None:
         self._submit_many = submit_many
         self._lifetime = lifetime
         self._handlers: dict[str | type | None, Handler] = {}
-
-    def __repr__(self) -> str:
-        return f"<Demultiplexer [{', '.join(map(str, self._handlers))}]>"
 
     def handle(self, kind: str | type[CompactCall | CompactReply | CompactPass], handler: Handler) -> None:
         """Registers the handler of a class of messages, or of a kind of protobuf message; others are dropped."""
@@ -102,9 +95,6 @@ class Loopback:
     ) -> None:
         self.peer = identity
         self._deliver = deliver
-
-    def __repr__(self) -> str:
-        return f"<Loopback of {self.peer.name}>"
 
     @property
     def last_received(self) -> float:

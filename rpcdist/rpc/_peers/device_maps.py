@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 DeviceMap = Mapping[torch.device, torch.device]
 
 
+@dataclass(slots=True, eq=False)
 class DeviceMaps:
     """One per agent.
 
@@ -34,14 +36,10 @@ class DeviceMaps:
         name_of: the name of a worker.
     """
 
-    def __init__(self, me: str, maps: Mapping[str, DeviceMap], name_of: Callable[[int], str]) -> None:
-        self._me = me
-        self._maps = maps
-        self._name_of = name_of
-        self._back: dict[MessageSink, DeviceMap] = {}  # those of others, the other way round, by their sessions
-
-    def __repr__(self) -> str:
-        return f"<DeviceMaps of {self._me} for {', '.join(self._maps)} [{len(self._back)} of others]>"
+    _me: str
+    _maps: Mapping[str, DeviceMap]
+    _name_of: Callable[[int], str]
+    _back: dict[MessageSink, DeviceMap] = field(default_factory=dict)  # inverse maps of others, by their sessions
 
     def find(self, to: int, session: MessageSink | None) -> MapDevice | None:
         """The map for what goes to a worker; None without one.

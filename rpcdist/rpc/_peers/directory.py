@@ -90,9 +90,6 @@ class Directory:
 
     Args:
         me: this worker.
-        roster: the members at the start, this worker included.
-        source: the coordinator.
-        io: the thread on which it is asked in the background.
         on_replaced: called on the I/O loop when another process has taken the place of a member.
         on_event: called on the I/O loop when a worker came or went.
     """
@@ -466,9 +463,6 @@ class CoordinatorSearch:
         self._num_ended = 0
         self._num_found = 0
         self._is_answered = False
-
-    def __repr__(self) -> str:
-        return f"<CoordinatorSearch {self._num_begun} attempts, {self._num_found} in success>"
 
     # ------------------------------------------------------------ for the search
 

@@ -22,12 +22,8 @@ class Inbound:
     others, and their control messages; this worker's own go through the `Router`.
 
     Args:
-        demultiplexer: gets what arrives.
-        directory: knows who was replaced.
-        events: is told of sessions that open and end.
         shares_payloads: whether large buffers may travel in shared memory.
         borrow: makes a received buffer of memory that a peer lends.
-        announcements: count what peers have announced and not sent.
 
     Attributes:
         sessions: those that are open.
@@ -52,9 +48,6 @@ class Inbound:
         self._directory = directory
         self._events = events
         events.replaced.listen(self._close_sessions_of)
-
-    def __repr__(self) -> str:
-        return f"<Inbound [{len(self.sessions)} sessions]>"
 
     def refusal(self, identity: Identity) -> str | None:
         """Why a worker may not connect, or None.

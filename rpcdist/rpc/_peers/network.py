@@ -271,9 +271,6 @@ class Announcements:
         self._lock = threading.Lock()
         self._by_name: dict[str | None, AnnouncedBytes] = {}  # one entry for each member that ever was
 
-    def __repr__(self) -> str:
-        return f"<Announcements {self._by_name!r}>"
-
     def of(self, peer: Identity) -> AnnouncedBytes:
         name = peer.name if self._holder_of(peer.id) == peer.name else None
         with self._lock:

@@ -121,9 +121,6 @@ class Peer:
     """One other worker in one incarnation.
 
     Args:
-        network: opens connections.
-        member: the worker, and where it listens.
-        owner: is told what arrives and what happens.
         timeout_s: silence after which it is declared lost.
 
     Attributes:

@@ -37,15 +37,6 @@ class Router:
     """One per agent. Any thread may use it, except for what is said to run on the I/O loop.
 
     Args:
-        network: opens connections.
-        directory: knows the members, and their addresses.
-        demultiplexer: gets the answers that arrive on connections of this worker, and its messages to itself.
-        control: applies control messages of this worker to itself.
-        events: is told what happens to connections.
-        lifetime: when it is over, control messages are dropped.
-        options: how long a silent worker counts as alive, and whether large buffers may travel in shared memory.
-        announcements: count what peers have announced and not sent.
-        search: for the next coordinator, for which calls to a lost one wait.
         introduction: makes the first message of each connection to a worker, or None.
     """
 
@@ -87,9 +78,6 @@ class Router:
         events.opened.listen(self._on_opened)
         events.broken.listen(self._on_broken)
         events.replaced.listen(self._on_replaced)
-
-    def __repr__(self) -> str:
-        return f"<Router [{len(self._peers)} peers]>"
 
     # ------------------------------------------------------------ sending
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from rpcdist.at_end import AtEnd
@@ -137,12 +138,10 @@ class Handle:
         self._at_end = AtEnd(dropped.append, (state.rref, state.id))
 
 
+@dataclass(slots=True, eq=False)
 class Token:
     """A reference that arrived in a message and was not unpickled yet: `RRefManager.claim` it, or `discard` it."""
 
-    __slots__ = ("handle", "rref", "state")
-
-    def __init__(self, state: HandleState, handle: Handle) -> None:
-        self.state = state
-        self.handle: Handle | None = handle
-        self.rref: object = None
+    state: HandleState
+    handle: Handle | None
+    rref: object = None

@@ -51,7 +51,6 @@ class RRefManager:
     """All remote references of one worker.
 
     Args:
-        host: knows the other workers, and sends messages to them.
         wrap: makes the public object of a handle.
         on_released: see `RRefTables`.
     """
@@ -68,9 +67,6 @@ class RRefManager:
         self.my_name = host.me.name
         self._tables = RRefTables(self.me, host, on_released)
         self._numbers = itertools.count()
-
-    def __repr__(self) -> str:
-        return f"<RRefManager {self._tables.protocol!r}>"
 
     # ------------------------------------------------------------ references that are made here
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from rpcdist.rpc._rref.events import (
     ChildConfirmed,
@@ -42,18 +43,16 @@ class State(enum.Enum):
     READY = "ready"
 
 
+@dataclass(slots=True, eq=False)
 class OwnerEntry:
     """One value of ours. `forks` count, `local` are our own handles, `askers` and `fetchers` wait for its creation."""
 
-    __slots__ = ("askers", "fetchers", "forks", "local", "rref", "state")
-
-    def __init__(self, rref: RRefId, state: State) -> None:
-        self.rref = rref
-        self.state = state
-        self.forks: dict[ForkId, Incarnation] = {}
-        self.local: dict[UniqueId, None] = {}
-        self.askers: dict[ForkId, Incarnation] = {}
-        self.fetchers: dict[ForkId, Incarnation] = {}
+    rref: RRefId
+    state: State
+    forks: dict[ForkId, Incarnation] = field(default_factory=dict)
+    local: dict[UniqueId, None] = field(default_factory=dict)
+    askers: dict[ForkId, Incarnation] = field(default_factory=dict)
+    fetchers: dict[ForkId, Incarnation] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         counts = f"{len(self.forks)} forks, {len(self.local)} local, {len(self.askers) + len(self.fetchers)} waiting"

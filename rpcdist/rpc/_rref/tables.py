@@ -131,8 +131,6 @@ class RRefTables:
         closed: after shutdown; nothing is fed any more.
 
     Args:
-        me: this worker.
-        host: knows the other workers, and sends messages to them.
         on_released: called when no reference to a value of this worker is left, with a list of which the value is the
             only item: the value ends with the list, or when the list is emptied; any thread.
     """
@@ -151,9 +149,6 @@ class RRefTables:
         self.losses: dict[Incarnation, WorkerLost] = {}  # one for each process that died during ours
         self.dropped: Dropped = deque()
         self.closed = False
-
-    def __repr__(self) -> str:
-        return f"<RRefTables {self.protocol!r}>"
 
     # ------------------------------------------------------------ other workers
 

@@ -9,6 +9,7 @@ deleted (G2). Its life ends when it is dropped, confirmed and has no parked chil
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from rpcdist.rpc._rref.events import (
     ChildConfirmed,
@@ -29,22 +30,18 @@ from rpcdist.rpc._rref.events import (
 from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId
 
 
+@dataclass(slots=True, eq=False)
 class UserFork:
     """One fork that this worker holds. It is parked for `children`; `parent_worker` waits for our verdict."""
 
-    __slots__ = ("children", "confirmed", "creating", "dropped", "fork", "owner", "parent_worker", "rref")
-
-    def __init__(
-        self, rref: RRefId, fork: ForkId, owner: Incarnation, *, creating: bool, parent_worker: Incarnation | None
-    ) -> None:
-        self.rref = rref
-        self.fork = fork
-        self.owner = owner
-        self.creating = creating
-        self.parent_worker = parent_worker
-        self.confirmed = False
-        self.dropped = False
-        self.children: dict[ForkId, Incarnation] = {}
+    rref: RRefId
+    fork: ForkId
+    owner: Incarnation
+    confirmed: bool = False
+    dropped: bool = False
+    children: dict[ForkId, Incarnation] = field(default_factory=dict)
+    creating: bool = field(kw_only=True)
+    parent_worker: Incarnation | None = field(kw_only=True)
 
     def __repr__(self) -> str:
         state = "confirmed" if self.confirmed else "creating" if self.creating else "pending"

@@ -58,9 +58,6 @@ class LargeBuffer(OutgoingBuffer):
         received.view[:] = self.view
         return received
 
-    def __repr__(self) -> str:
-        return f"<LargeBuffer {self.size} bytes>"
-
 
 class TensorBuffer(LargeBuffer):
     """Memory of tensors. Nobody can keep their owner from resizing a storage, which frees it, so every look asks.
@@ -175,9 +172,6 @@ class ReceiveBuffer:
         Its storage cannot grow, like that of tensors in shared memory.
         """
         return cls(view.nbytes, None, view)
-
-    def __repr__(self) -> str:
-        return f"<ReceiveBuffer {self.size} bytes>"
 
 
 class CopiedBuffer(ReceiveBuffer):

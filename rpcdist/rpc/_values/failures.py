@@ -199,7 +199,6 @@ class _Shortened:
     argument stands its `repr`; any other attribute is left out.
 
     Args:
-        exc: the exception.
         trials: says what can be sent.
         limit_bytes: of a part.
 

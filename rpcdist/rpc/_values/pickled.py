@@ -12,6 +12,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -43,6 +44,7 @@ def register_reducer(cls: type, reducer: Reducer) -> None:
     _reducers.setdefault(cls, reducer)
 
 
+@dataclass(slots=True, eq=False)
 class PickledParts:
     """A pickle, and what it refers to by index.
 
@@ -53,15 +55,12 @@ class PickledParts:
         buffers: the out-of-band buffers of the pickle, in its order; contiguous bytes.
     """
 
-    __slots__ = ("body", "buffers", "externals", "tensors")
-
     lists_tensors = False  # see `PlainWriter`: the pickle names each
 
-    def __init__(self) -> None:
-        self.body = b""
-        self.tensors: list[torch.Tensor] = []
-        self.externals: list[object] = []
-        self.buffers: list[memoryview] = []
+    body: bytes = b""
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    externals: list[object] = field(default_factory=list)
+    buffers: list[memoryview] = field(default_factory=list)
 
     def add_buffer(self, buffer: pickle.PickleBuffer) -> bool:
         """The pickler's `buffer_callback`; true leaves the buffer in the pickle."""
@@ -136,14 +135,12 @@ def read_pickle(
         ) from exc
 
 
+@dataclass(slots=True, eq=False)
 class _ObjectReducer:
     """How an object of the value is pickled, for both picklers."""
 
-    __slots__ = ("parts", "source")
-
-    def __init__(self, parts: PickledParts, source: Externals | None) -> None:
-        self.parts = parts
-        self.source = source
+    parts: PickledParts
+    source: Externals | None
 
     def __call__(self, obj: Any) -> Any:
         kind = type(obj)
