@@ -27,7 +27,7 @@
     │   └── FunctionNotFound (AttributeError)   the callee has no such function
     ├── CallRefused                         the callee's policy does not allow this
     ├── PoolExhausted                       the worker thread limit is reached, and every thread waits
-    ├── Overloaded                          too many bytes of calls wait for a worker, until the deadline of this one
+    ├── Overloaded                          calls that have not ended fill the bound of their caller, or of the callee
     ├── RRefError
     │   └── LeaseExpired                    the owner dropped this user's references
     └── DistError
@@ -365,7 +365,7 @@ class PoolExhausted(RpcdistError):
 
 
 class Overloaded(RpcdistError):
-    """A call was not sent: until its deadline, the arguments of earlier calls to that worker filled the bound."""
+    """A call was not sent, or not taken: earlier calls to that worker fill the bound of this side, or of the other."""
 
 
 class RRefError(RpcdistError):

@@ -1,4 +1,5 @@
-"""What a peer makes this process set aside, in bytes: announced and not sent yet, parsed, or lent and mapped here."""
+"""What a peer makes this process set aside, in bytes: announced and not sent yet, parsed, in calls that have not ended,
+or lent and mapped here."""
 
 from __future__ import annotations
 
@@ -29,21 +30,26 @@ class AnnouncedBytes:
     def __repr__(self) -> str:
         return f"<AnnouncedBytes {self._num_bytes} of {self._limit_bytes}, {self._num_mapped} mapped>"
 
-    def add(self, num_bytes: int) -> str | None:
-        """More was announced. Where that is too much, nothing is counted, and the answer says why."""
+    def add(self, num_bytes: int, what: str = "were announced") -> str | None:
+        """More of it. Where that is too much, nothing is counted, and the answer says why.
+
+        Args:
+            num_bytes: how much.
+            what: happened to so many bytes, for the answer.
+        """
         with self._lock:
             under_way = self._num_bytes
             if under_way + num_bytes <= self._limit_bytes:
                 self._num_bytes += num_bytes
                 return None
         return (
-            f"{num_bytes} bytes were announced while {under_way} announced ones are under way, and this worker takes "
-            f"{self._limit_bytes} from one peer at a time. Send less at once, or start it with "
+            f"{num_bytes} bytes {what} while {under_way} are under way or in calls that have not ended, and this "
+            f"worker takes {self._limit_bytes} from one peer at a time. Send less at once, or start it with "
             "RpcOptions(max_incoming_bytes=...)"
         )
 
     def subtract(self, num_bytes: int) -> None:
-        """So much has arrived, or will not come."""
+        """So much has arrived, will not come, or was in a call that has ended."""
         with self._lock:
             self._num_bytes -= num_bytes
 

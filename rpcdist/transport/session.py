@@ -124,6 +124,7 @@ class Session:
         peer: who is at the other end; proven by the handshake.
         striping: its further connections, for payloads; None where it has none.
         role: what the connection is for.
+        account: counts what the peer makes this process set aside, by all its sessions together.
         id: the session's number on both sides.
         opened_by_me: whether this process opened the connection.
         last_received: when something arrived last, heartbeats included, in monotonic seconds.
@@ -165,9 +166,9 @@ class Session:
         self._handler = handler
         self._outgoing = Outgoing()
         self._writer = SessionWriter(io, channel, self._outgoing, self._close, peer.name)
-        counted = handler.announced_by(peer)
-        self._shared = self._new_shared_payloads(counted)
-        self._incoming = Incoming(handler.allocate, self._borrow, counted)
+        self.account = account = handler.announced_by(peer)
+        self._shared = self._new_shared_payloads(account)
+        self._incoming = Incoming(handler.allocate, self._borrow, account)
         self._names: list[str] = []  # of the functions that the peer has numbered
         self._handing_on = HandingOn(io, self, handler, self._left_to_loop_failed)
         self._main = threading.main_thread().ident

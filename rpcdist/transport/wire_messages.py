@@ -69,6 +69,7 @@ class CompactCall:
         target: the reference whose value comes first among the arguments, or is wanted itself.
         context: the autograd context in which the function runs; 0 for none.
         history: of the arguments.
+        is_nested: a handler made the call: another call may wait for it.
         transfer, large, loans: of its large buffers, as in a protobuf `Message`; the session fills them in.
     """
 
@@ -78,6 +79,7 @@ class CompactCall:
         "function",
         "history",
         "id",
+        "is_nested",
         "large",
         "loans",
         "num_tensors",
@@ -108,6 +110,7 @@ class CompactCall:
         self.result = result
         self.target = target
         self.wants_value = False
+        self.is_nested = False
         self.context = 0
         self.history: History | None = None
         self.transfer = 0

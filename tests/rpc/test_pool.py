@@ -19,8 +19,10 @@ import torch
 
 from rpcdist.errors import NotInitialized, PoolExhausted
 from rpcdist.rpc._executors.blocking import blocking
+from rpcdist.rpc._executors.job_line import JobLine
 from rpcdist.rpc._executors.pool_load import Load, LoadHistory, PoolSample, threads_to_start
 from rpcdist.rpc._executors.thread_pool import ThreadPool
+from rpcdist.testing import eventually
 from rpcdist.time_limits import POOL_STALL_S
 
 LIMIT_S = 30.0
@@ -106,6 +108,36 @@ def test_submit_many_runs_all(pool: ThreadPool) -> None:
     pool.submit_many((job, (number,)) for number in range(1000))
     assert all_done.wait(LIMIT_S)
     assert sorted(numbers) == list(range(1000))
+
+
+def test_the_lines_of_owners_take_turns(pool: ThreadPool) -> None:
+    seen: list[str] = []
+    for owner, num_jobs in (("flooding", 1000), ("other", 3), ("third", 2)):
+        pool._lines[owner] = line = JobLine((seen.append, (owner,), 0.0) for _ in range(num_jobs))
+        pool._turns[line] = None
+    assert pool.stats().queued == 1005 and pool.has_queue
+    pool.submit(seen.append, "own")
+    eventually(lambda: len(seen) == 1006)
+    assert seen.index("own") <= 8  # two threads may have begun
+    last = len(seen) - 1 - seen[::-1].index("other")
+    assert last <= 16 and seen[20:] == ["flooding"] * (len(seen) - 20)
+
+
+def test_the_jobs_of_many_owners_are_all_run(pool: ThreadPool) -> None:
+    seen: dict[int, list[int]] = {owner: [] for owner in range(8)}
+
+    def submit(owner: int) -> None:
+        for number in range(500):
+            pool.submit_many([(seen[owner].append, (number,))], owner)
+
+    submitting = [threading.Thread(target=submit, args=(owner,)) for owner in seen]
+    for thread in submitting:
+        thread.start()
+    for thread in submitting:
+        thread.join(LIMIT_S)
+    eventually(lambda: all(len(numbers) == 500 for numbers in seen.values()))
+    assert all(sorted(numbers) == list(range(500)) for numbers in seen.values())
+    eventually(lambda: not pool.has_queue)
 
 
 def _wait_event(event: threading.Event) -> None:

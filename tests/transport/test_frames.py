@@ -163,7 +163,7 @@ LARGE.large = [5]
         (call_frame(CompactCall(1, "m:f"), 2, b"m:f"), "number 2 was given a name after 0 others"),
         (call_frame(CompactCall(1, "m:f"), 1, b"x" * (MAX_NAME_BYTES + 1)), "a function's name of 1001 bytes"),
         (call_frame(CompactCall(1, "m:f"), 1, b"\xff\xff"), "no envelope"),
-        (NAMED[:5] + b"\x80" + NAMED[6:], "unknown flags (0x80)"),
+        (NAMED[:5] + b"\x80" + NAMED[6:], "function 1 arrived; the peer has named 0"),
         (NAMED[:5] + b"\x04" + NAMED[6:], "cut off"),
         (NAMED[:5] + b"\x01" + NAMED[6:], "no envelope"),
         (NAMED[:5] + b"\x12" + NAMED[6:], "no envelope"),

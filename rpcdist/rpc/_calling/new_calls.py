@@ -22,7 +22,9 @@ from rpcdist.rpc._calling.call_table import (
     PendingCall,
     ReplySink,
 )
+from rpcdist.rpc._executors.blocking import hooks
 from rpcdist.rpc._marshal.marshal import Marshal, Written
+from rpcdist.rpc._peers.network import calling_worker
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.protobuf import id_to_pb
@@ -169,6 +171,7 @@ class NewCalls:
                 value, history = compact
                 call = CompactCall(pending.id, name, 0, value.body, value.num_tensors)
                 call.context, call.history = context_id, history
+                call.is_nested = _is_in_handler()
                 if result is not None:
                     call.result = (*result.rref, *result.fork)
                 if on is not None:
@@ -192,7 +195,9 @@ class NewCalls:
         pending = PendingCall(
             self._owner, self._next_id(), to, call.called, call.deadline, call.timeout_s, reply_sink, USER_CALL
         )
-        return pending, CompactCall(pending.id, message.function, 0, message.body, message.num_tensors), large
+        again = CompactCall(pending.id, message.function, 0, message.body, message.num_tensors)
+        again.is_nested = message.is_nested
+        return pending, again, large
 
     def of_fetch(self, owner: int, share: ReferenceShare, timeout_s: float, reply_sink: ReplySink) -> NewCall:
         """A call for the value of a reference, which its caller holds. It may safely be sent twice."""
@@ -202,6 +207,7 @@ class NewCalls:
         pending.autograd = context
         call = CompactCall(pending.id, "", target=(*share.rref, *share.fork))
         call.context = context_id
+        call.is_nested = _is_in_handler()
         return pending, call, ()
 
     def of_gathering(
@@ -242,6 +248,7 @@ class NewCalls:
         else:
             call.function = name
         call.autograd_context = context_id
+        call.is_nested = _is_in_handler()
         if result is not None:
             name_value(call.result, result)
         if pending.on is not None:
@@ -271,6 +278,11 @@ class NewCalls:
         inherited = current_deadline.get()
         at = time.monotonic() + timeout_s
         return timeout_s, inherited if inherited.at < at else NEVER if at == INFINITE else Deadline(at)
+
+
+def _is_in_handler() -> bool:
+    """Whether this thread, or the task that it runs, serves the call of a worker."""
+    return hooks.enter is not None or calling_worker.get() is not None
 
 
 def _join_autograd(to: int) -> tuple[CallContext | None, int]:

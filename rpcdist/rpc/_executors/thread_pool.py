@@ -18,6 +18,8 @@ Rules:
     may be lent at once.
  7. No job is lost between a check and an append: a thread that parks, blocks or retires looks at the queue again.
     The lists and sets are changed by single operations that are atomic in CPython, so there is no lock to contend for.
+ 8. The jobs of each owner wait in a line of their own, in their order, and the lines take turns: no owner waits for all
+    that another one has left here.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextvars import Context
 from functools import partial
 from typing import NamedTuple
@@ -42,6 +44,7 @@ from rpcdist.errors import ForkedProcess, NotInitialized, PoolExhausted
 from rpcdist.inspection import PoolFacts
 from rpcdist.rpc._executors import blocking
 from rpcdist.rpc._executors.held_answers import HeldAnswers
+from rpcdist.rpc._executors.job_line import Job, JobLine
 from rpcdist.rpc._executors.pool_load import LoadHistory, PoolSample
 from rpcdist.rpc._executors.pool_monitor import PoolMonitor
 from rpcdist.rpc._executors.worker_thread import HAS_THREAD_CLOCK, WorkerThread
@@ -58,7 +61,6 @@ from rpcdist.transport import fork
 logger = logging.getLogger(__name__)
 
 Function = Callable[..., object]
-Job = tuple[Function, tuple[object, ...], float]  # what to call, and when it was submitted (monotonic seconds)
 
 
 class PoolStats(NamedTuple):
@@ -131,7 +133,8 @@ class ThreadPool:
         self._new_context = new_context
         self._keeps_one = keeps_one
 
-        self._queue: deque[Job] = deque()
+        self._lines: dict[Hashable, JobLine] = {}  # by owner: rule 8
+        self._turns: OrderedDict[JobLine, None] = OrderedDict()  # the lines with jobs; the first has the next turn
         self._workers: set[WorkerThread] = set()
         self._idle: list[WorkerThread] = []  # the one that parked last is woken first: its stack is warm, others retire
         self._blocked: set[WorkerThread] = set()
@@ -166,43 +169,52 @@ class ThreadPool:
         """
         if self._refusal is not None:
             raise self._refusal()
-        self._queue.append((function, arguments, time.monotonic()))
+        self.submit_many(((function, arguments),))
+
+    def submit_many(self, jobs: Iterable[tuple[Function, tuple[object, ...]]], owner: Hashable = None) -> None:
+        """Submits `(function, arguments)` pairs, in order, with one wake-up for all of them.
+
+        Args:
+            jobs: the pairs.
+            owner: whose line they join (rule 8); None for that of this process. An owner that was once named is never
+                forgotten.
+        """
+        if self._refusal is not None:
+            raise self._refusal()
+        line = self._lines.get(owner)
+        if line is None:
+            line = self._lines.setdefault(owner, JobLine())
+        now = time.monotonic()
+        for function, arguments in jobs:
+            line.append((function, arguments, now))
+        if not line:  # none was given, or a thread has taken all
+            return
+        self._turns[line] = None  # after the jobs: a thread that takes a turn and finds no job drops the turn
         # One that is about to park looks at the queue again, so a running thread is enough.
         if len(self._workers) - len(self._idle) - len(self._blocked) <= 0:
             self.start_one()
         elif self._monitor.sleeping and not blocking.hooks.reads_jobs:  # such a thread takes the job itself, at once
             self._monitor.wake()
 
-    def submit_many(self, jobs: Iterable[tuple[Function, tuple[object, ...]]]) -> None:
-        """Submits `(function, arguments)` pairs, in order, with one wake-up for all of them."""
-        if self._refusal is not None:
-            raise self._refusal()
-        now = time.monotonic()
-        for function, arguments in jobs:
-            self._queue.append((function, arguments, now))
-        if not self._queue:
-            return
-        if len(self._workers) - len(self._idle) - len(self._blocked) <= 0:
-            self.start_one()
-        elif self._monitor.sleeping and not blocking.hooks.reads_jobs:
-            self._monitor.wake()
-
     @property
     def has_queue(self) -> bool:
         """Whether jobs wait for a thread."""
-        return bool(self._queue)
+        return bool(self._turns)
 
     def stats(self) -> PoolStats:
         threads, idle, blocked = len(self._workers), len(self._idle), len(self._blocked)
-        return PoolStats(threads, idle, max(0, threads - idle - blocked), blocked, len(self._queue))
+        queued = sum(map(len, list(self._turns)))
+        return PoolStats(threads, idle, max(0, threads - idle - blocked), blocked, queued)
+
+    def _oldest_at(self) -> float | None:
+        """When the job that has waited longest was submitted; None if none waits."""
+        return min((at for line in list(self._turns) if (at := line.oldest_at) is not None), default=None)
 
     def facts(self, now: float) -> PoolFacts:
         """The threads, and the queue, at a moment of the monotonic clock; any thread."""
         threads, idle, running, blocked, queued = self.stats()
-        try:
-            oldest_s = now - self._queue[0][2]
-        except IndexError:
-            oldest_s = None
+        oldest_at = self._oldest_at()
+        oldest_s = None if oldest_at is None else now - oldest_at
         return PoolFacts(threads, idle, running, blocked, queued, len(self._lent), self.max_threads, oldest_s)
 
     def jobs(self) -> list[tuple[int, Function, tuple[object, ...]]]:
@@ -302,17 +314,23 @@ class ThreadPool:
         blocking.set_hooks(*sleep)
         blocking.hooks.worker = worker
         self._prepare()
-        queue, held = self._queue, self._held
+        turns, held = self._turns, self._held
         while True:
             try:
-                function, arguments, _ = queue.popleft()
-            except IndexError:
+                line = turns.popitem(False)[0]
+                function, arguments, _ = line.popleft()
+                if line:
+                    turns[line] = None
+                del line
+            except LookupError:
+                if turns:  # it was only the turn of a line whose last job another thread has taken
+                    continue
                 if held:
                     held.write()
                 if self._park(worker):
                     continue
                 return
-            if queue and self._monitor.sleeping:
+            if turns and self._monitor.sleeping:
                 self._monitor.wake()  # more than one job came for the one thread that was woken
             last_act = self._run(worker, function, arguments)
             del function, arguments  # an idle thread must not keep values alive
@@ -321,7 +339,7 @@ class ThreadPool:
                 if last_act.is_long:
                     self._answer_long(worker, last_act)
                     answer = _do_nothing
-                if not queue and not self._stopping:
+                if not turns and not self._stopping:
                     self._lead(last_act.source, answer, sleep)
                 elif not last_act.is_long:
                     held.hold(last_act.source, answer)
@@ -380,7 +398,7 @@ class ThreadPool:
         worker.is_lent = True
         self._lent.add(worker)
         self._workers.discard(worker)
-        if self._queue and len(self._workers) - len(self._idle) - len(self._blocked) <= 0:
+        if self._turns and len(self._workers) - len(self._idle) - len(self._blocked) <= 0:
             self.start_one()  # `submit` relied on this thread
         try:
             yield
@@ -436,7 +454,7 @@ class ThreadPool:
             self._monitor.wake()
 
     def _has_nothing_to_do(self) -> bool:
-        return not self._queue and not self._stopping
+        return not self._turns and not self._stopping
 
     def report(self, error: BaseException, function: Function) -> None:
         try:
@@ -448,13 +466,13 @@ class ThreadPool:
         """Waits for work; False means that this thread shall end."""
         self._idle.append(worker)
         # A job that was submitted before the line above woke nobody, since this thread counted as running (rule 7).
-        if (self._queue or self._stopping) and self._unpark(worker):
-            return bool(self._queue) or not self._retire(worker)
+        if (self._turns or self._stopping) and self._unpark(worker):
+            return bool(self._turns) or not self._retire(worker)
         while not worker.baton.acquire(timeout=self._idle_s):
             if self._unpark(worker):
                 return not self._retire(worker)
             # Somebody took this thread out of the list just now, and is about to release the baton.
-        return bool(self._queue) or not self._stopping or not self._retire(worker)
+        return bool(self._turns) or not self._stopping or not self._retire(worker)
 
     def _unpark(self, worker: WorkerThread) -> bool:
         """Takes the worker out of the idle list, or returns False when another thread did and passes the baton."""
@@ -467,7 +485,7 @@ class ThreadPool:
     def _retire(self, worker: WorkerThread) -> bool:
         self._workers.discard(worker)
         is_kept = self._keeps_one and not self._workers and not self._stopping
-        if self._queue or is_kept:  # the job came while this thread still counted as running (rule 7)
+        if self._turns or is_kept:  # the job came while this thread still counted as running (rule 7)
             self._workers.add(worker)
             return False
         worker.ended.release()
@@ -480,7 +498,7 @@ class ThreadPool:
         worker.blocked += 1
         self._blocked.add(worker)
         # `submit` relied on this thread as long as it counted as running: jobs that came meanwhile need another one.
-        if self._queue and len(self._workers) - len(self._idle) - len(self._blocked) <= 0:
+        if self._turns and len(self._workers) - len(self._idle) - len(self._blocked) <= 0:
             self.start_one()
 
     def _leave_blocking(self, worker: WorkerThread) -> None:
@@ -495,16 +513,15 @@ class ThreadPool:
     def sample(self) -> PoolSample | None:
         """See `MonitoredPool`."""
         stats = self.stats()
-        try:
-            oldest_at = self._queue[0][2]
-        except IndexError:
+        oldest_at = self._oldest_at()
+        if oldest_at is None:
             return None
         has_progress, self._progress = self._progress, False
         return PoolSample(time.monotonic(), stats.queued, oldest_at, stats.running, stats.threads, has_progress)
 
     def needs_monitor(self) -> bool:
         """See `MonitoredPool`."""
-        return bool(self._queue) or bool(self._held) or self._stopping
+        return bool(self._turns) or bool(self._held) or self._stopping
 
     def write_held_answers(self) -> None:
         """See `MonitoredPool`."""
@@ -513,7 +530,7 @@ class ThreadPool:
 
     def is_drained(self) -> bool:
         """See `MonitoredPool`."""
-        return self._stopping and not self._queue and not self._held
+        return self._stopping and not self._turns and not self._held
 
     def _cpu_s(self) -> float:
         return sum(worker.cpu_s() for worker in list(self._workers))
@@ -525,28 +542,38 @@ class ThreadPool:
     def give_up_jobs(self) -> None:
         """Hands `on_exhausted` the jobs that have waited for `stall_limit_s`; without it they go on waiting."""
         hook = self._on_exhausted
-        while hook is not None and self._queue and time.monotonic() - self._queue[0][2] >= self._stall_limit_s:
-            try:
-                function, arguments, _ = self._queue.popleft()
-            except IndexError:  # a thread was faster
-                return
-            try:
-                hook(self._exhaustion(), function, arguments)
-            except Exception:
-                logger.exception("the exhaustion hook of the worker pool failed")
+        if hook is None:
+            return
+        for line in list(self._turns):
+            while (at := line.oldest_at) is not None and time.monotonic() - at >= self._stall_limit_s:
+                try:
+                    function, arguments, _ = line.popleft()
+                except IndexError:  # a thread was faster
+                    break
+                try:
+                    hook(self._exhaustion(), function, arguments)
+                except Exception:
+                    logger.exception("the exhaustion hook of the worker pool failed")
+            if not line:
+                with contextlib.suppress(KeyError):
+                    del self._turns[line]
+                if line:  # a job came in between
+                    self._turns[line] = None
 
     def _exhaustion(self) -> PoolExhausted:
         return PoolExhausted(
             f"all {self.max_threads} worker threads wait, none has finished for {self._stall_limit_s:g} s, and "
-            f"{len(self._queue)} calls are queued. Raise the option max_worker_threads, or make the handlers "
+            f"{self.stats().queued} calls are queued. Raise the option max_worker_threads, or make the handlers "
             "`async def`, which need no thread while they wait."
         )
 
     def _drop_queue(self) -> list[Job]:
         dropped: list[Job] = []
-        with contextlib.suppress(IndexError):
-            while True:
-                dropped.append(self._queue.popleft())
+        for line in list(self._turns):
+            with contextlib.suppress(IndexError):
+                while True:
+                    dropped.append(line.popleft())
+        self._turns.clear()
         return dropped
 
     def _stacks(self) -> str:
@@ -566,7 +593,7 @@ class ThreadPool:
         self._refusal = ForkedProcess
         self._stopping = True
         self._workers, self._idle, self._blocked, self._lent = set(), [], set(), set()
-        self._queue = deque()
+        self._lines, self._turns = {}, OrderedDict()
         self._held.after_fork_in_child()
         unregister_at_exit(self.close)
 

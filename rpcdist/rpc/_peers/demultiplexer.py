@@ -10,6 +10,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
+from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.wire_messages import CompactCall, CompactPass, CompactReply, WireMessage
 
 
@@ -40,10 +41,10 @@ class Demultiplexer:
     Those of messages that it `takes_anywhere` also run on threads that wait for a reply, or for work, and read there.
 
     Args:
-        submit_many: gives jobs to the pool.
+        submit_many: gives jobs to the pool, and says whose line they join there; see `ThreadPool.submit_many`.
     """
 
-    def __init__(self, submit_many: Callable[[list[PoolJob]], object], lifetime: Lifetime) -> None:
+    def __init__(self, submit_many: Callable[..., object], lifetime: Lifetime) -> None:
         self._submit_many = submit_many
         self._lifetime = lifetime
         self._handlers: dict[str | type | None, Handler] = {}
@@ -64,15 +65,21 @@ class Demultiplexer:
         return bool(kind == "call")
 
     def on_messages(self, session: MessageSink, messages: list[tuple[WireMessage, list[ReceiveBuffer]]]) -> None:
-        """Messages arrived on a session. Their jobs go to the pool together, with one wake-up for all."""
+        """Messages arrived on a session. Their jobs go to the pool together, with one wake-up for all.
+
+        Calls join the line of the peer. What answers bring is work of this worker.
+        """
         if self._lifetime.is_closed:
             return
+        calls: list[PoolJob] = []
         jobs: list[PoolJob] = []
         for message, buffers in messages:
             kind = message.WhichOneof("body") if isinstance(message, rpc_pb2.Message) else type(message)
             handler = self._handlers.get(kind)
             if handler is not None:
-                handler(session, message, buffers, jobs)
+                handler(session, message, buffers, calls if kind is CompactCall or kind == "call" else jobs)
+        if calls:
+            self._submit_many(calls, session.account)
         if jobs:
             self._submit_many(jobs)
 
@@ -94,6 +101,7 @@ class Loopback:
         deliver: Callable[[MessageSink, list[tuple[WireMessage, list[ReceiveBuffer]]]], None],
     ) -> None:
         self.peer = identity
+        self.account = AnnouncedBytes()
         self._deliver = deliver
 
     @property

@@ -37,6 +37,10 @@ class MessageSink(Protocol):
         """The worker that gets them."""
 
     @property
+    def account(self) -> AnnouncedBytes:
+        """Counts what the peer makes this worker set aside, by all its sessions together."""
+
+    @property
     def id(self) -> bytes:
         """The number of the connection, the same at both ends; empty for calls to oneself."""
 

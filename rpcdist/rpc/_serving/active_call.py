@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import NEVER, Deadline
@@ -19,6 +19,9 @@ from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import LONGEST_TIMEOUT_S
 from rpcdist.transport.wire_messages import CompactCall, NamedReference
+
+CALL_BYTES: Final = 2048
+"""What a call takes here until it has ended, its arguments aside. Measured: 1,280 of one that waits for a thread."""
 
 
 class Cancellable(Protocol):
@@ -39,6 +42,8 @@ class ActiveCall:
         is_by_value: the function has no name, and stands behind its arguments.
         arguments: not decoded yet; None if the function takes none.
         deadline: its caller's.
+        is_nested: a handler of the caller made it.
+        weight: what it takes in the account of its caller, in bytes.
         cancelled_at: when its caller said that it does not want the result, on the monotonic clock; infinity for never.
         handle: of the user loop, while a coroutine runs; of an actor, while the call waits for its turn or runs there.
         producer: of the stream that is its result.
@@ -70,6 +75,7 @@ class ActiveCall:
         "id",
         "is_by_value",
         "is_chained",
+        "is_nested",
         "is_serial",
         "method",
         "producer",
@@ -79,6 +85,7 @@ class ActiveCall:
         "target",
         "value",
         "wants_value",
+        "weight",
     )
 
     def __init__(
@@ -110,6 +117,8 @@ class ActiveCall:
         self.awaited: object = None
         self.is_serial = False
         self.wants_value = False
+        self.is_nested = False
+        self.weight = CALL_BYTES
         self.arrived = arrived
         self.started = 0.0
 
@@ -123,6 +132,8 @@ class ActiveCall:
         is_limited = 0.0 < timeout_s <= LONGEST_TIMEOUT_S
         deadline = Deadline(now + timeout_s) if is_limited else NEVER
         active = cls(session, call.id, call.function, arguments, deadline, now)
+        active.is_nested = call.is_nested
+        active.weight += len(call.body)
         if call.result is not None:
             active.result = _share_of(call.result)
             active.wants_value = call.wants_value
@@ -136,6 +147,8 @@ class ActiveCall:
         deadline = Deadline.after(call.timeout_us / 1e6) if call.timeout_us else NEVER
         active = cls(session, call.id, call.function, arguments, deadline, time.monotonic())
         active.counts_as_idle = call.counts_as_idle
+        active.is_nested = call.is_nested
+        active.weight += call.ByteSize()
         active.is_by_value = call.by_value
         if call.HasField("result"):
             active.result = ReferenceShare(id_from_pb(call.result.rref), id_from_pb(call.result.fork))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from rpcdist._counters import OK
+from rpcdist.errors import ProtocolViolation
 from rpcdist.rpc._inspection.call_recorder import CallRecorder, EndedCalls
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._serving.active_call import ActiveCall
@@ -42,10 +43,19 @@ class ActiveCalls:
     def __repr__(self) -> str:
         return f"<ActiveCalls [{len(self._calls)}]>"
 
-    def add(self, active: ActiveCall) -> None:
-        """A call has come."""
-        self._calls[active.session, active.id] = active
-        self.num_served += 1
+    def add(self, active: ActiveCall) -> str | None:
+        """A call has come. Where its caller has too much here already, it is not kept, and the answer says why.
+
+        Raises:
+            ProtocolViolation: its number is that of another one.
+        """
+        refusal = active.session.account.add(active.weight, "came with a call")
+        if refusal is None:
+            if self._calls.setdefault((active.session, active.id), active) is not active:
+                active.session.account.subtract(active.weight)
+                raise ProtocolViolation(f"two calls came under the number {active.id}, and the first has not ended")
+            self.num_served += 1
+        return refusal
 
     def find(self, session: MessageSink, number: int) -> ActiveCall | None:
         """The call with a number on a session; None if it is over."""
@@ -53,11 +63,12 @@ class ActiveCalls:
 
     def remove(self, active: ActiveCall, outcome: str = OK) -> None:
         """A call is over; once more does no harm. `outcome` is for those that are told of it."""
-        if self._calls.pop((active.session, active.id), None) is not None and (note := self.ended.note) is not None:
-            called = active.method or active.function or active.what
-            note(
-                (active.id, active.session.peer.id, called, active.arrived, time.monotonic(), outcome, active.run_began)
-            )
+        session = active.session
+        if self._calls.pop((session, active.id), None) is not None:
+            session.account.subtract(active.weight)
+            if (note := self.ended.note) is not None:
+                called = active.method or active.function or active.what
+                note((active.id, session.peer.id, called, active.arrived, time.monotonic(), outcome, active.run_began))
         if self._num_waiting:
             with self._ended:
                 self._ended.notify_all()

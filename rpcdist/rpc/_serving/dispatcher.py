@@ -15,7 +15,7 @@ import inspect
 import threading
 import time
 from _thread import get_ident
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Hashable
 from contextvars import Context, copy_context
 from functools import partial
 from typing import Any, Final
@@ -24,7 +24,7 @@ import torch
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import current_deadline
-from rpcdist.errors import CallRefused, Cancelled, DeadlineExceeded, PoolExhausted, RpcdistError
+from rpcdist.errors import CallRefused, Cancelled, DeadlineExceeded, Overloaded, PoolExhausted, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.profile_ranges import is_profiling, record_function
 from rpcdist.rpc._actors.actor_table import ActorTable
@@ -152,7 +152,11 @@ class Dispatcher:
                 arguments = self._marshal.arrived(call.arguments, buffers, session.peer)
             active = ActiveCall.of_protobuf(session, call, arguments)
             context_id = call.autograd_context
-        self.calls.add(active)
+        if message.large:
+            active.weight += sum(message.large)
+        if (refusal := self.calls.add(active)) is not None:
+            self._answers.fail(active, Overloaded(refusal))
+            return
         if context_id:
             try:
                 active.autograd = self._admit_context(context_id, session.peer)
@@ -181,7 +185,7 @@ class Dispatcher:
         confirmed = arguments.confirmation() if arguments is not None else None
         if confirmed is not None:
             # A function may rely on its arguments: their owners have counted them before it runs.
-            submit = self._pool.submit if lane is None else lane.submit
+            submit = partial(self._submit, active) if lane is None else lane.submit
             confirmed._when_done(lambda _: submit(self.run, active))
         elif lane is not None:
             try:
@@ -192,6 +196,8 @@ class Dispatcher:
             self._start_coroutine(active, None)
         elif active.function in self._reader_functions and active.is_plain and (not arguments or arguments.is_short):
             self._new_context().run(self._run_on_reader, active)
+        elif active.is_nested:
+            self._submit(active, self.run, active)
         else:
             jobs.append((self.run, (active,)))
 
@@ -217,7 +223,7 @@ class Dispatcher:
             elif active.is_fetch:
                 self._finish_fetch(active)
             else:
-                self._pool.submit(self.run, active)
+                self._submit(active, self.run, active)
 
         active.is_chained = True
         self._rrefs.when_there(value, there, peer.id, peer.incarnation)
@@ -307,10 +313,19 @@ class Dispatcher:
             calling_session.set(active.session)  # the context is that of this call
             self.run(active, is_last=False)
         else:  # the name leads to another one now
-            self._pool.submit(self.run, active)
+            self._submit(active, self.run, active)
+
+    def _submit(self, active: ActiveCall, function: Callable[..., object], *arguments: object) -> None:
+        """Has the pool do something for a call, in the line of its caller."""
+        self._pool.submit_many(((function, arguments),), _owner(active))
 
     def _refuse(self, active: ActiveCall) -> None:
-        """Answers a call that its caller does not want any more."""
+        """Answers a call that its caller does not want any more, if there is somebody to answer."""
+        if active.session.closed_reason is not None and active.entry is None:  # many calls, after a flood
+            if active.arguments is not None:
+                active.arguments.discard()
+            self.calls.remove(active, "not answered")
+            return
         error: RpcdistError = DeadlineExceeded("RPC ran for more than set timeout: it was over before the call ran")
         if active.cancelled:
             error = Cancelled("the call was cancelled before it ran")
@@ -405,11 +420,11 @@ class Dispatcher:
                 coroutine.close()  # cancelled before its first step: Python would warn that nobody awaited it
             # Encoding may run user code and be slow; the loop has other coroutines to serve.
             if exc is not None:
-                self._pool.submit(self._answers.fail, active, exc)
+                self._submit(active, self._answers.fail, active, exc)
             elif outcome is None:
                 self._answers.finish(active, None)
             else:
-                self._pool.submit(self._answers.finish, active, outcome)
+                self._submit(active, self._answers.finish, active, outcome)
 
         # A function that is not a coroutine function may have set variables before it returned a coroutine.
         context = self._new_context() if coroutine is None else copy_context()
@@ -441,6 +456,12 @@ class Dispatcher:
         if active.cancelled:
             producer.cancel()
         begin(DEFAULT_WINDOW)
+
+
+def _owner(active: ActiveCall) -> Hashable:
+    """Whose line of the pool a call joins: another call may wait for a nested one, which passes those that are not."""
+    account = active.session.account
+    return (account, "nested") if active.is_nested else account
 
 
 def describe_job(function: Callable[..., object], arguments: tuple[object, ...]) -> str:

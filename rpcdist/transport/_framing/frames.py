@@ -25,6 +25,7 @@ Every frame begins with the same 28 bytes, little endian, and `size` bytes follo
     VALUE     CALL      nothing: the result is wanted, too; only with RESULT
     VALUE     REPLY     nothing: the result is here, too; only with CREATED
     HISTORY   both      message (i64) and stamp (u64) of the value in the graph of the context
+    NESTED    CALL      nothing: a handler of the sender made the call
 
 Functions are numbered per session and direction, 1, 2, 3 and so on, at most `MAX_FUNCTIONS`.
 
@@ -98,7 +99,7 @@ _MESSAGE, _CALL, _REPLY, _CHUNK, _RETURNED, _PASS = range(1, 7)
 _LARGE, _NAMED, _RESULT, _TARGET, _CONTEXT, _HISTORY = 1, 2, 4, 8, 16, 32
 _CREATED: Final = 2
 _VALUE: Final = 64
-_CALL_FLAGS: Final = _LARGE | _NAMED | _RESULT | _TARGET | _CONTEXT | _HISTORY | _VALUE
+_NESTED: Final = 128
 _REPLY_FLAGS: Final = _LARGE | _CREATED | _HISTORY | _VALUE
 _FLAGS_AT: Final = 5
 _PASS_HEAD: Final = Struct("<IBBHIqq")  # as `_HEAD`: ids of passes and contexts are signed
@@ -156,11 +157,11 @@ def call_frame(call: CompactCall, number: int, name: bytes = b"") -> bytes | byt
         name: of its function, if the receiver does not know the number.
     """
     body = call.body
-    flags = 0
+    flags = _NESTED if call.is_nested else 0
     if call.large or name or call.context or call.result is not None or call.target is not None:
         parts = []
         if call.large:
-            flags = _LARGE
+            flags |= _LARGE
             parts.append(_transfer_of(call))
         if name:
             flags |= _NAMED
@@ -327,8 +328,7 @@ def _read_call_flags(
     call: CompactCall, flags: int, number: int, names: list[str], data: bytes | bytearray, at: int, end: int
 ) -> int:
     """Reads what the flags announce; returns where the arguments begin."""
-    if flags & ~_CALL_FLAGS:
-        raise ProtocolViolation(f"a call arrived with unknown flags ({flags:#x})")
+    call.is_nested = bool(flags & _NESTED)
     if flags & _LARGE:
         at = _read_large(call, data, at, end)
     if flags & _NAMED:
