@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import secrets
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from rpcdist.collectives._stores.store_operations import Get, Missing, StoreOper
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveMismatch, ConnectFailed, DistNetworkError, RendezvousError, StoreTimeout, listed
 from rpcdist.time_limits import MIN_WAIT_S, STORE_CHECK_INTERVAL_S
-from rpcdist.transport.sockets import HubAddress, SocketHub
+from rpcdist.transport.sockets import HubAddress, SocketHub, StreamSocket
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -103,7 +102,7 @@ def exchange_addresses(
 
 def connect_watch(
     context: GroupContext, hub: SocketHub, bootstrap: Bootstrap, deadline: Deadline
-) -> dict[int, socket.socket]:
+) -> dict[int, StreamSocket]:
     """The connections of the group's watch: at rank 0 one with every other rank, elsewhere one with rank 0.
 
     Raises:
@@ -117,7 +116,7 @@ def connect_watch(
         except ConnectFailed as exc:
             reason = f"{exc.reason} (rank 0 of group {context.name!r}). Did it end?"
             raise ConnectFailed(exc.address, reason, exc.waited_s) from exc
-    sockets: dict[int, socket.socket] = {}
+    sockets: dict[int, StreamSocket] = {}
     try:
         for rank in range(1, context.size):
             sockets[rank] = hub.expect(f"{purpose}{rank}", deadline.remaining_s(), context.check)

@@ -17,10 +17,10 @@ from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.bootstrap import Bootstrap, exchange_values
 from rpcdist.collectives._transports.hierarchical import Hosts
 from rpcdist.deadline import Deadline
-from rpcdist.errors import RpcdistError, TransportError
+from rpcdist.errors import ProtocolViolation, RpcdistError, TransportError
 from rpcdist.time_limits import CHECK_INTERVAL_MS, HOST_PROBE_LIMIT_S, SHARED_MEMORY_SETUP_LIMIT_S
 from rpcdist.transport.shared_memory import Segment, accept, offer
-from rpcdist.transport.sockets import SocketHub
+from rpcdist.transport.sockets import SocketHub, StreamSocket
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def _lowest_reachable(rank: int, hub: SocketHub, bootstrap: Bootstrap) -> int:
     return rank
 
 
-def _close_probe(purpose: str, sock: socket.socket) -> None:
+def _close_probe(purpose: str, sock: StreamSocket) -> None:
     sock.close()
 
 
@@ -106,6 +106,8 @@ def _share_on_host(
     try:
         for member in members[1:]:
             with hub.expect(f"{purpose}{member}", deadline.remaining_s(), context.check) as connection:
+                if not isinstance(connection, socket.socket):
+                    raise ProtocolViolation(f"rank {context.ranks[member]} asked for shared memory from another host")
                 offer(connection, segment)
     except BaseException:
         segment.close()

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import select
 import socket
 from collections.abc import Coroutine
 from typing import Final
@@ -41,6 +42,7 @@ from rpcdist.time_limits import (
     GROUP_SILENCE_LIMIT_S,
 )
 from rpcdist.transport import Node
+from rpcdist.transport.sockets import StreamSocket, receive_some, send_all
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024
 """More than the longest failure; a peer cannot make this process reserve more."""
@@ -51,10 +53,9 @@ Message = dict[str, object]
 class WatchConnection:
     """The connection with one rank. Messages leave in order; one that cannot leave in time ends the connection."""
 
-    def __init__(self, rank: int, sock: socket.socket) -> None:
+    def __init__(self, rank: int, sock: StreamSocket) -> None:
         self.rank = rank
         self.sock = sock
-        self._loop = asyncio.get_running_loop()
         self._sending = asyncio.Lock()
         sock.setblocking(False)
         _notice_silence(sock)
@@ -62,7 +63,7 @@ class WatchConnection:
     async def send(self, message: Message) -> None:
         data = json.dumps(message).encode()
         async with self._sending, asyncio.timeout(GROUP_SEND_LIMIT_S):
-            await self._loop.sock_sendall(self.sock, len(data).to_bytes(4, "big") + data)
+            await send_all(self.sock, len(data).to_bytes(4, "big") + data)
 
     async def receive(self) -> Message | None:
         """The next message; None at the end of the stream. Waits as long as the peer lives."""
@@ -82,18 +83,15 @@ class WatchConnection:
         return message
 
     def has_ended(self) -> bool:
-        """Whether the peer has closed it, and nothing is left to receive: `receive` returns soon."""
-        try:
-            return not self.sock.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+        """Whether the peer has closed it: its last messages, and the end, are received without waiting."""
+        poller = select.poll()
+        poller.register(self.sock, select.POLLRDHUP)
+        return bool(poller.poll(0))
 
     async def _exactly(self, size: int) -> bytes | None:
         data = bytearray()
         while len(data) < size:
-            part = await self._loop.sock_recv(self.sock, size - len(data))
+            part = await receive_some(self.sock, size - len(data))
             if not part:
                 return None
             data += part
@@ -108,7 +106,7 @@ def integer(message: Message, key: str) -> int:
     return value
 
 
-def _notice_silence(sock: socket.socket) -> None:
+def _notice_silence(sock: StreamSocket) -> None:
     """Lets the kernel end a connection whose peer is cut off, without any help of the processes."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
@@ -156,11 +154,11 @@ class Watch(Reporter):
         self._telling: asyncio.Task[object] | None = None  # rank 0: the others are told of the first failure, the final
         self._closing = False
 
-    def start(self, sockets: dict[int, socket.socket], timeout_s: float) -> None:
+    def start(self, sockets: dict[int, StreamSocket], timeout_s: float) -> None:
         """Takes over the connections: at rank 0 with every other rank, elsewhere with rank 0. Blocks, bounded."""
         self._node.run(self._start(sockets), timeout_s)
 
-    async def _start(self, sockets: dict[int, socket.socket]) -> None:
+    async def _start(self, sockets: dict[int, StreamSocket]) -> None:
         for rank, sock in sockets.items():
             connection = self._connections[rank] = WatchConnection(rank, sock)
             self._listeners[rank] = self._spawn(self._listen(connection), f"with rank {rank}")

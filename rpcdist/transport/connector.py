@@ -194,13 +194,14 @@ class Connector:
     ) -> tuple[socket.socket | TlsSocket, ClientHandshake]:
         """A raw connection whose two ends have proven themselves."""
         raw = await connecting
+        used: socket.socket | TlsSocket = raw
         try:
             used, pipe, ends = await connected_pipe(raw, wanted.address, self._credentials)
             handshake = self._credentials.client_handshake(wanted.role, wanted.expected, purpose=purpose, channel=ends)
             await prove_client(pipe, handshake)
             names_senders(raw, on=False)
         except BaseException:
-            raw.close()
+            used.close()
             raise
         return used, handshake
 

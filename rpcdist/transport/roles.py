@@ -33,18 +33,11 @@ Refuse = Callable[[Identity], str | None]
 class SocketTaker(Protocol):
     """Takes raw sockets. Called on the I/O loop."""
 
-    @property
-    def speaks_tls(self) -> bool:
-        """Whether it takes connections with TLS as they are; else it gets plain sockets that lead to them."""
-
     def refusal(self, purpose: str, peer: Identity) -> str:
         """Why no connection of `peer`, which is proven, for `purpose` can be taken now, or nothing."""
 
     def put(self, purpose: str, connection: Any) -> bool:
-        """Takes a connection, which is not blocking; False if it came too late, and then it is closed.
-
-        It is a socket, or a `TlsSocket` where the taker `speaks_tls`.
-        """
+        """Takes a connection, a socket or a `TlsSocket`, not blocking; False if it came too late: then it is closed."""
 
 
 def socket_purpose(taker: str, purpose: str) -> str:
@@ -131,11 +124,6 @@ class Roles:
             return taker.refusal(purpose, identity_from_proto(hello.identity)) or None
         refuse = self._refusals.get(hello.role)
         return refuse(identity_from_proto(hello.identity)) if refuse is not None else None
-
-    def speaks_tls(self, purpose: str) -> bool:
-        """See `SocketTaker`; of the taker that is meant."""
-        taker = self._socket_takers.get(purpose.partition("/")[0])
-        return taker is not None and taker.speaks_tls
 
     def hand_over(self, purpose: str, connection: Any) -> bool:
         """Gives a raw socket to its taker; False if that is gone, and then the caller closes it."""

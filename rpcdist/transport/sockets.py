@@ -2,7 +2,8 @@
 
 A `SocketHub` takes connections on the raw listeners of its node, TCP and, on Linux, Unix. `connect` opens a connection
 for a purpose, a string that both ends agree on; `expect` returns the connection that a peer opened for it, whichever
-side came first. Both give away a bare non-blocking socket on which nothing but the handshake has happened.
+side came first. Both give away a non-blocking socket on which nothing but the handshake has happened. Between hosts it
+speaks TLS, on the thread that uses it (`StreamSocket`).
 
 Guarantees:
 
@@ -24,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeVar, overload
 
 from rpcdist.deadline import Deadline
 from rpcdist.errors import (
@@ -43,14 +44,27 @@ from rpcdist.time_limits import (
     THREAD_GRACE_S,
     UNEXPECTED_SOCKET_LIMIT_S,
 )
+from rpcdist.transport._channels.socket_pipe import until_ready
 from rpcdist.transport._socket_hub.hub_address import HubAddress
 from rpcdist.transport._socket_hub.hub_connector import HubConnector, widen
 from rpcdist.transport._socket_hub.waiting_room import WaitingRoom
+from rpcdist.transport._tls.tls_socket import StreamSocket, has_buffered, num_owed
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.roles import SocketTaker
 
-__all__ = ["MAX_PURPOSE_BYTES", "MAX_WAITING", "HubAddress", "SocketHub", "SocketPlace"]
+__all__ = [
+    "MAX_PURPOSE_BYTES",
+    "MAX_WAITING",
+    "HubAddress",
+    "SocketHub",
+    "SocketPlace",
+    "StreamSocket",
+    "has_buffered",
+    "num_owed",
+    "receive_some",
+    "send_all",
+]
 
 T = TypeVar("T")
 
@@ -58,7 +72,7 @@ MAX_WAITING: Final = 4096
 MAX_PURPOSE_BYTES: Final = 512
 
 Check = Callable[[], None]
-Taker = Callable[[str, socket.socket], None]
+Taker = Callable[[str, StreamSocket], None]
 
 
 class SocketPlace(Protocol):
@@ -88,7 +102,7 @@ class SocketHub:
         self._name = secrets.token_hex(8)
         self._address: HubAddress | None = None
         self._room = WaitingRoom(node.io, MAX_WAITING, UNEXPECTED_SOCKET_LIMIT_S)
-        self._connector = HubConnector(node.credentials, node.io)
+        self._connector = HubConnector(node.credentials)
         self._closed = False
         self._lock = threading.Lock()  # for `open` and `close`
 
@@ -123,9 +137,19 @@ class SocketHub:
                 self._address = self._node.take_sockets(self._name, _Taker(self._room), host, timeout_s)
         return self.address
 
+    @overload
+    def connect(
+        self, address: str, purpose: str, timeout_s: float, unix: Literal[True], check: Check | None = None
+    ) -> socket.socket: ...
+
+    @overload
     def connect(
         self, address: str, purpose: str, timeout_s: float, unix: bool | None = None, check: Check | None = None
-    ) -> socket.socket:
+    ) -> StreamSocket: ...
+
+    def connect(
+        self, address: str, purpose: str, timeout_s: float, unix: bool | None = None, check: Check | None = None
+    ) -> StreamSocket:
         """Opens a connection and proves both ends; blocks, on any thread but a loop's.
 
         Args:
@@ -146,7 +170,7 @@ class SocketHub:
         deadline = Deadline.after(timeout_s)
         return self._wait(self.open_connection(address, purpose, timeout_s, unix), deadline, check)
 
-    def expect(self, purpose: str, timeout_s: float, check: Check | None = None) -> socket.socket:
+    def expect(self, purpose: str, timeout_s: float, check: Check | None = None) -> StreamSocket:
         """Waits for the connection that a peer opens for `purpose`; blocks. Several come in the order of arrival.
 
         Args:
@@ -179,7 +203,7 @@ class SocketHub:
 
     async def open_connection(
         self, address: str, purpose: str, timeout_s: float, unix: bool | None = None
-    ) -> socket.socket:
+    ) -> StreamSocket:
         """`connect`, on the I/O loop. Cancelling leaves nothing open."""
         if self._closed:
             raise _closed()
@@ -238,17 +262,34 @@ class SocketHub:
 class _Taker:
     """Files the connections that come in the waiting room."""
 
-    speaks_tls = False
-
     def __init__(self, room: WaitingRoom) -> None:
         self._room = room
 
     def refusal(self, purpose: str, peer: Identity) -> str:
         return self._room.refusal(purpose)
 
-    def put(self, purpose: str, connection: socket.socket) -> bool:
+    def put(self, purpose: str, connection: StreamSocket) -> bool:
         widen(connection)
         return self._room.put(purpose, connection)
+
+
+async def send_all(connection: StreamSocket, data: bytes) -> None:
+    """Sends on the running loop, as `loop.sock_sendall`. Cancelled, it may have sent a part. Raises `OSError`."""
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[connection.send(rest) :]
+        except BlockingIOError:
+            await until_ready(connection, for_writing=True)
+
+
+async def receive_some(connection: StreamSocket, size: int) -> bytes:
+    """At least one byte and at most `size`, as `loop.sock_recv`; none at the end. Raises `OSError`."""
+    while True:
+        try:
+            return connection.recv(size)
+        except BlockingIOError:
+            await until_ready(connection, for_writing=False)
 
 
 def _check_purpose(purpose: str) -> str:
@@ -259,7 +300,7 @@ def _check_purpose(purpose: str) -> str:
 
 def _close_result(future: concurrent.futures.Future[Any]) -> None:
     """A connection that was ready when nobody waited for it any more."""
-    if not future.cancelled() and future.exception() is None and isinstance(result := future.result(), socket.socket):
+    if not future.cancelled() and future.exception() is None and isinstance(result := future.result(), StreamSocket):
         result.close()
 
 

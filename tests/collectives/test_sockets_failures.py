@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from socket_hubs import LIMIT_S, hubs, read_exactly
+from socket_hubs import LIMIT_S, hubs, read_exactly, read_some
 from socket_ranks import FakeControl, Ranks, socket_ranks
 
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
@@ -215,6 +215,7 @@ def scripted_peer(operation: Operation) -> Iterator[tuple[socket.socket, Callabl
 
         try:
             with mine.connect(theirs.address, "test group/link/0.0", LIMIT_S, unix=False) as link:
+                assert isinstance(link, socket.socket)
                 link.settimeout(LIMIT_S)
                 yield link, end
         finally:
@@ -309,14 +310,11 @@ def test_connections_that_are_not_wanted_are_closed() -> None:
         try:
             for purpose in ("link/x", "link/0", "link/0.1", "link/1.0", "link/7.0"):
                 with mine.connect(theirs.address, f"test group/{purpose}", LIMIT_S) as link:
-                    link.settimeout(LIMIT_S)
-                    assert link.recv(1) == b""
+                    assert read_some(link, 1) == b""
             with mine.connect(theirs.address, "test group/link/0.0", LIMIT_S) as first:
                 with mine.connect(theirs.address, "test group/link/0.0", LIMIT_S) as second:
-                    second.settimeout(LIMIT_S)
-                    assert second.recv(1) == b""
+                    assert read_some(second, 1) == b""
                 transport.close()
-                first.settimeout(LIMIT_S)
-                assert first.recv(1) == b""
+                assert read_some(first, 1) == b""
         finally:
             transport.close()

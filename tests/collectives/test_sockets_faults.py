@@ -102,7 +102,7 @@ def spoil(ranks: Ranks, make: type[BadSocket], *arguments: int) -> list[BadSocke
     """Replaces the connections of the faulty rank."""
     connections = ranks.transports[FAULTY]._connections._open
     for place, real in list(connections.items()):
-        connections[place] = make(real, *arguments)  # type: ignore[assignment]
+        connections[place] = make(real, *arguments)  # type: ignore[arg-type, assignment]
     return list(connections.values())  # type: ignore[arg-type]
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import socket
+import select
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from rpcdist.transport.node import Node, NodeOptions
-from rpcdist.transport.sockets import SocketHub
+from rpcdist.transport.sockets import SocketHub, StreamSocket
 
-__all__ = ["LIMIT_S", "hubs", "open_hub", "read_exactly", "running_node"]
+__all__ = ["LIMIT_S", "hubs", "open_hub", "read_exactly", "read_some", "running_node", "write_all"]
 
 LIMIT_S = 20.0
 
@@ -40,11 +40,28 @@ def hubs(number: int) -> Iterator[list[SocketHub]]:
         yield [stack.enter_context(open_hub()) for _ in range(number)]
 
 
-def read_exactly(connection: socket.socket, size: int) -> bytes:
-    connection.settimeout(LIMIT_S)
+def read_exactly(connection: StreamSocket, size: int) -> bytes:
     data = b""
     while len(data) < size:
-        chunk = connection.recv(size - len(data))
+        chunk = read_some(connection, size - len(data))
         assert chunk, f"the connection ended after {len(data)} of {size} bytes"
         data += chunk
     return data
+
+
+def read_some(connection: StreamSocket, size: int) -> bytes:
+    """Waits for bytes, or for the end, which is none."""
+    while True:
+        try:
+            return connection.recv(size)
+        except BlockingIOError:
+            assert select.select([connection], [], [], LIMIT_S)[0], "nothing came"
+
+
+def write_all(connection: StreamSocket, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[connection.send(rest) :]
+        except BlockingIOError:
+            assert select.select([], [connection], [], LIMIT_S)[1], "nothing moved"

@@ -333,9 +333,11 @@ def test_a_peer_that_reads_nothing_holds_no_thread_after_the_end(
 def payload_socket(client: Node, server: Node, purpose: str) -> socket.socket:
     """A proven connection that says it is one for payloads."""
     host, port = "127.0.0.1", server._server._streams.tcp_port
-    connector = HubConnector(client.credentials, client.io)
+    connector = HubConnector(client.credentials)
     opening = connector.connect(HubAddress(host, port, "", PAYLOAD_TAKER), purpose, unix=False)
-    return client.run(opening, LIMIT_S)
+    opened = client.run(opening, LIMIT_S)
+    assert isinstance(opened, socket.socket)
+    return opened
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 
 import pytest
-from socket_hubs import LIMIT_S, hubs, open_hub, read_exactly, running_node
+from socket_hubs import LIMIT_S, hubs, open_hub, read_exactly, read_some, running_node, write_all
 
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import (
@@ -36,7 +36,7 @@ from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
 from rpcdist.transport._channels.stream_sockets import listen_unix, local_name
 from rpcdist.transport._server import admission, stream_listeners
 from rpcdist.transport.handshake import ClientHandshake
-from rpcdist.transport.sockets import HubAddress, SocketHub
+from rpcdist.transport.sockets import HubAddress, SocketHub, StreamSocket
 from rpcdist.transport.token import job_token
 
 UNIX = [pytest.param(False, id="tcp")]
@@ -50,15 +50,14 @@ def pair() -> Iterator[tuple[SocketHub, SocketHub]]:
         yield a, b
 
 
-def talk(a: socket.socket, b: socket.socket) -> None:
+def talk(a: StreamSocket, b: StreamSocket) -> None:
     """Nothing but the handshake happened on both, and each reads what the other writes."""
     for one, other in ((a, b), (b, a)):
-        assert not one.getblocking()
+        assert isinstance(one, socket.socket) and not one.getblocking()
         with pytest.raises(BlockingIOError):
             one.recv(1)
-        one.sendall(b"hello")
+        write_all(one, b"hello")
         assert read_exactly(other, 5) == b"hello"
-        other.setblocking(False)
 
 
 @pytest.mark.parametrize("unix", UNIX)
@@ -72,7 +71,7 @@ def test_the_side_that_expects_may_come_last(pair: tuple[SocketHub, SocketHub], 
 @pytest.mark.parametrize("unix", UNIX)
 def test_the_side_that_expects_may_come_first(pair: tuple[SocketHub, SocketHub], unix: bool) -> None:
     a, b = pair
-    found: list[socket.socket] = []
+    found: list[StreamSocket] = []
     waiter = threading.Thread(target=lambda: found.append(b.expect("data", LIMIT_S)))
     waiter.start()
     with a.connect(b.address, "data", LIMIT_S, unix=unix) as here:
@@ -85,17 +84,17 @@ def test_tcp_does_not_wait_for_more_to_send(pair: tuple[SocketHub, SocketHub]) -
     a, b = pair
     with a.connect(b.address, "x", LIMIT_S, unix=False) as here, b.expect("x", LIMIT_S) as there:
         for end in (here, there):
-            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert isinstance(end, socket.socket) and end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_purposes_are_kept_apart_and_equal_ones_come_in_order(pair: tuple[SocketHub, SocketHub]) -> None:
     a, b = pair
     with ExitStack() as stack:
         for number, purpose in enumerate(["x", "y", "x"]):
-            connection = stack.enter_context(a.connect(b.address, purpose, LIMIT_S))
+            connection = stack.enter_context(closing(a.connect(b.address, purpose, LIMIT_S)))
             connection.send(b"%d" % number)
         eventually(lambda: len(b._room) == 3)
-        order = [stack.enter_context(b.expect(purpose, LIMIT_S)) for purpose in ("y", "x", "x")]
+        order = [stack.enter_context(closing(b.expect(purpose, LIMIT_S))) for purpose in ("y", "x", "x")]
         assert [read_exactly(end, 1) for end in order] == [b"1", b"0", b"2"]
     assert len(b._room) == 0
 
@@ -187,9 +186,8 @@ def test_closing_wakes_who_waits_and_closes_what_waits() -> None:
         b.close()
         waiter.join(LIMIT_S)
         assert "closed" in str(errors[0])
-        left.settimeout(LIMIT_S)
         with left:
-            assert left.recv(1) == b""
+            assert read_some(left, 1) == b""
         with pytest.raises(TransportError):
             b.connect(a.address, "x", LIMIT_S)
         with pytest.raises(ProtocolViolation, match="has it been closed"):
@@ -331,24 +329,22 @@ def test_connections_that_nobody_expects_are_bounded_in_number_and_time(
         eventually(lambda: len(b._room) == 2)
         with pytest.raises(ProtocolViolation, match="2 connections wait"):
             a.connect(b.address, "one too many", LIMIT_S)
-        unknown.settimeout(LIMIT_S)
-        assert unknown.recv(1) == b""
+        assert read_some(unknown, 1) == b""
         assert "nobody expected it" in caplog.text
         with b.expect("group/1", LIMIT_S) as there:
             talk(here, there)
         with a.connect(b.address, "group/2", LIMIT_S) as late:
             eventually(lambda: len(b._room) == 1)
             b.withdraw("group/")
-            late.settimeout(LIMIT_S)
-            assert late.recv(1) == b""
+            assert read_some(late, 1) == b""
 
 
 def test_connections_may_be_handed_to_a_callback(pair: tuple[SocketHub, SocketHub]) -> None:
     a, b = pair
-    taken: dict[str, socket.socket] = {}
+    taken: dict[str, StreamSocket] = {}
     arrived = threading.Semaphore(0)
 
-    def take(purpose: str, connection: socket.socket) -> None:
+    def take(purpose: str, connection: StreamSocket) -> None:
         taken[purpose] = connection
         arrived.release()
 
@@ -377,17 +373,18 @@ def test_a_unix_peer_of_another_user_is_refused(
         assert stranger.recv(1) == b""
 
 
-async def connect_all(a: SocketHub, b: SocketHub, number: int, unix: bool | None) -> list[socket.socket]:
+async def connect_all(a: SocketHub, b: SocketHub, number: int, unix: bool | None) -> list[StreamSocket]:
     return await asyncio.gather(*(a.open_connection(b.address, f"x{i}", LIMIT_S, unix=unix) for i in range(number)))
 
 
-def number_all(b: SocketHub, ends: list[socket.socket]) -> None:
+def number_all(b: SocketHub, ends: list[StreamSocket]) -> None:
     """What goes into the ends comes out at the purposes."""
     with ExitStack() as stack:
-        ends = [stack.enter_context(end) for end in ends]
-        others = [stack.enter_context(b.expect(f"x{i}", LIMIT_S)) for i in range(len(ends))]
+        for each in ends:
+            stack.enter_context(each)
+        others = [stack.enter_context(closing(b.expect(f"x{i}", LIMIT_S))) for i in range(len(ends))]
         for i, end in enumerate(ends):
-            end.sendall(b"%4d" % i)
+            write_all(end, b"%4d" % i)
         assert [int(read_exactly(other, 4)) for other in others] == list(range(len(ends)))
 
 

@@ -25,8 +25,24 @@ def identity(token: bytes = TOKEN, name: str = "worker") -> TlsIdentity:
     return TlsIdentity(IssuedCertificates(token, "default", lambda: Identity(name, 0, 1)))
 
 
+made: list[TlsSocket] = []
+
+
+@pytest.fixture(autouse=True)
+def closed_ends() -> Iterator[None]:
+    yield
+    while made:
+        made.pop().close()
+
+
 def end(raw: socket.socket, server_side: bool, token: bytes = TOKEN) -> TlsSocket:
-    return TlsSocket(raw, *_order(identity(token), server_side))
+    """The test goes on with the socket itself."""
+    return wrap(raw.dup(), *_order(identity(token), server_side))
+
+
+def wrap(raw: socket.socket, context: ssl.SSLContext, server_side: bool, fingerprint: str) -> TlsSocket:
+    made.append(TlsSocket(raw, context, server_side, fingerprint))
+    return made[-1]
 
 
 def _order(tls: TlsIdentity, server_side: bool) -> tuple[ssl.SSLContext, bool, str]:
@@ -173,10 +189,10 @@ def test_a_peer_that_closes_and_one_that_vanishes(raw: tuple[socket.socket, sock
     room = memoryview(bytearray(100))
     for vanish in (False, True):
         a, b = socket.socketpair()
-        client, server = end(a, False), end(b, True)
+        client, server = wrap(a, *_order(identity(), False)), wrap(b, *_order(identity(), True))
         shake(client, server)
         send_all(client, [memoryview(b"last words")])
-        a.close() if vanish else client.close()
+        client._tls.close() if vanish else client.close()
         assert server.recv_into(room) == 10
         assert server.recv_into(room) == 0 == server.recv_into(room)
         server.close()
@@ -215,11 +231,14 @@ def test_a_record_cut_short_by_an_interruption_ends_the_connection(
     pair: tuple[TlsSocket, TlsSocket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Interrupted:
-        def send(self, data: memoryview) -> int:
+        def fileno(self) -> int:
+            return 0
+
+        def write(self, data: memoryview) -> int:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(pair[0], "_raw", Interrupted())
+        patch.setattr(pair[0], "_tls", Interrupted())
         with pytest.raises(KeyboardInterrupt):
             pair[0].sendmsg([b"a frame"])
     with pytest.raises(OSError, match="interrupted while something was sent"):
@@ -245,7 +264,7 @@ def test_who_speaks_no_tls_or_an_old_one_fails(raw: tuple[socket.socket, socket.
         old.check_hostname = False
         old.verify_mode = ssl.CERT_NONE
         old.maximum_version = ssl.TLSVersion.TLSv1_2
-        client = TlsSocket(a, old, False, "")
+        client = wrap(a.dup(), old, False, "")
         assert not client.shake_hands()
         with pytest.raises(ssl.SSLError, match=r"(?i)protocol|version"):
             end(b, True).shake_hands()
@@ -255,4 +274,4 @@ def test_a_server_takes_nobody_without_a_certificate(raw: tuple[socket.socket, s
     bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     bare.load_verify_locations(cadata=identity().certificate().authority.decode())
     with pytest.raises(ssl.SSLError, match=r"(?i)certificate"):
-        shake(TlsSocket(raw[0], bare, False, ""), end(raw[1], True))
+        shake(wrap(raw[0].dup(), bare, False, ""), end(raw[1], True))

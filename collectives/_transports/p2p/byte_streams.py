@@ -129,6 +129,7 @@ class OutStream:
     Attributes:
         queue: the messages that are not sent completely, each with its payload.
         num_sent: number of messages that were sent completely.
+        num_owed: how many of the next bytes the socket has encrypted already, so that they cannot be left out.
     """
 
     def __init__(self, sent: Callable[[Request], None]) -> None:
@@ -136,11 +137,12 @@ class OutStream:
         self.queue: deque[tuple[Request, bytes | memoryview]] = deque()
         self._offset = 0  # how much of the first message was sent, in bytes
         self.num_sent = 0
+        self.num_owed = 0
 
     @property
     def inside_message(self) -> bool:
         """Whether a message was sent in part. When it was dropped after that, the stream is of no use any more."""
-        return self._offset > 0
+        return self._offset + self.num_owed > 0
 
     def put(self, request: Request, num_sent: int = 0) -> None:
         """Adds a message; a small payload is copied. So many bytes of it are sent already, if it is the only one."""
@@ -172,10 +174,12 @@ class OutStream:
 
     def withdraw(self, request: Request) -> bool:
         """Forgets a message. Returns False when it has begun."""
-        for index, (other, _) in enumerate(self.queue):
-            if other is request and (index > 0 or self._offset == 0):
+        start = -self._offset
+        for index, (other, payload) in enumerate(self.queue):
+            if other is request and start >= self.num_owed:
                 del self.queue[index]
                 return True
+            start += HEADER_BYTES + len(payload)
         return False
 
     def find(self, sequence: int) -> Request | None:

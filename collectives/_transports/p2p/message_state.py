@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import socket
 from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
@@ -31,6 +30,7 @@ from rpcdist.collectives._transports.p2p.requests import (
 from rpcdist.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, ProtocolViolation, RankLost
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import REFUSAL_POLL_S
+from rpcdist.transport.sockets import StreamSocket
 
 R = TypeVar("R")
 M = TypeVar("M")
@@ -276,7 +276,7 @@ class MessageState:
         self.outgoing[peer] = connection
         return connection
 
-    def attach(self, source: int, sock: socket.socket) -> None:
+    def attach(self, source: int, sock: StreamSocket) -> None:
         """Takes a new connection from `source`, which replaces one on which nothing has come."""
         old = self.incoming.get(source)
         if old is not None and (old.stream.num_messages or old.stream.inside_message):

@@ -19,7 +19,6 @@ withdrawn, but when it had begun, its connection ends, and both sides say so. Th
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -39,13 +38,13 @@ from rpcdist.errors import CollectiveError, GroupAborted, ProtocolViolation, Rpc
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import MIN_WAIT_S, PROGRESS_STOP_LIMIT_S
 from rpcdist.transport import fork
-from rpcdist.transport.sockets import SocketHub
+from rpcdist.transport.sockets import SocketHub, StreamSocket
 
 BUFFER_LIMIT_BYTES: Final = 64 << 20
 SMALL_BYTES: Final = 1 << 17
 """The largest payload that is copied behind its header."""
 
-Connect = Callable[[int, float, Callable[[], None]], socket.socket]
+Connect = Callable[[int, float, Callable[[], None]], StreamSocket]
 """Opens the connection on which this rank sends: takes the peer, a limit in seconds, and a function that raises when it
 should give up; may block."""
 
@@ -217,7 +216,7 @@ class Messenger:
 
     # ------------------------------------------------------------ events from outside (any thread; never blocks)
 
-    def attach(self, peer: int, sock: socket.socket) -> None:
+    def attach(self, peer: int, sock: StreamSocket) -> None:
         """Takes the connection on which `peer` sends; it belongs to this object from now on.
 
         Raises:
@@ -293,13 +292,13 @@ class Mailboxes(Messenger):
         if hub is not None:
             hub.announce(self._prefix, self._answer)
 
-    def _dial(self, peer: int, timeout_s: float, check: Callable[[], None]) -> socket.socket:
+    def _dial(self, peer: int, timeout_s: float, check: Callable[[], None]) -> StreamSocket:
         if self._hub is None:
             raise TransportError("this group has no socket hub")
         purpose = f"{self._uid}/messages to {peer} from {self._rank}"
         return self._hub.connect(self._addresses[peer], purpose, timeout_s, check=check)
 
-    def _answer(self, purpose: str, sock: socket.socket) -> None:
+    def _answer(self, purpose: str, sock: StreamSocket) -> None:
         """Takes a connection for this group, on the I/O loop."""
         source = purpose.removeprefix(self._prefix)
         try:

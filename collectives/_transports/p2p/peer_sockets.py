@@ -11,6 +11,7 @@ from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar
 from rpcdist.collectives._transports.p2p.byte_streams import MOST_BYTES, InStream, OutStream
 from rpcdist.collectives._transports.p2p.requests import Header, MessageFrame, pack_header, take_refusals
 from rpcdist.errors import ProtocolViolation
+from rpcdist.transport.sockets import StreamSocket, has_buffered, num_owed
 
 _REFUSALS_READ: Final = 4096
 
@@ -57,7 +58,7 @@ class _MessageConnection(Generic[S]):
         ended: the reason why the connection cannot be used any more; None while it can.
     """
 
-    sock: socket.socket
+    sock: StreamSocket
 
     def __init__(self, peer: int, stream: S, on_end: Callable[[str], None]) -> None:
         self.peer = peer
@@ -66,7 +67,7 @@ class _MessageConnection(Generic[S]):
         self.is_open = False
         self.ended: str | None = None
 
-    def open(self, sock: socket.socket) -> None:
+    def open(self, sock: StreamSocket) -> None:
         """Takes a connected stream socket; closes it if the connection has ended meanwhile."""
         if self.ended is not None:
             sock.close()
@@ -76,6 +77,11 @@ class _MessageConnection(Generic[S]):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST_BYTES)
         self.sock = sock
         self.is_open = True
+
+    @property
+    def has_buffered(self) -> bool:
+        """Whether something can be read of which no poll tells."""
+        return self.is_open and has_buffered(self.sock)
 
     def end(self, reason: str) -> None:
         """Closes the socket and tells `on_end`; only the first call counts."""
@@ -126,14 +132,20 @@ class OutgoingConnection(_MessageConnection[OutStream]):
     @_step
     def send(self, message: bytes) -> int:
         """Sends a message with nothing before it; returns the number of bytes that were sent."""
-        return self.sock.send(message)
+        try:
+            return self.sock.send(message)
+        finally:
+            self.stream.num_owed = num_owed(self.sock)
 
     @_step
     def write(self) -> bool:
         """Sends what the socket takes of the stream, if it is open; returns whether that was anything."""
         if not (self.is_open and self.stream.queue):
             return False
-        self.stream.advance(self.sock.sendmsg(self.stream.parts()))
+        try:
+            self.stream.advance(self.sock.sendmsg(self.stream.parts()))
+        finally:
+            self.stream.num_owed = num_owed(self.sock)
         return True
 
     @_step

@@ -203,7 +203,7 @@ class ProgressEngine:
                 if moved or not spins_until:
                     spins_until = now + (0.0 if mine is None else policy.spin_s)
                 in_vain = not moved
-                self.sleeping = in_vain and now >= spins_until
+                self.sleeping = in_vain and now >= spins_until and not self._has_buffered()
                 poller = self._pollers.get(self._masks(), self._waker.fileno()) if self.sleeping else None
             if poller is not None:
                 poller.poll(min(1000 * max(0.0, state.next_deadline - now), SELECT_LIMIT_MS))
@@ -238,6 +238,12 @@ class ProgressEngine:
             error.__cause__ = exc
             state.fail(error)
             raise
+
+    def _has_buffered(self) -> bool:
+        """Whether a connection that is wanted has bytes of which no poll tells."""
+        state = self._state
+        stuck = state.a_send_is_stuck
+        return any(one.has_buffered and state.is_wanted(one, stuck) for one in state.incoming.values())
 
     def _masks(self) -> dict[int, int]:
         """The events that the leader waits for, by descriptor."""

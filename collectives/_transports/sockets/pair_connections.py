@@ -9,7 +9,6 @@ of them. On one host the first connection carries everything: there, each furthe
 from __future__ import annotations
 
 import re
-import socket
 import struct
 import threading
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from rpcdist.errors import TransportError
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import GROUP_CONNECT_LIMIT_S
 from rpcdist.transport.addresses import is_loopback
-from rpcdist.transport.sockets import HubAddress, SocketHub
+from rpcdist.transport.sockets import HubAddress, SocketHub, StreamSocket
 
 STRIPE_BYTES: Final = 1 << 20
 """Stripes are at least this long; so shorter messages travel whole."""
@@ -64,8 +63,8 @@ class PairConnections:
         self._addresses = tuple(addresses)
         self._unix = unix
         self._num_channels = [sockets_per_pair or _usual_number(addresses[rank], other) for other in addresses]
-        self._open: dict[tuple[int, int], socket.socket] = {}  # by peer and channel
-        self._arrived: dict[tuple[int, int], socket.socket] = {}
+        self._open: dict[tuple[int, int], StreamSocket] = {}  # by peer and channel
+        self._arrived: dict[tuple[int, int], StreamSocket] = {}
         self._closed = False
         self._lock = threading.Lock()
         self.waker = Waker()  # wakes the thread that waits for a connection of a lower rank
@@ -78,7 +77,7 @@ class PairConnections:
         starts = [channel * length for channel in range(number)]
         return [(start, min(start + length, size_bytes)) for start in starts]
 
-    def get(self, peer: int, channel: int, control: Control) -> socket.socket | None:
+    def get(self, peer: int, channel: int, control: Control) -> StreamSocket | None:
         """Returns a connection with a rank; None if the peer, which has to open it, has not done so yet.
 
         Raises:
@@ -97,11 +96,11 @@ class PairConnections:
                 self._open[peer, channel] = connection
         return connection
 
-    def established(self, peer: int) -> socket.socket | None:
+    def established(self, peer: int) -> StreamSocket | None:
         """Returns the first connection with a rank, if it was used before."""
         return self._open.get((peer, 0))
 
-    def _connect(self, peer: int, channel: int, control: Control) -> socket.socket:
+    def _connect(self, peer: int, channel: int, control: Control) -> StreamSocket:
         purpose = f"{self._prefix}{self._rank}.{channel}"
         limit_s = min(control.deadline.remaining_s(), GROUP_CONNECT_LIMIT_S)
         try:
@@ -113,7 +112,7 @@ class PairConnections:
                 raise TransportTimeout(frozenset([peer])) from exc
             raise TransportPeerLost(peer, str(exc)) from exc
 
-    def _arrive(self, purpose: str, connection: socket.socket) -> None:
+    def _arrive(self, purpose: str, connection: StreamSocket) -> None:
         """On the I/O loop: takes a connection that a lower rank opened."""
         key = self._key(purpose.removeprefix(self._prefix))
         with self._lock:

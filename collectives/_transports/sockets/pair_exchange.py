@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import select
-import socket
 import time
 from typing import Final
 
@@ -21,6 +20,7 @@ from rpcdist.collectives._transports.rank_waits import Pollers, SpinPolicy
 from rpcdist.collectives._transports.sockets.pair_connections import HEADER_BYTES, OperationFrame, PairConnections
 from rpcdist.collectives._transports.transport_base import Control, TransportPeerLost, TransportTimeout
 from rpcdist.time_limits import CHECK_INTERVAL_MS
+from rpcdist.transport.sockets import StreamSocket, has_buffered
 
 SMALL_BYTES: Final = 4 << 10
 _START: Final = 64 - HEADER_BYTES  # so that the numbers start at a multiple of 64
@@ -113,7 +113,7 @@ class PairExchange:
 
     # ------------------------------------------------------------ messages
 
-    def _send(self, connection: socket.socket, data: memoryview, control: Control) -> None:
+    def _send(self, connection: StreamSocket, data: memoryview, control: Control) -> None:
         while len(data):
             try:
                 data = data[connection.send(data) :]
@@ -123,7 +123,7 @@ class PairExchange:
                 raise TransportPeerLost(self._peer, exc.strerror or str(exc)) from exc
 
     def _receive(
-        self, connection: socket.socket, room: memoryview, expected: bytes, frame: OperationFrame, control: Control
+        self, connection: StreamSocket, room: memoryview, expected: bytes, frame: OperationFrame, control: Control
     ) -> None:
         """Fills `room`; the header is compared as soon as it has come."""
         got, size = 0, len(room)
@@ -133,7 +133,7 @@ class PairExchange:
             if before < HEADER_BYTES <= got and room[:HEADER_BYTES] != expected:
                 raise frame.mismatch(self._peer, expected, bytes(room[:HEADER_BYTES]))
 
-    def _receive_some(self, connection: socket.socket, room: memoryview, control: Control) -> int:
+    def _receive_some(self, connection: StreamSocket, room: memoryview, control: Control) -> int:
         """Receives at least one byte; returns how many."""
         spin_policy = self._spin_policy
         try:
@@ -162,8 +162,10 @@ class PairExchange:
             raise TransportPeerLost(self._peer, "it closed the connection")
         return number
 
-    def _wait(self, connection: socket.socket, mask: int, control: Control) -> None:
+    def _wait(self, connection: StreamSocket, mask: int, control: Control) -> None:
         """Waits until the socket is ready."""
+        if mask == select.POLLIN and has_buffered(connection):
+            return
         wakeup_fd = control.wakeup_fd
         poller = self._pollers.get({connection.fileno(): mask}, wakeup_fd)
         while True:

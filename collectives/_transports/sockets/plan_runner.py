@@ -192,6 +192,8 @@ class PlanRunner:
 
     def _wait(self, pending: list[Transfer]) -> None:
         """Waits until one of the transfers can go on."""
+        if any(transfer.has_buffered for transfer in pending):
+            return
         arrivals = self._connections.waker.fileno()
         masks: dict[int, int] = {}
         for transfer in pending:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from typing import Final
 
@@ -11,6 +10,7 @@ import torch
 from rpcdist.collectives._operations.reduce_kernels import Combine
 from rpcdist.collectives._transports.sockets.pair_connections import HEADER_BYTES, OperationFrame
 from rpcdist.collectives._transports.transport_base import TransportPeerLost
+from rpcdist.transport.sockets import StreamSocket, has_buffered
 
 SLICE_ELEMENTS: Final = 32 << 10
 """Numbers that are reduced at once. Torch runs larger kernels on several threads, which spin while they wait for each
@@ -47,7 +47,7 @@ class Transfer:
 
     peer: int
     channel: int
-    connection: socket.socket | None
+    connection: StreamSocket | None
     is_send: bool = False
 
     def advance(self) -> bool:
@@ -58,6 +58,11 @@ class Transfer:
             TransportMismatch: the message is not the expected one.
         """
         raise NotImplementedError
+
+    @property
+    def has_buffered(self) -> bool:
+        """Whether it can go on although no poll of its connection says so."""
+        return not self.is_send and self.connection is not None and has_buffered(self.connection)
 
     def lost(self, exc: OSError | None = None) -> TransportPeerLost:
         """The error for a connection that ended."""
@@ -212,7 +217,7 @@ class Receiving(Transfer):
         except OSError as exc:
             raise self.lost(exc) from exc
 
-    def _read_header(self, connection: socket.socket) -> bool:
+    def _read_header(self, connection: StreamSocket) -> bool:
         small = self._size if self._size <= _SMALL_BYTES else 0  # a small payload comes along, and is used later
         data = self._header + (part := connection.recv(HEADER_BYTES - len(self._header) + small))
         if not part:
@@ -229,7 +234,7 @@ class Receiving(Transfer):
                 self.reduction.reduce_all()
         return True
 
-    def _read_payload(self, connection: socket.socket) -> bool:
+    def _read_payload(self, connection: StreamSocket) -> bool:
         limit = self._got + _TURN_BYTES
         while self._got < self._size and self._got < limit:
             room = self._room()

@@ -38,7 +38,7 @@ from rpcdist.transport import Node
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.mapped_segments import MappedSegment
 from rpcdist.transport.shared_memory import Segment, SegmentError
-from rpcdist.transport.sockets import SocketHub
+from rpcdist.transport.sockets import SocketHub, StreamSocket
 
 if TYPE_CHECKING:
     from rpcdist.rpc._agent import Agent
@@ -237,9 +237,9 @@ class VersionSource:
             self._connections.append(_AdmittedReader(self._me, own, ours))
         return VersionReader(self.layout, self._memory.words, own, self._memory.tensors, theirs)
 
-    def _on_connection(self, purpose: str, connection: socket.socket) -> None:
+    def _on_connection(self, purpose: str, connection: StreamSocket) -> None:
         """A process of this host wants to read; on the I/O loop."""
-        if connection.family != socket.AF_UNIX:
+        if not isinstance(connection, socket.socket) or connection.family != socket.AF_UNIX:
             connection.close()  # of another host: memory cannot be shared
             return
         try:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from typing import Final
 
 from rpcdist.errors import AuthenticationFailed, ProtocolViolation, TransportError
-from rpcdist.transport._tls.tls_socket import TlsSocket
+from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES
 from rpcdist.transport.unix_sockets import peer_process, receive_from
 from rpcdist.waiters import wake
@@ -105,7 +105,7 @@ class SocketPipe(RawPipe):
         await asyncio.get_running_loop().sock_sendall(self._socket, data)
 
 
-async def until_ready(connection: socket.socket | TlsSocket, for_writing: bool) -> None:
+async def until_ready(connection: StreamSocket, for_writing: bool) -> None:
     """Waits until the loop finds the socket readable, or writable."""
     loop = asyncio.get_running_loop()
     ready = loop.create_future()

@@ -10,7 +10,7 @@ from rpcdist.errors import AuthenticationFailed, ProtocolViolation, TransportErr
 from rpcdist.transport._channels.socket_pipe import RawPipe, SocketPipe, until_ready
 from rpcdist.transport._channels.stream_sockets import connected_ends
 from rpcdist.transport._tls.tls_failures import STRANGE_CERTIFICATE
-from rpcdist.transport._tls.tls_socket import TlsSocket
+from rpcdist.transport._tls.tls_socket import StreamSocket, TlsSocket
 from rpcdist.transport.credentials import Credentials
 
 __all__ = ["AcceptedPipe", "TlsPipe", "connected_pipe"]
@@ -20,19 +20,26 @@ _TLS_MAJOR_VERSION: Final = 3
 _PEEKED_BYTES: Final = 3
 
 
-def wrapped(raw: socket.socket, credentials: Credentials, server_side: bool) -> TlsSocket:
-    """The end of a connected TCP socket that speaks TLS, before the handshake."""
+def wrapped(raw: socket.socket, address: str, credentials: Credentials, server_side: bool) -> TlsSocket:
+    """The end of a connected TCP socket that speaks TLS, before the handshake; it takes the place of `raw`.
+
+    Raises:
+        TransportError: the connection broke before; it is closed.
+    """
     context, fingerprint = credentials.tls.ssl_context(server_side)
-    return TlsSocket(raw, context, server_side, fingerprint)
+    try:
+        return TlsSocket(raw, context, server_side, fingerprint)
+    except OSError as exc:
+        raise TransportError(f"the connection with {address} broke: {exc.strerror or exc}") from exc
 
 
 async def connected_pipe(
     raw: socket.socket, address: str, credentials: Credentials
-) -> tuple[socket.socket | TlsSocket, SocketPipe | TlsPipe, str]:
+) -> tuple[StreamSocket, SocketPipe | TlsPipe, str]:
     """What a connection that this process opened is used through: with TLS, unless it leads to where none is needed.
 
     Args:
-        raw: just connected; the caller closes it if this raises.
+        raw: just connected; the caller closes it if this raises. With TLS, what is returned takes its place.
         address: of the peer, for messages.
         credentials: what this process proves itself with.
 
@@ -42,10 +49,14 @@ async def connected_pipe(
     ends = connected_ends(raw)
     if raw.family == socket.AF_UNIX or not credentials.tls_policy.encrypts_raw(str(raw.getpeername()[0])):
         return raw, SocketPipe(raw, address), ends
-    tls = wrapped(raw, credentials, server_side=False)
-    pipe = TlsPipe(tls, address, credentials.tls_source)
-    await pipe.shake_hands()
-    return tls, pipe, f"{tls.ends()}, {ends}"
+    tls = wrapped(raw, address, credentials, server_side=False)
+    try:
+        pipe = TlsPipe(tls, address, credentials.tls_source)
+        await pipe.shake_hands()
+        return tls, pipe, f"{tls.ends()}, {ends}"
+    except BaseException:
+        tls.close()
+        raise
 
 
 class TlsPipe(RawPipe):
@@ -111,7 +122,8 @@ class AcceptedPipe:
     """See `HandshakePipe`: of an accepted TCP connection whose first bytes say whether it speaks TLS.
 
     Attributes:
-        tls: the end that speaks TLS, once that is known; None for a plain connection.
+        tls: the end that speaks TLS, once that is known; it has taken the place of `raw`, and the owner closes it.
+            None for a plain connection.
 
     Args:
         raw: accepted, not blocking; it stays its owner's.
@@ -132,7 +144,7 @@ class AcceptedPipe:
     async def read(self) -> bytes | None:
         if self._pipe is None:
             if await self._speaks_tls():
-                self.tls = wrapped(self._raw, self._credentials, server_side=True)
+                self.tls = wrapped(self._raw, self._address, self._credentials, server_side=True)
                 pipe = self._pipe = TlsPipe(self.tls, self._address, self._credentials.tls_source)
                 await pipe.shake_hands()
             else:

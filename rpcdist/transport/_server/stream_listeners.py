@@ -28,11 +28,9 @@ from rpcdist.transport._channels.stream_sockets import (
     local_name,
     tune,
 )
-from rpcdist.transport._channels.tls_bridge import bridged
 from rpcdist.transport._channels.tls_pipe import AcceptedPipe
 from rpcdist.transport._server.admission import Admission, Origin
 from rpcdist.transport._server.port_range import PortRange
-from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ServerHandshake, refusal
 from rpcdist.transport.io_loop import IoLoop
@@ -180,29 +178,26 @@ class StreamListeners:
             if handshake.failure is None:  # else the peer was told already, or has said so itself
                 await write_step(pipe, refusal(reason.code, reason.reason))
 
-        if not await self._admission.admit(pipe, origin, handshake, turn_away):
-            return
-        names_senders(connection, on=False)
-        if handshake.role == SOCKET_ROLE:
-            self._hand_over(handshake.purpose, connection, None if tcp is None else tcp.tls)
-            return
-        self._ours.remove(connection)
-        channel = SocketChannel((tcp and tcp.tls) or connection, handshake.peer.name)
+        try:
+            if not await self._admission.admit(pipe, origin, handshake, turn_away):
+                return
+            names_senders(connection, on=False)
+            proven = (tcp and tcp.tls) or connection
+            if handshake.role != SOCKET_ROLE:
+                self._ours.remove(connection)
+                channel = SocketChannel(proven, handshake.peer.name)
+            elif self._roles.hand_over(handshake.purpose, proven):
+                self._ours.remove(connection)
+                return
+            else:
+                return
+        finally:
+            if tcp is not None and tcp.tls is not None and connection in self._ours:
+                tcp.tls.close()
         try:
             await self._serve_session(channel, handshake)
         finally:
             channel.abort("the connection was closed")
-
-    def _hand_over(self, purpose: str, connection: socket.socket, tls: TlsSocket | None) -> None:
-        """Gives a raw socket to its taker, in plain form if that speaks no TLS."""
-        given: socket.socket | TlsSocket = connection
-        if tls is not None:
-            given = tls if self._roles.speaks_tls(purpose) else bridged(tls, self._io)
-            self._ours.remove(connection)
-        if self._roles.hand_over(purpose, given):
-            self._ours.discard(connection)
-        elif tls is not None:
-            given.close()
 
 
 def _origin(connection: socket.socket) -> Origin | None:

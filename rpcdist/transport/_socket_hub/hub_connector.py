@@ -14,12 +14,10 @@ from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S
 from rpcdist.transport._channels.proving import prove_client
 from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix
-from rpcdist.transport._channels.tls_bridge import bridged
 from rpcdist.transport._channels.tls_pipe import connected_pipe
 from rpcdist.transport._socket_hub.hub_address import HubAddress
-from rpcdist.transport._tls.tls_socket import TlsSocket
+from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.credentials import Credentials
-from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.roles import SOCKET_ROLE, socket_purpose
 from rpcdist.transport.unix_sockets import has_abstract_sockets, names_senders
 
@@ -37,14 +35,12 @@ class HubConnector:
 
     Args:
         credentials: what this process proves itself with.
-        io: the I/O loop.
     """
 
-    def __init__(self, credentials: Credentials, io: IoLoop) -> None:
-        self._io = io
+    def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
 
-    async def connect(self, address: HubAddress, purpose: str, unix: bool | None) -> socket.socket:
+    async def connect(self, address: HubAddress, purpose: str, unix: bool | None) -> StreamSocket:
         """A proven connection; see `SocketHub.connect`. The caller limits the time."""
         possible = bool(address.unix_name) and has_abstract_sockets()
         if unix and not possible:
@@ -58,7 +54,7 @@ class HubConnector:
                 logger.debug("%s has no Unix socket here (%s): taking TCP", address, exc)
         return await self._attempt(address, purpose, unix=False)
 
-    async def _attempt(self, address: HubAddress, purpose: str, unix: bool) -> socket.socket:
+    async def _attempt(self, address: HubAddress, purpose: str, unix: bool) -> StreamSocket:
         """Connects in one way, again and again while the peer has too much to do, or this process lacks descriptors."""
         pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S)
         while True:
@@ -74,25 +70,25 @@ class HubConnector:
             try:
                 used = await self._prove(connection, address, purpose)
                 if used is not None:
-                    plain = used if isinstance(used, socket.socket) else bridged(used, self._io)
-                    widen(plain)
-                    return plain
+                    widen(used)
+                    return used
             except BaseException:
                 connection.close()
                 raise
             connection.close()
             await asyncio.sleep(next(pauses))
 
-    async def _prove(
-        self, connection: socket.socket, address: HubAddress, purpose: str
-    ) -> socket.socket | TlsSocket | None:
+    async def _prove(self, connection: socket.socket, address: HubAddress, purpose: str) -> StreamSocket | None:
         """The connection, when the peer is proven; None if that has too many handshakes under way."""
         used, pipe, ends = await connected_pipe(connection, str(address), self._credentials)
         handshake = self._credentials.client_handshake(
             SOCKET_ROLE, purpose=socket_purpose(address.taker, purpose), channel=ends
         )
+        is_proven = False
         try:
             await prove_client(pipe, handshake)
+            names_senders(connection, on=False)
+            is_proven = True
         except AuthenticationFailed as exc:
             if handshake.refusal_code == Code.BUSY:
                 return None
@@ -101,11 +97,13 @@ class HubConnector:
             if handshake.refusal_code == Code.CHANNEL:
                 raise ConnectFailed(str(address), str(exc)) from exc
             raise
-        names_senders(connection, on=False)
+        finally:
+            if not is_proven:
+                used.close()
         return used
 
 
-def widen(connection: socket.socket) -> None:
+def widen(connection: StreamSocket) -> None:
     """TCP grows its own buffers; those of Unix sockets have to be asked for."""
     if connection.family == socket.AF_UNIX:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)

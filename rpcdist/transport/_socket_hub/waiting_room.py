@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded, TransportError
 from rpcdist.time_limits import CHECK_INTERVAL_S
+from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.io_loop import IoLoop
 
 __all__ = ["WaitingRoom"]
@@ -18,7 +18,7 @@ __all__ = ["WaitingRoom"]
 logger = logging.getLogger(__name__)
 
 
-Taker = Callable[[str, socket.socket], None]
+Taker = Callable[[str, StreamSocket], None]
 
 
 class WaitingRoom:
@@ -34,7 +34,7 @@ class WaitingRoom:
         self._io = io
         self._max_waiting = max_waiting
         self._limit_s = limit_s
-        self._waiting: dict[str, deque[socket.socket]] = {}
+        self._waiting: dict[str, deque[StreamSocket]] = {}
         self._num_waiting = 0
         self._wanted: dict[str, int] = {}  # purposes that threads wait for
         self._announced: dict[str, Taker | None] = {}
@@ -53,7 +53,7 @@ class WaitingRoom:
                 return f"{self._num_waiting} connections wait already that nobody expects"
             return ""
 
-    def put(self, purpose: str, connection: socket.socket) -> bool:
+    def put(self, purpose: str, connection: StreamSocket) -> bool:
         """Files a connection, on the I/O loop; False if it came too late, and then the caller closes it."""
         with self._arrived:
             if self._closed:
@@ -70,7 +70,7 @@ class WaitingRoom:
             self._io.loop.call_later(self._limit_s, self._expire, purpose, connection)
         return True
 
-    def take(self, purpose: str, deadline: Deadline, check: Callable[[], None] | None) -> socket.socket:
+    def take(self, purpose: str, deadline: Deadline, check: Callable[[], None] | None) -> StreamSocket:
         """Waits for a connection; see `SocketHub.expect`."""
         with self._arrived:
             self._wanted[purpose] = self._wanted.get(purpose, 0) + 1
@@ -88,7 +88,7 @@ class WaitingRoom:
                 if not self._wanted[purpose]:
                     del self._wanted[purpose]
 
-    def _next(self, purpose: str, deadline: Deadline, checked: bool) -> socket.socket | None:
+    def _next(self, purpose: str, deadline: Deadline, checked: bool) -> StreamSocket | None:
         """One turn of waiting, with the lock held."""
         if self._closed:
             raise TransportError("the socket hub was closed")
@@ -131,7 +131,7 @@ class WaitingRoom:
     def _prefix_of(self, purpose: str) -> str | None:
         return next((prefix for prefix in self._announced if purpose.startswith(prefix)), None)
 
-    def _pop(self, purpose: str) -> socket.socket:
+    def _pop(self, purpose: str) -> StreamSocket:
         waiting = self._waiting[purpose]
         connection = waiting.popleft()
         if not waiting:
@@ -139,7 +139,7 @@ class WaitingRoom:
         self._num_waiting -= 1
         return connection
 
-    def _expire(self, purpose: str, connection: socket.socket) -> None:
+    def _expire(self, purpose: str, connection: StreamSocket) -> None:
         with self._arrived:
             waiting = self._waiting.get(purpose)
             if waiting is None or connection not in waiting or self._prefix_of(purpose) is not None:

@@ -46,8 +46,6 @@ class _StripedPeer(NamedTuple):
 class StripeTaker:
     """A `SocketTaker`; lives on the I/O loop."""
 
-    speaks_tls = True
-
     def __init__(self) -> None:
         self._sessions: dict[str, _StripedPeer] = {}
 

@@ -85,6 +85,7 @@ def _context(shown: Certificate, server_side: bool) -> ssl.SSLContext:
     context.check_hostname = not server_side and shown.server_name == PEER_NAME  # else the handshake inside TLS does
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=shown.authority.decode())
+    context.options |= getattr(ssl, "OP_ENABLE_KTLS", 0)  # of Python 3.12: the kernel encrypts, where it knows TLS
     if server_side:
         context.num_tickets = 0  # nobody comes back with one
     with _file_of(shown.key + b"\n" + shown.chain) as path:

@@ -1,34 +1,40 @@
-"""A connected TCP socket that speaks TLS, with the few methods of a socket that channels use, and never blocking.
+"""A connected TCP socket that speaks TLS, with the few methods of a socket that its users need, and never blocking.
 
-Unlike `ssl.SSLSocket`, one thread may read while another writes: OpenSSL's state is only touched under a lock, and what
-it reads and writes lies in memory. TLS 1.3 only: nothing is negotiated anew, and new keys need no word of the owner.
+The thread that writes encrypts, and the thread that reads decrypts. OpenSSL reads and writes the socket itself, so it
+can leave both to the kernel where that knows TLS (`ssl.OP_ENABLE_KTLS`). Its state is only touched under a lock: one
+thread may read while another writes. TLS 1.3 only: nothing is negotiated again, and new keys need no word of the owner.
 
-[Note: sent and owed] Bytes that were encrypted cannot be taken back. When the socket does not take all of a piece, its
-bytes are *owed*: they are not reported as sent, the caller comes again with them, and only what is left of the
-ciphertext is sent then. So a socket that has room is where the caller waits, as with a plain one.
+[Note: sent and owed] OpenSSL cannot take back what it has encrypted. When the socket does not take all of a piece, its
+bytes are *owed*: they are not reported as sent, and the caller comes again with the same bytes, perhaps with more
+behind them. So the caller waits for room in the socket, as with a plain one.
 
-[Note: buffered] A receive takes more from the socket than it gives to the caller. What is left makes no socket
-readable: whoever waits for the socket has to look at `has_buffered` first.
+[Note: buffered] OpenSSL decrypts whole records. When the caller took a part of one, no poll of the socket tells of the
+rest: a thread that is about to wait has to look at `has_buffered` first.
 """
 
 from __future__ import annotations
 
+import errno
 import socket
 import ssl
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
+from rpcdist.transport import fork
 from rpcdist.transport._tls.certificate import PEER_NAME, fingerprint
 
-__all__ = ["TlsSocket"]
+__all__ = ["StreamSocket", "TlsSocket", "has_buffered", "num_owed"]
 
 _RECORD_BYTES: Final = 16 << 10  # of plain text, at most
-_CIPHERTEXT_BYTES: Final = 128 << 10  # taken from the socket at once
-_HANDSHAKE_PIECE_BYTES: Final = 4 << 10  # the same during the handshake, when a stranger may be at the other end
+_PIECE_BYTES: Final = 64 << 10  # encrypted with one call of OpenSSL
 _HANDSHAKE_BYTES: Final = 32 << 10  # of the peer, in all; 8 certificates with keys of 4096 bits have 16 KiB
-_PIECE_BYTES: Final = 128 << 10  # encrypted before the socket is asked whether it takes it
+_RECEIVED_BYTES: Final = struct.Struct("=128xQ")  # tcpi_bytes_received of struct tcp_info
+_SOL_TLS: Final = 282
+_TLS_DIRECTIONS: Final = (("sending", 1), ("receiving", 2))  # TLS_TX, TLS_RX
+_CIPHER_BYTES: Final = 64  # of the kernel's description of a key, at most
 
 
 class TlsSocket:
@@ -39,41 +45,47 @@ class TlsSocket:
     Attributes:
         family: of the socket.
         has_buffered: whether bytes have been decrypted that `recv_into` has not given away yet.
+        num_owed: how many bytes of a `sendmsg` were encrypted without being reported as sent.
 
     Args:
-        raw: connected; owned from now on.
+        raw: connected; it is closed with this object, and must not be used any more.
         context: certificates.
         server_side: whether this side accepted the connection.
         own_fingerprint: of the certificate that `context` shows.
+
+    Raises:
+        OSError: the connection has broken already; `raw` is closed.
     """
 
     def __init__(self, raw: socket.socket, context: ssl.SSLContext, server_side: bool, own_fingerprint: str) -> None:
         raw.setblocking(False)
         self.family = raw.family
         self.has_buffered = False
-        self._raw = raw
+        self.num_owed = 0  # [Note: sent and owed]
         self._server_side = server_side
         self._own_fingerprint = own_fingerprint
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         name = None if server_side else PEER_NAME
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side, name)
-        self._read_tls: Callable[[int, memoryview], int] = self._tls.read  # type: ignore[assignment]  # with a buffer
-        self._lock = threading.Lock()  # of OpenSSL's state and of what is to be sent
-        self._unsent = memoryview(b"")  # ciphertext
-        self._num_owed = 0  # [Note: sent and owed]
+        self._tls = context.wrap_socket(raw, server_side, do_handshake_on_connect=False, server_hostname=name)
+        fork.note_socket(self._tls)
+        self._read: Callable[[int, memoryview], int] = self._tls.read  # type: ignore[assignment]  # with a buffer
+        self._lock = threading.Lock()  # of OpenSSL's state
         self._is_broken = False
-        self._ciphertext = memoryview(bytearray(_HANDSHAKE_PIECE_BYTES))
-        self._handshake_bytes = 0  # that came until it was done
-        self._decrypted = memoryview(b"")  # [Note: buffered]
-        self._failure: ssl.SSLError | None = None  # of what comes behind that; OpenSSL says it once
+        self._failure: OSError | None = None  # of reading; OpenSSL says it once
+        self._waits_for_room = False  # the handshake
 
     def __repr__(self) -> str:
-        return f"<TlsSocket {self._raw!r} [{len(self._unsent)} B to be sent]>"
+        return f"<TlsSocket {self._tls!r} [{self.num_owed} B owed]>"
+
+    def __enter__(self) -> TlsSocket:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # ------------------------------------------------------------ as a socket
 
     def fileno(self) -> int:
-        return self._raw.fileno()
+        return self._tls.fileno()
 
     def setblocking(self, flag: bool) -> None:
         """Only False is possible."""
@@ -81,23 +93,21 @@ class TlsSocket:
             raise ValueError("a TlsSocket never blocks")
 
     def setsockopt(self, level: int, option: int, value: int) -> None:
-        self._raw.setsockopt(level, option, value)
+        self._tls.setsockopt(level, option, value)
 
     def getsockopt(self, level: int, option: int, size: int) -> bytes:
-        return self._raw.getsockopt(level, option, size)
+        return self._tls.getsockopt(level, option, size)
 
     def shutdown(self, how: int) -> None:
-        self._raw.shutdown(how)
+        socket.socket.shutdown(self._tls, how)  # that of SSLSocket forgets TLS: a reader would get ciphertext
 
     def close(self) -> None:
         """Says so to the peer, if the socket takes it, and closes."""
         with self._lock:
-            if self._raw.fileno() >= 0 and not self._is_broken:
-                with suppress(OSError):  # among them SSLWantReadError: the peer need not answer
+            if self._tls.fileno() >= 0 and not self._is_broken:
+                with suppress(OSError, ValueError):  # among them SSLWantReadError: the peer need not answer
                     self._tls.unwrap()
-                with suppress(OSError):
-                    self._send_ciphertext()
-            self._raw.close()
+            self._tls.close()
 
     # ------------------------------------------------------------ the handshake
 
@@ -111,30 +121,23 @@ class TlsSocket:
             ssl.SSLError: it failed; the peer is told why.
             OSError: the connection broke.
         """
-        while True:
-            is_done = False
-            with self._lock:
-                try:
-                    self._tls.do_handshake()
-                    is_done = True
-                except ssl.SSLWantReadError:
-                    pass
-                finally:
-                    is_sent = self._send_ciphertext()
-            if is_done and len(self._ciphertext) < _CIPHERTEXT_BYTES:
-                self._ciphertext = memoryview(bytearray(_CIPHERTEXT_BYTES))
-            if is_done or not is_sent:
-                return is_done and is_sent
-            if self._handshake_bytes > _HANDSHAKE_BYTES:
-                raise OSError(f"the peer sent more than {_HANDSHAKE_BYTES} bytes before its TLS handshake was done")
-            if (num_bytes := self._feed()) is None:
-                return False
-            self._handshake_bytes += num_bytes
+        with self._lock:
+            self._waits_for_room = False
+            try:
+                self._tls.do_handshake()
+                return True
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLWantWriteError:
+                self._waits_for_room = True
+        if self._num_received() > _HANDSHAKE_BYTES:
+            raise OSError(f"the peer sent more than {_HANDSHAKE_BYTES} bytes before its TLS handshake was done")
+        return False
 
     @property
     def has_unsent(self) -> bool:
-        """Whether ciphertext waits for room in the socket."""
-        return len(self._unsent) > 0 or self._outgoing.pending > 0
+        """Whether the handshake waits for room in the socket."""
+        return self._waits_for_room
 
     def ends(self) -> str:
         """The certificates of both ends, the client's first, as both sides name them. After the handshake."""
@@ -143,128 +146,119 @@ class TlsSocket:
         ends = (peer, self._own_fingerprint) if self._server_side else (self._own_fingerprint, peer)
         return f"tls, from certificate {ends[0]} to {ends[1]}"
 
+    def by_kernel(self) -> tuple[str, ...]:
+        """What the kernel encrypts or decrypts itself: "sending", "receiving", both or nothing."""
+        found = []
+        for direction, option in _TLS_DIRECTIONS:
+            with suppress(OSError):  # this kernel knows no TLS, or has not been given the keys
+                self._tls.getsockopt(_SOL_TLS, option, _CIPHER_BYTES)
+                found.append(direction)
+        return tuple(found)
+
+    def _num_received(self) -> int:
+        """The bytes that the kernel has taken of the peer; 0 where the socket is none of TCP."""
+        if self.family == socket.AF_UNIX:
+            return 0
+        info = self._tls.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_BYTES.size)
+        return int(_RECEIVED_BYTES.unpack(info)[0]) if len(info) == _RECEIVED_BYTES.size else 0
+
     # ------------------------------------------------------------ reading
 
     def recv_into(self, place: memoryview) -> int:
         """As of a socket: raises `BlockingIOError` where nothing has come, and returns 0 at the end."""
-        if self._decrypted:
-            num_bytes = min(len(place), len(self._decrypted))
-            place[:num_bytes] = self._decrypted[:num_bytes]
-            self._decrypted = self._decrypted[num_bytes:]
-            if not self._decrypted:
-                with self._lock:
-                    self._look_ahead()
-            return num_bytes
-        while True:
-            with self._lock:
-                got = self._decrypt(place)
-                if got is not None:
-                    self._look_ahead()
-                    return got
-            if self._feed() is None:
-                raise BlockingIOError
-
-    def _feed(self) -> int | None:
-        """Takes ciphertext from the socket; returns how many bytes, 0 at the end, and None if there is none yet."""
-        try:
-            num_bytes = self._raw.recv_into(self._ciphertext)
-        except (BlockingIOError, InterruptedError):
-            return None
+        got, size = 0, len(place)
         with self._lock:
-            if num_bytes:
-                self._incoming.write(self._ciphertext[:num_bytes])
-            else:
-                self._incoming.write_eof()
-        return num_bytes
-
-    def _decrypt(self, place: memoryview) -> int | None:
-        """Fills the place as far as the ciphertext goes; None if that yields nothing, 0 at the end."""
-        got = 0
-        try:
+            self._check_open()
             if self._failure is not None:
                 raise self._failure
-            while got < len(place):
-                num_bytes = self._read_tls(len(place) - got, place[got:])
-                if not num_bytes:
-                    break
-                got += num_bytes
-        except ssl.SSLWantReadError:
-            if not got:
-                self._answer()
-                return None
-        except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
-            pass  # who needs to know whether a peer meant to end says so in its own frames
-        self._answer()
+            try:
+                while got < size:  # a record at a time
+                    num_bytes = self._read(size - got, place[got:])
+                    if not num_bytes:
+                        break  # users that need to know whether a peer meant to end say so in their own frames
+                    got += num_bytes
+                self.has_buffered = self._tls.pending() > 0
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                self.has_buffered = False
+                if not got:
+                    raise BlockingIOError from None
+            except OSError as exc:
+                self._failure = exc
+                if not got:
+                    raise
+                self.has_buffered = True  # the next call says it
         return got
 
-    def _answer(self) -> None:
-        """OpenSSL answers a peer that changes its keys, or breaks the rules."""
-        if self._outgoing.pending:
-            with suppress(OSError):  # what has come counts all the same, and who sends hears of it
-                self._send_ciphertext()
-
-    def _look_ahead(self) -> None:
-        """Sees whether the ciphertext holds more whole records. [Note: buffered]"""
-        if not self._decrypted and self._incoming.pending and not self._tls.pending():
-            try:
-                self._decrypted = memoryview(self._tls.read(_RECORD_BYTES))
-            except ssl.SSLWantReadError:
-                pass
-            except ssl.SSLError as exc:
-                self._failure, self.has_buffered = exc, True
-                return
-        self.has_buffered = bool(self._decrypted) or self._tls.pending() > 0
+    def recv(self, size: int) -> bytes:
+        """As of a socket."""
+        data = bytearray(size)
+        return bytes(data[: self.recv_into(memoryview(data))])
 
     # ------------------------------------------------------------ writing
 
+    def send(self, data: memoryview | bytes) -> int:
+        """See `sendmsg`."""
+        return self.sendmsg((data,))
+
     def sendmsg(self, parts: Sequence[memoryview | bytes], ancillary: Sequence[object] = ()) -> int:
-        """As of a socket. After `BlockingIOError`, or fewer bytes than all, come again with the rest alone."""
+        """As of a socket. After `BlockingIOError`, or fewer bytes than all, come again with the rest."""
         if ancillary:
             raise OSError("descriptors cannot be sent over TLS")
         with self._lock:
+            self._check_open()
             if self._is_broken:
                 raise OSError("the connection was interrupted while something was sent")
+            pieces = _pieces([memoryview(part) for part in parts], self.num_owed)
             self._is_broken = True  # unless what follows comes to its end: a record must not be sent twice, or half
-            sent = self._send_plain([memoryview(part) for part in parts])
+            sent = 0
+            for piece in pieces:
+                self.num_owed = len(piece)
+                try:
+                    self._tls.write(piece)
+                except ssl.SSLWantWriteError:
+                    break
+                self.num_owed = 0
+                sent += len(piece)
             self._is_broken = False
-        if not sent and any(len(part) for part in parts):
+        if pieces and not sent:
             raise BlockingIOError
         return sent
 
-    def _send_plain(self, parts: list[memoryview]) -> int:
-        if not self._send_ciphertext():
-            return 0
-        sent, self._num_owed = self._num_owed, 0
-        for piece in _pieces(parts, sent):
-            rest = memoryview(piece)
-            while rest:
-                rest = rest[self._tls.write(rest) :]
-            if not self._send_ciphertext():
-                self._num_owed = len(piece)
-                break
-            sent += len(piece)
-        return sent
-
-    def _send_ciphertext(self) -> bool:
-        """Sends what lies there; whether all of it went."""
-        while self._unsent or self._outgoing.pending:
-            if not self._unsent:
-                self._unsent = memoryview(self._outgoing.read())
-            try:
-                self._unsent = self._unsent[self._raw.send(self._unsent) :]
-            except (BlockingIOError, InterruptedError):
-                return False
-        return True
+    def _check_open(self) -> None:
+        if self._tls.fileno() < 0:
+            raise OSError(errno.EBADF, "the connection was closed")
 
 
-def _pieces(parts: list[memoryview], skipped: int) -> list[memoryview | bytes]:
-    """What is to be encrypted at once, in order, without the first bytes: small parts joined, large as they lie."""
+StreamSocket = socket.socket | TlsSocket
+"""A connected stream that never blocks, plain or with TLS. Both have `fileno`, `recv`, `recv_into`, `send`, `sendmsg`
+and `close`; `has_buffered` and `num_owed` say what differs."""
+
+
+def has_buffered(connection: StreamSocket) -> bool:
+    """Whether something can be read of which no poll tells; look before each wait. [Note: buffered]"""
+    return isinstance(connection, TlsSocket) and connection.has_buffered
+
+
+def num_owed(connection: StreamSocket) -> int:
+    """How many bytes that were not reported as sent have to be sent next. [Note: sent and owed]"""
+    return connection.num_owed if isinstance(connection, TlsSocket) else 0
+
+
+def _pieces(parts: Sequence[memoryview], num_owed: int) -> list[memoryview | bytes]:
+    """What is to be encrypted at once, in order: small parts joined, large as they lie; the bytes that are owed first.
+
+    Raises:
+        OSError: there are fewer bytes than are owed.
+    """
     pieces: list[memoryview | bytes] = []
+    if num_owed:
+        owed, parts = _split(parts, num_owed)
+        if sum(map(len, owed)) < num_owed:
+            raise OSError(f"{num_owed} bytes have been encrypted, and must be sent first")
+        pieces.append(owed[0] if len(owed) == 1 else b"".join(owed))
     small: list[memoryview] = []
     num_small = 0
     for part in parts:
-        if skipped:
-            skipped, part = max(0, skipped - len(part)), part[skipped:]
         if num_small and num_small + len(part) > _RECORD_BYTES:
             room = _RECORD_BYTES - num_small
             pieces.append(b"".join([*small, part[:room]]))
@@ -277,3 +271,14 @@ def _pieces(parts: list[memoryview], skipped: int) -> list[memoryview | bytes]:
     if num_small:
         pieces.append(small[0] if len(small) == 1 else b"".join(small))
     return pieces
+
+
+def _split(parts: Sequence[memoryview], num_bytes: int) -> tuple[list[memoryview], list[memoryview]]:
+    """The first bytes of the parts, and the others."""
+    first: list[memoryview] = []
+    rest: list[memoryview] = []
+    for part in parts:
+        first.append(part[:num_bytes])
+        rest.append(part[num_bytes:])
+        num_bytes = max(0, num_bytes - len(part))
+    return [part for part in first if part], [part for part in rest if part]
