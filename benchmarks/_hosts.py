@@ -19,6 +19,7 @@ ADDRESSES = ("10.213.9.1", "10.213.9.2")
 NETWORK = "10.213.9.0/24"
 LONG_CABLE = Path(__file__).with_name("long_cable.c")
 _CLONE_NEWNET = 0x40000000
+LONG_RATE_MBIT = 20_000
 _START_LIMIT_S = 10
 
 
@@ -81,7 +82,9 @@ def _long_cable(names: tuple[str, str], delay_ms: float) -> Iterator[None]:
         program = os.path.join(folder, "long_cable")
         run(compiler, "-O2", "-o", program, str(LONG_CABLE))
         ends = [part for pair in zip(names, ADDRESSES, strict=True) for part in pair]
-        with subprocess.Popen([program, *ends, str(int(delay_ms * 1000))], stdout=subprocess.PIPE) as process:
+        with subprocess.Popen(
+            [program, *ends, str(int(delay_ms * 1000)), str(LONG_RATE_MBIT)], stdout=subprocess.PIPE
+        ) as process:
             try:
                 assert process.stdout is not None
                 if process.stdout.readline() != b"up\n":

@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from _hosts import ADDRESSES, NETWORK, enter, two_hosts
 from _pairs import Pair, PairFailed, open_pair
@@ -25,7 +25,7 @@ from _report import Line, about_machine, layout, show
 OURS, PLAIN, PEER = "ours, TLS", "ours, plain", "torch"
 NAMES = ("host0", "host1")
 SIZES = {"64 MiB": 64 << 20, "1 MiB": 1 << 20, "4 KiB": 4 << 10}
-HEAD: Line = ("what", "library", "ms", "of the other", "in single rounds", "budget", "ok")
+HEAD: Line = ("what", "library", "ms", "processor ms", "of the other", "in single rounds", "budget", "ok")
 Budget = tuple[str, str, str, float]
 TLS_BUDGETS: list[Budget] = [
     ("all_reduce 64 MiB", OURS, PLAIN, 2.6),
@@ -35,6 +35,13 @@ TLS_BUDGETS: list[Budget] = [
     ("echo 64 MiB", OURS, PLAIN, 2.0),
 ]
 DELAY_BUDGETS: list[Budget] = [("echo 64 MiB", PLAIN, PEER, 1.0), ("echo 1 MiB", PLAIN, PEER, 1.0)]
+
+
+class Times(NamedTuple):
+    """Of one operation: what rank 0 waited for, and what both hosts' processors did."""
+
+    elapsed_s: float
+    processor_s: float
 
 
 def echo(value: Any) -> Any:
@@ -85,6 +92,9 @@ class Peer:
     def meet(self) -> None:
         self.collectives.barrier()
 
+    def processor_s(self) -> float:
+        return time.process_time()
+
     def measure(self, what: str, count: int) -> float:
         """The median seconds of so many; the other host only takes part in collectives."""
         kind, _, size = what.partition(" ")
@@ -115,33 +125,41 @@ def device_with(address: str) -> str:
     return next(name for name, found in psutil.net_if_addrs().items() if any(one.address == address for one in found))
 
 
-def measure(pairs: list[Pair], cases: list[str], rounds: int, effort: float) -> dict[str, dict[str, list[float]]]:
-    """Seconds by what and library."""
-    times: dict[str, dict[str, list[float]]] = {what: {pair.name: [] for pair in pairs} for what in cases}
+def measure(pairs: list[Pair], cases: list[str], rounds: int, effort: float) -> dict[str, dict[str, list[Times]]]:
+    """By what and library, for each round."""
+    times: dict[str, dict[str, list[Times]]] = {what: {pair.name: [] for pair in pairs} for what in cases}
     for number in range(-1, rounds):  # the first round warms up
         print(f"round {number} ...", file=sys.stderr, flush=True)
         for what in cases:
             count = max(2, int(effort * (4 if "64 MiB" in what else 40)))
             for pair in pairs[number % len(pairs) :] + pairs[: number % len(pairs)]:
                 pair.ask_both("meet")
-                seconds = pair.ask_both("measure", what, count)[0]
+                before = sum(pair.ask_both("processor_s"))
+                elapsed_s = pair.ask_both("measure", what, count)[0]
+                processor_s = (sum(pair.ask_both("processor_s")) - before) / count
                 if number >= 0:
-                    times[what][pair.name].append(seconds)
+                    times[what][pair.name].append(Times(elapsed_s, processor_s))
     return times
 
 
-def make_lines(times: dict[str, dict[str, list[float]]], budgets: list[Budget]) -> list[Line]:
+def make_lines(times: dict[str, dict[str, list[Times]]], budgets: list[Budget]) -> list[Line]:
     lines: list[Line] = []
     for what, found in times.items():
-        for name, seconds in found.items():
-            lines.append((what, name, show(statistics.median(seconds) * 1e3), "", "", "", ""))
+        for name, rounds in found.items():
+            elapsed, processor = (show(statistics.median(values) * 1e3) for values in zip(*rounds, strict=True))
+            lines.append((what, name, elapsed, processor, "", "", "", ""))
         for _, name, other, most in [budget for budget in budgets if budget[0] == what]:
             if name in found and other in found:
-                ratios = sorted(one / two for one, two in zip(found[name], found[other], strict=True))
+                both = list(zip(found[name], found[other], strict=True))
+                ratios = sorted(one.elapsed_s / two.elapsed_s for one, two in both)
                 ratio = statistics.median(ratios)
+                of_processor = statistics.median(one.processor_s / two.processor_s for one, two in both)
+                last = f"{most:.1f}x", "yes" if ratio <= most else "NO"
                 spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
                 of = f"{ratio:.2f}x of {other}"
-                lines.append(("", name, "", of, spread, f"{most:.1f}x", "yes" if ratio <= most else "NO"))
+                lines.append(
+                    ("", name, "", f"{processor:.2f}x", of, spread, f"{most:.1f}x", "yes" if ratio <= most else "NO")
+                )
     return lines
 
 

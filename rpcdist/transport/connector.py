@@ -41,7 +41,6 @@ from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix
 from rpcdist.transport._channels.tls_pipe import connected_pipe
 from rpcdist.transport._striping.stripe_connection import StripePlace
 from rpcdist.transport._striping.stripe_taker import PAYLOAD_TAKER, payload_purpose
-from rpcdist.transport._striping.striping import num_connections
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
 from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.addresses import split_address
@@ -206,10 +205,9 @@ class Connector:
         return used, handshake
 
     async def _open_payload_connections(
-        self, place: tuple[str, int], wanted: _Wanted, session_id: bytes
+        self, place: tuple[str, int], wanted: _Wanted, session_id: bytes, count: int
     ) -> list[socket.socket | TlsSocket]:
         """Those that carry a session's large messages; see `OpenConnections`."""
-        count = num_connections()
         opened: list[socket.socket | TlsSocket] = []
         wanted = wanted._replace(role=SOCKET_ROLE)
         try:

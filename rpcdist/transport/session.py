@@ -176,7 +176,13 @@ class Session:
         self.striping: Striping | None = None
         if has_payload_connections:
             self.striping = self._outgoing.striper = Striping(
-                io, self, self._incoming, peer.name, open=open_connections, silence_limit_s=silence_limit_s
+                io,
+                self,
+                self._incoming,
+                peer.name,
+                open=open_connections,
+                silence_limit_s=silence_limit_s,
+                round_trip_s=None if self._direct is None else self._direct.shortest_round_trip_s,
             )
         self._num_read = 0  # bytes, where a task reads
         self._ungranted_bytes = 0  # of chunks that arrived and that the peer has no new credit for

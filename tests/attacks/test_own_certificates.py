@@ -19,6 +19,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 from own_certificates import DAY, OwnAuthority, OwnCertificate, rsa_key
+from socket_hubs import read_exactly, write_all
 from transport_nodes import LIMIT_S, Nodes, Recorder, kind_of, open_link
 
 from rpcdist import rpc
@@ -393,9 +394,8 @@ def test_sockets_of_the_collectives(nodes: Nodes, worker: Any, unix: bool, monke
             hubs[1].connect(hubs[0].address, "data", LIMIT_S, unix=unix) as here,
             hubs[0].expect("data", LIMIT_S) as there,
         ):
-            here.send(b"x")
-            there.setblocking(True)
-            assert there.recv(1) == b"x"
+            write_all(here, b"x")
+            assert read_exactly(there, 1) == b"x"
         with pytest.raises(AuthenticationFailed, match="and not of worker 'a'"):
             hubs[2].connect(hubs[0].address, "data", LIMIT_S, unix=unix)
         with pytest.raises(AuthenticationFailed, match=r"another authority|no certificate was shown"):

@@ -69,6 +69,10 @@ class DirectChannel(Channel, Protocol):
     def traffic(self) -> tuple[int, int]:
         """The bytes sent and received so far; any thread."""
 
+    @property
+    def shortest_round_trip_s(self) -> float | None:
+        """The shortest that the kernel has measured on it; None where it measures none."""
+
     async def deliver(self, receiver: FrameReceiver) -> None:
         """Runs until the channel ends, and raises why."""
 

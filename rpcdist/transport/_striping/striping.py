@@ -4,6 +4,11 @@ connection stays free for everything else.
 Each side may use them as soon as it has all of them. The side that opened the session opens these, too, with the second
 large message that goes or comes: by then the peer has the session, and large messages are not a single event.
 
+[Note: far peers] The kernel sends so many bytes in a round trip on a connection: no more than its buffers hold, and no
+more than it has learned that the path carries, which a few messages do not teach it. Where a round trip takes long,
+that bounds the rate of one connection, and has a message of 1 MiB take two of them. So there are more connections
+between peers that are far apart, and smaller messages use them.
+
 [Note: unused] Either side may find, once the connections stand, that it cannot have them: it gave up waiting for the
 last one, or its system gives no more threads. It closes them, then; and whoever finds them closed, and nothing has gone
 on them in either direction, does without them, too. Anything that has gone may be lost, and so the session ends.
@@ -47,18 +52,23 @@ PAYLOAD_CONNECTIONS_VARIABLE: Final = "RPCDIST_PAYLOAD_CONNECTIONS"
 MIN_STRIPED_BYTES: Final = 2 << 20
 """Smaller messages cost more by the changes of thread than the second connection brings."""
 
+_MIN_FAR_BYTES: Final = 256 << 10
+"""The same where a round trip takes long. [Note: far peers]"""
+
+_FAR_S: Final = 2e-3  # a round trip; within a data centre it is shorter
+
 Connections = Sequence[socket.socket | TlsSocket]
-OpenConnections = Callable[[], Coroutine[Any, Any, Connections]]
-"""Opens as many as this process uses; raises `OSError` or `TimeoutError` where that is not possible."""
+OpenConnections = Callable[[int], Coroutine[Any, Any, Connections]]
+"""Opens so many; raises `OSError` or `TimeoutError` where that is not possible."""
 
 
-def num_connections() -> int:
-    """What `RPCDIST_PAYLOAD_CONNECTIONS` says, 2 by default; 0 for none.
+def num_connections(is_far: bool = False) -> int:
+    """What `RPCDIST_PAYLOAD_CONNECTIONS` says, by default 2, or 8 to a peer that `is_far`; 0 for none.
 
     Raises:
         ConfigError: the variable is not a number, or too large a one.
     """
-    text = os.environ.get(PAYLOAD_CONNECTIONS_VARIABLE, "2")
+    text = os.environ.get(PAYLOAD_CONNECTIONS_VARIABLE, str(MAX_STRIPES) if is_far else "2")
     if not text.isdecimal() or int(text) > MAX_STRIPES:
         raise ConfigError(f"{PAYLOAD_CONNECTIONS_VARIABLE} is a number from 0 to {MAX_STRIPES}, not {text!r}")
     return int(text)
@@ -87,6 +97,7 @@ class Striping:
         name: of the peer.
         open: opens the connections; None at the side that waits for them.
         silence_limit_s: how long the peer may take nothing of what was sent on one of them. [Note: silence]
+        round_trip_s: to the peer; None: unknown.
     """
 
     def __init__(
@@ -98,12 +109,16 @@ class Striping:
         *,
         open: OpenConnections | None,
         silence_limit_s: float,
+        round_trip_s: float | None = None,
     ) -> None:
+        is_far = round_trip_s is not None and round_trip_s >= _FAR_S
+        self._num_wanted = num_connections(is_far)
+        self._min_bytes = _MIN_FAR_BYTES if is_far else MIN_STRIPED_BYTES
         self._io = io
         self._session = session
         self._incoming = incoming
         self._name = name
-        self._open = open if num_connections() else None
+        self._open = open if self._num_wanted else None
         self._silence_limit_s = silence_limit_s
         self._num_large = 0
         self._connections: list[StripeConnection] = []
@@ -128,7 +143,7 @@ class Striping:
 
     def note(self, num_bytes: int) -> None:
         """A message with so many bytes of buffers goes, or has been announced."""
-        if self._open is None or num_bytes < MIN_STRIPED_BYTES:
+        if self._open is None or num_bytes < self._min_bytes:
             return
         self._num_large += 1
         if self._num_large > 1:
@@ -140,7 +155,7 @@ class Striping:
         """See `Striper`."""
         total = sum(sizes)
         self.note(total)
-        if not self._connections or total < MIN_STRIPED_BYTES:
+        if not self._connections or total < self._min_bytes:
             return False
         with self._lock:
             if self._is_closed:
@@ -200,7 +215,7 @@ class Striping:
 
     async def _open_all(self, open: OpenConnections) -> None:
         try:
-            connections = await open()
+            connections = await open(self._num_wanted)
         except (OSError, TimeoutError) as exc:
             reason = str(exc) or "no answer in time"
             logger.info("no payload connections to %s, so one connection carries everything: %s", self._name, reason)
