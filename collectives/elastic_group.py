@@ -58,7 +58,7 @@ from rpcdist.time_limits import (
     ELASTIC_PROBE_LIMIT_S,
     ELASTIC_TIMEOUT_S,
 )
-from rpcdist.transport.sockets import HubAddress
+from rpcdist.transport._socket_hub.hub_address import HubAddress
 
 __all__ = ["ElasticGroup"]
 

@@ -20,8 +20,6 @@ from rpcdist.compat._commands import add_port, add_run
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command that the arguments name; returns the exit status."""

@@ -14,19 +14,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final, Literal, NamedTuple
 
-__all__ = [
-    "BUCKET_BOUNDS",
-    "METRICS_VARIABLE",
-    "OK",
-    "OTHER",
-    "CallCounts",
-    "EndedCall",
-    "Family",
-    "Histogram",
-    "Kind",
-    "metrics_are_wanted",
-]
-
 OK: Final = "ok"
 """The outcome of a call that has ended well."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["DEPENDENCIES", "check"]
-
 DEPENDENCIES: Final = (
     ("RPC_TIMEOUT_S", ("PEER_TIMEOUT_S",), "a call to a dead worker ends as WorkerLost, not by its own timeout"),
     ("PEER_TIMEOUT_S", ("REFUSED_GRACE_S",), "refused connections are the quick sign of a dead worker"),

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["load", "register"]
-
 _loaders: dict[str, Callable[[], Any]] = {}
 
 

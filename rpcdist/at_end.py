@@ -12,8 +12,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-__all__ = ["AtEnd"]
-
 
 class AtEnd(partial[object]):
     """Calls its function, with its arguments, when it is freed: `self._at_end = AtEnd(queue.append, what)`.

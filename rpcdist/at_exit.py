@@ -17,8 +17,6 @@ from typing import Any, Final
 
 from rpcdist.at_end import AtEnd
 
-__all__ = ["register_at_exit", "unregister_at_exit"]
-
 logger = logging.getLogger(__name__)
 
 AFTER_ALL_FINALIZERS: Final = -1000  # `multiprocessing` calls finalizers of a lower priority later

@@ -11,8 +11,6 @@ from random import SystemRandom
 
 from rpcdist.deadline import NEVER, Deadline
 
-__all__ = ["backoff"]
-
 _system = SystemRandom()
 
 

@@ -17,17 +17,6 @@ from typing import Final
 from rpcdist.errors import ConfigError
 from rpcdist.private_files import why_not_private
 
-__all__ = [
-    "FOLDER_VARIABLE",
-    "SIZE_VARIABLE",
-    "flight_folder",
-    "flight_recorder_size",
-    "forget_failures",
-    "hear_failures",
-    "note_failure",
-    "write_flight_file",
-]
-
 logger = logging.getLogger(__name__)
 
 DEFAULT_SIZE: Final = 1000

@@ -25,8 +25,6 @@ from typing import Any, Final, cast
 
 from rpcdist.errors import ConfigError
 
-__all__ = ["KEEP_FREED_MEMORY_VARIABLE", "TRIM_FROM_BYTES", "keep_freed_memory"]
-
 logger = logging.getLogger(__name__)
 
 KEEP_FREED_MEMORY_VARIABLE: Final = "RPCDIST_KEEP_FREED_MEMORY"

@@ -20,8 +20,6 @@ from typing import Final
 
 from rpcdist.time_limits import FROZEN_STACKS_LIMIT_S, FROZEN_STACKS_PAUSE_S
 
-__all__ = ["FrozenProcess", "let_others_look", "look_at_process", "stop_letting_look"]
-
 MAX_STACKS_BYTES: Final = 256 << 10
 _NAME: Final = "rpcdist-stacks"
 _LINK: Final = re.compile(rf"/memfd:{_NAME}-(\d+)-(\d+) \(deleted\)")

@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["run_in_thread"]
-
 T = TypeVar("T")
 
 

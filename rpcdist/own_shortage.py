@@ -20,17 +20,6 @@ from typing import Final
 from rpcdist.errors import RpcdistError, TransportError
 from rpcdist.time_limits import MIN_ATTEMPT_S, SHORTAGE_LOG_PERIOD_S
 
-__all__ = [
-    "NO_THREAD",
-    "START_DESCRIPTORS",
-    "check_can_start",
-    "check_descriptors_for",
-    "names_shortage",
-    "own_shortage",
-    "raise_descriptor_limit",
-    "try_for_descriptor",
-]
-
 logger = logging.getLogger(__name__)
 
 NO_THREAD: Final = "this process can start no further thread (ulimit -u, or the pids limit of its container): raise it"

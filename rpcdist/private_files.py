@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import stat
 
-__all__ = ["why_not_private"]
-
 
 def why_not_private(status: os.stat_result, *, is_folder: bool = False, may_be_read: bool = False) -> str | None:
     """Why others may have a hand in a file or folder, as a clause for a message; None if it is this user's alone.

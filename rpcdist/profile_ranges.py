@@ -19,8 +19,6 @@ from typing import Any, Final
 
 from torch.autograd import profiler
 
-__all__ = ["is_profiling", "record_function", "span_taps"]
-
 _forget: Final = ctypes.pythonapi.Py_IncRef
 _forget.argtypes, _forget.restype = (ctypes.py_object,), None
 

@@ -16,8 +16,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["is_watched", "take_step"]
-
 _torch_optimizer: Any = importlib.import_module("torch.optim.optimizer")  # torch's stubs lack what is used here
 
 _UNSEEN: Final = "__dynamo_disable"

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-__all__ = ["noticed", "wake", "wake_threadsafe"]
-
 
 def wake(waiter: asyncio.Future[None]) -> None:
     """Ends the wait, unless it has ended already: woken before, or cancelled. On the waiter's loop."""

@@ -19,8 +19,9 @@ from rpcdist.collectives._transports.hierarchical import Hosts
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ProtocolViolation, RpcdistError, TransportError
 from rpcdist.time_limits import CHECK_INTERVAL_MS, HOST_PROBE_LIMIT_S, SHARED_MEMORY_SETUP_LIMIT_S
+from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.shared_memory import Segment, accept, offer
-from rpcdist.transport.sockets import SocketHub, StreamSocket
+from rpcdist.transport.sockets import SocketHub
 
 logger = logging.getLogger(__name__)
 

@@ -42,7 +42,8 @@ from rpcdist.time_limits import (
     GROUP_SILENCE_LIMIT_S,
 )
 from rpcdist.transport import Node
-from rpcdist.transport.sockets import StreamSocket, receive_some, send_all
+from rpcdist.transport._tls.tls_socket import StreamSocket
+from rpcdist.transport.sockets import receive_some, send_all
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024
 """More than the longest failure; a peer cannot make this process reserve more."""

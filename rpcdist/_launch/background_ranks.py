@@ -14,8 +14,6 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded
 from rpcdist.time_limits import LAUNCH_CAUSE_LIMIT_S, LAUNCH_EXIT_LIMIT_S, SELECT_LIMIT_S
 
-__all__ = ["BackgroundRanks"]
-
 
 class BackgroundRanks:
     """Processes that run beside this one, until they end by themselves or `end` ends them. Methods: on any thread.

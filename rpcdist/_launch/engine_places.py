@@ -13,8 +13,6 @@ from typing import Final
 
 from rpcdist.errors import ConfigError
 
-__all__ = ["EnginePlace", "engine_places", "first_host"]
-
 LOOPBACK: Final = "127.0.0.1"
 TORCH_PORT: Final = 29500
 

@@ -22,8 +22,6 @@ from rpcdist.time_limits import JOB_STOP_LIMIT_S, SELECT_LIMIT_S
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["add_launch_commands", "told"]
-
 
 def add_launch_commands(commands: Commands) -> None:
     """Adds these commands."""

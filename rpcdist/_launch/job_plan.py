@@ -11,8 +11,6 @@ from typing import Any, Final
 from rpcdist.errors import ConfigError
 from rpcdist.ids import check_worker_name
 
-__all__ = ["JobPlan", "Machine", "RankPlan", "Role", "check_environment", "plan_job", "this_machine"]
-
 OWN_VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 THREADS_VARIABLE: Final = "OMP_NUM_THREADS"
 DEVICES_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from rpcdist._launch.job_plan import JobPlan
     from rpcdist._launch.progress import Progress
 
-__all__ = ["JobRecord", "LaunchedJob", "find_job", "jobs", "start_of"]
 
 logger = logging.getLogger("rpcdist.launch")
 

@@ -27,8 +27,6 @@ from rpcdist.errors import ConfigError, ProcessFailed
 from rpcdist.own_shortage import check_can_start, names_shortage
 from rpcdist.time_limits import LAUNCH_CAUSE_LIMIT_S, LAUNCH_EXIT_LIMIT_S
 
-__all__ = ["check_join_timeout", "launch", "progress_of", "results_by_role", "results_of", "roles_of", "run_here"]
-
 logger = logging.getLogger("rpcdist.launch")
 
 T = TypeVar("T")

@@ -16,8 +16,6 @@ from rpcdist._launch.reports import Event, ProcessEnded, Ready
 from rpcdist.deadline import Deadline
 from rpcdist.time_limits import LAUNCH_KILL_LIMIT_S, LAUNCH_TERMINATE_LIMIT_S, SELECT_LIMIT_S
 
-__all__ = ["LocalRanks", "RankTask"]
-
 
 @dataclass(frozen=True, slots=True)
 class RankTask:

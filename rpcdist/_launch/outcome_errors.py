@@ -10,8 +10,6 @@ from rpcdist._launch.reports import Exited, Raised
 from rpcdist.errors import DeadlineExceeded, ProcessFailed
 from rpcdist.time_limits import LAUNCH_EXIT_LIMIT_S
 
-__all__ = ["Interrupted", "error_of", "interrupted"]
-
 
 class Interrupted(KeyboardInterrupt, SystemExit):
     """Ctrl-C. Where nothing catches it, the program ends with exit code 130 and without a traceback."""

@@ -10,8 +10,6 @@ from typing import IO, Final
 
 from rpcdist.errors import ConfigError
 
-__all__ = ["ERROR_LINES", "KEPT_LINES", "JobOutput", "WorkerOutput"]
-
 ERROR_LINES: Final = 20
 """So many lines of a rank that failed are in the error."""
 

@@ -19,15 +19,6 @@ from typing import Final
 from rpcdist._launch.engine_places import EnginePlace, engine_places
 from rpcdist.errors import ConfigError
 
-__all__ = [
-    "Placement",
-    "find_placement",
-    "how_to_set_address",
-    "launcher_variable",
-    "placement_from_environment",
-    "torch_variables",
-]
-
 _VARIABLES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -21,8 +21,6 @@ from rpcdist._launch.reports import Event, Exited, ProcessEnded, Raised, Ready, 
 from rpcdist.backoff import backoff
 from rpcdist.time_limits import RESTART_FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S
 
-__all__ = ["Died", "Failed", "Late", "Outcome", "Progress", "Stuck", "Succeeded", "restart_pause_s"]
-
 
 @dataclass(frozen=True, slots=True)
 class Died:

@@ -15,8 +15,6 @@ from typing import Any
 
 from rpcdist.errors import SerializationError
 
-__all__ = ["RankCall", "load_result", "main_has_a_file", "pickle_call"]
-
 
 @dataclass(frozen=True, slots=True)
 class RankCall:

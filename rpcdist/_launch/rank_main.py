@@ -25,8 +25,6 @@ from rpcdist._launch.reports import Exited, Raised, Ready, Report, Returned, fra
 from rpcdist.errors import ConfigError
 from rpcdist.flight_files import note_failure
 
-__all__ = ["BOOTSTRAP", "Task", "check_not_importing_main", "main"]
-
 # The path comes first: this package may be importable only because the parent's program extended `sys.path`.
 BOOTSTRAP: Final = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "

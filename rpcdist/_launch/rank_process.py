@@ -20,8 +20,6 @@ from rpcdist._launch.rank_call import RankCall
 from rpcdist._launch.rank_main import BOOTSTRAP, Task
 from rpcdist._launch.reports import Inbox, Ready, Report
 
-__all__ = ["RankProcess", "start_rank"]
-
 _READ_BYTES = 1 << 20
 
 

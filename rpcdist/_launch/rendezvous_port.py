@@ -9,8 +9,6 @@ from typing import Final
 
 from rpcdist.errors import ConfigError
 
-__all__ = ["HOST", "held_port"]
-
 HOST: Final = "127.0.0.1"
 
 

@@ -16,19 +16,6 @@ from typing import Final
 
 from rpcdist.errors import GroupAborted
 
-__all__ = [
-    "Event",
-    "Exited",
-    "Inbox",
-    "ProcessEnded",
-    "Raised",
-    "Ready",
-    "Report",
-    "Returned",
-    "frame",
-    "report_of_exception",
-]
-
 _LENGTH: Final = struct.Struct("<Q")
 
 _OWN_PACKAGES: Final = (__package__, "rpcdist.ray")

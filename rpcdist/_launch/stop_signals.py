@@ -8,8 +8,6 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
-__all__ = ["KeptInterrupt", "StopSignals"]
-
 
 class StopSignals:
     """While entered, SIGINT and SIGTERM interrupt nothing: they are recorded, and make `fileno()` readable.

@@ -15,8 +15,6 @@ from rpcdist._launch.reports import Event, Exited, Raised
 from rpcdist._launch.stop_signals import StopSignals
 from rpcdist.time_limits import FLIGHT_NOTICE_S
 
-__all__ = ["RankEngine", "run_job"]
-
 
 class RankEngine(Protocol):
     """Starts processes of ranks, says what they report, and ends them. Used on one thread."""

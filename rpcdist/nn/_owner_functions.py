@@ -14,8 +14,6 @@ import rpcdist.rpc as rpc
 from rpcdist.errors import ConfigError
 from rpcdist.rpc import RRef
 
-__all__: list[str] = []
-
 
 def create(
     module_cls: Callable[..., nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any], device: str, scripted: bool

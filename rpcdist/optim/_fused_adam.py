@@ -15,8 +15,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-__all__ = ["fused_if_possible", "has_fused"]
-
 _CLASSES: Final = frozenset({torch.optim.Adam, torch.optim.AdamW})
 _UNSET: Final = (("fused", None), ("foreach", None), ("capturable", False), ("differentiable", False))
 

@@ -26,16 +26,6 @@ from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._values.plain import FREE_BYTES, PlainWriter, read_plain
 from rpcdist.torch_optimizers import take_step
 
-__all__ = [
-    "LocalOptimizer",
-    "NewOptimizer",
-    "OptimizerTable",
-    "call_local_optimizer",
-    "new_local_optimizer",
-    "tables",
-]
-
-
 MAX_KEPT_ERRORS: Final = 64
 MAX_OPTIONS_BYTES: Final = 64 << 10
 

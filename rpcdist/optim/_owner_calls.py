@@ -23,8 +23,6 @@ from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._values.exceptions import add_note, text_of
 from rpcdist.time_limits import STEP_ERROR_LIMIT_S
 
-__all__ = ["OwnerCall", "ask_owners", "ask_owners_async"]
-
 
 class OwnerCall(NamedTuple):
     """A function to run at one owner."""

@@ -16,8 +16,6 @@ import torch
 from rpcdist.errors import ConfigError
 from rpcdist.rpc import PyRRef, RRef, WorkerInfo
 
-__all__ = ["Group", "Shard", "changed_options", "gather_state", "options_of", "parse_groups", "place", "scatter_state"]
-
 _MISSING = object()
 _IMMUTABLE = frozenset((bool, float, int, str, type(None)))  # a copy of one is the same object
 

@@ -15,14 +15,6 @@ import struct
 from rpcdist.errors import ConfigError, TransportError
 from rpcdist.own_shortage import own_shortage
 
-__all__ = [
-    "host_from_environment",
-    "is_loopback",
-    "join_address",
-    "pick_bind_host",
-    "split_address",
-]
-
 logger = logging.getLogger(__name__)
 
 _HOST_VARIABLE = "RPCDIST_HOST"

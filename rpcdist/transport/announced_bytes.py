@@ -6,8 +6,6 @@ from __future__ import annotations
 import os
 import threading
 
-__all__ = ["AnnouncedBytes", "memory_of_machine_bytes"]
-
 
 def memory_of_machine_bytes() -> int:
     """The size of this machine's memory: nobody can send more than that at once."""

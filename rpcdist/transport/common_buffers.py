@@ -19,8 +19,6 @@ from rpcdist.transport.mapped_segments import MappedSegment
 from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 from rpcdist.transport.shared_memory import Segment, SegmentError, unavailable
 
-__all__ = ["CommonBuffers", "CommonMemory", "CommonMemoryPool", "CommonPack"]
-
 B = TypeVar("B", bound=OutgoingBuffer)
 
 MAX_COMMON_BYTES: Final = MAX_LENT_BYTES // 2

@@ -53,9 +53,6 @@ from rpcdist.transport.session import NullHandler, Session, SessionHandler
 from rpcdist.transport.unary_proof import SESSION_PATH, RequestProver
 from rpcdist.transport.unix_sockets import names_senders
 
-__all__ = ["Connector"]
-
-
 logger = logging.getLogger(__name__)
 
 

@@ -10,12 +10,11 @@ from rpcdist.ids import Identity
 from rpcdist.transport._tls.issued_certificates import IssuedCertificates
 from rpcdist.transport._tls.tls_identity import TlsIdentity
 from rpcdist.transport._tls.tls_policy import TlsPolicy
-from rpcdist.transport.handshake import CertificateProofs, ClientHandshake, ServerHandshake
+from rpcdist.transport.handshake import ClientHandshake, ServerHandshake
+from rpcdist.transport.handshake_side import CertificateProofs
 
 if TYPE_CHECKING:
     from rpcdist.transport._tls.certificate_files import CertificateFiles
-
-__all__ = ["Credentials"]
 
 
 class Credentials:

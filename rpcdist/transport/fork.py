@@ -26,20 +26,6 @@ from typing import Protocol
 
 from rpcdist.errors import ForkedProcess
 
-__all__ = [
-    "ForkGuard",
-    "ForkParticipant",
-    "check_not_forked",
-    "close_inherited_sockets",
-    "in_forked_child",
-    "mark_running",
-    "mark_stopped",
-    "note_peer_port",
-    "note_server_port",
-    "note_socket",
-    "register",
-]
-
 _DESCRIPTORS = "/proc/self/fd"
 _FEWEST_KEPT = 64  # references, before it is looked which are dead; later as often as their number has doubled
 

@@ -22,8 +22,6 @@ from rpcdist.transport._framing.incoming import Delivery
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.wire_messages import WireMessage
 
-__all__ = ["HandingOn"]
-
 
 class MessageHandler(Protocol):
     """See `SessionHandler`."""

@@ -45,7 +45,6 @@ from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import ConfigError, ProtocolViolation
 from rpcdist.ids import Identity
 from rpcdist.transport.handshake_side import (
-    MAX_HANDSHAKE_BYTES,
     NONCE_BYTES,
     PROTOCOL_VERSION,
     CertificateProofs,
@@ -53,23 +52,10 @@ from rpcdist.transport.handshake_side import (
     HandshakeSide,
     HandshakeState,
     package_version,
-    refusal,
 )
 from rpcdist.transport.identities import identity_from_proto, identity_to_proto, matches, named
 from rpcdist.transport.keys import PROOF_BYTES, SESSION_ID_BYTES, mac
 from rpcdist.transport.peer_text import is_name, printable
-
-__all__ = [
-    "MAX_HANDSHAKE_BYTES",
-    "MAX_PURPOSE_BYTES",
-    "NONCE_BYTES",
-    "PROTOCOL_VERSION",
-    "TOKEN_ADVICE",
-    "CertificateProofs",
-    "ClientHandshake",
-    "ServerHandshake",
-    "refusal",
-]
 
 MAX_PURPOSE_BYTES: Final = 600
 _MAX_CHANNEL_LENGTH: Final = 300

@@ -17,18 +17,6 @@ from rpcdist.transport.identities import identity_fields, identity_from_proto
 from rpcdist.transport.keys import SessionKeys, framed, mac
 from rpcdist.transport.peer_text import MAX_NAME_LENGTH, MAX_REASON_LENGTH, is_name, printable
 
-__all__ = [
-    "MAX_HANDSHAKE_BYTES",
-    "NONCE_BYTES",
-    "PROTOCOL_VERSION",
-    "CertificateProofs",
-    "Code",
-    "HandshakeSide",
-    "HandshakeState",
-    "package_version",
-    "refusal",
-]
-
 PROTOCOL_VERSION: Final = 8
 NONCE_BYTES: Final = 32
 MAX_HANDSHAKE_BYTES: Final = 16 << 10

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 from rpcdist._proto import rpc_pb2
 from rpcdist.time_limits import HEARTBEATS_PER_PEER_TIMEOUT
 
-__all__ = ["TURNS_TO_READ", "Heartbeats"]
-
 TURNS_TO_READ = 3
 """Of an I/O loop that was held up: what has arrived is read in the first, and connections that ended by that are dealt
 with in the next."""

@@ -7,8 +7,6 @@ from rpcdist.errors import ProtocolViolation
 from rpcdist.ids import Identity
 from rpcdist.transport.peer_text import is_name, printable
 
-__all__ = ["identity_fields", "identity_from_proto", "identity_to_proto", "matches", "named"]
-
 
 def identity_to_proto(identity: Identity) -> pb.Identity:
     """The wire form of an identity."""

@@ -17,8 +17,6 @@ from rpcdist.errors import BlockingInLoop, DeadlineExceeded, RpcdistError
 from rpcdist.own_shortage import check_can_start
 from rpcdist.time_limits import CANCELLED_TASKS_LIMIT_S, LOOP_CLOSE_LIMIT_S
 
-__all__ = ["IoLoop", "new_event_loop"]
-
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 

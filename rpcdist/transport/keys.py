@@ -9,17 +9,6 @@ from __future__ import annotations
 import hmac
 from typing import Final, NamedTuple
 
-__all__ = [
-    "PROOF_BYTES",
-    "SESSION_ID_BYTES",
-    "ReplayWindow",
-    "SessionKeys",
-    "framed",
-    "mac",
-    "request_proof",
-    "verify_request",
-]
-
 PROOF_BYTES: Final = 32
 SESSION_ID_BYTES: Final = 16
 

@@ -53,22 +53,6 @@ from rpcdist.transport.mapped_segments import MappedSegment
 from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 from rpcdist.transport.shared_memory import Segment, SegmentError
 
-__all__ = [
-    "LEND_FROM_BYTES",
-    "MAX_LENT_BYTES",
-    "MAX_SEGMENTS",
-    "RETURN_TOGETHER",
-    "RETURN_TOGETHER_BYTES",
-    "Borrower",
-    "Ended",
-    "Lender",
-    "Offer",
-    "Pack",
-    "offsets",
-    "packs",
-    "size_class",
-]
-
 logger = logging.getLogger(__name__)
 
 LEND_FROM_BYTES: Final = 64 << 10

@@ -16,9 +16,6 @@ from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 from rpcdist.transport.shared_memory import unavailable
 from rpcdist.transport.wire_messages import Loan, WireMessage
 
-__all__ = ["LentBuffers"]
-
-
 _NOTHING: Final = OutgoingBuffer(memoryview(b""))
 """Stands in a message's list of buffers for one that was lent: no chunk of it follows."""
 

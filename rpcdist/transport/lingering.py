@@ -17,8 +17,6 @@ from typing import Final
 from rpcdist.time_limits import LINGER_S, LONGEST_LINGER_S
 from rpcdist.transport.io_loop import IoLoop
 
-__all__ = ["Lingering"]
-
 NUM_IDLE_TICKS: Final = 4  # without a message that lingers; then the ticks end
 
 

@@ -19,9 +19,6 @@ from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.session import Session
 from rpcdist.transport.unary_proof import PACKAGE, Metadata, RequestProver
 
-__all__ = ["Link"]
-
-
 Reply = TypeVar("Reply", bound=Message)
 
 

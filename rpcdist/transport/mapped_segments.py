@@ -11,8 +11,6 @@ from rpcdist.at_end import AtEnd
 from rpcdist.transport.memory_copies import declare
 from rpcdist.transport.shared_memory import Segment, SegmentError
 
-__all__ = ["MappedSegment"]
-
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; an older kernel refuses it, and pages come when they are touched
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _madvise: Final = declare("madvise", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

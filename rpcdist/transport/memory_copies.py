@@ -22,16 +22,6 @@ from typing import Any, Final
 
 from rpcdist.time_limits import COPY_TURN_LIMIT_S
 
-__all__ = [
-    "TAKE_TURNS_FROM_BYTES",
-    "TWO_THREADS_FROM_BYTES",
-    "MemoryCopier",
-    "copy_memory",
-    "copy_view",
-    "declare",
-    "num_running",
-]
-
 TAKE_TURNS_FROM_BYTES: Final = 4 << 20
 TWO_THREADS_FROM_BYTES: Final = 16 << 20
 _LOADAVG_BYTES: Final = 128

@@ -11,8 +11,6 @@ from rpcdist.time_limits import NEIGHBOUR_CONNECT_LIMIT_S
 from rpcdist.transport._channels.stream_sockets import local_name
 from rpcdist.transport.unix_sockets import has_abstract_sockets, peer_process
 
-__all__ = ["INSPECTION_ROLE", "local_addresses", "process_at"]
-
 INSPECTION_ROLE: Final = "inspection"
 """Of connections to workers that are asked what they do."""
 

@@ -29,7 +29,8 @@ from rpcdist.time_limits import (
 from rpcdist.transport import fork
 from rpcdist.transport._server.diagnosis import DIAGNOSIS_SERVICE, Diagnosis
 from rpcdist.transport._server.port_range import PortRange
-from rpcdist.transport._server.server import Method, Server
+from rpcdist.transport._server.server import Server
+from rpcdist.transport._server.unary_services import Method
 from rpcdist.transport._socket_hub.hub_address import HubAddress
 from rpcdist.transport._tls.tls_options import TlsOptions
 from rpcdist.transport._tls.tls_policy import TlsPolicy
@@ -42,8 +43,6 @@ from rpcdist.transport.records import Records
 from rpcdist.transport.roles import Roles, SocketTaker
 from rpcdist.transport.session import Session, SessionHandler
 from rpcdist.transport.token import describe_token_source, job_token
-
-__all__ = ["Node", "NodeOptions"]
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

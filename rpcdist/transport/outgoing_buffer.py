@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from rpcdist.transport.memory_copies import copy_view
 
-__all__ = ["OutgoingBuffer"]
-
 
 class OutgoingBuffer:
     """Bytes to be sent. They must not change until they are sent; the object keeps them alive.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["MAX_NAME_LENGTH", "MAX_REASON_LENGTH", "is_name", "printable"]
-
 MAX_NAME_LENGTH: Final = 128
 MAX_REASON_LENGTH: Final = 600
 

@@ -14,8 +14,6 @@ from rpcdist.errors import AuthenticationFailed
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.keys import mac
 
-__all__ = ["Records"]
-
 _MARK: Final = b"rpcdist-record-1:"
 _HEX_CHARS: Final = 64
 _STRANGER: Final = (

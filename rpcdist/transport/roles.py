@@ -14,12 +14,11 @@ from typing import Any, Final, Protocol
 from rpcdist._proto import handshake_pb2
 from rpcdist.ids import Identity
 from rpcdist.time_limits import ROLE_LIMIT_S
+from rpcdist.transport._framing.incoming import IncomingBuffer
 from rpcdist.transport.identities import identity_from_proto
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.session import HeapPayloads, IncomingBuffer, Session, SessionHandler
+from rpcdist.transport.session import HeapPayloads, Session, SessionHandler
 from rpcdist.transport.wire_messages import WireMessage
-
-__all__ = ["SOCKET_ROLE", "Refuse", "Roles", "SocketTaker", "socket_purpose"]
 
 logger = logging.getLogger(__name__)
 

@@ -44,8 +44,6 @@ from rpcdist.transport.session_writer import SessionWriter
 from rpcdist.transport.shared_payloads import SharedPayloads
 from rpcdist.transport.wire_messages import WireMessage
 
-__all__ = ["HeapPayloads", "IncomingBuffer", "NullHandler", "OutgoingBuffer", "Session", "SessionHandler"]
-
 logger = logging.getLogger(__name__)
 
 _OWN_KINDS = frozenset(

@@ -26,8 +26,6 @@ from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.lingering import Lingering
 from rpcdist.transport.wire_messages import WireMessage, can_linger, is_urgent
 
-__all__ = ["FLUSH_FRAMES", "SessionWriter"]
-
 logger = logging.getLogger(__name__)
 
 FLUSH_FRAMES: Final = 32  # so many messages of a burst are written by the thread that makes them, if the loop is late

@@ -20,8 +20,6 @@ from typing import Final
 
 from rpcdist.time_limits import MIN_WAIT_S
 
-__all__ = ["Segment", "SegmentError", "accept", "offer", "unavailable"]
-
 _OFFER: Final = struct.Struct("<8sQ")
 _MAGIC: Final = b"rpcdshm1"
 _F_SEAL_FUTURE_WRITE: Final = 0x10  # in Python's fcntl from 3.13 on

@@ -15,8 +15,6 @@ from rpcdist.transport._tls.tls_policy import TLS_VARIABLE, TlsPolicy
 from rpcdist.transport.node import Node, NodeOptions
 from rpcdist.transport.token import job_token
 
-__all__ = ["SharedNode", "acquire_node"]
-
 
 class SharedNode:
     """Starts a node for the first part that asks, and gives it to the others until the last one has released it."""

@@ -16,8 +16,6 @@ from rpcdist.transport.lent_buffers import LentBuffers
 from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 from rpcdist.transport.wire_messages import WireMessage
 
-__all__ = ["SharedPayloads"]
-
 
 class SharedPayloads:
     """The shared memory of one session on a channel that can pass segments.

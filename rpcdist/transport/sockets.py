@@ -48,23 +48,10 @@ from rpcdist.transport._channels.socket_pipe import until_ready
 from rpcdist.transport._socket_hub.hub_address import HubAddress
 from rpcdist.transport._socket_hub.hub_connector import HubConnector, widen
 from rpcdist.transport._socket_hub.waiting_room import WaitingRoom
-from rpcdist.transport._tls.tls_socket import StreamSocket, has_buffered, num_owed
+from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.roles import SocketTaker
-
-__all__ = [
-    "MAX_PURPOSE_BYTES",
-    "MAX_WAITING",
-    "HubAddress",
-    "SocketHub",
-    "SocketPlace",
-    "StreamSocket",
-    "has_buffered",
-    "num_owed",
-    "receive_some",
-    "send_all",
-]
 
 T = TypeVar("T")
 

@@ -16,8 +16,6 @@ from typing import Final
 from rpcdist.errors import ConfigError
 from rpcdist.private_files import why_not_private
 
-__all__ = ["MIN_TOKEN_LENGTH", "bring_job_token", "describe_token_source", "job_token", "token_path"]
-
 TOKEN_VARIABLE: Final = "RPCDIST_TOKEN"
 FILE_VARIABLE: Final = "RPCDIST_TOKEN_FILE"
 MIN_TOKEN_LENGTH: Final = 16

@@ -13,8 +13,6 @@ from typing import Final
 from rpcdist.ids import Identity
 from rpcdist.transport.keys import ReplayWindow, SessionKeys, request_proof, verify_request
 
-__all__ = ["COUNTER_KEY", "PACKAGE", "PROOF_KEY", "SESSION_KEY", "SESSION_PATH", "ProvenSessions", "RequestProver"]
-
 PACKAGE: Final = "rpcdist"
 SESSION_PATH: Final = f"/{PACKAGE}.Rpc/Session"  # needs no such proof: the handshake is on the stream itself
 SESSION_KEY: Final = "rpcdist-session-bin"

@@ -17,16 +17,6 @@ import sys
 from functools import cache
 from typing import Final, NamedTuple
 
-__all__ = [
-    "PeerProcess",
-    "has_abstract_sockets",
-    "names_senders",
-    "peer_process",
-    "process_namespace",
-    "receive_from",
-    "same_user",
-]
-
 _CREDENTIALS: Final = struct.Struct("=iII")  # struct ucred: pid, uid, gid
 _NAMESPACE: Final = "/proc/self/ns/pid"
 

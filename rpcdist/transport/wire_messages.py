@@ -12,20 +12,6 @@ from typing import Final, NamedTuple
 
 from rpcdist._proto import rpc_pb2
 
-__all__ = [
-    "MAX_COMPACT_BODY_BYTES",
-    "MAX_NAME_BYTES",
-    "CompactCall",
-    "CompactPass",
-    "CompactReply",
-    "History",
-    "Loan",
-    "NamedReference",
-    "WireMessage",
-    "can_linger",
-    "is_urgent",
-]
-
 MAX_COMPACT_BODY_BYTES: Final = 1 << 18
 """A value whose bytes (large buffers aside) are more travels in a protobuf message, which may be cut into chunks."""
 

@@ -24,7 +24,8 @@ from rpcdist.testing import free_port
 from rpcdist.transport import Node, connector
 from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
 from rpcdist.transport._channels.stream_sockets import connect_tcp, listen_tcp, local_name
-from rpcdist.transport.sockets import HubAddress, SocketHub
+from rpcdist.transport._socket_hub.hub_address import HubAddress
+from rpcdist.transport.sockets import SocketHub
 from rpcdist.transport.unix_sockets import has_abstract_sockets
 
 pytestmark = [

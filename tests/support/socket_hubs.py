@@ -6,8 +6,9 @@ import select
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.node import Node, NodeOptions
-from rpcdist.transport.sockets import SocketHub, StreamSocket
+from rpcdist.transport.sockets import SocketHub
 
 __all__ = ["LIMIT_S", "hubs", "open_hub", "read_exactly", "read_some", "running_node", "write_all"]
 

@@ -9,7 +9,8 @@ import pytest
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import AuthenticationFailed
 from rpcdist.ids import Identity
-from rpcdist.transport.handshake import CertificateProofs, ClientHandshake, ServerHandshake
+from rpcdist.transport.handshake import ClientHandshake, ServerHandshake
+from rpcdist.transport.handshake_side import CertificateProofs
 
 __all__ = ["ALICE", "BOB", "TOKEN", "client", "server", "shake", "text_of", "wire"]
 

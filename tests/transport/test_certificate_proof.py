@@ -8,7 +8,8 @@ from own_certificates import DAY, OwnAuthority, OwnCertificate, rsa_key
 
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.ids import Identity
-from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES, ClientHandshake
+from rpcdist.transport.handshake import ClientHandshake
+from rpcdist.transport.handshake_side import MAX_HANDSHAKE_BYTES
 
 Code = pb.Refusal.Code
 AUTHORITY = OwnAuthority()

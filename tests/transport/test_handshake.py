@@ -11,7 +11,8 @@ from own_certificates import OwnAuthority
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import ConfigError, ProtocolViolation
 from rpcdist.ids import Identity
-from rpcdist.transport.handshake import MAX_PURPOSE_BYTES, PROTOCOL_VERSION, ClientHandshake, ServerHandshake
+from rpcdist.transport.handshake import MAX_PURPOSE_BYTES, ClientHandshake, ServerHandshake
+from rpcdist.transport.handshake_side import PROTOCOL_VERSION
 from rpcdist.transport.identities import identity_from_proto, identity_to_proto
 from rpcdist.transport.keys import SessionKeys, request_proof, verify_request
 

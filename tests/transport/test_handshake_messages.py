@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import AuthenticationFailed, ProtocolViolation
-from rpcdist.transport.handshake import (
-    MAX_HANDSHAKE_BYTES,
-    MAX_PURPOSE_BYTES,
-    PROTOCOL_VERSION,
-    ClientHandshake,
-    ServerHandshake,
-)
+from rpcdist.transport.handshake import MAX_PURPOSE_BYTES, ClientHandshake, ServerHandshake
+from rpcdist.transport.handshake_side import MAX_HANDSHAKE_BYTES, PROTOCOL_VERSION
 from rpcdist.transport.identities import identity_to_proto
 
 Code = pb.Refusal.Code

@@ -30,7 +30,8 @@ from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
 from rpcdist.transport._channels.stream_sockets import accept, accepted_ends, connect_unix, listen_unix, local_name
 from rpcdist.transport._framing.frames import frame
 from rpcdist.transport._server import admission, stream_listeners
-from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES, ServerHandshake
+from rpcdist.transport.handshake import ServerHandshake
+from rpcdist.transport.handshake_side import MAX_HANDSHAKE_BYTES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no local channel without abstract sockets")
 

@@ -19,7 +19,7 @@ from rpcdist.testing import eventually_async
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._channels.socket_pipe import SocketPipe
 from rpcdist.transport._framing.frames import CHUNK_BYTES, ChunkHead, chunk_head, parse_chunk_head
-from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES
+from rpcdist.transport.handshake_side import MAX_HANDSHAKE_BYTES
 from rpcdist.transport.unix_sockets import names_senders
 
 LIMIT_S = 20.0

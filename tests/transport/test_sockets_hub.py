@@ -35,8 +35,10 @@ from rpcdist.transport._channels import stream_sockets
 from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
 from rpcdist.transport._channels.stream_sockets import listen_unix, local_name
 from rpcdist.transport._server import admission, stream_listeners
+from rpcdist.transport._socket_hub.hub_address import HubAddress
+from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.handshake import ClientHandshake
-from rpcdist.transport.sockets import HubAddress, SocketHub, StreamSocket
+from rpcdist.transport.sockets import SocketHub
 from rpcdist.transport.token import job_token
 
 UNIX = [pytest.param(False, id="tcp")]

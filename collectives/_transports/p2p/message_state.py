@@ -30,7 +30,7 @@ from rpcdist.collectives._transports.p2p.requests import (
 from rpcdist.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, ProtocolViolation, RankLost
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import REFUSAL_POLL_S
-from rpcdist.transport.sockets import StreamSocket
+from rpcdist.transport._tls.tls_socket import StreamSocket
 
 R = TypeVar("R")
 M = TypeVar("M")

@@ -38,7 +38,8 @@ from rpcdist.errors import CollectiveError, GroupAborted, ProtocolViolation, Rpc
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import MIN_WAIT_S, PROGRESS_STOP_LIMIT_S
 from rpcdist.transport import fork
-from rpcdist.transport.sockets import SocketHub, StreamSocket
+from rpcdist.transport._tls.tls_socket import StreamSocket
+from rpcdist.transport.sockets import SocketHub
 
 BUFFER_LIMIT_BYTES: Final = 64 << 20
 SMALL_BYTES: Final = 1 << 17

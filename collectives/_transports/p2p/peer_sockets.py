@@ -11,7 +11,7 @@ from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar
 from rpcdist.collectives._transports.p2p.byte_streams import MOST_BYTES, InStream, OutStream
 from rpcdist.collectives._transports.p2p.requests import Header, MessageFrame, pack_header, take_refusals
 from rpcdist.errors import ProtocolViolation
-from rpcdist.transport.sockets import StreamSocket, has_buffered, num_owed
+from rpcdist.transport._tls.tls_socket import StreamSocket, has_buffered, num_owed
 
 _REFUSALS_READ: Final = 4096
 

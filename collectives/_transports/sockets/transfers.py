@@ -10,7 +10,7 @@ import torch
 from rpcdist.collectives._operations.reduce_kernels import Combine
 from rpcdist.collectives._transports.sockets.pair_connections import HEADER_BYTES, OperationFrame
 from rpcdist.collectives._transports.transport_base import TransportPeerLost
-from rpcdist.transport.sockets import StreamSocket, has_buffered
+from rpcdist.transport._tls.tls_socket import StreamSocket, has_buffered
 
 SLICE_ELEMENTS: Final = 32 << 10
 """Numbers that are reduced at once. Torch runs larger kernels on several threads, which spin while they wait for each

@@ -1,3 +1,1 @@
 """The private parts of `rpcdist.parallel.distributed`: buckets, the reducer, hooks, checks."""
-
-__all__: list[str] = []

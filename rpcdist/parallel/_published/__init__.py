@@ -1,3 +1,1 @@
 """The parts of `rpcdist.parallel.Published`: how tensors lie in a segment, who holds versions, who reads them."""
-
-__all__: list[str] = []

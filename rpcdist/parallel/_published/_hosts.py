@@ -28,8 +28,6 @@ from rpcdist.parallel._published._words import MAX_SEGMENTS, NEWEST, unpacked
 from rpcdist.rpc._current import current_agent
 from rpcdist.time_limits import CHUNK_LIMIT_S
 
-__all__ = ["Description", "HostCopy", "Publisher"]
-
 logger = logging.getLogger(__name__)
 
 CHUNKS_UNDER_WAY: Final = 4

@@ -12,8 +12,6 @@ from torch import Tensor
 from rpcdist.errors import ConfigError, TransportError, listed
 from rpcdist.parallel._published._parts import Box, Pieces, common, shown, without
 
-__all__ = ["PlainLayout", "ShardCopies", "VersionLayout", "copies_for", "whole_copies"]
-
 _ALIGNMENT: Final = 64
 _MAX_BYTES: Final = 1 << 46  # more than the address space has room for: a layout that says so is nonsense
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from rpcdist.errors import ConfigError
 
-__all__ = ["Box", "Pieces", "TensorPart", "Value", "common", "pieces_of", "shown", "without"]
-
 Value = Any
 """The value of a name: a `Tensor`, a `DTensor`, a `TensorPart`, or a list of `TensorPart`."""
 

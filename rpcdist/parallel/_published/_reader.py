@@ -34,8 +34,6 @@ from rpcdist.time_limits import CHECK_INTERVAL_S, SHARED_MEMORY_SETUP_LIMIT_S
 from rpcdist.transport.mapped_segments import MappedSegment
 from rpcdist.transport.shared_memory import Segment
 
-__all__ = ["HELLO", "VersionReader", "memory_of_segment", "words_of"]
-
 HELLO: Final = struct.Struct("<8sQQ")
 """The bytes beside the descriptors of a source's page, the reader's page and the segments: their size and number."""
 HELLO_MAGIC: Final = b"rpcdpub1"

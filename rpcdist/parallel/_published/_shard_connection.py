@@ -23,8 +23,6 @@ from rpcdist.transport.sockets import SocketHub
 if TYPE_CHECKING:
     from rpcdist.rpc._agent import Agent
 
-__all__ = ["Known", "ShardConnection", "actor_name", "follow", "known"]
-
 
 def actor_name(name: str, shard: int) -> str:
     """The name of the actor that publishes a shard."""

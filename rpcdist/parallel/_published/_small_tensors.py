@@ -14,8 +14,6 @@ from torch import Tensor
 
 from rpcdist.parallel._published._layout import VersionLayout
 
-__all__ = ["SmallTensors", "copy_tensors", "small_ones"]
-
 _MAX_BYTES: Final = 16 << 10
 _MIN_TENSORS: Final = 64  # for fewer there is nothing to gain
 _AT_ONCE: Final = 256  # other threads get the interpreter's lock between two steps of this many

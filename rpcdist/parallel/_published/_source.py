@@ -35,15 +35,15 @@ from rpcdist.parallel._published._words import (
 from rpcdist.rpc._current import current_agent
 from rpcdist.time_limits import CHECK_INTERVAL_S, CHUNK_LIMIT_S, HUB_OPEN_LIMIT_S, PARKED_LIMIT_S
 from rpcdist.transport import Node
+from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.mapped_segments import MappedSegment
 from rpcdist.transport.shared_memory import Segment, SegmentError
-from rpcdist.transport.sockets import SocketHub, StreamSocket
+from rpcdist.transport.sockets import SocketHub
 
 if TYPE_CHECKING:
     from rpcdist.rpc._agent import Agent
 
-__all__ = ["CHUNK_BYTES", "VersionSource", "ask", "check_fetcher", "purpose_of", "worker_of"]
 
 logger = logging.getLogger(__name__)
 

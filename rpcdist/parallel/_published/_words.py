@@ -19,19 +19,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = [
-    "ASKED",
-    "HAVE",
-    "MAX_SEGMENTS",
-    "NEWEST",
-    "PAGE_BYTES",
-    "READING",
-    "VERSION_IN",
-    "WAITING",
-    "packed",
-    "unpacked",
-]
-
 PAGE_BYTES: Final = 4096
 
 NEWEST: Final = 0

@@ -1,3 +1,1 @@
 """Channels: what carries the frames of a session, over gRPC or over a Unix socket of the same host."""
-
-__all__: list[str] = []

@@ -30,8 +30,6 @@ from typing import Any, Final
 from rpcdist.errors import ConfigError
 from rpcdist.transport._channels.processor_quota import has_processor_quota
 
-__all__ = ["POLLING_VARIABLE", "BriefPolling", "may_poll"]
-
 POLLING_VARIABLE: Final = "RPCDIST_POLLING"
 
 HISTORY_WAITS: Final = 6

@@ -10,8 +10,6 @@ from rpcdist.transport._channels.leading import Sleep
 from rpcdist.transport._framing.frames import ChunkHead
 from rpcdist.transport.shared_memory import Segment
 
-__all__ = ["Channel", "DirectChannel", "FrameReceiver", "ReadChannel"]
-
 
 class Channel(Protocol):
     """Carries the envelopes of one session; used on the I/O loop.

@@ -9,8 +9,6 @@ from typing import Final, NamedTuple
 from rpcdist.errors import ConfigError
 from rpcdist.transport.unix_sockets import has_abstract_sockets
 
-__all__ = ["CHANNELS_VARIABLE", "Channels", "allowed_channels"]
-
 CHANNELS_VARIABLE: Final = "RPCDIST_CHANNELS"
 _OVERFLOW_UID: Final = Path("/proc/sys/kernel/overflowuid")
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["connect_reason"]
-
 _REASONS: Final = (
     ("Connection refused", "connection refused: no process listens there"),
     ("errors resolving", "the host name cannot be resolved; is it spelled right?"),

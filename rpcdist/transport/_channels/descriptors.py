@@ -11,16 +11,6 @@ from typing import Final
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport.shared_memory import Segment
 
-__all__ = [
-    "ANCILLARY_BYTES",
-    "CLOSE_ON_EXEC",
-    "CUT_OFF",
-    "MAX_DESCRIPTORS",
-    "Ancillary",
-    "ReceivedDescriptors",
-    "rights",
-]
-
 Ancillary = list[tuple[int, int, bytes]]
 
 _INT_BYTES: Final = array("i").itemsize

@@ -27,19 +27,6 @@ from rpcdist.transport._framing.frames import CHUNK_BYTES, MAX_ENVELOPE_BYTES, M
 from rpcdist.transport._tls.certificate import Certificate, fingerprint_of_pem
 from rpcdist.transport._tls.tls_failures import tls_failure
 
-__all__ = [
-    "CHANNEL_OPTIONS",
-    "GrpcClientChannel",
-    "GrpcServerChannel",
-    "accepted_grpc_ends",
-    "connect_grpc",
-    "grpc_ends",
-    "mapped_errors",
-    "max_grpc_connections",
-    "refuse",
-    "server_options",
-]
-
 _LARGEST_MESSAGE_BYTES = MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES + CHUNK_BYTES
 
 _COMMON_OPTIONS: list[tuple[str, int]] = [

@@ -34,8 +34,6 @@ from rpcdist.transport._channels.brief_polling import BriefPolling, may_poll
 from rpcdist.transport._channels.signal_shield import SignalNoted, SignalShield
 from rpcdist.transport._channels.socket_watch import CAN_WATCH, SocketWatch
 
-__all__ = ["CAN_LEAD", "Lead", "Sleep"]
-
 CAN_LEAD: Final = CAN_WATCH and hasattr(os, "eventfd")
 
 Sleep = tuple[Callable[[], object], Callable[[], object]]

@@ -8,8 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-__all__ = ["has_processor_quota"]
-
 _GROUPS: Final = Path("/proc/self/cgroup")
 _MOUNT: Final = Path("/sys/fs/cgroup")
 

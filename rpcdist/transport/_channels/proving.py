@@ -12,9 +12,8 @@ from google.protobuf.message import DecodeError
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import ProtocolViolation, RpcdistError, TransportError
 from rpcdist.time_limits import REFUSAL_LIMIT_S
-from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES, ClientHandshake, ServerHandshake
-
-__all__ = ["HandshakePipe", "prove_client", "prove_server", "write_step"]
+from rpcdist.transport.handshake import ClientHandshake, ServerHandshake
+from rpcdist.transport.handshake_side import MAX_HANDSHAKE_BYTES
 
 T = TypeVar("T")
 

@@ -18,8 +18,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, ClassVar, Final
 
-__all__ = ["SignalNoted", "SignalShield", "may_raise_here"]
-
 _NAMES: Final = (
     "SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGCHLD",
     "SIGCONT", "SIGTSTP", "SIGIO", "SIGWINCH",

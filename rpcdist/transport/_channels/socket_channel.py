@@ -45,8 +45,6 @@ from rpcdist.transport.peer_text import printable
 from rpcdist.transport.shared_memory import Segment
 from rpcdist.waiters import wake
 
-__all__ = ["SocketChannel"]
-
 _LARGEST_BYTES: Final = MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES + CHUNK_BYTES
 _LENGTH: Final = struct.Struct("<I")
 _LAST: Final = 1 << 31

@@ -13,11 +13,9 @@ from typing import Final
 
 from rpcdist.errors import AuthenticationFailed, ProtocolViolation, TransportError
 from rpcdist.transport._tls.tls_socket import StreamSocket
-from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES
+from rpcdist.transport.handshake_side import MAX_HANDSHAKE_BYTES
 from rpcdist.transport.unix_sockets import peer_process, receive_from
 from rpcdist.waiters import wake
-
-__all__ = ["RawPipe", "SocketPipe", "until_ready"]
 
 _LENGTH: Final = struct.Struct("<I")
 

@@ -20,8 +20,6 @@ from contextvars import Context, copy_context
 from functools import partial
 from typing import Any, Final
 
-__all__ = ["CAN_WATCH", "SocketWatch", "WatchedSockets"]
-
 CAN_WATCH: Final = hasattr(select, "epoll")
 
 _MODIFY: Final = 3  # EPOLL_CTL_MOD

@@ -40,19 +40,6 @@ from rpcdist.transport.unix_sockets import (
 )
 from rpcdist.waiters import wake
 
-__all__ = [
-    "accept",
-    "accepted_ends",
-    "break_when_silent",
-    "connect_tcp",
-    "connect_unix",
-    "connected_ends",
-    "listen_tcp",
-    "listen_unix",
-    "local_name",
-    "tune",
-]
-
 logger = logging.getLogger(__name__)
 
 _BACKLOG: Final = 512

@@ -1,3 +1,1 @@
 """How messages become bytes: envelopes, chunks of large buffers, and what waits to be written or to be complete."""
-
-__all__: list[str] = []

@@ -29,8 +29,6 @@ from rpcdist.transport._framing.stripes import StripeCursor
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.wire_messages import WireMessage
 
-__all__ = ["BUFFER_BYTES", "MAX_BUFFERS", "TRANSFER_BYTES", "Delivery", "Incoming", "IncomingBuffer", "heap_buffer"]
-
 MAX_BUFFERS: Final = 1 << 16
 """Large buffers of one message. Senders keep buffers of up to 32 KiB inside the message, so this is 2 GiB or more."""
 

@@ -15,8 +15,6 @@ from google.protobuf.message import Message
 
 from rpcdist.errors import ProtocolViolation
 
-__all__ = ["missing_weight", "parsed", "parsed_cost"]
-
 M = TypeVar("M", bound=Message)
 
 _COUNTED_FROM_BYTES: Final = 4 << 10

@@ -9,8 +9,6 @@ from google.protobuf.message import Message
 
 from rpcdist.transport._framing.frames import CHUNK_BYTES
 
-__all__ = ["LARGEST_JOINED_BYTES", "LARGEST_UNCUT_BYTES", "TooLarge", "cut", "joined"]
-
 LARGEST_UNCUT_BYTES: Final = 2 << 20
 """The size that fits into one message of gRPC, with room for its head; see the limit of the channels."""
 LARGEST_JOINED_BYTES: Final = 160 << 20

@@ -34,9 +34,6 @@ from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 from rpcdist.transport.shared_memory import Segment
 from rpcdist.transport.wire_messages import CompactCall, CompactPass, CompactReply, WireMessage
 
-__all__ = ["Outgoing", "Striper"]
-
-
 Parts = tuple[bytes, memoryview | None]
 """An envelope: all of its bytes, or the first ones and the sender's own memory where the others are."""
 

@@ -11,8 +11,6 @@ from typing import Final
 
 from rpcdist.errors import ProtocolViolation
 
-__all__ = ["MAX_RANGES", "MAX_STRIPES", "StripeCursor"]
-
 MAX_STRIPES: Final = 8
 """Connections for the payloads of one session, at most."""
 

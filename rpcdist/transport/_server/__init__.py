@@ -1,3 +1,1 @@
 """The serving side of a process: its listeners, the admission of peers, and its gRPC services."""
-
-__all__: list[str] = []

@@ -25,8 +25,6 @@ from rpcdist.time_limits import HANDSHAKE_LIMIT_S, REFUSAL_LIMIT_S, REFUSAL_LOG_
 from rpcdist.transport._channels.proving import HandshakePipe, prove_server
 from rpcdist.transport.handshake import ServerHandshake
 
-__all__ = ["MAX_UNPROVEN", "MAX_UNPROVEN_PER_CONNECTION", "Admission", "Origin", "RefusalLog", "TlsGreetings"]
-
 logger = logging.getLogger(__name__)
 
 # Connections in the middle of a handshake. A first message that announces the most that TLS allows costs 180 KiB.

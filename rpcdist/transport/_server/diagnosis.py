@@ -16,8 +16,6 @@ from rpcdist.transport.handshake_side import package_version
 from rpcdist.transport.link import Link
 from rpcdist.transport.session import NullHandler
 
-__all__ = ["DIAGNOSIS_ROLE", "DIAGNOSIS_SERVICE", "MAX_PADDING_BYTES", "Diagnosis", "library_versions"]
-
 DIAGNOSIS_SERVICE: Final = pb.DESCRIPTOR.services_by_name["Diagnosis"]
 DIAGNOSIS_ROLE: Final = "diagnosis"
 MAX_PADDING_BYTES: Final = 64 << 10

@@ -17,8 +17,6 @@ from rpcdist.time_limits import HEALTH_ANSWER_LIMIT_S, LISTENER_STOP_LIMIT_S
 from rpcdist.transport._channels.stream_sockets import listen_tcp
 from rpcdist.transport._server.port_range import PortRange
 
-__all__ = ["HEALTH_PORT_VARIABLE", "HealthPort"]
-
 logger = logging.getLogger(__name__)
 
 HEALTH_PORT_VARIABLE: Final = "RPCDIST_HEALTH_PORT"

@@ -8,8 +8,6 @@ from typing import Any
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-__all__ = ["Introspection"]
-
 
 class _HandlerCollector:
     """Stands in for a server where a library wants to register handlers."""

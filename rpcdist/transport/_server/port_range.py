@@ -10,8 +10,6 @@ from typing import Final, NamedTuple, TypeVar
 
 from rpcdist.errors import ConfigError
 
-__all__ = ["ANY_PORT", "PORTS_VARIABLE", "PortRange"]
-
 T = TypeVar("T")
 
 PORTS_VARIABLE: Final = "RPCDIST_PORTS"

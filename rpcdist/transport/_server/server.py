@@ -45,8 +45,6 @@ from rpcdist.transport.roles import SOCKET_ROLE, Roles
 from rpcdist.transport.session import NullHandler, Session
 from rpcdist.transport.unary_proof import PACKAGE, SESSION_PATH, ProvenSessions
 
-__all__ = ["AtAddress", "Method", "Server"]
-
 logger = logging.getLogger(__name__)
 
 

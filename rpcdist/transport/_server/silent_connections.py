@@ -21,8 +21,6 @@ from typing import Final
 
 from rpcdist.transport._server.admission import MAX_UNPROVEN, Origin, TlsGreetings
 
-__all__ = ["SilentConnections"]
-
 logger = logging.getLogger(__name__)
 
 _End = tuple[str, str]  # host and port

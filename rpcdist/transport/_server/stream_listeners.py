@@ -32,7 +32,8 @@ from rpcdist.transport._channels.tls_pipe import AcceptedPipe
 from rpcdist.transport._server.admission import Admission, Origin
 from rpcdist.transport._server.port_range import PortRange
 from rpcdist.transport.credentials import Credentials
-from rpcdist.transport.handshake import ServerHandshake, refusal
+from rpcdist.transport.handshake import ServerHandshake
+from rpcdist.transport.handshake_side import refusal
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.roles import SOCKET_ROLE, Roles
 from rpcdist.transport.unix_sockets import has_abstract_sockets, names_senders, peer_process, same_user

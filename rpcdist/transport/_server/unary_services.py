@@ -25,8 +25,6 @@ from rpcdist.transport._framing.message_parts import parsed
 from rpcdist.transport._framing.message_pieces import TooLarge, cut, joined
 from rpcdist.transport.unary_proof import PACKAGE, ProvenSessions
 
-__all__ = ["Method", "UnaryServices"]
-
 logger = logging.getLogger(__name__)
 
 Method = Callable[[Identity, Any], Awaitable[Any]]

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from rpcdist.errors import ConfigError
 from rpcdist.transport.addresses import join_address, split_address
 
-__all__ = ["HubAddress"]
-
 
 @dataclass(frozen=True, slots=True)
 class HubAddress:

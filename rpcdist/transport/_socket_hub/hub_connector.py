@@ -21,8 +21,6 @@ from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.roles import SOCKET_ROLE, socket_purpose
 from rpcdist.transport.unix_sockets import has_abstract_sockets, names_senders
 
-__all__ = ["HubConnector", "widen"]
-
 logger = logging.getLogger(__name__)
 
 _BUFFER_BYTES: Final = 4 << 20

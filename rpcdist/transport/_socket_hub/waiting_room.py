@@ -13,8 +13,6 @@ from rpcdist.time_limits import CHECK_INTERVAL_S
 from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.io_loop import IoLoop
 
-__all__ = ["WaitingRoom"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -1,3 +1,1 @@
 """Large payloads of one session on several TCP connections at once, beside the one that carries its messages."""
-
-__all__: list[str] = []

@@ -25,8 +25,6 @@ from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 
-__all__ = ["PIECE_BYTES", "Stripe", "StripeConnection", "StripeOwner", "StripePlace", "StripedTransfer"]
-
 _HEAD: Final = struct.Struct("<QI")
 
 PIECE_BYTES: Final = 1 << 20

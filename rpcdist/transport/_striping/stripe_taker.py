@@ -14,8 +14,6 @@ from rpcdist.transport._striping.stripe_connection import StripePlace
 from rpcdist.transport._striping.striping import PAYLOAD_CONNECTIONS_VARIABLE, Striping, num_connections
 from rpcdist.transport._tls.tls_socket import TlsSocket
 
-__all__ = ["PAYLOAD_TAKER", "StripeTaker", "payload_purpose"]
-
 logger = logging.getLogger(__name__)
 
 PAYLOAD_TAKER: Final = "payloads"

@@ -43,8 +43,6 @@ from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 
-__all__ = ["MIN_STRIPED_BYTES", "PAYLOAD_CONNECTIONS_VARIABLE", "OpenConnections", "Striping", "num_connections"]
-
 logger = logging.getLogger(__name__)
 
 PAYLOAD_CONNECTIONS_VARIABLE: Final = "RPCDIST_PAYLOAD_CONNECTIONS"
