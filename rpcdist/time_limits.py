@@ -139,6 +139,7 @@ __all__ = [
     "PROGRESS_GRACE_S",
     "PROGRESS_STOP_LIMIT_S",
     "RAY_POLL_S",
+    "READ_TURN_S",
     "REFUSAL_LIMIT_S",
     "REFUSAL_LOG_PERIOD_S",
     "REFUSAL_POLL_S",
@@ -393,6 +394,8 @@ LEADER_SLEEP_S: Final = 3600.0
 """The longest sleep of a thread that reads for itself, measured by it; then it goes on waiting without reading."""
 LOOP_READ_LIMIT_S: Final = 0.005
 """A thread that wants to read from a connection waits so long for the I/O loop to finish; then the loop reads."""
+READ_TURN_S: Final = 0.005
+"""The I/O loop begins no further receive from one connection after so long; it reads the others first."""
 GRPC_STOP_GRACE_S: Final = 0.2
 """What gRPC's server has for running calls when a listener stops; then it cuts them off."""
 GROUP_FAREWELL_LIMIT_S: Final = 4.0

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Final, cast
 
 from rpcdist._proto import rpc_pb2, value_pb2
-from rpcdist.errors import DeadlineExceeded
+from rpcdist.errors import Cancelled, DeadlineExceeded
 from rpcdist.ids import Identity
 from rpcdist.rpc._executors.blocking import LastAct, hooks
 from rpcdist.rpc._executors.generators import is_generator
@@ -172,6 +172,10 @@ class Answers:
         """Answers a call with an exception."""
         outcome = "not answered"
         try:
+            if isinstance(exc, Cancelled) and active.session.closed_reason is not None and active.entry is None:
+                if active.arguments is not None:
+                    active.arguments.discard()
+                return  # nobody is there: after a flood, encoding this for each call took seconds
             outcome = self._send_failure(active, exc)
         finally:
             self._calls.remove(

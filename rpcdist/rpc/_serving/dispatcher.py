@@ -320,12 +320,7 @@ class Dispatcher:
         self._pool.submit_many(((function, arguments),), _owner(active))
 
     def _refuse(self, active: ActiveCall) -> None:
-        """Answers a call that its caller does not want any more, if there is somebody to answer."""
-        if active.session.closed_reason is not None and active.entry is None:  # many calls, after a flood
-            if active.arguments is not None:
-                active.arguments.discard()
-            self.calls.remove(active, "not answered")
-            return
+        """Answers a call that its caller does not want any more."""
         error: RpcdistError = DeadlineExceeded("RPC ran for more than set timeout: it was over before the call ran")
         if active.cancelled:
             error = Cancelled("the call was cancelled before it ran")

@@ -22,12 +22,14 @@ import select
 import socket
 import struct
 import threading
+import time
 from contextlib import suppress
 from contextvars import Context
 from typing import Any, Final
 
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.inspection import ChannelFacts
+from rpcdist.time_limits import READ_TURN_S
 from rpcdist.transport._channels.channel import FrameReceiver
 from rpcdist.transport._channels.descriptors import ANCILLARY_BYTES, CLOSE_ON_EXEC, CUT_OFF, ReceivedDescriptors, rights
 from rpcdist.transport._channels.leading import Lead
@@ -189,11 +191,17 @@ class SocketChannel:
         return self._ended
 
     def _read(self, limit: int) -> bool:
-        """Receives up to `limit` times; whether there is no more to receive. [Note: reading to the end]"""
+        """Receives up to `limit` times; whether there is no more to receive. [Note: reading to the end]
+
+        The first receive that takes longer than a turn may is the last: other peers wait behind many small messages.
+        """
+        began = time.monotonic()
         try:
             for _ in range(limit):
                 if self._receiver is None or self._failure is not None or not self._receive_all(self._receiver):
                     return True
+                if time.monotonic() - began > READ_TURN_S:
+                    break
         except Exception as exc:
             self._finish(exc)
         return self._receiver is None
