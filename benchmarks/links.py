@@ -157,9 +157,7 @@ def make_lines(times: dict[str, dict[str, list[Times]]], budgets: list[Budget]) 
                 last = f"{most:.1f}x", "yes" if ratio <= most else "NO"
                 spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
                 of = f"{ratio:.2f}x of {other}"
-                lines.append(
-                    ("", name, "", f"{processor:.2f}x", of, spread, f"{most:.1f}x", "yes" if ratio <= most else "NO")
-                )
+                lines.append(("", name, "", f"{of_processor:.2f}x", of, spread, *last))
     return lines
 
 
