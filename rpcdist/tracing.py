@@ -32,10 +32,11 @@ from rpcdist.errors import ConfigError, RpcdistError, SerializationError
 from rpcdist.profile_ranges import span_taps
 from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._current import AgentLocal, agent_or_none, current_agent
+from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._inspection.call_recorder import Row
 from rpcdist.time_limits import RPC_TIMEOUT_S
 
-__all__ = ["Notes", "trace", "trace_events"]
+__all__ = ["Notes", "export_to_opentelemetry", "trace", "trace_events"]
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +118,25 @@ def trace(path: str | os.PathLike[str], max_calls: int = MAX_CALLS, timeout: flo
             logger.warning(
                 "the trace %s lacks the %d oldest calls: max_calls is %d for each worker", target, omitted, max_calls
             )
+
+
+def export_to_opentelemetry(tracer_provider: Any = None) -> None:
+    """Has the calls of this process go to OpenTelemetry as spans; needs `pip install 'rpcdist[otel]'` and an SDK.
+
+    A call that a worker makes is a span of kind CLIENT, and one that it serves a span of kind SERVER. Where both ends
+    export, the second is a child of the first, by the W3C's trace context, and calls that a function makes are children
+    of the call that runs it. `to_here()` has none. Call it before `init_rpc`; a second call replaces the provider.
+
+    Args:
+        tracer_provider: of the SDK; by default the global one.
+
+    Raises:
+        ConfigError: the package `opentelemetry-api` is missing.
+    """
+    try:
+        call_spans.exporter = call_spans.CallSpans(tracer_provider)
+    except ImportError as exc:
+        raise ConfigError("this needs opentelemetry-api: pip install 'rpcdist[otel]'") from exc
 
 
 def _write(target: Path, notes: list[Notes]) -> None:

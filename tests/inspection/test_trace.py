@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -18,7 +24,8 @@ from rpcdist import autograd, collectives, rpc, tracing
 from rpcdist.errors import ConfigError, NotInitialized
 from rpcdist.parallel import DistributedDataParallel, Pipeline
 from rpcdist.rpc._current import current_agent
-from rpcdist.testing import InProcessCluster
+from rpcdist.rpc._inspection import call_spans
+from rpcdist.testing import InProcessCluster, eventually
 from rpcdist.tracing import Notes, trace_events
 
 
@@ -274,3 +281,63 @@ lies: dict[str, Any] = {}
 def lying_end(owner: str) -> Any:
     told = lies["others"](owner)
     return lies["b"] if current_agent().worker_name == "b" else told
+
+
+@pytest.fixture
+def spans() -> Iterator[InMemorySpanExporter]:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracing.export_to_opentelemetry(provider)
+    yield exporter
+    call_spans.exporter = None
+
+
+async def through_c_async(x: int) -> int:
+    return await rpc.rpc_async("c", double, (x,))
+
+
+@pytest.mark.parametrize("function", [through_c, through_c_async])
+def test_opentelemetry_gets_spans_that_are_children_of_each_other(
+    no_agent: None, spans: InMemorySpanExporter, function: Callable[[int], object]
+) -> None:
+    with InProcessCluster("a", "b", "c") as cluster, cluster.use("a"):
+        for _ in range(2):  # the name of a coroutine function is known the second time
+            spans.clear()
+            assert rpc.rpc_sync("b", function, (4,)) == 8
+            eventually(lambda: len(spans.get_finished_spans()) == 4)
+    found = {(one.name.rpartition(":")[2], one.kind): one for one in spans.get_finished_spans()}
+    chain = [found[name, kind] for name in (function.__name__, "double") for kind in (SpanKind.CLIENT, SpanKind.SERVER)]
+    assert chain[0].parent is None
+    for parent, child in pairwise(chain):
+        assert child.parent is not None and parent.context is not None and child.context is not None
+        assert child.parent.span_id == parent.context.span_id
+        assert child.context.trace_id == parent.context.trace_id
+        times = parent.start_time, child.start_time, child.end_time, parent.end_time
+        assert all(first is not None and second is not None and first <= second for first, second in pairwise(times))
+    assert [one.attributes["rpcdist.peer"] for one in chain if one.attributes] == ["b", "a", "c", "b"]
+
+
+def test_a_span_of_a_call_that_fails_says_so(no_agent: None, spans: InMemorySpanExporter) -> None:
+    with InProcessCluster("a", "b") as cluster, cluster.use("a"), pytest.raises(ArithmeticError):
+        rpc.rpc_sync("b", fail)
+    for one in spans.get_finished_spans():
+        assert one.status.status_code is StatusCode.ERROR and one.attributes is not None
+        assert one.attributes["error.type"] == "ArithmeticError"
+    assert len(spans.get_finished_spans()) == 2
+
+
+def test_a_method_by_reference_has_a_span_under_the_name_of_its_class(
+    no_agent: None, spans: InMemorySpanExporter
+) -> None:
+    with InProcessCluster("a", "b") as cluster, cluster.use("a"):
+        rpc.remote("b", Slow, serial=True).rpc_sync().work()
+    assert {"Slow.work", "the method work()"} <= {one.name for one in spans.get_finished_spans()}
+
+
+@pytest.mark.parametrize("header", ["", "00-zz", "x" * 10_000, "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
+def test_a_header_that_is_malformed_counts_as_none(spans: InMemorySpanExporter, header: str) -> None:
+    assert call_spans.exporter is not None
+    span = call_spans.exporter.begin_served(header)
+    assert span.parent is None
+    call_spans.exporter.end(span, "f", "a", "ok")

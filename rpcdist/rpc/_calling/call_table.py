@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NamedTuple, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 from rpcdist._counters import OK
 from rpcdist._proto import rpc_pb2, value_pb2
@@ -22,6 +22,7 @@ from rpcdist.own_shortage import own_shortage
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._calling.in_flight import InFlightBytes
 from rpcdist.rpc._executors.io_thread import IoThread
+from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._inspection.call_recorder import CallRecorder, EndedCalls
 from rpcdist.rpc._marshal.arrived_value import ArrivedFailure
 from rpcdist.rpc._peers.demultiplexer import PoolJob
@@ -112,6 +113,7 @@ class PendingCall:
         is_bound: it names values, references or a context that only one process knows.
         autograd: the autograd context in which it was made, or None.
         on: the reference whose method is called, held until the reply; None for other calls.
+        span: of OpenTelemetry, if the program wants spans.
     """
 
     __slots__ = (
@@ -130,6 +132,7 @@ class PendingCall:
         "repeat",
         "reply_sink",
         "session",
+        "span",
         "state",
         "timeout_s",
         "transfer",
@@ -165,6 +168,7 @@ class PendingCall:
         self.autograd: CallContext | None = None
         self.on: Handle | None = None
         self.is_bound = True
+        self.span: Any = None
         self.was_asked = False
         self.state: tuple[rpc_pb2.CallState, float] | None = None
 
@@ -321,6 +325,8 @@ class CallTable:
         if call is not None:
             if (note := self.ended.note) is not None:
                 note((id, call.peer, call.called, call.made, time.monotonic(), outcome, 0.0))
+            if call.span is not None and (spans := call_spans.exporter) is not None:
+                spans.end(call.span, str(call.called), call.owner.name_of(call.peer), outcome)
             if id in self._in_flight.admitted:
                 self._in_flight.end(call.peer, id)
             if self._waiters and not self._calls:

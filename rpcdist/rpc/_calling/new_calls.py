@@ -23,6 +23,7 @@ from rpcdist.rpc._calling.call_table import (
     ReplySink,
 )
 from rpcdist.rpc._executors.blocking import hooks
+from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._marshal.marshal import Marshal, Written
 from rpcdist.rpc._peers.network import calling_worker
 from rpcdist.rpc._rref.handles import Handle
@@ -160,12 +161,14 @@ class NewCalls:
         pending = PendingCall(self._owner, self._next_id(), to, called, deadline, timeout_s, reply_sink, USER_CALL)
         pending.autograd = context
         pending.on = on
+        if (spans := call_spans.exporter) is not None:
+            pending.span = spans.begin_made(called)
         pending.is_bound = result is not None or on is not None or context is not None
         if name is None:
             written: Written | None = self._by_value(func, args, kwargs, to)
         else:
             written = self._marshal.write((args, kwargs), to) if args or kwargs else None
-        if name is not None and len(name) * 4 <= MAX_NAME_BYTES and not is_serial:
+        if name is not None and len(name) * 4 <= MAX_NAME_BYTES and not is_serial and pending.span is None:
             compact = (NOTHING, None) if written is None else self._marshal.compact(written, context)
             if compact is not None:
                 value, history = compact
@@ -249,6 +252,8 @@ class NewCalls:
             call.function = name
         call.autograd_context = context_id
         call.is_nested = _is_in_handler()
+        if pending.span is not None and (spans := call_spans.exporter) is not None:
+            call.traceparent = spans.traceparent(pending.span)
         if result is not None:
             name_value(call.result, result)
         if pending.on is not None:

@@ -59,6 +59,7 @@ class ActiveCall:
         awaited: the future that the function has returned, while that is waited for.
         is_chained: the function has returned a future, and that is waited for.
         arrived: when it came, in seconds of the monotonic clock.
+        span: of OpenTelemetry, if the program wants spans.
         started: when its function was called, in seconds of the monotonic clock; 0 before.
     """
 
@@ -82,6 +83,7 @@ class ActiveCall:
         "producer",
         "result",
         "session",
+        "span",
         "started",
         "target",
         "value",
@@ -119,6 +121,7 @@ class ActiveCall:
         self.is_serial = False
         self.wants_value = False
         self.is_nested = False
+        self.span: Any = None
         self.weight = CALL_BYTES
         self.arrived = arrived
         self.started = 0.0

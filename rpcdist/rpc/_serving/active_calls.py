@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from rpcdist._counters import OK
 from rpcdist.errors import ProtocolViolation
+from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._inspection.call_recorder import CallRecorder, EndedCalls
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._serving.active_call import ActiveCall
@@ -69,6 +70,8 @@ class ActiveCalls:
             if (note := self.ended.note) is not None:
                 called = active.method or active.function or active.what
                 note((active.id, session.peer.id, called, active.arrived, time.monotonic(), outcome, active.run_began))
+            if active.span is not None and (spans := call_spans.exporter) is not None:
+                spans.end(active.span, active.what, session.peer.name, outcome)
         if self._num_waiting:
             with self._ended:
                 self._ended.notify_all()

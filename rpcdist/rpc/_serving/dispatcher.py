@@ -36,6 +36,7 @@ from rpcdist.rpc._executors.gil_wait import GilWait
 from rpcdist.rpc._executors.lane import Lane
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
+from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._inspection.call_recorder import CallRecorder
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._marshal.marshal import Marshal
@@ -157,6 +158,8 @@ class Dispatcher:
         if (refusal := self.calls.add(active)) is not None:
             self._answers.fail(active, Overloaded(refusal))
             return
+        if (spans := call_spans.exporter) is not None and not active.counts_as_idle:
+            active.span = spans.begin_served("" if isinstance(message, CompactCall) else message.call.traceparent)
         if context_id:
             try:
                 active.autograd = self._admit_context(context_id, session.peer)
@@ -282,6 +285,8 @@ class Dispatcher:
         """
         token = current_deadline.set(active.deadline)
         outer = current_autograd.set(active.autograd)
+        spans = call_spans.exporter
+        attached = None if spans is None or active.span is None else spans.attach(active.span)
         try:
             now = time.monotonic()
             if now >= active.cancelled_at or now >= active.deadline.at:
@@ -301,6 +306,8 @@ class Dispatcher:
         finally:
             current_deadline.reset(token)
             current_autograd.reset(outer)
+            if spans is not None and attached is not None:
+                spans.detach(attached)
 
     def _run_on_reader(self, active: ActiveCall) -> None:
         """Runs a call on the thread that reads, which sends the answer and reads on."""
@@ -425,6 +432,8 @@ class Dispatcher:
         context = self._new_context() if coroutine is None else copy_context()
         context.run(current_autograd.set, active.autograd)
         context.run(calling_worker.set, active.session.peer)
+        if coroutine is None and active.span is not None and (spans := call_spans.exporter) is not None:
+            context.run(spans.attach, active.span)
         name = getattr(coroutine, "__qualname__", active.what)
         try:
             active.handle = self._user_loop.submit(run, done, deadline=active.deadline, context=context, name=name)
