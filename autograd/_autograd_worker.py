@@ -206,7 +206,7 @@ class AutogradWorker:
         """Ends a context that a neighbour has ended; on the I/O loop.
 
         The I/O loop must not run the finalizers of user objects in the graph, so a pool thread drops the context: at
-        once if it holds much memory, else after `DROP_DELAY_S`, together with others.
+        once if it holds much memory, else after `CONTEXT_DROP_DELAY_S`, together with others.
         """
         known = self.contexts.look_up(context_id)
         if worker_of(context_id) != worker_id & 0xFFFF:  # only its maker may end a context that it shares with nobody

@@ -65,7 +65,7 @@ class BackwardPass:
         me: this worker.
         parent: the neighbour that began with this worker; None on the worker where the pass began, and before that.
         lock: around the messages that wait to be sent, and the state of the thread.
-        spans: how long what took; kind, peer or -1, start, end.
+        spans: the times of its parts: kind, peer or -1, start, end.
         error: the error that ended the pass; None while it runs, and if it succeeded.
         is_over: whether the pass has ended on this worker.
         is_finishing: whether nothing is left to do here, except for sending the last messages.
@@ -115,7 +115,7 @@ class BackwardPass:
     # ------------------------------------------------------------ beginning
 
     def start(self, roots: Sequence[GradientEdge], neighbours: Collection[int], parent: int | None) -> None:
-        """Looks at the graph, and begins with what is known. Takes time: not on the I/O loop."""
+        """Analyses the graph, and begins with the known neighbours. Takes time: not on the I/O loop."""
         began_s = time.time()
         self.parent = parent
         self._involved.update(neighbours)
@@ -233,7 +233,7 @@ class BackwardPass:
         return False
 
     def wake(self) -> None:
-        """Has the thread that waits look around."""
+        """Has the waiting thread check for events."""
         if self._changed is not None:
             with self.lock:
                 self._changed.notify_all()

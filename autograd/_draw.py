@@ -115,8 +115,8 @@ def draw(context_id: int, path: str | PathLike[str], timings: bool = False) -> s
         context_id: a context that is alive on this worker.
         path: file of the picture, e.g. "graph.svg". Its description in Graphviz's language is written to a file of
             the same name with the suffix ".dot"; the picture is only made if Graphviz's program `dot` is installed.
-        timings: show how long each worker was busy with the passes that have ended, and how long it waited for whom;
-            see `profile`.
+        timings: show how long each worker was busy with the passes that have ended, and how long it waited for each
+            other one; see `profile`.
 
     Returns:
         The description.

@@ -96,7 +96,7 @@ class RecordedRecv:
 
 
 _RUN_KEY = "rpcdist.autograd.run"
-_C = cast(Any, torch._C)  # torch's stubs lack what is used here
+_C = cast(Any, torch._C)  # torch's stubs lack these names
 
 
 def current_run() -> EngineRun | None:

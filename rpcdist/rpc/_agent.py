@@ -3,7 +3,7 @@
     caller              makes calls                        dispatcher    runs the calls of others
     router, inbound     connections, in both directions    demultiplexer takes arriving messages apart
     rrefs               counts remote references           marshal       encodes values with their references
-    pool, user_loop     run code of users                  directory     knows who is in the job
+    pool, user_loop     run code of users                  directory     knows the members
     gatherings          barriers and the like              leaving       waits until all workers may leave
     news, watch         workers that come and go           rounds        in which all agree to leave
 

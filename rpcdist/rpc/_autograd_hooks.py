@@ -77,7 +77,7 @@ class AutogradHooks(Protocol):
     def on_pass(
         self, session: MessageSink, part: CompactPass, buffers: Sequence[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
-        """Likewise, for what a worker says in a backward pass; the pool does what is added to `jobs`."""
+        """Likewise, for a message of a backward pass; the pool runs the functions added to `jobs`."""
         ...
 
     def worker_lost(self, identity: Identity, exc: Exception) -> None:

@@ -120,7 +120,7 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
             network, store, records, Member(me, address, options.role), world_size, timeout_s
         )
     if service is not None and service.table.broken is not None:
-        # The others learn from this process what is wrong, so it stays until they have been told.
+        # The others learn the contradiction from this process, so it stays until they have been told.
         network.run(service.all_answered(LATE_JOINERS_LIMIT_S), 2 * LATE_JOINERS_LIMIT_S)
     roster = members_of(reply, me, coordinator.address, time.monotonic() - started)
     _check_device_maps(me, roster.members, world_size, options)

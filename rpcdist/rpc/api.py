@@ -214,7 +214,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
     Raises:
         NotInitialized: there is nothing to shut down.
-        DeadlineExceeded: somebody did not come in time; the text says who. The local side is closed all the same.
+        DeadlineExceeded: a worker did not come in time; the text names it. The local side is closed all the same.
         WorkerLost: the worker that leads this lives and cannot be reached. The local side is closed all the same.
         BlockingInLoop: called on an event loop; nothing is closed.
     """

@@ -108,7 +108,7 @@ def construct_rpc_backend_options(
     init_method: str = DEFAULT_INIT_METHOD,
     **kwargs: object,
 ) -> RpcBackendOptions:
-    """Make the options of a backend, with its own defaults for what is not given."""
+    """Make the options of a backend, with its own defaults for missing arguments."""
     value: BackendValue = backend.value
     return value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
 

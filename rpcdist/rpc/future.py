@@ -143,7 +143,7 @@ class Future(torch.futures.Future[T]):
         self._failure: Failure | None = None
         self._expected: Expected | None = None
         self.is_quiet = False
-        """Set by those who take over the responsibility for an error, which is then not logged when unread."""
+        """Set by code that takes over the responsibility for an error, which is then not logged when unread."""
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class Future(torch.futures.Future[T]):
         if not self._finished:
             self._block(timeout)
         if self._devices and self._error is None:
-            _Base.wait(self)  # has the current streams wait for what is still copied
+            _Base.wait(self)  # has the current streams wait for pending copies
         try:
             return self._outcome()
         finally:

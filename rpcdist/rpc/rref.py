@@ -107,7 +107,7 @@ class PyRRef(Generic[T]):
                 f"Write rref.rpc_sync().{name}(...) to use it there, or rref.to_here().{name} to use a copy here"
             )
 
-    # ------------------------------------------------------------ who
+    # ------------------------------------------------------------ owner
 
     def is_owner(self) -> bool:
         """Whether the value lives in this process."""

@@ -126,5 +126,5 @@ def _find_store(url: str, rank: int, world_size: int | None, limit_s: float | No
         if "MASTER_ADDR" not in os.environ:  # no other process takes part
             return HashStore(), 0, 1
     timeout = None if limit_s is None else timedelta(seconds=limit_s)
-    # The list of members waits for the others: it can say who is missing, which the store cannot.
+    # The list of members waits for the others: it can name the missing, which the store cannot.
     return next(open_rendezvous(url, rank, world_size, timeout=timeout, wait_for_workers=False))

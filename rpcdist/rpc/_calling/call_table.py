@@ -49,7 +49,7 @@ class CallFlags(NamedTuple):
 
 CallState = rpc_pb2.CallState
 INFINITE: Final = float("inf")
-MAX_NAME: Final = 500  # characters of the name of a function, for those who look
+MAX_NAME: Final = 500  # characters of the name of a function in reports
 USER_CALL = CallFlags()
 REPEATABLE = CallFlags(is_repeatable=True)
 GATHERING = CallFlags(is_repeatable=True, counts_as_work=False)
@@ -64,7 +64,7 @@ class ReplySink(Protocol):
         Args:
             failure: what the callee raised, or None.
             payload: an `Arrived` value, a `Stream`, or None.
-            jobs: gets what is left to do in the pool.
+            jobs: gets the remaining work for the pool.
         """
 
     def failed(self, exc: BaseException) -> None:

@@ -63,7 +63,7 @@ class Creation:
             jobs.append((partial(future._complete, None), ()))
         if value_sink is not None:
             value_sink.replied(None, WITHHELD if payload is None else payload, jobs)
-        elif isinstance(payload, Arrived):  # who wanted it has given up
+        elif isinstance(payload, Arrived):  # the thread that wanted it has given up
             payload.discard()
 
     def failed(self, exc: BaseException) -> None:

@@ -150,7 +150,7 @@ class Completions(FutureObserver, Generic[T]):
         self._is_taking = False  # that thread looks at `_taken` after it has cleared this
         self._led: MessageSink | None = None  # where it may be reading
         self._num_finished = 0  # so many at the beginning of `_observed` were seen to be done
-        self._num_wanted = 1  # so many must have arrived before who sleeps is woken
+        self._num_wanted = 1  # so many must have arrived before the sleeping thread is woken
         self._failed: torch.futures.Future[T] | None = None  # the first that did
         self._sleepers: list[Callable[[], object]] = []
         self._num_total = self._num_left = len(futures)

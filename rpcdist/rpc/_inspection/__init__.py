@@ -1,1 +1,1 @@
-"""Collects facts about a worker, answers those who ask, and remembers how calls ended."""
+"""Collects facts about a worker, answers questions about them, and records how calls ended."""

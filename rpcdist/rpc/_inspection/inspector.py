@@ -1,4 +1,4 @@
-"""Collects the facts of a worker, and answers those who ask; nothing of it runs, or is kept, before somebody asks.
+"""Collects the facts of a worker, and answers questions about them; nothing runs or is kept before the first question.
 
 The I/O loop answers: not the pool, which may be exhausted, nor the user loop, which may be stuck. Tables are copied in
 single steps that the interpreter does not interrupt, so no lock of the call path is taken. The limits below bound
@@ -141,7 +141,7 @@ class Inspector:
         return inspection_pb2.NeighbourReply(state=found.state, detail=found.detail, stacks=found.stacks)
 
     def _json(self) -> bytes:
-        """The facts; where they are too long, without what is seldom needed."""
+        """The facts; if they are too long, without the seldom needed ones."""
         facts = self.facts()
         text = facts_to_json(facts)
         for smaller in ("references", "streams", "threads", "calls_made", "calls_served"):

@@ -148,7 +148,7 @@ class Coordinator:
             logger.warning("%s for the workers of the job to hear of it: %s", waits, listed(there.values()))
 
     def members(self, limit_s: float | None = None) -> Roster:
-        """Everybody who is in the job now; blocks."""
+        """The current members of the job; blocks."""
         return self._network.run(self.members_async(), 2 * COORDINATOR_GRACE_S if limit_s is None else limit_s)
 
     async def members_async(self) -> Roster:
@@ -182,7 +182,7 @@ class Coordinator:
             on_answer: called when another coordinator is there, before it has decided.
 
         Returns:
-            Who answered, and the verdict; no verdict if this is no other coordinator.
+            The process that answered, and the verdict; no verdict if this is no other coordinator.
 
         Raises:
             TransportError, DeadlineExceeded: nobody answered, or not in time.

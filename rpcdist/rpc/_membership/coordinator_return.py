@@ -114,7 +114,7 @@ class CoordinatorReturn:
         """Whether a worker that speaks as the coordinator is the one whose list has this worker in it.
 
         Another one is looked for: it may have taken this worker back a moment ago, or started before its predecessor's
-        end was noticed here; it says who is there when this worker announces itself.
+        end was noticed here; it sends the members when this worker announces itself.
         """
         if identity == self._joined:
             return True

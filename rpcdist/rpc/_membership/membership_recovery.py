@@ -97,7 +97,7 @@ class Recovery:
             self._silent.add(member)
 
     def is_decided(self, present: Iterable[Identity]) -> bool:
-        """Whether it is known of everybody who is missing whether it lives."""
+        """Whether it is known of every missing worker whether it lives."""
         return all(
             identity in self._living or self._named[identity].keys() <= self._silent
             for identity in self.missing(present)

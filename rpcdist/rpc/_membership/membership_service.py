@@ -305,7 +305,7 @@ class MembershipService:
         if survivors:
             self._has_changed()
 
-    # ------------------------------------------------------------ those who go
+    # ------------------------------------------------------------ workers that leave
 
     async def leave(self, peer: Identity, request: pb.LeaveRequest) -> pb.LeaveReply:
         """Takes a worker out of the list; unknown ones are ignored, so it may be repeated.

@@ -1,4 +1,4 @@
-"""The list of workers, and the plan of who hears of its changes: pure bookkeeping, without clock, socket or waiting.
+"""The list of workers, and the plan for telling them its changes: pure bookkeeping, without clock, socket or waiting.
 
 A world is *static* (every worker says the same size, ranks 0 to size - 1) or *dynamic* (size 0: workers come and go).
 The first worker decides. Rules:
@@ -46,7 +46,7 @@ _OTHER_JOB = "; if they belong to two jobs, give each an address of its own (MAS
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The answer to a worker that wants to join: what is wrong and what to do about it, and which ranks are missing."""
+    """The answer to a worker that wants to join: the fault and its remedy, and the missing ranks."""
 
     outcome: JoinReply.Outcome
     detail: str = ""

@@ -210,7 +210,7 @@ class RoundOutcome(NamedTuple):
     led_here: bool
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Leaving:
     """One per agent; its methods block.
 
@@ -249,8 +249,8 @@ class Leaving:
 
         Args:
             timeout_s: limit of the whole, in seconds; infinity waits as long as the others live.
-            delete_references: gives back the references that this worker holds, in a static world, when everybody
-                leaves; by default `RRefManager.delete_all_user_and_unforked_owner_rrefs`.
+            delete_references: gives back the references that this worker holds, in a static world, when all
+                leave; by default `RRefManager.delete_all_user_and_unforked_owner_rrefs`.
 
         Returns:
             The workers that are lost and were not waited for, and why, by name.
@@ -318,10 +318,10 @@ class Leaving:
                 logger.warning("shutdown of %s waits for %s\n%s", self._me.name, left, self.explain())
 
     def _take_part(self, had_work: bool, deadline: Deadline) -> RoundOutcome:
-        """Says whether this worker had work since the last round, and waits until all living workers have said it.
+        """Reports whether this worker had work since the last round, and waits for the reports of all living workers.
 
         Raises:
-            DeadlineExceeded: the time is over; the text says who is missing.
+            DeadlineExceeded: the time is over; the text names the missing workers.
             WorkerLost: another worker leads, and lives, and cannot be reached. Its round waits for this worker, and one
                 that this worker led would wait for those that the other one leads.
             RpcdistError: another thread has closed RPC in this process.

@@ -108,7 +108,7 @@ class LeaseWatch:
         for session in sessions:
             self._leases.seen(session.peer, session.last_received)
         ended = self._leases.take_ended()
-        if ended and own_shortage() is not None:  # who cannot reach this process may live all the same
+        if ended and own_shortage() is not None:  # a worker that cannot reach this process may live
             for identity in ended:
                 self._leases.seen(identity)
             ended = []

@@ -55,7 +55,7 @@ class ControlOutbox:
         return f"<ControlOutbox {len(self)} unacknowledged>"
 
     def add(self, body: ControlBody) -> rpc_pb2.Message:
-        """Numbers a message; send what is returned."""
+        """Numbers a message, and returns it for sending."""
         message = rpc_pb2.Message(control_seq=self._next)
         getattr(message, kind_of(body)).CopyFrom(body)
         self._next += 1
@@ -113,7 +113,7 @@ class ControlReceiver:
     _to_acknowledge: dict[MessageSink, int] = field(default_factory=dict)
 
     def handle(self, kind: str, apply: Apply) -> None:
-        """Says who takes the bodies of one kind."""
+        """Registers the handler of one kind of bodies."""
         self._apply[kind] = apply
 
     def apply(self, kind: str, sender: Identity, body: Message, buffers: Sequence[ReceiveBuffer] = ()) -> None:

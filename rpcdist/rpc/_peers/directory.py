@@ -25,7 +25,7 @@ from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S
 logger = logging.getLogger(__name__)
 
 COORDINATOR: Final = 0
-"""The rank of the worker that knows who is in the job."""
+"""The rank of the worker that keeps the list of members."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,14 +243,14 @@ class Directory:
         self._io.call_soon(self._spawn_refresh)
 
     def _spawn_refresh(self) -> None:
-        self._io.spawn(self.refresh_async(), "rpcdist learn who is there")
+        self._io.spawn(self.refresh_async(), "rpcdist ask for the members")
 
     async def refresh_async(self) -> None:
         """Asks the coordinator, on the I/O loop. A missing answer is only logged."""
         try:
             self.update(await self._source.members_async())
         except RpcdistError as exc:
-            logger.warning("the coordinator did not say who is in the job: %s", exc)
+            logger.warning("the coordinator did not send the list of workers: %s", exc)
 
     def is_news(self, identity: Identity) -> bool:
         """Whether a worker that connected is new, or a new incarnation of a known one."""
@@ -396,7 +396,7 @@ class Directory:
         return WorkerInfo(self.name_of(worker_id), worker_id)
 
     def infos(self, present: bool = False) -> list[WorkerInfo]:
-        """All members, by id; those who have left or died only without `present`."""
+        """All members, by id; those that have left or died only without `present`."""
         with self._lock:
             members = [member for id, member in sorted(self._by_id.items()) if not present or id in self._present]
         return [WorkerInfo(member.identity.name, member.identity.id) for member in members]

@@ -91,7 +91,7 @@ class ProbeTaker:
     """Takes them (`SessionTaker`); one per agent, on the I/O loop.
 
     Args:
-        on_probe: is told who asks.
+        on_probe: gets the identity of the process that asks.
     """
 
     shares_payloads = False

@@ -192,7 +192,7 @@ class Peer:
             lease_s = LEASE_IN_PEER_TIMEOUTS * self._timeout_s
             if self.state is PeerState.CLOSED or (self.is_gone and time.monotonic() - self.lost_at > lease_s):
                 return
-            # Numbered under the lock under which `_up` sends again what is unacknowledged: numbers leave in order.
+            # Numbered under the lock under which `_up` sends unacknowledged messages again: numbers leave in order.
             message = self._control.add(body)
             if self.state is PeerState.UP and self._connection is not None:
                 self._connection.session.send(message)
@@ -348,7 +348,7 @@ class Peer:
         """The messages to send next; None if there are none, and threads may send by the session from now on."""
         with self._lock:
             if not self._is_up_by(session):
-                return None  # those who wait are told, or wait for the next connection
+                return None  # waiting senders are told, or wait for the next connection
             waiting, self._waiting = self._waiting, []
             if not waiting:
                 self.session = session  # last: a thread that sees it may send at once, past what waited

@@ -34,7 +34,7 @@ REPLACED = "another process took its place"
 
 
 class Router:
-    """One per agent. Any thread may use it, except for what is said to run on the I/O loop.
+    """One per agent. Any thread may use it, except for methods that run on the I/O loop.
 
     Args:
         introduction: makes the first message of each connection to a worker, or None.
@@ -74,7 +74,7 @@ class Router:
         self._peers: dict[int, Peer] = {}
         self._inbound: dict[Identity, PeerSession] = {}  # the last session that each worker has opened to this one
         self._for_strangers: dict[int, list[ControlBody]] = {}  # control messages to workers that are not known yet
-        self._lock = threading.Lock()  # for making peers, and for what is kept; they are looked up without it
+        self._lock = threading.Lock()  # for making peers, and for kept messages; peers are looked up without it
         events.opened.listen(self._on_opened)
         events.broken.listen(self._on_broken)
         events.replaced.listen(self._on_replaced)
@@ -100,7 +100,7 @@ class Router:
         return self.session_with(worker_id)
 
     def send_call(self, to: int, message: WireMessage, buffers: Sequence[LargeBuffer], observer: SendObserver) -> None:
-        """Sends a call. Before it gives up on a lost worker, it asks the coordinator who has the place now; bounded.
+        """Sends a call. Before it gives up on a lost worker, it asks the coordinator which process has the place now.
         A call to a lost coordinator is kept while one attempt is made to find the next one.
 
         Raises:
@@ -175,7 +175,7 @@ class Router:
         self._network.io.spawn(self._send_to_stranger(to), "rpcdist control message to a stranger")
 
     async def _send_to_stranger(self, to: int) -> None:
-        """A reference may come from a worker that joined after this one last asked who is there."""
+        """A reference may come from a worker that joined after this one last asked for the members."""
         await self._directory.refresh_async()
         if self._directory.knows(to):
             peer = self.peer(to)
@@ -239,7 +239,7 @@ class Router:
         return self.peer(worker_id)
 
     def learn_if_lost(self, worker_id: int) -> None:
-        """Asks the coordinator who has the place of a worker now, if that is lost; bounded.
+        """Asks the coordinator which process has the place of a worker now, if that is lost; bounded.
 
         On an event loop, which must not be held up, it asks for the next time. A coordinator that is itself lost, or
         has not been heard of lately, is not asked: the caller must fail fast.
@@ -255,7 +255,7 @@ class Router:
         try:
             self._directory.refresh(ASK_COORDINATOR_LIMIT_S)
         except RpcdistError as exc:
-            logger.debug("the coordinator did not say who is in the job: %s", exc)
+            logger.debug("the coordinator did not send the list of workers: %s", exc)
 
     def _hears_from_coordinator(self) -> bool:
         """Whether the coordinator has shown lately, by a heartbeat at least, that it lives; also at itself."""

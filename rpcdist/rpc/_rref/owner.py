@@ -1,4 +1,4 @@
-"""The owner's half of the reference counting: which forks of our values exist, and who holds them.
+"""The owner's half of the reference counting: the forks of our values, and their holders.
 
 Pure: no clock, no sockets, no threads. `protocol.py` states the guarantees and routes the events.
 
@@ -130,7 +130,7 @@ class OwnerTable:
         self.creation_over(rref, Reason.CREATION_FAILED)
 
     def creation_over(self, rref: RRefId, reason: Reason) -> None:
-        """Its `remote()` will never come: those who wait are refused, and those already counted get the error."""
+        """Its `remote()` will never come: waiting workers are refused, and forks already counted get the error."""
         entry = self.entries.get(rref)
         if entry is not None and entry.state is State.EXPECTED:
             entry.state = State.READY

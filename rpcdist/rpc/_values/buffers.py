@@ -76,7 +76,7 @@ class TensorBuffer(LargeBuffer):
         self._tensors = tensors
         storages = [tensor.untyped_storage() for tensor in tensors]
         self._storages = [(storage, storage.data_ptr(), storage.nbytes()) for storage in storages]
-        self._viewed: memoryview | None = None  # made when it is asked for: what is lent is copied without it
+        self._viewed: memoryview | None = None  # made on demand: lent memory is copied without it
 
     @property
     def view(self) -> memoryview:
@@ -175,7 +175,7 @@ class ReceiveBuffer:
 
 
 class CopiedBuffer(ReceiveBuffer):
-    """Memory of another process that may write there at any time: what is read is a copy, made when it is asked for.
+    """Memory of another process that may write there at any time: readers get a copy, made on demand.
 
     torch reads some tensors twice (a mask: to count, then to fill what it has counted), and trusts that they stay as
     they are.

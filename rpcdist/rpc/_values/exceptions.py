@@ -257,7 +257,7 @@ def _copy(error: BaseException, done: dict[int, BaseException]) -> BaseException
     slots.pop("exceptions", None)
     notes = attributes.get("__notes__")
     if type(notes) is list:
-        attributes["__notes__"] = list(notes)  # what is noted on one of them does not belong to the other
+        attributes["__notes__"] = list(notes)  # a note on one of them must not appear on the other
     restore_state(twin, (slots, attributes))
     cause = get_cause(error)
     if cause is not None:

@@ -1,4 +1,4 @@
-"""Exceptions on the wire: a value like any other, and the texts for those who cannot have it, or only parts of it."""
+"""Exceptions on the wire: a value like any other, and its texts for receivers that cannot rebuild all of it."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class _Shortened:
         limit_bytes: of a part.
 
     Attributes:
-        left_out: names of what is missing.
+        left_out: names of the missing parts.
     """
 
     def __init__(self, exc: BaseException, trials: _Trials, limit_bytes: int, depth: int = 0) -> None:

@@ -45,7 +45,7 @@ def look_up_quietly(module_name: str, path: str) -> Any:
     modules and classes are searched.
 
     Raises:
-        AttributeError: the module is not loaded, or what is named is not in the dictionaries.
+        AttributeError: the module is not loaded, or its dictionaries lack the name.
     """
     found: Any = sys.modules.get("__main__" if module_name == "__mp_main__" else module_name)
     if found is None:

@@ -55,7 +55,7 @@ _FIRST_ENTRY_BYTES: Final = 192
 _ENTRY_BYTES: Final = 128  # while the table grows, the one before is still there
 _TEXT_BYTES: Final = 80
 _REFERENCE_BYTES: Final = 256
-_CHECKED_ITEMS: Final = 256  # between two looks at what is left
+_CHECKED_ITEMS: Final = 256  # between two checks of the remaining bytes
 _CHECKED_ENTRIES: Final = 128
 
 _ASTRAL: Final = tuple(bytes((lead,)) for lead in range(0xF0, 0xF5))
