@@ -51,14 +51,14 @@ from rpcdist.errors import (
     TransportError,
 )
 from rpcdist.time_limits import (
+    CHECK_INTERVAL_S,
     CONNECT_FIRST_PAUSE_S,
     CONNECT_LONGEST_PAUSE_S,
     ELASTIC_FORM_LIMIT_S,
-    ELASTIC_POLL_S,
     ELASTIC_PROBE_LIMIT_S,
     ELASTIC_TIMEOUT_S,
 )
-from rpcdist.transport._socket_hub.hub_address import HubAddress
+from rpcdist.transport._socket_hub.hub_connector import HubAddress
 
 __all__ = ["ElasticGroup"]
 
@@ -197,7 +197,7 @@ class ElasticGroup:
                     f"{self._num_ranks} are needed at the start, and {self._min_ranks} later"
                 )
             with suppress(StoreTimeout):
-                self._records.wait_until_closed(number, ELASTIC_POLL_S)
+                self._records.wait_until_closed(number, CHECK_INTERVAL_S)
 
     def _open(self, number: int, closed: ClosedRound, rank: int) -> ProcessGroup:
         def check() -> None:

@@ -90,12 +90,12 @@ def __getattr__(name: str) -> object:
 def _imported(module: str) -> ModuleType:
     """Imports a module, which may take seconds; Ctrl-C meanwhile ends a program as in `LocalCluster`."""
     try:
-        from rpcdist._launch.stop_signals import KeptInterrupt
+        from rpcdist._launch.supervisor import KeptInterrupt
 
         with KeptInterrupt():
             return importlib.import_module(module)
     except KeyboardInterrupt:
-        from rpcdist._launch.outcome_errors import interrupted
+        from rpcdist._launch.progress import interrupted
 
         raise interrupted() from None
 
@@ -105,12 +105,12 @@ def __dir__() -> list[str]:
 
 
 def _load_autograd() -> Any:
-    """What makes distributed autograd for an agent (`rpcdist.rpc._autograd_hooks.MakeAutograd`)."""
+    """The class of distributed autograd for an agent (`rpcdist.rpc._autograd_hooks.MakeAutograd`)."""
     return importlib.import_module("rpcdist.autograd").AutogradWorker
 
 
 def _load_metrics() -> Any:
-    """The function that counts an agent, and answers where the environment says (`rpcdist.metrics.attach`)."""
+    """The function that counts an agent's calls and serves metrics on request (`rpcdist.metrics.attach`)."""
     return importlib.import_module("rpcdist.metrics").attach
 
 

@@ -60,9 +60,6 @@ class Histogram:
         self.counts = [0] * (len(BUCKET_BOUNDS) + 1)
         self.total_s = 0.0
 
-    def __repr__(self) -> str:
-        return f"<Histogram of {sum(self.counts)}, {self.total_s:.3g} s>"
-
     def add(self, time_s: float) -> None:
         """Counts one."""
         self.counts[bisect_left(BUCKET_BOUNDS, time_s)] += 1
@@ -96,9 +93,6 @@ class CallCounts:
         self._histograms: dict[tuple[str, str], Histogram] = {}
         self._names: set[str] = set()
         self._errors: set[str] = set()
-
-    def __repr__(self) -> str:
-        return f"<CallCounts of {len(self._histograms)} kinds, {len(self._ended)} not added up>"
 
     def note(self, row: EndedCall) -> None:
         """A call has ended."""

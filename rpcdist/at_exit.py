@@ -1,9 +1,15 @@
-"""The actions of this package at the end of the process, after the program's own `atexit` callbacks.
+"""Actions at the end of an object, and at the end of the process after the program's own `atexit` callbacks.
 
-[Note: after atexit] `atexit` calls what was registered last first. A part that registered when it started would end
-before `atexit.register(rpc.shutdown)` of a program that registered that earlier: peers would see a worker that died.
+[Note: Ctrl-C in finalizers] Python runs signal handlers between any two instructions of the main thread, including
+those of a `__del__`, and discards exceptions of a finalizer. A Ctrl-C that strikes there is lost, and so is the rest of
+the finalizer: a reference would never be released. `try` does not help, since the first check for signals comes before
+it. A finalizer that is written in C, and calls only C, leaves no such gap. The callback of a weak reference would be
+one, but the collector runs these before any `__del__`, which may still use the objects that they report as freed.
+
+[Note: after atexit] `atexit` calls the last registered callback first. A part that registered when it started would end
+before `atexit.register(rpc.shutdown)` of a program that registered that earlier, and peers would see a dead worker.
 CPython frees the callbacks after it has called the last of them, while other threads still run. An object that only an
-`atexit` callback refers to is freed exactly then, whenever it was registered.
+`atexit` callback refers to is freed exactly then, independent of the time of its registration.
 """
 
 from __future__ import annotations
@@ -13,9 +19,24 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
-from rpcdist.at_end import AtEnd
+
+class AtEnd(partial[object]):
+    """Calls its function, with its arguments, when it is freed: `self._at_end = AtEnd(queue.append, item)`.
+
+    The function must be written in C, like `deque.append`, and be safe on any thread at any moment. If the collector
+    frees several objects together, it runs like any `__del__`, usually in the order in which the objects were made.
+    [Note: Ctrl-C in finalizers]
+    """
+
+    __slots__ = ()
+    __del__ = partial.__call__
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an AtEnd acts once, at the end of an object, and cannot be copied or pickled")
+
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +57,7 @@ def register_at_exit(action: Callable[[], object]) -> None:
 
 
 def unregister_at_exit(action: Callable[[], object]) -> None:
-    """Takes back what was registered, if it was."""
+    """Removes a registered action, if it is registered."""
     while action in _actions:
         _actions.remove(action)
 
@@ -59,5 +80,5 @@ def _run(pid: int) -> None:
         action = _actions.pop()
         try:
             action()
-        except BaseException:  # Ctrl-C, too: what is left has to end all the same
-            logger.exception("what ends with the process failed: %r", action)
+        except BaseException:  # including Ctrl-C: the other actions must still run
+            logger.exception("an action at the end of the process failed: %r", action)

@@ -4,12 +4,12 @@
     ├── ConfigError (ValueError)            an argument or option is wrong
     ├── NotInitialized                      used before init_rpc or after shutdown
     ├── AlreadyInitialized
-    ├── ForkedProcess                       used in a child that was forked from a running process
+    ├── ForkedProcess                       used in a child forked from a running process
     ├── BlockingInLoop                      a blocking wait on an event loop's thread
     ├── TransportError (ConnectionError)
-    │   ├── ConnectFailed                   nobody answered at the address
+    │   ├── ConnectFailed                   no process answered at the address
     │   ├── AuthenticationFailed            the job token was not proven
-    │   ├── ProtocolViolation               the peer sent what it must not send
+    │   ├── ProtocolViolation               the peer sent a forbidden message
     │   └── WorkerLost                      a peer died, or its connection broke, with work in flight
     │       ├── CoordinatorLost             rank 0 died, and no process took its place
     │       └── OwnerLost                   a peer that owned a remote reference died
@@ -42,8 +42,8 @@
             ├── QueueEmptyError
             └── StoreTimeout (TimeoutError)
 
-The bases are those that torch raises in the same places, so `except RuntimeError` and the like of ported scripts work.
-Exceptions carry fields; the text is built from them. All of them survive pickling.
+The base classes are those that torch raises in the same places, so `except RuntimeError` in ported programs works.
+Exceptions carry fields, from which they build the text. All of them can be pickled.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ T = TypeVar("T")
 
 
 def listed(items: Iterable[object], limit: int = 10) -> str:
-    """Names or ranks as a text for a message: the first of them, and how many more there are; empty for none."""
+    """Names or ranks as a text for a message: the first ones, and the number of others; empty for none."""
     texts = list(map(str, items))
     return ", ".join(texts[:limit]) + (f" and {len(texts) - limit} more" if len(texts) > limit else "")
 
@@ -132,7 +132,7 @@ class AlreadyInitialized(RpcdistError):
 
 
 class ForkedProcess(RpcdistError):
-    """The process was forked from one that runs rpcdist; connections do not survive a fork."""
+    """The process was forked from one that runs rpcdist, and connections do not survive a fork."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -142,7 +142,7 @@ class ForkedProcess(RpcdistError):
 
 
 class BlockingInLoop(RpcdistError):
-    """A blocking wait was called on the thread of an event loop, which would stop everything behind it."""
+    """A blocking wait was called on the thread of an event loop, which it would block."""
 
     def __init__(self, what: str, instead: str) -> None:
         super().__init__(what, instead)
@@ -154,11 +154,11 @@ class BlockingInLoop(RpcdistError):
 
 
 class TransportError(RpcdistError, ConnectionError):
-    """Base of what can go wrong between two processes."""
+    """Base of the errors between two processes."""
 
 
 class ConnectFailed(TransportError):
-    """Nobody answered at an address within the time given."""
+    """No process answered at an address in time."""
 
     def __init__(self, address: str, reason: str, waited_s: float | None = None) -> None:
         super().__init__(address, reason, waited_s)
@@ -176,21 +176,21 @@ class AuthenticationFailed(TransportError):
 
 
 class ProtocolViolation(TransportError):
-    """The peer sent something that the protocol does not allow; its connection was closed."""
+    """The peer sent a message that the protocol does not allow; its connection was closed."""
 
 
 ALTHOUGH_IT_LIVES = "although it lives"
-"""Part of the reason of a `WorkerLost` for a worker that cannot be reached, and has a connection to this one."""
+"""Part of the reason of a `WorkerLost` for a worker that cannot be reached, but has a connection to this process."""
 
 
 class WorkerLost(TransportError):
-    """A worker died or became unreachable while something waited for it.
+    """A worker died or became unreachable while a call or operation waited for it.
 
     Attributes:
         worker: its name.
         what: the call or operation that waited.
-        last_seen_s: seconds since the last sign of life, when the loss was declared.
-        reason: what was observed.
+        last_seen_s: seconds from its last sign of life to the declaration of the loss.
+        reason: the observation behind the loss.
     """
 
     def __init__(self, worker: str, what: str, last_seen_s: float, reason: str) -> None:
@@ -202,7 +202,7 @@ class WorkerLost(TransportError):
 
     def __str__(self) -> str:
         lives = ALTHOUGH_IT_LIVES in self.reason
-        hint = "" if lives else f" If {self.worker!r} was not killed: did it end without rpc.shutdown()?"
+        hint = "" if lives else f" If {self.worker!r} was not killed, did it end without rpc.shutdown()?"
         return (
             f"worker {self.worker!r} was lost during {self.what}: {self.reason} "
             f"(last seen {self.last_seen_s:.1f} s ago). It is unknown whether the call ran.{hint}"
@@ -220,12 +220,12 @@ class CoordinatorLost(WorkerLost):
 
 
 class OwnerLost(WorkerLost):
-    """The owner of a remote reference died; the value is gone."""
+    """The owner of a remote reference died, and the value with it."""
 
     def __str__(self) -> str:
         return (
             f"the owner {self.worker!r} of this remote reference was lost ({self.reason}; last seen "
-            f"{self.last_seen_s:.1f} s ago) during {self.what}; its value is gone. Create it anew on a living worker."
+            f"{self.last_seen_s:.1f} s ago) during {self.what}; its value is gone. Create it again on a living worker."
         )
 
 
@@ -238,7 +238,7 @@ class DuplicateName(RendezvousError):
 
 
 class JobEnded(RendezvousError):
-    """An elastic job had finished when this process wanted to take part."""
+    """An elastic job had finished before this process joined it."""
 
 
 class WorldMismatch(RendezvousError):
@@ -262,7 +262,7 @@ class UnknownWorker(RpcdistError):
 
 
 class ActorNameTaken(RpcdistError):
-    """Another actor of this job has the name already; it is that of an actor until the worker of the actor ends."""
+    """Another actor of this job already has the name, which it keeps until its worker ends."""
 
 
 class UnknownActor(RpcdistError):
@@ -280,7 +280,7 @@ class UnknownActor(RpcdistError):
 
 
 class DeadlineExceeded(RpcdistError, TimeoutError):
-    """The time given to an operation is over."""
+    """The time limit of an operation is over."""
 
 
 class Cancelled(RpcdistError):
@@ -288,20 +288,20 @@ class Cancelled(RpcdistError):
 
 
 class CheckpointError(RpcdistError):
-    """Saving or loading a checkpoint failed on another rank, or workers do not see one folder; the text says where."""
+    """Saving or loading a checkpoint failed on a rank, or workers see different folders; the text says where."""
 
 
 class ProcessFailed(RpcdistError):
-    """A process that `rpcdist.launch` started failed, before all others that did.
+    """A process that `rpcdist.launch` started failed; it is the first one that did.
 
     Attributes:
-        rank: of the process.
-        what: what happened to it, e.g. "raised ValueError" or "was killed by SIGKILL".
+        rank: the rank of the process.
+        what: its end, such as "raised ValueError" or "was killed by SIGKILL".
         traceback: the traceback of its exception; empty if it ended without one.
-        exit_code: of a process that ended without an exception, or the negative number of the signal that killed it.
-        worker: its name, where it has a role.
+        exit_code: its exit code if it ended without an exception, or the negative number of the signal that killed it.
+        worker: its name, if it has a role.
         output: the last lines that it wrote to stdout and stderr.
-        outcomes: what became of each process, by name: "returned", "raised ValueError", "stopped" and the like.
+        outcomes: the end of each process, by name: "returned", "raised ValueError", "stopped" and so on.
     """
 
     def __init__(self, rank: int, what: str, traceback: str = "", exit_code: int | None = None) -> None:
@@ -322,15 +322,15 @@ class ProcessFailed(RpcdistError):
 
 
 class SerializationError(RpcdistError, TypeError):
-    """A value cannot be sent, or what arrived cannot be rebuilt."""
+    """A value cannot be sent, or a received value cannot be rebuilt."""
 
 
 class RemoteError(RpcdistError):
     """The other side failed with an exception that could not be rebuilt here.
 
     Attributes:
-        worker: where it happened.
-        type_name: the exception's type there.
+        worker: the worker that failed.
+        type_name: the type of the exception there.
         text: its text.
         traceback: the remote traceback.
     """
@@ -365,11 +365,11 @@ class PoolExhausted(RpcdistError):
 
 
 class Overloaded(RpcdistError):
-    """A call was not sent, or not taken: earlier calls to that worker fill the bound of this side, or of the other."""
+    """A call was not sent, or not accepted: earlier calls to that worker fill the limit of this side, or of the other."""
 
 
 class RRefError(RpcdistError):
-    """A remote reference cannot be used in this way or no longer."""
+    """A remote reference cannot be used in this way, or not any more."""
 
 
 class LeaseExpired(RRefError):
@@ -388,8 +388,8 @@ class CollectiveError(DistBackendError):
     """An operation of a process group failed; the group cannot be used any more.
 
     Attributes:
-        operation: what ran here, with its sequence number, e.g. "all_reduce #41 of group 'default'".
-        reason: what went wrong, naming the rank.
+        operation: the operation with its sequence number, such as "all_reduce #41 of group 'default'".
+        reason: the cause, with the rank.
     """
 
     def __init__(self, operation: str, reason: str) -> None:
@@ -402,10 +402,10 @@ class CollectiveError(DistBackendError):
 
 
 def begins_traceback(function: Callable[P, T]) -> Callable[P, T]:
-    """A function whose `CollectiveError`s begin their traceback in it.
+    """Makes the traceback of each `CollectiveError` begin in this function.
 
-    They name group, operation, rank and reason. The frames of the engine would hide the line of the program that made
-    the call.
+    The error names group, operation, rank and reason. The frames of the engine would only hide the calling line of the
+    program.
     """
 
     @wraps(function)
@@ -419,7 +419,7 @@ def begins_traceback(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class CollectiveMismatch(CollectiveError, ValueError):
-    """The ranks of a group called different operations, or the same with other arguments; all of them are told."""
+    """The ranks of a group called different operations, or the same with different arguments; all ranks raise this."""
 
 
 class _RanksFailed(CollectiveError):
@@ -433,7 +433,7 @@ class CollectiveTimeout(_RanksFailed, TimeoutError):
     """An operation did not finish in time; the text names the ranks that did not arrive.
 
     Attributes:
-        ranks: those ranks, in the group of the operation; empty where all have come, or nobody can say.
+        ranks: those ranks, in the group of the operation; empty if all have arrived, or if it is not known.
     """
 
 

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from rpcdist.time_limits import FROZEN_STACKS_LIMIT_S, FROZEN_STACKS_PAUSE_S
+from rpcdist.time_limits import CHECK_INTERVAL_S, FROZEN_STACKS_LIMIT_S
 
 MAX_STACKS_BYTES: Final = 256 << 10
 _NAME: Final = "rpcdist-stacks"
@@ -139,7 +139,7 @@ def _stacks_of(pid: int) -> str:
             os.kill(pid, number)
             ends_at, size = time.monotonic() + FROZEN_STACKS_LIMIT_S, -1
             while time.monotonic() < ends_at:
-                time.sleep(FROZEN_STACKS_PAUSE_S)  # nobody tells when it has written all
+                time.sleep(CHECK_INTERVAL_S)  # nobody tells when it has written all
                 before, size = size, os.fstat(file.fileno()).st_size
                 if size and size == before:
                     break

@@ -25,7 +25,7 @@ from rpcdist.errors import ConfigError, TransportError
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._current import agent_or_none
 from rpcdist.time_limits import METRICS_READ_LIMIT_S
-from rpcdist.transport._server.port_range import PortRange
+from rpcdist.transport.addresses import PortRange
 from rpcdist.transport.node import Node
 
 __all__ = ["METRICS", "Family", "Histogram", "attach", "export_to_opentelemetry", "families", "serve"]

@@ -1,7 +1,7 @@
-"""What this process lacks itself, so that its attempts fail whatever others do: that is a verdict about nobody else.
+"""Detects shortages of this process, such as missing descriptors, which say nothing about other processes.
 
-Libraries report a shortage in many ways. So what an error says of it counts where the system has said it; else it is
-tried whether a descriptor and a port can be had at all.
+Libraries report a shortage in many ways. If the system's own error names the shortage, that counts; otherwise this
+module tries whether the process can get a descriptor and a port.
 """
 
 from __future__ import annotations
@@ -18,50 +18,51 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from rpcdist.errors import RpcdistError, TransportError
-from rpcdist.time_limits import MIN_ATTEMPT_S, SHORTAGE_LOG_PERIOD_S
+from rpcdist.time_limits import LOG_PERIOD_S, MIN_ATTEMPT_S
 
 logger = logging.getLogger(__name__)
 
-NO_THREAD: Final = "this process can start no further thread (ulimit -u, or the pids limit of its container): raise it"
+NO_THREAD: Final = "this process can start no more threads: raise ulimit -u, or the pids limit of its container"
 _NO_PORT: Final = (
     "this process has no free local port (net.ipv4.ip_local_port_range): close connections, or widen the range"
 )
-_NO_MEMORY: Final = "this process gets no more memory from the system: free some, or raise its limit"
+_NO_MEMORY: Final = "the system gives this process no more memory: free some, or raise its limit"
 START_DESCRIPTORS: Final = 32
-"""What event loops, gRPC's poller, listeners and first connections take when a process starts. Measured: 22 to 28."""
+"""Descriptors for event loops, gRPC's poller, listeners and first connections when a process starts; 22 to 28 are used.
+"""
 
 START_THREADS: Final = 8
-"""What these start as threads, most of them gRPC's own. Measured: 7."""
+"""Threads that these start, most of them gRPC's own; 7 are used."""
 
 DESCRIPTORS_FOR_EACH_PEER: Final = 4
-"""Of rank 0: a connection each way, the bell of one that a thread has led, and one to its store while a world forms."""
+"""Descriptors of rank 0 for each worker: a connection each way, the bell of one of them, and a connection to the store
+while a world forms."""
 
-_MOST_DESCRIPTORS: Final = 1 << 20  # a soft limit without bounds slows down programs that close all they might have
+_MOST_DESCRIPTORS: Final = 1 << 20  # an unlimited soft limit slows down programs that close all possible descriptors
 _NONE_FREE: Final = "no free file descriptor"
-_MOST_CAUSES: Final = 10  # of an exception; they may form a circle
+_MOST_CAUSES: Final = 10  # causes of an exception, which may form a circle
 
 _log_lock = threading.Lock()
-_logged: dict[str, float] = {}  # when, in seconds of the monotonic clock
-_raised: list[int] = []  # what the soft limit was before
+_logged: dict[str, float] = {}  # time of the log line, in seconds of the monotonic clock
+_raised: list[int] = []  # the earlier soft limit
 
 
 def own_shortage(exc: BaseException | None = None) -> str | None:
-    """What this process lacks, and what to do, for the text of an error; logged once a minute. None: nothing is short.
+    """The shortage of this process and advice, for the text of an error; logged once a minute. None for no shortage.
 
     Args:
-        exc: an attempt to connect that failed, perhaps because of it; None: only descriptors are looked at, which
-            takes a few microseconds.
+        exc: the error of an attempt to connect. With None, this checks only descriptors, in a few microseconds.
     """
     shortage = next(filter(None, map(_said_by, _causes(exc))), None) or _found(looks_at_ports=exc is not None)
     if shortage is not None and _is_due(shortage):
         logger.warning(
-            "%s. Until then what needs it fails here, and no worker counts as lost because of that", shortage
+            "%s. Until then, operations that need it fail here, and no worker counts as lost because of that", shortage
         )
     return shortage
 
 
 def raise_descriptor_limit() -> None:
-    """Raises the soft limit of descriptors to the hard one, once in a process: the usual 1,024 suit no rank 0."""
+    """Raises the soft limit of descriptors to the hard one, once in a process: rank 0 needs more than the usual one."""
     with _log_lock:
         if _raised:
             return
@@ -69,15 +70,15 @@ def raise_descriptor_limit() -> None:
         _raised.append(soft)
     most = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
-        with suppress(OSError, ValueError):  # a sandbox forbids it: then the limit stays
+        with suppress(OSError, ValueError):  # a sandbox may forbid it; the limit then stays
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def check_descriptors_for(num_peers: int) -> None:
-    """Looks whether rank 0 of a world may have the descriptors that its peers will take.
+    """Checks that rank 0 of a world may have as many descriptors as its peers will take.
 
     Raises:
-        TransportError: it may not; the text has both numbers.
+        TransportError: the limit is too low; the text has both numbers.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     try:
@@ -88,25 +89,25 @@ def check_descriptors_for(num_peers: int) -> None:
     if limit not in (resource.RLIM_INFINITY, -1) and needed > limit:
         raise TransportError(
             f"rank 0 of a world of {num_peers + 1} workers needs {needed} file descriptors ({num_open} are open, and "
-            f"{DESCRIPTORS_FOR_EACH_PEER} for each of the others), and this process may have {limit}: raise its hard "
-            "limit (ulimit -Hn)"
+            f"{DESCRIPTORS_FOR_EACH_PEER} for each of the others), but this process may have only {limit}: raise its "
+            "hard limit (ulimit -Hn)"
         )
 
 
 def try_for_descriptor() -> None:
-    """Raises `OSError` if this process can have no socket now; gRPC's error for that is made of unset memory."""
+    """Raises `OSError` if this process cannot open a socket now; gRPC's own error for that has uninitialised text."""
     socket.socket().close()
 
 
 def check_can_start(what: str, starts_threads: bool = True) -> None:
-    """Looks whether there are descriptors and threads for something that is about to start.
+    """Checks that there are descriptors and threads for a part that is about to start.
 
-    uvloop aborts the process where it gets no descriptor for a new loop, and gRPC crashes where it gets none for its
+    uvloop aborts the process if it gets no descriptor for a new loop, and gRPC crashes if it gets no descriptor for its
     poller, or no thread.
 
     Args:
-        what: what cannot start otherwise, for the text.
-        starts_threads: whether it has several, which may not be missing half-way.
+        what: the name of the part, for the text.
+        starts_threads: whether the part starts several threads, none of which may fail half-way.
 
     Raises:
         TransportError: fewer than `START_DESCRIPTORS` are free, or fewer than `START_THREADS` can be started.
@@ -148,15 +149,14 @@ def _check_threads(what: str) -> None:
 
 @contextmanager
 def names_shortage(what: str, error: type[RpcdistError] = TransportError) -> Iterator[None]:
-    """Turns what the system and libraries raise in a shortage of this process into an error that names it.
+    """Turns errors of the system and of libraries that a shortage of this process caused into one that names it.
 
     Args:
-        what: what failed because of it, for the text.
+        what: the operation that failed, for the text.
         error: the class of the new error, whose constructor takes the text.
 
     Raises:
-        TransportError, or `error`: the shortage. Errors of this package, and those that name no shortage, pass
-            unchanged.
+        TransportError, or `error`: the shortage. Errors of this package, and errors without a shortage, pass unchanged.
     """
     try:
         yield
@@ -208,7 +208,7 @@ def _found(looks_at_ports: bool) -> str | None:
 def _is_due(shortage: str) -> bool:
     now = time.monotonic()
     with _log_lock:
-        is_due = now - _logged.get(shortage, float("-inf")) >= SHORTAGE_LOG_PERIOD_S
+        is_due = now - _logged.get(shortage, float("-inf")) >= LOG_PERIOD_S
         if is_due:
             _logged[shortage] = now
     return is_due

@@ -1,190 +1,15 @@
 """Every time limit, heartbeat, pause and poll interval of the package, grouped by what it is for.
 
-Each comment says what the limit covers, who measures it, and what happens when it is over. How limits depend on each
-other is compared when this module is imported (`_limit_dependencies`). docs/time_limits.md explains them by failure.
+Each comment says what the limit covers, which side measures it, and what happens when it is over. Some limits must
+exceed others; tools/time_limits_tables.py has the list, and a test compares them. docs/time_limits.md explains the
+limits by failure.
 
-Users set some of them by options and arguments; those are the defaults here.
+Options and arguments of users replace some of these defaults.
 """
 
 from __future__ import annotations
 
 from typing import Final
-
-from rpcdist._limit_dependencies import check
-
-__all__ = [
-    "ACKNOWLEDGE_DELAY_S",
-    "ADD_SERVICE_LIMIT_S",
-    "AGENT_STORE_CONNECT_LIMIT_S",
-    "AGENT_TICK_S",
-    "ANNOUNCE_LIMIT_S",
-    "ANSWER_HOLD_S",
-    "ASK_COORDINATOR_LIMIT_S",
-    "ASK_FOR_NAMES_LIMIT_S",
-    "BURST_GAP_S",
-    "CALL_QUESTION_LEAD_S",
-    "CANCELLED_TASKS_LIMIT_S",
-    "CHECK_INTERVAL_MS",
-    "CHECK_INTERVAL_S",
-    "CHUNK_LIMIT_S",
-    "CLUSTER_NOTICE_S",
-    "CLUSTER_START_LIMIT_S",
-    "CONNECT_FIRST_PAUSE_S",
-    "CONNECT_LONGEST_PAUSE_S",
-    "CONTEXT_DROP_DELAY_S",
-    "CONTEXT_RELEASE_DELAY_S",
-    "COORDINATOR_CONNECT_LIMIT_S",
-    "COORDINATOR_GRACE_S",
-    "COORDINATOR_LOOK_UP_LIMIT_S",
-    "COORDINATOR_STALE_S",
-    "COPY_TURN_LIMIT_S",
-    "DDP_NOTICE_POLL_S",
-    "DEBUGGER_LIMIT_S",
-    "DEPARTURE_REVIEW_S",
-    "DESCRIPTOR_SHORTAGE_PAUSE_S",
-    "DOCTOR_LIMIT_S",
-    "ELASTIC_CHECK_INTERVAL_S",
-    "ELASTIC_FORM_LIMIT_S",
-    "ELASTIC_POLL_S",
-    "ELASTIC_PROBE_LIMIT_S",
-    "ELASTIC_TIMEOUT_S",
-    "FILE_FIRST_PAUSE_S",
-    "FILE_LOCK_LIMIT_S",
-    "FILE_LONGEST_PAUSE_S",
-    "FLIGHT_FILE_PERIOD_S",
-    "FLIGHT_NOTICE_S",
-    "FROZEN_STACKS_LIMIT_S",
-    "FROZEN_STACKS_PAUSE_S",
-    "FUTEX_WAIT_S",
-    "GENERATORS_LIMIT_S",
-    "GRADIENT_HOLD_LIMIT_S",
-    "GRAPHVIZ_LIMIT_S",
-    "GROUP_ANSWER_LIMIT_S",
-    "GROUP_CONNECT_LIMIT_S",
-    "GROUP_EXIT_LIMIT_S",
-    "GROUP_FAREWELL_LIMIT_S",
-    "GROUP_SEND_LIMIT_S",
-    "GROUP_SILENCE_LIMIT_S",
-    "GROUP_TIMEOUT_S",
-    "GROUP_VERDICT_LIMIT_S",
-    "GRPC_GREETING_LIMIT_S",
-    "GRPC_STOP_GRACE_S",
-    "HANDSHAKE_LIMIT_S",
-    "HEALTH_ANSWER_LIMIT_S",
-    "HEARTBEATS_PER_PEER_TIMEOUT",
-    "HOST_PROBE_LIMIT_S",
-    "HUB_OPEN_LIMIT_S",
-    "IDLE_RECHECK_S",
-    "INIT_NOTICE_S",
-    "JOB_STOP_LIMIT_S",
-    "KEEP_ALIVE_IDLE_S",
-    "KEEP_ALIVE_PROBES",
-    "KEEP_ALIVE_PROBE_S",
-    "LAST_ATTEMPT_SHARE",
-    "LAST_REPLIES_LIMIT_S",
-    "LATE_JOINERS_LIMIT_S",
-    "LAUNCH_CAUSE_LIMIT_S",
-    "LAUNCH_EXIT_LIMIT_S",
-    "LAUNCH_KILL_LIMIT_S",
-    "LAUNCH_TERMINATE_LIMIT_S",
-    "LEADER_LEAVE_LIMIT_S",
-    "LEADER_SLEEP_S",
-    "LEASE_IN_PEER_TIMEOUTS",
-    "LEAVE_CONNECT_LIMIT_S",
-    "LINGER_S",
-    "LINK_CLOSE_LIMIT_S",
-    "LISTENER_STOP_LIMIT_S",
-    "LIVE_VIEW_MIN_PERIOD_S",
-    "LIVE_VIEW_PERIOD_S",
-    "LOCAL_HANDSHAKE_LIMIT_S",
-    "LOCK_FIRST_PAUSE_S",
-    "LOCK_LONGEST_PAUSE_S",
-    "LOG_CALLS_AFTER_S",
-    "LONGEST_LINGER_S",
-    "LONGEST_TIMEOUT_S",
-    "LONG_WAIT_S",
-    "LOOK_LIMIT_S",
-    "LOOK_PERIOD_S",
-    "LOOP_CLOSE_LIMIT_S",
-    "LOOP_READ_LIMIT_S",
-    "METRICS_READ_LIMIT_S",
-    "MIN_ATTEMPT_S",
-    "MIN_WAIT_S",
-    "MISSING_NAMES_LIMIT_S",
-    "MPI_LONG_PAUSE_S",
-    "MPI_SHORT_PAUSE_S",
-    "NAME_LOOKUP_LIMIT_S",
-    "NCCL_CLOSE_LIMIT_S",
-    "NCCL_ERROR_POLL_S",
-    "NCCL_GROUP_TIMEOUT_S",
-    "NCCL_POLL_S",
-    "NCCL_WORK_POLL_S",
-    "NEIGHBOUR_CONNECT_LIMIT_S",
-    "NEWS_PAUSE_S",
-    "NODE_STOP_LIMIT_S",
-    "OLD_CALLS_LOOK_S",
-    "ONE_WAY_IN_PEER_TIMEOUTS",
-    "ORPHAN_TIMEOUT_S",
-    "PARKED_LIMIT_S",
-    "PAYLOADS_END_LIMIT_S",
-    "PEER_TIMEOUT_S",
-    "PIPELINE_ABORT_LIMIT_S",
-    "PIPELINE_GRACE_S",
-    "POOL_CORE_DELAY_S",
-    "POOL_EXHAUSTED_LIMIT_S",
-    "POOL_IDLE_LIMIT_S",
-    "POOL_LEAD_S",
-    "POOL_STALL_S",
-    "POOL_TICK_S",
-    "PROGRESS_GRACE_S",
-    "PROGRESS_STOP_LIMIT_S",
-    "RAY_POLL_S",
-    "READ_TURN_S",
-    "REFUSAL_LIMIT_S",
-    "REFUSAL_LOG_PERIOD_S",
-    "REFUSAL_POLL_S",
-    "REFUSED_GRACE_S",
-    "RESTART_FIRST_PAUSE_S",
-    "RESTART_LONGEST_PAUSE_S",
-    "RETURN_FIRST_PAUSE_S",
-    "RETURN_LONGEST_PAUSE_S",
-    "ROLE_LIMIT_S",
-    "RPC_CLOSE_LIMIT_S",
-    "RPC_INIT_TIMEOUT_S",
-    "RPC_TIMEOUT_S",
-    "RREF_DELETION_LIMIT_S",
-    "RREF_RELEASE_LIMIT_S",
-    "SEGMENTS_RETURN_S",
-    "SEGMENTS_TRIM_S",
-    "SELECT_LIMIT_MS",
-    "SELECT_LIMIT_S",
-    "SERVE_LIMIT_S",
-    "SHARED_MEMORY_SETUP_LIMIT_S",
-    "SHORTAGE_LOG_PERIOD_S",
-    "SHUTDOWN_POLL_S",
-    "SHUTDOWN_REPORT_INTERVAL_S",
-    "SIGNAL_CHECK_INTERVAL_S",
-    "SPIN_LIMIT_S",
-    "STEP_ERROR_LIMIT_S",
-    "STORE_CHECK_INTERVAL_S",
-    "STORE_GRACE_S",
-    "STORE_IDLE_S",
-    "STORE_LARGE_LIMIT_S",
-    "STORE_LINGER_S",
-    "STORE_STOP_LIMIT_S",
-    "STORE_TIMEOUT_S",
-    "STORY_CONTEXT_S",
-    "SURVIVOR_PROBE_SHARE",
-    "TCP_CHANNEL_LIMIT_S",
-    "THREAD_GRACE_S",
-    "TORCH_STORE_FIRST_PAUSE_S",
-    "TORCH_STORE_LONGEST_PAUSE_S",
-    "UNARY_DRAIN_LIMIT_S",
-    "UNEXPECTED_SOCKET_LIMIT_S",
-    "UNREAD_STREAM_LIMIT_S",
-    "UNWANTED_CALL_LIMIT_S",
-    "VIEWER_WRITE_LIMIT_S",
-]
 
 # ------------------------------------------------------------ Detecting death
 
@@ -194,7 +19,7 @@ The default of `peer_timeout`."""
 HEARTBEATS_PER_PEER_TIMEOUT: Final = 4
 """Heartbeats of an idle session in each peer timeout: a few may be late or lost before the peer is."""
 LAST_ATTEMPT_SHARE: Final = 0.2
-"""Part of the peer timeout that is left for connecting anew once silence has used it up; then the peer is lost."""
+"""Part of the peer timeout that is left for one more attempt to connect after a silence; then the peer is lost."""
 SURVIVOR_PROBE_SHARE: Final = 0.25
 """Part of the peer timeout after which a new coordinator asks workers that have not come to it whether they live."""
 REFUSED_GRACE_S: Final = 0.5
@@ -209,11 +34,8 @@ AGENT_TICK_S: Final = 0.1
 GROUP_SILENCE_LIMIT_S: Final = 10
 """Silence between the hosts of rank 0 and another rank, noticed by the kernel (TCP keep-alive); the rank is lost."""
 STORE_CHECK_INTERVAL_S: Final = 0.25
-"""A rank that waits in the store for others looks at this interval whether one of them has failed."""
-ELASTIC_CHECK_INTERVAL_S: Final = 0.2
-"""An elastic rank looks between two steps, but not more often, whether somebody wants to come in."""
-ELASTIC_POLL_S: Final = 0.05
-"""A rank that waits for others to form an elastic group looks at this interval who has come, and who is gone."""
+"""A rank that waits in the store for others checks at this interval whether one of them has failed. An elastic rank
+checks between two steps, but no more often than this, whether another rank wants to join."""
 NCCL_ERROR_POLL_S: Final = 0.1
 """Interval at which the watchdog asks NCCL for asynchronous errors; an error ends the group."""
 DDP_NOTICE_POLL_S: Final = 2.0
@@ -236,7 +58,8 @@ for the text of `DeadlineExceeded`."""
 RPC_INIT_TIMEOUT_S: Final = 60.0
 """The workers of a job find each other in `init_rpc`, measured by each; then it fails and names who is missing."""
 INIT_NOTICE_S: Final = 10.0
-"""A worker that waits in `init_rpc` for this long logs whom it waits for, once for each thing that it waits for."""
+"""A worker that waits in `init_rpc` for this long logs which workers it waits for, once for each thing that it waits
+for; and the parent of a `LocalCluster` logs which processes have not imported the program yet."""
 HANDSHAKE_LIMIT_S: Final = 10.0
 """Mutual proof of the job token on a new connection, measured by the side that accepts; then it is turned away."""
 LOCAL_HANDSHAKE_LIMIT_S: Final = 5.0
@@ -249,37 +72,35 @@ KEEP_ALIVE_PROBE_S: Final = 10.0
 KEEP_ALIVE_PROBES: Final = 3
 """Questions without an answer after which the connection is broken."""
 GRPC_GREETING_LIMIT_S: Final = 5.0
-"""TLS and the beginning of HTTP/2 on a new connection, measured by gRPC on both sides; then it is closed."""
+"""TLS and the beginning of HTTP/2 on a new connection, measured by gRPC on both sides; and one health probe from its
+connection to its answer, measured by the process that answers. Then the connection is closed."""
 TCP_CHANNEL_LIMIT_S: Final = 3.0
 """Connection and handshake of a TCP channel, measured by the side that connects; then it stays with gRPC. And of all
 connections for the payloads of a session, measured by both; then the session's own connection carries everything."""
 PAYLOADS_END_LIMIT_S: Final = 1.0
 """From the end of one of a session's connections to the end of the session: what was written on the others before, or
 why the peer ends it, has so long to come."""
-HEALTH_ANSWER_LIMIT_S: Final = 5.0
-"""One health probe from its connection to its answer, measured by the process that is asked; then it is closed."""
-DOCTOR_LIMIT_S: Final = 5.0
-"""One probe of `python -m rpcdist doctor`: a session, a question, or the attempt of the process that is asked to reach
-the caller; measured by the side that tries. Then the probe counts as unanswered, which is a finding."""
+PROBE_LIMIT_S: Final = 5.0
+"""One probe, measured by the side that asks. A probe of `python -m rpcdist doctor` is a session, a question, or the
+attempt of the other process to reach the caller; without an answer it is a finding. A probe whether two ranks share a
+host: without an answer they use sockets."""
 METRICS_READ_LIMIT_S: Final = 2.0
 """One reading of the metrics waits for the I/O loop, measured by the thread that reads; then the reading fails."""
 REFUSAL_LIMIT_S: Final = 1.0
 """A client that failed in the handshake waits for the server to end the stream, so that it can read the reason."""
 ROLE_LIMIT_S: Final = 60.0
-"""A proven peer waits for the part of this process that it wants (`init_rpc` may not have been called yet)."""
-UNEXPECTED_SOCKET_LIMIT_S: Final = 60.0
-"""A proven socket for a purpose that nobody here has announced waits; then it is closed."""
+"""A proven peer waits this long for a part of this process: for its role (`init_rpc` may not have been called yet), or
+for a raw socket to be expected. Then the connection is closed."""
 SERVE_LIMIT_S: Final = 30.0
 """The start of the server, measured by the thread that starts it; then starting fails."""
 ADD_SERVICE_LIMIT_S: Final = 10.0
-"""The registration of a service with the server, or of the first news of who is in the job, measured by the thread
-that asks for it."""
-HUB_OPEN_LIMIT_S: Final = 10.0
-"""The start of the listeners for raw sockets, measured by the thread that starts them."""
+"""A request of a thread to the I/O loop, measured by that thread: the registration of a service with the server, the
+first news of the members of the job, or the start of the listeners for raw sockets."""
 THREAD_GRACE_S: Final = 1.0
-"""What a thread or an event loop may need beyond its own limit to report to the thread that waits for it."""
+"""Extra time, beyond its own limit, for a thread or an event loop to report to the thread that waits for it; also the
+least time to fetch the error of an optimizer's step near the deadline."""
 COORDINATOR_GRACE_S: Final = 5.0
-"""What the coordinator's answer may need beyond the time for which it waits for members; then the request fails."""
+"""Extra time for the coordinator's answer, beyond the time for which it waits for members; then the request fails."""
 COORDINATOR_CONNECT_LIMIT_S: Final = 3600.0
 """A worker tries this long at most to reach the coordinator, whatever timeout its user gave."""
 ASK_COORDINATOR_LIMIT_S: Final = 1.0
@@ -311,7 +132,7 @@ PARKED_LIMIT_S: Final = 7 * 24 * 3600.0
 GROUP_TIMEOUT_S: Final = 1800.0
 """The setup of a process group and each of its operations; torch's default. Each rank measures; the group fails."""
 DEBUGGER_LIMIT_S: Final = 3600.0
-"""What `breakpoint` makes the timeout of all groups, so that none ends while somebody debugs one of its ranks."""
+"""The timeout that `breakpoint` sets for all groups, so that no group ends while one of its ranks is debugged."""
 NCCL_GROUP_TIMEOUT_S: Final = 600.0
 """The same for groups of the `nccl` backend."""
 GROUP_ANSWER_LIMIT_S: Final = 0.7
@@ -322,8 +143,6 @@ GROUP_SEND_LIMIT_S: Final = 2.0
 """One message between rank 0 and another rank about the state of the group; a rank that does not take it misses it."""
 CHUNK_LIMIT_S: Final = 30.0
 """Published tensors between hosts: one chunk, from the source before; then the chunk is fetched from the publisher."""
-HOST_PROBE_LIMIT_S: Final = 5.0
-"""The test whether two ranks share a host; without an answer they use sockets."""
 SHARED_MEMORY_SETUP_LIMIT_S: Final = 20.0
 """Setting up shared memory among the ranks of a host; then the group uses sockets there."""
 GROUP_CONNECT_LIMIT_S: Final = 120.0
@@ -337,7 +156,7 @@ ELASTIC_PROBE_LIMIT_S: Final = 1.0
 STORE_TIMEOUT_S: Final = 300.0
 """Operations of a store that are given no timeout; torch's default. Then they fail with `DistStoreError`."""
 STORE_GRACE_S: Final = 10.0
-"""What the store's answer may need beyond the wait that was asked for, on a busy machine."""
+"""Extra time for the store's answer on a busy machine, beyond the wait that was asked for."""
 STORE_IDLE_S: Final = 5.0
 """A connection to the store that has not been used for so long is closed, and opened again by the next call."""
 STORE_LARGE_LIMIT_S: Final = 60.0
@@ -347,7 +166,8 @@ NAME_LOOKUP_LIMIT_S: Final = 3.0
 AGENT_STORE_CONNECT_LIMIT_S: Final = 5.0
 """One attempt to reach the store of torchrun's agent; further attempts follow until the rendezvous times out."""
 MIN_ATTEMPT_S: Final = 0.1
-"""Any attempt to connect gets at least this much time, also the last one before a deadline."""
+"""Any attempt to connect gets at least this much time, including the last one before a deadline; and the kernel's
+answer about the process at an address of this host gets this much."""
 MIN_WAIT_S: Final = 0.001
 """A wait whose limit is over still gets this time where 0 would mean something else: no limit, or no waiting."""
 FILE_LOCK_LIMIT_S: Final = 30.0
@@ -360,11 +180,11 @@ GRAPHVIZ_LIMIT_S: Final = 60.0
 # ------------------------------------------------------------ Closing
 
 RPC_CLOSE_LIMIT_S: Final = 5.0
-"""Each step of an RPC agent's close: its connections, its coroutines, its threads. What is left is logged."""
+"""Each step of an RPC agent's close: connections, coroutines, threads. Unfinished ones are logged."""
 LAST_REPLIES_LIMIT_S: Final = 2.0
 """Replies under way at a graceful `shutdown`; then the connections are closed in any case."""
 RREF_DELETION_LIMIT_S: Final = 10.0
-"""A worker that leaves gives its references back; what the owners did not confirm by then ends with the lease."""
+"""A worker that leaves returns its references; those that their owners do not confirm by then end with the lease."""
 RREF_RELEASE_LIMIT_S: Final = 1.0
 """When all workers have left, an owner waits this long for the last word of those who held its values."""
 UNREAD_STREAM_LIMIT_S: Final = 5.0
@@ -377,7 +197,8 @@ LEAVE_CONNECT_LIMIT_S: Final = 1.0
 GENERATORS_LIMIT_S: Final = 1.0
 """Async generators that nobody closed, at the end of the user loop."""
 LOOP_CLOSE_LIMIT_S: Final = 5.0
-"""The end of a loop or pool of threads whose owner gave no limit; what is left is logged."""
+"""The end of an event loop, a pool of threads or a store server whose owner gave no limit. A loop or pool that has not
+ended then is logged."""
 CANCELLED_TASKS_LIMIT_S: Final = 1.0
 """Tasks that were cancelled at a close; then they are left alone."""
 NODE_STOP_LIMIT_S: Final = 5.0
@@ -397,7 +218,7 @@ LOOP_READ_LIMIT_S: Final = 0.005
 READ_TURN_S: Final = 0.005
 """The I/O loop begins no further receive from one connection after so long; it reads the others first."""
 GRPC_STOP_GRACE_S: Final = 0.2
-"""What gRPC's server has for running calls when a listener stops; then it cuts them off."""
+"""Time that gRPC's server gives running calls when a listener stops; then it cuts them off."""
 GROUP_FAREWELL_LIMIT_S: Final = 4.0
 """A rank that leaves tells rank 0, and ends its watch."""
 GROUP_EXIT_LIMIT_S: Final = 1.0
@@ -408,22 +229,17 @@ PROGRESS_STOP_LIMIT_S: Final = 5.0
 """The end of the thread that moves messages between ranks."""
 PIPELINE_ABORT_LIMIT_S: Final = 2.0
 """The stages' runners end a step that failed elsewhere; the driver then raises without waiting for the rest."""
-STORE_STOP_LIMIT_S: Final = 5.0
-"""The end of the store's service."""
 STORE_LINGER_S: Final = 0.1
 """The store's service stays this long after its last reply, so that the reply leaves before the process ends."""
 LAUNCH_EXIT_LIMIT_S: Final = 60.0
 """A process of `launch` whose function has returned, measured by its parent; then the job fails."""
-LAUNCH_TERMINATE_LIMIT_S: Final = 5.0
-"""Processes of `launch` that were asked to end by SIGTERM, measured by their parent; then they are killed."""
+LAUNCH_END_LIMIT_S: Final = 5.0
+"""Processes of `launch` that were told to end, measured by their parent: after SIGTERM they are killed, and after
+SIGKILL their parent stops waiting for them."""
 JOB_STOP_LIMIT_S: Final = 20.0
 """`python -m rpcdist stop` waits for the end of the program that called `launch`; then it says that this goes on."""
-CLUSTER_NOTICE_S: Final = 15.0
-"""The processes of a `LocalCluster` import the program, measured by their parent; then it logs which are not so far."""
 CLUSTER_START_LIMIT_S: Final = 300.0
 """The processes of a `LocalCluster` import the program, measured by their parent; then the cluster is ended."""
-LAUNCH_KILL_LIMIT_S: Final = 5.0
-"""A process of `launch` that was killed, measured by its parent, which then leaves it alone."""
 
 # ------------------------------------------------------------ Retrying
 
@@ -440,25 +256,26 @@ LOCK_FIRST_PAUSE_S: Final = 0.0002
 the queue of a Unix socket."""
 LOCK_LONGEST_PAUSE_S: Final = 0.02
 """Longest of these pauses."""
-FILE_FIRST_PAUSE_S: Final = 0.001
-"""Longest first pause between looks whether the file of a file store has grown."""
+STORE_FIRST_PAUSE_S: Final = 0.001
+"""Longest first pause between looks at the file of a file store, or at a key of one of torch's stores, whose own waits
+cannot be interrupted."""
 FILE_LONGEST_PAUSE_S: Final = 0.1
-"""Longest of these pauses."""
-TORCH_STORE_FIRST_PAUSE_S: Final = 0.001
-"""Longest first pause between looks at a key of one of torch's stores, whose own waits cannot be interrupted."""
+"""Longest of these pauses for a file."""
 TORCH_STORE_LONGEST_PAUSE_S: Final = 0.5
-"""Longest of these pauses."""
+"""Longest of these pauses for torch's stores."""
 DESCRIPTOR_SHORTAGE_PAUSE_S: Final = 0.1
 """Before the next connection is accepted after accepting one failed, usually for want of file descriptors."""
 
 # ------------------------------------------------------------ Polling and batching
 
 CHECK_INTERVAL_S: Final = 0.05
-"""A thread that waits for sockets looks this often whether its group or job has failed."""
+"""A waiting thread checks this often for an event that nothing reports: the failure of its group or job, members of an
+elastic group that come or go, or the growth of the file to which a frozen process writes its stacks."""
 CHECK_INTERVAL_MS: Final = round(1000 * CHECK_INTERVAL_S)
 """The same for `poll`, which counts milliseconds."""
 SIGNAL_CHECK_INTERVAL_S: Final = 0.5
-"""A main thread that waits wakes up this often to see a Ctrl-C that came just before it slept."""
+"""A main thread that waits wakes up this often to see a Ctrl-C that came just before it slept, or that Ray's own wait
+ignores."""
 SHUTDOWN_POLL_S: Final = 1.0
 """A graceful `shutdown` counts the outstanding calls at least this often."""
 DEPARTURE_REVIEW_S: Final = 5.0
@@ -484,8 +301,6 @@ LONG_WAIT_S: Final = 1.0
 """Calls, collectives and backward passes that are younger count as going well in `python -m rpcdist stacks`."""
 STORY_CONTEXT_S: Final = 10.0
 """Calls that failed so long before the first failure of a job are left out of its report."""
-NEIGHBOUR_CONNECT_LIMIT_S: Final = 0.2
-"""The kernel's answer to who serves at an address of this host, which is late only where a backlog is full."""
 FLIGHT_FILE_PERIOD_S: Final = 1.0
 """A worker that notices several failures of others within this time writes its flight file for the first of them."""
 FLIGHT_NOTICE_S: Final = 0.3
@@ -493,12 +308,9 @@ FLIGHT_NOTICE_S: Final = 0.3
 does `launch`, before it ends the others, where a process was killed."""
 FROZEN_STACKS_LIMIT_S: Final = 1.0
 """The stacks of a process that does not answer, which a signal has it write; then the report goes without them."""
-FROZEN_STACKS_PAUSE_S: Final = 0.02
-"""Interval at which the file is looked at into which it writes them: two looks at the same size end the wait."""
-REFUSAL_LOG_PERIOD_S: Final = 60.0
-"""A refused connection is logged once in this period for each host and reason."""
-SHORTAGE_LOG_PERIOD_S: Final = 60.0
-"""What this process lacks itself (descriptors, memory, threads, ports) is logged once in this period."""
+LOG_PERIOD_S: Final = 60.0
+"""Repeated warnings are logged once in this period: a refused connection for each host and reason, and a resource that
+this process lacks (descriptors, memory, threads, ports)."""
 ACKNOWLEDGE_DELAY_S: Final = 0.01
 """Control messages that arrive within this time are acknowledged together."""
 CONTEXT_DROP_DELAY_S: Final = 0.05
@@ -507,10 +319,6 @@ CONTEXT_RELEASE_DELAY_S: Final = 0.05
 """The ends of autograd contexts that hold little memory are told to other workers within this time, together."""
 GRADIENT_HOLD_LIMIT_S: Final = 0.001
 """Small gradients that become ready within this time travel to other workers together."""
-STEP_ERROR_LIMIT_S: Final = 1.0
-"""The least time to fetch the error of an optimizer's step from its owner, near the deadline."""
-RAY_POLL_S: Final = 0.2
-"""The driver of a job on Ray waits for reports in pieces of this length: Ctrl-C does not wake Ray's own wait."""
 POOL_LEAD_S: Final = 0.02
 """A thread of the pool that has nothing to do reads for so long where its last call came from."""
 ANSWER_HOLD_S: Final = 0.0002
@@ -558,6 +366,3 @@ MPI_SHORT_PAUSE_S: Final = 50e-6
 """Between looks at an MPI request that was not done after spinning."""
 MPI_LONG_PAUSE_S: Final = 0.001
 """Between looks at an MPI request that takes long."""
-
-
-check(globals())

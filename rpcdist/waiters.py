@@ -1,4 +1,4 @@
-"""Waits of tasks: how another thread or a callback ends one, and what is done about one that takes long."""
+"""Waits of tasks: functions that end a wait from a callback or another thread, and a notice for long waits."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ T = TypeVar("T")
 
 
 def wake(waiter: asyncio.Future[None]) -> None:
-    """Ends the wait, unless it has ended already: woken before, or cancelled. On the waiter's loop."""
+    """Ends the wait, unless it was already ended or cancelled. On the waiter's loop."""
     if not waiter.done():
         waiter.set_result(None)
 
 
 def wake_threadsafe(waiter: asyncio.Future[None]) -> None:
-    """The same from any thread."""
+    """Ends the wait from any thread."""
     try:
         waiter.get_loop().call_soon_threadsafe(wake, waiter)
     except RuntimeError:
-        pass  # the loop was closed, so nobody waits any more
+        pass  # the loop was closed, and the wait with it
 
 
 async def noticed(waiting: Coroutine[Any, Any, T], after_s: float, notice: Callable[[], Awaitable[object]]) -> T:
     """Awaits `waiting`, and awaits `notice()` once if that takes longer than `after_s` seconds.
 
-    What `notice` raises ends both. Cancellation cancels what is awaited.
+    An exception of `notice` ends both. A cancellation cancels both.
     """
     task = asyncio.create_task(waiting, name="rpcdist noticed wait")
     try:

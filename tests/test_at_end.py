@@ -13,7 +13,7 @@ from types import FrameType
 
 import pytest
 
-from rpcdist.at_end import AtEnd
+from rpcdist.at_exit import AtEnd
 from rpcdist.rpc._rref.handles import Dropped, Handle, HandleState
 from rpcdist.rpc._rref.identifiers import Incarnation, RRefId, UniqueId
 
@@ -48,7 +48,7 @@ def test_the_end_is_noted_once_and_after_an_older_user_of_the_object(is_cyclic: 
 def test_it_cannot_be_done_twice() -> None:
     at_end = AtEnd(deque[str]().append, "it")
     for copy_of in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="happens once"):
+        with pytest.raises(TypeError, match="acts once"):
             copy_of(at_end)
 
 

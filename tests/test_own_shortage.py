@@ -109,7 +109,7 @@ def test_a_world_that_is_too_large_for_the_descriptors_is_told_both_numbers() ->
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 600), hard))
         check_descriptors_for(1)
-        with pytest.raises(TransportError, match=r"a world of 1001 workers needs 4\d\d\d file .* may have 600: raise"):
+        with pytest.raises(TransportError, match=r"1001 workers needs 4\d\d\d file .* may have only 600: raise"):
             check_descriptors_for(1000)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,4 +1,7 @@
-"""Writes the tables of `docs/time_limits.md` from `rpcdist/time_limits.py`; `--check` compares without writing."""
+"""Writes the tables of `docs/time_limits.md` from `rpcdist/time_limits.py`; `--check` compares without writing.
+
+It also has the list of limits that must exceed others, which a test compares.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import ast
 import itertools
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from rpcdist import time_limits
-from rpcdist._limit_dependencies import DEPENDENCIES
 
-__all__ = ["dependency_table", "limit_tables", "updated"]
+__all__ = ["DEPENDENCIES", "check", "dependency_table", "limit_tables", "updated"]
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "time_limits.md"
@@ -19,6 +23,80 @@ TABLES = re.compile(
     r"(<!-- (?P<name>[a-z]+): written by tools/time_limits_tables.py -->\n).*?(<!-- end -->)", re.DOTALL
 )
 HEADING = re.compile(r"^# -{20,} (.+)$")
+
+
+DEPENDENCIES: Final = (
+    ("RPC_TIMEOUT_S", ("PEER_TIMEOUT_S",), "a call to a dead worker ends as WorkerLost, not by its own timeout"),
+    ("PEER_TIMEOUT_S", ("REFUSED_GRACE_S",), "refused connections are the quick sign of a dead worker"),
+    ("PEER_TIMEOUT_S", ("AGENT_TICK_S",), "leases, which last longer, end at ticks"),
+    ("HANDSHAKE_LIMIT_S", ("LOCAL_HANDSHAKE_LIMIT_S",), "the connecting side gives up the local channel first"),
+    ("HANDSHAKE_LIMIT_S", ("TCP_CHANNEL_LIMIT_S",), "the handshake on gRPC goes on if the TCP channel fails"),
+    ("GROUP_CONNECT_LIMIT_S", ("HANDSHAKE_LIMIT_S",), "a slow handshake must not look like a rank that is gone"),
+    (
+        "GROUP_VERDICT_LIMIT_S",
+        ("GROUP_ANSWER_LIMIT_S", "CHECK_INTERVAL_S"),
+        "rank 0 collects answers first, and messages take time",
+    ),
+    ("GROUP_FAREWELL_LIMIT_S", ("GROUP_SEND_LIMIT_S", "CANCELLED_TASKS_LIMIT_S"), "these are its two parts"),
+    ("ELASTIC_FORM_LIMIT_S", ("ELASTIC_TIMEOUT_S",), "a rank that does not come is left behind before forming fails"),
+    (
+        "ELASTIC_TIMEOUT_S",
+        ("ELASTIC_PROBE_LIMIT_S", "CHECK_INTERVAL_S"),
+        "a rank that is late is probed more than once",
+    ),
+    ("STORE_TIMEOUT_S", ("STORE_GRACE_S",), "the grace extends a wait and does not replace it"),
+    ("STORE_GRACE_S", ("LINK_CLOSE_LIMIT_S",), "closing a client is bounded by the grace"),
+    ("STORE_GRACE_S", ("NAME_LOOKUP_LIMIT_S",), "the error that names the cause is raised within the grace"),
+    ("LOOP_CLOSE_LIMIT_S", ("STORE_LINGER_S",), "the lingering is a part of the stop"),
+    ("COORDINATOR_GRACE_S", ("LEAVE_CONNECT_LIMIT_S",), "the farewell is bounded by twice the grace"),
+    ("COORDINATOR_GRACE_S", ("ASK_COORDINATOR_LIMIT_S",), "a call that fails fast has less time than a question alone"),
+    ("PEER_TIMEOUT_S", ("RETURN_LONGEST_PAUSE_S",), "survivors come to the next coordinator within its recovery"),
+    ("ORPHAN_TIMEOUT_S", ("PEER_TIMEOUT_S",), "the search outlasts the recovery by far"),
+    ("RETURN_LONGEST_PAUSE_S", ("RETURN_FIRST_PAUSE_S",), "pauses grow"),
+    ("RESTART_LONGEST_PAUSE_S", ("RESTART_FIRST_PAUSE_S",), "pauses grow"),
+    ("JOB_STOP_LIMIT_S", ("LAUNCH_END_LIMIT_S", "LAUNCH_END_LIMIT_S"), "the ranks are ended meanwhile"),
+    ("RPC_CLOSE_LIMIT_S", ("LAST_REPLIES_LIMIT_S",), "the last replies are one step before the close"),
+    ("RPC_CLOSE_LIMIT_S", ("GENERATORS_LIMIT_S",), "async generators are closed at the end of the user loop"),
+    ("LOOP_CLOSE_LIMIT_S", ("CANCELLED_TASKS_LIMIT_S",), "an I/O loop ends its tasks before its thread is joined"),
+    ("PARKED_LIMIT_S", ("GROUP_TIMEOUT_S",), "a server lets a setup wait as long as its default timeout says"),
+    (
+        "NODE_STOP_LIMIT_S",
+        ("UNARY_DRAIN_LIMIT_S", "LINK_CLOSE_LIMIT_S", "LISTENER_STOP_LIMIT_S", "GRPC_STOP_GRACE_S"),
+        "the transport ends these one after the other",
+    ),
+    (
+        "LAUNCH_EXIT_LIMIT_S",
+        ("RPC_CLOSE_LIMIT_S", "NODE_STOP_LIMIT_S", "GROUP_EXIT_LIMIT_S"),
+        "a rank that ends in order closes these first",
+    ),
+    ("SEGMENTS_TRIM_S", ("SEGMENTS_RETURN_S",), "a segment is returned before it is given back to the system"),
+    ("CONNECT_LONGEST_PAUSE_S", ("CONNECT_FIRST_PAUSE_S",), "pauses grow"),
+    ("REFUSED_GRACE_S", ("CONNECT_FIRST_PAUSE_S",), "a worker that refuses is tried more than once"),
+    ("FILE_LONGEST_PAUSE_S", ("STORE_FIRST_PAUSE_S",), "pauses grow"),
+    ("LOCK_LONGEST_PAUSE_S", ("LOCK_FIRST_PAUSE_S",), "pauses grow"),
+    ("FILE_LOCK_LIMIT_S", ("LOCK_LONGEST_PAUSE_S",), "a lock is tried more than once"),
+    ("TORCH_STORE_LONGEST_PAUSE_S", ("STORE_FIRST_PAUSE_S",), "pauses grow"),
+    ("POOL_STALL_S", ("POOL_TICK_S",), "the monitor measures the stall in ticks"),
+    ("POOL_EXHAUSTED_LIMIT_S", ("POOL_STALL_S",), "a stall starts threads first, up to the cap"),
+    ("NCCL_ERROR_POLL_S", ("NCCL_POLL_S",), "the watchdog asks for errors between its looks"),
+    ("MPI_LONG_PAUSE_S", ("MPI_SHORT_PAUSE_S",), "pauses grow"),
+)
+"""A limit, those whose sum it must exceed, and why."""
+
+
+def check(limits: Mapping[str, float]) -> None:
+    """Raises `ValueError` when a limit does not exceed those that it must exceed."""
+    for longer, shorter, why in DEPENDENCIES:
+        if not limits[longer] > sum(limits[name] for name in shorter):
+            raise ValueError(f"{longer} must exceed {' + '.join(shorter)}: {why}")
+    if not limits["LEASE_IN_PEER_TIMEOUTS"] >= 3:
+        raise ValueError("LEASE_IN_PEER_TIMEOUTS must be at least 3: a user that is only slow keeps its references")
+    if not limits["HEARTBEATS_PER_PEER_TIMEOUT"] >= 3:
+        raise ValueError("HEARTBEATS_PER_PEER_TIMEOUT must be at least 3: one lost heartbeat is not a lost peer")
+    if not 0 < limits["LAST_ATTEMPT_SHARE"] < 1:
+        raise ValueError("LAST_ATTEMPT_SHARE must be a part of the peer timeout: it extends it")
+    if not 0 < limits["SURVIVOR_PROBE_SHARE"] < 1:
+        raise ValueError("SURVIVOR_PROBE_SHARE must be a part of the peer timeout: the rest is for the answers")
 
 
 def limit_tables() -> str:
@@ -41,7 +119,7 @@ def limit_tables() -> str:
 
 
 def dependency_table() -> str:
-    """What is compared at import."""
+    """The table of `DEPENDENCIES`."""
     lines = ["| limit | must exceed | because |", "|---|---|---|"]
     for longer, shorter, why in DEPENDENCIES:
         lines.append(f"| `{longer}` | {' + '.join(f'`{name}`' for name in shorter)} | {why} |")

@@ -23,7 +23,7 @@ from rpcdist.collectives._stores.store_operations import Get, Missing, StoreOper
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveMismatch, ConnectFailed, DistNetworkError, RendezvousError, StoreTimeout, listed
 from rpcdist.time_limits import MIN_WAIT_S, STORE_CHECK_INTERVAL_S
-from rpcdist.transport._socket_hub.hub_address import HubAddress
+from rpcdist.transport._socket_hub.hub_connector import HubAddress
 from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.sockets import SocketHub
 

@@ -15,7 +15,7 @@ from rpcdist.collectives._group.elastic_rounds import Candidate, ClosedRound
 from rpcdist.collectives._stores.signed_records import SignedRecords
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.errors import AuthenticationFailed, RendezvousError
-from rpcdist.transport.records import Records
+from rpcdist.transport.credentials import Records
 
 T = TypeVar("T")
 

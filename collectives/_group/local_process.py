@@ -17,7 +17,7 @@ from rpcdist.time_limits import GROUP_EXIT_LIMIT_S
 
 if TYPE_CHECKING:
     from rpcdist.transport import Node
-    from rpcdist.transport.records import Records
+    from rpcdist.transport.credentials import Records
 
 
 class Closable(Protocol):

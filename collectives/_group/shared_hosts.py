@@ -18,7 +18,7 @@ from rpcdist.collectives._group.bootstrap import Bootstrap, exchange_values
 from rpcdist.collectives._transports.hierarchical import Hosts
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ProtocolViolation, RpcdistError, TransportError
-from rpcdist.time_limits import CHECK_INTERVAL_MS, HOST_PROBE_LIMIT_S, SHARED_MEMORY_SETUP_LIMIT_S
+from rpcdist.time_limits import CHECK_INTERVAL_MS, PROBE_LIMIT_S, SHARED_MEMORY_SETUP_LIMIT_S
 from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.shared_memory import Segment, accept, offer
 from rpcdist.transport.sockets import SocketHub
@@ -46,9 +46,7 @@ def _lowest_reachable(rank: int, hub: SocketHub, bootstrap: Bootstrap) -> int:
         if bootstrap.boots[other] != bootstrap.boots[rank]:
             continue
         try:
-            hub.connect(
-                bootstrap.addresses[other], f"{bootstrap.uid}/probe/{rank}", HOST_PROBE_LIMIT_S, unix=True
-            ).close()
+            hub.connect(bootstrap.addresses[other], f"{bootstrap.uid}/probe/{rank}", PROBE_LIMIT_S, unix=True).close()
             return other
         except TransportError as exc:
             logger.debug("rank %s is not on this host: %s", other, exc)

@@ -15,7 +15,7 @@ from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, DROPPED_STOR
 from rpcdist.collectives._stores.store_operations import Change, Code, Contents, Missing, StoreOperation
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DistStoreError
-from rpcdist.time_limits import FILE_FIRST_PAUSE_S, FILE_LOCK_LIMIT_S, FILE_LONGEST_PAUSE_S
+from rpcdist.time_limits import FILE_LOCK_LIMIT_S, FILE_LONGEST_PAUSE_S, STORE_FIRST_PAUSE_S
 
 __all__ = ["FileStore"]
 
@@ -65,7 +65,7 @@ class FileStore(Store):
             self._state.close()
 
     def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
-        pauses = backoff(FILE_FIRST_PAUSE_S, FILE_LONGEST_PAUSE_S, deadline)
+        pauses = backoff(STORE_FIRST_PAUSE_S, FILE_LONGEST_PAUSE_S, deadline)
         while isinstance(result := self._state.execute(operation), Missing) and not deadline.expired():
             while not deadline.expired():
                 time.sleep(next(pauses))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rpcdist.collectives._stores.store_base import Store
-from rpcdist.transport.records import Records
+from rpcdist.transport.credentials import Records
 
 
 class SignedRecords:

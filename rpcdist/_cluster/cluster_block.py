@@ -8,7 +8,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from rpcdist._launch.outcome_errors import interrupted
+from rpcdist._launch.progress import interrupted
 from rpcdist.errors import ConfigError
 from rpcdist.ids import check_worker_name
 from rpcdist.off_loop import run_in_thread

@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Self
 from rpcdist._cluster.cluster_block import ClusterBlock, worker_names
 from rpcdist._cluster.joining import join_cluster
 from rpcdist._launch.background_ranks import BackgroundRanks
-from rpcdist._launch.job_plan import Role, plan_job, this_machine
+from rpcdist._launch.job_plan import HOST, Role, held_port, plan_job, this_machine
 from rpcdist._launch.local_ranks import LocalRanks, RankTask
-from rpcdist._launch.outcome_errors import error_of, interrupted
 from rpcdist._launch.output import KEPT_LINES, JobOutput
 from rpcdist._launch.placement import Placement, placement_from_environment
+from rpcdist._launch.progress import error_of, interrupted
 from rpcdist._launch.rank_call import pickle_call
 from rpcdist._launch.rank_main import check_not_importing_main
-from rpcdist._launch.rendezvous_port import HOST, held_port
 from rpcdist._launch.reports import Raised
-from rpcdist._launch.stop_signals import KeptInterrupt, StopSignals
+from rpcdist._launch.supervisor import KeptInterrupt, StopSignals
 from rpcdist.errors import (
     AlreadyInitialized,
     BlockingInLoop,
@@ -36,7 +35,7 @@ from rpcdist.errors import (
     WorkerLost,
 )
 from rpcdist.own_shortage import check_can_start, names_shortage
-from rpcdist.time_limits import CLUSTER_NOTICE_S, CLUSTER_START_LIMIT_S, LAUNCH_CAUSE_LIMIT_S
+from rpcdist.time_limits import CLUSTER_START_LIMIT_S, INIT_NOTICE_S, LAUNCH_CAUSE_LIMIT_S
 
 if TYPE_CHECKING:
     from rpcdist.rpc import RpcOptions
@@ -239,7 +238,7 @@ class LocalCluster(ClusterBlock):
         return self._engine
 
     def _join(self, processes: BackgroundRanks, address: str) -> None:
-        processes.wait_until_ready(CLUSTER_START_LIMIT_S, CLUSTER_NOTICE_S, self._say_who_is_missing)
+        processes.wait_until_ready(CLUSTER_START_LIMIT_S, INIT_NOTICE_S, self._say_who_is_missing)
         try:
             join_cluster(0, self.names, address, self._options)
         except RpcdistError as error:
@@ -250,7 +249,7 @@ class LocalCluster(ClusterBlock):
 
     def _say_who_is_missing(self, ranks: Sequence[int]) -> None:
         missing = ", ".join(self.names[rank] for rank in ranks)
-        logger.warning("after %g s, still waiting until these have imported the program: %s", CLUSTER_NOTICE_S, missing)
+        logger.warning("after %g s, still waiting until these have imported the program: %s", INIT_NOTICE_S, missing)
 
     def _cancel(self) -> None:
         """Ends the processes, and `start` as soon as its thread looks."""

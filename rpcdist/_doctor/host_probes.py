@@ -15,12 +15,11 @@ from rpcdist._doctor.doctor_facts import GpuFacts, HostFacts
 from rpcdist.errors import ConfigError, TransportError
 from rpcdist.own_shortage import check_can_start
 from rpcdist.transport._channels.brief_polling import may_poll
-from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE, allowed_channels
+from rpcdist.transport._channels.channel import CHANNELS_VARIABLE, allowed_channels
 from rpcdist.transport._server.diagnosis import library_versions
-from rpcdist.transport._server.port_range import PortRange
 from rpcdist.transport._striping.striping import num_connections
 from rpcdist.transport._tls.tls_policy import TlsPolicy
-from rpcdist.transport.addresses import host_from_environment
+from rpcdist.transport.addresses import PortRange, host_from_environment
 from rpcdist.transport.token import TOKEN_VARIABLE, describe_token_source, job_token, token_path
 
 __all__ = ["host_facts"]

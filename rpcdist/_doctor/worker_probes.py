@@ -24,13 +24,13 @@ from google.protobuf.message import DecodeError
 from rpcdist._doctor.doctor_facts import PortAnswer, PortFact, SessionFact, Shown, WorkerAnswer, WorkerFact
 from rpcdist._proto import diagnosis_pb2, membership_pb2
 from rpcdist.errors import AuthenticationFailed, ConfigError, RpcdistError, TransportError
-from rpcdist.time_limits import DOCTOR_LIMIT_S, MIN_ATTEMPT_S, NAME_LOOKUP_LIMIT_S, TCP_CHANNEL_LIMIT_S
+from rpcdist.time_limits import MIN_ATTEMPT_S, NAME_LOOKUP_LIMIT_S, PROBE_LIMIT_S, TCP_CHANNEL_LIMIT_S
 from rpcdist.transport import Link, Node
 from rpcdist.transport._framing.message_parts import parsed
 from rpcdist.transport._server.diagnosis import DIAGNOSIS_ROLE
 from rpcdist.transport._tls.job_authority import CLOCK_TOLERANCE, LIFETIME, JobAuthority
 from rpcdist.transport.addresses import host_from_environment, is_loopback, join_address, pick_bind_host, split_address
-from rpcdist.transport.peer_text import printable
+from rpcdist.transport.identities import printable
 from rpcdist.transport.session import NullHandler
 
 __all__ = ["Probed", "WorkerProbes"]
@@ -84,14 +84,14 @@ class WorkerProbes:
         is_here = any(way.host == way.own_host or is_loopback(way.host) for way in ways)
         facts = WorkerFact(address, member, ports=ways, is_this_machine=is_here, now_s=time.time())
         try:
-            connecting = self._node.connect(address, DIAGNOSIS_ROLE, DOCTOR_LIMIT_S, NullHandler(), retry=False)
-            link = self._node.run(connecting, 2 * DOCTOR_LIMIT_S)
+            connecting = self._node.connect(address, DIAGNOSIS_ROLE, PROBE_LIMIT_S, NullHandler(), retry=False)
+            link = self._node.run(connecting, 2 * PROBE_LIMIT_S)
         except (TransportError, ConfigError, TimeoutError) as exc:
             return Probed(self._without_session(replace(facts, session_error=str(exc) or "no answer in time"), exc))
         try:
             return self._with_session(facts, link)
         finally:
-            self._node.run(link.close(), DOCTOR_LIMIT_S)
+            self._node.run(link.close(), PROBE_LIMIT_S)
 
     # ------------------------------------------------------------ no session
 
@@ -134,11 +134,11 @@ class WorkerProbes:
         return Probed(replace(facts, answer=answer), members)
 
     def _ask(
-        self, link: Link, address: str = "", size_bytes: int = 0, limit_s: float = DOCTOR_LIMIT_S
+        self, link: Link, address: str = "", size_bytes: int = 0, limit_s: float = PROBE_LIMIT_S
     ) -> diagnosis_pb2.ReachReply:
         request = diagnosis_pb2.ReachRequest(address=address, reply_bytes=size_bytes, padding=bytes(size_bytes))
         asking = link.unary("Diagnosis", "Reach", request, diagnosis_pb2.ReachReply, limit_s)
-        return self._node.run(asking, limit_s + DOCTOR_LIMIT_S)
+        return self._node.run(asking, limit_s + PROBE_LIMIT_S)
 
     def _large_failure(self, link: Link) -> str:
         try:
@@ -149,7 +149,7 @@ class WorkerProbes:
 
     def _failure_to_reach(self, link: Link, own: str) -> str:
         try:
-            return printable(self._ask(link, own, limit_s=2 * DOCTOR_LIMIT_S).failure[:1000])
+            return printable(self._ask(link, own, limit_s=2 * PROBE_LIMIT_S).failure[:1000])
         except (RpcdistError, TimeoutError) as exc:
             return f"the attempt did not end in time, {exc}"
 
@@ -166,9 +166,9 @@ class WorkerProbes:
         if link.peer.id != 0:
             return []
         request = membership_pb2.MembersRequest()
-        asking = link.unary("Membership", "Members", request, membership_pb2.JoinReply, DOCTOR_LIMIT_S)
+        asking = link.unary("Membership", "Members", request, membership_pb2.JoinReply, PROBE_LIMIT_S)
         with suppress(RpcdistError, DecodeError, TimeoutError):  # a rank 0 of a group alone has no such list
-            reply = self._node.run(asking, 2 * DOCTOR_LIMIT_S)
+            reply = self._node.run(asking, 2 * PROBE_LIMIT_S)
             members = parsed(membership_pb2.MemberList, reply.members).members
             return [(printable(each.identity.name), printable(each.address)) for each in members]
         return []

@@ -22,7 +22,7 @@ from rpcdist.time_limits import FROZEN_STACKS_LIMIT_S, LINK_CLOSE_LIMIT_S, LOOK_
 from rpcdist.transport import NodeOptions, acquire_node
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.link import Link
-from rpcdist.transport.neighbours import INSPECTION_ROLE, local_addresses, process_at
+from rpcdist.transport.unix_sockets import INSPECTION_ROLE, local_addresses, process_at
 
 __all__ = ["Asker", "JobFacts"]
 

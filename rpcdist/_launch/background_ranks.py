@@ -7,8 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from rpcdist._launch.outcome_errors import error_of
-from rpcdist._launch.progress import Failed, Progress, restart_pause_s
+from rpcdist._launch.progress import Failed, Progress, error_of, restart_pause_s
 from rpcdist._launch.supervisor import RankEngine
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded

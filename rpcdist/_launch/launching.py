@@ -10,18 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple, overload
 
-from rpcdist._launch.job_plan import JobPlan, Role, plan_job, this_machine
+from rpcdist._launch.job_plan import HOST, JobPlan, Role, held_port, plan_job, this_machine
 from rpcdist._launch.job_records import JobRecord
 from rpcdist._launch.local_ranks import LocalRanks, RankTask
-from rpcdist._launch.outcome_errors import error_of, interrupted
 from rpcdist._launch.output import ERROR_LINES, JobOutput
 from rpcdist._launch.placement import Placement, placement_from_environment
-from rpcdist._launch.progress import Outcome, Progress, Succeeded, restart_pause_s
+from rpcdist._launch.progress import Outcome, Progress, Succeeded, error_of, interrupted, restart_pause_s
 from rpcdist._launch.rank_call import load_result, pickle_call
 from rpcdist._launch.rank_main import check_not_importing_main
-from rpcdist._launch.rendezvous_port import HOST, held_port
-from rpcdist._launch.stop_signals import StopSignals
-from rpcdist._launch.supervisor import run_job
+from rpcdist._launch.supervisor import StopSignals, run_job
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, ProcessFailed
 from rpcdist.own_shortage import check_can_start, names_shortage

@@ -14,7 +14,7 @@ from rpcdist._launch.rank_call import RankCall
 from rpcdist._launch.rank_process import RankProcess, start_rank
 from rpcdist._launch.reports import Event, ProcessEnded, Ready
 from rpcdist.deadline import Deadline
-from rpcdist.time_limits import LAUNCH_KILL_LIMIT_S, LAUNCH_TERMINATE_LIMIT_S, SELECT_LIMIT_S
+from rpcdist.time_limits import LAUNCH_END_LIMIT_S, SELECT_LIMIT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class LocalRanks:
             process.terminate()
         for process in running:
             process.resume()
-        self._wait_for_ends(running, Deadline.after(LAUNCH_TERMINATE_LIMIT_S))
+        self._wait_for_ends(running, Deadline.after(LAUNCH_END_LIMIT_S))
         for process in running:
             process.kill_group()
             self._reap(process)
@@ -123,7 +123,7 @@ class LocalRanks:
     def _reap(self, process: RankProcess) -> int | None:
         """The return code of a process that ends now; its output is complete then."""
         with self._reaping:
-            returncode = process.reap(LAUNCH_KILL_LIMIT_S)
+            returncode = process.reap(LAUNCH_END_LIMIT_S)
             self._processes.remove(process)
         self._unregister(process)
         for stream in process.streams.values():

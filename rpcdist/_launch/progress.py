@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rpcdist._launch.reports import Event, Exited, ProcessEnded, Raised, Ready, Returned
 from rpcdist.backoff import backoff
-from rpcdist.time_limits import RESTART_FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S
+from rpcdist.errors import DeadlineExceeded, ProcessFailed
+from rpcdist.time_limits import LAUNCH_EXIT_LIMIT_S, RESTART_FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,3 +248,38 @@ def restart_pause_s(number: int) -> float:
     """How long to wait before restart `number` of a rank: longer each time, and random, so that ranks differ."""
     pauses = backoff(RESTART_FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S)
     return [next(pauses) for _ in range(number)][-1]
+
+
+# ---------------------------------------------------------------- the exceptions for the outcome of a job
+
+
+class Interrupted(KeyboardInterrupt, SystemExit):
+    """Ctrl-C. Where nothing catches it, the program ends with exit code 130 and without a traceback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = 128 + signal.SIGINT
+
+
+def interrupted() -> BaseException:
+    """The error after Ctrl-C: `Interrupted`, or in a notebook or at a prompt, which go on, `KeyboardInterrupt`."""
+    if hasattr(sys, "ps1"):
+        return KeyboardInterrupt()
+    print("\ninterrupted", file=sys.stderr)
+    return Interrupted()
+
+
+def error_of(outcome: Failed | Late | Stuck, workers: int, join_timeout_s: float | None = None) -> BaseException:
+    """The exception for a job of so many workers that did not succeed."""
+    if isinstance(outcome, Late):
+        ranks = ", ".join(map(str, outcome.ranks))
+        return DeadlineExceeded(f"after {join_timeout_s:g} s these of {workers} ranks had not ended: {ranks}")
+    if isinstance(outcome, Stuck):
+        what = f"returned, but its process did not end within {LAUNCH_EXIT_LIMIT_S:g} s: is a thread still running?"
+        return ProcessFailed(outcome.rank, what)
+    cause = outcome.cause
+    if isinstance(cause, Exited):
+        return SystemExit(cause.code)
+    if isinstance(cause, Raised):
+        return ProcessFailed(outcome.rank, f"raised {cause.type_name}", traceback=cause.traceback)
+    return ProcessFailed(outcome.rank, str(cause), exit_code=cause.returncode)

@@ -21,9 +21,9 @@ class RankCall:
     """A function and its arguments after the rank.
 
     Attributes:
-        pickled: both.
-        by_value: what the main module defines is part of the pickle.
-        imports: modules that the other process imports besides, before it says that it is ready.
+        pickled: both as a pickle.
+        by_value: whether the pickle contains the definitions of the main module.
+        imports: further modules that the other process imports before it reports that it is ready.
     """
 
     pickled: bytes

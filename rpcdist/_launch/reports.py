@@ -21,7 +21,7 @@ _LENGTH: Final = struct.Struct("<Q")
 _OWN_PACKAGES: Final = (__package__, "rpcdist.ray")
 _IMPORTERS: Final = ("multiprocessing.spawn", "runpy")
 
-# What the loss of another rank looks like. A rank that fails with one of these is rarely the one that failed first.
+# Errors that the loss of another rank causes. A rank that fails with one of these is rarely the first to fail.
 _CONSEQUENCES: Final = (ConnectionError, TimeoutError, GroupAborted)
 
 

@@ -1,9 +1,9 @@
 """Adam in one C++ call for all parameters, where torch has it and computes the same.
 
 torch's `fused=True` on the CPU takes a third to a seventh of the time of its default. But it reads a gradient in the
-order of its parameter's memory: one with other strides (torch 2.13 checks nothing) gives wrong numbers. So contiguous
-parameters alone are stepped so, and get contiguous gradients. It is chosen anew for each step and is no option of the
-optimizer, whose state loads anywhere.
+order of its parameter's memory, so a gradient with other strides gives wrong numbers, which torch 2.13 does not check.
+So only contiguous parameters use it, and get contiguous gradients. The choice is made for each step and is not an
+option of the optimizer, so its state can be loaded anywhere.
 """
 
 from __future__ import annotations

@@ -295,7 +295,7 @@ _STEP_NAME: Final = f"{call_local_optimizer.__module__}:{call_local_optimizer.__
 
 
 def encode_step(number: int, options: Sequence[Group] | None, hogwild: bool) -> bytes | None:
-    """What an owner is asked to do; None if its options are no plain values, which a call can carry."""
+    """The request to an owner; None if the options are not plain values, which a call could carry."""
     work = _WORK.pack(number, hogwild)
     if options is None:
         return work

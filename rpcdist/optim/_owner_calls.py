@@ -21,7 +21,7 @@ from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._values.exceptions import add_note, text_of
-from rpcdist.time_limits import STEP_ERROR_LIMIT_S
+from rpcdist.time_limits import THREAD_GRACE_S
 
 
 class OwnerCall(NamedTuple):
@@ -138,7 +138,7 @@ def _stepped(call: OwnerCall, outcome: bytes | Exception, deadline: Deadline) ->
         raise outcome
     took_part, error = decode_outcome(outcome)
     if error:
-        left_s = max(deadline.remaining_s(), STEP_ERROR_LIMIT_S) if deadline.is_finite else 0.0
+        left_s = max(deadline.remaining_s(), THREAD_GRACE_S) if deadline.is_finite else 0.0
         rpc.rpc_sync(call.owner, call.function, (call.args[0], "raise_error", error), timeout=left_s)
     return took_part
 

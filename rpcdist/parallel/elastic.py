@@ -20,7 +20,7 @@ from rpcdist.collectives.elastic_group import ElasticGroup
 from rpcdist.errors import CollectiveError, CollectiveTimeout, ConfigError, GroupAborted, RankLost
 from rpcdist.parallel._ddp._state_transfer import HasState, receive_state, send_state, take_over
 from rpcdist.parallel.distributed import DistributedDataParallel
-from rpcdist.time_limits import ELASTIC_CHECK_INTERVAL_S
+from rpcdist.time_limits import STORE_CHECK_INTERVAL_S
 from rpcdist.torch_optimizers import take_step
 
 __all__ = ["ElasticDataParallel", "ElasticStep", "HasState"]
@@ -192,7 +192,7 @@ class ElasticDataParallel(nn.Module):
     def _current_group(self) -> ProcessGroup:
         """The group, formed again if it has failed or a process wants to come in."""
         now = time.monotonic()
-        if self._group is not None and self._failure is None and now - self._looked_at_s > ELASTIC_CHECK_INTERVAL_S:
+        if self._group is not None and self._failure is None and now - self._looked_at_s > STORE_CHECK_INTERVAL_S:
             self._looked_at_s = now
             if self._elastic.others_wait():
                 self._group = None

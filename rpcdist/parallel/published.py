@@ -31,11 +31,10 @@ from rpcdist.errors import (
 )
 from rpcdist.parallel._published._hosts import MAX_SHARDS, MAX_VERSION, Comparison, Publisher
 from rpcdist.parallel._published._layout import ShardCopies, VersionLayout, copies_for, whole_copies
-from rpcdist.parallel._published._parts import Pieces, TensorPart, Value, pieces_of
+from rpcdist.parallel._published._parts import MAX_SEGMENTS, Pieces, TensorPart, Value, pieces_of
 from rpcdist.parallel._published._reader import VersionReader
 from rpcdist.parallel._published._shard_connection import ShardConnection, actor_name, follow, known
 from rpcdist.parallel._published._small_tensors import SmallTensors, copy_tensors
-from rpcdist.parallel._published._words import MAX_SEGMENTS
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT

@@ -14,21 +14,20 @@ import ray
 from rpcdist import rpc
 from rpcdist._cluster.cluster_block import ClusterBlock, worker_names
 from rpcdist._launch.background_ranks import BackgroundRanks
-from rpcdist._launch.job_plan import RankPlan, Role, check_environment
-from rpcdist._launch.outcome_errors import error_of, interrupted
+from rpcdist._launch.job_plan import RankPlan, Role, check_environment, held_port
 from rpcdist._launch.placement import placement_from_environment
+from rpcdist._launch.progress import error_of, interrupted
 from rpcdist._launch.rank_call import main_has_a_file, pickle_call
 from rpcdist._launch.rank_main import check_not_importing_main
-from rpcdist._launch.rendezvous_port import held_port
 from rpcdist._launch.reports import Raised
-from rpcdist._launch.stop_signals import StopSignals
+from rpcdist._launch.supervisor import StopSignals
 from rpcdist.deadline import Deadline
 from rpcdist.errors import AlreadyInitialized, ConfigError, DeadlineExceeded, NotInitialized, RpcdistError, WorkerLost
 from rpcdist.ids import check_worker_name
 from rpcdist.ray._ray_launch import main_module, reserve, say_where
 from rpcdist.ray._ray_ranks import RayRanks
 from rpcdist.rpc import RpcOptions
-from rpcdist.time_limits import CLUSTER_NOTICE_S, CLUSTER_START_LIMIT_S
+from rpcdist.time_limits import CLUSTER_START_LIMIT_S, INIT_NOTICE_S
 from rpcdist.transport.token import job_token
 
 __all__ = ["Cluster"]
@@ -234,7 +233,7 @@ class Cluster(ClusterBlock):
         self._batches.append(batch)
         batch.ranks.start()
         limit_s = min(deadline.remaining_s(), CLUSTER_START_LIMIT_S)
-        batch.ranks.wait_until_ready(limit_s, min(limit_s, CLUSTER_NOTICE_S), lambda missing: None)
+        batch.ranks.wait_until_ready(limit_s, min(limit_s, INIT_NOTICE_S), lambda missing: None)
         try:
             for name in names:
                 rpc.wait_for_worker(name, timeout=min(deadline.remaining_s(), CLUSTER_START_LIMIT_S))

@@ -24,8 +24,7 @@ from rpcdist._launch.placement import placement_from_environment
 from rpcdist._launch.progress import Late, Outcome, Progress
 from rpcdist._launch.rank_call import RankCall, main_has_a_file, pickle_call
 from rpcdist._launch.rank_main import check_not_importing_main
-from rpcdist._launch.stop_signals import StopSignals
-from rpcdist._launch.supervisor import run_job
+from rpcdist._launch.supervisor import StopSignals, run_job
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError
 from rpcdist.ray._rank_actor import MainModule, Where

@@ -18,7 +18,7 @@ from rpcdist._launch.job_plan import DEVICES_VARIABLE, RankPlan
 from rpcdist._launch.rank_call import RankCall
 from rpcdist._launch.reports import Event, Exited, ProcessEnded, Raised, Ready, Report
 from rpcdist.ray._rank_actor import MainModule, RankActor, Where
-from rpcdist.time_limits import RAY_POLL_S
+from rpcdist.time_limits import SIGNAL_CHECK_INTERVAL_S
 
 __all__ = ["RayRanks"]
 
@@ -87,7 +87,7 @@ class RayRanks:
     def reports(self, limit_s: float) -> list[tuple[int, Event]]:
         end = time.monotonic() + limit_s
         while True:
-            wait_s = max(0.0, min(RAY_POLL_S, end - time.monotonic()))
+            wait_s = max(0.0, min(SIGNAL_CHECK_INTERVAL_S, end - time.monotonic()))
             if not self._pending:
                 woken = select.select([self._wake], [], [], wait_s)[0]
                 done: list[Any] = []

@@ -34,12 +34,12 @@ from rpcdist.inspection import Strangers
 from rpcdist.testing.limits import LIMIT_S
 from rpcdist.testing.memory_channel import MemoryChannel, Path, channel_pair
 from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, LINK_CLOSE_LIMIT_S, NODE_STOP_LIMIT_S
-from rpcdist.transport.credentials import Credentials
+from rpcdist.transport.credentials import Credentials, Records
+from rpcdist.transport.handing_on import SessionHandler
 from rpcdist.transport.identities import identity_to_proto
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.records import Records
 from rpcdist.transport.roles import Roles
-from rpcdist.transport.session import NullHandler, Session, SessionHandler
+from rpcdist.transport.session import NullHandler, Session
 
 __all__ = ["MemoryConnection", "MemoryNetwork", "MemoryNode"]
 

@@ -1,16 +1,20 @@
-"""Which local address to listen on, and how addresses are written.
+"""Local addresses and ports to listen on, and the written form of addresses.
 
-A process listens on loopback when its coordinator is there, or else on the one address from which it reaches the
-coordinator: never on all interfaces unless told so.
+A process listens on loopback if its coordinator does, otherwise on the one address from which it reaches the
+coordinator. It listens on all interfaces only if told so.
 """
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import os
+import re
 import socket
 import struct
+from collections.abc import Callable
+from typing import Final, NamedTuple, TypeVar
 
 from rpcdist.errors import ConfigError, TransportError
 from rpcdist.own_shortage import own_shortage
@@ -27,7 +31,7 @@ def split_address(address: str) -> tuple[str, int]:
     """Takes "host:port" or "[v6]:port" apart.
 
     Raises:
-        ConfigError: it is not written like that, or the port is not within 0 to 65535.
+        ConfigError: the text has another form, or the port is not within 0 to 65535.
     """
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -46,16 +50,15 @@ def join_address(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """True for "localhost" and for addresses that never leave the machine; other names are not resolved."""
+    """True for "localhost" and for loopback addresses; other names are not resolved."""
     address = _literal(host)
     return host.lower() == "localhost" if address is None else address.is_loopback
 
 
 def host_from_environment(variable_of_torch: str) -> str | None:
-    """The address to listen on, where the environment names one.
+    """The address to listen on, if the environment names one.
 
-    It is `RPCDIST_HOST` (an address), or the address of the interface that `RPCDIST_SOCKET_IFNAME` or torch's variable
-    names.
+    `RPCDIST_HOST` is an address; `RPCDIST_SOCKET_IFNAME` and torch's variable name an interface.
 
     Raises:
         ConfigError: the interface does not exist, or has no IPv4 address.
@@ -81,20 +84,20 @@ def _interface_address(variable: str, name: str) -> str:
 
 
 def pick_bind_host(coordinator_host: str, explicit: str | None = None) -> str:
-    """Chooses the address to listen on, such that the coordinator and its peers can reach it.
+    """Chooses an address to listen on that the coordinator and the peers can reach.
 
-    May block while a name is resolved, so do not call it on an event loop. No packet goes to the coordinator.
+    It may block while a name is resolved, so do not call it on an event loop. It sends no packet to the coordinator.
 
     Args:
         coordinator_host: name or address of the coordinator (`MASTER_ADDR`).
-        explicit: an address to listen on, given by the user; returned as it is.
+        explicit: an address to listen on, given by the user; returned unchanged.
 
     Returns:
-        An address; the coordinator's own when that is on loopback.
+        An address; the coordinator's own if that is on loopback.
 
     Raises:
         ConfigError: the name is unknown, or no interface leads there.
-        TransportError: this process has no descriptor to find that out.
+        TransportError: this process has no descriptor left for the check.
     """
     if explicit:
         return explicit.strip("[]")
@@ -117,7 +120,7 @@ def _refuse_if_short(exc: Exception) -> None:
 
 
 def _literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that `host` spells, IPv4 also where it is wrapped into IPv6; None if it is a name."""
+    """The address that `host` spells, with IPv4 unwrapped from IPv6; None if it is a name."""
     try:
         address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
@@ -127,7 +130,7 @@ def _literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _resolve(host: str) -> list[tuple[int, str]]:
-    """Family and address of all that the name stands for, IPv4 first: a name with both is most likely served there."""
+    """Family and address for all addresses of the name, IPv4 first: a name with both is most likely served there."""
     try:
         found = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError) as exc:
@@ -138,7 +141,7 @@ def _resolve(host: str) -> list[tuple[int, str]]:
         ) from exc
     addresses = [(int(entry[0]), str(entry[4][0])) for entry in found]
     if not is_loopback(host) and all(is_loopback(address) for _, address in addresses):
-        logger.info("%r is on loopback according to this machine; peers on others will not reach it", host)
+        logger.info("%r resolves to loopback on this machine, so peers on other machines will not reach it", host)
     return sorted(addresses, key=lambda entry: entry[0] != socket.AF_INET)
 
 
@@ -154,3 +157,69 @@ def _source_address(family: int, destination: str) -> str:
     if ipaddress.ip_address(source.partition("%")[0]).is_unspecified:
         raise OSError(f"the route has no source address ({source})")
     return source
+
+
+# ---------------------------------------------------------------- ports for which firewalls can be opened
+
+T = TypeVar("T")
+
+PORTS_VARIABLE: Final = "RPCDIST_PORTS"
+
+_RANGE = re.compile(r"\s*(\d{1,5})\s*(?:-\s*(\d{1,5})\s*)?\Z")
+
+
+class PortRange(NamedTuple):
+    """Ports from `first` to `last`, both included. 0 to 0 means any port that the system picks."""
+
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+
+    @classmethod
+    def of_text(cls, text: str, source: str) -> PortRange:
+        """Parses "29600-29700" or "29600".
+
+        Raises:
+            ConfigError: the text has another form; the message names the source.
+        """
+        match = _RANGE.match(text)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= first <= last < 2**16:
+            raise ConfigError(
+                f"{source} must be a port or a range of ports such as '29600-29700', but it is {text[:80]!r}"
+            )
+        return cls(first, last)
+
+    @classmethod
+    def of_environment(cls, ports: str | None = None) -> PortRange:
+        """The range of an option, or of `RPCDIST_PORTS`, or any port. Raises `ConfigError`."""
+        if ports is not None:
+            return cls.of_text(ports, "ports")
+        text = os.environ.get(PORTS_VARIABLE, "")
+        return cls.of_text(text, PORTS_VARIABLE) if text.strip() else ANY_PORT
+
+    def bind(self, bind: Callable[[int], T], source: str = PORTS_VARIABLE) -> T:
+        """Binds the first port of the range that is free.
+
+        Args:
+            bind: binds a port; raises `OSError` with `EADDRINUSE` if it is in use.
+            source: the option or variable of the range, for the error.
+
+        Raises:
+            OSError: from `bind`; `EADDRINUSE` if all ports are in use.
+        """
+        if self == ANY_PORT:
+            return bind(0)
+        for port in range(self.first, self.last + 1):
+            try:
+                return bind(port)
+            except OSError as exc:
+                if exc.errno != errno.EADDRINUSE:
+                    raise
+        wanted = f"all ports of {self} are in use. Give the processes of this host a longer range ({source})"
+        raise OSError(errno.EADDRINUSE, wanted)
+
+
+ANY_PORT: Final = PortRange(0, 0)

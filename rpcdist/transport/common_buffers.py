@@ -1,9 +1,9 @@
-"""Large buffers of a message to several processes of this host, which are copied into shared memory once for all.
+"""Large buffers of a message to several processes of this host: they are copied into shared memory once for all.
 
 [Note: common memory] The receivers map the memory privately: a receiver that writes to a page gets a copy of that page,
-and nobody but this process may write to the memory itself. Such a segment is offered for one message, and is withdrawn
-when it comes back; the memory is used again when all receivers have given it back. Where one of them may still read it,
-since its session has ended or it has forked, the memory is freed by the last of them instead.
+and only this process may write to the memory itself. Such a segment is offered for one message, and withdrawn when it
+is returned. The memory is used again when all receivers have returned it. If a receiver may still read it, because its
+session has ended or it has forked, the memory is not used again, and the last process frees it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final, TypeVar
 
-from rpcdist.at_end import AtEnd
+from rpcdist.at_exit import AtEnd
 from rpcdist.transport.lending import MAX_LENT_BYTES, Pack, offsets, packs, size_class
-from rpcdist.transport.mapped_segments import MappedSegment
-from rpcdist.transport.outgoing_buffer import OutgoingBuffer
-from rpcdist.transport.shared_memory import Segment, SegmentError, unavailable
+from rpcdist.transport.memory_copies import OutgoingBuffer
+from rpcdist.transport.shared_memory import MappedSegment, Segment, SegmentError, unavailable
 
 B = TypeVar("B", bound=OutgoingBuffer)
 
 MAX_COMMON_BYTES: Final = MAX_LENT_BYTES // 2
-"""A session lends no more than twice this; larger buffers are lent to each receiver, or travel in its socket."""
+"""A session lends at most twice this; larger buffers are lent to each receiver separately, or travel in its socket."""
 
 _MAX_KEPT: Final = 2
 
@@ -31,9 +30,9 @@ class CommonMemory:
     """Memory that several peers read.
 
     Attributes:
-        segment: to be passed to them.
+        segment: the segment that they receive.
         mapped: the memory in this process.
-        may_be_read: whether one of them may read it although its loan has ended: it is not used again.
+        may_be_read: whether a peer may still read it after its loan; then it is not used again.
     """
 
     __slots__ = ("mapped", "may_be_read", "segment")
@@ -52,28 +51,28 @@ class CommonMemoryPool:
         self._free: deque[CommonMemory] = deque(maxlen=_MAX_KEPT)
 
     def take(self, num_bytes: int) -> CommonMemory:
-        """Memory for so many bytes, which nobody reads. Raises `SegmentError` if the system has none."""
+        """Memory for `num_bytes` that no peer reads. Raises `SegmentError` if the system has none."""
         size_bytes = size_class(num_bytes)
         for _ in range(len(self._free)):
             try:
                 memory = self._free.popleft()
-            except IndexError:  # another thread has it
+            except IndexError:  # another thread has taken it
                 break
             if memory.mapped.size_bytes == size_bytes and not memory.may_be_read:
                 return memory
-        return CommonMemory(size_bytes)  # those of other sizes are freed
+        return CommonMemory(size_bytes)  # memory of other sizes is freed
 
     def give_back(self, memory: CommonMemory) -> AtEnd:
-        """An object at whose end the memory may be used again."""
+        """An object that makes the memory available again when it is freed."""
         return AtEnd(self._free.append, memory)
 
 
 class CommonPack:
-    """Buffers that lie one after the other in memory that several peers read; see `packs`.
+    """Buffers that share memory which several peers read; see `packs`.
 
     Args:
         pack: the buffers.
-        pool: has memory.
+        pool: provides the memory.
     """
 
     __slots__ = ("_at_end", "_lock", "_pack", "_pool", "memory")
@@ -86,12 +85,12 @@ class CommonPack:
         self.memory: CommonMemory | None = None
 
     def keep(self) -> None:
-        """A receiver may go on reading the memory: it is never written to again."""
+        """Records that a receiver may go on reading the memory, which is then never written to again."""
         if self.memory is not None:
             self.memory.may_be_read = True
 
     def filled(self) -> CommonMemory | None:
-        """The memory with the buffers, copied at the first call; None if the system has none."""
+        """The memory with the buffers, copied there at the first call; None if the system has no memory."""
         with self._lock:
             if self.memory is None:
                 starts, num_bytes = offsets(buffer.size for _, buffer in self._pack)
@@ -110,11 +109,11 @@ class CommonBuffers(list[B]):
     """The large buffers of a message that is sent to several peers.
 
     Args:
-        buffers: of the message.
-        pool: has memory for them.
+        buffers: the buffers of the message.
+        pool: provides memory for them.
 
     Attributes:
-        packs: those that are lent, by the index of their first buffer.
+        packs: the packs to lend, by the index of their first buffer.
     """
 
     def __init__(self, buffers: Iterable[B], pool: CommonMemoryPool) -> None:

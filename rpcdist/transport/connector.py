@@ -1,9 +1,9 @@
-"""Opens links to other processes: over a Unix socket or TCP where that is possible, else over gRPC.
+"""Opens links to other processes: over a Unix socket or TCP if possible, otherwise over gRPC.
 
-On one host, the address of a server leads to the name of its Unix socket. Between hosts, gRPC is asked first: once the
-server has proven itself there, and before this process has done so, its TCP port is known from the handshake, and is
-tried. Whatever goes wrong on a raw socket leaves gRPC, which stands already: nothing is sent twice, and addresses that
-are translated on the way, or ports that are closed, cost a moment and no error.
+On one host, the address of a server determines the name of its Unix socket. Between hosts, the handshake begins over
+gRPC. Once the server has proven itself, and before this process has, the handshake tells the server's TCP port, and the
+connector tries that port. If the raw socket fails for any reason, the gRPC connection is still there: nothing is sent
+twice, and translated addresses or closed ports cost a moment and no error.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from rpcdist.time_limits import (
     TCP_CHANNEL_LIMIT_S,
 )
 from rpcdist.transport import fork
-from rpcdist.transport._channels.channel import DirectChannel, ReadChannel
-from rpcdist.transport._channels.channel_choice import Channels, allowed_channels
+from rpcdist.transport._channels.channel import Channels, ReadChannel, allowed_channels
 from rpcdist.transport._channels.grpc_channel import GrpcClientChannel, connect_grpc, grpc_ends
 from rpcdist.transport._channels.proving import prove_client
 from rpcdist.transport._channels.socket_channel import SocketChannel
-from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix, local_name
+from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix
 from rpcdist.transport._channels.tls_pipe import connected_pipe
-from rpcdist.transport._striping.stripe_connection import StripePlace
 from rpcdist.transport._striping.stripe_taker import PAYLOAD_TAKER, payload_purpose
+from rpcdist.transport._striping.striping import StripePlace
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
 from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.credentials import Credentials
+from rpcdist.transport.handing_on import SessionHandler
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.link import Link
 from rpcdist.transport.roles import SOCKET_ROLE, socket_purpose
-from rpcdist.transport.session import NullHandler, Session, SessionHandler
+from rpcdist.transport.session import NullHandler, Session
 from rpcdist.transport.unary_proof import SESSION_PATH, RequestProver
-from rpcdist.transport.unix_sockets import names_senders
+from rpcdist.transport.unix_sockets import local_name, names_senders
 
 logger = logging.getLogger(__name__)
 
@@ -63,19 +63,19 @@ class _Wanted(NamedTuple):
     role: str
     expected: Identity | None
     handler: SessionHandler | None
-    passed_over: list[tuple[str, str]]  # grows while better channels are tried in vain
+    passed_over: list[tuple[str, str]]  # the better channels that failed, with reasons; grows during the attempt
 
 
 class Connector:
-    """The opening side of a process. Use it on the I/O loop.
+    """The connecting side of a process. Use it on the I/O loop.
 
     Attributes:
-        links: the open ones.
-        ended_traffic: the bytes of the others; see `Session.traffic`.
+        links: the open links.
+        ended_traffic: the bytes of links that have ended; see `Session.traffic`.
 
     Args:
         io: the I/O loop that the links run on.
-        credentials: what this process proves itself with.
+        credentials: the credentials of this process.
         silence_limit_s: silence after which a peer is declared lost, in seconds.
     """
 
@@ -99,28 +99,28 @@ class Connector:
 
         Args:
             address: host:port.
-            role: what the connection is for.
-            timeout_s: limit for all of it, in seconds.
-            handler: gets the session's messages; without one only unary calls are possible.
-            expected: who should answer there.
-            retry: whether to try again, until the time is over, while nobody listens there.
+            role: the service that the connection is for.
+            timeout_s: limit for the whole operation, in seconds.
+            handler: gets the session's messages; without a handler only unary calls are possible.
+            expected: the identity that should answer.
+            retry: whether to try again, until the time is over, while no process listens there.
 
         Raises:
-            ConnectFailed: nobody answered.
-            AuthenticationFailed: the token is wrong on one side, or somebody else answered than the one expected.
+            ConnectFailed: no process answered.
+            AuthenticationFailed: the token is wrong on one side, or another process than the expected one answered.
 
         Cancellation closes the connection.
         """
         wanted = _Wanted(address, role, expected, handler, [])
         deadline = Deadline.after(timeout_s)
-        # Who takes no messages makes unary calls only, and gRPC's connection is there for these.
+        # A caller without a handler makes only unary calls, which use gRPC's connection.
         channels = allowed_channels() if handler is not None else Channels(local=False, tcp=False)
         may_be_local = channels.local
         try:
             async with asyncio.timeout(deadline.wait_s()):
                 await self._credentials.tls_policy.check_plain(split_address(address)[0])
         except TimeoutError as exc:
-            raise ConnectFailed(address, "nobody has said which address that name stands for", timeout_s) from exc
+            raise ConnectFailed(address, "the name could not be resolved in time", timeout_s) from exc
         pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S)
         while True:
             try:
@@ -132,14 +132,14 @@ class Connector:
                         logger.info("no local channel to %s, so the network is used: %s", address, _reason(exc))
                         wanted.passed_over.append(("local", _reason(exc)))
                         may_be_local = False
-                    except OSError as exc:  # nobody there; perhaps not yet
+                    except OSError as exc:  # no process listens there, perhaps not yet
                         if own_shortage(exc) is not None:
                             raise
                         logger.debug("no local channel to %s: %s", address, exc)
                 try_for_descriptor()
                 return await self._connect_by_grpc(wanted, channels.tcp, deadline)
             except TimeoutError as exc:
-                silence = "nobody answered there; does the process run, is the port open?"
+                silence = "no process answered there; does the process run, is the port open?"
                 raise ConnectFailed(address, own_shortage() or silence, timeout_s) from exc
             except AuthenticationFailed:
                 raise
@@ -155,16 +155,22 @@ class Connector:
                 await asyncio.sleep(pause_s)
 
     def _passing_reason(self, exc: Exception) -> str | None:
-        """Why an attempt failed that may be repeated: nobody listened, or this process lacked something itself."""
+        """The reason of a failure that another attempt may avoid; None for other failures.
+
+        Either no process listened, or this process was short of something.
+        """
         if (shortage := own_shortage(exc)) is not None:
             return shortage
         if not isinstance(exc, ConnectFailed):
             return None
         policy = self._credentials.tls_policy
         if not policy.encrypts_grpc:
-            return f"{exc.reason} ({TLS_VARIABLE} is off here; is it off there, too?)"
+            return f"{exc.reason} ({TLS_VARIABLE} is off here; is it also off there?)"
         if policy.files is not None:
-            return f"{exc.reason} (or does not trust {self._credentials.tls_source}, or they expired by its clock)"
+            return (
+                f"{exc.reason} (or the peer does not trust {self._credentials.tls_source}, or they have expired by the "
+                "peer's clock)"
+            )
         return exc.reason
 
     async def _connect_raw(
@@ -174,11 +180,11 @@ class Connector:
         limit: Deadline,
         tcp: tuple[str, int] | None = None,
     ) -> Link:
-        """The link over a raw socket; `tcp`: where it leads.
+        """Makes the link over a raw socket; `tcp` is its address, if it is a TCP socket.
 
         Raises:
-            OSError: nobody was there. (`TransportError` is one, too.)
-            TransportError, TimeoutError: the handshake failed; whatever is wrong, gRPC has the last word.
+            OSError: no process listened there. (`TransportError` is a subclass.)
+            TransportError, TimeoutError: the handshake failed; the caller then falls back to gRPC.
         """
         async with asyncio.timeout(limit.wait_s()):
             used, handshake = await self._proven(connecting, wanted)
@@ -188,7 +194,7 @@ class Connector:
     async def _proven(
         self, connecting: Coroutine[Any, Any, socket.socket], wanted: _Wanted, purpose: str = ""
     ) -> tuple[socket.socket | TlsSocket, ClientHandshake]:
-        """A raw connection whose two ends have proven themselves."""
+        """A raw connection whose both ends are proven."""
         raw = await connecting
         used: socket.socket | TlsSocket = raw
         try:
@@ -204,7 +210,7 @@ class Connector:
     async def _open_payload_connections(
         self, place: tuple[str, int], wanted: _Wanted, session_id: bytes, count: int
     ) -> list[socket.socket | TlsSocket]:
-        """Those that carry a session's large messages; see `OpenConnections`."""
+        """Opens the connections for a session's large messages; see `OpenConnections`."""
         opened: list[socket.socket | TlsSocket] = []
         wanted = wanted._replace(role=SOCKET_ROLE)
         try:
@@ -219,7 +225,7 @@ class Connector:
         return opened
 
     async def _connect_by_grpc(self, wanted: _Wanted, may_be_tcp: bool, deadline: Deadline) -> Link:
-        """The link over gRPC, or over TCP where the server is reached in that way, too."""
+        """Makes the link over gRPC, or over TCP if the server can be reached that way."""
         connection, ends = self._grpc_connection(wanted.address)
         handshake = self._credentials.client_handshake(wanted.role, wanted.expected, channel=ends)
 
@@ -235,7 +241,7 @@ class Connector:
         except AuthenticationFailed as exc:
             await connection.close()
             source = self._credentials.tls_source
-            if handshake.failure is None and source is not None:  # it was TLS that failed
+            if handshake.failure is None and source is not None:  # TLS failed, not the handshake
                 await self._tell(wanted)
                 raise AuthenticationFailed(f"{exc} This process uses {source}.") from exc
             raise
@@ -244,19 +250,19 @@ class Connector:
             raise
         if link is not None:
             channel.abort("TCP is used")
-            await connection.close()  # an idle one would take a descriptor at both ends
+            await connection.close()  # an idle connection would take a descriptor at both ends
             return link
         return self._link(wanted, channel, handshake, connection)
 
     async def _tell(self, wanted: _Wanted) -> None:
-        """Has a process of this host refuse the token in a handshake, which it logs: of TLS it hears nothing."""
+        """Runs a handshake with a process of this host, so that it logs the wrong token: it logs no TLS failures."""
         limit = Deadline.after(REFUSAL_LIMIT_S)
         with suppress(OSError, TimeoutError):
             link = await self._connect_raw(connect_unix(local_name(wanted.address)), wanted, limit)
             await link.close()
 
     async def _connect_by_tcp(self, wanted: _Wanted, proven: ClientHandshake) -> Link | None:
-        """The link to a server that has proven itself on gRPC; None if its TCP port does not lead there."""
+        """Makes the link to a server that is proven over gRPC; None if its TCP port cannot be used."""
         if proven.other_way is None:
             return None
         server, port = proven.other_way
@@ -265,7 +271,7 @@ class Connector:
         try:
             wanted = wanted._replace(expected=server)
             return await self._connect_raw(connect_tcp(host, port), wanted, limit, (host, port))
-        except (OSError, RuntimeError) as exc:  # RuntimeError: no thread could be started to look up the name
+        except (OSError, RuntimeError) as exc:  # RuntimeError: no thread for the name lookup could be started
             logger.info("no TCP channel to %s, so gRPC is used: %s", wanted.address, _reason(exc))
             wanted.passed_over.append(("tcp", f"port {port}: {_reason(exc)}"))
             return None
@@ -275,14 +281,14 @@ class Connector:
         self.ended_traffic.update(link.session.traffic())
 
     def _grpc_connection(self, address: str) -> tuple[grpc.aio.Channel, str]:
-        """One of its own for each link, and what both sides call it."""
+        """A new gRPC connection for a link, and the name that both sides give it."""
         shown = self._credentials.tls.certificate() if self._credentials.tls_policy.encrypts_grpc else None
         return connect_grpc(address, shown), grpc_ends(shown and shown.fingerprint)
 
     def _link(
         self,
         wanted: _Wanted,
-        channel: ReadChannel | DirectChannel,
+        channel: ReadChannel | SocketChannel,
         handshake: ClientHandshake,
         connection: grpc.aio.Channel | None,
         tcp: tuple[str, int] | None = None,

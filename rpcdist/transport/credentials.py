@@ -1,24 +1,27 @@
-"""What a process proves itself with on every connection, whichever side opens it."""
+"""The credentials of a process, for the handshakes of all its connections and for signed records in a store."""
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rpcdist._proto import handshake_pb2
+from rpcdist.errors import AuthenticationFailed
 from rpcdist.ids import Identity
 from rpcdist.transport._tls.issued_certificates import IssuedCertificates
 from rpcdist.transport._tls.tls_identity import TlsIdentity
 from rpcdist.transport._tls.tls_policy import TlsPolicy
 from rpcdist.transport.handshake import ClientHandshake, ServerHandshake
 from rpcdist.transport.handshake_side import CertificateProofs
+from rpcdist.transport.keys import mac
 
 if TYPE_CHECKING:
     from rpcdist.transport._tls.certificate_files import CertificateFiles
 
 
 class Credentials:
-    """The job's token and name, and who this process is.
+    """The job's token and name, and the identity of this process.
 
     Raises:
         ConfigError: certificate files of the policy cannot be used.
@@ -26,10 +29,10 @@ class Credentials:
     Attributes:
         token: the job token.
         job: the job's name.
-        identity: who this process is. RPC sets it to name and id of its worker; handshakes that begin later state it.
-        token_source: where the token comes from, for error messages.
-        tls_policy: which connections are encrypted, and whether with certificates of one's own.
-        tls: what this process shows on those.
+        identity: the identity of this process. RPC sets it to name and id of its worker, before later handshakes.
+        token_source: the source of the token, for error messages.
+        tls_policy: which connections are encrypted, and with which certificates.
+        tls: the certificate that this process shows on those.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class Credentials:
 
     @property
     def tls_source(self) -> str | None:
-        """Where that comes from by which TLS tells peers from strangers, for error messages."""
+        """The source of the keys by which TLS recognises peers, for error messages."""
         return self.token_source if self._files is None else str(self.tls_policy.files)
 
     def check_name(self, identity: Identity) -> None:
@@ -100,6 +103,72 @@ class Credentials:
 def _certificate_files(policy: TlsPolicy, job: str) -> CertificateFiles | None:
     if policy.files is None:
         return None
-    from rpcdist.transport._tls.certificate_files import CertificateFiles  # takes 80 ms, for those who need it
+    from rpcdist.transport._tls.certificate_files import (
+        CertificateFiles,  # takes 80 ms, so it is imported only where it is needed
+    )
 
     return CertificateFiles(policy.files, job)
+
+
+# ---------------------------------------------------------------- signed records
+
+_MARK: Final = b"rpcdist-record-1:"
+_HEX_CHARS: Final = 64
+_STRANGER: Final = (
+    "another program writes to the store. Nothing was sent to the address in the record. Allow only machines of the "
+    "job to reach the store (MASTER_PORT), and start the job again"
+)
+
+
+class Records:
+    """Signs and verifies records, such as addresses, that the processes of a job exchange through a store.
+
+    A store does not prove the author of a value: torchrun's own store takes writes from every program that reaches its
+    port. So processes sign their records over the job, the key and the value, with a key derived from the job token.
+    Any thread may use it.
+
+    Args:
+        credentials: have the job's token and name.
+    """
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._key = mac(credentials.token, b"rpcdist record key")  # the token itself signs only handshakes
+        self._job = credentials.job
+        self._token_source = credentials.token_source or "the job token of this process"
+
+    def sign(self, key: str, value: bytes) -> bytes:
+        """The record to store.
+
+        Args:
+            key: the complete key, with all prefixes: the record is valid only there.
+            value: the content of the record.
+        """
+        return _MARK + self._proof(key, value) + b":" + value
+
+    def verify(self, key: str, record: bytes, place: str) -> bytes:
+        """The value of a record that a process of this job has signed.
+
+        Args:
+            key: the complete key, as for `sign`.
+            record: the value in the store.
+            place: names the store in the error.
+
+        Raises:
+            AuthenticationFailed: the record is not signed, or not with this job's token, for this job and this key.
+        """
+        text = f"the record {key!r} in the store at {place} "
+        proof, colon, value = record[len(_MARK) :].partition(b":")
+        if not record.startswith(_MARK) or not colon or len(proof) != _HEX_CHARS:
+            raise AuthenticationFailed(
+                f"{text}is not signed: a process with another version of rpcdist wrote it, or {_STRANGER}"
+            )
+        if not hmac.compare_digest(proof, self._proof(key, value)):
+            raise AuthenticationFailed(
+                f"{text}was not signed by a process of job {self._job!r} with the same token. This process uses "
+                f"{self._token_source}: give every process the same RPCDIST_TOKEN (or a copy of the token file) and "
+                f"RPCDIST_JOB. If they are the same, {_STRANGER}"
+            )
+        return value
+
+    def _proof(self, key: str, value: bytes) -> bytes:
+        return mac(self._key, b"rpcdist record", self._job.encode(), key.encode(), value).hex().encode()

@@ -1,17 +1,17 @@
-"""What a forked child must do so that it neither harms its parent's connections nor hides the parent's death.
+"""Keeps a forked child from harming its parent's connections and from hiding the parent's death.
 
-`DataLoader(num_workers=2)` forks. The child inherits every socket, so peers of a parent that is killed would see no end
-of the connection while its workers live. In the child of a process that communicates, therefore:
+`DataLoader(num_workers=2)` forks. The child inherits every socket, so if the parent is killed, its peers see no end of
+the connection while the child lives. Therefore, in the child of a process that communicates:
 
- 1. the sockets of our server and to our peers, and those that were noted one by one, are replaced by /dev/null, under
-    the same descriptor numbers: gRPC's state in the child still names these numbers, and must not touch a file that the
-    child opens later;
+ 1. /dev/null replaces the sockets of our server, those to our peers, and those that were noted one by one, under the
+    same descriptor numbers: gRPC's state in the child still has these numbers, and must not touch a file that the child
+    opens later;
  2. `check_not_forked` raises from then on, so no call waits for threads that exist only in the parent;
- 3. registered objects are told, and kept alive: their finalizers would talk to those threads.
+ 3. registered objects are notified, and kept alive: their finalizers would use those threads.
 
-A process that does not communicate (before `init_rpc`, after `shutdown`) forks as if this module were not there.
-Nothing here takes a lock in the child: another thread of the parent may have held it. Sets that the child reads are
-replaced as a whole, never changed in place.
+A process that does not communicate (before `init_rpc`, after `shutdown`) forks as if this module did not exist. The
+child takes no lock, since another thread of the parent may have held it. Sets that the child reads are replaced as a
+whole and never changed in place.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from typing import Protocol
 from rpcdist.errors import ForkedProcess
 
 _DESCRIPTORS = "/proc/self/fd"
-_FEWEST_KEPT = 64  # references, before it is looked which are dead; later as often as their number has doubled
+_FEWEST_KEPT = 64  # references before dead ones are dropped; later, whenever their number has doubled
 
 Peer = tuple[str | None, int]  # host, None for any; port
 
 
 class ForkParticipant(Protocol):
-    """Something that wants to know when it finds itself in a forked child."""
+    """An object that is notified in a forked child."""
 
     def after_fork_in_child(self) -> None:
         """Runs in the child, on its only thread. Drop finalizers and queues; take no lock, close no connection."""
 
 
 class ForkGuard:
-    """What a process remembers for the case that it forks. Any thread may add to it."""
+    """The ports, sockets and objects that matter when the process forks. Any thread may add some."""
 
     def __init__(self) -> None:
         self.in_child = False
@@ -49,17 +49,17 @@ class ForkGuard:
         self._peers: set[Peer] = set()
         self._sockets: list[weakref.ref[socket.socket]] = []
         self._participants: list[weakref.ref[ForkParticipant]] = []
-        self._num_kept = [_FEWEST_KEPT, _FEWEST_KEPT]  # of the two lists, at which the dead are dropped
+        self._num_kept = [_FEWEST_KEPT, _FEWEST_KEPT]  # lengths of the two lists at which dead references are dropped
         self._kept: list[ForkParticipant] = []
         self._lock = threading.Lock()  # for writers in the parent
 
     def mark_running(self) -> None:
-        """A node started: from now on a child that is forked must not use rpcdist."""
+        """Records that a node started: from now on a forked child must not use rpcdist."""
         with self._lock:
             self._num_running += 1
 
     def mark_stopped(self) -> None:
-        """A node ended. After the last one, forgets all ports, and lets children do as they like."""
+        """Records that a node ended. After the last one, forgets all ports, and later children may use rpcdist."""
         with self._lock:
             self._num_running -= 1
             if self._num_running == 0:
@@ -67,17 +67,17 @@ class ForkGuard:
                 self._peers = set()
 
     def note_server_port(self, port: int) -> None:
-        """Remembers a port that this process listens on; connections accepted there are recognised by it."""
+        """Remembers a port that this process listens on, which identifies the connections accepted there."""
         with self._lock:
             self._server_ports.add(port)
 
     def note_peer_port(self, port: int, host: str | None = None) -> None:
-        """Remembers where this process connects to. A host that is a name, or None, matches every host."""
+        """Remembers a port to which this process connects. If the host is a name or None, it matches every host."""
         with self._lock:
             self._peers.add((None if host is None else _plain_host(host), port))
 
     def note_socket(self, noted: socket.socket) -> None:
-        """Remembers a socket of any family, for as long as it is open; call it as soon as there is one."""
+        """Remembers a socket of any family while it is open. Call it right after the socket is made."""
         with self._lock:
             if len(self._sockets) >= self._num_kept[0]:
                 living = [one for one in self._sockets if (known := one()) is not None and known.fileno() >= 0]
@@ -93,7 +93,7 @@ class ForkGuard:
             self._participants.append(weakref.ref(participant))
 
     def after_fork_in_child(self) -> None:
-        """What the child does first. Every participant is called, even when one fails."""
+        """Runs first in the child. Calls every participant, even if one fails."""
         if not self._num_running:
             return
         self.in_child = True
@@ -110,7 +110,7 @@ class ForkGuard:
                     participant.after_fork_in_child()
                 except Exception as exc:
                     failures.append(exc)
-        if failures:  # Python prints what an at-fork hook raises, and goes on
+        if failures:  # Python prints the exception of an at-fork hook, and continues
             raise ExceptionGroup("rpcdist could not prepare this forked process", failures)
 
     def check_not_forked(self) -> None:
@@ -120,16 +120,16 @@ class ForkGuard:
 
 
 def close_inherited_sockets(server_ports: Collection[int], peers: Collection[Peer] = ()) -> int:
-    """Puts /dev/null in place of every socket that belongs to one of our connections. For forked children only.
+    """Replaces every socket of our connections by /dev/null. Only for forked children.
 
     Args:
         server_ports: sockets with one of these local ports are ours (listening or accepted).
-        peers: sockets connected to one of these (host, port) are ours; host None matches any.
+        peers: sockets connected to one of these (host, port) are ours; host None matches any host.
 
     Returns:
-        How many were replaced; 0 where /proc is missing.
+        The number of replaced sockets; 0 if /proc is missing.
 
-    A socket that is still connecting has no peer yet, and stays as it is.
+    A socket that is still connecting has no peer yet, and stays unchanged.
     """
     try:
         descriptors = [int(name) for name in os.listdir(_DESCRIPTORS)]
@@ -170,7 +170,7 @@ def _is_ours(descriptor: int, server_ports: Collection[int], peers: Collection[P
 
 
 def _plain_host(host: str) -> str | None:
-    """One spelling for each address: no brackets, no zone, IPv4 unwrapped from IPv6. None for a name."""
+    """The canonical spelling of an address: no brackets, no zone, IPv4 unwrapped from IPv6. None for a name."""
     try:
         address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
     except ValueError:

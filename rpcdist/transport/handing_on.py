@@ -1,11 +1,11 @@
-"""Messages that were read, handed to the owner of their session: on the thread that read them, or on the I/O loop.
+"""Hands received messages to the session's handler: on the thread that read them, or on the I/O loop.
 
-[Note: order] One thread at a time reads: the loop, or one that leads. A leader hands messages on itself if the handler
-takes them anywhere, and leaves the others to the loop. Until the loop has handled those, all that comes after them goes
-the same way, whoever reads it. So the handler gets everything in order.
+[Note: order] One thread at a time reads the session's connection: the loop or a leader. A leader calls the handler
+itself for messages that the handler takes on any thread, and leaves other messages to the loop. Until the loop has
+handled those, all later messages also go through the loop. So the handler gets all messages in order.
 
-Payload connections have readers of their own, whose messages have no place in that order. The lock sees to it that the
-handler gets one message at a time nevertheless.
+The readers of payload connections deliver messages outside that order. A lock still gives the handler one message at a
+time.
 """
 
 from __future__ import annotations
@@ -17,18 +17,45 @@ from contextvars import Context
 from typing import Any, Protocol
 
 from rpcdist._proto import rpc_pb2
+from rpcdist.ids import Identity
 from rpcdist.time_limits import LEADER_LEAVE_LIMIT_S
-from rpcdist.transport._framing.incoming import Delivery
+from rpcdist.transport._framing.incoming import Delivery, IncomingBuffer
+from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.wire_messages import WireMessage
 
 
-class MessageHandler(Protocol):
-    """See `SessionHandler`."""
+class SessionHandler(Protocol):
+    """The owner of a session. It must not block or run user code.
 
-    def takes_anywhere(self, message: WireMessage) -> bool: ...
+    Its methods are called on the I/O loop, except `on_messages`: a leading thread may call it with compact messages and
+    with messages that the handler `takes_anywhere`. It is called on one thread at a time, in the order of the messages.
+    """
 
-    def on_messages(self, session: Any, messages: list[tuple[Any, list[Any]]]) -> None: ...
+    def on_opened(self, session: Any) -> None:
+        """A peer opened this session. Not called for sessions that this process opens."""
+
+    def on_messages(self, session: Any, messages: list[tuple[Any, list[IncomingBuffer]]]) -> None:
+        """Complete messages (`WireMessage`) arrived, in the order in which they became complete."""
+
+    def takes_anywhere(self, message: WireMessage) -> bool:
+        """Whether `on_messages` may be called with this message on a thread other than the I/O loop's."""
+
+    def on_closed(self, session: Any, reason: str) -> None:
+        """The session ended; called once. Messages that are queued and not written are lost."""
+
+    def allocate(self, size_bytes: int) -> IncomingBuffer:
+        """Allocates memory for a large buffer that was announced."""
+
+    def borrow(self, view: memoryview) -> IncomingBuffer:
+        """Makes a buffer of memory that the peer lends; `view` is writable and keeps the memory alive."""
+
+    @property
+    def shares_payloads(self) -> bool:
+        """Whether large buffers may use shared memory, in both directions."""
+
+    def announced_by(self, peer: Identity) -> AnnouncedBytes:
+        """The counter of the bytes that this peer has announced on all its sessions and not sent."""
 
 
 class HandingOn:
@@ -36,13 +63,13 @@ class HandingOn:
 
     Args:
         io: the I/O loop.
-        session: whose messages they are.
-        handler: gets them.
-        failed: told on the loop what the handler raised there.
+        session: the session, which is passed to the handler.
+        handler: gets the messages.
+        failed: called on the loop with an error that the handler raised there.
     """
 
     def __init__(
-        self, io: IoLoop, session: object, handler: MessageHandler, failed: Callable[[Exception], object]
+        self, io: IoLoop, session: object, handler: SessionHandler, failed: Callable[[Exception], object]
     ) -> None:
         self._io = io
         self._session = session
@@ -53,14 +80,11 @@ class HandingOn:
         self._has_failed = False
         self._has_ended = False
 
-    def __repr__(self) -> str:
-        return f"<HandingOn [{len(self._left_to_loop)} left to the loop]>"
-
     def hand_on(self, messages: list[Delivery]) -> None:
-        """Takes messages that whoever reads has read; [Note: order]."""
+        """Takes messages on the thread that read them. [Note: order]"""
         if not self._left_to_loop:
             for message, _ in messages:
-                # Compact ones may be taken anywhere, always.
+                # Compact messages may be handled on any thread.
                 if message.__class__ is rpc_pb2.Message and not self._handler.takes_anywhere(message):
                     may_be_here = self._io.on_thread()
                     break
@@ -72,24 +96,24 @@ class HandingOn:
                         self._handler.on_messages(self._session, messages)
                 return
         self._left_to_loop.append(messages)
-        # In a context of its own: that of this thread may be one of the user's, with a deadline.
+        # In a new context: this thread's context may be a user's, with a deadline.
         Context().run(self._io.call_soon, self._hand_on_the_rest)
 
     def _hand_on_the_rest(self) -> None:
-        """On the loop; one entry for each time it is called."""
+        """Handles one entry of the queue, on the loop."""
         try:
             if not (self._has_failed or self._has_ended):
                 with self._one_at_a_time:
                     self._handler.on_messages(self._session, self._left_to_loop[0])
         except Exception as exc:
-            self._has_failed = True  # what comes after it would be handled out of order: none of it is
+            self._has_failed = True  # later messages would be handled out of order, so none is handled
             self._failed(exc)
-        self._left_to_loop.popleft()  # not before: whoever reads meanwhile must queue behind it
+        self._left_to_loop.popleft()  # after the call: messages read meanwhile must queue behind it
 
     def end(self) -> None:
-        """The session has ended: nothing is handed on from now on, nor any more; on the loop.
+        """Stops calling the handler, since the session has ended; on the loop.
 
-        Waits for the reader of a payload connection that is about it, for `LEADER_LEAVE_LIMIT_S` at most.
+        If the reader of a payload connection is in the handler, waits for it, at most `LEADER_LEAVE_LIMIT_S`.
         """
         self._has_ended = True
         if self._one_at_a_time.acquire(timeout=LEADER_LEAVE_LIMIT_S):

@@ -8,29 +8,29 @@ No socket, clock or logging lives here: messages go in, messages come out, and a
       proof(proof) --->                                  proof = HMAC(token, "client" + transcript)
       <--- welcome(session_id, proof)                    proof = HMAC(session key, "welcome")
 
-The transcript is all of hello and challenge but the proofs, each part with its length before it. Invariants:
+The transcript contains hello and challenge without the proofs, each part preceded by its length. Invariants:
 
- 1. The token never crosses the wire, and no proof is good for another connection (both nonces), another direction
+ 1. The token never crosses the wire. No proof is valid for another connection (both nonces), another direction
     (labels), another job, another role or purpose, another pair of processes or another kind of connection. Where the
-    system tells both ends of a connection apart (raw sockets), both sides must name the same two: a relay between them
-    is found out.
- 2. Nothing but the names in `Hello` is looked at before the peer's proof is verified, in constant time; the policy
-    hook `accept` runs after that.
+    system identifies both ends of a connection (raw sockets), both sides must name the same ends, so a relay between
+    them is detected.
+ 2. Only the names in `Hello` are read before the peer's proof is verified, in constant time; the policy hook `accept`
+    runs after that.
  3. Either side may send a refusal instead of its next message; both then fail with `AuthenticationFailed`.
- 4. A message out of order, too large or malformed raises `ProtocolViolation`.
- 5. Where processes have certificates of their own, challenge and proof carry them, too, with a signature over the
-    transcript and over the channel as the signer sees it, which the verifier compares with what it sees itself. So who
-    holds the token, and a certificate of another worker, can neither answer for this one nor stand in between.
+ 4. A message that is out of order, too large or malformed raises `ProtocolViolation`.
+ 5. Where processes have certificates of their own, challenge and proof also carry them, with a signature over the
+    transcript and over the channel as the signer sees it; the verifier compares that with its own view. So a process
+    with the token and another worker's certificate can neither answer for this worker nor relay its connections.
  6. After any failure the machine stays closed: it has no peer and no session, and takes no message.
 
-How a channel drives one side (`send` and `read` are the channel's, with its own time limit around all of it):
+A channel drives one side as follows (`send` and `read` are the channel's, within its own time limit):
 
-    await send(client.start())                    # the client only
+    await send(client.start())                    # only the client
     while not side.done:
         reply = side.receive(await read())
         if reply is not None:
             await send(reply)
-        side.check()                              # raises AuthenticationFailed, after the refusal went out
+        side.check()                              # raises AuthenticationFailed, after the refusal was sent
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ from rpcdist.transport.handshake_side import (
     HandshakeState,
     package_version,
 )
-from rpcdist.transport.identities import identity_from_proto, identity_to_proto, matches, named
+from rpcdist.transport.identities import identity_from_proto, identity_to_proto, is_name, matches, named, printable
 from rpcdist.transport.keys import PROOF_BYTES, SESSION_ID_BYTES, mac
-from rpcdist.transport.peer_text import is_name, printable
 
 MAX_PURPOSE_BYTES: Final = 600
 _MAX_CHANNEL_LENGTH: Final = 300
@@ -73,15 +72,15 @@ class ClientHandshake(HandshakeSide):
 
     Args:
         token: the job token.
-        job: the job's name, empty where none was given; both sides must say the same.
-        role: what the connection is for ("rpc", "store", "socket" ...).
-        identity: who this process is.
-        purpose: which of several takers of the role is meant, and what for.
+        job: the job's name, or empty; it must be the same on both sides.
+        role: the service that the connection is for ("rpc", "store", "socket" ...).
+        identity: the identity of this process.
+        purpose: names one of several takers of the role, and the purpose of the connection.
         channel: the kind of connection, and its two ends as this side sees them.
-        expected: who should answer. An empty name, an id of -1 and an incarnation of 0 match anybody.
+        expected: the identity that should answer. An empty name, an id of -1 and an incarnation of 0 match any.
         token_source: `token.describe_token_source()`, for the local error only.
-        certificates: where processes have certificates of their own; the peer must show one, too.
-        package: the version of rpcdist, by default the installed one; both sides must have the same.
+        certificates: proofs by this process's own certificate; the peer must then also show one.
+        package: the version of rpcdist, by default the installed one; it must be the same on both sides.
 
     Attributes:
         failure: why the handshake failed; `check()` raises it.
@@ -122,7 +121,7 @@ class ClientHandshake(HandshakeSide):
 
     @property
     def other_way(self) -> tuple[Identity, int] | None:
-        """The server and the TCP port where it takes raw connections: once it has proven the token, if it has one."""
+        """The server and its TCP port for raw connections; None before it has proven the token, or without a port."""
         if self._peer is None or not self._stream_port or self._state is HandshakeState.FAILED:
             return None
         return self._peer, self._stream_port
@@ -138,7 +137,7 @@ class ClientHandshake(HandshakeSide):
         """Takes the server's next message.
 
         Returns:
-            What to send now: the proof, or a refusal (then `failure` is set); None when there is nothing to send.
+            The message to send: the proof, or a refusal (then `failure` is set); None if nothing must be sent.
 
         Raises:
             ProtocolViolation: the message is out of order, too large or malformed. Close the connection.
@@ -159,18 +158,19 @@ class ClientHandshake(HandshakeSide):
         if challenge.nonce == self._hello.nonce:
             raise self._violation("the challenge repeats this process's own nonce")
         if challenge.stream_port > 65535:
-            raise self._violation("the challenge names a port that cannot be")
+            raise self._violation("the challenge names an impossible port")
         peer = self._identity_of(challenge)
         self._record(challenge.nonce, challenge.stream_port, self._identity, peer)
         if not hmac.compare_digest(challenge.proof, self._proof(b"server")):
-            # Only the kind and the advice go out: the server's operator needs both, an eavesdropper learns nothing.
+            # The refusal has only the kind and the advice: the server's operator needs both, an eavesdropper learns
+            # nothing.
             return self._refuse(Code.TOKEN, TOKEN_ADVICE, f"the server did not prove the job token. {TOKEN_ADVICE}")
         if not matches(self._expected, peer):
             return self._refuse(
                 Code.WRONG_PEER,
                 f"this address was expected to belong to {named(self._expected)}",
                 f"{named(peer)} answers at the address of {named(self._expected)}: that process has ended, or two "
-                "workers published the same address. Ask the coordinator for its present address.",
+                "workers published the same address. Ask the coordinator for its current address.",
             )
         seen = self._hello.channel
         reason = self._certificate_refusal(challenge.certificate, b"server", seen, peer)
@@ -187,7 +187,7 @@ class ClientHandshake(HandshakeSide):
             raise self._violation("the welcome has a session id or proof of the wrong length")
         session = self._session_keys(welcome.session_id)
         if not hmac.compare_digest(welcome.proof, mac(session.key, b"rpcdist welcome")):
-            text = "the server's welcome was tampered with on its way, or belongs to another session"
+            text = "the server's welcome was changed on its way, or belongs to another session"
             return self._refuse(Code.UNSPECIFIED, text)
         self._session = session
         self._state = HandshakeState.DONE
@@ -200,15 +200,15 @@ class ServerHandshake(HandshakeSide):
     Args:
         token: the job token.
         job: the job's name.
-        identity: who this process is.
-        channel: the kind of connection and its two ends as this side sees them; the client must see the same. It is
-            called, if it can be, when the hello has come: on a raw connection TLS comes after the accepting.
-        stream_port: where this process takes raw connections, to tell the client; 0: nowhere.
-        accept: policy, asked once with the hello of a peer that is proven: returns None to accept, or why not (the peer
-            is told).
+        identity: the identity of this process.
+        channel: the kind of connection and its two ends as this side sees them; the client must see the same. A
+            callable is called when the hello has arrived: on a raw connection, TLS starts after the accept.
+        stream_port: the port where this process takes raw connections, which the client is told; 0 for none.
+        accept: policy, called once with the hello of a proven peer: returns None to accept, or the reason to refuse,
+            which the peer is told.
         token_source: `token.describe_token_source()`, for the local error only.
-        certificates: where processes have certificates of their own; the peer must show one, too.
-        package: the version of rpcdist, by default the installed one; both sides must have the same.
+        certificates: proofs by this process's own certificate; the peer must then also show one.
+        package: the version of rpcdist, by default the installed one; it must be the same on both sides.
 
     Attributes:
         failure: why the handshake failed; `check()` raises it.
@@ -237,13 +237,13 @@ class ServerHandshake(HandshakeSide):
 
     @property
     def role(self) -> str:
-        """What the proven peer wants the connection for."""
+        """The role that the proven peer asks for."""
         self.peer  # noqa: B018  (raises unless the peer is proven)
         return self._hello.role
 
     @property
     def purpose(self) -> str:
-        """What the proven peer wants of the taker of its role."""
+        """The purpose that the proven peer states for the taker of its role."""
         self.peer  # noqa: B018  (raises unless the peer is proven)
         return self._hello.purpose
 
@@ -251,7 +251,7 @@ class ServerHandshake(HandshakeSide):
         """Takes the client's next message.
 
         Returns:
-            What to send now: challenge, welcome or a refusal (then `failure` is set); None when the client refused.
+            The message to send: challenge, welcome or a refusal (then `failure` is set); None if the client refused.
 
         Raises:
             ProtocolViolation: the message is out of order, too large or malformed. Close the connection.
@@ -319,7 +319,7 @@ class ServerHandshake(HandshakeSide):
             return self._refuse(
                 Code.CHANNEL,
                 f"the client sees the connection as {printable(self._hello.channel)!r}, the server as "
-                f"{channel!r}: something between them relays it or translates addresses",
+                f"{channel!r}: a process or network between them relays it or translates addresses",
             )
         reason = self._certificate_refusal(
             proof.certificate, b"client", channel, identity_from_proto(self._hello.identity)

@@ -1,6 +1,6 @@
-"""What the two sides of a handshake have in common: the checks of every message, the transcript, and the outcome.
+"""The common base of both sides of a handshake: the checks of every message, the transcript, and the outcome.
 
-Pure, as handshake.py is, which says how the handshake goes.
+Pure, as is handshake.py, which describes the handshake.
 """
 
 from __future__ import annotations
@@ -13,26 +13,32 @@ from typing import Final, Protocol
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import AuthenticationFailed, ConfigError, ProtocolViolation
 from rpcdist.ids import Identity
-from rpcdist.transport.identities import identity_fields, identity_from_proto
+from rpcdist.transport.identities import (
+    MAX_NAME_LENGTH,
+    MAX_REASON_LENGTH,
+    identity_fields,
+    identity_from_proto,
+    is_name,
+    printable,
+)
 from rpcdist.transport.keys import SessionKeys, framed, mac
-from rpcdist.transport.peer_text import MAX_NAME_LENGTH, MAX_REASON_LENGTH, is_name, printable
 
 PROTOCOL_VERSION: Final = 8
 NONCE_BYTES: Final = 32
 MAX_HANDSHAKE_BYTES: Final = 16 << 10
-"""Channels refuse a larger message before they parse it; `receive` checks again. Chains of certificates take most."""
+"""Channels refuse a larger message before they parse it; `receive` checks again. Certificate chains take most of it."""
 
 Code = pb.Refusal.Code
 
 
 class CertificateProofs(Protocol):
-    """Signs with a certificate of one's own, and judges what peers have signed."""
+    """Signs with this process's own certificate, and verifies the signatures of peers."""
 
     def prove(self, statement: bytes) -> pb.CertificateProof:
-        """Signs what this side sees."""
+        """Signs a statement about the connection as this side sees it."""
 
     def refusal(self, shown: pb.CertificateProof, statement: bytes, peer: Identity) -> str | None:
-        """Why that does not show that the peer is who it says, or None."""
+        """The reason why the proof does not show the peer's identity; None if it does."""
 
 
 class HandshakeState(Enum):
@@ -45,7 +51,7 @@ class HandshakeState(Enum):
 
 
 class HandshakeSide:
-    """Base of the two state machines: checks of every message, the outcome, and how a failure is reported."""
+    """Base of the two state machines: checks every message, keeps the outcome, and reports failures."""
 
     def __init__(
         self,
@@ -79,7 +85,7 @@ class HandshakeSide:
 
     @property
     def peer(self) -> Identity:
-        """Who the peer proved to be. Raises `AuthenticationFailed` before that."""
+        """The identity that the peer has proven. Raises `AuthenticationFailed` before that."""
         if self._peer is None or not self.done:
             raise AuthenticationFailed("the peer has not proven the job token")
         return self._peer
@@ -92,12 +98,12 @@ class HandshakeSide:
         return self._session
 
     def check(self) -> None:
-        """Raises the failure, if there is one. Call it after the reply was sent, so that the peer learns why, too."""
+        """Raises the failure, if there is one. Call it after the reply was sent, so that the peer also learns why."""
         if self.failure is not None:
             raise self.failure
 
     def _open(self, message: pb.Handshake) -> str:
-        """Checks what holds for every message, and returns which step it is."""
+        """Checks the rules that hold for every message, and returns its step."""
         if self._state in (HandshakeState.DONE, HandshakeState.FAILED):
             raise self._violation(f"a handshake message arrived when the handshake was {self._state.value}")
         if message.ByteSize() > MAX_HANDSHAKE_BYTES:
@@ -108,7 +114,7 @@ class HandshakeSide:
         return step
 
     def _violation(self, text: str) -> ProtocolViolation:
-        if self._state is not HandshakeState.DONE:  # what comes after the handshake does not undo it; the caller closes
+        if self._state is not HandshakeState.DONE:  # later messages do not undo the handshake; the caller closes
             self._state = HandshakeState.FAILED
         return ProtocolViolation(f"{text}; is the peer an rpcdist process?")
 
@@ -116,7 +122,7 @@ class HandshakeSide:
         return self._violation(f"unexpected handshake message {step!r} when the state was {self._state.value!r}")
 
     def _refuse(self, code: pb.Refusal.Code, reason: str, local: str | None = None) -> pb.Handshake:
-        """Fails here with `local`, and returns what tells the peer `reason`, and nothing else."""
+        """Fails here with `local`, and returns the message that tells the peer only `reason`."""
         self._fail(code, local or reason)
         return refusal(code, reason)
 
@@ -148,7 +154,7 @@ class HandshakeSide:
         return mac(self._token, b"rpcdist " + direction + b" proof", self._transcript)
 
     def _statement(self, side: bytes, channel: str) -> bytes:
-        """What a side signs with its certificate's key: the transcript, and how it sees the connection itself."""
+        """The statement that a side signs with its certificate's key: the transcript and its view of the connection."""
         return framed(b"rpcdist " + side + b" certificate", self._transcript, channel.encode())
 
     def _shown_certificate(self, side: bytes, channel: str) -> pb.CertificateProof | None:

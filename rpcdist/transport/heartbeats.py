@@ -1,6 +1,6 @@
-"""Signs of life of a session. Silence is how a dead host is told from an idle one: it closes no connection.
+"""Signs of life of a session. A dead host closes no connection, so only silence distinguishes it from an idle host.
 
-So both sides speak regularly, and each counts the other as lost when it has heard nothing for too long.
+Both sides therefore send regularly, and each treats the other as lost after too long a silence.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.time_limits import HEARTBEATS_PER_PEER_TIMEOUT
 
 TURNS_TO_READ = 3
-"""Of an I/O loop that was held up: what has arrived is read in the first, and connections that ended by that are dealt
-with in the next."""
+"""Turns that a delayed I/O loop takes before it judges its peers: it reads arrived data in the first turn, and handles
+connections that ended in the next."""
 
 
 class WatchedSession(Protocol):
-    """A session, as its heartbeats see it. Times are monotonic seconds."""
+    """The interface of a session to its heartbeats. Times are monotonic seconds."""
 
     last_received: float
 
     @property
     def last_sent(self) -> float:
-        """When something was written last."""
+        """The time of the last write."""
 
     def has_unread(self) -> bool:
-        """Whether there is a sign of life that whoever reads has not read yet, held up perhaps."""
+        """Whether bytes have arrived that were not read yet: the reader may be delayed."""
 
     def send(self, message: rpc_pb2.Message, /) -> Any:
         """Sends a message."""
@@ -36,15 +36,15 @@ class WatchedSession(Protocol):
         """Ends the session."""
 
     def trim(self, now: float, /) -> None:
-        """Gives back memory that was not used for long."""
+        """Frees memory that was not used for a long time."""
 
 
 class Heartbeats:
     """Runs on the I/O loop, from `start` to `stop`.
 
     Args:
-        session: sends, and is ended when the peer is silent.
-        silence_limit_s: the peer counts as lost after so many seconds without a sign of life.
+        session: sends the heartbeats, and is closed when the peer is silent.
+        silence_limit_s: after this time without a sign of life, in seconds, the peer counts as lost.
     """
 
     def __init__(self, session: WatchedSession, silence_limit_s: float) -> None:
@@ -68,16 +68,17 @@ class Heartbeats:
         session, now = self._session, time.monotonic()
         late = loop.time() - self._due
         if late >= self._interval_s and num_turns < TURNS_TO_READ:
-            # What came meanwhile is read first: a peer may have closed the connection, which shall not look used then.
+            # First the loop reads the data that arrived meanwhile: a peer may have closed the connection, which must
+            # not look alive then.
             self._handle = loop.call_soon(self._tick, loop, num_turns + 1)
             return
         silence = now - session.last_received
-        # A loop that was itself held up has not read what may lie in its socket; it judges nobody in this round.
+        # A loop that was delayed itself may have unread data in its socket, so it judges no peer in this round.
         if silence > self._silence_limit_s and late < self._interval_s and not session.has_unread():
             session.close(f"no sign of life for {silence:.1f} s")
             return
         session.trim(now)
-        # Not 1.0: a message sent just after the last tick would put the heartbeat off by nearly a whole interval.
+        # Not 1.0: a message sent just after the last tick would delay the heartbeat by nearly a whole interval.
         if now - session.last_sent >= self._interval_s * 0.9:
             session.send(rpc_pb2.Message(heartbeat=rpc_pb2.Heartbeat()))
         self.start(loop)

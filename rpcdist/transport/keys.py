@@ -1,7 +1,7 @@
-"""What a session proves its calls with after the handshake: keys, proofs of unary calls, and the replay window.
+"""Keys of a session after the handshake, proofs of its unary calls, and the replay window.
 
-Pure, as handshake.py is. All keyed hashes of the package are made by `mac` here, so that no two uses can be confused:
-every input starts with a label of its own, and every field has its length before it.
+Pure, as is handshake.py. `mac` makes all keyed hashes of the package, so that no two uses can be confused: every input
+starts with its own label, and every field is preceded by its length.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ SESSION_ID_BYTES: Final = 16
 
 
 class SessionKeys(NamedTuple):
-    """What both sides hold after the handshake.
+    """The keys that both sides have after the handshake.
 
     Attributes:
-        session_id: 16 bytes; public, names the session.
-        key: 32 bytes; secret, never sent. Unary calls prove with it that they belong to the session.
+        session_id: 16 bytes; public; identifies the session.
+        key: 32 bytes; secret, never sent. Unary calls use it to prove that they belong to the session.
     """
 
     session_id: bytes
@@ -34,10 +34,10 @@ def request_proof(key: bytes, method: str, counter: int) -> bytes:
     Args:
         key: `SessionKeys.key`.
         method: the full gRPC method, such as "/rpcdist.Store/Get".
-        counter: 1 for the session's first call, one more for every further one; never used twice.
+        counter: 1 for the session's first call, then counting up; never used twice.
 
     Returns:
-        32 bytes for the call's metadata, beside the session id and the counter.
+        32 bytes for the call's metadata, next to the session id and the counter.
     """
     return mac(key, b"rpcdist request", framed(method.encode()), counter.to_bytes(8, "big"))
 
@@ -45,7 +45,7 @@ def request_proof(key: bytes, method: str, counter: int) -> bytes:
 def verify_request(key: bytes, method: str, counter: int, proof: bytes) -> bool:
     """True if `proof` is the one that `request_proof` makes; compared in constant time.
 
-    Ask `ReplayWindow.accept` after this, never before: an outsider must not be able to use up counters.
+    Call `ReplayWindow.accept` only after this: an outsider must not be able to use up counters.
     """
     return 0 < counter < 2**64 and hmac.compare_digest(proof, request_proof(key, method, counter))
 
@@ -67,7 +67,7 @@ class ReplayWindow:
         """True the first time that `counter` comes, False for a replay or one that has left the window."""
         ahead = counter - self._highest
         if ahead > 0:
-            kept = self._seen << ahead if ahead < self._size else 0  # no giant shift for a giant jump
+            kept = self._seen << ahead if ahead < self._size else 0  # avoids a huge shift for a huge jump
             self._seen = (kept | 1) & ((1 << self._size) - 1)
             self._highest = counter
             return True
@@ -76,15 +76,12 @@ class ReplayWindow:
         self._seen |= 1 << -ahead
         return True
 
-    def __repr__(self) -> str:
-        return f"<ReplayWindow up to {self._highest}>"
-
 
 def mac(key: bytes, *parts: bytes) -> bytes:
-    """HMAC-SHA256 of the framed parts; the first part is a label that says what it is for."""
+    """HMAC-SHA256 of the framed parts; the first part is a label that names the use."""
     return hmac.digest(key, framed(*parts), "sha256")
 
 
 def framed(*fields: bytes) -> bytes:
-    """Fields with their lengths before them: two different lists never give the same bytes."""
+    """Fields preceded by their lengths, so that two different lists never give the same bytes."""
     return b"".join(len(field).to_bytes(4, "big") + field for field in fields)

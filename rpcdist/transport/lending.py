@@ -1,38 +1,38 @@
 """Large buffers between two processes of one host: the sender copies them into shared memory that it lends.
 
 The lender owns a few segments of memory per session and direction. It copies a buffer into a free segment and names the
-segment in the message. The borrower maps a segment once, and tensors are made on its memory without a copy. When the
-last tensor on it is freed, its *lease* ends, the segment's number goes back with the next message, and the lender uses
-the segment again: warm memory, which costs neither a system call nor a page fault.
+segment in the message. The borrower maps a segment once, and makes tensors on its memory without a copy. When the last
+of these tensors is freed, the segment's *lease* ends, its number goes back with the next message, and the lender uses
+the segment again. Its memory is warm: using it takes no system call and no page fault.
 
-[Note: offer and use] A message that finds no free segment brings a new one along: the offer, with the descriptor, goes
-out before the message that already names the segment. A borrower that cannot map the segment, or does not want to,
-refuses the offer and reports the loan as unread. The lender then sends the bytes, which it still has, in chunks
-under the number of the message's transfer, and lends nothing more in that session.
+[Note: offer and use] If no segment is free, a message brings a new one: the offer, with the descriptor, is written
+before the message that already names the segment. A borrower that cannot or does not want to map the segment refuses
+the offer and reports the loan as unread. The lender then sends the bytes, which it still has, in chunks under the
+number of the message's transfer, and lends no more memory in that session.
 
-[Note: packs] Each segment costs both ends time when it is new, and when its number goes back. So the smaller buffers of
-a message of many, such as a state_dict, lie one after the other in a few segments, and both ends compute the same
-offsets from their sizes. The lease of a segment ends with the last of its tensors: keeping one of them keeps at most
-`PACK_BYTES` alive. Messages of few buffers give each its own segment.
+[Note: packs] A segment costs both ends time when it is new and when it is returned. So the smaller buffers of a message
+with many buffers, such as a state_dict, share a few segments, and both ends compute the same offsets from the sizes.
+The lease of a segment ends with the last of its tensors: a tensor that is kept keeps at most `PACK_BYTES` alive. In
+messages with few buffers, each buffer has its own segment.
 
-[Note: what is trusted] Segments hold nothing but bytes of tensors and of buffers beside pickles; sizes, shapes and
-types travel in the socket, and the size of a segment is sealed and checked before it is mapped. What is parsed (text,
-pickles, bodies of values) is copied out first, so it cannot change while it is read. A tensor is not: a peer that
-writes to memory that it has lent can change it between two looks of torch, which trusts what it has seen (the mask of
-an index is counted, then filled). That is as good as running code here, so those who may not run any have their tensors
-copied (`CopiedBuffer`).
+[Note: trust] Segments contain only bytes of tensors, and of buffers that belong to pickles. Sizes, shapes and types
+travel in the socket, and the size of a segment is sealed and checked before it is mapped. Data that is parsed (text,
+pickles, bodies of values) is copied out first, so it cannot change while it is read. A tensor is not copied: a peer
+that writes to memory after lending it can change the tensor between two reads by torch, which relies on the first (it
+counts the mask of an index, then fills the result). That amounts to running code here, so tensors of peers that may not
+run code are copied (`CopiedBuffer`).
 
-[Note: forked children] A child that is forked while it can read a received tensor has the same memory mapped, and keeps
-it when its parent frees the tensor. Such a segment must never be written to again: when its lease ends in the parent,
-the lender is told so, forgets the segment, and makes another one when it needs one.
+[Note: forked children] A forked child maps the memory of the received tensors too, and keeps it when the parent frees
+them. Such a segment must never be written to again: when its lease ends in the parent, the lender is told, forgets the
+segment, and makes another one when it needs one.
 
-[Note: returned together] Telling the lender costs about 50 us at both ends together, as much as copying 256 KiB. So
-small segments are returned several at a time, with the next message or by a timer; the lender makes a few more of them,
-which all fit into a core's cache. A large one is returned at once: it is worth more warm.
+[Note: returned together] A return costs both ends about as much as copying 256 KiB. So small segments are returned
+several at a time, with the next message or by a timer; the lender makes a few more of them, and all fit into a core's
+cache. A large segment is returned at once, since warm memory is worth more there.
 
-[Note: who frees] Segments have no name in the file system. When a session ends, both sides let go of its segments;
-tensors that lie in one keep its memory alive through their lease. The kernel frees the memory with the last map,
-however the processes end.
+[Note: freeing] Segments have no name in the file system. When a session ends, both sides drop its segments; tensors in
+a segment keep its memory alive through their lease. The kernel frees the memory with the last map, even if the
+processes are killed.
 """
 
 from __future__ import annotations
@@ -46,40 +46,39 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from rpcdist.at_end import AtEnd
+from rpcdist.at_exit import AtEnd
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport.announced_bytes import AnnouncedBytes
-from rpcdist.transport.mapped_segments import MappedSegment
-from rpcdist.transport.outgoing_buffer import OutgoingBuffer
-from rpcdist.transport.shared_memory import Segment, SegmentError
+from rpcdist.transport.memory_copies import OutgoingBuffer
+from rpcdist.transport.shared_memory import MappedSegment, Segment, SegmentError
 
 logger = logging.getLogger(__name__)
 
 LEND_FROM_BYTES: Final = 64 << 10
-"""Smaller buffers travel in the socket: copying 64 KiB through it costs less than keeping account of a segment."""
+"""Smaller buffers travel in the socket: copying 64 KiB through it costs less than the bookkeeping of a segment."""
 
 MAX_LENT_BYTES: Final = 512 << 20
-"""Memory in the segments of one direction of a session. What exceeds it travels in the socket."""
+"""Limit of the memory in the segments of one direction of a session. Further buffers travel in the socket."""
 
 RETURN_TOGETHER: Final = 8
 RETURN_TOGETHER_BYTES: Final = 128 << 10
-"""Segments of up to this size wait until so many can be returned. [Note: returned together]"""
+"""Segments of up to `RETURN_TOGETHER_BYTES` wait until this many can be returned. [Note: returned together]"""
 
 MAX_SEGMENTS: Final = 512
 MAX_OPEN_OFFERS: Final = 8
-"""A message makes no segment while so many offers of others are unanswered: in a burst, not each message needs one."""
+"""A message makes no segment while this many offers are unanswered: in a burst, not every message needs a new one."""
 
 MANY_BUFFERS: Final = 9
 PACK_BELOW_BYTES: Final = 2 << 20
 PACK_BYTES: Final = 8 << 20
-"""A message of many buffers packs those below the one size into segments of up to the other. [Note: packs]"""
+"""A message with `MANY_BUFFERS` packs those below the first size into segments of up to the second. [Note: packs]"""
 
 _ALIGNMENT: Final = 64
 
 Pack = Sequence[tuple[int, OutgoingBuffer]]
-"""Buffers that lie one after the other in a segment, each with its index in the message."""
+"""Buffers that share a segment, in order, each with its index in the message."""
 
-# One array type for every length: ctypes makes (and keeps) a class per length otherwise.
+# One array type for all lengths: otherwise ctypes would make (and keep) a class for each length.
 _Memory: Final = ctypes.c_char * (1 << 62)
 
 
@@ -90,7 +89,7 @@ def size_class(num_bytes: int) -> int:
 
 
 def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Where buffers of these sizes in bytes lie in a segment that they share, and how many bytes they take up."""
+    """The offsets of buffers of these sizes, in bytes, in a segment that they share, and their total size."""
     starts, end = [], 0
     for size in sizes:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -100,7 +99,7 @@ def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 def packs(buffers: Sequence[OutgoingBuffer]) -> Iterator[Pack]:
-    """Which buffers of a message share a segment. Those in no pack are too small to be lent. [Note: packs]"""
+    """Groups the buffers of a message by segment. Buffers in no pack are too small to be lent. [Note: packs]"""
     if len(buffers) < MANY_BUFFERS:
         yield from ([each] for each in enumerate(buffers) if each[1].size >= LEND_FROM_BYTES)
         return
@@ -123,8 +122,8 @@ class Ended(NamedTuple):
     """The segments whose leases have ended.
 
     Attributes:
-        returned: the lender may use them again.
-        kept: a forked child may still read them. [Note: forked children]
+        returned: segments that the lender may use again.
+        kept: segments that a forked child may still read. [Note: forked children]
     """
 
     returned: list[int]
@@ -136,8 +135,8 @@ class Offer(NamedTuple):
 
     Attributes:
         number: number of the segment, in its session and direction.
-        segment: to be passed to the borrower. Its descriptor is closed when nobody refers to it any more: it may be
-            under way, on another thread, when the session ends.
+        segment: the segment for the borrower. Its descriptor is closed with the last reference: another thread may be
+            sending it when the session ends.
     """
 
     number: int
@@ -145,16 +144,16 @@ class Offer(NamedTuple):
 
 
 class Lender:
-    """The segments that this process lends in one session. Any thread may call any of it.
+    """The segments that this process lends in one session. Any thread may use it.
 
     Args:
         max_bytes: limit of the memory in all segments.
 
     Attributes:
-        withdrawn: numbers of segments of which the peer has not been told yet that they are gone; read it only.
+        withdrawn: numbers of removed segments that the peer does not know of yet; read-only.
 
     Invariants:
-        1. A segment is offered, free or lent. It is written to once, when it becomes lent, and not before it is
+        1. A segment is offered, free or lent. It is written to once, when it becomes lent, and then not before it is
            returned.
         2. The memory of all segments never exceeds `max_bytes`.
         3. The bytes of a lent segment can be sent in chunks until the borrower has accepted it. [Note: offer and use]
@@ -165,12 +164,12 @@ class Lender:
         self._num_bytes = 0
         self._numbers = itertools.count(1)
         self._offered: dict[int, MappedSegment] = {}
-        self._free: dict[int, list[MappedSegment]] = {}  # by size; the last one, which came back last, is warm
-        self._fewest_free: dict[int, int] = {}  # by size, since the last `trim`: so many were never needed
+        self._free: dict[int, list[MappedSegment]] = {}  # by size; the last one was returned last and is warm
+        self._fewest_free: dict[int, int] = {}  # by size: the number never needed since the last `trim`
         self._lent: dict[int, MappedSegment] = {}
-        self._unanswered: dict[int, Pack] = {}  # lent before the borrower has accepted it, with what lies there
-        self._refused: dict[int, Pack] = {}  # refused since
-        self._common: dict[int, Callable[[], None]] = {}  # those that other peers may have, too, see `offer_common`
+        self._unanswered: dict[int, Pack] = {}  # lent before the borrower has accepted it
+        self._refused: dict[int, Pack] = {}  # refused since then
+        self._common: dict[int, Callable[[], None]] = {}  # shared with other peers, see `offer_common`
         self.withdrawn: list[int] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -181,7 +180,7 @@ class Lender:
 
     @property
     def usage(self) -> tuple[int, int, int]:
-        """The number of segments, how many of them are lent, and the bytes of all."""
+        """The number of segments, the number of lent ones, and the bytes of all."""
         num_lent = len(self._lent)
         return num_lent + len(self._offered) + sum(map(len, list(self._free.values()))), num_lent, self._num_bytes
 
@@ -194,8 +193,8 @@ class Lender:
         """Copies buffers into a segment; returns its number. None if none is free: the buffers travel in the socket.
 
         Args:
-            pack: the buffers, which lie where `offsets` says.
-            offered: takes this segment, which the borrower has been offered and nothing uses, in place of a free one.
+            pack: the buffers; `offsets` gives their positions.
+            offered: the number of an unused offered segment, to use in place of a free one.
         """
         starts, num_bytes = offsets(buffer.size for _, buffer in pack)
         mapped = self._take(num_bytes) if offered is None else self._take_offered(offered, pack)
@@ -222,14 +221,14 @@ class Lender:
 
     def _take_offered(self, number: int, pack: Pack) -> MappedSegment | None:
         with self._lock:
-            mapped = self._offered.pop(number, None)  # None: the session has ended, or the borrower was quick to answer
+            mapped = self._offered.pop(number, None)  # None: the session ended, or the borrower has answered
             if mapped is not None:
                 self._lent[number] = mapped
                 self._unanswered[number] = pack
             return mapped
 
     def offer(self, num_bytes: int) -> Offer | None:
-        """A new segment for buffers of this size; None if there may not be another one now."""
+        """Makes a new segment for buffers of this size; None if no further segment is allowed now."""
         size_bytes = size_class(num_bytes)
         with self._lock:
             if self._closed or not self._make_room(size_bytes):
@@ -239,7 +238,7 @@ class Lender:
                 segment = Segment.create(size_bytes)
                 mapped = MappedSegment(number, segment)
             except SegmentError as exc:
-                logger.warning("large tensors travel in the socket from now on: %s", exc)
+                logger.warning("no more shared memory, so large tensors travel in the socket from now on: %s", exc)
                 self._max_bytes = 0
                 return None
             self._num_bytes += size_bytes
@@ -247,11 +246,11 @@ class Lender:
         return Offer(number, segment)
 
     def offer_common(self, mapped: MappedSegment, keep: Callable[[], None]) -> int | None:
-        """Offers memory that other peers have, too, for one message; its number, or None if it may not be offered now.
+        """Offers memory that other peers also have, for one message; its number, or None if that is not possible now.
 
         Args:
             mapped: the memory, with the buffers in it.
-            keep: called if the borrower may go on reading the memory. Until it is given back, this refers to the loan.
+            keep: called if the borrower may go on reading the memory; held until the memory is returned.
         """
         with self._lock:
             if self._closed or not self._make_room(mapped.size_bytes):
@@ -263,7 +262,7 @@ class Lender:
         return number
 
     def lend_common(self, number: int, pack: Pack) -> bool:
-        """Lends memory that was just offered by `offer_common`; whether that was in time."""
+        """Lends memory that `offer_common` has just offered; False if the borrower has already answered."""
         return self._take_offered(number, pack) is not None
 
     def _free_or_withdraw(self, number: int, mapped: MappedSegment) -> None:
@@ -274,7 +273,7 @@ class Lender:
             self.withdrawn.append(number)
 
     def _make_room(self, size_bytes: int) -> bool:
-        """Withdraws free segments of other sizes until one of this size may be made; False if that is not enough."""
+        """Withdraws free segments of other sizes until one of this size fits; False if it does not fit."""
         for size, free in self._free.items():
             while size != size_bytes and free and not self._has_room(size_bytes):
                 self._withdraw(free.pop(0))
@@ -285,7 +284,7 @@ class Lender:
         self.withdrawn.append(mapped.number)
 
     def trim(self) -> None:
-        """Withdraws the segments that were free all the time since it was called last."""
+        """Withdraws the segments that were free all the time since the last call."""
         with self._lock:
             for size, free in self._free.items():
                 num_unused = min(self._fewest_free.get(size, 0), len(free))
@@ -300,7 +299,7 @@ class Lender:
 
     @property
     def has_withdrawn(self) -> bool:
-        """Whether `take_withdrawn` has something to report."""
+        """Whether `take_withdrawn` would return segments."""
         return bool(self.withdrawn)
 
     def take_withdrawn(self) -> list[int]:
@@ -310,7 +309,7 @@ class Lender:
         return withdrawn
 
     def answered(self, number: int, accepted: bool) -> None:
-        """The borrower has mapped an offered segment, or refused it; after a refusal nothing is offered any more."""
+        """Records that the borrower has mapped or refused an offered segment; a refusal ends all offers."""
         with self._lock:
             mapped = self._offered.pop(number, None)
             pack = self._unanswered.pop(number, None)
@@ -329,14 +328,14 @@ class Lender:
                     self._num_bytes -= mapped.size_bytes
 
     def unread(self, number: int) -> dict[int, OutgoingBuffer]:
-        """The borrower could not read a segment that it has refused; returns the buffers to send, by their index."""
+        """Returns the buffers of a refused segment, by index: the borrower could not read them, so they are sent."""
         with self._lock:
             pack, mapped = self._refused.pop(number, None), self._lent.pop(number, None)
             if pack is None or mapped is None:
-                raise ProtocolViolation(f"segment {number} was not read, but not refused either")
+                raise ProtocolViolation(f"segment {number} was reported as unread, but not refused")
             self._num_bytes -= mapped.size_bytes
             if (keep := self._common.pop(number, None)) is not None:
-                keep()  # the bytes are sent from there
+                keep()  # the bytes are sent from this memory
         view = memoryview(_memory_of(mapped)).cast("B")
         starts, _ = offsets(buffer.size for _, buffer in pack)
         return {
@@ -345,7 +344,7 @@ class Lender:
         }
 
     def returned(self, numbers: Iterable[int]) -> None:
-        """Leases of the borrower have ended."""
+        """Records that leases of the borrower have ended."""
         with self._lock:
             for number in numbers:
                 mapped = self._lent.pop(number, None)
@@ -355,7 +354,7 @@ class Lender:
                     self._free_or_withdraw(number, mapped)
 
     def take_back(self, numbers: Iterable[int]) -> None:
-        """The borrower will not be told of these loans. One that it has guessed and returned is free already."""
+        """Cancels loans of which the borrower is never told. A loan that it guessed and returned is already free."""
         with self._lock:
             for number in numbers:
                 mapped = self._lent.pop(number, None)
@@ -370,7 +369,7 @@ class Lender:
                     self._free_or_withdraw(number, mapped)
 
     def kept(self, numbers: Iterable[int]) -> None:
-        """Leases of the borrower have ended, but others may read the memory: it is used no more."""
+        """Records that leases have ended while other processes may read the memory, which is not used again."""
         with self._lock:
             for number in numbers:
                 mapped = self._lent.pop(number, None)
@@ -382,10 +381,10 @@ class Lender:
                         keep()
 
     def close(self) -> None:
-        """The session has ended; idempotent."""
+        """Drops all segments, since the session has ended; idempotent."""
         with self._lock:
             self._closed = True
-            for keep in self._common.values():  # tensors that lie there keep their memory
+            for keep in self._common.values():  # tensors there keep their memory
                 keep()
             self._common.clear()
             for table in (self._offered, self._free, self._lent, self._unanswered, self._refused):
@@ -394,7 +393,7 @@ class Lender:
 
 
 class _Forks:
-    """Counts how often this process has forked, or is about to."""
+    """Counts the forks of this process; each is counted just before it happens."""
 
     __slots__ = ("count",)
 
@@ -411,14 +410,14 @@ if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
 
 
 def _memory_of(mapped: MappedSegment) -> ctypes.Array[ctypes.c_char]:
-    """The bytes of a segment; it stays mapped as long as something refers to them, also after the session."""
+    """The bytes of a segment, which stays mapped while they are referenced, even after the session."""
     memory = _Memory.from_address(mapped.address)
     memory.mapped = mapped  # type: ignore[attr-defined]
     return memory
 
 
 class _Lease(NamedTuple):
-    """A borrowed segment that this process uses, and how often the process had forked when it was borrowed."""
+    """A borrowed segment that this process uses, and the number of forks when it was borrowed."""
 
     number: int
     size_bytes: int
@@ -426,14 +425,14 @@ class _Lease(NamedTuple):
 
 
 class Borrower:
-    """The segments that the peer lends in one session. On the I/O loop, but for `take_ended` and the end of leases.
+    """The segments that the peer lends in one session. Used on the I/O loop; leases end on any thread.
 
     Args:
-        counted: what the peer makes this process set aside.
-        max_bytes: a peer that offers more than this in total is refused.
+        counted: counts the bytes that the peer makes this process reserve.
+        max_bytes: limit of all segments together; further offers are refused.
 
     Attributes:
-        ended: leases of which the peer has not been told yet, large ones first. Read it only; `take_ended` empties it.
+        ended: ended leases that the peer does not know of yet, large ones first. Read-only; `take_ended` empties it.
         refused: numbers of segments that were offered and are not mapped here. [Note: offer and use]
     """
 
@@ -450,17 +449,17 @@ class Borrower:
 
     @property
     def has_leases(self) -> bool:
-        """Whether tensors here lie in borrowed memory, as far as is known."""
+        """Whether tensors here use borrowed memory; a lease that has just ended may still count."""
         return bool(self._in_use)
 
     def offered(self, number: int, size_bytes: int, descriptor: int, is_common: bool = False) -> bool:
-        """The peer offers a segment; whether it was accepted. The descriptor is closed here in any case.
+        """Maps a segment that the peer offers; False if it is refused. Closes the descriptor in any case.
 
         Args:
-            number: of the segment.
+            number: number of the segment.
             size_bytes: its size.
-            descriptor: of the memory.
-            is_common: others read it, too: what is written here stays here.
+            descriptor: the descriptor of the memory.
+            is_common: other processes also read the memory, so writes stay private here.
         """
         num_bytes = sum(mapped.size_bytes for mapped in list(self._known.values()))  # a copy: `take_ended` removes
         if (
@@ -475,29 +474,29 @@ class Borrower:
             with Segment.received(descriptor, size_bytes) as segment:
                 self._known[number] = MappedSegment(number, segment, is_private=is_common, is_filled=not is_common)
         except SegmentError as exc:
-            logger.warning("large tensors of this peer arrive through the socket: %s", exc)
+            logger.warning("a segment cannot be mapped, so large tensors of this peer use the socket: %s", exc)
             self._counted.subtract_mapped(size_bytes)
             return self.refuse(number)
         return True
 
     def refuse(self, number: int) -> bool:
-        """Notes that an offered segment is not mapped; returns False, the answer to the offer."""
+        """Records that an offered segment is not mapped; returns False, the answer to the offer."""
         if len(self.refused) >= MAX_SEGMENTS:
             raise ProtocolViolation(f"segment {number} was offered after {MAX_SEGMENTS} others had been refused")
         self.refused.add(number)
         return False
 
     def borrow(self, number: int, num_bytes: int) -> memoryview:
-        """The first bytes of a lent segment, writable; the segment is in use until the view and all on it are freed.
+        """The first bytes of a lent segment, writable; it is in use until the view and all objects on it are freed.
 
         Raises:
-            ProtocolViolation: there is no such segment, it is in use already, or it is smaller.
+            ProtocolViolation: the segment is not known, already in use, or too small.
         """
         mapped = self._known.get(number)
         if mapped is None or number in self._in_use or num_bytes > mapped.size_bytes:
-            problem = "is not known" if mapped is None else "is in use" if number in self._in_use else "is smaller"
+            problem = "is not known" if mapped is None else "is in use" if number in self._in_use else "is too small"
             raise ProtocolViolation(
-                f"a buffer of {num_bytes} bytes is said to lie in segment {number}, which {problem}"
+                f"a message names segment {number} for a buffer of {num_bytes} bytes, but this segment {problem}"
             )
         self._in_use.add(number)
         memory = _memory_of(mapped)
@@ -507,24 +506,24 @@ class Borrower:
 
     @property
     def has_ended(self) -> bool:
-        """Whether `take_ended` has something to report."""
+        """Whether `take_ended` would return segments."""
         return bool(self.ended)
 
     @property
     def is_return_due(self) -> bool:
-        """Whether the lender should hear of ended leases with the next message. [Note: returned together]"""
+        """Whether the next message should report ended leases to the lender. [Note: returned together]"""
         try:
             return len(self.ended) >= RETURN_TOGETHER or self.ended[0].size_bytes > RETURN_TOGETHER_BYTES
         except IndexError:  # none, or another thread has taken them
             return False
 
     def take_ended(self) -> Ended:
-        """The segments whose leases have ended; tell the lender."""
+        """Takes the segments whose leases have ended; the caller tells the lender."""
         ended = Ended([], [])
         try:
-            while True:  # any thread may do this at the same time, so looking before would not help
+            while True:  # other threads may do this at the same time, so checking the length first would not help
                 number, _, num_forks = self.ended.popleft()
-                may_be_read = _forks.count != num_forks  # by a child; one that was forked after the end counts as well
+                may_be_read = _forks.count != num_forks  # by a child, even one that was forked after the lease ended
                 if may_be_read:
                     self._forget(number)
                 self._in_use.discard(number)
@@ -533,10 +532,10 @@ class Borrower:
             return ended
 
     def withdrawn(self, numbers: Iterable[int]) -> None:
-        """The peer will not use these segments again."""
+        """Forgets segments that the peer will not use again."""
         for number in numbers:
             if number in self._in_use or not self._forget(number):
-                raise ProtocolViolation(f"segment {number} was withdrawn, which is not known or in use")
+                raise ProtocolViolation(f"segment {number} was withdrawn, but it is not known, or still in use")
 
     def _forget(self, number: int) -> bool:
         mapped = self._known.pop(number, None)
@@ -545,7 +544,7 @@ class Borrower:
         return mapped is not None
 
     def close(self) -> None:
-        """The session has ended. Memory that tensors use stays until they are freed; idempotent."""
+        """Drops all segments, since the session has ended; tensors keep their memory. Idempotent."""
         for number in list(self._known):
             self._forget(number)
         self._in_use.clear()

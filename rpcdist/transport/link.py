@@ -1,4 +1,4 @@
-"""A link: this process's own authenticated connection to another one's server."""
+"""A link: an authenticated connection that this process opened to the server of another process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from rpcdist.errors import ConnectFailed, ProtocolViolation
 from rpcdist.ids import Identity
 from rpcdist.time_limits import LINK_CLOSE_LIMIT_S, UNARY_DRAIN_LIMIT_S
 from rpcdist.transport._channels.grpc_channel import mapped_errors
-from rpcdist.transport._framing.message_pieces import TooLarge, cut, joined
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.session import Session
-from rpcdist.transport.unary_proof import PACKAGE, Metadata, RequestProver
+from rpcdist.transport.unary_proof import PACKAGE, Metadata, RequestProver, TooLarge, cut, joined
 
 Reply = TypeVar("Reply", bound=Message)
 
@@ -28,12 +27,12 @@ class Link:
     Attributes:
         address: host:port of the server.
         session: the stream of envelopes.
-        passed_over: the better channels that were tried in vain, and why each was not to be had.
+        passed_over: the better channels that failed, each with the reason.
 
     Args:
         io: the I/O loop that it runs on.
-        connect: makes gRPC's connection for unary calls, when the first of them comes; a raw channel needs none.
-        connection: that of a session over gRPC, which is used for unary calls, too. The link closes it.
+        connect: makes gRPC's connection at the first unary call, if the session uses a raw channel.
+        connection: the gRPC connection of the session, which unary calls share. The link closes it.
         prover: proves the unary calls.
         on_ended: called once, when the session has ended.
     """
@@ -63,7 +62,7 @@ class Link:
 
     @property
     def peer(self) -> Identity:
-        """Who answered at the address."""
+        """The process that answered at the address."""
         return self.session.peer
 
     async def _run(self) -> None:
@@ -71,21 +70,21 @@ class Link:
             await self.session.run()
         finally:
             self._on_ended(self)
-            # A server that stops has answered its calls before it ends its sessions, but the two may arrive the other
-            # way round: what is on its way gets the time to come.
+            # A stopping server answers its calls before it ends its sessions, but the answers may arrive later: they
+            # get time to arrive.
             if self._connection is not None:
                 await self._connection.close(None if self._closes else UNARY_DRAIN_LIMIT_S)
 
     async def unary(
         self, service: str, method: str, request: Message, reply_type: type[Reply], timeout_s: float | None
     ) -> Reply:
-        """One call of a service method.
+        """Calls a service method.
 
         Args:
-            service: without the package, e.g. `"Store"`.
-            method: e.g. `"Get"`.
-            request: the method's request.
-            reply_type: the class of its reply.
+            service: name without the package, such as `"Store"`.
+            method: such as `"Get"`.
+            request: the request of the method.
+            reply_type: the class of the reply.
             timeout_s: limit in seconds; None waits as long as the peer lives.
 
         Raises:
@@ -108,7 +107,7 @@ class Link:
         piece_type: type[Message],
         timeout_s: float | None,
     ) -> Reply:
-        """As `unary`, by a method whose request and reply are streams of pieces; see [Note: pieces]."""
+        """As `unary`, for a method whose request and reply are streams of pieces; see [Note: pieces]."""
         path = f"/{PACKAGE}.{service}/{method}"
         with self._calling(path) as metadata:
             pieces = cut(request.SerializeToString(), piece_type)
@@ -123,7 +122,7 @@ class Link:
 
     @contextmanager
     def _calling(self, path: str) -> Iterator[Metadata]:
-        """Yields what proves the call; its errors become ours."""
+        """Yields the metadata that prove the call; turns errors of gRPC into errors of this package."""
         metadata = self._prover.metadata(path)
         if self.session.closed_reason is not None:
             raise ConnectFailed(self.address, self.session.closed_reason)
@@ -137,7 +136,7 @@ class Link:
                 raise ProtocolViolation(f"{self.address} sent a reply to {path} that cannot be parsed ({exc})") from exc
 
     def _raise_if_closed(self, exc: asyncio.CancelledError) -> None:
-        """Tells a call that the closing connection cancelled from one that its own caller cancels."""
+        """Raises if the closing connection cancelled the call, and not the call's own caller."""
         task = asyncio.current_task()
         if self.session.closed_reason is not None and (task is None or not task.cancelling()):
             raise ConnectFailed(self.address, self.session.closed_reason) from exc

@@ -1,14 +1,12 @@
-"""Copies of large buffers between two places of this process's memory: in turns, and the largest by two threads.
+"""Copies large buffers within this process's memory: in turns, and the largest ones with two threads.
 
-[Note: turns] Threads that copy at once share the bandwidth of the memory, and are no faster together. But they keep the
-cores busy, each for a time slice, and the threads of a small call wait behind them whenever it changes threads. So
-large copies take turns: half as many at a time as there are cores, since the process at the other end copies, too.
-Measured with 4 echoes of 16 MiB at once on 2 cores: a no-op beside them takes half as long, and the echoes move a fifth
-more.
+[Note: turns] Threads that copy at the same time share the memory bandwidth, so together they are no faster than one.
+But they keep the cores busy, and the threads of a small call wait behind them at each change of thread. So large copies
+take turns: half as many at a time as there are cores, since the process at the other end also copies.
 
-[Note: halves] One core does not use all the bandwidth. With another one free, a copy of 16 MiB in two halves takes
-0.75x of the time, one of 64 MiB 0.56x; at 8 MiB, starting the other thread costs what it brings. Without a free core
-two threads are slower than one, so the system is asked first how many are running.
+[Note: halves] One core does not use the whole bandwidth. If another core is free, a copy of 16 MiB or more is faster in
+two halves; at 8 MiB, the start of the second thread costs as much as it gains. Without a free core, two threads are
+slower than one, so the copier first asks the system for the number of running threads.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ _LOADAVG_BYTES: Final = 128
 
 
 def declare(name: str, result: type, *arguments: type) -> Any:
-    """A function of the C library; calls of it release the interpreter's lock. None where no memory can be shared."""
+    """A function of the C library, whose calls release the interpreter's lock. None on systems other than POSIX."""
     if os.name != "posix":
         return None
     function = getattr(ctypes.CDLL(None, use_errno=True), name)
@@ -40,10 +38,10 @@ _memmove: Final = declare("memmove", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_
 
 
 def num_running() -> int | None:
-    """How many threads of this host are running or want to, this one included; None where the system does not say."""
+    """The number of running or runnable threads on this host, including this one; None if it is not known."""
     try:
         descriptor = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
-        try:  # without a file object, which costs as much again: this is part of a call
+        try:  # without a file object, which would double the cost: this is a part of every large call
             text = os.read(descriptor, _LOADAVG_BYTES)
         finally:
             os.close(descriptor)
@@ -53,12 +51,12 @@ def num_running() -> int | None:
 
 
 class MemoryCopier:
-    """Copies memory on behalf of any thread, see the notes above.
+    """Copies memory for any thread; see the notes above.
 
     Args:
-        num_cores: that this process may use.
-        num_running: how many threads of the host are running.
-        copy: copies (target address, source address, bytes) with the interpreter's lock released.
+        num_cores: the number of cores that this process may use.
+        num_running: returns the number of running threads on the host.
+        copy: copies (target address, source address, bytes) without the interpreter's lock.
         start_thread: runs a function on a new thread.
     """
 
@@ -79,16 +77,16 @@ class MemoryCopier:
         return threading.Semaphore(max(1, self._num_cores // 2))
 
     def after_fork_in_child(self) -> None:
-        """The threads whose turn it was are gone."""
+        """Makes new turns: the threads that held the old ones do not exist in the child."""
         self._turns = self._new_turns()
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """Copies memory; returns when it is done, also when it raises `KeyboardInterrupt`.
+        """Copies memory; the copy is complete when this returns, or raises `KeyboardInterrupt`.
 
         Args:
-            target: address of memory that does not overlap with the source's.
-            source: address.
-            num_bytes: how much.
+            target: address of memory that does not overlap with the source.
+            source: address of the source.
+            num_bytes: number of bytes.
         """
         if num_bytes < TAKE_TURNS_FROM_BYTES:
             self._copy(target, source, num_bytes)
@@ -119,12 +117,12 @@ class MemoryCopier:
             finally:
                 done.release()
 
-        # The interpreter looks for Ctrl-C after calls, so the first one that can be cut off by it is the one that has
-        # started the thread: `done` will be released whenever this block is left.
+        # The interpreter checks for Ctrl-C after calls. The first call that it can interrupt is the one that starts the
+        # thread, so `done` is always released when this block is left.
         try:
             try:
                 self._start_thread(copy_second, ())
-            except RuntimeError:  # there may be no more threads
+            except RuntimeError:  # the system allows no more threads
                 done.release()
                 first = num_bytes
             self._copy(target, source, first)
@@ -133,7 +131,7 @@ class MemoryCopier:
 
 
 def _wait_for(done: threading.Lock) -> None:
-    """Waits in spite of Ctrl-C: nobody may free or reuse memory that another thread still reads or writes."""
+    """Waits in spite of Ctrl-C: memory that another thread still reads or writes must not be freed or reused."""
     interrupt: KeyboardInterrupt | None = None
     while True:
         try:
@@ -155,7 +153,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
 
 
 def copy_memory(target: int, source: int, num_bytes: int) -> None:
-    """Copies memory, in turns with all others of this process that do; see `MemoryCopier.copy`."""
+    """Copies memory, in turns with all other copies of this process; see `MemoryCopier.copy`."""
     _copier.copy(target, source, num_bytes)
 
 
@@ -163,7 +161,34 @@ def copy_view(target: int, view: memoryview) -> None:
     """Copies contiguous bytes to an address, as `copy_memory` does."""
     try:
         source = ctypes.addressof(ctypes.c_char.from_buffer(view))
-    except TypeError:  # memory that may only be read has no address for ctypes
+    except TypeError:  # ctypes gives no address of read-only memory
         ctypes.memmove(target, bytes(view), view.nbytes)
     else:
         copy_memory(target, source, view.nbytes)
+
+
+class OutgoingBuffer:
+    """Bytes that a message sends separately. They must not change until they are sent; the object keeps them alive.
+
+    Attributes:
+        size: size in bytes.
+    """
+
+    __slots__ = ("_view", "size")
+
+    def __init__(self, view: memoryview) -> None:
+        self.size = view.nbytes
+        self._view = view
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes, C-contiguous, one byte per item; read for every chunk that is written.
+
+        Raises:
+            TransportError: the memory was released; the session ends.
+        """
+        return self._view
+
+    def copy_to(self, address: int) -> None:
+        """Copies the bytes to memory with room for them, in turns with other copies. Raises the errors of `view`."""
+        copy_view(address, self._view)

@@ -1,4 +1,4 @@
-"""A process's place on the network: its I/O loop, its one server, and its links to others."""
+"""A node: the I/O loop of a process, its server, and its links to other processes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -15,9 +16,10 @@ from typing import Any, TypeVar
 from google.protobuf.descriptor import ServiceDescriptor
 
 from rpcdist.at_exit import register_at_exit, unregister_at_exit
+from rpcdist.errors import ConfigError
 from rpcdist.ids import Identity, new_incarnation
 from rpcdist.inspection import Strangers
-from rpcdist.own_shortage import raise_descriptor_limit
+from rpcdist.own_shortage import names_shortage, raise_descriptor_limit
 from rpcdist.time_limits import (
     ADD_SERVICE_LIMIT_S,
     GRPC_STOP_GRACE_S,
@@ -28,20 +30,19 @@ from rpcdist.time_limits import (
 )
 from rpcdist.transport import fork
 from rpcdist.transport._server.diagnosis import DIAGNOSIS_SERVICE, Diagnosis
-from rpcdist.transport._server.port_range import PortRange
 from rpcdist.transport._server.server import Server
 from rpcdist.transport._server.unary_services import Method
-from rpcdist.transport._socket_hub.hub_address import HubAddress
-from rpcdist.transport._tls.tls_options import TlsOptions
-from rpcdist.transport._tls.tls_policy import TlsPolicy
-from rpcdist.transport.addresses import split_address
+from rpcdist.transport._socket_hub.hub_connector import HubAddress
+from rpcdist.transport._tls.tls_options import CERTIFICATE_VARIABLE, TlsOptions
+from rpcdist.transport._tls.tls_policy import TLS_VARIABLE, TlsPolicy
+from rpcdist.transport.addresses import PORTS_VARIABLE, PortRange, split_address
 from rpcdist.transport.connector import Connector
-from rpcdist.transport.credentials import Credentials
+from rpcdist.transport.credentials import Credentials, Records
+from rpcdist.transport.handing_on import SessionHandler
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.link import Link
-from rpcdist.transport.records import Records
 from rpcdist.transport.roles import Roles, SocketTaker
-from rpcdist.transport.session import Session, SessionHandler
+from rpcdist.transport.session import Session
 from rpcdist.transport.token import describe_token_source, job_token
 
 T = TypeVar("T")
@@ -58,12 +59,12 @@ class NodeOptions:
 
     Attributes:
         token: the job's secret; by default `RPCDIST_TOKEN` or the per-user file.
-        job: a name that keeps jobs with one token apart; by default `RPCDIST_JOB`, or else "default".
+        job: a name that separates jobs with the same token; by default `RPCDIST_JOB`, or "default".
         peer_timeout_s: silence after which a peer is declared lost, in seconds.
-        tls: False turns encryption off, where only loopback and trusted networks are used; None: as `RPCDIST_TLS` says;
-            or certificates of one's own.
-        ports: where it may listen if nobody says where, such as "29600-29700"; None: as `RPCDIST_PORTS` says, or else
-            at whichever the system picks.
+        tls: False turns encryption off, which is allowed on loopback and trusted networks only; None follows
+            `RPCDIST_TLS`; or the process's own certificates.
+        ports: the ports at which it may listen by default, such as "29600-29700"; None follows `RPCDIST_PORTS`, or lets
+            the system pick a port.
     """
 
     token: str | None = field(default=None, repr=False)  # reprs end in logs
@@ -76,14 +77,14 @@ class NodeOptions:
 class Node:
     """Wires the parts of the transport. Nothing runs before `start`.
 
-    The parts of a process usually share the node of `acquire_node`. Each further node that a process makes has an I/O
-    loop, a port, an identity and a token of its own, and ends by itself.
+    The parts of a process usually share the node of `acquire_node`. Each further node in a process has its own I/O
+    loop, port, identity and token, and ends independently.
 
     Attributes:
-        options: the settings that it was made with.
+        options: the settings of the node.
         io: the I/O loop.
-        credentials: what the node proves itself with.
-        ports: where it may listen if nobody says where.
+        credentials: the credentials of the node.
+        ports: the ports at which it may listen by default.
     """
 
     def __init__(self, options: NodeOptions) -> None:
@@ -98,7 +99,7 @@ class Node:
             TlsPolicy.of_environment(options.tls),
         )
         self.io = IoLoop()
-        self._addresses: dict[str, int] = {}  # to the number of its users
+        self._addresses: dict[str, int] = {}  # the number of users of each address
         self._roles = Roles(self.io)
         self.ports = PortRange.of_environment(options.ports)
         self._server = Server(self.io, self.credentials, self._roles, options.peer_timeout_s, self.ports)
@@ -114,22 +115,22 @@ class Node:
 
     @property
     def address(self) -> str | None:
-        """Where it serves, the first address of several; None where it does not."""
+        """The address at which it serves, the first of several; None if it does not serve."""
         return next(iter(self._addresses), None)
 
     @property
     def num_silent(self) -> int:
-        """Connections to it whose process began TLS and made no call, as one with another job token does."""
+        """Connections that began TLS and made no call, as those of a process with another job token do."""
         return self._server.num_silent
 
     @property
     def strangers(self) -> Strangers:
-        """The connections to it that it has refused, or not finished with."""
+        """The connections that it has refused, and those whose handshake is not finished."""
         return self._server.strangers
 
     @property
     def identity(self) -> Identity:
-        """Who this process is to its peers. RPC sets it to name and id of the worker, before it connects."""
+        """The identity of this process to its peers. RPC sets it to name and id of the worker, before it connects."""
         return self.credentials.identity
 
     @identity.setter
@@ -139,7 +140,7 @@ class Node:
 
     @property
     def records(self) -> Records:
-        """Signs and verifies what the processes of the job tell each other through a store."""
+        """Signs and verifies the records that the processes of the job exchange through a store."""
         return Records(self.credentials)
 
     @property
@@ -153,7 +154,7 @@ class Node:
         return self._server.sessions
 
     async def traffic(self) -> Counter[tuple[str, str]]:
-        """The bytes of all its sessions, those that have ended included; see `Session.traffic`. On the I/O loop."""
+        """The bytes of all its sessions, including ended ones; see `Session.traffic`. On the I/O loop."""
         total = self._connector.ended_traffic + self._server.ended_traffic
         for session in (*self.sessions, *(link.session for link in self.links)):
             total.update(session.traffic())
@@ -161,7 +162,7 @@ class Node:
 
     @property
     def num_refused(self) -> int:
-        """Connections that were refused, for whatever reason; any thread."""
+        """The number of refused connections; any thread."""
         return self._server.num_refused
 
     # ------------------------------------------------------------ any thread
@@ -173,17 +174,17 @@ class Node:
     def serve(self, host: str, port: int, timeout_s: float = SERVE_LIMIT_S, is_apart: bool = False) -> str:
         """Starts the server of this process, if it does not run yet; blocks.
 
-        A later caller that needs a port of its own (a store at MASTER_PORT in a process that is an RPC worker already)
-        gets a second listener. All listeners have the same services, beside those that were added for one address.
+        A later caller that needs its own port (a store at MASTER_PORT in a process that is already an RPC worker) gets
+        a second listener. All listeners have the same services, apart from those added for one address.
 
         Args:
             host: address to bind.
-            port: 0 picks a free one, or takes the one that is served already.
+            port: 0 takes the address that is already served, or picks a free port.
             timeout_s: limit of the start, in seconds.
-            is_apart: whether 0 has to pick a free one.
+            is_apart: whether 0 must pick a free port.
 
         Returns:
-            host:port as bound. The caller may give it up by `stop_serving`.
+            host:port as bound. `stop_serving` gives it up.
 
         Raises:
             TransportError: the port is in use.
@@ -215,36 +216,36 @@ class Node:
         timeout_s: float = ADD_SERVICE_LIMIT_S,
         address: str | None = None,
     ) -> None:
-        """Serves methods of a service; see `Server.add_service`. Handlers run on the I/O loop as coroutines."""
+        """Serves methods of a service; see `Server.add_service`. Handlers are coroutines on the I/O loop."""
         self.run(self._server.add_service(descriptor, methods, address), timeout_s)
 
     def handle_role(
         self, role: str, handler: SessionHandler | None, refuse: Callable[[Identity], str | None] | None = None
     ) -> None:
-        """Says who takes the messages of sessions that peers open for `role`; None ends that.
+        """Sets the handler of sessions that peers open for `role`; None removes it.
 
         Args:
-            role: the connection's purpose.
-            handler: its taker.
-            refuse: says why a peer may not connect, or None; called on the I/O loop.
+            role: the role of the connections.
+            handler: the handler.
+            refuse: returns the reason why a peer may not connect, or None; called on the I/O loop.
         """
         self._roles.handle(role, handler, refuse)
 
     def expect_role(self, role: str) -> None:
-        """Says that `handle_role` will follow: peers that connect before are kept waiting instead of being refused."""
+        """Announces a later `handle_role`: peers that connect earlier wait for it instead of being refused."""
         self._roles.expect(role)
 
     def take_sockets(self, name: str, taker: SocketTaker, host: str, timeout_s: float) -> HubAddress:
-        """Lets peers open raw sockets to `taker`, and listens for them if nothing does yet; blocks.
+        """Lets peers open raw sockets to `taker`, and starts the listeners if necessary; blocks.
 
         Args:
-            name: tells the takers of this process apart.
+            name: the name of the taker within this process.
             taker: gets the sockets whose handshake is done.
             host: the address for the TCP listener; its port is one of `ports`.
             timeout_s: limit, in seconds.
 
         Returns:
-            Where the process listens.
+            The addresses of the listeners.
 
         Raises:
             TransportError: the address cannot be bound.
@@ -253,7 +254,7 @@ class Node:
         return HubAddress(*self.run(self._server.listen_for_sockets(host), timeout_s), taker=name)
 
     def end_sockets(self, name: str) -> None:
-        """Ends `take_sockets`: peers that still come are refused."""
+        """Ends `take_sockets`: later peers are refused."""
         self._roles.take_sockets(name, None)
 
     # ------------------------------------------------------------ I/O loop
@@ -273,7 +274,7 @@ class Node:
     # ------------------------------------------------------------ life
 
     def start(self) -> Node:
-        """Starts the I/O loop. The caller has a share of the node, to give up by `release`."""
+        """Starts the I/O loop. The caller then has a share of the node, which `release` gives up."""
         self._num_shares = 1
         self.io.start()
         fork.mark_running()
@@ -313,3 +314,67 @@ class Node:
         await asyncio.gather(*(link.close() for link in list(self.links)))
         await self._server.stop(GRPC_STOP_GRACE_S)
         self._addresses.clear()
+
+
+# ---------------------------------------------------------------- the node that store, collectives and RPC share
+
+
+class SharedNode:
+    """Starts a node for the first part that asks, and gives it to other parts until the last one has released it."""
+
+    def __init__(self) -> None:
+        # Weak: an ended node still refers to the services of its users, and would keep them alive.
+        self._node: Callable[[], Node | None] = lambda: None
+        self._lock = threading.Lock()
+
+    def acquire(self, options: NodeOptions | None = None) -> Node:
+        """The node of this process, started if there is none; pair it with `Node.release`.
+
+        Args:
+            options: settings for a node that starts now. A running node keeps its own; another token, job, TLS or
+                range of ports is then an error.
+
+        Raises:
+            ConfigError: the running node was started with another token, job or TLS.
+            ForkedProcess: this process was forked from one that runs a node.
+        """
+        fork.check_not_forked()
+        with self._lock:
+            node = self._node()
+            if node is None or not node.share():
+                with names_shortage("starting the node"):
+                    node = Node(options or NodeOptions()).start()
+                self._node = weakref.ref(node)
+            elif options is not None:
+                self._check_same(node, options)
+            return node
+
+    def _check_same(self, node: Node, options: NodeOptions) -> None:
+        mine = node.credentials
+        if options.token is not None and job_token(options.token) != mine.token:
+            node.release()
+            raise ConfigError("this process already communicates with another job token. Use one token per process.")
+        if TlsPolicy.of_environment(options.tls) != mine.tls_policy:
+            node.release()
+            raise ConfigError(
+                f"this process already communicates with TLS set to {mine.tls_policy.mode.value!r} and "
+                f"{mine.tls_policy.files or 'certificates of the job token'}. Set TLS by {TLS_VARIABLE}, and files by "
+                f"{CERTIFICATE_VARIABLE} and the like: they apply to stores, groups and RPC."
+            )
+        if PortRange.of_environment(options.ports) != node.ports:
+            node.release()
+            raise ConfigError(
+                f"this process already listens at ports {node.ports}. Set them by {PORTS_VARIABLE}, which applies to "
+                "stores, groups and RPC."
+            )
+        if options.job != mine.job:
+            node.release()
+            raise ConfigError(
+                f"this process already belongs to job {mine.job!r}, and cannot join job {options.job!r}. Name the job "
+                "by RPCDIST_JOB, which applies to stores, groups and RPC."
+            )
+
+
+_shared = SharedNode()
+
+acquire_node = _shared.acquire

@@ -1,7 +1,7 @@
-"""Who takes the connections that peers open: each states a role, and one part of the process serves it.
+"""The parts of a process that take the connections of peers: each connection states a role, which one part serves.
 
-One role, `SOCKET_ROLE`, is for raw sockets, which are given away after the handshake. It may have any number of takers
-in a process, each with a name; the connection's purpose begins with the name of the one that is meant.
+The role `SOCKET_ROLE` is for raw sockets, which are handed over after the handshake. A process may have any number of
+takers of raw sockets, each with a name; the purpose of the connection begins with the taker's name.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from rpcdist._proto import handshake_pb2
 from rpcdist.ids import Identity
 from rpcdist.time_limits import ROLE_LIMIT_S
 from rpcdist.transport._framing.incoming import IncomingBuffer
+from rpcdist.transport.handing_on import SessionHandler
 from rpcdist.transport.identities import identity_from_proto
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.session import HeapPayloads, Session, SessionHandler
+from rpcdist.transport.session import HeapPayloads, Session
 from rpcdist.transport.wire_messages import WireMessage
 
 logger = logging.getLogger(__name__)
@@ -26,29 +27,29 @@ logger = logging.getLogger(__name__)
 SOCKET_ROLE: Final = "socket"
 
 Refuse = Callable[[Identity], str | None]
-"""Says why a peer may not connect, or None."""
+"""Returns the reason why a peer may not connect, or None."""
 
 
 class SocketTaker(Protocol):
     """Takes raw sockets. Called on the I/O loop."""
 
     def refusal(self, purpose: str, peer: Identity) -> str:
-        """Why no connection of `peer`, which is proven, for `purpose` can be taken now, or nothing."""
+        """The reason why a connection of the proven `peer` for `purpose` is refused now; empty to accept it."""
 
     def put(self, purpose: str, connection: Any) -> bool:
-        """Takes a connection, a socket or a `TlsSocket`, not blocking; False if it came too late: then it is closed."""
+        """Takes a non-blocking `StreamSocket`; returns False if it came too late, and the caller then closes it."""
 
 
 def socket_purpose(taker: str, purpose: str) -> str:
-    """What the hello of a raw socket says, for the taker of that name."""
+    """The purpose in the hello of a raw socket for the taker of that name."""
     return f"{taker}/{purpose}"
 
 
 class _EndedRole(HeapPayloads):
-    """Takes the sessions of peers that come after the end of a role, and tells those that send why that is in vain.
+    """Takes the sessions that peers open after the end of a role, and closes a session, with the reason, if it sends.
 
-    They are not refused: connections that end when a worker leaves are opened once more by those that leave a moment
-    later, and that is no reason for a warning.
+    These sessions are not refused: when a worker leaves, workers that leave a moment later connect to it once more, and
+    that deserves no warning.
     """
 
     def on_opened(self, session: Session) -> None:
@@ -62,7 +63,7 @@ class _EndedRole(HeapPayloads):
 
 
 class Roles:
-    """The handlers by role. Parts register on any thread; the listeners ask on the I/O loop."""
+    """The handlers by role. Parts register on any thread; the listeners read on the I/O loop."""
 
     def __init__(self, io: IoLoop) -> None:
         self._io = io
@@ -93,9 +94,9 @@ class Roles:
         self._expected[role] = asyncio.Event()
 
     async def handler(self, role: str) -> SessionHandler | None:
-        """Who takes the messages of a role; waits, bounded, for one that was announced by `expect`.
+        """The handler of a role; waits, bounded, for a handler that `expect` announced.
 
-        None for a role that was never announced: such connections make unary calls only.
+        None for a role that was never announced: such connections make only unary calls.
         """
         expected = self._expected.get(role)
         if expected is not None:
@@ -103,29 +104,29 @@ class Roles:
                 async with asyncio.timeout(ROLE_LIMIT_S):
                     await expected.wait()
             except TimeoutError:
-                logger.warning("a peer waited %s s for the role %r", ROLE_LIMIT_S, role)
+                logger.warning("a peer waited %s s for the role %r, which no part serves", ROLE_LIMIT_S, role)
         return self._handlers.get(role) or (_EndedRole() if role in self._ended else None)
 
     def take_sockets(self, name: str, taker: SocketTaker | None) -> None:
-        """Says who takes the raw sockets for `name`; None ends that."""
+        """Sets the taker of raw sockets under `name`; None removes it."""
         if taker is None:
             self._socket_takers.pop(name, None)
         else:
             self._socket_takers[name] = taker
 
     def refusal(self, hello: handshake_pb2.Hello) -> str | None:
-        """Why a proven peer is refused for the role that it asks for, or None."""
+        """The reason why a proven peer is refused for its role, or None."""
         if hello.role == SOCKET_ROLE:
             name, _, purpose = hello.purpose.partition("/")
             taker = self._socket_takers.get(name)
             if taker is None:
-                return "nobody takes such sockets here; has it been closed?"
+                return "no part of this process takes such sockets; was it closed?"
             return taker.refusal(purpose, identity_from_proto(hello.identity)) or None
         refuse = self._refusals.get(hello.role)
         return refuse(identity_from_proto(hello.identity)) if refuse is not None else None
 
     def hand_over(self, purpose: str, connection: Any) -> bool:
-        """Gives a raw socket to its taker; False if that is gone, and then the caller closes it."""
+        """Gives a raw socket to its taker; False if the taker is gone, and the caller then closes the socket."""
         name, _, rest = purpose.partition("/")
         taker = self._socket_takers.get(name)
         return taker is not None and taker.put(rest, connection)

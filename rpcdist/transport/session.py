@@ -1,7 +1,7 @@
 """A session: one authenticated two-way stream of envelopes between two processes.
 
-Any thread may send. The I/O loop reads, or a thread that leads for a while; all else runs on the loop. The session does
-not reconnect: it ends once, says why, and whoever owns it decides what comes next.
+Any thread may send. The I/O loop reads, or for a while a leading thread; everything else runs on the loop. The session
+does not reconnect: it ends once, with a reason, and its owner decides what to do next.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.ids import Identity
 from rpcdist.inspection import ChannelFacts, LentMemory
-from rpcdist.transport._channels.channel import DirectChannel, ReadChannel
+from rpcdist.transport._channels.channel import ReadChannel
 from rpcdist.transport._channels.leading import Sleep
 from rpcdist.transport._channels.signal_shield import SignalShield, may_raise_here
+from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._framing.frames import (
     CHUNK_HEAD_BYTES,
     CHUNK_WINDOW_BYTES,
@@ -36,10 +36,10 @@ from rpcdist.transport._framing.incoming import Delivery, Incoming, IncomingBuff
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport._striping.striping import OpenConnections, Striping
 from rpcdist.transport.announced_bytes import AnnouncedBytes
-from rpcdist.transport.handing_on import HandingOn
+from rpcdist.transport.handing_on import HandingOn, SessionHandler
 from rpcdist.transport.heartbeats import Heartbeats
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.outgoing_buffer import OutgoingBuffer
+from rpcdist.transport.memory_copies import OutgoingBuffer
 from rpcdist.transport.session_writer import SessionWriter
 from rpcdist.transport.shared_payloads import SharedPayloads
 from rpcdist.transport.wire_messages import WireMessage
@@ -51,41 +51,8 @@ _OWN_KINDS = frozenset(
 )
 
 
-class SessionHandler(Protocol):
-    """What the owner of a session brings. It must not block or run user code.
-
-    All of it is called on the I/O loop, except that `on_messages` may be called on a thread that leads, for compact
-    messages and those that it `takes_anywhere`; never on two threads at once, and in the order of the messages.
-    """
-
-    def on_opened(self, session: Session) -> None:
-        """A peer opened this session; not called for sessions that this process opens itself."""
-
-    def on_messages(self, session: Session, messages: list[tuple[Any, list[IncomingBuffer]]]) -> None:
-        """Messages (`WireMessage`) arrived whole, in the order in which they became complete."""
-
-    def takes_anywhere(self, message: WireMessage) -> bool:
-        """Whether `on_messages` may be called with this message on a thread other than the I/O loop's."""
-
-    def on_closed(self, session: Session, reason: str) -> None:
-        """The session ended; called once. Messages that were queued and not written are lost."""
-
-    def allocate(self, size_bytes: int) -> IncomingBuffer:
-        """Memory for a large buffer that was announced."""
-
-    def borrow(self, view: memoryview) -> IncomingBuffer:
-        """A large buffer that lies in memory of the peer, writable; `view` keeps it."""
-
-    @property
-    def shares_payloads(self) -> bool:
-        """Whether large buffers may lie in shared memory, in both directions."""
-
-    def announced_by(self, peer: Identity) -> AnnouncedBytes:
-        """Counts what a peer has announced, on all its sessions together, and not sent."""
-
-
 class HeapPayloads:
-    """The part of a `SessionHandler` that says where large buffers arrive, all of them on the heap, and messages."""
+    """A base for a `SessionHandler` that receives all large buffers on the heap, and all messages on the I/O loop."""
 
     shares_payloads = False
 
@@ -103,7 +70,7 @@ class HeapPayloads:
 
 
 class NullHandler(HeapPayloads):
-    """For connections that only make unary calls: nothing but heartbeats may arrive."""
+    """The handler of connections that only make unary calls: only heartbeats may arrive."""
 
     def on_opened(self, session: Session) -> None:
         logger.debug("%s opened a session for %s", session.peer.name, session.role)
@@ -119,29 +86,29 @@ class Session:
     """Messages in both directions over one channel whose handshake is done.
 
     Attributes:
-        peer: who is at the other end; proven by the handshake.
-        striping: its further connections, for payloads; None where it has none.
-        role: what the connection is for.
-        account: counts what the peer makes this process set aside, by all its sessions together.
+        peer: the identity of the other process, proven by the handshake.
+        striping: its payload connections; None if it has none.
+        role: the service that the connection is for.
+        account: counts the bytes that the peer makes this process reserve, on all its sessions together.
         id: the session's number on both sides.
         opened_by_me: whether this process opened the connection.
-        last_received: when something arrived last, heartbeats included, in monotonic seconds.
+        last_received: when the last bytes arrived, heartbeats included, in monotonic seconds.
         closed_reason: why the session ended; None while it is open.
 
     Args:
         io: the I/O loop that it runs on.
         channel: carries its envelopes; the session closes it.
-        handler: gets what arrives.
-        silence_limit_s: the peer counts as lost after so many seconds without a sign of life.
+        handler: gets the messages that arrive.
+        silence_limit_s: after this time without a sign of life, in seconds, the peer counts as lost.
         by_me: whether this process opened the connection.
         has_payload_connections: whether further connections may carry its large messages.
-        open_connections: opens those; None where the peer opens them.
+        open_connections: opens those connections; None if the peer opens them.
     """
 
     def __init__(
         self,
         io: IoLoop,
-        channel: ReadChannel | DirectChannel,
+        channel: ReadChannel | SocketChannel,
         peer: Identity,
         *,
         role: str,
@@ -160,14 +127,14 @@ class Session:
         self.closed_reason: str | None = None
         self._io = io
         self._channel = channel
-        self._direct = channel if isinstance(channel, DirectChannel) else None  # asked once: the check is slow
+        self._direct = channel if isinstance(channel, SocketChannel) else None
         self._handler = handler
         self._outgoing = Outgoing()
         self._writer = SessionWriter(io, channel, self._outgoing, self._close, peer.name)
         self.account = account = handler.announced_by(peer)
         self._shared = self._new_shared_payloads(account)
         self._incoming = Incoming(handler.allocate, self._borrow, account)
-        self._names: list[str] = []  # of the functions that the peer has numbered
+        self._names: list[str] = []  # names of the functions that the peer has numbered
         self._handing_on = HandingOn(io, self, handler, self._left_to_loop_failed)
         self._main = threading.main_thread().ident
         self._shield = SignalShield()
@@ -182,8 +149,8 @@ class Session:
                 silence_limit_s=silence_limit_s,
                 round_trip_s=None if self._direct is None else self._direct.shortest_round_trip_s,
             )
-        self._num_read = 0  # bytes, where a task reads
-        self._ungranted_bytes = 0  # of chunks that arrived and that the peer has no new credit for
+        self._num_read = 0  # bytes, if a task reads
+        self._ungranted_bytes = 0  # bytes of arrived chunks for which the peer has no new credit yet
         self.flush = self._writer.flush
         self.hold_back = self._writer.hold_back
         self.drain = self._writer.drain
@@ -191,7 +158,7 @@ class Session:
         self._ended: asyncio.Event = asyncio.Event()
 
     def _new_shared_payloads(self, counted: AnnouncedBytes) -> SharedPayloads | None:
-        """None for channels that cannot pass segments of memory."""
+        """The shared memory of the session; None if the channel cannot pass segments."""
         if self._direct is None or not self._direct.passes_descriptors:
             return None
         handler, loop, outgoing = self._handler, self._io.loop, self._outgoing
@@ -207,7 +174,7 @@ class Session:
         )
 
     def facts(self, now: float) -> ChannelFacts:
-        """What it is and does, at a moment of the monotonic clock."""
+        """The facts about its channel and queue, at a moment of the monotonic clock."""
         return replace(
             self._channel.facts,
             session=self.id.hex(),
@@ -220,7 +187,7 @@ class Session:
 
     @property
     def lent_memory(self) -> LentMemory | None:
-        """What it lends to the peer; None where nothing was ever lent."""
+        """The memory that it lends to the peer; None if it never lent any."""
         if self._shared is None or not self._shared.is_used:
             return None
         return LentMemory(self.peer.name, *self._shared.lent.usage)
@@ -231,13 +198,13 @@ class Session:
 
     @property
     def channel_kind(self) -> str:
-        """What carries it: "local", "tcp" or "grpc"."""
+        """The kind of its channel: "local", "tcp" or "grpc"."""
         if self._direct is None:
             return "grpc"
         return "local" if self._direct.passes_descriptors else "tcp"
 
     def traffic(self) -> Counter[tuple[str, str]]:
-        """The bytes that went so far, by channel, "shared memory" among them, and direction; any thread."""
+        """The bytes so far, by channel (including "shared memory") and direction; any thread."""
         if self._direct is None:
             sent, received = self._writer.num_written, self._num_read
         else:
@@ -254,7 +221,7 @@ class Session:
 
     @property
     def num_queued(self) -> int:
-        """The messages that wait to be written."""
+        """The number of messages in the queue."""
         return self._outgoing.num_frames
 
     # ---------------------------------------------------------------- any thread
@@ -264,12 +231,12 @@ class Session:
 
         Args:
             message: it is serialized here; the caller may reuse it.
-            buffers: large buffers, read while they are being written.
+            buffers: large buffers, which are read while they are written.
 
         Returns:
             The transfer's number for `abort_transfer`; 0 if the message travels in one envelope with others.
 
-        Nothing is raised when the session has ended: its owner hears of that through `on_closed`.
+        It raises nothing after the end of the session: the owner learns of the end through `on_closed`.
         """
         shared = self._shared
         has_news = shared is not None and shared.is_used and shared.lent.is_news_due
@@ -326,7 +293,7 @@ class Session:
 
         Cancellation ends the session like `close`.
         """
-        # The writer first: `on_opened` and what arrives may be answered at once.
+        # The writer starts first, so that `on_opened` and arriving messages can be answered at once.
         writer = self._io.spawn(self._writer.run(), f"rpcdist session writer to {self.peer.name}")
         self._heartbeats.start(self._io.loop)
         if not self.opened_by_me:
@@ -345,14 +312,14 @@ class Session:
             reason = "connection closed at this end"
             raise
         except Exception as exc:
-            # The handler choked on a message: what came after it would be handled out of order.
+            # The handler failed on a message, and later messages would be handled out of order.
             logger.exception("a message from %s could not be handled", self.peer.name)
             reason = f"a message could not be handled: {exc!r}"
         finally:
             self._finish(writer, self.closed_reason or reason)
 
     def _finish(self, writer: asyncio.Task[None], reason: str) -> None:
-        self._close(reason)  # first, so that nobody is told of an end and still finds the session open
+        self._close(reason)  # first, so that no part learns of the end and still finds the session open
         writer.cancel()
         self._heartbeats.stop()
         self._writer.end()
@@ -383,19 +350,19 @@ class Session:
         sleep: Sleep | None = None,
         first: Callable[[], object] | None = None,
     ) -> bool:
-        """Has this thread read while it waits, if the channel can do that and nobody else reads; see `Lead.lead`."""
+        """Lets this thread read while it waits, if the channel supports that and no thread reads; see `Lead.lead`."""
         if self._direct is not None:
             return self._direct.lead(is_waiting, timeout_s, sleep, partial(self._writer.send_first, first))
         self._writer.send_first(first)
         return False
 
     def ring(self) -> None:
-        """Has a thread that leads ask `is_waiting` again; any thread."""
+        """Makes a leading thread call `is_waiting` again; any thread."""
         if self._direct is not None:
             self._direct.ring()
 
     async def _read_loop(self) -> None:
-        assert not isinstance(self._channel, DirectChannel)
+        assert not isinstance(self._channel, SocketChannel)
         while (data := await self._channel.read()) is not None:
             self._num_read += len(data)
             self.receive(data)
@@ -411,7 +378,7 @@ class Session:
                     self._handle(kind, message)
                     continue
             elif isinstance(message, Chunk):
-                self._grant(CHUNK_HEAD_BYTES + len(message.data))  # also of an aborted transfer: the peer counts it
+                self._grant(CHUNK_HEAD_BYTES + len(message.data))  # even if aborted: the peer counts it
                 delivery = self._incoming.chunk(message)
                 if delivery is not None:
                     messages.append(delivery)
@@ -421,13 +388,13 @@ class Session:
                     self._shared.lent.returned(message.numbers)
                 continue
             if message.large and messages and self.striping is not None:
-                # First what came before it: from here on, a reader of a payload connection may hand it on.
+                # Earlier messages first: from here on, a reader of a payload connection may deliver this message.
                 self._handing_on.hand_on(messages)
                 messages = []
             delivery = self._announce(message) if message.large else (message, [])
             if delivery is not None:
                 messages.append(delivery)
-        if messages:  # all of an envelope at once: calls go to the pool with one wake-up
+        if messages:  # all of an envelope together, so that its calls wake the pool once
             self._handing_on.hand_on(messages)
 
     def _announce(self, message: WireMessage) -> Delivery | None:
@@ -449,7 +416,7 @@ class Session:
         self._direct.fail(error)
 
     def _handle(self, kind: str, message: rpc_pb2.Message) -> None:
-        """Takes a message between the two sessions; nobody else hears of it."""
+        """Handles a message that concerns only the two sessions."""
         if kind == "chunk_credit":
             if self._outgoing.grant(message.chunk_credit.bytes):
                 self._io.call_soon(self._writer.wake)
@@ -478,8 +445,9 @@ class Session:
             self._handing_on.hand_on([delivery])
 
     def _grant(self, num_bytes: int) -> None:
-        """Lets the peer send more chunks, in quarters of the window: a message per chunk would be too many, and one per
-        window would leave the peer without credit while it travels.
+        """Lets the peer send more chunks, in quarters of the window.
+
+        A message per chunk would be too many; one per window would leave the peer without credit while it travels.
         """
         self._ungranted_bytes += num_bytes
         if self._ungranted_bytes >= CHUNK_WINDOW_BYTES // 4:
@@ -491,7 +459,7 @@ class Session:
 
     @property
     def last_sent(self) -> float:
-        """When something was written last, in monotonic seconds."""
+        """The time of the last write, in monotonic seconds."""
         return self._writer.last_sent
 
     def has_unread(self) -> bool:

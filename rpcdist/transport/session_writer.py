@@ -1,10 +1,16 @@
-"""Who writes the messages of a session: the thread that sends one, or a task on the I/O loop.
+"""Writes the messages of a session: on the thread that sends one, or in a task on the I/O loop.
 
-[Note: turns] On a `DirectChannel`, a thread that sends a message for which somebody waits writes it itself, which
-spares a call two changes of thread; in a burst, all but the first are left to the task, which joins them into one
-envelope. Frames must not mix, so one of them at a time has the turn. The task that does not get it goes to sleep: it
-must not block the loop. Therefore a thread that gives the turn back looks whether anything is left, and wakes the task
-if that sleeps; and a task on its way to sleep clears its flag first, and then looks whether the turn has come back.
+[Note: turns] On a `SocketChannel`, a thread that sends an urgent message writes it itself, which saves a call two
+changes of thread. In a burst, the thread leaves all messages after the first to the task, which joins them into one
+envelope. Only the holder of `_turn` may write, so frames never interleave. If the task cannot take the turn, it sleeps
+instead of blocking the loop. Therefore a thread that releases the turn checks the queue again and wakes the task if it
+is asleep; and a task that is about to sleep first clears its flag, and then checks whether the turn is free again.
+
+[Note: lingering] `remote()` returns at once, and a `to_here()` usually follows. So the message of a `remote()` stays in
+the queue until the next message takes it along, or until a tick: both then travel in one envelope. The first lingering
+message starts the ticks on the I/O loop, which go on while messages linger; so a thread that makes many references does
+not wake the loop for each. A tick takes the interpreter away from calling threads. If every message was taken along
+before its tick, the period of the ticks doubles; the first message that was not resets it.
 """
 
 from __future__ import annotations
@@ -18,84 +24,150 @@ from collections.abc import Callable
 from typing import Final
 
 from rpcdist.errors import TransportError
-from rpcdist.time_limits import BURST_GAP_S
-from rpcdist.transport._channels.channel import Channel, DirectChannel
+from rpcdist.time_limits import BURST_GAP_S, LINGER_S, LONGEST_LINGER_S
+from rpcdist.transport._channels.channel import ReadChannel
 from rpcdist.transport._channels.signal_shield import SignalShield, may_raise_here
+from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.lingering import Lingering
 from rpcdist.transport.wire_messages import WireMessage, can_linger, is_urgent
+
+NUM_IDLE_TICKS: Final = 4  # ticks without a lingering message, after which the ticks end
+
+
+class Lingering:
+    """The ticks of one session. [Note: lingering]
+
+    Args:
+        io: the I/O loop, where the ticks run.
+        flush: writes the queue; called on the loop.
+        num_waiting: returns the number of messages in the queue.
+    """
+
+    def __init__(self, io: IoLoop, flush: Callable[[], object], num_waiting: Callable[[], int]) -> None:
+        self._io = io
+        self._flush = flush
+        self._num_waiting = num_waiting
+        self._period_s = LINGER_S
+        self._has_news = False  # a message has begun to linger since the last tick
+        self._ticks = False
+        self._num_idle = 0
+        self._is_stopped = False
+
+    def __repr__(self) -> str:
+        return f"<Lingering [{'stopped' if self._is_stopped else 'ticks' if self._ticks else 'at rest'}]>"
+
+    def begin(self) -> None:
+        """Records that a lingering message was queued; any thread."""
+        # The flag is set before the ticks are checked; a tick that ends them clears `_ticks` before its last check of
+        # the flag.
+        self._has_news = True
+        if not self._ticks:
+            self._ticks = True
+            self._io.call_soon(self._wait)
+
+    def stop(self) -> None:
+        """Stops the ticks, since the session has ended; on the I/O loop."""
+        self._is_stopped = True
+
+    def _wait(self) -> None:
+        if not self._is_stopped:
+            self._io.loop.call_later(self._period_s, self._tick)
+
+    def _tick(self) -> None:
+        if self._is_stopped:
+            return
+        if self._has_news:
+            self._has_news = False
+            self._num_idle = 0
+            if self._num_waiting():
+                self._period_s = LINGER_S
+                self._flush()
+            else:
+                self._period_s = min(2 * self._period_s, LONGEST_LINGER_S)
+        else:
+            self._num_idle += 1
+            if self._num_idle >= NUM_IDLE_TICKS:
+                self._num_idle = 0
+                self._ticks = False
+                if not self._has_news:
+                    return
+                self._ticks = True
+        self._wait()
+
 
 logger = logging.getLogger(__name__)
 
-FLUSH_FRAMES: Final = 32  # so many messages of a burst are written by the thread that makes them, if the loop is late
-MAX_PUTS: Final = 3  # envelopes that a thread writes itself at most: a message and the first chunks of its buffers
+FLUSH_FRAMES: Final = 32  # at this length of the queue a sending thread writes, because the loop is late
+MAX_PUTS: Final = 3  # limit of envelopes that a thread writes itself: a message and the first chunks of its buffers
 
 
 class SessionWriter:
-    """One per session.
+    """The writer of one session.
 
     Args:
         io: the I/O loop.
-        channel: takes the envelopes; threads write only to a `DirectChannel`.
+        channel: takes the envelopes; threads write only to a `SocketChannel`.
         outgoing: the queue.
-        close: ends the session, and says why; on the I/O loop.
-        name: of the peer.
+        close: ends the session with a reason; on the I/O loop.
+        name: name of the peer.
 
     Attributes:
         last_sent: when something was written last, in monotonic seconds.
-        is_closed: the session has ended: nothing is written any more.
-        num_written: bytes, where only the task writes.
+        is_closed: whether the session has ended, so that nothing is written any more.
+        num_written: bytes written by the task, if only the task writes.
     """
 
     def __init__(
-        self, io: IoLoop, channel: Channel, outgoing: Outgoing, close: Callable[[str], object], name: str
+        self,
+        io: IoLoop,
+        channel: ReadChannel | SocketChannel,
+        outgoing: Outgoing,
+        close: Callable[[str], object],
+        name: str,
     ) -> None:
         self.last_sent = time.monotonic()
         self.is_closed = False
         self.num_written = 0
         self._io = io
         self._channel = channel
-        self._direct = channel if isinstance(channel, DirectChannel) else None  # asked once: the check is slow
+        self._direct = channel if isinstance(channel, SocketChannel) else None
         self._outgoing = outgoing
         self._close = close
         self._name = name
         self._lingering = Lingering(io, self.flush, lambda: outgoing.num_frames)
-        self._awake = False  # the task runs, or has been told to; spares a call to the loop per message of a burst
+        self._awake = False  # the task runs or was woken; saves a call to the loop per message of a burst
         self._wake: asyncio.Future[None] | None = None  # the sleeping task waits for it
-        self._turn = threading.Lock()  # whoever has it writes; [Note: turns]
-        self._is_draining = False  # then only the task may leave the queue empty, since it tells `drain`
+        self._turn = threading.Lock()  # its holder writes; [Note: turns]
+        self._is_draining = False  # then only the task may empty the queue, since it notifies `drain`
         self._drained: asyncio.Event = asyncio.Event()
         self._flushing = 0  # the thread that will call `flush` when it has sent
         self._main = threading.main_thread().ident
         self._shield = SignalShield()
 
-    def __repr__(self) -> str:
-        return f"<SessionWriter to {self._name} [{'awake' if self._awake else 'asleep'}]>"
-
     # ---------------------------------------------------------------- any thread
 
     def on_queued(self, message: WireMessage, transfer: int) -> None:
-        """Sees to it that a message is written; any thread.
+        """Ensures that a queued message is written; any thread.
 
         Args:
-            message: it is in the queue.
-            transfer: of its large buffers, 0 if it has none.
+            message: the message, which is in the queue.
+            transfer: number of the transfer of its large buffers, 0 if it has none.
         """
-        # The message is in the queue before the flag is read, and the task clears the flag before it looks at the
-        # queue for the last time: whoever comes first, one of the two sees the message.
+        # The message is queued before the flag is read, and the task clears the flag before its last look at the queue.
+        # So in any order, this thread or the task sees the message.
         if self._flushing == get_ident():
             return
         if self._awake:
-            if self._outgoing.num_frames >= FLUSH_FRAMES:  # the peer need not wait until the loop gets its turn
+            if self._outgoing.num_frames >= FLUSH_FRAMES:  # otherwise the peer would wait for the loop
                 self.flush()
         elif not transfer and can_linger(message) and self._outgoing.num_frames < FLUSH_FRAMES:
-            self._lingering.begin()  # the next message takes it along, or a tick
+            self._lingering.begin()  # the next message or a tick writes it
         else:
             self._shielded(self._write_or_tell if is_urgent(message) and self._is_idle() else self._tell_task)
 
     def send_first(self, first: Callable[[], object] | None) -> None:
-        """Calls `first`, and writes what it and others have sent: this thread is about to wait for an answer."""
+        """Calls `first`, then writes the queue: this thread is about to wait for an answer."""
         try:
             if first is not None:
                 self._flushing = get_ident()
@@ -108,7 +180,7 @@ class SessionWriter:
                 self._write_or_tell()
 
     def hold_back(self, send: Callable[[], object]) -> None:
-        """Calls `send`; what it sends on this thread is queued, until somebody calls `flush`."""
+        """Calls `send`; messages that it sends on this thread stay in the queue until a `flush`."""
         self._flushing = get_ident()
         try:
             send()
@@ -116,12 +188,12 @@ class SessionWriter:
             self._flushing = 0
 
     def flush(self) -> None:
-        """Writes what waits, on this thread if that is possible."""
+        """Writes the queue, on this thread if that is possible."""
         if self._outgoing:
             self._shielded(self._write_or_tell)
 
     def _shielded(self, act: Callable[[], object]) -> None:
-        """Calls `act`, which no signal may end half way."""
+        """Calls `act`, protected from signal handlers."""
         if get_ident() != self._main or not may_raise_here():
             act()
             return
@@ -140,11 +212,11 @@ class SessionWriter:
         self._io.call_soon(self.wake)
 
     def _is_idle(self) -> bool:
-        """Whether nothing was written for a while: then the next message is the first of a burst, or alone."""
+        """Whether nothing was written for a while, so that the next message is alone or the first of a burst."""
         return time.monotonic() - self.last_sent >= BURST_GAP_S
 
     def _write_here(self) -> bool:
-        """Writes what waits on this thread if it may; True if nothing is left for the task. [Note: turns]"""
+        """Writes the queue on this thread if it may; True if nothing is left for the task. [Note: turns]"""
         channel = self._direct
         if channel is None:
             return False
@@ -154,21 +226,21 @@ class SessionWriter:
             try:
                 if self.is_closed or not channel.is_free:
                     return False  # the socket is full: the task waits for it, not this thread
-                self.last_sent = time.monotonic()  # before the write: what other threads queue meanwhile is a burst
+                self.last_sent = time.monotonic()  # before the write: messages queued meanwhile are a burst
                 parts = self._outgoing.next_parts()
                 if parts is not None:
                     channel.put(*parts)
-                    # And after it: where a write takes longer than the gap, each message of a burst would go alone.
+                    # And after it: if a write takes longer than the gap, each message of a burst would go alone.
                     self.last_sent = time.monotonic()
             except TransportError as exc:
-                self._io.call_soon(self._failed, exc)  # the session ends on the loop; its owner hears `on_closed`
+                self._io.call_soon(self._failed, exc)  # the session ends on the loop, which calls `on_closed`
                 return False
-            except BaseException as exc:  # of a signal's handler, too: what has gone out is not known any more
+            except BaseException as exc:  # even a signal handler's: it is not known which bytes were sent
                 self._io.call_soon(self._failed, TransportError(f"writing to {self._name} was interrupted: {exc!r}"))
                 raise
             finally:
                 self._turn.release()
-            # After the release: the task may have tried for the turn in between, and gone to sleep without it.
+            # After the release: the task may have tried to take the turn in between, and may be asleep without it.
             if not self._outgoing:
                 return channel.is_free and not self._is_draining
         return False
@@ -176,7 +248,7 @@ class SessionWriter:
     # ---------------------------------------------------------------- I/O loop
 
     def wake(self) -> None:
-        """Has the task look at the queue."""
+        """Wakes the task, which then checks the queue."""
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
@@ -192,8 +264,9 @@ class SessionWriter:
                         self._turn.release()
                 self._wake = self._io.loop.create_future()
                 self._awake = False
-                # Somebody queued, or gave the turn back, before the flag was cleared. Who has the turn now sees that.
-                # Where somebody else had it, the queue may be empty, and half a frame in the channel or `drain` untold.
+                # A thread may have queued a message, or released the turn, before the flag was cleared. The current
+                # holder of the turn sees that. If the task did not have the turn, the queue may be empty while half a
+                # frame is in the channel, or `drain` was not notified.
                 if (self._outgoing or not had_turn) and not self._turn.locked():
                     self._awake = True
                     continue
@@ -201,7 +274,7 @@ class SessionWriter:
         except TransportError as exc:
             self._failed(exc)
         except Exception as exc:
-            # A buffer that cannot be read any more (its memory was released) must not leave the peer waiting.
+            # If a buffer cannot be read any more (its memory was released), the peer must not wait forever.
             logger.exception("writing to %s failed", self._name)
             self._close(f"writing failed: {exc!r}")
 
@@ -216,33 +289,33 @@ class SessionWriter:
         if self._outgoing.is_empty:
             self._drained.set()
 
-    async def _write_directly(self, channel: DirectChannel) -> None:
+    async def _write_directly(self, channel: SocketChannel) -> None:
         await channel.flush()
         while True:
             if (offer := self._outgoing.next_offer()) is not None:
                 await channel.pass_segment(*offer)
                 continue
             parts = self._outgoing.next_parts()
-            if parts is None:  # or an offer came meanwhile, which `run` finds in the queue
+            if parts is None:  # or an offer was queued meanwhile, which `run` finds
                 return
             await channel.write_parts(*parts)
             self.last_sent = time.monotonic()
             if parts[1] is not None:
-                await asyncio.sleep(0)  # nothing above had to wait, perhaps; what arrives has its turn between chunks
+                await asyncio.sleep(0)  # the calls above may not have yielded; the loop reads between two chunks
 
     def _failed(self, error: TransportError) -> None:
-        """Ends the session, with the reason that the peer gave before it closed, if there is one to be read."""
+        """Ends the session, with the peer's reason for closing if there is an unread one."""
         ended = self._direct.read_out() if self._direct is not None else None
         self._close(str(ended or error))
 
     async def drain(self, timeout_s: float) -> bool:
         """Waits until everything queued so far has been handed to the channel; False when the time is over."""
         self._drained.clear()
-        self._is_draining = True  # from now on a thread that sends wakes the task when it is done
+        self._is_draining = True  # from now on a sending thread wakes the task afterwards
         if self._outgoing.is_empty and not self._awake and not self._turn.locked():
             self._is_draining = False
             return True
-        if not self._awake:  # what lingers is not waited for longer
+        if not self._awake:  # lingering messages are written now
             self._tell_task()
         try:
             async with asyncio.timeout(timeout_s):
@@ -254,6 +327,6 @@ class SessionWriter:
         return not self.is_closed
 
     def end(self) -> None:
-        """The session has ended."""
+        """Ends the ticks and `drain`, since the session has ended."""
         self._lingering.stop()
         self._drained.set()

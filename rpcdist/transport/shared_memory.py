@@ -1,15 +1,16 @@
 """Memory that processes of one host share, without a name in the file system.
 
-A `Segment` is an anonymous file in memory (`memfd_create`), whose descriptor goes to the other processes over a Unix
-socket (`SCM_RIGHTS`). Nothing can be left behind: the kernel frees it when the last process that holds it ends, however
-it ends. Its size is sealed, so no process can cut it short under another one that has mapped it (SIGBUS), and it does
-not count against /dev/shm, which containers limit to 64 MiB.
+A `Segment` is an anonymous file in memory (`memfd_create`), whose descriptor is sent to the other processes over a Unix
+socket (`SCM_RIGHTS`). No memory can be left behind: the kernel frees it when the last process that holds it ends, even
+by a crash. The size is sealed, so no process can truncate the file while another has it mapped (SIGBUS). The memory
+does not count against /dev/shm, which containers limit to 64 MiB.
 
-The sockets are the caller's: connected, and authenticated before anything here is read from them.
+The sockets belong to the caller, who has connected and authenticated them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import socket
@@ -18,20 +19,22 @@ import sys
 import time
 from typing import Final
 
+from rpcdist.at_exit import AtEnd
 from rpcdist.time_limits import MIN_WAIT_S
+from rpcdist.transport.memory_copies import declare
 
 _OFFER: Final = struct.Struct("<8sQ")
 _MAGIC: Final = b"rpcdshm1"
 _F_SEAL_FUTURE_WRITE: Final = 0x10  # in Python's fcntl from 3.13 on
-_MAX_DESCRIPTORS: Final = 4  # more than one is refused, but has to be received to be closed
+_MAX_DESCRIPTORS: Final = 4  # more than one is refused, but must be received to be closed
 
 
 class SegmentError(OSError):
-    """A segment could not be made, or did not arrive as it should."""
+    """A segment could not be made, or an invalid one arrived."""
 
 
 def unavailable() -> str | None:
-    """Why processes cannot share memory in this way here, as a clause for a message, or None when they can."""
+    """The reason why processes cannot share memory here, as a clause for a message; None if they can."""
     if not hasattr(os, "memfd_create"):
         return f"{sys.platform} has no memfd_create"
     if not hasattr(socket, "AF_UNIX") or not hasattr(socket, "send_fds"):
@@ -44,7 +47,7 @@ def unavailable() -> str | None:
 
 
 class Segment:
-    """A piece of shared memory of fixed size, zero at first. Free it with `close`, or use it in a `with` block.
+    """Shared memory of fixed size, initially zero. Free it with `close`, or use it in a `with` block.
 
     Args:
         descriptor: descriptor of the memory file; the segment closes it.
@@ -57,11 +60,11 @@ class Segment:
 
     @classmethod
     def create(cls, size_bytes: int, *, is_for_readers: bool = False) -> Segment:
-        """New memory. Pages are taken from the system when they are first touched.
+        """Makes new memory; the system provides its pages when they are first touched.
 
         Args:
             size_bytes: its size.
-            is_for_readers: only this process will write to it: map it, then call `forbid_writing`, then offer it.
+            is_for_readers: only this process will write to it. Map it, then call `forbid_writing`, then offer it.
 
         Raises:
             SegmentError: the system refuses.
@@ -81,7 +84,7 @@ class Segment:
 
     @classmethod
     def received(cls, descriptor: int, size_bytes: int) -> Segment:
-        """A segment of `size_bytes` that another process offers; takes the descriptor over, also when it fails.
+        """A segment of `size_bytes` that another process offers; owns the descriptor, even if it raises.
 
         Raises:
             SegmentError: it has another size, or its size is not sealed.
@@ -91,11 +94,11 @@ class Segment:
             sealed = _is_sealed(descriptor)
         except OSError as exc:
             os.close(descriptor)
-            raise SegmentError(f"the descriptor that came is no shared memory: {exc.strerror}") from exc
+            raise SegmentError(f"the received descriptor is not shared memory: {exc.strerror}") from exc
         if actual_bytes != size_bytes or not sealed:
             os.close(descriptor)
             problem = "its size is not sealed" if actual_bytes == size_bytes else f"it has {actual_bytes} bytes"
-            raise SegmentError(f"the shared memory that came is not what was offered ({size_bytes} bytes): {problem}")
+            raise SegmentError(f"the received shared memory is not the offered one ({size_bytes} bytes): {problem}")
         return cls(descriptor, size_bytes)
 
     def __repr__(self) -> str:
@@ -115,7 +118,7 @@ class Segment:
         return self._descriptor
 
     def forbid_writing(self) -> None:
-        """Lets nobody map the memory for writing from now on, with any descriptor; maps that exist stay.
+        """Prevents all further maps for writing, with any descriptor; existing maps stay.
 
         Raises:
             SegmentError: the kernel is older than Linux 5.1, or the segment was not created for readers.
@@ -126,7 +129,7 @@ class Segment:
             raise SegmentError(f"cannot seal {self!r} against writing: {exc.strerror}") from exc
 
     def map(self, is_writable: bool = True) -> mmap.mmap:
-        """Makes the memory readable, and writable, here. The map outlives the segment's descriptor.
+        """Maps the memory for reading, or for reading and writing. The map outlives the segment's descriptor.
 
         Raises:
             SegmentError: the system refuses, or the segment is closed.
@@ -140,7 +143,7 @@ class Segment:
             raise SegmentError(f"cannot map {self!r}: {exc}") from exc
 
     def close(self) -> None:
-        """Gives the descriptor back; idempotent."""
+        """Closes the descriptor; idempotent."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -150,7 +153,7 @@ def offer(sock: socket.socket, segment: Segment) -> None:
     """Passes a segment to the process at the other end of a Unix socket. The segment stays open here.
 
     Raises:
-        SegmentError: the peer is gone, or does not read.
+        SegmentError: the peer has ended, or does not read.
     """
     message = _OFFER.pack(_MAGIC, segment.size_bytes)
     try:
@@ -162,14 +165,14 @@ def offer(sock: socket.socket, segment: Segment) -> None:
 
 
 def accept(sock: socket.socket, timeout_s: float) -> Segment:
-    """Takes the segment that the process at the other end of a Unix socket offers.
+    """Receives the segment that the process at the other end of a Unix socket offers.
 
     Args:
-        sock: its own timeout is the same afterwards.
+        sock: its own timeout is unchanged afterwards.
         timeout_s: limit for the whole message.
 
     Raises:
-        SegmentError: nothing came in time, the peer is gone, or it sent something else.
+        SegmentError: nothing arrived in time, the peer has ended, or it sent something else.
     """
     before = sock.gettimeout()
     try:
@@ -222,3 +225,58 @@ def _is_sealed(descriptor: int) -> bool:
 
     needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & needed == needed
+
+
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; an older kernel refuses it, and provides pages when they are touched
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+_madvise: Final = declare("madvise", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_munmap: Final = declare("munmap", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
+_mmap: Final = declare("mmap", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_ssize_t)
+
+
+class MappedSegment:
+    """A segment that is mapped in this process until this object is freed.
+
+    Python's own `mmap` keeps a descriptor open for each map, and a process often may have only a thousand.
+
+    Args:
+        number: number of the segment, in its session and direction.
+        segment: the memory.
+        is_writable: whether this process may write; if not, a write ends the process by SIGSEGV.
+        is_private: whether writes stay private, so that other processes with the segment do not see them.
+        is_filled: whether the system provides all pages at once; if not, at `fill` or the first touch.
+
+    Attributes:
+        number: number of the segment, in its session and direction.
+        address: address of its first byte.
+        size_bytes: its size.
+
+    Raises:
+        SegmentError: the system refuses to map it.
+    """
+
+    __slots__ = ("_at_end", "address", "number", "size_bytes")
+
+    def __init__(
+        self,
+        number: int,
+        segment: Segment,
+        *,
+        is_writable: bool = True,
+        is_private: bool = False,
+        is_filled: bool = True,
+    ) -> None:
+        self.number = number
+        self.size_bytes = segment.size_bytes
+        protection = mmap.PROT_READ | mmap.PROT_WRITE if is_writable else mmap.PROT_READ
+        kind = mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED
+        self.address = _mmap(None, self.size_bytes, protection, kind, segment.fileno(), 0) or 0
+        if self.address in (0, _MAP_FAILED):
+            raise SegmentError(f"cannot map {segment!r}: {os.strerror(ctypes.get_errno())}")
+        self._at_end = AtEnd(_munmap, self.address, self.size_bytes)
+        if is_filled:
+            self.fill()
+
+    def fill(self) -> None:
+        """Makes the system provide all missing pages; the memory must be writable."""
+        _madvise(self.address, self.size_bytes, _MADV_POPULATE_WRITE)

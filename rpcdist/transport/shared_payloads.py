@@ -1,41 +1,236 @@
-"""When a session lends memory, asks for it back and gives it back; what it lends is the business of `LentBuffers`."""
+"""The shared memory of a session: `LentBuffers` keeps the buffers in it, `SharedPayloads` decides when to send news."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from rpcdist._proto import rpc_pb2
+from rpcdist.errors import ProtocolViolation
 from rpcdist.time_limits import SEGMENTS_RETURN_S, SEGMENTS_TRIM_S
-from rpcdist.transport._channels.channel import DirectChannel
+from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._framing.incoming import IncomingBuffer
-from rpcdist.transport._framing.outgoing import Outgoing
+from rpcdist.transport._framing.outgoing import Outgoing, stream_of
 from rpcdist.transport.announced_bytes import AnnouncedBytes
-from rpcdist.transport.lent_buffers import LentBuffers
-from rpcdist.transport.outgoing_buffer import OutgoingBuffer
-from rpcdist.transport.wire_messages import WireMessage
+from rpcdist.transport.common_buffers import CommonBuffers, CommonPack
+from rpcdist.transport.lending import Borrower, Lender, Pack, offsets, packs
+from rpcdist.transport.memory_copies import OutgoingBuffer
+from rpcdist.transport.shared_memory import unavailable
+from rpcdist.transport.wire_messages import Loan, WireMessage
+
+_NOTHING: Final = OutgoingBuffer(memoryview(b""))
+"""Takes the place of a lent buffer in a message's list of buffers: no chunk of it follows."""
+
+
+class LentBuffers:
+    """The large buffers of one session in shared memory, in both directions, on top of `Lender` and `Borrower`.
+
+    `put_in`, `tell` and the properties may be used on any thread; the other methods on the thread that reads, one at a
+    time, or on the I/O loop.
+
+    Args:
+        allowed: whether this process wants to share memory; if not, it refuses the peer's memory.
+        counted: counts the bytes that the peer makes this process reserve.
+    """
+
+    def __init__(self, allowed: bool, counted: AnnouncedBytes) -> None:
+        self._allowed = allowed and unavailable() is None
+        self._lender = Lender()
+        self._borrower = Borrower(counted)
+
+    def put_in(
+        self, message: WireMessage, buffers: Sequence[OutgoingBuffer], outgoing: Outgoing
+    ) -> Sequence[OutgoingBuffer]:
+        """Copies buffers of a message into segments, and names the segments in the message.
+
+        Args:
+            message: the message, which is sent next.
+            buffers: its large buffers.
+            outgoing: takes the offers of new segments; the message follows them.
+
+        Returns:
+            The same number of buffers; lent ones have no bytes.
+        """
+        if not self._allowed:
+            return buffers
+        left = list(buffers)
+        loans = []
+        # The parts of a stream keep their order, so the bytes of each must be there when it is announced: bytes of a
+        # refused segment would arrive later.
+        uses_new = not stream_of(message)
+        may_make = self._lender.may_make
+        commons = buffers.packs if isinstance(buffers, CommonBuffers) and uses_new and may_make else {}
+        for pack in packs(buffers):
+            common = commons.get(pack[0][0])
+            number = None if common is None else self._lend_common(pack, common, outgoing)
+            if number is None:
+                number = self._lender.lend(pack)
+            if number is None and may_make:
+                made = self._offer(pack, outgoing)
+                if made is not None and uses_new:
+                    number = self._lender.lend(pack, made)
+            if number is not None:
+                for index, _ in pack:
+                    loans.append(Loan(index, number))
+                    left[index] = _NOTHING
+        if loans:
+            loans.sort()
+            sizes = [buffer.size for buffer in buffers]
+            if isinstance(message, rpc_pb2.Message):
+                message.large.extend(sizes)
+                message.loans.extend(rpc_pb2.Loan(buffer=loan.buffer, segment=loan.segment) for loan in loans)
+            else:
+                message.large, message.loans = sizes, loans
+        return left
+
+    def _lend_common(self, pack: Pack, common: CommonPack, outgoing: Outgoing) -> int | None:
+        """Lends memory that already has the buffers, for other peers; None if that is not possible now."""
+        memory = common.filled()
+        number = None if memory is None else self._lender.offer_common(memory.mapped, common.keep)
+        if memory is None or number is None:
+            return None
+        self.tell(outgoing)
+        pb = rpc_pb2.SegmentOffer(segment=number, size=memory.segment.size_bytes, is_common=True)
+        outgoing.add_offer(rpc_pb2.Message(segment_offer=pb), memory.segment)
+        return number if self._lender.lend_common(number, pack) else None
+
+    def _offer(self, pack: Pack, outgoing: Outgoing) -> int | None:
+        """Offers the peer a new segment for these buffers; returns its number, None if no more are allowed."""
+        _, num_bytes = offsets(buffer.size for _, buffer in pack)
+        made = self._lender.offer(num_bytes)
+        if made is None:
+            return None
+        self.tell(outgoing)  # withdrawals that made room for this segment, before the peer counts it
+        pb = rpc_pb2.SegmentOffer(segment=made.number, size=made.segment.size_bytes)
+        outgoing.add_offer(rpc_pb2.Message(segment_offer=pb), made.segment)
+        return made.number
+
+    def take_out(self, message: WireMessage) -> tuple[dict[int, memoryview], list[int]]:
+        """The buffers of a message that are in segments of the peer.
+
+        Returns:
+            The buffers by their index, and the segments that this side has refused, whose bytes the peer must send.
+
+        Raises:
+            ProtocolViolation: a segment is not known, too small, or still used by an earlier message.
+        """
+        sizes = message.large
+        indices: dict[int, list[int]] = {}  # indices of the buffers in each segment
+        last = -1
+        for buffer, segment in sorted((loan.buffer, loan.segment) for loan in message.loans):
+            if buffer >= len(sizes) or buffer == last:
+                raise ProtocolViolation(f"a loan for buffer {buffer} of {len(sizes)}")
+            last = buffer
+            indices.setdefault(segment, []).append(buffer)
+        views: dict[int, memoryview] = {}
+        unread = []
+        for segment, lent in indices.items():
+            if segment in self._borrower.refused:
+                unread.append(segment)
+                continue
+            starts, num_bytes = offsets(sizes[index] for index in lent)
+            view = self._borrower.borrow(segment, num_bytes)
+            for start, index in zip(starts, lent, strict=True):
+                views[index] = view[start : start + sizes[index]]
+        return views, unread
+
+    def unread(self, segment: int) -> dict[int, OutgoingBuffer]:
+        """The buffers to send, by index, because the peer refused their segment before it read them."""
+        return self._lender.unread(segment)
+
+    @property
+    def usage(self) -> tuple[int, int, int]:
+        """The number of segments that this process lends, the number that the peer uses, and the bytes of all."""
+        return self._lender.usage
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the peer should be told of segments that are free or withdrawn."""
+        return self._borrower.has_ended or self._lender.has_withdrawn
+
+    @property
+    def is_news_due(self) -> bool:
+        """Whether the peer should be told with the next message, and not only after a timer."""
+        return bool(self._lender.withdrawn) or (bool(self._borrower.ended) and self._borrower.is_return_due)
+
+    @property
+    def has_leases(self) -> bool:
+        """Whether tensors here use memory of the peer."""
+        return self._borrower.has_leases
+
+    def tell(self, outgoing: Outgoing) -> None:
+        """Queues the news about segments for the peer, once."""
+        ended = self._borrower.take_ended()
+        if ended.returned:  # frequent, with most large messages, so it has a compact frame
+            outgoing.add_returned(ended.returned)
+        if ended.kept or self._lender.has_withdrawn:
+            news = rpc_pb2.SegmentNews(kept=ended.kept, withdrawn=self._lender.take_withdrawn())
+            outgoing.add(rpc_pb2.Message(segment_news=news))
+
+    def returned(self, numbers: Sequence[int]) -> None:
+        """Records that the peer has returned segments."""
+        self._lender.returned(numbers)
+
+    def take_back(self, numbers: Sequence[int]) -> None:
+        """Takes back segments of a message that the peer will not receive."""
+        self._lender.take_back(numbers)
+
+    def take_news(self, news: rpc_pb2.SegmentNews) -> None:
+        """Handles the peer's news about segments."""
+        self._lender.kept(news.kept)
+        self._borrower.withdrawn(news.withdrawn)
+
+    def answer_to(self, offer: rpc_pb2.SegmentOffer, descriptor: int | None) -> rpc_pb2.Message:
+        """Maps memory that the peer offers; returns the answer.
+
+        Args:
+            offer: the offer.
+            descriptor: the descriptor that came with it; None if this process had no room for it.
+        """
+        if descriptor is not None and self._allowed:
+            accepted = self._borrower.offered(offer.segment, offer.size, descriptor, offer.is_common)
+        else:
+            accepted = self._borrower.refuse(offer.segment)
+            if descriptor is not None:
+                os.close(descriptor)
+        return rpc_pb2.Message(segment_answer=rpc_pb2.SegmentAnswer(segment=offer.segment, accepted=accepted))
+
+    def answered(self, answer: rpc_pb2.SegmentAnswer) -> None:
+        """Records that the peer has mapped or refused offered memory."""
+        self._lender.answered(answer.segment, answer.accepted)
+
+    def trim(self) -> None:
+        """Frees memory that no message has needed since the last call."""
+        self._lender.trim()
+
+    def close(self) -> None:
+        """Drops all memory, since the session has ended; tensors in memory of the peer keep it alive."""
+        self._lender.close()
+        self._borrower.close()
 
 
 class SharedPayloads:
     """The shared memory of one session on a channel that can pass segments.
 
-    `lend` may be called on any thread; `handle` and `borrow` by whoever reads, one thread at a time; the rest on the
-    loop.
+    `lend` may be called on any thread; `handle` and `borrow` on the thread that reads, one at a time; the other methods
+    on the loop.
 
     Attributes:
-        lent: what is lent, in both directions.
-        is_used: whether there ever was a large buffer or a segment; before that there is nothing to tell the peer.
-        num_lent, num_borrowed: the bytes of buffers that went through shared memory, to the peer and from it.
+        lent: the memory lent in both directions.
+        is_used: whether there ever was a large buffer or a segment; before that there is no news for the peer.
+        num_lent, num_borrowed: the bytes of buffers sent and received through shared memory.
 
     Args:
         allowed: whether this process wants to share memory.
-        counted: what the peer makes this process set aside.
+        counted: counts the bytes that the peer makes this process reserve.
         loop: the I/O loop, for timers.
         channel: brings the descriptors of the peer's segments.
         outgoing: the session's queue.
-        send: sends a message of its own accord.
-        flush: has written what is queued.
+        send: sends a message.
+        flush: writes the queue.
         receive: makes a received buffer of memory that the peer lends.
     """
 
@@ -44,7 +239,7 @@ class SharedPayloads:
         allowed: bool,
         counted: AnnouncedBytes,
         loop: asyncio.AbstractEventLoop,
-        channel: DirectChannel,
+        channel: SocketChannel,
         outgoing: Outgoing,
         send: Callable[[rpc_pb2.Message], object],
         flush: Callable[[], object],
@@ -61,16 +256,13 @@ class SharedPayloads:
         self._receive = receive
         self._trim_due = time.monotonic() + SEGMENTS_TRIM_S
         self._return_handle: asyncio.TimerHandle | None = None
-        self._is_return_due = False  # a timer runs, or will soon
+        self._is_return_due = False  # a timer runs, or starts soon
         self._is_closed = False
 
-    def __repr__(self) -> str:
-        return repr(self.lent)
-
     def lend(self, message: WireMessage, buffers: Sequence[OutgoingBuffer]) -> Sequence[OutgoingBuffer]:
-        """Moves buffers of a message into shared memory; returns what the socket has to carry instead.
+        """Moves buffers of a message into shared memory; returns the buffers that the socket must carry.
 
-        News for the peer go along: they travel in the same envelope, and cost no wake-up of their own.
+        It also queues news for the peer, which travel in the same envelope and cost no wake-up of their own.
         """
         self.is_used = True
         if buffers:
@@ -95,7 +287,7 @@ class SharedPayloads:
             self._send(self.lent.answer_to(message.segment_offer, self._channel.take_descriptor()))
 
     def borrow(self, message: WireMessage) -> dict[int, IncomingBuffer]:
-        """The buffers of a message that lie in the peer's memory, by their index."""
+        """The buffers of a message that are in the peer's memory, by their index."""
         borrowed, unread = self.lent.take_out(message)
         self.num_borrowed += sum(view.nbytes for view in borrowed.values())
         if unread:
@@ -111,8 +303,8 @@ class SharedPayloads:
             self._return_handle = self._loop.call_later(SEGMENTS_RETURN_S, self._return)
 
     def _return(self) -> None:
-        """Returns segments that no message has taken back in time."""
-        # Cleared before the look at the leases: a message that borrows meanwhile schedules the next return.
+        """Reports free segments that no message has reported in time."""
+        # Cleared before the leases are read: a message that borrows meanwhile schedules the next return.
         self._is_return_due = False
         self._tell_news()
         if self.lent.has_leases and not self._is_return_due:
@@ -120,7 +312,7 @@ class SharedPayloads:
             self._schedule_return()
 
     def trim(self, now: float) -> None:
-        """Gives memory back that was not needed for a while; the session calls it with each heartbeat."""
+        """Frees memory that was not needed for a while; the session calls it with each heartbeat."""
         if now >= self._trim_due:
             self._trim_due = now + SEGMENTS_TRIM_S
             self.lent.trim()
@@ -132,7 +324,7 @@ class SharedPayloads:
             self._flush()
 
     def close(self) -> None:
-        """The session has ended; tensors that lie in the peer's memory keep it."""
+        """Drops all memory, since the session has ended; tensors in the peer's memory keep it alive."""
         self._is_closed = True
         if self._return_handle is not None:
             self._return_handle.cancel()

@@ -1,18 +1,18 @@
-"""Raw sockets between processes, authenticated before anything of the peer is believed.
+"""Raw sockets between processes, authenticated before any data of the peer is used.
 
-A `SocketHub` takes connections on the raw listeners of its node, TCP and, on Linux, Unix. `connect` opens a connection
-for a purpose, a string that both ends agree on; `expect` returns the connection that a peer opened for it, whichever
-side came first. Both give away a non-blocking socket on which nothing but the handshake has happened. Between hosts it
-speaks TLS, on the thread that uses it (`StreamSocket`).
+A `SocketHub` takes connections on the raw listeners of its node: TCP and, on Linux, Unix. `connect` opens a connection
+for a purpose, a string that both ends agree on; `expect` returns the connection that a peer opened for that purpose,
+before or after the call. Both return a non-blocking socket that has carried only the handshake. Between hosts it speaks
+TLS, on the thread that uses it (`StreamSocket`).
 
 Guarantees:
 
- 1. The mutual proof of the job token (handshake.py) comes first, on every socket, and names the hub and the purpose. A
-    Unix peer is this user, too.
- 2. What strangers may cost is bounded (admission.py).
- 3. Proven connections that nobody expects yet are bounded as well: `MAX_WAITING` of them, `UNEXPECTED_SOCKET_LIMIT_S`
-    for each. No time limit holds for purposes that were announced by `announce`.
- 4. Children that are forked get none of these sockets (fork.py).
+ 1. The mutual proof of the job token (handshake.py) comes first on every socket, and covers the hub and the purpose. A
+    Unix peer also belongs to this user.
+ 2. The cost of strangers is bounded (admission.py).
+ 3. Proven connections that no thread expects yet are bounded, too: at most `MAX_WAITING`, each for at most
+    `ROLE_LIMIT_S`. Purposes announced by `announce` have no time limit.
+ 4. Forked children get none of these sockets (fork.py).
 """
 
 from __future__ import annotations
@@ -38,15 +38,9 @@ from rpcdist.errors import (
 )
 from rpcdist.ids import Identity
 from rpcdist.own_shortage import own_shortage
-from rpcdist.time_limits import (
-    CHECK_INTERVAL_S,
-    HUB_OPEN_LIMIT_S,
-    THREAD_GRACE_S,
-    UNEXPECTED_SOCKET_LIMIT_S,
-)
+from rpcdist.time_limits import ADD_SERVICE_LIMIT_S, CHECK_INTERVAL_S, ROLE_LIMIT_S, THREAD_GRACE_S
 from rpcdist.transport._channels.socket_pipe import until_ready
-from rpcdist.transport._socket_hub.hub_address import HubAddress
-from rpcdist.transport._socket_hub.hub_connector import HubConnector, widen
+from rpcdist.transport._socket_hub.hub_connector import HubAddress, HubConnector, widen
 from rpcdist.transport._socket_hub.waiting_room import WaitingRoom
 from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.credentials import Credentials
@@ -63,7 +57,7 @@ Taker = Callable[[str, StreamSocket], None]
 
 
 class SocketPlace(Protocol):
-    """What a hub needs of a node; see there."""
+    """The interface of a node to its hubs; see `Node`."""
 
     @property
     def io(self) -> IoLoop: ...
@@ -77,10 +71,10 @@ class SocketPlace(Protocol):
 
 
 class SocketHub:
-    """The raw sockets of one part of a process; any thread may use it. Nothing listens before `open`.
+    """The raw sockets of one part of a process; any thread may use it. It does not listen before `open`.
 
     Args:
-        node: connects, listens, and proves this process. It outlives the hub.
+        node: connects, listens, and proves this process. It must outlive the hub.
     """
 
     def __init__(self, node: SocketPlace) -> None:
@@ -88,10 +82,10 @@ class SocketHub:
         self._io = node.io
         self._name = secrets.token_hex(8)
         self._address: HubAddress | None = None
-        self._room = WaitingRoom(node.io, MAX_WAITING, UNEXPECTED_SOCKET_LIMIT_S)
+        self._room = WaitingRoom(node.io, MAX_WAITING, ROLE_LIMIT_S)
         self._connector = HubConnector(node.credentials)
         self._closed = False
-        self._lock = threading.Lock()  # for `open` and `close`
+        self._lock = threading.Lock()  # held by `open` and `close`
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"at {self._address}" if self._address else "not open"
@@ -99,13 +93,13 @@ class SocketHub:
 
     @property
     def address(self) -> str:
-        """What peers pass to `connect`. Raises `ConfigError` before `open`."""
+        """The address for `connect` of peers. Raises `ConfigError` before `open`."""
         if self._address is None:
-            raise ConfigError("the socket hub does not listen yet; call open(host) first")
+            raise ConfigError("the socket hub does not listen yet. Call open(host) first.")
         return str(self._address)
 
-    def open(self, host: str, timeout_s: float = HUB_OPEN_LIMIT_S) -> str:
-        """Starts to take connections; blocks briefly; a second call changes nothing.
+    def open(self, host: str, timeout_s: float = ADD_SERVICE_LIMIT_S) -> str:
+        """Starts to take connections; blocks briefly; a second call has no effect.
 
         Args:
             host: the address for the TCP listener; its port is chosen by the system.
@@ -137,22 +131,22 @@ class SocketHub:
     def connect(
         self, address: str, purpose: str, timeout_s: float, unix: bool | None = None, check: Check | None = None
     ) -> StreamSocket:
-        """Opens a connection and proves both ends; blocks, on any thread but a loop's.
+        """Opens a connection and proves both ends; blocks. Do not call it on an event loop's thread.
 
         Args:
             address: `SocketHub.address` of the peer.
-            purpose: what the connection is for; the peer calls `expect` with the same.
-            timeout_s: limit of all of it, in seconds.
+            purpose: the purpose of the connection, for which the peer calls `expect`.
+            timeout_s: limit of the whole operation, in seconds.
             unix: True for the Unix socket, False for TCP; None tries the Unix socket first.
-            check: called about every 50 ms; what it raises ends the wait.
+            check: called about every 50 ms; an exception that it raises ends the wait.
 
         Returns:
             A non-blocking socket; the caller closes it. The peer may not have called `expect` yet.
 
         Raises:
-            ConnectFailed: nobody answered in time.
+            ConnectFailed: the peer did not answer in time.
             AuthenticationFailed: one side did not prove the token.
-            ProtocolViolation: the peer refused the purpose, or is no hub.
+            ProtocolViolation: the peer refused the purpose, or is not a hub.
         """
         deadline = Deadline.after(timeout_s)
         return self._wait(self.open_connection(address, purpose, timeout_s, unix), deadline, check)
@@ -163,35 +157,35 @@ class SocketHub:
         Args:
             purpose: the string that the peer gave to `connect`.
             timeout_s: limit, in seconds.
-            check: called about every 50 ms; what it raises ends the wait.
+            check: called about every 50 ms; an exception that it raises ends the wait.
 
         Returns:
             A non-blocking socket; the caller closes it.
 
         Raises:
-            DeadlineExceeded: nobody connected in time.
+            DeadlineExceeded: no peer connected in time.
             TransportError: the hub was closed.
         """
         return self._room.take(_check_purpose(purpose), Deadline.after(timeout_s), check)
 
     def announce(self, prefix: str, taker: Taker | None = None) -> None:
-        """Says that connections whose purpose begins with `prefix` are wanted: they may wait as long as they like.
+        """Expects connections whose purpose begins with `prefix`, so that they may wait without limit.
 
         Args:
             prefix: beginning of the purposes.
-            taker: called with purpose and socket instead of `expect`, on the I/O loop; it must not block. What waits
-                already is given to it at once, on the caller's thread.
+            taker: called with purpose and socket instead of `expect`, on the I/O loop; it must not block. It gets
+                connections that already wait at once, on the caller's thread.
         """
         self._room.announce(prefix, taker)
 
     def withdraw(self, prefix: str) -> None:
-        """Ends `announce`, and closes what still waits for such a purpose."""
+        """Ends `announce`, and closes connections that still wait for such a purpose."""
         self._room.withdraw(prefix)
 
     async def open_connection(
         self, address: str, purpose: str, timeout_s: float, unix: bool | None = None
     ) -> StreamSocket:
-        """`connect`, on the I/O loop. Cancelling leaves nothing open."""
+        """`connect`, on the I/O loop. A cancellation leaves nothing open."""
         if self._closed:
             raise _closed()
         _check_purpose(purpose)
@@ -209,7 +203,7 @@ class SocketHub:
             raise ConnectFailed(address, exc.strerror or str(exc), time.monotonic() - began) from exc
 
     def close(self) -> None:
-        """Takes no more connections, and closes what was not handed over; idempotent. Waiting threads get an error."""
+        """Stops taking connections, and closes those not handed over; idempotent. Waiting threads get an error."""
         with self._lock:
             if self._closed:
                 return
@@ -220,7 +214,7 @@ class SocketHub:
     # ------------------------------------------------------------ any thread
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], deadline: Deadline, check: Check | None) -> T:
-        """Runs a coroutine on the I/O loop; its own time limit fires before this one's."""
+        """Runs a coroutine on the I/O loop; the coroutine's own time limit expires before this one."""
         if asyncio._get_running_loop() is not None:
             coroutine.close()
             raise BlockingInLoop("opening a socket", "await hub.open_connection(...)")
@@ -247,7 +241,7 @@ class SocketHub:
 
 
 class _Taker:
-    """Files the connections that come in the waiting room."""
+    """Puts arriving connections into the waiting room."""
 
     def __init__(self, room: WaitingRoom) -> None:
         self._room = room
@@ -286,7 +280,7 @@ def _check_purpose(purpose: str) -> str:
 
 
 def _close_result(future: concurrent.futures.Future[Any]) -> None:
-    """A connection that was ready when nobody waited for it any more."""
+    """Closes a connection that became ready after the wait for it had ended."""
     if not future.cancelled() and future.exception() is None and isinstance(result := future.result(), StreamSocket):
         result.close()
 

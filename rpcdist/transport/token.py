@@ -1,8 +1,8 @@
-"""The job token: the secret that all processes of a job share, and where it comes from.
+"""The job token: the secret that all processes of a job share, and its sources.
 
-In this order: the option given in code, the one that an engine brought, the environment variable `RPCDIST_TOKEN`, and a
-file of the user's own, which is created with a random token where there is none. So one machine, and a cluster with a
-shared home, need no set-up.
+The sources, in this order: the option given in code, the token that an engine set, the environment variable
+`RPCDIST_TOKEN`, and a file of the user, which is created with a random token if it is missing. So a single machine, or
+a cluster with a shared home directory, needs no set-up.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from rpcdist.private_files import why_not_private
 TOKEN_VARIABLE: Final = "RPCDIST_TOKEN"
 FILE_VARIABLE: Final = "RPCDIST_TOKEN_FILE"
 MIN_TOKEN_LENGTH: Final = 16
-"""A recorded handshake can be used to try tokens offline, so short ones are refused; 16 random characters are safe."""
+"""With a recorded handshake, tokens can be tried offline, so short ones are refused; 16 random characters are safe."""
 
 _BROUGHT: Final = "the token that the engine brought"
 _MAX_TOKEN_LENGTH: Final = 4096
-_MIN_DIFFERENT: Final = 6  # characters; of 16 random hexadecimal digits fewer are different once in 2000 times
+_MIN_DIFFERENT: Final = 6  # characters; 16 random hexadecimal digits have fewer different ones once in 2000 times
 _ADVICE: Final = "Make a good one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
-# What a file system answers that has no hard links (vfat, some network and container mounts).
+# Errors of file systems without hard links (vfat, some network and container mounts).
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 
 
 _brought: list[str] = []
-"""What `bring_job_token` was given last: of this process, and not in its environment, which others can read."""
+"""The last token given to `bring_job_token`. It is kept in this process, and not in its environment, which other
+processes can read."""
 
 
 def bring_job_token(token: str) -> None:
-    """Sets the token of this process: an engine that starts it has another way to hand it over than its environment.
+    """Sets the token of this process, for engines that do not pass it in the environment.
 
     Raises:
         ConfigError: as `job_token`.
@@ -50,11 +51,11 @@ def job_token(explicit: str | None = None) -> bytes:
         explicit: the token from an option, or None.
 
     Returns:
-        The token as UTF-8, without white space around it; the same from every source.
+        The token as UTF-8, without surrounding white space.
 
     Raises:
-        ConfigError: the token is empty, short or regular, or the file is not safe, or cannot be read or made; the
-            text says how to mend it. It never contains the token.
+        ConfigError: the token is empty, short or regular, or the file is not private, or cannot be read or made. The
+            text says how to fix that, and never contains the token.
     """
     if explicit is not None:
         return _checked(explicit, "the token option")
@@ -67,7 +68,7 @@ def job_token(explicit: str | None = None) -> bytes:
 
 
 def describe_token_source(explicit: str | None = None) -> str:
-    """Says where `job_token` takes the token from, for error messages; never contains the token, never raises."""
+    """The source from which `job_token` takes the token, for error messages; has no token in it, and never raises."""
     if explicit is not None:
         return "the token given as an option"
     if _brought:
@@ -81,7 +82,7 @@ def describe_token_source(explicit: str | None = None) -> str:
 
 
 def token_path() -> Path:
-    """Where the token file lies: `RPCDIST_TOKEN_FILE`, or `rpcdist/token` in the user's configuration directory.
+    """The path of the token file: `RPCDIST_TOKEN_FILE`, or `rpcdist/token` in the user's configuration directory.
 
     Raises:
         ConfigError: the user has no home directory.
@@ -90,12 +91,12 @@ def token_path() -> Path:
     if chosen:
         return Path(chosen)
     config = os.environ.get("XDG_CONFIG_HOME", "")
-    if os.path.isabs(config):  # the XDG specification: relative ones are to be ignored
+    if os.path.isabs(config):  # the XDG specification says to ignore relative paths
         return Path(config, "rpcdist", "token")
     home = os.path.expanduser("~")
     if not os.path.isabs(home):
         raise ConfigError(
-            f"there is no home directory to keep the job token in. Set HOME, or set {TOKEN_VARIABLE} to the same value "
+            f"there is no home directory for the job token. Set HOME, or set {TOKEN_VARIABLE} to the same value "
             f"in every process of the job. {_ADVICE}"
         )
     return Path(home, ".config", "rpcdist", "token")
@@ -104,24 +105,24 @@ def token_path() -> Path:
 def _checked(text: str, source: str) -> bytes:
     token = text.strip()
     if not token:
-        raise ConfigError(f"{source} is set, but empty. Give every process of the job the same token. {_ADVICE}")
+        raise ConfigError(f"{source} is set but empty. Give every process of the job the same token. {_ADVICE}")
     if len(token) < MIN_TOKEN_LENGTH:
         raise ConfigError(
-            f"the token in {source} has {len(token)} characters; {MIN_TOKEN_LENGTH} are needed, or it could be "
-            f"guessed. {_ADVICE}"
+            f"the token in {source} has {len(token)} characters, so it could be guessed; {MIN_TOKEN_LENGTH} are "
+            f"needed. {_ADVICE}"
         )
     if len(token) > _MAX_TOKEN_LENGTH:
         raise ConfigError(f"the token in {source} is longer than {_MAX_TOKEN_LENGTH} characters. {_ADVICE}")
     if len(set(token)) < _MIN_DIFFERENT or _is_repetition(token):
         raise ConfigError(
-            f"the token in {source} repeats a few characters, and could be guessed: the keys of the job's TLS are made "
-            f"from it. {_ADVICE}"
+            f"the token in {source} repeats a few characters, so it could be guessed; the keys of the job's TLS are "
+            f"made from it. {_ADVICE}"
         )
     return token.encode("utf-8", "surrogateescape")  # environment bytes that are not UTF-8 come back as they were
 
 
 def _is_repetition(token: str) -> bool:
-    """Whether a part shorter than a token may be makes up all of it, twice or more often."""
+    """Whether the text consists of repetitions of a part that is too short for a token."""
     longest = min(MIN_TOKEN_LENGTH - 1, len(token) // 2)
     return any(token[length:] == token[:-length] for length in range(1, longest + 1))
 
@@ -139,7 +140,7 @@ def _token_of_file(path: Path) -> bytes:
         ) from exc
     if token is None:
         raise ConfigError(
-            f"the token file {path} vanished while it was read. Set {TOKEN_VARIABLE} instead, or try again."
+            f"the token file {path} disappeared while it was read. Set {TOKEN_VARIABLE} instead, or try again."
         )
     return token
 
@@ -147,36 +148,38 @@ def _token_of_file(path: Path) -> bytes:
 def _read(path: Path) -> bytes | None:
     """The token in the file; None if there is no file."""
     try:
-        # Not blocking: a named pipe in its place must not hang us.
+        # Not blocking: a named pipe in its place must not hang this process.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except FileNotFoundError:
         return None
     with open(descriptor, "rb") as file:
-        _check_private(os.fstat(descriptor), path)  # the opened file's, so that nobody can swap it between
+        _check_private(os.fstat(descriptor), path)  # of the opened file, which cannot be exchanged meanwhile
         content = file.read(_MAX_TOKEN_LENGTH + 2)
     try:
         return _checked(content.decode(), f"the token file {path}")
     except UnicodeDecodeError as exc:
-        raise ConfigError(f"the token file {path} does not contain text. Remove it, and a new one is made.") from exc
+        raise ConfigError(
+            f"the token file {path} does not contain text. Remove it, and rpcdist makes a new one."
+        ) from exc
 
 
 def _check_private(status: os.stat_result, path: Path) -> None:
     why = why_not_private(status)
     if why is not None:
         raise ConfigError(
-            f"the token file {path} {why}, so others could know or change the secret. Run chmod 600 {path}, or set "
-            f"{FILE_VARIABLE} to a file of your own, or {TOKEN_VARIABLE}."
+            f"the token file {path} {why}, so other users could read or change the secret. Run chmod 600 {path}, or "
+            f"set {FILE_VARIABLE} to a file of your own, or {TOKEN_VARIABLE}."
         )
 
 
 def _create(path: Path) -> None:
-    """Makes the file with a random token, whole and private from its first moment; a file already there stays."""
+    """Makes the file with a random token, complete and private from the start; an existing file stays."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o600)  # whatever the umask took away
+            os.fchmod(descriptor, 0o600)  # in spite of the umask
             file.write(secrets.token_urlsafe(32).encode() + b"\n")
             file.flush()
             os.fsync(descriptor)
@@ -186,7 +189,7 @@ def _create(path: Path) -> None:
 
 
 def _publish(temporary: Path, path: Path) -> None:
-    """Gives the finished file its name, unless somebody else was faster: everybody then reads the winner's."""
+    """Gives the finished file its name, unless another process was faster: all then read the first one's file."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -198,7 +201,7 @@ def _publish(temporary: Path, path: Path) -> None:
 
 
 def _rename_under_lock(temporary: Path, path: Path) -> None:
-    """The same without hard links: the directory is locked, for renaming alone would replace another's file."""
+    """The same without hard links: locks the directory, because a rename alone would replace another process's file."""
     import fcntl  # not on Windows, where os.link works
 
     directory = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""How a unary gRPC call proves that it belongs to a session whose handshake is done.
+"""Unary gRPC calls: their proof that they belong to a session, and large messages cut into pieces.
 
 The client adds three metadata entries to each call: the session's id, a counter, and a keyed hash of method and
 counter. The server knows the keys of its open sessions, and accepts each counter once.
@@ -7,18 +7,21 @@ counter. The server knows the keys of its open sessions, and accepts each counte
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import AsyncIterable, Iterable, Iterator
+from typing import Any, Final
+
+from google.protobuf.message import Message
 
 from rpcdist.ids import Identity
+from rpcdist.transport._framing.frames import CHUNK_BYTES
 from rpcdist.transport.keys import ReplayWindow, SessionKeys, request_proof, verify_request
 
 PACKAGE: Final = "rpcdist"
-SESSION_PATH: Final = f"/{PACKAGE}.Rpc/Session"  # needs no such proof: the handshake is on the stream itself
+SESSION_PATH: Final = f"/{PACKAGE}.Rpc/Session"  # needs no such proof: its handshake is on the stream itself
 SESSION_KEY: Final = "rpcdist-session-bin"
 COUNTER_KEY: Final = "rpcdist-counter"
 PROOF_KEY: Final = "rpcdist-proof-bin"
-_MAX_DIGITS: Final = 18  # checked before `int`, whose time grows with the square of the length
+_MAX_DIGITS: Final = 18  # checked before `int`, which takes quadratic time
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -31,7 +34,7 @@ class RequestProver:
         self._counter = itertools.count(1)
 
     def metadata(self, path: str) -> Metadata:
-        """For the next call of the method `path`."""
+        """The metadata for the next call of the method `path`."""
         counter = next(self._counter)
         proof = request_proof(self._keys.key, path, counter)
         return (SESSION_KEY, self._keys.session_id), (COUNTER_KEY, str(counter)), (PROOF_KEY, proof)
@@ -47,7 +50,7 @@ class _ProvenSession:
 
 
 class ProvenSessions:
-    """The server's side: the open sessions, by their ids. Runs on one thread."""
+    """The server's side: the open sessions by id. Used on one thread."""
 
     def __init__(self) -> None:
         self._sessions: dict[bytes, _ProvenSession] = {}
@@ -59,7 +62,7 @@ class ProvenSessions:
         del self._sessions[keys.session_id]
 
     def peer_of(self, path: str, metadata: Iterable[tuple[str, str | bytes]]) -> Identity | None:
-        """Whose call of the method `path` has this metadata; None if nothing proves it."""
+        """The peer whose session this metadata proves for a call of `path`; None if it proves none."""
         values = dict(metadata)
         session_id, counter, proof = values.get(SESSION_KEY), values.get(COUNTER_KEY), values.get(PROOF_KEY, b"")
         session = self._sessions.get(session_id) if isinstance(session_id, bytes) else None
@@ -70,3 +73,40 @@ class ProvenSessions:
         if not verify_request(session.key, path, int(counter), proof):
             return None
         return session.peer if session.window.accept(int(counter)) else None
+
+
+# ---------------------------------------------------------------- messages beyond gRPC's limit, cut into pieces
+
+LARGEST_UNCUT_BYTES: Final = 2 << 20
+"""The size that fits into one message of gRPC with its header; see the limit of the channels."""
+LARGEST_JOINED_BYTES: Final = 160 << 20
+"""Limit of all pieces of a message together, so that no peer can fill the memory of a process."""
+
+
+class TooLarge(ValueError):
+    """The pieces are more than `LARGEST_JOINED_BYTES`."""
+
+
+def cut(data: bytes, piece_type: type[Message]) -> Iterator[bytes]:
+    """The serialized pieces of `data`, at least one. A piece is a message of a type with the field `data`."""
+    kind: Any = piece_type
+    for start in range(0, max(1, len(data)), CHUNK_BYTES):
+        yield kind(data=data[start : start + CHUNK_BYTES]).SerializeToString()
+
+
+async def joined(pieces: AsyncIterable[bytes], piece_type: type[Message]) -> bytes:
+    """The data of which `cut` made the pieces.
+
+    Raises:
+        TooLarge: the pieces exceed the limit; the rest is not read.
+        DecodeError: a message is not a piece.
+    """
+    kind: Any = piece_type
+    parts: list[bytes] = []
+    size_bytes = 0
+    async for piece in pieces:
+        parts.append(kind.FromString(piece).data)
+        size_bytes += len(parts[-1])
+        if size_bytes > LARGEST_JOINED_BYTES:
+            raise TooLarge(f"more than {LARGEST_JOINED_BYTES} bytes")
+    return b"".join(parts)

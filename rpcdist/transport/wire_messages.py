@@ -1,8 +1,8 @@
-"""Messages as the layers above exchange them with a session: protobuf's, and the frequent ones in a compact form.
+"""The messages that a session carries for the layers above: protobuf messages, and compact forms of the frequent ones.
 
-Protobuf can say everything, but it costs a call more than its network: objects, a serialization and a parse, on each
-side. So the calls and replies that are common, those whose values are plain, have a form of their own, which one
-`struct` packs and unpacks (`rpcdist/transport/_framing/frames.py`). Whoever takes messages takes both forms.
+Protobuf can express every message, but its objects, its serialization and its parsing take longer than the network. So
+common calls and replies, those with plain values, have a compact form, which one `struct` packs and unpacks
+(`rpcdist/transport/_framing/frames.py`). Every receiver takes both forms.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Final, NamedTuple
 from rpcdist._proto import rpc_pb2
 
 MAX_COMPACT_BODY_BYTES: Final = 1 << 18
-"""A value whose bytes (large buffers aside) are more travels in a protobuf message, which may be cut into chunks."""
+"""A value with more bytes (apart from large buffers) travels in a protobuf message, which can be cut into chunks."""
 
 MAX_NAME_BYTES: Final = 1000
-"""A call of a function with a longer name travels in a protobuf message: of this form, receivers keep the names."""
+"""A call of a function with a longer name travels in a protobuf message: receivers keep the names of compact calls."""
 
 NamedReference = tuple[int, int, int, int, int, int]
-"""A remote reference and the share of it that is used: of each, worker, number and incarnation of its `UniqueId`."""
+"""A remote reference and the used share of it: worker, number and incarnation of each `UniqueId`."""
 
 
 class History(NamedTuple):
-    """Of a value with tensors that require grad, in an autograd context: gradients flow back under this number.
+    """The autograd record of a value with tensors that require grad: gradients flow back under this number.
 
     Attributes:
         message: number of the value in the graph of the context; its high 16 bits are the sender.
@@ -35,7 +35,7 @@ class History(NamedTuple):
 
 
 class Loan(NamedTuple):
-    """See `rpc.proto`: a large buffer that lies in memory which the sender lends."""
+    """See `rpc.proto`: a large buffer in memory that the sender lends."""
 
     buffer: int
     segment: int
@@ -45,18 +45,18 @@ class CompactCall:
     """A call whose arguments are plain values without references.
 
     Attributes:
-        id: the caller's number of it.
-        function: "module:qualified.name"; empty where the value of `target` is wanted.
-        timeout_us: what was left of the deadline when this was sent; 0: none.
-        body: the arguments, see `rpcdist/rpc/_values/compact.py`; empty for a call without any.
-        num_tensors: how many tensors are in `body`.
-        result: of `remote()`: the ids under which the callee keeps the result.
-        wants_value: of `remote()`: the result is wanted here, too, with the reply.
-        target: the reference whose value comes first among the arguments, or is wanted itself.
+        id: the caller's number for the call.
+        function: "module:qualified.name"; empty for a request of the value of `target`.
+        timeout_us: the time left until the deadline at the send; 0 for no deadline.
+        body: the arguments, see `rpcdist/rpc/_values/compact.py`; empty for a call without arguments.
+        num_tensors: the number of tensors in `body`.
+        result: for `remote()`, the ids under which the callee keeps the result.
+        wants_value: for `remote()`, whether the reply should also have the result.
+        target: the reference whose value is the first argument, or is requested itself.
         context: the autograd context in which the function runs; 0 for none.
-        history: of the arguments.
+        history: the autograd record of the arguments.
         is_nested: a handler made the call: another call may wait for it.
-        transfer, large, loans: of its large buffers, as in a protobuf `Message`; the session fills them in.
+        transfer, large, loans: its large buffers, as in a protobuf `Message`; the session fills them in.
     """
 
     __slots__ = (
@@ -111,12 +111,12 @@ class CompactReply:
     """The reply to a call that returned None, or a plain value without references.
 
     Attributes:
-        id: of the call.
+        id: the id of the call.
         body: the result, like `CompactCall.body`; empty for None.
-        num_tensors: how many tensors are in `body`.
-        created: the answer to `remote()`: the callee holds the result.
-        has_value: `body` is the result of that `remote()`, as its caller wished.
-        history: of the result.
+        num_tensors: the number of tensors in `body`.
+        created: whether it answers a `remote()` whose result the callee keeps.
+        has_value: whether `body` is the result of that `remote()`, as its caller asked.
+        history: the autograd record of the result.
         transfer, large, loans: as in `CompactCall`.
     """
 
@@ -140,12 +140,12 @@ class CompactReply:
 
 
 class CompactPass:
-    """What a worker tells a neighbour in a backward pass of distributed autograd.
+    """A message between two neighbours in a backward pass of distributed autograd.
 
     Attributes:
         context: the autograd context.
-        backward: the pass.
-        body: the rest, see `autograd/_pass_message.py`. If it is empty, the first large buffer is the body.
+        backward: the id of the pass.
+        body: the content, see `autograd/_pass_message.py`. If it is empty, the first large buffer is the body.
         transfer, large, loans: as in `CompactCall`.
     """
 
@@ -169,14 +169,14 @@ WireMessage = rpc_pb2.Message | CompactCall | CompactReply | CompactPass
 
 
 def can_linger(message: WireMessage) -> bool:
-    """Whether nobody waits for this message alone: that of a `remote()`, whose caller will ask for the value."""
+    """Whether this message may wait for the next one: that of a `remote()`, whose caller will ask for the value."""
     if message.__class__ is CompactCall:
         return message.result is not None
     return isinstance(message, rpc_pb2.Message) and message.HasField("call") and message.call.HasField("result")
 
 
 def is_urgent(message: WireMessage) -> bool:
-    """Whether the message is worth a write of its own, which lets the peer begin at once."""
+    """Whether the message deserves its own write, so that the peer can begin at once."""
     if not isinstance(message, rpc_pb2.Message):
         return True
     if message.HasField("autograd"):

@@ -30,8 +30,7 @@ from rpcdist.ids import Identity
 from rpcdist.parallel import ElasticDataParallel
 from rpcdist.parallel._ddp._state_transfer import send_state
 from rpcdist.testing.limits import LIMIT_S, UNIT_S
-from rpcdist.transport.credentials import Credentials
-from rpcdist.transport.records import Records
+from rpcdist.transport.credentials import Credentials, Records
 from rpcdist.transport.token import job_token as token_in_use
 
 pytestmark = pytest.mark.usefixtures("job_token")

@@ -22,8 +22,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._start import COORDINATOR_KEY, node_options, start_agent
 from rpcdist.testing import LIMIT_S
 from rpcdist.transport import Node
-from rpcdist.transport.credentials import Credentials
-from rpcdist.transport.records import Records
+from rpcdist.transport.credentials import Credentials, Records
 from rpcdist.transport.token import job_token as token_in_use
 
 JOB = "default"

@@ -30,7 +30,7 @@ from rpcdist.rpc._agent import ROLE
 from rpcdist.rpc._current import current_agent
 from rpcdist.testing import WorkerPool, eventually
 from rpcdist.transport import Node, TlsOptions
-from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
+from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.grpc_channel import connect_grpc
 from rpcdist.transport._tls.certificate_files import CertificateFiles
 from rpcdist.transport._tls.tls_identity import TlsIdentity

@@ -79,5 +79,5 @@ def test_what_starts_without_descriptors_says_so_and_leaves_the_process_alive(
 @pytest.mark.parametrize("name", ["init_rpc", "TCPStore", "acquire_node", "launch", "LocalCluster"])
 def test_what_starts_without_threads_says_so(worker_pool: WorkerPool, name: str) -> None:
     short, unlimited = worker_pool.start("short").run(start_without_threads, name)
-    assert "this process can start no further thread" in short and not short.startswith("bare ")
+    assert "this process can start no more threads" in short and not short.startswith("bare ")
     assert unlimited == "started"

@@ -24,8 +24,8 @@ from rpcdist.rpc import RpcOptions
 from rpcdist.testing import InProcessCluster, eventually
 from rpcdist.testing.limits import LIMIT_S
 from rpcdist.transport import NodeOptions
-from rpcdist.transport.neighbours import local_addresses, process_at
 from rpcdist.transport.node import Node
+from rpcdist.transport.unix_sockets import local_addresses, process_at
 
 released = threading.Event()
 

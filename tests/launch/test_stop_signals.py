@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from rpcdist._launch.stop_signals import KeptInterrupt
+from rpcdist._launch.supervisor import KeptInterrupt
 
 
 def press_ctrl_c() -> None:

@@ -121,7 +121,7 @@ def test_a_port_that_is_taken_is_named(worker_pool: WorkerPool) -> None:
         worker = worker_pool.start("w0")
         with pytest.raises(TransportError, match=rf"cannot be served at {port}.*a range of ports"):
             worker.run(serve_at, str(port))
-    with pytest.raises(ConfigError, match="RPCDIST_METRICS is a port or a range of ports"):
+    with pytest.raises(ConfigError, match="RPCDIST_METRICS must be a port or a range of ports"):
         worker.run(serve_at, "everywhere")
 
 

@@ -118,7 +118,7 @@ class Failed(Exception):
     """What a victim raises that is to raise."""
 
 
-@patch("rpcdist.parallel.elastic.ELASTIC_CHECK_INTERVAL_S", 0.0)
+@patch("rpcdist.parallel.elastic.STORE_CHECK_INTERVAL_S", 0.0)
 def train(number: int, size: int, path: str, plan: Plan) -> Outcome:
     """Trains as process `number`; the ranks are chosen by the training."""
     torch.manual_seed(plan.seeds.get(number, 0))

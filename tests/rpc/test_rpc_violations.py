@@ -50,10 +50,10 @@ VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
     "a chunk at the wrong place": ([frame(BIG), chunk_envelope(1, 0, 5, memoryview(b"x"))], "a chunk of 1 bytes at 5"),
     "a buffer that was not announced": ([frame(BIG), chunk_envelope(1, 3, 0, memoryview(b"x"))], "buffer 3 of 1"),
     "announced twice": ([frame(BIG), frame(BIG)], "transfer 1 was announced twice"),
-    "no envelope": ([b"\x0a\xff\xff\xff\xff\xff"], "that are no envelope"),
+    "no envelope": ([b"\x0a\xff\xff\xff\xff\xff"], "that are not an envelope"),
     "a second handshake": (
         [handshake_pb2.Handshake(hello=handshake_pb2.Hello()).SerializeToString()],
-        "that are no envelope",
+        "that are not an envelope",
     ),
     "a function that has no name": (
         [bytes(call_frame(CompactCall(1, ""), 3))],

@@ -13,7 +13,7 @@ from rpcdist.ids import Identity, new_incarnation
 from rpcdist.transport import Link, Node, NodeOptions, Session
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._framing.incoming import IncomingBuffer
-from rpcdist.transport.outgoing_buffer import OutgoingBuffer
+from rpcdist.transport.memory_copies import OutgoingBuffer
 from rpcdist.transport.session import HeapPayloads
 
 __all__ = ["LIMIT_S", "TOKEN", "UNIT_S", "Memory", "Nodes", "Recorder", "is_local", "kind_of", "nodes", "open_link"]

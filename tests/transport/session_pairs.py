@@ -12,7 +12,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import TransportError
 from rpcdist.ids import Identity
 from rpcdist.transport._channels.socket_channel import SocketChannel
-from rpcdist.transport.outgoing_buffer import OutgoingBuffer
+from rpcdist.transport.memory_copies import OutgoingBuffer
 from rpcdist.transport.session import HeapPayloads, Session
 from rpcdist.transport.wire_messages import WireMessage
 

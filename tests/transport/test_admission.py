@@ -21,14 +21,14 @@ from rpcdist.errors import TransportError
 from rpcdist.ids import Identity
 from rpcdist.testing import eventually
 from rpcdist.transport import Node
-from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
+from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.grpc_channel import connect_grpc
 from rpcdist.transport._channels.proving import prove_client
-from rpcdist.transport._channels.stream_sockets import local_name
 from rpcdist.transport._server import admission
 from rpcdist.transport._server.admission import Admission, Origin
 from rpcdist.transport.handshake import ClientHandshake, ServerHandshake
 from rpcdist.transport.unary_proof import SESSION_PATH
+from rpcdist.transport.unix_sockets import local_name
 
 SECRET = TOKEN.encode()
 ALICE, BOB = Identity("alice", 1, 11), Identity("bob", 0, 22)

@@ -21,9 +21,9 @@ from rpcdist.transport._channels.brief_polling import (
     SHORT_NS,
     SWITCHES,
     BriefPolling,
+    has_processor_quota,
     may_poll,
 )
-from rpcdist.transport._channels.processor_quota import has_processor_quota
 
 READY = [(7, 1)]
 POLL_NS, YIELD_NS = 700, 1100
@@ -245,7 +245,7 @@ def test_who_may_poll(
 
 def test_a_value_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(POLLING_VARIABLE, "on")
-    with pytest.raises(ConfigError, match="RPCDIST_POLLING is 'auto' or 'off', not 'on'"):
+    with pytest.raises(ConfigError, match="RPCDIST_POLLING must be 'auto' or 'off', but it is 'on'"):
         may_poll()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rpcdist.transport._channels.connect_reasons import connect_reason
+from rpcdist.transport._channels.grpc_channel import connect_reason
 
 LAST_ERROR = "failed to connect to all addresses; last error: "
 
@@ -33,9 +33,9 @@ LAST_ERROR = "failed to connect to all addresses; last error: "
         (
             LAST_ERROR + "INTERNAL: ipv4:127.0.0.1:42481: Failed parsing HTTP/2 (Expected SETTINGS frame as the first "
             "frame, got frame type 80) (Trying to connect an http1.x server (HTTP status 400))",
-            "what answered is no rpcdist process",
+            "the program that answered is not an rpcdist process",
         ),
-        ("Received http2 header with status: 404", "what answered is no rpcdist process"),
+        ("Received http2 header with status: 404", "the program that answered is not an rpcdist process"),
         (LAST_ERROR + "UNKNOWN: ipv4:10.0.0.1:9: Too many open files", "Too many open files"),
         (
             LAST_ERROR + "INTERNAL: ipv4:10.0.0.1:9: socket: Too many open files\n\0\xb6\x1b\0\xff\x7f",

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.testing import eventually
-from rpcdist.transport.handing_on import HandingOn
+from rpcdist.transport.handing_on import HandingOn, SessionHandler
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.wire_messages import WireMessage
 
@@ -24,7 +24,7 @@ class Scene:
         self.handled: list[int] = []
         self.failures: list[Exception] = []
         self.chokes_on = 0
-        self.handing_on = HandingOn(cast(IoLoop, self), self, self, self.failures.append)
+        self.handing_on = HandingOn(cast(IoLoop, self), self, cast(SessionHandler, self), self.failures.append)
 
     def on_thread(self) -> bool:
         return False

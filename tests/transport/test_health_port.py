@@ -84,7 +84,7 @@ def test_silent_connections_are_few_and_end(server: Node, monkeypatch: pytest.Mo
     with ExitStack() as held:
         silent = [held.enter_context(socket.create_connection(place, LIMIT_S)) for _ in range(20)]
         assert all(received(stranger) == b"" for stranger in silent[16:])  # turned away at once
-    monkeypatch.setattr(health_port, "HEALTH_ANSWER_LIMIT_S", 0.1)
+    monkeypatch.setattr(health_port, "GRPC_GREETING_LIMIT_S", 0.1)
     with socket.create_connection(place, LIMIT_S) as stranger:
         assert received(stranger) == b""
     held_open = socket.create_connection(place, LIMIT_S)
@@ -102,8 +102,8 @@ def test_a_process_stops_while_a_probe_is_open(nodes: Nodes, server: Node) -> No
 def test_a_taken_port_and_a_wrong_one_are_refused_by_name(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         monkeypatch.setenv(HEALTH_PORT_VARIABLE, str(other.getsockname()[1]))
-        with pytest.raises(TransportError, match=r"for health probes.*RPCDIST_HEALTH_PORT is a range"):
+        with pytest.raises(TransportError, match=r"for health probes.*RPCDIST_HEALTH_PORT to a range"):
             nodes.make("server", serve=True)
     monkeypatch.setenv(HEALTH_PORT_VARIABLE, "http")
-    with pytest.raises(ConfigError, match="RPCDIST_HEALTH_PORT is a port or a range"):
+    with pytest.raises(ConfigError, match="RPCDIST_HEALTH_PORT must be a port or a range"):
         nodes.make("server", serve=True)

@@ -23,7 +23,7 @@ from rpcdist.transport.lending import (
     packs,
     size_class,
 )
-from rpcdist.transport.outgoing_buffer import OutgoingBuffer
+from rpcdist.transport.memory_copies import OutgoingBuffer
 from rpcdist.transport.shared_memory import unavailable
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=f"memory cannot be shared here: {unavailable()}")
@@ -131,7 +131,7 @@ def test_free_segments_of_other_sizes_make_room() -> None:
     assert pair.lend(memoryview(bytearray(SIZE))) == 4
     assert pair.offer(2 * SIZE) == 5
     pair.pass_back()
-    with pytest.raises(ProtocolViolation, match="segment 1, which is not known"):
+    with pytest.raises(ProtocolViolation, match=r"segment 1 for a buffer of \d+ bytes, but this segment is not known"):
         pair.borrower.borrow(1, SIZE)
     assert pair.offer(4 * SIZE) is None  # one is lent
     pair.lender.close()
@@ -267,7 +267,7 @@ def test_what_a_peer_may_not_say(pair: Pair) -> None:
         pair.lender.answered(1, True)
     del view
     pair.borrower.take_ended()
-    with pytest.raises(ProtocolViolation, match="is smaller"):
+    with pytest.raises(ProtocolViolation, match="is too small"):
         pair.borrower.borrow(1, SIZE + 1)
 
 

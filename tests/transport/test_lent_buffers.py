@@ -16,10 +16,10 @@ import pytest
 from session_pairs import LIMIT_S, Bytes, ChannelPair, call
 
 from rpcdist._proto import rpc_pb2
-from rpcdist.transport._channels.descriptors import MAX_DESCRIPTORS
 from rpcdist.transport._framing.frames import CHUNK_BYTES, ReturnedSegments, frame, returned_frame
 from rpcdist.transport.lending import LEND_FROM_BYTES, RETURN_TOGETHER
 from rpcdist.transport.shared_memory import Segment, unavailable
+from rpcdist.transport.unix_sockets import MAX_DESCRIPTORS
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=f"memory cannot be shared here: {unavailable()}")
 
@@ -206,7 +206,7 @@ def raw(message: rpc_pb2.Message | ReturnedSegments) -> bytes:
         (rpc_pb2.Message(segment_answer={"segment": 1, "accepted": True}), "was answered, but not offered"),
         (ReturnedSegments([1]), "was returned, but not lent"),
         (rpc_pb2.Message(segment_news={"withdrawn": [1]}), "was withdrawn"),
-        (rpc_pb2.Message(call={"id": 1}, transfer=1, large=[LARGE], loans=[{"segment": 7}]), "which is not known"),
+        (rpc_pb2.Message(call={"id": 1}, transfer=1, large=[LARGE], loans=[{"segment": 7}]), "is not known"),
         (rpc_pb2.Message(call={"id": 1}, transfer=1, large=[LARGE], loans=[{"buffer": 1}]), "buffer 1 of 1"),
     ],
     ids=["offer", "answer", "returned", "withdrawn", "loan", "index"],

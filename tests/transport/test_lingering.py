@@ -10,7 +10,7 @@ import pytest
 
 from rpcdist.time_limits import LINGER_S, LONGEST_LINGER_S
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.lingering import NUM_IDLE_TICKS, Lingering
+from rpcdist.transport.session_writer import NUM_IDLE_TICKS, Lingering
 
 
 class Loop:

@@ -25,13 +25,14 @@ from rpcdist.errors import AuthenticationFailed, ConfigError, ConnectFailed
 from rpcdist.ids import Identity
 from rpcdist.testing import free_port
 from rpcdist.transport import Node, connector
-from rpcdist.transport._channels import channel_choice, stream_sockets
-from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
-from rpcdist.transport._channels.stream_sockets import accept, accepted_ends, connect_unix, listen_unix, local_name
+from rpcdist.transport._channels import channel, stream_sockets
+from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
+from rpcdist.transport._channels.stream_sockets import accept, accepted_ends, connect_unix, listen_unix
 from rpcdist.transport._framing.frames import frame
 from rpcdist.transport._server import admission, stream_listeners
 from rpcdist.transport.handshake import ServerHandshake
 from rpcdist.transport.handshake_side import MAX_HANDSHAKE_BYTES
+from rpcdist.transport.unix_sockets import local_name
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no local channel without abstract sockets")
 
@@ -87,7 +88,7 @@ def test_either_side_may_want_grpc_only(nodes: Nodes, monkeypatch: pytest.Monkey
 
 
 def test_without_abstract_sockets_there_is_grpc(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel_choice, "has_abstract_sockets", lambda: False)
+    monkeypatch.setattr(channel, "has_abstract_sockets", lambda: False)
     server = nodes.make("server", serve=True)
     server.handle_role("echo", Recorder(echo=True))
     assert not works(nodes.make("client"), server)
@@ -97,7 +98,7 @@ def test_a_user_who_looks_like_all_strangers_stays_on_grpc(
     nodes: Nodes, server: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     (tmp_path / "overflowuid").write_text(f"{os.getuid()}\n")
-    monkeypatch.setattr(channel_choice, "_OVERFLOW_UID", tmp_path / "overflowuid")
+    monkeypatch.setattr(channel, "_OVERFLOW_UID", tmp_path / "overflowuid")
     assert not works(nodes.make("client"), server)
 
 
@@ -255,7 +256,7 @@ CALL = frame(rpc_pb2.Message(call=rpc_pb2.Call(id=1, arguments=value_pb2.Value(b
         (LENGTH.pack(MAX_HANDSHAKE_BYTES + 1), b"announced a message of %d bytes" % (MAX_HANDSHAKE_BYTES + 1)),
         (framed(b""), b"a handshake message is empty"),
     ],
-    ids=["a call", "no handshake", "http", "too large", "empty"],
+    ids=["a call", "not a handshake", "http", "too large", "empty"],
 )
 def test_strangers_are_told_and_shown_out(
     nodes: Nodes, server: Node, data: bytes, says: bytes, caplog: pytest.LogCaptureFixture

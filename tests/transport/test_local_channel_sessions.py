@@ -367,12 +367,12 @@ async def test_a_peer_that_is_gone_ends_the_session_at_once(pair: ChannelPair) -
 @pytest.mark.parametrize(
     ("envelopes", "says"),
     [
-        ([frame(announced(1, 200_000)), chunk_envelope(1, 0, 5, memoryview(bytes(100_000)))], "at 5"),
+        ([frame(announced(1, 200_000)), chunk_envelope(1, 0, 5, memoryview(bytes(100_000)))], "for offset 5"),
         ([frame(announced(1, 90_000)), chunk_envelope(1, 0, 0, memoryview(bytes(100_000)))], "90000"),
         ([frame(announced(1, 90_000)), chunk_envelope(1, 7, 0, memoryview(bytes(80_000)))], "buffer 7"),
-        ([b"\xff" * 100_000], "no envelope"),
+        ([b"\xff" * 100_000], "not an envelope"),
     ],
-    ids=["out of order", "too long", "no such buffer", "no envelope"],
+    ids=["out of order", "too long", "no such buffer", "not an envelope"],
 )
 async def test_a_violation_in_a_large_frame_ends_the_session(
     pair: ChannelPair, envelopes: list[bytes], says: str

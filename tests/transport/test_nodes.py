@@ -13,7 +13,7 @@ from rpcdist.testing import eventually
 from rpcdist.transport import NodeOptions
 from rpcdist.transport._server import admission
 from rpcdist.transport.fork import ForkGuard
-from rpcdist.transport.shared_node import SharedNode
+from rpcdist.transport.node import SharedNode
 from rpcdist.transport.unix_sockets import has_abstract_sockets
 
 TOKENS = ("the token of one job", "the token of another")

@@ -17,15 +17,19 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ConfigError, ProtocolViolation, TransportError
 from rpcdist.testing import eventually
 from rpcdist.transport import Link, Node, Session
-from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
+from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._framing.frames import frame
 from rpcdist.transport._framing.incoming import Delivery
-from rpcdist.transport._socket_hub.hub_address import HubAddress
-from rpcdist.transport._socket_hub.hub_connector import HubConnector
+from rpcdist.transport._socket_hub.hub_connector import HubAddress, HubConnector
 from rpcdist.transport._striping import stripe_taker
-from rpcdist.transport._striping.stripe_connection import PIECE_BYTES, StripePlace
 from rpcdist.transport._striping.stripe_taker import PAYLOAD_TAKER, payload_purpose
-from rpcdist.transport._striping.striping import MIN_STRIPED_BYTES, PAYLOAD_CONNECTIONS_VARIABLE, num_connections
+from rpcdist.transport._striping.striping import (
+    MIN_STRIPED_BYTES,
+    PAYLOAD_CONNECTIONS_VARIABLE,
+    PIECE_BYTES,
+    StripePlace,
+    num_connections,
+)
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
 from rpcdist.transport.connector import Connector
 from rpcdist.transport.io_loop import IoLoop
@@ -348,7 +352,7 @@ def test_what_names_no_payload_connection_is_refused(nodes: Nodes, purpose: str)
     client = nodes.make("client")
     link = open_link(client, server, handler=answers)
     echo(link, answers, b"x")
-    with pytest.raises(ProtocolViolation, match=r"names no payload connection|has no such session here"):
+    with pytest.raises(ProtocolViolation, match=r"not name a payload connection|no such session in this process"):
         payload_socket(client, server, purpose.format(id=link.session.id.hex())).close()
     echo(link, answers, b"x")
 
@@ -358,7 +362,7 @@ def test_nobody_joins_the_session_of_another(nodes: Nodes) -> None:
     link = open_link(nodes.make("client"), server, handler=answers)
     echo(link, answers, b"x")
     purpose = payload_purpose(link.session.id, StripePlace(0, 1))
-    with pytest.raises(ProtocolViolation, match="mallory has no such session here"):
+    with pytest.raises(ProtocolViolation, match="mallory has no such session in this process"):
         payload_socket(nodes.make("mallory"), server, purpose).close()
     opened(link, answers, taker)
 
@@ -370,7 +374,7 @@ def test_a_connection_is_taken_once_and_one_too_few_are_closed_with_the_session(
     echo(link, answers, b"x")
     first = payload_socket(client, server, payload_purpose(link.session.id, StripePlace(0, 3)))
     for place in (StripePlace(0, 3), StripePlace(1, 2)):
-        with pytest.raises(ProtocolViolation, match="is there already"):
+        with pytest.raises(ProtocolViolation, match="is already open"):
             payload_socket(client, server, payload_purpose(link.session.id, place)).close()
     link.session.close("enough")
     first.settimeout(LIMIT_S)
@@ -417,7 +421,7 @@ def announce(link: Link, size: int) -> None:
         (struct.pack("<QI", 2, 0), "a piece of 0 bytes was announced"),
         (struct.pack("<QI", 2, PIECE_BYTES + 1), f"a piece of {PIECE_BYTES + 1} bytes was announced"),
         (struct.pack("<QI", 2, 2**32 - 1), "bytes was announced"),
-        (struct.pack("<QI", 2, 1001), "1001 bytes came for a stripe with 1000 bytes left"),
+        (struct.pack("<QI", 2, 1001), "1001 bytes arrived for a stripe with 1000 bytes left"),
         (struct.pack("<QI", 2, 1000) + b"x" * 1000 + struct.pack("<QI", 3, 1), None),
         (b"GET / HTTP/1.1\r\n\r\n", "bytes was announced"),
     ],

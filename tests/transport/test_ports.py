@@ -13,8 +13,7 @@ from transport_nodes import LIMIT_S, Nodes, Recorder, kind_of, open_link
 
 from rpcdist.errors import ConfigError, TransportError
 from rpcdist.testing import eventually
-from rpcdist.transport._server.port_range import ANY_PORT, PORTS_VARIABLE, PortRange
-from rpcdist.transport.addresses import split_address
+from rpcdist.transport.addresses import ANY_PORT, PORTS_VARIABLE, PortRange, split_address
 
 
 def free_ports(num: int) -> list[int]:
@@ -33,7 +32,7 @@ def free_ports(num: int) -> list[int]:
 
 @pytest.mark.parametrize("text", ["", "x", "0", "5-4", "1-65536", "70000", "-1", "1-2-3", "29600..29700"])
 def test_what_is_no_range_is_refused_by_name(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"RPCDIST_PORTS is a port or a range of ports such as '29600-29700'"):
+    with pytest.raises(ConfigError, match=r"RPCDIST_PORTS must be a port or a range of ports such as '29600-29700'"):
         PortRange.of_text(text, PORTS_VARIABLE)
 
 

@@ -107,7 +107,7 @@ def test_memory_that_is_not_what_was_offered(pair: tuple[socket.socket, socket.s
     os.ftruncate(bare, 4096)
     read_end, write_end = os.pipe()
     with Segment.create(8192) as segment:
-        tries = [(bare, "not sealed"), (segment.fileno(), "has 8192 bytes"), (read_end, "no shared memory")]
+        tries = [(bare, "not sealed"), (segment.fileno(), "has 8192 bytes"), (read_end, "not shared memory")]
         for descriptor, problem in tries:
             socket.send_fds(pair[0], [OFFER.pack(b"rpcdshm1", 4096)], [descriptor])
             with pytest.raises(SegmentError, match=problem):

@@ -32,14 +32,15 @@ from rpcdist.ids import Identity
 from rpcdist.testing import eventually
 from rpcdist.transport import Node, unix_sockets
 from rpcdist.transport._channels import stream_sockets
-from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
-from rpcdist.transport._channels.stream_sockets import listen_unix, local_name
+from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
+from rpcdist.transport._channels.stream_sockets import listen_unix
 from rpcdist.transport._server import admission, stream_listeners
-from rpcdist.transport._socket_hub.hub_address import HubAddress
+from rpcdist.transport._socket_hub.hub_connector import HubAddress
 from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.sockets import SocketHub
 from rpcdist.transport.token import job_token
+from rpcdist.transport.unix_sockets import local_name
 
 UNIX = [pytest.param(False, id="tcp")]
 if unix_sockets.has_abstract_sockets():
@@ -192,7 +193,7 @@ def test_closing_wakes_who_waits_and_closes_what_waits() -> None:
             assert read_some(left, 1) == b""
         with pytest.raises(TransportError):
             b.connect(a.address, "x", LIMIT_S)
-        with pytest.raises(ProtocolViolation, match="has it been closed"):
+        with pytest.raises(ProtocolViolation, match="was it closed"):
             a.connect(b.address, "x", LIMIT_S, unix=False)
 
 
@@ -313,7 +314,7 @@ def test_another_job_or_role_is_refused(caplog: pytest.LogCaptureFixture, monkey
     with hubs(2) as (a, b):
         for name in (a, b):  # a session is opened for another role, and there is no hub of another name
             address = str(dataclasses.replace(HubAddress.parse(b.address), taker=f"{name._name}x"))
-            with pytest.raises(ProtocolViolation, match="nobody takes such sockets here"):
+            with pytest.raises(ProtocolViolation, match="no part of this process takes such sockets"):
                 a.connect(address, "x", LIMIT_S, unix=False)
 
 

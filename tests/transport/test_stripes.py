@@ -18,7 +18,7 @@ from rpcdist.transport._framing.incoming import MAX_BUFFERS, Delivery, Incoming,
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport._framing.stripes import MAX_RANGES, MAX_STRIPES, StripeCursor
 from rpcdist.transport.announced_bytes import AnnouncedBytes
-from rpcdist.transport.outgoing_buffer import OutgoingBuffer
+from rpcdist.transport.memory_copies import OutgoingBuffer
 
 LIMIT_S = 20.0
 
@@ -118,7 +118,7 @@ def test_a_piece_of_many_buffers_takes_no_long_turn() -> None:
     incoming.announce(announced(1, *[16] * MAX_BUFFERS))
     places = incoming.stripe(1, 0, 1, 16 * MAX_RANGES)
     assert places is not None and len(places) == len(taken) == MAX_RANGES
-    with pytest.raises(ProtocolViolation, match="lies in more than 64 buffers"):
+    with pytest.raises(ProtocolViolation, match="arrived for more than 64 buffers"):
         incoming.stripe(1, 0, 1, 16 * MAX_RANGES + 1)
     assert len(taken) == MAX_RANGES
 
@@ -150,7 +150,7 @@ def test_bytes_of_an_aborted_message_are_dropped() -> None:
     ("steps", "text"),
     [
         ([("stripe", 65)], "for a stripe with 64 bytes left"),
-        ([("stripe", 0)], "0 bytes came"),
+        ([("stripe", 0)], "0 bytes arrived"),
         ([("stripe", 64), ("stripe", 1)], "for a stripe with 0 bytes left"),
         ([("stripe", 10), ("chunk", 10)], "in stripes, and in chunks"),
         ([("chunk", 10), ("stripe", 10)], "in chunks or lent memory, and in stripes"),

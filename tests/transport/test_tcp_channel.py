@@ -17,7 +17,7 @@ from rpcdist.errors import ConnectFailed
 from rpcdist.testing import eventually
 from rpcdist.transport import Link, Node, connector
 from rpcdist.transport._channels import tls_pipe
-from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
+from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._channels.stream_sockets import accepted_ends, connect_tcp, connected_ends
 

@@ -14,7 +14,7 @@ from transport_nodes import LIMIT_S, UNIT_S, Memory, Nodes, Recorder, kind_of, o
 from rpcdist._proto import handshake_pb2, rpc_pb2
 from rpcdist.testing import eventually
 from rpcdist.transport import Link, Node
-from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
+from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._server import admission
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE

@@ -28,7 +28,7 @@ from rpcdist.errors import (
 )
 from rpcdist.ids import Identity
 from rpcdist.transport import Link, Node, Session
-from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
+from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._tls.tls_failures import tls_failure
 from rpcdist.transport.unix_sockets import has_abstract_sockets
 
@@ -94,7 +94,7 @@ def test_nobody_answers(nodes: Nodes) -> None:
             node.run(node.connect(address, "echo", LIMIT_S, retry=False), LIMIT_S)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(ConnectFailed, match=rf"{address} after 0\.4 s: (nobody answered there|no answer in time)"):
+        with pytest.raises(ConnectFailed, match=rf"{address} after 0\.4 s: (no process answered|no answer in time)"):
             node.run(node.connect(address, "echo", UNIT_S), LIMIT_S)
     assert not node.links
 

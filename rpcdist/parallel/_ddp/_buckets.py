@@ -99,9 +99,6 @@ class DenseBucket:
         self._views: list[torch.Tensor] = []
         self._reduced: list[torch.Tensor] = []  # the runs of the other members, as gradients
 
-    def __repr__(self) -> str:
-        return f"<bucket {self.number}: {len(self.members)} gradients, {self.num_bytes} bytes>"
-
     @property
     def num_bytes(self) -> int:
         return sum(member.parameter.nbytes for member in self.members)
@@ -214,9 +211,6 @@ class SparseBucket:
         self._group = group
         self._gradient: torch.Tensor | None = None
         self._counts = torch.empty(0)
-
-    def __repr__(self) -> str:
-        return f"<bucket {self.number}: sparse gradient of {self.members[0].name}>"
 
     @property
     def num_bytes(self) -> int:

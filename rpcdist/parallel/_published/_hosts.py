@@ -22,9 +22,9 @@ from rpcdist import rpc
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, TransportError
 from rpcdist.parallel._published._layout import PlainLayout, VersionLayout
+from rpcdist.parallel._published._parts import MAX_SEGMENTS, NEWEST, unpacked
 from rpcdist.parallel._published._small_tensors import SmallTensors, copy_tensors, small_ones
 from rpcdist.parallel._published._source import CHUNK_BYTES, VersionSource, ask, check_fetcher, worker_of
-from rpcdist.parallel._published._words import MAX_SEGMENTS, NEWEST, unpacked
 from rpcdist.rpc._current import current_agent
 from rpcdist.time_limits import CHUNK_LIMIT_S
 

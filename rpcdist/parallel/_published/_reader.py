@@ -17,8 +17,7 @@ from torch import Tensor
 from rpcdist.deadline import Deadline
 from rpcdist.errors import TransportError
 from rpcdist.parallel._published._layout import VersionLayout
-from rpcdist.parallel._published._small_tensors import SmallTensors, small_ones
-from rpcdist.parallel._published._words import (
+from rpcdist.parallel._published._parts import (
     ASKED,
     HAVE,
     MAX_SEGMENTS,
@@ -30,9 +29,9 @@ from rpcdist.parallel._published._words import (
     packed,
     unpacked,
 )
+from rpcdist.parallel._published._small_tensors import SmallTensors, small_ones
 from rpcdist.time_limits import CHECK_INTERVAL_S, SHARED_MEMORY_SETUP_LIMIT_S
-from rpcdist.transport.mapped_segments import MappedSegment
-from rpcdist.transport.shared_memory import Segment
+from rpcdist.transport.shared_memory import MappedSegment, Segment
 
 HELLO: Final = struct.Struct("<8sQQ")
 """The bytes beside the descriptors of a source's page, the reader's page and the segments: their size and number."""
@@ -87,9 +86,6 @@ class VersionReader:
         self._fence = threading.Lock()
         self._has_ended = False
         self.beginning = 0
-
-    def __repr__(self) -> str:
-        return f"<VersionReader of version {self.newest} [{'ended' if self._has_ended else 'open'}]>"
 
     def __del__(self) -> None:
         self._connection.close()

@@ -16,7 +16,7 @@ from rpcdist.parallel._published._layout import VersionLayout
 from rpcdist.parallel._published._reader import VersionReader
 from rpcdist.parallel._published._source import purpose_of, worker_of
 from rpcdist.rpc._current import current_agent
-from rpcdist.time_limits import ASK_FOR_NAMES_LIMIT_S, CHECK_INTERVAL_S, HOST_PROBE_LIMIT_S
+from rpcdist.time_limits import ASK_FOR_NAMES_LIMIT_S, CHECK_INTERVAL_S, PROBE_LIMIT_S
 from rpcdist.transport import Node
 from rpcdist.transport.sockets import SocketHub
 
@@ -137,9 +137,6 @@ class ShardConnection:
         self.num_publishers = 0
         self._retry_at = 0.0
 
-    def __repr__(self) -> str:
-        return f"<ShardConnection {self.shard} of {self.name!r} to {self.publisher!r} [{self.reader!r}]>"
-
     @property
     def newest(self) -> int:
         """The newest version that can be read; 0 for none."""
@@ -213,7 +210,7 @@ class ShardConnection:
         try:
             for address in addresses:
                 try:
-                    connection = hub.connect(address, purpose_of(agent.worker_name), HOST_PROBE_LIMIT_S, unix=True)
+                    connection = hub.connect(address, purpose_of(agent.worker_name), PROBE_LIMIT_S, unix=True)
                 except TransportError:
                     continue  # on another host
                 try:

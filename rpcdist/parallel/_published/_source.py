@@ -20,8 +20,7 @@ from rpcdist.collectives._transports.shm.futex import unsupported_here
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CallRefused, DeadlineExceeded, TransportError
 from rpcdist.parallel._published._layout import VersionLayout
-from rpcdist.parallel._published._reader import HELLO, HELLO_MAGIC, VersionReader, memory_of_segment, words_of
-from rpcdist.parallel._published._words import (
+from rpcdist.parallel._published._parts import (
     ASKED,
     HAVE,
     NEWEST,
@@ -32,13 +31,13 @@ from rpcdist.parallel._published._words import (
     packed,
     unpacked,
 )
+from rpcdist.parallel._published._reader import HELLO, HELLO_MAGIC, VersionReader, memory_of_segment, words_of
 from rpcdist.rpc._current import current_agent
-from rpcdist.time_limits import CHECK_INTERVAL_S, CHUNK_LIMIT_S, HUB_OPEN_LIMIT_S, PARKED_LIMIT_S
+from rpcdist.time_limits import ADD_SERVICE_LIMIT_S, CHECK_INTERVAL_S, CHUNK_LIMIT_S, PARKED_LIMIT_S
 from rpcdist.transport import Node
 from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.addresses import split_address
-from rpcdist.transport.mapped_segments import MappedSegment
-from rpcdist.transport.shared_memory import Segment, SegmentError
+from rpcdist.transport.shared_memory import MappedSegment, Segment, SegmentError
 from rpcdist.transport.sockets import SocketHub
 
 if TYPE_CHECKING:
@@ -212,10 +211,7 @@ class VersionSource:
         if self._memory.descriptors and isinstance(network, Node) and network.address is not None:
             self._hub = SocketHub(network)
             self._hub.announce(_PURPOSE, self._on_connection)
-            self.address = self._hub.open(split_address(network.address)[0], HUB_OPEN_LIMIT_S)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self.name!r} [version {self.newest}, {len(self._connections)} readers]>"
+            self.address = self._hub.open(split_address(network.address)[0], ADD_SERVICE_LIMIT_S)
 
     @property
     def newest(self) -> int:

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from rpcdist._proto import rpc_pb2
-from rpcdist.at_end import AtEnd
+from rpcdist.at_exit import AtEnd
 from rpcdist.deadline import Deadline
 from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistError, WorkerLost
 from rpcdist.inspection import StreamFacts

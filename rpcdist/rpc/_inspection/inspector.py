@@ -55,7 +55,7 @@ from rpcdist.rpc._serving.active_call import ActiveCall
 from rpcdist.rpc._serving.active_calls import ActiveCalls
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.time_limits import LOOK_LIMIT_S, LOOK_PERIOD_S, OLD_CALLS_LOOK_S
-from rpcdist.transport.neighbours import INSPECTION_ROLE, process_at
+from rpcdist.transport.unix_sockets import INSPECTION_ROLE, process_at
 
 SERVICE: Final = inspection_pb2.DESCRIPTOR.services_by_name["Inspection"]
 MAX_LISTED: Final = 500

@@ -22,7 +22,7 @@ from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.time_limits import LINK_CLOSE_LIMIT_S
 from rpcdist.transport.announced_bytes import AnnouncedBytes
-from rpcdist.transport.records import Records
+from rpcdist.transport.credentials import Records
 from rpcdist.transport.wire_messages import WireMessage
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rpcdist.at_end import AtEnd
+from rpcdist.at_exit import AtEnd
 from rpcdist.errors import BlockingInLoop, DeadlineExceeded, RRefError
 from rpcdist.rpc._rref.identifiers import Incarnation, RRefId, UniqueId
 from rpcdist.rpc._values.exceptions import copied

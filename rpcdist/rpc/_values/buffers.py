@@ -17,8 +17,7 @@ import torch
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError, TransportError
-from rpcdist.transport.memory_copies import copy_memory, copy_view
-from rpcdist.transport.outgoing_buffer import OutgoingBuffer
+from rpcdist.transport.memory_copies import OutgoingBuffer, copy_memory, copy_view
 
 INLINE_LIMIT: Final = 32 * 1024
 """Buffers up to this many bytes travel inside the message. Copying 32 KiB costs 2 us; a transfer costs more."""

@@ -1,1 +1,1 @@
-"""Channels: what carries the frames of a session, over gRPC or over a Unix socket of the same host."""
+"""Channels carry the frames of a session: over gRPC, TCP, or a Unix socket of the same host."""

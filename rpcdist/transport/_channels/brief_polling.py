@@ -1,21 +1,22 @@
 """Polling a socket for a moment before sleeping on it, where the wait will probably be short.
 
-A thread that sleeps has to be woken, on a core that has often gone idle meanwhile: in a virtual machine that takes some
-70 us, and a call sleeps at both of its ends, while its own work takes 100 us. Who polls is there when the message is.
+Waking a sleeping thread, on a core that has often gone idle, takes about 70 us in a virtual machine. A call sleeps at
+both ends, while its own work takes 100 us. A thread that polls sees the message as soon as it arrives.
 
-The waits of a program that repeats itself have a rhythm: in a training loop the answers to a step's calls come soon,
-and the first call of the next step does not. So what the last waits were like, short or long, says what the next one is
-like, as with the branches of a processor: for each history of `HISTORY_WAITS` waits a number of 0 to 3 is counted up by
-a short wait that follows it, and down by a long one, and from 2 on such a wait polls. One exception changes nothing.
+Programs repeat themselves, so their waits have a rhythm: in a training loop the replies to one step's calls come soon,
+and the first call of the next step does not. The last waits, short or long, therefore predict the next one, as in a
+processor's branch predictor. Each history of `HISTORY_WAITS` waits has a counter from 0 to 3: a short wait after this
+history increments it, a long one decrements it, and the next wait polls if the counter is at least 2. A single
+exception changes nothing.
 
-Polling must not keep a core from others. Between two polls the thread yields: whoever else can run on this core does
-so now, and if the peer is on it, the answer is there after that. Where somebody keeps the core for long, sleeping is
-better; then the next waits sleep, twice as many each time and half as many after each success. Where nothing came in
-time, only an idle core was kept awake, and the history knows of one more long wait. A virtual core that its host took
-away for a moment is neither: the thread is late, and nobody else has run.
+Polling must not keep a core from other threads. The thread yields between two polls, so that other threads can run on
+this core; if the peer runs there, its reply is ready afterwards. If another thread keeps the core for long, sleeping is
+better: the next waits then sleep, twice as many after each such failure and half as many after each success. If no
+message came in time, only an idle core was kept awake, and the history records a long wait. A virtual core that the
+host took away for a moment is neither case: the thread is late, although no other thread has run.
 
-In a container with a limit of processor time nobody polls: that would use up what the work needs, and the system then
-stops the process for the rest of a period. `RPCDIST_POLLING=off` has all waits sleep.
+In a container with a processor limit no thread polls: polling would use up the quota of the work, and the system would
+stop the process for the rest of the period. With `RPCDIST_POLLING=off` all waits sleep.
 """
 
 from __future__ import annotations
@@ -24,64 +25,105 @@ import os
 import resource
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, Final
 
 from rpcdist.errors import ConfigError
-from rpcdist.transport._channels.processor_quota import has_processor_quota
+
+_GROUPS: Final = Path("/proc/self/cgroup")
+_MOUNT: Final = Path("/sys/fs/cgroup")
+
+
+def has_processor_quota(groups: Path = _GROUPS, mount: Path = _MOUNT) -> bool:
+    """Whether a control group of this process limits its processor time, as in a container with a CPU limit.
+
+    The kernel's documentation of control groups describes `cpu.max` (version 2) and `cpu.cfs_quota_us` (version 1).
+
+    Args:
+        groups: the file that lists this process's control groups.
+        mount: the mount point of the control groups.
+    """
+    try:
+        lines = groups.read_text().splitlines()
+    except OSError:
+        return False
+    return any(_group_has_quota(line, mount) for line in lines)
+
+
+def _group_has_quota(line: str, mount: Path) -> bool:
+    number, _, rest = line.partition(":")
+    controllers, _, group = rest.partition(":")
+    if number == "0":
+        folder, name = mount, "cpu.max"
+    elif "cpu" in controllers.split(","):
+        folder, name = mount / "cpu", "cpu.cfs_quota_us"
+    else:
+        return False
+    inner = Path(group.strip("/"))
+    return any(_is_limited(folder / part / name) for part in (inner, *inner.parents))
+
+
+def _is_limited(limit: Path) -> bool:
+    try:
+        first = limit.read_text().split()[0]
+    except (OSError, IndexError):  # there is no limit of this kind
+        return False
+    return first.isdigit()  # else "max", or -1
+
 
 POLLING_VARIABLE: Final = "RPCDIST_POLLING"
 
 HISTORY_WAITS: Final = 6
-"""So many waits tell the rhythm: a training step waits for three answers at its caller, and for three calls at the
-callee, one of which comes late."""
+"""Length of a history. A training step waits for three replies at its caller, and for three calls at the callee, of
+which one comes late."""
 SHORT_NS: Final = 1_000_000
-"""A sleep that took less is worth replacing by polls."""
+"""Polling replaces sleeps that are shorter than this."""
 LIMIT_NS: Final = 1_000_000
-"""So long a wait polls before it sleeps: as long as the sleeps that it replaces."""
+"""A wait polls for this time before it sleeps: as long as the sleeps that it replaces."""
 LONG_TURN_NS: Final = 500_000
-"""Who yields to somebody, and is back only after that, is not alone with its peer."""
+"""If a yield takes longer than this, a thread other than the peer's used the core."""
 MIN_PAUSE: Final = 4
-"""Half as many waits sleep at least after others kept the core."""
+"""After other threads kept the core, at least twice as many waits sleep."""
 MAX_PAUSE: Final = 1024
-"""And so many at most."""
+"""The longest such pause, in waits."""
 _LAST_HISTORY: Final = (1 << HISTORY_WAITS) - 1
 
 Ready = list[tuple[int, int]]
-"""What `select.poll` returns: descriptors, and what happened there."""
+"""The result of `select.poll`: descriptors and their events."""
 
 
 def may_poll() -> bool:
-    """What `RPCDIST_POLLING` says, "auto" by default: unless the processor time is limited.
+    """Whether waits may poll: `RPCDIST_POLLING` is not "off", and the processor time is not limited.
 
     Raises:
-        ConfigError: the variable has another value than there are.
+        ConfigError: the variable has an unknown value.
     """
     text = os.environ.get(POLLING_VARIABLE, "auto")
     if text not in ("auto", "off"):
-        raise ConfigError(f"{POLLING_VARIABLE} is 'auto' or 'off', not {text!r}")
+        raise ConfigError(f"{POLLING_VARIABLE} must be 'auto' or 'off', but it is {text!r}")
     return text == "auto" and not _has_quota()
 
 
 _usage: Final[Callable[[], tuple[Any, ...]]] = partial(resource.getrusage, resource.RUSAGE_THREAD)
 SWITCHES: Final = slice(14, 16)
-"""Of the usage: how often this thread gave its core, or the interpreter, to another one of this system."""
+"""The two fields of the usage that count how often this thread gave its core to another thread of this system."""
 
 _has_quota: Final = cache(has_processor_quota)
 
 
 class BriefPolling:
-    """Of one socket; used by whoever reads it, and so by one thread at a time.
+    """Decides for one socket whether a wait polls first. The thread that reads the socket uses it, one at a time.
 
     Attributes:
-        is_worth_it: whether the next wait shall begin with `try_polling`.
-        num_polled: the waits whose end a poll has seen.
-        num_slept: the waits that slept.
-        num_in_vain: those of them that had polled before.
+        is_worth_it: whether the next wait should begin with `try_polling`.
+        num_polled: waits that ended while polling.
+        num_slept: waits that slept.
+        num_in_vain: waits that polled and then slept.
 
     Args:
         poll: polls the socket; its argument is a limit in milliseconds.
-        may_poll: if not, `is_worth_it` stays False.
+        may_poll: if False, `is_worth_it` stays False.
     """
 
     __slots__ = (
@@ -102,12 +144,12 @@ class BriefPolling:
     def __init__(self, poll: Callable[[float], Ready], may_poll: bool = True) -> None:
         self._poll = poll
         self._may_poll = may_poll
-        self._counts = bytearray([1]) * (_LAST_HISTORY + 1)  # of each history
-        self._history = 0  # a bit for each of the last waits, the last one lowest: 1 for a short one
+        self._counts = bytearray([1]) * (_LAST_HISTORY + 1)  # the counter of each history
+        self._history = 0  # one bit for each of the last waits, 1 for a short one; the lowest bit is the last wait
         self._pause = MIN_PAUSE
-        self._rest = 0  # so many waits of the pause are left
-        self._was_long = False  # the wait that is about to sleep, before that
-        self._is_steady = False  # another short wait changes nothing
+        self._rest = 0  # the waits of the pause that are left
+        self._was_long = False  # whether the wait that is about to sleep has polled for the whole limit
+        self._is_steady = False  # True if another short wait would change nothing
         self.is_worth_it = False
         self.num_polled = self.num_slept = self.num_in_vain = 0
 
@@ -116,10 +158,10 @@ class BriefPolling:
         return f"<BriefPolling [{state}], {self.num_polled} waits polled, {self.num_slept} slept>"
 
     def try_polling(self) -> Ready:
-        """Polls for `LIMIT_NS` at most.
+        """Polls for at most `LIMIT_NS`.
 
         Returns:
-            What has come. If nothing has, sleep.
+            The events that came; if the list is empty, the caller sleeps.
         """
         began = now = perf_counter_ns()
         is_robbed = False
@@ -152,7 +194,7 @@ class BriefPolling:
         return []
 
     def slept(self, since_ns: int) -> None:
-        """A wait slept, since then by `time.perf_counter_ns`; `try_polling` may have come before."""
+        """Records a wait that slept since `since_ns` (`time.perf_counter_ns`), perhaps after `try_polling`."""
         self.num_slept += 1
         if self._rest:
             self._rest -= 1
@@ -160,7 +202,7 @@ class BriefPolling:
         self._note(not was_long and perf_counter_ns() - since_ns < SHORT_NS)
 
     def _note(self, is_short: bool) -> None:
-        """What a wait was like."""
+        """Adds a wait to the history and updates its counter."""
         counts, history = self._counts, self._history
         count = counts[history]
         if is_short:

@@ -1,25 +1,32 @@
-"""What a session needs of a channel: whole envelopes in both directions, in order."""
+"""The interfaces between a session and its channel, and the channels that this process may use.
+
+A channel carries whole envelopes in both directions, in order. The variable `RPCDIST_CHANNELS` chooses among channels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+import os
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol
 
+from rpcdist.errors import ConfigError
 from rpcdist.inspection import ChannelFacts
-from rpcdist.transport._channels.leading import Sleep
 from rpcdist.transport._framing.frames import ChunkHead
-from rpcdist.transport.shared_memory import Segment
+from rpcdist.transport.unix_sockets import has_abstract_sockets
 
 
-class Channel(Protocol):
-    """Carries the envelopes of one session; used on the I/O loop.
+class ReadChannel(Protocol):
+    """Carries the envelopes of one session, which a task on the I/O loop reads and writes.
 
     Attributes:
-        facts: its kind, and what has passed through it; the session adds the rest.
+        facts: the channel's kind and traffic; the session adds the rest.
     """
 
     @property
     def facts(self) -> ChannelFacts: ...
+
+    async def read(self) -> bytes | None:
+        """The next envelope; None when the peer closed the channel. Raises `TransportError` when it broke."""
 
     async def write(self, data: bytes) -> None:
         """Returns when the channel can take more; raises `TransportError` when it broke."""
@@ -28,89 +35,62 @@ class Channel(Protocol):
         """Ends the channel at once; pending reads and writes fail. Idempotent."""
 
 
-class ReadChannel(Channel, Protocol):
-    """A channel that a task reads."""
-
-    async def read(self) -> bytes | None:
-        """The next envelope; None when the peer closed the channel. Raises `TransportError` when it broke."""
-
-
 class FrameReceiver(Protocol):
-    """Takes what a `DirectChannel` brings, on the I/O loop or on a thread that leads, never on two threads at once.
+    """Takes the frames that a `SocketChannel` reads: on the I/O loop or on a leading thread, one thread at a time.
 
-    An exception that it raises ends the channel.
+    An exception that the receiver raises ends the channel.
     """
 
     def receive(self, data: bytes | bytearray) -> None:
         """An envelope arrived."""
 
     def place(self, head: ChunkHead) -> memoryview | None:
-        """Where the bytes of a chunk belong, so that they can be received there; None: nobody wants them any more."""
+        """The memory into which the channel receives a chunk; None if the transfer was aborted."""
 
     def placed(self, head: ChunkHead, num_bytes: int) -> None:
-        """The bytes are there; `num_bytes` is the size of their whole envelope."""
+        """The bytes of a chunk are in place; `num_bytes` is the size of their whole envelope."""
 
 
-@runtime_checkable
-class DirectChannel(Channel, Protocol):
-    """A channel that any thread may write to, and that calls a receiver instead of being read.
+CHANNELS_VARIABLE: Final = "RPCDIST_CHANNELS"
+_OVERFLOW_UID: Final = Path("/proc/sys/kernel/overflowuid")
+
+
+class Channels(NamedTuple):
+    """The raw channels that sessions may use. gRPC is always available.
 
     Attributes:
-        is_free: whether `put` may be called.
-        passes_descriptors: whether `pass_segment` and `take_descriptor` may be called.
+        local: Unix sockets, between processes of one user on one host.
+        tcp: plain TCP connections.
     """
 
-    is_free: bool
-    passes_descriptors: bool
+    local: bool
+    tcp: bool
 
-    @property
-    def traffic(self) -> tuple[int, int]:
-        """The bytes sent and received so far; any thread."""
 
-    @property
-    def shortest_round_trip_s(self) -> float | None:
-        """The shortest that the kernel has measured on it; None where it measures none."""
+_CHOICES: Final = {
+    "auto": Channels(local=True, tcp=True),
+    "local": Channels(local=True, tcp=False),
+    "tcp": Channels(local=False, tcp=True),
+    "grpc": Channels(local=False, tcp=False),
+}
 
-    async def deliver(self, receiver: FrameReceiver) -> None:
-        """Runs until the channel ends, and raises why."""
 
-    def lead(
-        self,
-        is_waiting: Callable[[], bool],
-        timeout_s: float | None,
-        sleep: Sleep | None = None,
-        first: Callable[[], object] | None = None,
-    ) -> bool:
-        """Has this thread deliver what arrives while it waits, unless another one does; see `Lead.lead`."""
+def allowed_channels() -> Channels:
+    """The channels that `RPCDIST_CHANNELS` allows ("auto" by default) and that this system has.
 
-    def ring(self) -> None:
-        """Has a thread that leads look whether it still waits; any thread."""
+    Raises:
+        ConfigError: the variable has an unknown value.
+    """
+    text = os.environ.get(CHANNELS_VARIABLE, "auto")
+    if text not in _CHOICES:
+        raise ConfigError(f"{CHANNELS_VARIABLE} must be 'auto', 'local', 'tcp' or 'grpc', but it is {text!r}")
+    local, tcp = _CHOICES[text]
+    return Channels(local and has_abstract_sockets() and not _looks_like_anybody(), tcp)
 
-    def fail(self, error: Exception) -> None:
-        """Ends the reading, and with it `deliver`, which raises the error; on the I/O loop."""
 
-    @property
-    def has_unread(self) -> bool:
-        """Whether something has arrived that nobody has read yet."""
-
-    def read_out(self) -> Exception | None:
-        """Delivers at once all that has arrived; returns why the channel has ended, or None."""
-
-    def put(self, head: bytes, payload: memoryview | None = None) -> None:
-        """Sends an envelope as far as that is possible without waiting; one thread at a time."""
-
-    async def write_parts(self, head: bytes, payload: memoryview | None = None) -> None:
-        """Like `Channel.write`, for an envelope whose last bytes lie in memory of their own."""
-
-    async def flush(self) -> None:
-        """Writes what `put` has left."""
-
-    async def pass_segment(self, head: bytes, segment: Segment) -> None:
-        """As `write_parts`, of an envelope that takes the descriptor of shared memory along."""
-
-    def take_descriptor(self) -> int | None:
-        """The next descriptor that came, which the caller closes; None if this process had no room for it.
-
-        Raises:
-            ProtocolViolation: none came.
-        """
+def _looks_like_anybody() -> bool:
+    """Whether this user's id is also the one that the kernel shows for every user outside the user namespace."""
+    try:
+        return int(_OVERFLOW_UID.read_text()) == os.getuid()
+    except (OSError, ValueError):
+        return False

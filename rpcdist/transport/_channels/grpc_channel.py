@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -22,10 +23,35 @@ from rpcdist.errors import (
 )
 from rpcdist.inspection import ChannelFacts
 from rpcdist.time_limits import GRPC_GREETING_LIMIT_S
-from rpcdist.transport._channels.connect_reasons import connect_reason
 from rpcdist.transport._framing.frames import CHUNK_BYTES, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES
 from rpcdist.transport._tls.certificate import Certificate, fingerprint_of_pem
 from rpcdist.transport._tls.tls_failures import tls_failure
+
+_REASONS: Final = (
+    ("Connection refused", "connection refused: no process listens there"),
+    ("errors resolving", "the host name cannot be resolved; is it spelled right?"),
+    ("is unreachable", "no route leads there; is it the right network?"),
+    ("No route to host", "no route leads there; is it the right network, and does its firewall let this host in?"),
+    ("parsing HTTP/2", "the program that answered is not an rpcdist process"),
+    ("http2 header with status", "the program that answered is not an rpcdist process"),
+    ("timed out", "no answer in time; is it the right address, and does its firewall let this host in?"),
+    ("Socket closed", "the process there closed the connection; it may be ending"),
+    ("reset by peer", "the process there closed the connection; it may be ending"),
+)
+"""Words in the texts of gRPC, and the reason that users read instead: gRPC names its own classes there."""
+
+_PREFIX: Final = re.compile(r"^failed to connect to all addresses; last error: ([A-Z_]+: )?(\w+:\S+: )?")
+
+_UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\ufffd]")  # gRPC appends uninitialised memory to some texts
+
+
+def connect_reason(details: str) -> str:
+    """The reason of a failed connection, found in gRPC's text; for an unusual reason, that text without its prefix."""
+    for words, reason in _REASONS:
+        if words in details:
+            return reason
+    return _UNPRINTABLE.split(_PREFIX.sub("", details), maxsplit=1)[0]
+
 
 _LARGEST_MESSAGE_BYTES = MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES + CHUNK_BYTES
 
@@ -36,28 +62,28 @@ _COMMON_OPTIONS: list[tuple[str, int]] = [
 ]
 CHANNEL_OPTIONS = [
     *_COMMON_OPTIONS,
-    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, which dies with the channel
+    ("grpc.use_local_subchannel_pool", 1),  # the channel has a connection of its own, which ends with it
     ("grpc.enable_http_proxy", 0),  # a proxy set for the web must not swallow traffic inside a cluster
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", int(GRPC_GREETING_LIMIT_S * 1000)),  # its name for the limit of one attempt
+    ("grpc.min_reconnect_backoff_ms", int(GRPC_GREETING_LIMIT_S * 1000)),  # gRPC's name for the limit of one attempt
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
-_MOST_CONNECTIONS = 1 << 13  # each costs 50 KiB before it has proven anything
-_FEWEST_CONNECTIONS = 256  # that a server takes, however few descriptors the process may have
+_MOST_CONNECTIONS = 1 << 13  # an unproven connection costs 50 KiB
+_FEWEST_CONNECTIONS = 256  # a server takes this many, however few descriptors the process may have
 
 
 def server_options() -> list[tuple[str, int]]:
-    """Settings of a server. Its connections get half of the descriptors of the process: the rest is for all else."""
+    """Settings of a server. Its connections may take half of the process's descriptors; other uses need the rest."""
     return [
         *_COMMON_OPTIONS,
-        ("grpc.so_reuseport", 0),  # a port that is taken must be an error
+        ("grpc.so_reuseport", 0),  # a port that is in use must be an error
         ("grpc.server_handshake_timeout_ms", int(GRPC_GREETING_LIMIT_S * 1000)),
         ("grpc.max_allowed_incoming_connections", max_grpc_connections()),
     ]
 
 
 def max_grpc_connections() -> int:
-    """How many connections a server of this process takes, those in their handshake among them."""
+    """The number of connections that a server of this process takes, including those in their handshake."""
     num_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if num_descriptors == resource.RLIM_INFINITY:
         return _MOST_CONNECTIONS
@@ -65,29 +91,29 @@ def max_grpc_connections() -> int:
 
 
 def grpc_ends(fingerprint: str | None) -> str:
-    """What both sides call their connection; see `stream_sockets.connected_ends`.
+    """The name that both sides give their connection; see `stream_sockets.connected_ends`.
 
-    gRPC tells the ends of a connection by nothing but the client's certificate, which only the server is shown. That is
-    enough: a relay has no private key of the client's, and can neither show the certificate nor finish the handshake.
+    gRPC identifies the ends of a connection only by the client's certificate, which the server sees. That is enough: a
+    relay does not have the client's private key, so it can neither show the certificate nor finish the handshake.
 
     Args:
-        fingerprint: of the client's certificate; None without TLS.
+        fingerprint: fingerprint of the client's certificate; None without TLS.
     """
     return "grpc" if fingerprint is None else f"grpc, from certificate {fingerprint}"
 
 
 def accepted_grpc_ends(context: Any) -> str:
-    """The same at the side that serves, out of the context of a call."""
+    """The same name at the serving side, taken from the context of a call."""
     shown = context.auth_context().get("x509_pem_cert")
     return grpc_ends(fingerprint_of_pem(shown[0]) if shown else None)
 
 
 def connect_grpc(address: str, shown: Certificate | None) -> grpc.aio.Channel:
-    """A channel to a server; nothing is connected before it is used.
+    """A channel to a server; gRPC connects it at its first use.
 
     Args:
         address: host:port.
-        shown: the certificate of this process; None: without TLS.
+        shown: the certificate of this process; None without TLS.
     """
     if shown is None:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
@@ -97,7 +123,7 @@ def connect_grpc(address: str, shown: Certificate | None) -> grpc.aio.Channel:
 
 
 def error_of(exc: grpc.RpcError, address: str) -> RpcdistError:
-    """Ours for grpc's."""
+    """The error of this package that stands for one of gRPC."""
     return _error_for(exc.code(), exc.details() or "", address)
 
 
@@ -122,7 +148,7 @@ def _error_for(code: grpc.StatusCode, details: str, address: str) -> RpcdistErro
 
 @contextmanager
 def mapped_errors(address: str) -> Iterator[None]:
-    """Turns what grpc raises into this package's errors."""
+    """Turns the errors of gRPC into errors of this package."""
     try:
         yield
     except grpc.RpcError as exc:
@@ -131,13 +157,13 @@ def mapped_errors(address: str) -> Iterator[None]:
         raise TransportError(f"the connection with {address} is closed: {exc}") from exc
 
 
-# The streams handle errors in line: a context manager costs 3 us, and a call passes here four times.
+# The streams handle errors inline: a context manager costs 3 us, and a call passes here four times.
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 _GRPC_ERRORS = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 
 
 def _stream_error(exc: Exception, address: str, stood: bool = True) -> RpcdistError:
-    """Ours for what a stream raised; `stood` says whether the peer had answered before."""
+    """The error of this package for an error of a stream; `stood` says whether the peer had answered before."""
     if not isinstance(exc, grpc.RpcError):
         return TransportError(f"the connection with {address} is closed: {exc}")
     if stood and exc.code() in _BROKEN:
@@ -153,7 +179,7 @@ class GrpcClientChannel:
     def __init__(self, call: Any, address: str, tls: bool = False) -> None:
         self._call = call
         self._address = address
-        self._stands = False  # the peer has answered
+        self._stands = False  # True once the peer has answered
         self.facts = ChannelFacts("", "", False, "grpc", tls)
 
     async def read(self) -> bytes | None:
@@ -186,13 +212,14 @@ class GrpcClientChannel:
             raise _stream_error(exc, self._address) from exc
         except _GRPC_ERRORS as exc:
             if not self._stands and isinstance(exc, grpc.RpcError) and exc.code() is grpc.StatusCode.INTERNAL:
-                # gRPC has lost the status of a call that ended before its first write.
-                reason = "the server ended the connection at once; it may have too much to do"
+                # gRPC loses the status of a call that ended before its first write.
+                reason = "the server ended the connection at once; it may be overloaded"
                 raise ConnectFailed(self._address, reason) from exc
             raise _stream_error(exc, self._address, self._stands) from exc
 
     def _raise_if_aborted(self) -> None:
-        # grpc.aio reports a cancelled call as a cancelled task; only one of the two is the caller's doing.
+        # grpc.aio reports an aborted call as a cancelled task. Only a task that is being cancelled was cancelled by
+        # its caller.
         task = asyncio.current_task()
         if self._call.done() and (task is None or not task.cancelling()):
             raise TransportError(f"the connection with {self._address} was closed") from None
@@ -202,7 +229,7 @@ class GrpcClientChannel:
 
 
 class GrpcServerChannel:
-    """The serving end of `Rpc.Session`; made in the handler's task, which reads."""
+    """The serving end of `Rpc.Session`; made in the handler's task, which also reads."""
 
     def __init__(self, context: Any, address: str) -> None:
         tls = bool(context.auth_context().get("transport_security_type"))
@@ -245,12 +272,12 @@ class GrpcServerChannel:
                 self._task.cancel(reason)
 
     async def end(self) -> None:
-        """Tells the peer why this end aborted the stream; the handler's last deed."""
+        """Tells the peer why this end aborted the stream; the handler's last step."""
         if self._aborted is not None and not self._context.done():
             await self._context.abort(grpc.StatusCode.ABORTED, self._aborted)
 
 
 async def refuse(context: Any, refusal: handshake_pb2.Refusal) -> None:
-    """Ends a call of a peer that has not proven the token; one that comes at a bad time may try again."""
+    """Ends a call of a peer that has not proven the token; a refusal for lack of capacity invites another attempt."""
     is_busy = refusal.code == handshake_pb2.Refusal.BUSY
     await context.abort(grpc.StatusCode.UNAVAILABLE if is_busy else grpc.StatusCode.UNAUTHENTICATED, refusal.reason)

@@ -1,21 +1,21 @@
-"""Who reads a socket: the I/O loop, or for a while a thread that waits for what will arrive there.
+"""Decides which thread reads a socket: the I/O loop, or for a while a thread that waits for a message from it.
 
-A thread that waits for a reply and sleeps on a lock is woken by the I/O loop, which was woken by the reply: two changes
-of thread, and a contest for the interpreter's lock. A thread that *leads* sleeps on the socket instead, and takes what
-arrives apart itself, for everybody.
+Without this, a reply wakes the I/O loop, which wakes the thread that waits for the reply: two changes of thread, and a
+contest for the interpreter's lock. A thread that *leads* sleeps on the socket instead, and decodes all messages that
+arrive, its own and those of other threads.
 
-Whoever reads holds one lock. The loop watches an epoll instance instead of the sockets, which are registered in that;
-so any thread can hide the socket from the loop by one system call that wakes nobody:
+The reader of a socket holds its lock. The loop watches an epoll instance in which the sockets are registered, instead
+of the sockets. So any thread can hide a socket from the loop by one system call that wakes no other thread:
 
-    a thread  takes the lock, or gives up; hides the socket (disarms), sends what will be answered, reads until it need
-              not wait any more; shows the socket again (arms), and gives the lock back
+    a thread  takes the lock, or gives up; hides the socket (disarms it), sends its request, and reads until its wait is
+              over; then it shows the socket again (arms it) and releases the lock
     the loop  reads when the socket is shown and the lock is free
 
-Arming comes before the lock is given back: what lies unread in the socket then wakes the loop, perhaps while the lock
-is still held. The loop returns, is called again until it gets the lock, and no wake-up is lost. The other way round,
-another thread might lead in between, with the socket shown to the loop all the time.
+The thread arms the socket before it releases the lock. Unread bytes in the socket then wake the loop, perhaps while the
+lock is still held; the loop returns and is called again until it gets the lock, so no wake-up is lost. In the other
+order, another thread could begin to lead in between, while the socket is shown to the loop.
 
-A leader never runs code of users. On the main thread signals are held back (`signal_shield`) except in the sleep.
+A leader never runs user code. On the main thread, signals are held back (`signal_shield`) except during the sleep.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from rpcdist.transport._channels.socket_watch import CAN_WATCH, SocketWatch
 CAN_LEAD: Final = CAN_WATCH and hasattr(os, "eventfd")
 
 Sleep = tuple[Callable[[], object], Callable[[], object]]
-"""What a leader calls before and after each sleep."""
+"""Two functions that a leader calls: before each sleep, and after it."""
 
 
 class Lead:
     """The right to read one socket. Made on the loop's thread, which holds it until `open` is called.
 
     Args:
-        read: takes some of what has arrived; called by the leader; False when there is nothing to wait for any more.
+        read: reads and delivers once; the leader calls it. It returns False when nothing more can arrive.
     """
 
     def __init__(self, read: Callable[[], bool]) -> None:
         self._read = read
         self._lock = allocate_lock()
         self._lock.acquire()
-        self._holder = self._loop_thread = get_ident()  # the holder is 0 while nobody reads
+        self._holder = self._loop_thread = get_ident()  # the holder is 0 while no thread reads
         self._is_open = False
         self._main = threading.main_thread().ident
         self._is_stopped = False
@@ -65,11 +65,11 @@ class Lead:
         self._bell = -1
 
     def start(self, descriptor: int, watch: Callable[[int], SocketWatch]) -> bool:
-        """Sees to it that threads can lead; False where the system does not know how, or has no descriptor left.
+        """Lets threads lead from now on; False where the system cannot do that, or has no descriptor left.
 
         Args:
-            descriptor: of the socket.
-            watch: shows the socket to the loop from now on, which reads it unless a thread leads.
+            descriptor: the socket's.
+            watch: registers the socket with the loop, which reads it unless a thread leads.
         """
         if not CAN_LEAD:
             return False
@@ -84,10 +84,6 @@ class Lead:
         self._brief = BriefPolling(self._poller.poll, may_poll())
         return True
 
-    def __repr__(self) -> str:
-        state = "stopped" if self._is_stopped else f"led by {self._holder}" if self._holder else "free"
-        return f"<Lead of {self._descriptor} [{state}]>"
-
     # ------------------------------------------------------------ a thread that waits
 
     def lead(
@@ -97,21 +93,21 @@ class Lead:
         sleep: Sleep | None = None,
         first: Callable[[], object] | None = None,
     ) -> bool:
-        """Reads until something is there, if nobody else reads.
+        """Reads until this thread's wait is over, unless another thread reads.
 
         Args:
-            is_waiting: asked after each read, and when somebody rings.
-            timeout_s: the limit, in seconds; None for none.
+            is_waiting: whether the caller still waits; called after each read and after each ring.
+            timeout_s: the limit, in seconds; None for no limit.
             sleep: called around each sleep.
-            first: called once before, in any case, and when the socket is hidden already if this thread may lead: it
-                sends what will be answered here, and the answer then wakes nobody else.
+            first: sends the request that this thread waits for. It is always called once; if this thread leads, the
+                socket is hidden before, so that the reply wakes no other thread.
 
         Returns:
-            Whether the wait is over: what was waited for is there. If not, another thread reads, the limit has passed,
-            or the connection is about to end; then the caller waits in another way, for the rest of its time.
+            True if the wait is over. If False, another thread reads, the limit has passed, or the connection is about
+            to end; the caller then waits in another way, for the rest of its time.
 
         Raises:
-            BlockingInLoop: this very thread reads already, and has come here through a finalizer.
+            BlockingInLoop: this thread already reads, and came here through a finalizer.
             BaseException: `first` raised it.
         """
         me = get_ident()
@@ -149,7 +145,7 @@ class Lead:
                 shield.leave()
 
     def _take_bell(self) -> bool:
-        """Before a thread leads here for the first time: most connections of a large world are never led."""
+        """Makes the bell when a thread leads for the first time: in a large world, most connections are never led."""
         try:
             bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except OSError:
@@ -163,7 +159,7 @@ class Lead:
         return self._watch.failure()
 
     def _acquire_from_loop(self) -> bool:
-        """Waits for the loop, which is done soon: it has perhaps just read what this thread waited for before."""
+        """Waits briefly for the loop: it may have just read the message that this thread waited for before."""
         return self._is_open and self._holder == self._loop_thread and self._lock.acquire(timeout=LOOP_READ_LIMIT_S)
 
     def _read_until(
@@ -175,7 +171,7 @@ class Lead:
     ) -> bool:
         slice_s = LEADER_SLEEP_S if shield is None else SIGNAL_CHECK_INTERVAL_S
         left_s = slice_s if timeout_s is None or timeout_s > slice_s else timeout_s
-        ends_at = 0.0  # it is not needed if the first sleep is enough
+        ends_at = 0.0  # computed only if the first sleep is not enough
         started = time.monotonic()
         brief = self._brief
         while is_waiting() and not self._is_stopped:
@@ -210,7 +206,7 @@ class Lead:
         return not self._is_stopped
 
     def ring(self) -> None:
-        """Has a leader look whether it still waits; any thread."""
+        """Makes a leader check whether it still waits; any thread."""
         if self._holder not in (0, get_ident()):
             with self._end_lock:
                 if self._bell >= 0:
@@ -219,37 +215,37 @@ class Lead:
     # ------------------------------------------------------------ I/O loop
 
     def open(self) -> None:
-        """From now on threads may lead."""
+        """Lets threads lead from now on."""
         self._is_open = True
         self.give_back()
 
     def take(self) -> bool:
-        """Takes the right for the loop, which gives it back by `give_back`; False if a thread leads."""
+        """Takes the lock for the loop, which releases it by `give_back`; False if a thread leads."""
         if not self._lock.acquire(False):
             return False
         self._holder = get_ident()
         return True
 
     def give_back(self) -> None:
-        """Gives the right back; who does so after `stop` keeps it, for good."""
+        """Releases the lock; after `stop`, the caller keeps it for good."""
         self._holder = 0
         if self._is_stopped:
             self._leave()
             return
         self._lock.release()
-        # `stop` may have come in between, and given up waiting.
+        # `stop` may have been called in between, and may have given up waiting.
         if self._is_stopped and self._lock.acquire(False):
             self._leave()
 
     def stop(self) -> bool:
-        """Ends the leading for good; idempotent.
+        """Ends leading for good; idempotent.
 
         Returns:
-            Whether the loop may read and close the socket; False if a leader did not leave in time.
+            Whether the loop may read and close the socket; False if a leader did not stop in time.
         """
         if not self._is_stopped:
             self._is_stopped = True
-            if self._holder == get_ident():  # the loop is reading, and hears of the end in what it reads
+            if self._holder == get_ident():  # the loop is reading, and learns of the end from a frame
                 self._leave()
             else:
                 self.ring()
@@ -258,7 +254,7 @@ class Lead:
         return self._has_left
 
     def close(self, then: Callable[[], object]) -> None:
-        """After `stop`: calls `then` once, when nobody reads: now, or on the thread of a leader that leaves late."""
+        """After `stop`: calls `then` once no thread reads: now, or on the thread of a leader that stops late."""
         with self._end_lock:
             self._then = then
             has_left = self._has_left
@@ -266,7 +262,7 @@ class Lead:
             self._end()
 
     def _leave(self) -> None:
-        """By whoever holds the right after `stop`, and keeps it."""
+        """Called by the holder of the lock after `stop`, who keeps it."""
         with self._end_lock:
             self._has_left = True
         self._end()

@@ -1,4 +1,4 @@
-"""Drives the handshake over any connection that carries messages: gRPC's streams, and raw sockets through a pipe."""
+"""Drives the handshake over any connection that carries messages: a gRPC stream, or a raw socket through a pipe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HandshakePipe(Protocol):
         """The next message; None when the peer closed the connection. Raises `TransportError` when it broke."""
 
     async def write(self, data: bytes) -> None:
-        """Sends one; raises `TransportError` when the connection broke."""
+        """Sends a message; raises `TransportError` when the connection broke."""
 
 
 async def prove_client(
@@ -33,20 +33,20 @@ async def prove_client(
     handshake: ClientHandshake,
     other_way: Callable[[ClientHandshake], Awaitable[T | None]] | None = None,
 ) -> T | None:
-    """Runs the handshake of the side that opened the connection. The caller limits the time, and closes after an error.
+    """Runs the handshake of the side that opened the connection. The caller limits the time and closes after an error.
 
     Args:
         pipe: carries the messages.
         handshake: not started.
-        other_way: called once the server has proven itself, before this side does, if the server can be reached in
-            another way, too (`ClientHandshake.other_way`). Where it returns something, the handshake ends there.
+        other_way: tries a better channel (`ClientHandshake.other_way`). It is called when the server has proven itself
+            and this side has not. If it returns a result, the handshake ends there.
 
     Returns:
-        What `other_way` returned; None when the handshake is done.
+        The result of `other_way`; None when the handshake is done.
 
     Raises:
         AuthenticationFailed: one of the two refused; `handshake.refusal_code` says which kind.
-        ProtocolViolation: something else than a handshake arrived.
+        ProtocolViolation: the message that arrived is not a handshake.
         TransportError: the connection broke.
     """
     await write_step(pipe, handshake.start())
@@ -66,7 +66,7 @@ async def prove_client(
 
 
 async def prove_server(pipe: HandshakePipe, handshake: ServerHandshake) -> None:
-    """The same for the side that accepted the connection."""
+    """Runs the handshake of the side that accepted the connection; see `prove_client`."""
     while not handshake.done:
         reply = handshake.receive(await _read(pipe))
         if reply is not None:
@@ -75,7 +75,7 @@ async def prove_server(pipe: HandshakePipe, handshake: ServerHandshake) -> None:
 
 
 async def _answer(pipe: HandshakePipe, handshake: ClientHandshake, reply: pb.Handshake) -> None:
-    """Sends a message to a server that may have closed the connection: what it refused for lies unread then."""
+    """Sends a message. If the server has closed the connection, its refusal is still unread, and is raised instead."""
     try:
         await write_step(pipe, reply)
     except TransportError:
@@ -94,7 +94,7 @@ async def write_step(pipe: HandshakePipe, step: pb.Handshake) -> None:
 
 async def _read(pipe: HandshakePipe) -> pb.Handshake:
     data = await pipe.read()
-    if data is None:  # no violation: the peer may have been cancelled, and has done nothing wrong
+    if data is None:  # not a violation: the peer may have been cancelled
         raise TransportError("the connection was closed during the handshake")
     if len(data) > MAX_HANDSHAKE_BYTES:
         raise ProtocolViolation(f"{len(data)} bytes arrived before the handshake was finished")
@@ -102,12 +102,12 @@ async def _read(pipe: HandshakePipe) -> pb.Handshake:
         return pb.Handshake.FromString(data)
     except DecodeError as exc:
         raise ProtocolViolation(
-            f"{len(data)} bytes arrived that are no handshake; is the peer an rpcdist process?"
+            f"the {len(data)} bytes that arrived are not a handshake. Is the peer an rpcdist process?"
         ) from exc
 
 
 async def _until_heard(pipe: HandshakePipe) -> None:
-    """Waits, bounded, until the server has read why it was refused; a connection that closes first throws that away."""
+    """Waits, bounded, until the server has read the refusal: a connection that closes earlier would discard it."""
     with suppress(RpcdistError, TimeoutError):
         async with asyncio.timeout(REFUSAL_LIMIT_S):
             await pipe.read()  # the server ends the connection

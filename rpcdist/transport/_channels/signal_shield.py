@@ -1,11 +1,10 @@
-"""Holds signal handlers back while the main thread reads from a connection, or sends.
+"""Holds signal handlers back while the main thread reads from a connection or sends.
 
-Python runs the handlers of signals on the main thread, between any two of its instructions. One that raises, as that of
-Ctrl-C does, could strike when bytes have left the socket and are stored nowhere yet, or have gone out and are not
-counted yet. One that makes a call of its own would wait for a reply that the interrupted code below it should read. So
-while a thread reads or sends, a handler of ours only notes signals; they are raised again when that is over,
-microseconds later. Where the thread sleeps until something arrives, nothing can be lost, and there a signal ends the
-sleep at once.
+Python runs signal handlers on the main thread, between any two of its instructions. A handler that raises, such as that
+of Ctrl-C, could strike when bytes have left the socket and are not stored yet, or are sent and not counted yet. A
+handler that makes a call would wait for a reply that the interrupted code below it should read. So while the thread
+reads or sends, a handler of ours only notes signals, and raises them again microseconds later. While the thread sleeps
+until a message arrives, nothing can be lost, and a signal ends the sleep at once.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ class SignalNoted(BaseException):
 
 
 class SignalShield:
-    """For the main thread only, and not to be entered twice.
+    """Holds the handlers back between `enter` and `leave`. For the main thread only; not reentrant.
 
     Attributes:
-        num_entered: of all shields; where it is not 0, the handlers are held back already.
-        is_asleep: set by `fall_asleep`, and unset after the sleep: then a signal raises `SignalNoted` there.
+        num_entered: how many shields are entered; if it is not 0, the handlers are already held back.
+        is_asleep: True from `fall_asleep` to the end of the sleep; meanwhile a signal raises `SignalNoted`.
     """
 
     __slots__ = ("_handler", "_known", "_noted", "_replaced", "is_asleep")
@@ -43,12 +42,10 @@ class SignalShield:
 
     def __init__(self) -> None:
         self.is_asleep = False
-        self._handler = self._note  # the same object each time, so that it can be recognised
+        self._handler = self._note  # one object, so that `_restore` recognises it
         self._noted: list[int] = []
-        self._known: tuple[object, ...] = ()  # the handlers when it was entered last
-        self._replaced: list[
-            tuple[int, Callable[[int, FrameType | None], Any]]
-        ] = []  # those of them that are functions
+        self._known: tuple[object, ...] = ()  # the handlers at the last `enter`
+        self._replaced: list[tuple[int, Callable[[int, FrameType | None], Any]]] = []  # the handlers that are functions
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted.append(number)
@@ -61,24 +58,24 @@ class SignalShield:
         handlers = tuple(map(getsignal, _NUMBERS))
         if handlers != self._known:
             self._replaced = [(n, handler) for n, handler in zip(_NUMBERS, handlers, strict=True) if callable(handler)]
-            self._replaced.reverse()  # Ctrl-C is held back last, and let through last: nothing is left to be done then
+            self._replaced.reverse()  # Ctrl-C is held back last and restored last, when nothing else is left to do
             self._known = handlers
         try:
             for number, _ in self._replaced:
                 set_handler(number, self._handler)
-        except BaseException:  # the handler of another signal raised it, which was not replaced yet
+        except BaseException:  # raised by the handler of a signal that was not replaced yet
             self._restore()
             raise
         SignalShield.num_entered += 1
 
     def fall_asleep(self) -> None:
-        """From now on a signal ends the sleep; so does one that has come since `enter`."""
+        """Lets signals end the sleep that follows; a signal that came since `enter` ends it at once."""
         self.is_asleep = True
         if self._noted:
             raise SignalNoted
 
     def leave(self) -> None:
-        """Lets all handlers run, and has those run now whose signals have come meanwhile."""
+        """Restores all handlers, and runs those whose signals came meanwhile."""
         SignalShield.num_entered -= 1
         self._restore()
 
@@ -99,10 +96,10 @@ class SignalShield:
 
 
 def may_raise_here() -> bool:
-    """Whether Ctrl-C may strike in the code that asks, on the main thread.
+    """Whether Ctrl-C may raise in the calling code, on the main thread.
 
-    It does not where a shield is up, nor under `asyncio.run`, whose handler cancels a task. In a notebook it does,
-    though an event loop runs there.
+    It does not while a shield is entered, nor under `asyncio.run`, whose handler cancels a task. In a notebook it does,
+    although an event loop runs there.
     """
     if SignalShield.num_entered:
         return False

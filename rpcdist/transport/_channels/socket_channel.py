@@ -1,18 +1,18 @@
-"""The channel over a connected stream socket, Unix or TCP, which carries frames without copies of large payloads.
+"""The channel over a connected stream socket, Unix or TCP, which carries frames without copying large payloads.
 
-A frame is four bytes of length, little endian, and the envelope. A set top bit marks the last frame, whose text says
-why the sender closes.
+A frame is four bytes of length, little endian, and the envelope. If the top bit of the length is set, the frame is the
+last one, and its text is the sender's reason for closing.
 
-The peer is proven before there is a channel (socket_pipe.py). `deliver` hands each frame to the session as it arrives,
-and the payload of a chunk is received straight into the memory where it belongs; `put` sends from any thread, a chunk
-straight out of the memory of its tensor.
+The peer is proven before the channel is made (socket_pipe.py). `deliver` hands each frame to the session as it arrives,
+and receives the payload of a chunk directly into its final memory. `put` sends from any thread, a chunk directly from
+the memory of its tensor.
 
-[Note: reading to the end] A peer that dies with something unread in its socket leaves its data and an error here.
-uvloop calls the reader once for the two and then never again, so the reader goes on until the socket says that it is
-empty, or that it has ended.
+[Note: reading to the end] When a peer dies with unread bytes in its socket, its data and an error arrive here together.
+uvloop calls the reader once for both and then never again. So the reader continues until the socket is empty or has
+ended.
 
-[Note: closing] The I/O loop closes the socket while another thread may be about to write to it, and the kernel gives
-the number to the next file that is opened. Writes and the closing exclude each other, therefore.
+[Note: closing] The I/O loop closes the socket while another thread may be about to write to it, and the kernel may give
+the descriptor's number to the next opened file. Therefore writes and the close exclude each other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.inspection import ChannelFacts
 from rpcdist.time_limits import READ_TURN_S
 from rpcdist.transport._channels.channel import FrameReceiver
-from rpcdist.transport._channels.descriptors import ANCILLARY_BYTES, CLOSE_ON_EXEC, CUT_OFF, ReceivedDescriptors, rights
 from rpcdist.transport._channels.leading import Lead
 from rpcdist.transport._channels.socket_watch import SocketWatch, WatchedSockets
 from rpcdist.transport._framing.frames import (
@@ -43,78 +42,80 @@ from rpcdist.transport._framing.frames import (
 )
 from rpcdist.transport._framing.frames import parse_chunk_head as parse_head
 from rpcdist.transport._tls.tls_socket import TlsSocket
-from rpcdist.transport.peer_text import printable
+from rpcdist.transport.identities import printable
 from rpcdist.transport.shared_memory import Segment
+from rpcdist.transport.unix_sockets import ANCILLARY_BYTES, CLOSE_ON_EXEC, CUT_OFF, ReceivedDescriptors, rights
 from rpcdist.waiters import wake
 
 _LARGEST_BYTES: Final = MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES + CHUNK_BYTES
 _LENGTH: Final = struct.Struct("<I")
 _LAST: Final = 1 << 31
 _SCRATCH_BYTES: Final = 1 << 17
-_LARGE_BYTES: Final = _SCRATCH_BYTES // 2  # a larger frame is received where it belongs; others are copied once
-_PEEK_BYTES: Final = 4096  # read after a large frame: the next one is probably large, too, and its bytes go elsewhere
+_LARGE_BYTES: Final = _SCRATCH_BYTES // 2  # larger frames are received in place; smaller ones are copied once
+_PEEK_BYTES: Final = 4096  # read after a large frame: the next frame is probably large too, and goes elsewhere
 _MAX_REASON_BYTES: Final = 1000
-_RECEIVES_A_TURN: Final = 4  # then the loop's other work goes on: a peer that never stops sending must not stop it
+_RECEIVES_A_TURN: Final = 4  # then the loop does other work: a peer that never stops sending must not block it
 _SOCKET_BYTES: Final = 1 << 20
-"""What lies in the socket delays every small message behind it. Measured, 4 MiB and 1 MiB: beside four echoes of 16 MiB
-a no-op takes 6 and 3 ms, and its 90th percentile is 20 and 9 ms; the echoes are as fast with either."""
+"""Size of the send buffer. Its bytes delay every small message behind them, and more of them do not make large messages
+faster."""
 
 _ROUND_TRIP_AT: Final = 68  # tcpi_rtt in struct tcp_info
 _SHORTEST_AT: Final = 148  # tcpi_min_rtt
 _UNSENT_BYTES: Final = 256 << 10
-"""The same for what TCP has not begun to send."""
+"""The same limit for bytes that TCP has not begun to send."""
 
 
 class SocketChannel:
-    """A connected channel. All of it runs on the I/O loop, except `put`.
+    """A channel that calls a receiver instead of being read. It runs on the I/O loop, except where a method says so.
 
     Attributes:
-        is_free: whether `put` may be called: the last frame went out whole.
-        passes_descriptors: whether segments of memory can be passed; over Unix sockets only.
+        is_free: whether `put` may be called: the last frame was written completely.
+        passes_descriptors: whether the channel can pass segments of memory, which only Unix sockets can.
+        lead, ring: see `Lead`; any thread.
 
     Args:
-        connection: connected, with TLS after its handshake; the stream owns it from now on.
+        connection: connected, with TLS after its handshake; the channel owns it from now on.
         address: address of the peer, for messages.
     """
 
     def __init__(self, connection: socket.socket | TlsSocket, address: str) -> None:
-        _bound_what_waits(connection)
+        _bound_unsent_bytes(connection)
         connection.setblocking(False)
         self.passes_descriptors = connection.family == socket.AF_UNIX
-        self._socket: Any = connection  # the two kinds have in common what is used here
+        self._socket: Any = connection  # both kinds have the methods used here
         self._tls = connection if isinstance(connection, TlsSocket) else None
         self._address = address
         self._loop = asyncio.get_running_loop()
-        self._ended: Exception | None = None  # why nothing can be read any more
+        self._ended: Exception | None = None  # why the channel cannot be read any more
         # Reading.
         self._receiver: FrameReceiver | None = None
-        self._done: asyncio.Future[None] | None = None  # of `deliver`
+        self._done: asyncio.Future[None] | None = None  # ends `deliver`
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))  # small frames, and the beginnings of large ones
         self._num_scratch = 0
-        self._room = _SCRATCH_BYTES  # how much of the scratch the next receive may fill
-        self._target: memoryview | None = None  # where the bytes of a large frame go
+        self._room = _SCRATCH_BYTES  # the bytes of the scratch that the next receive may fill
+        self._target: memoryview | None = None  # the memory of a large frame
         self._num_target = 0
-        self._plain: bytearray | None = None  # a large frame that is no chunk, or one that nobody waits for
+        self._plain: bytearray | None = None  # a large frame that is not a chunk, or a chunk of an aborted transfer
         self._chunk: tuple[ChunkHead, int] | None = None  # a chunk, and the size of its frame
-        self._lead = Lead(self._read_led)  # who reads
+        self._lead = Lead(self._read_led)
         self._can_lead = False
         self._descriptor = -1
         self.lead = self._lead.lead
         self.ring = self._lead.ring
-        self._failure: Exception | None = None  # a leader's; the loop hears of it soon
+        self._failure: Exception | None = None  # raised on a leading thread; the loop learns of it soon
         self._descriptors = ReceivedDescriptors(address)
         # Writing.
         self._lock = threading.Lock()  # [Note: closing]
         self._closed = False
         self.is_free = True
-        self._rest: list[memoryview] = []  # of the frame under way; no other frame may begin before it is out
-        self._rest_segment: Segment | None = None  # goes with the first byte of it
+        self._rest: list[memoryview] = []  # the unsent part of a frame; no other frame may begin before it is sent
+        self._rest_segment: Segment | None = None  # travels with the first byte of that part
         self._writable: asyncio.Future[None] | None = None
         self._num_sent = self._num_received = 0  # bytes
 
     @property
     def facts(self) -> ChannelFacts:
-        """See `Channel`."""
+        """See `ReadChannel`."""
         kind = "local" if self.passes_descriptors else "tcp"
         round_trip_s = None
         if kind == "tcp" and not self._closed:
@@ -139,10 +140,10 @@ class SocketChannel:
     # ------------------------------------------------------------ reading
 
     async def deliver(self, receiver: FrameReceiver) -> None:
-        """Gives the receiver what arrives, until the channel ends; the peer is proven.
+        """Gives all arriving frames to the receiver, until the channel ends; the peer is proven.
 
         Raises:
-            TransportError: why it ended: the peer's reason, or that the connection broke.
+            TransportError: the channel ended; the error has the peer's reason, or says that the connection broke.
             Exception: the receiver raised it.
 
         Cancelled, it stops reading and leaves the stream open.
@@ -165,7 +166,7 @@ class SocketChannel:
 
     def _start(self) -> None:
         if self._tls is not None:
-            self._read(1)  # what was decrypted with the end of the handshake shows in no socket
+            self._read(1)  # bytes decrypted with the end of the handshake do not make the socket readable
         if self._can_lead:
             self._lead.open()
         self._read_some()
@@ -176,22 +177,22 @@ class SocketChannel:
     def _read_some(self) -> None:
         if not self._can_lead:
             if not self._read(_RECEIVES_A_TURN):
-                self._loop.call_soon(self._read_some)  # not left to epoll: [Note: reading to the end]
+                self._loop.call_soon(self._read_some)  # epoll would not report it: [Note: reading to the end]
         elif self._lead.take():
             try:
-                self._read(_RECEIVES_A_TURN)  # of what is left then, the watched epoll instance tells again
+                self._read(_RECEIVES_A_TURN)  # the epoll instance reports the rest again
             finally:
                 self._lead.give_back()
 
     def read_out(self) -> Exception | None:
-        """Delivers at once all that has arrived; returns why the channel has ended, or None."""
+        """Delivers everything that has arrived; returns the reason why the channel has ended, or None."""
         if self._lead.stop():
             while not self._read(_RECEIVES_A_TURN):
                 pass
         return self._ended
 
     def _read(self, limit: int) -> bool:
-        """Receives up to `limit` times; whether there is no more to receive. [Note: reading to the end]
+        """Receives up to `limit` times; True if there is nothing more to receive. [Note: reading to the end]
 
         The first receive that takes longer than a turn may is the last: other peers wait behind many small messages.
         """
@@ -207,7 +208,7 @@ class SocketChannel:
         return self._receiver is None
 
     def _read_led(self) -> bool:
-        """Receives once, on a thread that leads; False if nothing more can come. The end is left to the loop."""
+        """Receives once, on a leading thread; False if nothing more can arrive. The loop ends the channel."""
         receiver = self._receiver
         if receiver is None or self._failure is not None:
             return False
@@ -231,25 +232,25 @@ class SocketChannel:
             self._loop.call_soon_threadsafe(self._finish, failure, context=Context())
 
     def fail(self, error: Exception) -> None:
-        """See `DirectChannel`."""
+        """Ends the reading, and with it `deliver`, which raises the error; on the I/O loop."""
         self._finish(error)
 
     @property
     def has_unread(self) -> bool:
-        """See `DirectChannel`."""
+        """Whether bytes have arrived that were not read yet."""
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(0)) or (self._tls is not None and self._tls.has_buffered)
 
     def _receive_all(self, receiver: FrameReceiver) -> bool:
-        """As `_receive`; nothing is left behind that the socket would not tell of."""
+        """As `_receive`; also takes the bytes that TLS has buffered, which do not make the socket readable."""
         has_come = self._receive(receiver)
         while self._tls is not None and self._tls.has_buffered and self._receiver is receiver:
             self._receive(receiver)
         return has_come
 
     def _receive(self, receiver: FrameReceiver) -> bool:
-        """Takes some of what has arrived; False if nothing has."""
+        """Receives once; False if nothing has arrived."""
         target = self._target
         if target is not None:
             num_bytes = self._receive_large(target[self._num_target :], receiver)
@@ -267,7 +268,7 @@ class SocketChannel:
         return num_bytes is not None
 
     def _receive_large(self, rest: memoryview, receiver: FrameReceiver) -> int | None:
-        """As `_receive_into`, for the rest of a large frame, and the beginning of the next one."""
+        """As `_receive_into`, for the rest of a large frame and the beginning of the next frame."""
         num_left = len(rest)
         if self._tls is None:
             num_bytes = self._receive_into(rest, self._scratch[:_PEEK_BYTES])
@@ -284,10 +285,10 @@ class SocketChannel:
         return num_bytes
 
     def _receive_into(self, *places: memoryview) -> int | None:
-        """How many bytes have come; 0 at the end, None if there are none yet."""
+        """The number of bytes received; 0 at the end of the stream, None if no bytes are there yet."""
         num_bytes: int
         try:
-            # Over TCP there are no descriptors; while nobody is proven, the kernel drops those that a stranger sends.
+            # TCP carries no descriptors. Before the peer is proven, the kernel drops those that a stranger sends.
             if self._receiver is None or not self.passes_descriptors:
                 if len(places) == 1:
                     num_bytes = int(self._socket.recv_into(places[0]))
@@ -306,11 +307,15 @@ class SocketChannel:
             raise self._broken(exc) from exc
 
     def take_descriptor(self) -> int | None:
-        """See `DirectChannel`."""
+        """The next descriptor that arrived, which the caller closes; None if this process had no room for it.
+
+        Raises:
+            ProtocolViolation: no descriptor arrived.
+        """
         return self._descriptors.take()
 
     def _split(self) -> None:
-        """Takes the frames out of the scratch, and moves what is left to its beginning."""
+        """Takes the frames out of the scratch, and moves the rest to its beginning."""
         scratch, end, at = self._scratch, self._num_scratch, 0
         while end - at >= 4 and (receiver := self._receiver) is not None:
             (size,) = _LENGTH.unpack_from(scratch, at)
@@ -356,7 +361,7 @@ class SocketChannel:
             receiver.receive(plain)
 
     def _size_at(self, at: int) -> tuple[int, bool]:
-        """The size of the frame that begins there, and whether it is the last one."""
+        """The size of the frame that begins at this offset, and whether it is the last frame."""
         (number,) = _LENGTH.unpack_from(self._scratch, at)
         size, is_last = number & ~_LAST, number >= _LAST
         if size > (_MAX_REASON_BYTES if is_last else _LARGEST_BYTES):
@@ -365,7 +370,7 @@ class SocketChannel:
 
     def _drop_scratch(self, num_bytes: int) -> None:
         left = self._num_scratch - num_bytes
-        if left and num_bytes:  # at most half the scratch: of a larger frame nothing stays there
+        if left and num_bytes:  # at most half the scratch, since larger frames leave it
             self._scratch[:left] = self._scratch[num_bytes : self._num_scratch]
         self._num_scratch = left
 
@@ -378,9 +383,9 @@ class SocketChannel:
     # ------------------------------------------------------------ writing
 
     def put(self, head: bytes, payload: memoryview | None = None) -> None:
-        """Sends a frame as far as there is room at once, and keeps the rest for `flush`.
+        """Sends as much of a frame as the socket takes at once, and keeps the rest for `flush`.
 
-        Any thread may call it, but only one at a time, and only while the stream `is_free`.
+        Any thread may call it, one at a time, and only while the channel `is_free`.
 
         Raises:
             TransportError: the connection broke, or was closed here.
@@ -392,7 +397,7 @@ class SocketChannel:
             self._send([memoryview(_LENGTH.pack(size) + head), payload])
 
     async def pass_segment(self, head: bytes, segment: Segment) -> None:
-        """See `DirectChannel`; by the writer, like `write_parts`."""
+        """As `write_parts`, for an envelope that takes the descriptor of shared memory along."""
         self._send([memoryview(_LENGTH.pack(len(head))), memoryview(head)], segment)
         if self._rest:
             await self.flush()
@@ -408,8 +413,8 @@ class SocketChannel:
             except OSError as exc:
                 raise self._broken(exc) from exc
             self._num_sent += sent
-            self._rest_segment = None if sent else segment  # it went with the first byte
-            # Under the lock, too: by `_rest`, `abort` decides whether a frame is out in part.
+            self._rest_segment = None if sent else segment  # the descriptor travels with the first byte
+            # Also under the lock: `abort` reads `_rest` to decide whether a frame is sent in part.
             while parts and sent >= len(parts[0]):
                 sent -= len(parts.pop(0))
             if sent:
@@ -418,17 +423,17 @@ class SocketChannel:
             self.is_free = not parts
 
     async def write(self, data: bytes) -> None:
-        """See `Channel`; by one task at a time. Cancelled in the middle of a frame, the rest is for `flush`."""
+        """See `ReadChannel`; one task at a time. If it is cancelled within a frame, `flush` sends the rest."""
         await self.write_parts(data)
 
     async def write_parts(self, head: bytes, payload: memoryview | None = None) -> None:
-        """As `write`, of a frame whose last bytes lie elsewhere. `payload` is read until this returns."""
+        """As `write`, for a frame whose last bytes are in other memory. `payload` is read until this returns."""
         self.put(head, payload)
         if self._rest:
             await self.flush()
 
     async def flush(self) -> None:
-        """Writes what `put` has left. Cancelled, it can be called again."""
+        """Writes the rest that `put` kept. After a cancellation it can be called again."""
         while self._rest:
             await self._until_writable()
             self._send(self._rest, self._rest_segment)
@@ -448,7 +453,7 @@ class SocketChannel:
     # ------------------------------------------------------------ the end
 
     def abort(self, reason: str) -> None:
-        """Ends the stream at once, and tells the peer why unless the socket is full; idempotent."""
+        """Ends the channel at once, and tells the peer the reason unless the socket is full; idempotent."""
         if self._closed:
             return
         self._finish(TransportError(reason))
@@ -457,17 +462,17 @@ class SocketChannel:
         text = reason.encode()[:_MAX_REASON_BYTES]
         with self._lock:
             self._closed = True
-            if not self._rest:  # else the reason would be taken for the rest of a frame
+            if not self._rest:  # otherwise the peer would take the reason for the rest of a frame
                 with suppress(OSError):
                     self._socket.sendmsg([_LENGTH.pack(len(text) | _LAST), text])
         self._rest, self.is_free = [], True
         if not self._lead.stop():
             with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # for the peer; a thread still reads
+                self._socket.shutdown(socket.SHUT_RDWR)  # ends the connection while a thread still reads
         self._lead.close(self._close)
 
     def _close(self) -> None:
-        """When nobody reads any more; by the loop, or by a leader that left late."""
+        """Called when no thread reads any more, by the loop or by a leader that stopped late."""
         with self._lock:
             self._socket.close()
         self._descriptors.close()
@@ -477,7 +482,7 @@ class SocketChannel:
         self.abort("the session ended")
 
     def _finish(self, error: Exception) -> None:
-        """Nothing will be read any more, and this says why."""
+        """Ends the reading for this reason."""
         if self._ended is None:
             self._ended = error
         self._stop_listening()
@@ -495,15 +500,15 @@ class SocketChannel:
                 self._loop.remove_reader(self._descriptor)
 
 
-def _bound_what_waits(connection: socket.socket | TlsSocket) -> None:
+def _bound_unsent_bytes(connection: socket.socket | TlsSocket) -> None:
     if connection.family == socket.AF_UNIX:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-    elif hasattr(socket, "TCP_NOTSENT_LOWAT"):  # a fixed buffer would bound what is on its way, too, and so the rate
+    elif hasattr(socket, "TCP_NOTSENT_LOWAT"):  # a fixed buffer would also bound the bytes in flight, and so the rate
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
 
 def _round_trip_s(connection: Any, at: int) -> float | None:
-    """What the kernel has measured on a TCP connection, in that field; None where it does not tell."""
+    """The round trip in that field of the kernel's facts about a TCP connection; None where it has none."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, at + 4)
     except (AttributeError, OSError):  # another system, or the connection is closed

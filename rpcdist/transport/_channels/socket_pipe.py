@@ -1,6 +1,6 @@
 """The handshake's messages on a raw connection: four bytes of length, little endian, and the message.
 
-Exactly these bytes are read and never more, so the socket can be given to anybody afterwards.
+The pipe reads exactly these bytes, so the socket can be handed to any other part afterwards.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 class RawPipe(ABC):
-    """See `HandshakePipe`. The messages, whatever carries their bytes.
+    """A `HandshakePipe` on top of a byte stream; subclasses move the bytes.
 
     Args:
-        address: of the peer, for messages.
+        address: address of the peer, for messages.
     """
 
     def __init__(self, address: str) -> None:
@@ -47,22 +47,22 @@ class RawPipe(ABC):
 
     @abstractmethod
     async def _read_exactly(self, size: int) -> bytes | None:
-        """So many bytes and no more; None if the connection ends before."""
+        """Reads exactly `size` bytes; None if the connection ends earlier."""
 
     @abstractmethod
     async def _write_all(self, data: bytes) -> None:
-        """Raises `OSError`."""
+        """Writes all bytes. Raises `OSError`."""
 
     def _broken(self, exc: OSError) -> TransportError:
         return TransportError(f"the connection with {self._address} broke: {exc.strerror or exc}")
 
 
 class SocketPipe(RawPipe):
-    """Of a plain socket. On a Unix socket, the process at the other end has to be the one that sends.
+    """The pipe of a plain socket. On a Unix socket, every message must come from the process that connected.
 
     Args:
-        connection: connected, not blocking; it stays its owner's.
-        address: of the peer, for messages.
+        connection: connected, not blocking; it still belongs to the caller.
+        address: address of the peer, for messages.
     """
 
     def __init__(self, connection: socket.socket, address: str) -> None:
@@ -92,10 +92,10 @@ class SocketPipe(RawPipe):
             except BlockingIOError:
                 await until_ready(self._socket, for_writing=False)
                 continue
-            if data and sender != (peer := peer_process(self._socket)):  # [Note: who sends] in unix_sockets
+            if data and sender != (peer := peer_process(self._socket)):  # [Note: senders] in unix_sockets
                 raise AuthenticationFailed(
-                    f"{peer} made the other end of the connection with {self._address}, but {sender} sends on it: "
-                    "something between them relays it"
+                    f"{peer} opened the connection with {self._address}, but {sender} sends on it: a process between "
+                    "them relays it"
                 )
             return data
 

@@ -1,10 +1,9 @@
-"""What the I/O loop watches instead of a socket, so that any thread can hide the socket from it.
+"""Lets any thread hide a socket from the I/O loop: the loop watches an epoll instance instead of the sockets.
 
-[Note: keeping the lock] `select.epoll.modify` lets go of the interpreter's lock around its system call, which takes a
-microsecond. Where many threads call, another one takes the lock in between, and the leader that has just shown its
-socket stands in line before it can give its right back. All that time the loop is woken, finds the right taken, and is
-woken again: with 8 calling threads that were four wake-ups a call, and a fifth of the rate. `ctypes.PyDLL` keeps the
-lock.
+[Note: keeping the lock] `select.epoll.modify` releases the interpreter's lock around its system call, which takes a
+microsecond. If many threads make calls, another thread takes the lock in between, and the leader that has just shown
+its socket must queue for it before it can release the socket's lock. Meanwhile the loop wakes up again and again and
+finds the socket's lock taken: with 8 calling threads, four times per call. `ctypes.PyDLL` keeps the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from typing import Any, Final
 CAN_WATCH: Final = hasattr(select, "epoll")
 
 _MODIFY: Final = 3  # EPOLL_CTL_MOD
-_MOST_AT_ONCE: Final = 64  # sockets that are read in one turn of the loop
-_EVENT_BYTES: Final = 16  # of a `struct epoll_event`, or 12 where it is packed
-_DATA_AT: Final = 4 if platform.machine() in ("x86_64", "i686", "i386") else 8  # where the descriptor stands in it
+_MOST_AT_ONCE: Final = 64  # sockets read in one turn of the loop
+_EVENT_BYTES: Final = 16  # size of a `struct epoll_event`, or 12 where it is packed
+_DATA_AT: Final = 4 if platform.machine() in ("x86_64", "i686", "i386") else 8  # offset of the descriptor in it
 
 
 def _epoll_ctl() -> Any:
@@ -41,7 +40,7 @@ _READABLE: Final = int(getattr(select, "EPOLLIN", 1))
 
 
 def _event(mask: int, descriptor: int) -> bytes:
-    """As `select.epoll.modify` makes it; `poll` tells by its data which socket it is."""
+    """The event that `select.epoll.modify` would make; its data tells `poll` which socket it is."""
     event = bytearray(_EVENT_BYTES)
     event[:4] = mask.to_bytes(4, sys.byteorder)
     event[_DATA_AT : _DATA_AT + 4] = descriptor.to_bytes(4, sys.byteorder)
@@ -52,15 +51,15 @@ class SocketWatch:
     """One socket in an epoll instance. `hide` and `show` may be called on any thread, but not after `close`.
 
     Attributes:
-        hide: from now on the socket wakes nobody who watches; a negative number if that failed.
-        show: the socket wakes who watches, at once if there is something to be read; likewise.
+        hide: stops events of this socket; returns a negative number if that failed.
+        show: lets events through again, at once if there are unread bytes; returns a negative number if that failed.
 
     Args:
-        epoll: the instance, in which the socket is shown at first.
-        descriptor: of the socket.
+        epoll: the instance; the socket is shown at first.
+        descriptor: the socket's.
 
     Raises:
-        OSError: the system has no memory left for it.
+        OSError: the system has no memory left for the registration.
     """
 
     __slots__ = ("_descriptor", "_epoll", "hide", "show")
@@ -68,26 +67,26 @@ class SocketWatch:
     def __init__(self, epoll: select.epoll, descriptor: int) -> None:
         self._epoll, self._descriptor = epoll, descriptor
         epoll.register(descriptor, select.EPOLLIN)
-        # Not methods: a call hides and shows the socket once, and each function on the way counts.
+        # Attributes instead of methods: every call hides and shows its socket, so each Python frame counts.
         number = epoll.fileno()
         self.hide: Callable[[], int] = partial(_control, number, _MODIFY, descriptor, _event(0, descriptor))
         self.show: Callable[[], int] = partial(_control, number, _MODIFY, descriptor, _event(_READABLE, descriptor))
 
     def failure(self) -> OSError:
-        """Why `hide` or `show` has just returned a negative number on this thread."""
-        return OSError(ctypes.get_errno(), "a connection cannot be hidden from the I/O loop, or shown to it")
+        """The error of `hide` or `show`, right after one of them returned a negative number on this thread."""
+        return OSError(ctypes.get_errno(), "the event mask of a connection cannot be changed (epoll_ctl)")
 
     def close(self) -> None:
         """Ends the watching; the socket stays open."""
-        with suppress(OSError, ValueError):  # it was closed, or the whole instance
+        with suppress(OSError, ValueError):  # the socket or the instance was closed
             self._epoll.unregister(self._descriptor)
 
 
 class WatchedSockets:
-    """The sockets of one event loop that threads may hide from it, in one epoll instance, which the loop watches.
+    """The sockets of one event loop that threads may hide from it. The loop watches their common epoll instance.
 
-    One instance for each socket would tell the loop without a system call which socket it is, and cost a descriptor for
-    each connection: at rank 0, one for each worker of the world. On the loop's thread.
+    One instance per socket would save a system call, but cost a descriptor per connection: at rank 0, one for each
+    worker of the world. Used on the loop's thread.
 
     Attributes:
         epoll: the instance.
@@ -101,23 +100,20 @@ class WatchedSockets:
 
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> WatchedSockets:
-        """Those of a loop; raises `OSError` where there is no descriptor left for the first."""
+        """The sockets of a loop; raises `OSError` if no descriptor is left for the epoll instance."""
         found = _of_loops.get(loop)
         if found is None:
             found = _of_loops[loop] = cls(loop)
         return found
 
-    def __repr__(self) -> str:
-        return f"<WatchedSockets [{len(self._on_ready)}]>"
-
     def add(self, descriptor: int, on_ready: Callable[[], object]) -> SocketWatch:
-        """Has a function called whenever a socket that is shown has something to be read."""
+        """Calls a function whenever a socket that is shown has unread bytes."""
         watch = SocketWatch(self.epoll, descriptor)
         self._on_ready[descriptor] = copy_context(), on_ready
         return watch
 
     def remove(self, descriptor: int) -> None:
-        """Ends that; after the last one nothing is left of this."""
+        """Ends the watch of a socket; the last removal closes the epoll instance."""
         if self._on_ready.pop(descriptor, None) is None:
             return
         with suppress(OSError):  # the socket was closed
@@ -136,4 +132,4 @@ class WatchedSockets:
 
 
 _of_loops: Final[dict[asyncio.AbstractEventLoop, WatchedSockets]] = {}
-"""Of the loops that have such sockets now."""
+"""One entry for each loop that has such sockets."""

@@ -1,11 +1,11 @@
-"""Raw stream sockets, TCP and Unix: listening, accepting, connecting, and what both ends call their connection.
+"""Raw stream sockets, TCP and Unix: listening, accepting, connecting, and the names that both ends give a connection.
 
-[Note: two ends] A proof of the token is good for one pair of ends. Each side takes them from the system and not from
-the peer: over TCP the address and port of the serving end, over a Unix socket the processes and users of both, and the
-namespace in which these have their numbers. The client states them in its hello, where the proofs cover them, and the
-server compares. So a process that stands between the two, and passes the handshake on, is found out: it has another
-port, or another process number, which the kernel adds to each message (unix_sockets.py). So is a network that
-translates addresses, and a host that hides process numbers (containers): there the channel is not used.
+[Note: two ends] A proof of the token is valid for one pair of ends. Each side learns the ends from the system and not
+from the peer: over TCP, the address and port of the serving end; over a Unix socket, the processes and users of both
+ends, and the pid namespace. The client states the ends in its hello, which the proofs cover, and the server compares.
+This detects a process that relays the handshake: it has another port, or another process id, which the kernel adds to
+each message (unix_sockets.py). It also detects a network that translates addresses, and a container that hides process
+ids; the channel is then not used.
 """
 
 from __future__ import annotations
@@ -50,30 +50,28 @@ _KEEP_ALIVE: Final = (
 )
 
 
-def local_name(address: str) -> str:
-    """The abstract name of the Unix socket beside the server at `address`."""
-    return f"rpcdist-channel-{address}"
-
-
 def listen_tcp(host: str, port: int = 0) -> socket.socket:
-    """Listens at a port; 0: at one that the system picks.
+    """Listens at a port, or for 0 at a port that the system picks.
 
     Raises:
-        OSError: the address is not this machine's, or the port is taken.
+        OSError: the address does not belong to this machine, or the port is in use.
     """
     family, kind, protocol, _, place = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
     return _listen(socket.socket(family, kind, protocol), place)
 
 
 def listen_unix(name: str) -> socket.socket:
-    """Listens under an abstract name. Raises `OSError` if it is taken."""
+    """Listens under an abstract name. Raises `OSError` if the name is in use."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    names_senders(listener, on=True)  # what it accepts does so as well
+    names_senders(listener, on=True)  # accepted connections inherit it
     return _listen(listener, f"\0{name}")
 
 
 def _listen(listener: socket.socket, place: Any) -> socket.socket:
-    """Without SO_REUSEADDR: who had this port before could relay a connection that he still has. [Note: two ends]"""
+    """Binds without SO_REUSEADDR: the port's previous owner could relay a connection that it still has.
+
+    [Note: two ends]
+    """
     fork.note_socket(listener)
     try:
         listener.bind(place)
@@ -90,9 +88,9 @@ async def accept(listener: socket.socket) -> socket.socket:
     while True:
         try:
             connection = await _accept(listener)
-        except OSError as exc:  # no descriptors or no memory left: connections that end give some back
+        except OSError as exc:  # no descriptors or memory left; connections that end free some
             if own_shortage(exc) is None:
-                logger.warning("a connection could not be accepted (%s); trying again", exc)
+                logger.warning("a connection could not be accepted (%s); the listener tries again", exc)
             await asyncio.sleep(DESCRIPTOR_SHORTAGE_PAUSE_S)
             continue
         fork.note_socket(connection)
@@ -101,7 +99,7 @@ async def accept(listener: socket.socket) -> socket.socket:
 
 
 async def _accept(listener: socket.socket) -> socket.socket:
-    """As `loop.sock_accept`, which drops a connection unclosed if it is cancelled when one has just been accepted."""
+    """As `loop.sock_accept`, which leaks a connection if it is cancelled just after the accept."""
     loop = asyncio.get_running_loop()
     while True:
         try:
@@ -119,8 +117,8 @@ async def connect_unix(name: str) -> socket.socket:
     """Connects to a process of this user that listens under an abstract name; the caller closes it.
 
     Raises:
-        OSError: nobody is there.
-        AuthenticationFailed: another user's process is.
+        OSError: no process listens there.
+        AuthenticationFailed: the process there belongs to another user.
     """
     connection = _new_socket(socket.AF_UNIX)
     pauses = backoff(LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S)
@@ -129,7 +127,7 @@ async def connect_unix(name: str) -> socket.socket:
             try:
                 connection.connect(f"\0{name}")
                 break
-            except BlockingIOError:  # the listener's backlog is full, and nothing tells when it is not
+            except BlockingIOError:  # the listener's backlog is full, and no event tells when that ends
                 await asyncio.sleep(next(pauses))
         if not same_user(connection):
             raise AuthenticationFailed(f"another user's process listens under the name {name!r} on this host")
@@ -141,7 +139,7 @@ async def connect_unix(name: str) -> socket.socket:
 
 
 async def connect_tcp(host: str, port: int) -> socket.socket:
-    """Connects to the first address of the host that answers; the caller closes it. Raises `OSError`."""
+    """Connects to the first address of the host that answers; the caller closes the socket. Raises `OSError`."""
     loop = asyncio.get_running_loop()
     failure: OSError = OSError(f"the host name {host!r} has no address")
     for family, _, _, _, place in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -167,7 +165,7 @@ def _new_socket(family: int) -> socket.socket:
 
 
 def tune(connection: socket.socket) -> None:
-    """Small messages leave a TCP socket at once, and the end of a dead host is noticed."""
+    """Makes a TCP socket send small messages at once, and notice that its peer's host is dead."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -178,20 +176,20 @@ def tune(connection: socket.socket) -> None:
 
 
 def break_when_silent(connection: socket.socket | TlsSocket, limit_s: float) -> None:
-    """Has the kernel break a connection whose peer takes nothing of what was sent for so long, where it knows how."""
+    """Makes the kernel break a connection whose peer acknowledges no bytes for `limit_s`, where it supports that."""
     if (option := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None:
         connection.setsockopt(socket.IPPROTO_TCP, option, max(1, min(int(1000 * limit_s), 2**31 - 1)))
 
 
 def connected_ends(connection: socket.socket) -> str:
-    """The two ends of a connection, at the side that opened it. [Note: two ends]"""
+    """The name of a connection at the side that opened it. [Note: two ends]"""
     if connection.family == socket.AF_UNIX:
         return _unix_ends(server=peer_process(connection), client=_me())
     return _tcp_ends(connection.getpeername())
 
 
 def accepted_ends(connection: socket.socket) -> str:
-    """The same at the side that accepted it."""
+    """The same name at the side that accepted it."""
     if connection.family == socket.AF_UNIX:
         return _unix_ends(server=_me(), client=peer_process(connection))
     return _tcp_ends(connection.getsockname())

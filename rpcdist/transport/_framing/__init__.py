@@ -1,1 +1,1 @@
-"""How messages become bytes: envelopes, chunks of large buffers, and what waits to be written or to be complete."""
+"""Turns messages into bytes: envelopes, chunks of large buffers, the queue to write, and incomplete messages."""

@@ -1,4 +1,4 @@
-"""How messages become bytes: pure functions. An envelope is what a channel carries at once; it is frames, joined.
+"""Turns messages into bytes and back: pure functions. A channel carries envelopes; an envelope is joined frames.
 
 Every frame begins with the same 28 bytes, little endian, and `size` bytes follow them:
 
@@ -6,31 +6,31 @@ Every frame begins with the same 28 bytes, little endian, and `size` bytes follo
      | size   | kind | flags | tensors | function | id    | timeout   | body ...
      | u32    | u8   | u8    | u16     | u32      | u64   | u64, us   |
 
-    kind      fields that are used                      body
+    kind      used fields                               body
     MESSAGE   none                                      a protobuf `Message`
-    CALL      all                                       what the flags announce, then the arguments
-    REPLY     flags, tensors, id                        what the flags announce, then the result
+    CALL      all                                       the fields of the flags, then the arguments
+    REPLY     flags, tensors, id                        the fields of the flags, then the result
     CHUNK     function: buffer, id: transfer,           bytes of a large buffer
               timeout: offset
-    RETURNED  none                                      numbers (u64) of lent segments that may be used again
-    PASS      flags; id: pass, timeout: context         what the flags announce, then the body of a `CompactPass`
+    RETURNED  none                                      numbers (u64) of lent segments that are free again
+    PASS      flags; id: pass, timeout: context         the fields of the flags, then the body of a `CompactPass`
 
-    flag      in        what it announces, in this order
+    flag      in        announces, in this order
     LARGE     all       transfer (u64), number of large buffers (u16), size (u64) and segment (u64, 0: none) of each
-    NAMED     CALL      size (u16) and UTF-8 of the function's name, for which `function`, if not 0, stands from now on
+    NAMED     CALL      size (u16) and UTF-8 of the function's name; `function`, if not 0, is its number from now on
     RESULT    CALL      two ids (`NamedReference`): `remote()`
-    TARGET    CALL      two ids: a method of that reference; or its value, if no function is named
+    TARGET    CALL      two ids: a method of that reference, or its value if no function is named
     CONTEXT   CALL      an autograd context (i64)
     CREATED   REPLY     nothing: the callee keeps the result
-    VALUE     CALL      nothing: the result is wanted, too; only with RESULT
-    VALUE     REPLY     nothing: the result is here, too; only with CREATED
+    VALUE     CALL      nothing: the caller also wants the result; only with RESULT
+    VALUE     REPLY     nothing: the body also has the result; only with CREATED
     HISTORY   both      message (i64) and stamp (u64) of the value in the graph of the context
     NESTED    CALL      nothing: a handler of the sender made the call
 
 Functions are numbered per session and direction, 1, 2, 3 and so on, at most `MAX_FUNCTIONS`.
 
-Whatever arrives, `parse` returns messages or raises `ProtocolViolation`; it believes no size before it has compared it
-with the bytes that are there.
+For any input, `parse` returns messages or raises `ProtocolViolation`; it compares every size with the bytes that are
+there before it uses it.
 """
 
 from __future__ import annotations
@@ -57,17 +57,16 @@ from rpcdist.transport.wire_messages import (
 )
 
 CHUNK_BYTES = 1 << 19
-"""Payload of one chunk. Measured on gRPC: one 64 MiB message 0.4 GB/s, chunks of this size 1.4 GB/s."""
+"""Payload of one chunk. gRPC carries chunks of this size several times faster than one message of 64 MiB."""
 CHUNK_WINDOW_BYTES = 8 << 20
-"""So much of chunks may be under way in one direction of a session. What is queued in sockets delays small messages,
-and gRPC's own window grows to many MiB. Measured, 2 MiB and 8 MiB: the p99 of a no-op beside four echoes of 16 MiB is
-14 and 33 ms, and an echo of 64 MiB takes 2.1 and 1.6 times as long as in torch."""
+"""Limit of the chunks in flight in one direction of a session. Bytes queued in sockets delay small messages, and gRPC's
+own window grows to many MiB; a smaller window makes large messages slower."""
 MAX_FRAME_BYTES = 1 << 20
-"""A message above this travels as chunks itself."""
+"""A larger message travels as chunks itself."""
 MAX_ENVELOPE_BYTES = 1 << 20
-"""The writer starts a new envelope when this is reached, so no envelope exceeds the sum of this and one frame."""
+"""The writer starts a new envelope at this size, so no envelope exceeds the sum of this and one frame."""
 MAX_FUNCTIONS: Final = 4096
-"""Functions that have a number in one direction of a session; the names of others travel with each call."""
+"""Limit of numbered functions in one direction of a session; calls of other functions carry the name each time."""
 
 _HEAD: Final = Struct("<IBBHIQQ")
 _pack, _unpack = _HEAD.pack, _HEAD.unpack_from
@@ -81,7 +80,7 @@ _VALUE: Final = 64
 _NESTED: Final = 128
 _REPLY_FLAGS: Final = _LARGE | _CREATED | _HISTORY | _VALUE
 _FLAGS_AT: Final = 5
-_PASS_HEAD: Final = Struct("<IBBHIqq")  # as `_HEAD`: ids of passes and contexts are signed
+_PASS_HEAD: Final = Struct("<IBBHIqq")  # as `_HEAD`, with signed ids of pass and context
 _PASS_IDS: Final = Struct("<qq")
 _ID: Final = Struct("<Q")
 _ID_AT: Final = 12
@@ -95,7 +94,7 @@ _HISTORY_FORM: Final = Struct("<qQ")
 
 
 class Chunk(NamedTuple):
-    """A part of a large buffer as it arrived; `data` is a view of the envelope's bytes."""
+    """A part of a large buffer that arrived; `data` is a view of the envelope's bytes."""
 
     transfer: int
     buffer: int
@@ -104,13 +103,13 @@ class Chunk(NamedTuple):
 
 
 class ReturnedSegments(NamedTuple):
-    """Segments of the receiver that the sender does not use any more."""
+    """Segments of the receiver that the sender has stopped using."""
 
     numbers: Sequence[int]
 
 
 class ChunkHead(NamedTuple):
-    """What an envelope says before the bytes of its chunk; `size` counts those, and `head_size` what came before."""
+    """The head of an envelope that carries one chunk: `size` is that of the chunk, `head_size` that of the head."""
 
     transfer: int
     buffer: int
@@ -123,17 +122,17 @@ class ChunkHead(NamedTuple):
 
 
 def frame(message: rpc_pb2.Message) -> bytes:
-    """A message of protobuf."""
+    """The frame of a protobuf message."""
     body = message.SerializeToString()
     return _pack(len(body), _MESSAGE, 0, 0, 0, 0, 0) + body
 
 
 def call_frame(call: CompactCall, number: int, name: bytes = b"") -> bytes | bytearray:
-    """A call; that of a `remote()` may be changed by `want_value` while it waits.
+    """The frame of a call. `want_value` may change that of a `remote()` while it is queued.
 
     Args:
-        number: of its function; 0 if it has none.
-        name: of its function, if the receiver does not know the number.
+        number: number of the function; 0 if it has none.
+        name: name of the function, if the receiver does not know the number.
     """
     body = call.body
     flags = _NESTED if call.is_nested else 0
@@ -163,7 +162,7 @@ def call_frame(call: CompactCall, number: int, name: bytes = b"") -> bytes | byt
 
 
 def reply_frame(reply: CompactReply) -> bytes:
-    """A reply."""
+    """The frame of a reply."""
     body = reply.body
     flags = 0
     if reply.created:
@@ -178,7 +177,7 @@ def reply_frame(reply: CompactReply) -> bytes:
 
 
 def pass_frame(part: CompactPass) -> bytes:
-    """A part of a backward pass."""
+    """The frame of a part of a backward pass."""
     body = part.body
     flags = 0
     if part.large:
@@ -188,7 +187,7 @@ def pass_frame(part: CompactPass) -> bytes:
 
 
 def want_value(frame: bytearray, call: int) -> bool:
-    """Changes the frame of a `remote()` so that its reply brings the result along; False if it is another frame."""
+    """Changes the frame of a `remote()` so that its reply also has the result; False if it is another frame."""
     if frame[4] != _CALL or not frame[_FLAGS_AT] & _RESULT or _ID.unpack_from(frame, _ID_AT)[0] != call:
         return False
     frame[_FLAGS_AT] |= _VALUE
@@ -207,7 +206,7 @@ def chunk_head(transfer: int, buffer: int, offset: int, size: int) -> bytes:
 
 
 def returned_frame(numbers: Sequence[int]) -> bytes:
-    """The numbers of segments which the peer has lent, and may use again."""
+    """The frame that returns segments to the peer that lent them."""
     size = 8 * len(numbers)
     return _pack(size, _RETURNED, 0, 0, 0, 0, 0) + pack(f"<{len(numbers)}Q", *numbers)
 
@@ -220,10 +219,10 @@ def parse(data: bytes | bytearray, names: list[str]) -> list[WireMessage | Chunk
 
     Args:
         data: an envelope.
-        names: of the functions that the peer has numbered, which begin with 1; new ones are added.
+        names: names of the functions that the peer has numbered from 1; new ones are appended.
 
     Raises:
-        ProtocolViolation: the bytes are no envelope.
+        ProtocolViolation: the bytes are not an envelope.
     """
     found: list[WireMessage | Chunk | ReturnedSegments] = []
     at, end = 0, len(data)
@@ -233,7 +232,7 @@ def parse(data: bytes | bytearray, names: list[str]) -> list[WireMessage | Chunk
             body = at + _HEAD_BYTES
             at = body + size
             if at > end:
-                raise ProtocolViolation(f"{end} bytes arrived that are no envelope: one frame has {size}")
+                raise ProtocolViolation(f"{end} bytes arrived that are not an envelope: one frame has {size}")
             if kind == _REPLY:
                 reply = CompactReply(id, b"", num_tensors)
                 if flags:
@@ -270,16 +269,16 @@ def parse(data: bytes | bytearray, names: list[str]) -> list[WireMessage | Chunk
             else:
                 raise ProtocolViolation(f"a frame of an unknown kind ({kind}) arrived")
     except (StructError, DecodeError, UnicodeDecodeError) as exc:
-        raise ProtocolViolation(f"{len(data)} bytes arrived that are no envelope: {exc}") from exc
+        raise ProtocolViolation(f"{len(data)} bytes arrived that are not an envelope: {exc}") from exc
     return found
 
 
 def parse_chunk_head(data: bytes | bytearray | memoryview, size: int) -> ChunkHead | None:
-    """What the first bytes of an envelope say, if it carries one chunk and nothing else; else None.
+    """The head of an envelope that carries exactly one chunk; None for other envelopes.
 
     Args:
         data: the envelope's first `CHUNK_HEAD_BYTES`, or more.
-        size: size of the whole envelope, in bytes.
+        size: size of the envelope, in bytes.
     """
     if len(data) < _HEAD_BYTES:
         return None
@@ -290,13 +289,13 @@ def parse_chunk_head(data: bytes | bytearray | memoryview, size: int) -> ChunkHe
 
 
 def _read_reply_flags(reply: CompactReply, flags: int, data: bytes | bytearray, at: int, end: int) -> int:
-    """Reads what the flags announce; returns where the result begins."""
+    """Reads the fields of the flags; returns the offset of the result."""
     if flags & ~_REPLY_FLAGS:
         raise ProtocolViolation(f"a reply arrived with unknown flags ({flags:#x})")
     reply.created = bool(flags & _CREATED)
     if flags & _VALUE:
         if not reply.created:
-            raise ProtocolViolation("a reply arrived that brings the value of no remote() along")
+            raise ProtocolViolation("a reply arrived that has a value, but does not answer a remote()")
         reply.has_value = True
     if flags & _LARGE:
         at = _read_large(reply, data, at, end)
@@ -306,7 +305,7 @@ def _read_reply_flags(reply: CompactReply, flags: int, data: bytes | bytearray, 
 def _read_call_flags(
     call: CompactCall, flags: int, number: int, names: list[str], data: bytes | bytearray, at: int, end: int
 ) -> int:
-    """Reads what the flags announce; returns where the arguments begin."""
+    """Reads the fields of the flags; returns the offset of the arguments."""
     call.is_nested = bool(flags & _NESTED)
     if flags & _LARGE:
         at = _read_large(call, data, at, end)
@@ -323,7 +322,7 @@ def _read_call_flags(
         call.result, at = _read_ids(data, at, end)
     if flags & _VALUE:
         if call.result is None:
-            raise ProtocolViolation("a call arrived whose value is wanted, and that creates none")
+            raise ProtocolViolation("a call arrived that asks for a value, but is not a remote()")
         call.wants_value = True
     if flags & _TARGET:
         call.target, at = _read_ids(data, at, end)

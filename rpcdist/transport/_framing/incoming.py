@@ -1,18 +1,18 @@
-"""Reassembly of large buffers from chunks, or from stripes: bookkeeping, no I/O.
+"""Reassembles large buffers from chunks or stripes: bookkeeping, no I/O.
 
-Chunks come on the connection that brought the announcement. Stripes come on others, each read by a thread of its own,
-and perhaps before the announcement: they name it by its place in the order of all announcements.
+Chunks arrive on the connection that brought the announcement. Stripes arrive on other connections, each read by its own
+thread, and possibly before the announcement: a stripe names the announcement by its ordinal number.
 
 Invariants:
-    1. A message is delivered once, when every byte of every buffer that it announced has arrived, or was lent.
-    2. The chunks of one buffer arrive in order, the bytes of a stripe, too, and none exceeds the announced size;
-       anything else is a violation. A transfer comes in chunks or in stripes, not in both: no byte is counted twice,
-       so none is missing when all have been counted.
-    3. Memory for a buffer is taken when its first bytes arrive, so that an announcement alone costs nothing, and given
-       back when its transfer is aborted or the session ends.
-    4. What a peer has announced and not sent is bounded, in bytes and in buffers of one message.
-    5. A transfer that is beyond that bound, or that there is no memory for, fails alone: its bytes are dropped as they
-       come, and then its message is delivered with buffers that raise the reason. The session goes on.
+    1. A message is delivered once, when every byte of every buffer that it announced has arrived or was lent.
+    2. The chunks of one buffer arrive in order, as do the bytes of a stripe, and stay within the announced size;
+       anything else is a violation. A transfer uses either chunks or stripes: no byte is counted twice, so no byte is
+       missing when all are counted.
+    3. The memory of a buffer is allocated when its first bytes arrive, so an announcement alone costs nothing. It is
+       freed when the transfer is aborted or the session ends.
+    4. The announced bytes that a peer has not sent are bounded, and so is the number of buffers of one message.
+    5. A transfer that exceeds that bound, or for which memory is lacking, fails alone: its bytes are dropped as they
+       arrive, and its message is then delivered with buffers that raise the reason. The session goes on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_BUFFERS: Final = 1 << 16
 
 TRANSFER_BYTES: Final = 1024
 BUFFER_BYTES: Final = 64
-"""What the account of a transfer, and of each of its buffers, takes while it lasts: that counts as announced, too."""
+"""Memory for the account of a transfer, and of each of its buffers; these bytes also count as announced."""
 
 
 class IncomingBuffer(Protocol):
@@ -54,12 +54,12 @@ class _HeapBuffer:
 
 
 def heap_buffer(size_bytes: int) -> IncomingBuffer:
-    """The allocator that is used where the layers above bring none."""
+    """The default allocator, for layers above that have none."""
     return _HeapBuffer(size_bytes)
 
 
 class _MissingBuffer:
-    """Stands for a buffer that was not received: whatever is asked of it raises the reason."""
+    """Stands for a buffer that was not received: every use raises the reason."""
 
     __slots__ = ("_reason", "size")
 
@@ -77,7 +77,7 @@ class _MissingBuffer:
 
 Delivery = tuple[WireMessage, list[IncomingBuffer]]
 Borrow = Callable[[WireMessage], Mapping[int, IncomingBuffer]]
-"""The buffers of a message that lie in memory which the peer lends, by their index."""
+"""Finds the buffers of a message that are in memory lent by the peer, by their index."""
 
 
 def _nothing_is_lent(message: WireMessage) -> Mapping[int, IncomingBuffer]:
@@ -85,15 +85,15 @@ def _nothing_is_lent(message: WireMessage) -> Mapping[int, IncomingBuffer]:
 
 
 class _NoMemory(Exception):
-    """For a buffer of one transfer."""
+    """There is no memory for a buffer of one transfer."""
 
 
 class _IncomingTransfer:
-    """A message whose buffers are arriving; None stands for one of which nothing has come.
+    """A message whose buffers are arriving; a buffer is None until its first bytes arrive.
 
-    `stripes` are the cursors by the number of the stripe, once one has begun, and `is_chunked` says that a chunk has.
-    `failure` says why its bytes are dropped, if they are, `is_counted` whether they count as announced, and `own_bytes`
-    what the account of them takes.
+    `stripes` are the cursors of the stripes that have begun, by number; `is_chunked` is True once a chunk has arrived.
+    If `failure` is set, it is the reason for which arriving bytes are dropped. `is_counted` says whether the bytes
+    count as announced, and `own_bytes` is the memory of the account itself.
     """
 
     __slots__ = (
@@ -122,7 +122,7 @@ class _IncomingTransfer:
         self.own_bytes = TRANSFER_BYTES + BUFFER_BYTES * len(sizes)
 
     def buffer(self, index: int) -> IncomingBuffer:
-        """The memory of a buffer, taken now if it was not before. Raises `_NoMemory`."""
+        """The memory of a buffer, allocated at the first call. Raises `_NoMemory`."""
         buffer = self.buffers[index]
         if buffer is None:
             size = self.message.large[index]
@@ -135,12 +135,12 @@ class _IncomingTransfer:
         return buffer
 
     def fail(self, reason: str) -> None:
-        """What has come of it is given back, and what comes will be dropped."""
+        """Frees the received bytes, and drops those that still arrive."""
         self.failure = reason
         self.buffers = [None] * len(self.buffers)
 
     def of_stripe(self, index: int, count: int, size: int) -> list[memoryview]:
-        """Where the next bytes of a stripe belong; nowhere if they are dropped. Raises `_NoMemory`."""
+        """The memory for the next bytes of a stripe; empty if they are dropped. Raises `_NoMemory`."""
         if self.is_chunked or self.message.loans:
             raise ProtocolViolation("a message came in chunks or lent memory, and in stripes")
         cursor = self.stripes.get(index)
@@ -151,12 +151,12 @@ class _IncomingTransfer:
 
 
 class Incoming:
-    """The transfers of one session that are under way. Threads that read stripes may use it beside the one that reads.
+    """The transfers of one session that are under way; any thread that reads its connections may use it.
 
     Args:
-        allocate: takes memory for a buffer.
+        allocate: allocates memory for a buffer.
         borrow: finds the buffers that the peer lends.
-        announced: counts what the peer has announced, on all its sessions, and not sent.
+        announced: counts the bytes that the peer has announced on all its sessions and not sent.
     """
 
     def __init__(
@@ -169,17 +169,17 @@ class Incoming:
         self._borrow = borrow
         self._announced = AnnouncedBytes() if announced is None else announced
         self._transfers: dict[int, _IncomingTransfer] = {}
-        self._num_announced = 0  # messages with large buffers, as the peer counts them, too
+        self._num_announced = 0  # messages with large buffers; the peer counts them too
         self._by_ordinal: dict[int, _IncomingTransfer] = {}
         self._has_ended = False  # no announcement follows
-        self._changed = threading.Condition()  # around all of it
+        self._changed = threading.Condition()  # protects all of the above
 
     def __repr__(self) -> str:
         return f"<Incoming {len(self._transfers)} transfers, {self.missing} B missing>"
 
     @property
     def missing(self) -> int:
-        """Bytes that were announced and have not come."""
+        """The announced bytes that have not arrived."""
         with self._changed:
             return sum(transfer.missing for transfer in self._transfers.values())
 
@@ -187,8 +187,7 @@ class Incoming:
         """Takes a message; returns it with its buffers when nothing is missing.
 
         Raises:
-            ProtocolViolation: the transfer number is in use, more is announced than is taken from this peer, or what is
-                said to be lent is not.
+            ProtocolViolation: the transfer number is in use, the peer has announced too much, or a loan does not exist.
         """
         if not message.large:
             return message, []
@@ -209,7 +208,7 @@ class Incoming:
         if len(sizes) > MAX_BUFFERS:
             raise ProtocolViolation(f"a message announced {len(sizes)} buffers; {MAX_BUFFERS} are allowed")
         lent = self._borrow(message) if message.loans else {}
-        if len(lent) == len(sizes) and not message.wrapped:  # nothing follows
+        if len(lent) == len(sizes) and not message.wrapped:  # no bytes follow
             return message, [lent[index] for index in range(len(sizes))]
         # A message that does not fit into an envelope is parsed from plain bytes; only payloads become tensors.
         allocate = heap_buffer if message.wrapped else self._allocate
@@ -238,7 +237,7 @@ class Incoming:
         return self.placed(chunk.transfer, chunk.buffer, size)
 
     def place(self, number: int, buffer: int, offset: int, size: int) -> memoryview | None:
-        """Where the bytes of a chunk belong, for who can put them there; `placed` follows. None: `chunk` drops them."""
+        """The memory for the bytes of a chunk, for a caller that fills it and calls `placed`; None: drop the bytes."""
         with self._changed:
             transfer = self._transfers.get(number)
             if transfer is None:
@@ -251,7 +250,7 @@ class Incoming:
         at, announced = transfer.filled[buffer], transfer.message.large[buffer]
         if offset != at or at + size > announced:
             raise ProtocolViolation(
-                f"a chunk of {size} bytes at {offset} came, expected at {at} of {announced} announced bytes"
+                f"a chunk of {size} bytes arrived for offset {offset}; expected was {at} of {announced} announced bytes"
             )
         try:
             return None if transfer.failure else transfer.buffer(buffer).view[at : at + size]
@@ -260,26 +259,26 @@ class Incoming:
             return None
 
     def placed(self, number: int, buffer: int, size: int) -> Delivery | None:
-        """The bytes of a chunk are where `place` said; returns the message when they were the last ones."""
+        """Records that `place` was filled; returns the message when its last bytes have arrived."""
         with self._changed:
             transfer = self._transfers.get(number)
-            if transfer is None:  # aborted meanwhile
+            if transfer is None:  # it was aborted meanwhile
                 return None
             transfer.filled[buffer] += size
             return self._count(transfer, size)
 
     def stripe(self, ordinal: int, index: int, count: int, size: int) -> list[memoryview] | None:
-        """Where bytes that came on another connection belong; `stripe_placed` follows. None: drop them.
+        """The memory for bytes from a payload connection; the caller fills it and calls `stripe_placed`. None: drop.
 
         Args:
-            ordinal: the announcement that they belong to, the how-manieth it was. It is waited for, if it has not come,
-                until `end_announcements`.
-            index: which stripe.
-            count: how many there are; always the same.
+            ordinal: ordinal number of the announcement. If it has not arrived yet, this waits for it, until
+                `end_announcements`.
+            index: number of the stripe.
+            count: number of stripes; always the same.
             size: number of bytes.
 
         Raises:
-            ProtocolViolation: they do not belong to that stripe.
+            ProtocolViolation: the bytes do not belong to that stripe.
         """
         with self._changed:
             while self._num_announced < ordinal and not self._has_ended:
@@ -293,13 +292,13 @@ class Incoming:
                 return None
 
     def stripe_placed(self, ordinal: int, size: int) -> Delivery | None:
-        """The bytes are where `stripe` said, or dropped; returns the message when they were the last ones."""
+        """Records that bytes of `stripe` were received or dropped; returns the message if they were the last ones."""
         with self._changed:
             transfer = self._by_ordinal.get(ordinal)
             return None if transfer is None else self._count(transfer, size)
 
     def _count(self, transfer: _IncomingTransfer, size: int) -> Delivery | None:
-        """So many bytes of it have come."""
+        """Counts bytes that have arrived; returns the message if they were the last ones."""
         transfer.missing -= size
         if transfer.is_counted:
             self._announced.subtract(size)
@@ -331,28 +330,28 @@ class Incoming:
             return transfer.message
 
     def end_announcements(self) -> None:
-        """None will come any more: threads need not wait for one."""
+        """No announcement will arrive any more: ends the waits for one."""
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Gives back the memory of all transfers: a session that has ended may be held for a while by who used it."""
+        """Frees the memory of all transfers: users of an ended session may keep a reference to it for a while."""
         with self._changed:
             for transfer in list(self._transfers.values()):
                 self._forget(transfer)
-            self._announced = AnnouncedBytes()  # what is still read counts for nobody
+            self._announced = AnnouncedBytes()  # bytes that are still read count for no session
         self.end_announcements()
 
     def _deliver(self, transfer: _IncomingTransfer) -> Delivery | None:
         try:
-            buffers = [transfer.buffer(index) for index in range(len(transfer.buffers))]  # also those of no bytes
-        except _NoMemory as exc:  # not even for one of no bytes
+            buffers = [transfer.buffer(index) for index in range(len(transfer.buffers))]  # including empty ones
+        except _NoMemory as exc:  # even for an empty one
             transfer.fail(str(exc))
             buffers = [transfer.buffer(index) for index in range(len(transfer.buffers))]
         if not transfer.message.wrapped:
             return transfer.message, buffers
-        if transfer.failure is not None:  # nobody knows what that was
+        if transfer.failure is not None:  # the message inside is not known
             raise ProtocolViolation(transfer.failure)
         view = buffers[0].view
         data = view.obj if isinstance(view.obj, bytearray) else bytes(view)  # lent memory could change meanwhile

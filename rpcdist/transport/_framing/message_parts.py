@@ -1,8 +1,8 @@
-"""Parses messages of protobuf, after it was counted on the wire what they will take.
+"""Parses protobuf messages after it has computed, from their bytes, the memory that the parsed messages will take.
 
-A message of two bytes can take a hundred once it is parsed, and a number of one byte eight. So whoever wants to use up
-the memory of a receiver sends very many very small ones in a field that may be repeated. What the fields take is
-counted before anything is made of them; what a message may contain is taken from its description.
+A message of two bytes can take a hundred bytes once it is parsed, and a number of one byte takes eight. So a hostile
+peer could use up the receiver's memory with very many very small messages in a repeated field. The memory of the fields
+is computed before they are parsed; the descriptor of the message says which fields there can be.
 """
 
 from __future__ import annotations
@@ -19,27 +19,26 @@ M = TypeVar("M", bound=Message)
 
 _COUNTED_FROM_BYTES: Final = 4 << 10
 _FREE_BYTES: Final = 1 << 20
-"""What the parts of a message may take beside its size, which they may take as well. With the bytes themselves, and the
-copy of texts among them, a message takes three times its weight and this."""
-_ROOM_BYTES: Final = 64 << 10  # for what is around a value in its message
+"""The parts of a message may take its size and this. With its bytes, and the copies of texts, a message then takes at
+most three times its size and this."""
+_ROOM_BYTES: Final = 64 << 10  # for the fields around a value in its message
 
 _FIELD_BYTES: Final = 16
-"""Of each field that is looked at, so that looking at all of them takes a bounded time."""
+"""Counted for each field that is read, so that reading all of them takes a bounded time."""
 _TEXT_BYTES: Final = 24
-_NUMBER_BYTES: Final = 16  # in a field of many numbers, which grows to twice its size
+_NUMBER_BYTES: Final = 16  # for each number of a repeated field, which grows to twice its size
 _PART_BYTES: Final = 48
 _PER_FIELD_BYTES: Final = 8
-"""A message takes so much, and so much for each field that it could have. Measured: a buffer 51, the header of a tensor
-91, a share of a reference 187."""
-_PER_BYTE: Final = 12  # of a part that has numbers of one byte
+"""A message takes `_PART_BYTES`, and this for each field that it can have."""
+_PER_BYTE: Final = 12  # for each byte of a part whose numbers may have one byte
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _CONTINUED: Final = bytes(range(0x80, 0x100))
 
 
 class _Field(NamedTuple):
-    """A field with a length: what it takes, for itself and for each of its bytes; whether it takes something for each
-    number in it; and its own fields, if they are looked at one by one."""
+    """A length-delimited field: the memory that it takes, in all and for each of its bytes; whether each number in it
+    takes memory; and its own fields, if they are read one by one."""
 
     cost: int
     per_byte: int
@@ -52,7 +51,7 @@ _UNKNOWN: Final = _Field(_TEXT_BYTES, 0)
 
 @cache
 def _fields(descriptor: Descriptor) -> dict[int, _Field]:
-    """The fields with a length of a message, by their number."""
+    """The length-delimited fields of a message, by their number."""
     found: dict[int, _Field] = {}
     for field in descriptor.fields:
         kind = field.message_type
@@ -75,7 +74,7 @@ def _size(kind: Descriptor, with_parts: bool = False) -> int:
 
 @cache
 def _may_grow(descriptor: Descriptor) -> bool:
-    """Whether a message can have any number of parts that are more than numbers."""
+    """Whether a message can have an unlimited number of parts other than numbers."""
     for field in descriptor.fields:
         kind = field.message_type
         is_text = field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
@@ -87,10 +86,10 @@ def _may_grow(descriptor: Descriptor) -> bool:
 
 
 def parsed(kind: type[M], data: bytes) -> M:
-    """The message.
+    """The parsed message.
 
     Raises:
-        ProtocolViolation: it would take too much for its size.
+        ProtocolViolation: it would take too much memory for its size.
         DecodeError: it is damaged.
     """
     parsed_cost(kind, data)
@@ -98,28 +97,28 @@ def parsed(kind: type[M], data: bytes) -> M:
 
 
 def parsed_cost(kind: type[Message], data: bytes | bytearray) -> int:
-    """The bytes that the message will take; 0 of a small one, which cannot take much.
+    """The bytes that the parsed message will take; 0 for a small message, which cannot take much.
 
     Raises:
-        ProtocolViolation: they are too many for its size.
+        ProtocolViolation: the parsed message would be too large for its size.
     """
     if len(data) < _COUNTED_FROM_BYTES:
         return 0
     limit = _FREE_BYTES + len(data)
     try:
         return limit - _left(data, 0, len(data), _fields(kind.DESCRIPTOR), limit)
-    except IndexError:  # it ends within a field, which the parser says better
+    except IndexError:  # it ends within a field; the parser reports that better
         return 0
 
 
 def missing_weight(kind: type[Message], data: bytes) -> int:
-    """How many bytes a message lacks, for `parsed` to take what `data` becomes a part of."""
+    """How many bytes a message with `data` as a part must have in addition, so that `parsed` accepts it."""
     most = 1 << 62
     return most - _left(data, 0, len(data), _fields(kind.DESCRIPTOR), most) - len(data) - _FREE_BYTES + _ROOM_BYTES
 
 
 def _left(data: bytes | bytearray, at: int, end: int, fields: dict[int, _Field], left: int) -> int:
-    """What may still be taken after the fields of this message."""
+    """The bytes of `left` that remain after the fields of this message."""
     while at < end:
         left -= _FIELD_BYTES
         tag = data[at]
@@ -150,19 +149,19 @@ def _left(data: bytes | bytearray, at: int, end: int, fields: dict[int, _Field],
         elif wire_type == _FIXED32:
             at += 4
         else:
-            raise ProtocolViolation(f"a message has a field of the wire type {wire_type}, which nothing here sends")
+            raise ProtocolViolation(f"a message has a field of wire type {wire_type}, which rpcdist never sends")
         if left < 0:
             break
     if left < 0:
         raise ProtocolViolation(
-            f"the parts of a message of {len(data)} bytes would take more than {_FREE_BYTES + len(data)} once it is "
-            "parsed: it has very many very small ones"
+            f"a message of {len(data)} bytes would take more than {_FREE_BYTES + len(data)} bytes once it is parsed: "
+            "it has too many very small parts"
         )
     return left
 
 
 def _varint(data: bytes | bytearray, at: int) -> tuple[int, int]:
-    """The number that begins there, and where it ends."""
+    """The number that begins at `at`, and the offset after it."""
     value = shift = 0
     while True:
         byte = data[at]

@@ -1,10 +1,10 @@
-"""What waits to be written on a session: pure bookkeeping, no I/O.
+"""The queue of messages to write on a session: pure bookkeeping, no I/O.
 
-Small messages go first and together; one chunk of a large buffer goes between two envelopes, and the transfers take
-turns, so neither a no-op nor a second transfer waits behind 64 MiB of somebody else.
+Small messages go first and together. One chunk of a large buffer goes between two envelopes, and the transfers take
+turns, so neither a no-op nor a second transfer waits behind another one's 64 MiB.
 
-So messages overtake one another, and whoever receives them must not mind. The parts of one stream are the exception: an
-item, or the end, stays back until the last byte of the item before it is written.
+Messages may therefore overtake one another. Only the parts of one stream keep their order: an item, or the end, is held
+back until the last byte of the previous item is written.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from rpcdist.transport._framing.frames import (
     returned_frame,
     want_value,
 )
-from rpcdist.transport.outgoing_buffer import OutgoingBuffer
+from rpcdist.transport.memory_copies import OutgoingBuffer
 from rpcdist.transport.shared_memory import Segment
 from rpcdist.transport.wire_messages import CompactCall, CompactPass, CompactReply, WireMessage
 
 Parts = tuple[bytes, memoryview | None]
-"""An envelope: all of its bytes, or the first ones and the sender's own memory where the others are."""
+"""An envelope: all of its bytes, or its first bytes and the sender's own memory with the others."""
 
 
 class _OutgoingTransfer:
-    """The buffers of one message of a stream, or of none (0). `then` starts when all of this is written.
+    """The buffers of one message, which belongs to a stream or to none (0). `then` starts when they are written.
 
-    `loans` are the segments that a wrapped message names; the peer reads of them when all of this has arrived.
+    `loans` are the segments that a wrapped message names; the peer learns of them when all of this has arrived.
     """
 
     __slots__ = ("at", "buffers", "index", "loans", "number", "sizes", "stream", "then")
@@ -66,7 +66,7 @@ class _OutgoingTransfer:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The bytes that were sent, and all, those that follow included."""
+        """The bytes sent and the total, including the transfer that follows."""
         sent, size = sum(self.sizes[: self.index]) + self.at, sum(self.sizes)
         return (sent, size) if self.then is None else (sent, size + self.then.progress[1])
 
@@ -86,16 +86,16 @@ class _OutgoingTransfer:
     @property
     def finished(self) -> bool:
         while self.index < len(self.sizes) and not self.sizes[self.index]:
-            self._skip_to_next()  # an empty buffer has no chunks
+            self._skip_to_next()  # empty buffers have no chunks
         return self.index == len(self.sizes)
 
 
 _Entry = tuple[bytes | bytearray, "_OutgoingTransfer | Segment | None", int]
-"""A frame, its buffers or the segment that it offers, and its stream or 0."""
+"""A frame, its buffers or the segment that it offers, and its stream (0 for none)."""
 
 
 def stream_of(message: WireMessage) -> int:
-    """The number of the stream that the message is a part of; 0 for none."""
+    """The number of the message's stream; 0 for none."""
     if not isinstance(message, rpc_pb2.Message):
         return 0
     if message.HasField("stream_item"):
@@ -116,61 +116,62 @@ _NO_BUFFER: Final = OutgoingBuffer(memoryview(b""))
 
 
 class Striper(Protocol):
-    """Carries the large buffers of messages in stripes, on connections beside the one that announces them."""
+    """Carries the large buffers of messages in stripes, on other connections than the one that announces them."""
 
     def take(self, number: int, ordinal: int, buffers: Sequence[OutgoingBuffer], sizes: Sequence[int]) -> bool:
-        """Sends the buffers of the message that is the `ordinal`th to be announced; False if it does not."""
+        """Sends the buffers of the message that is announced as the `ordinal`th; False if it refuses."""
 
     def abort(self, number: int) -> bool:
-        """Stops a transfer; False if there is none of that number."""
+        """Stops a transfer; False if it has no transfer of that number."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether it has not written all that it took."""
+        """Whether it has bytes left to write."""
 
 
 class Outgoing:
-    """The queue of one session. Any thread may call any of it; envelopes leave in the order of `next_parts`.
+    """The queue of one session. Any thread may use it; envelopes leave in the order of `next_parts`.
 
     Attributes:
-        striper: takes the buffers of messages that it wants; None where there is one connection.
+        striper: may take the buffers of a message; None if the session has only one connection.
     """
 
     def __init__(self) -> None:
         self._frames: deque[_Entry] = deque()
         self._transfers: deque[_OutgoingTransfer] = deque()
-        self._held: dict[int, deque[_Entry]] = {}  # by stream with a transfer under way: what stays back
+        self._held: dict[int, deque[_Entry]] = {}  # entries held back, by stream with a transfer under way
         self._chunk_is_due = False
         self._credit_bytes = CHUNK_WINDOW_BYTES
         self._numbers = itertools.count(1)
-        self._functions: dict[str, int] = {}  # by name: the numbers that the peer knows, or will before it needs them
+        self._functions: dict[str, int] = {}  # numbers by name; the peer learns each in time
         self._naming = threading.Lock()
         self._aborted: set[int] = set()
         self.striper: Striper | None = None
-        self._num_announced = 0  # messages with large buffers, as the peer counts them, too
-        self._lock = threading.Lock()  # around all but appending to `_frames`, which is atomic
+        self._num_announced = 0  # messages with large buffers; the peer counts them too
+        self._lock = threading.Lock()  # for everything except appending to `_frames`, which is atomic
 
     def __repr__(self) -> str:
         num_messages = len(self._frames) + sum(map(len, self._held.values()))
         return f"<Outgoing {num_messages} messages, {len(self._transfers)} transfers>"
 
     def __bool__(self) -> bool:
-        """Whether something can be written now; what is held waits for a transfer."""
+        """Whether something can be written now; held entries wait for a transfer."""
         return bool(self._frames or (self._transfers and self._credit_bytes > 0))
 
     @property
     def num_frames(self) -> int:
-        """How many messages wait to be written."""
+        """The number of messages in the queue."""
         return len(self._frames)
 
     @property
     def num_transfers(self) -> int:
-        """How many messages have large buffers that are being written."""
+        """The number of messages whose large buffers are being written."""
         return len(self._transfers)
 
     def add_quickly(self, message: WireMessage) -> bool:
-        """`add` for a compact message without large buffers, as most are, where it is a single step: no signal finds it
-        half done. False if it is more than that, or the message may be changed later (`want_value`).
+        """`add` in a single step, which no signal can interrupt half way, for most compact messages without buffers.
+
+        False if the message needs more steps, or may be changed later (`want_value`).
         """
         if type(message) is CompactReply:
             self._frames.append((reply_frame(message), None, 0))
@@ -190,7 +191,7 @@ class Outgoing:
         return not (self._frames or self._transfers or (self.striper is not None and self.striper.is_busy))
 
     def grant(self, num_bytes: int) -> bool:
-        """The peer has taken so many bytes of envelopes with chunks; whether a transfer waited for that."""
+        """Records that the peer has read `num_bytes` of envelopes with chunks; True if a transfer waited for that."""
         with self._lock:
             had_none = self._credit_bytes <= 0
             self._credit_bytes += num_bytes
@@ -204,7 +205,7 @@ class Outgoing:
         if buffers:
             message.transfer = number = next(self._numbers)
             sizes = [buffer.size for buffer in buffers]
-            if not message.large:  # else some of them were lent, and leave an empty view here
+            if not message.large:  # otherwise some buffers were lent and are empty here
                 _set_sizes(message, sizes)
             transfer = _OutgoingTransfer(number, stream, buffers, sizes)
         if isinstance(message, CompactCall):
@@ -238,11 +239,11 @@ class Outgoing:
             else:
                 number = len(self._functions) + 1
                 self._frames.append((call_frame(call, number, name), transfer, 0))
-                self._functions[function] = number  # last: whoever finds it there queues behind the frame that names it
+                self._functions[function] = number  # last: a thread that finds it queues its frame behind this one
 
     def want_value(self, call: int) -> bool:
-        """Changes the message of a `remote()` so that its reply brings the result along, if it waits, as the last."""
-        with self._lock:  # nobody takes it meanwhile
+        """Makes the reply to a `remote()` bring the result, if its message is the last in the queue."""
+        with self._lock:  # no thread takes the message meanwhile
             try:
                 data = self._frames[-1][0]
             except IndexError:
@@ -250,23 +251,23 @@ class Outgoing:
             return isinstance(data, bytearray) and want_value(data, call)
 
     def add_returned(self, segments: Sequence[int]) -> None:
-        """Queues the numbers of segments that the peer has lent, and may use again."""
+        """Queues the numbers of the peer's segments that are free again."""
         self._frames.append((returned_frame(segments), None, 0))
 
     def add_offer(self, message: rpc_pb2.Message, segment: Segment) -> None:
-        """Queues a message that a descriptor travels with. Messages that are queued later are written after it."""
+        """Queues a message with a descriptor. Messages that are queued later are written after it."""
         self._frames.append((frame(message), segment, 0))
 
     def add_transfer(self, number: int, buffers: Mapping[int, OutgoingBuffer]) -> None:
-        """Queues buffers, by their index, of a message that was sent without them."""
+        """Queues buffers, by index, of a message that was sent without them."""
         with self._lock:
             present = [buffers.get(index, _NO_BUFFER) for index in range(max(buffers) + 1)]
             self._schedule(_OutgoingTransfer(number, 0, present, [buffer.size for buffer in present]))
 
     def next_offer(self) -> tuple[bytes, Segment] | None:
-        """The bytes of an offer, and whose descriptor goes with them; None unless one has to be written next.
+        """The bytes and the segment of an offer, if an offer is next in the queue; otherwise None.
 
-        Only the writer of a channel that passes descriptors calls it; `next_parts` stops before an offer.
+        Only the writer of a channel that passes descriptors calls this; `next_parts` stops before an offer.
         """
         with self._lock:
             if self._frames and isinstance(self._frames[0][1], Segment):
@@ -289,8 +290,8 @@ class Outgoing:
         """Stops a transfer.
 
         Returns:
-            None if there is nothing to stop. Otherwise the peer must be told, since the announcement may be on the way,
-            and these are the lent segments of which the peer will never read: each is reported once.
+            None if there is nothing to stop. Otherwise the caller must tell the peer, since the announcement may be on
+            its way; the numbers are those of lent segments that the peer will never read, each reported once.
         """
         with self._lock:
             transfer = self._abort(number)
@@ -300,7 +301,7 @@ class Outgoing:
             return loans
 
     def progress(self, number: int) -> tuple[int, int] | None:
-        """The bytes of a transfer that were sent, and all; None if nothing of it is here, or it goes in stripes."""
+        """The bytes of a transfer that were sent, and the total; None if it is not in this queue, or uses stripes."""
         with self._lock:
             waiting = (entry[1] for entry in list(self._frames))
             for transfer in (*self._transfers, *waiting):
@@ -314,14 +315,14 @@ class Outgoing:
                 self._transfers.remove(transfer)
                 self._release(transfer.stream)
                 return transfer
-        for _, queued, _ in itertools.chain(list(self._frames), *self._held.values()):  # a copy: others append
+        for _, queued, _ in itertools.chain(list(self._frames), *self._held.values()):  # a copy: threads append
             if isinstance(queued, _OutgoingTransfer) and queued.number == number:
                 self._aborted.add(number)
                 return queued
         return None
 
     def next_envelope(self) -> bytes | None:
-        """The bytes to write next; None when nothing waits. The one copy that the sender makes of a payload is here."""
+        """The bytes to write next; None if nothing can be written. This makes the sender's only copy of a payload."""
         parts = self.next_parts()
         if parts is None:
             return None
@@ -329,7 +330,7 @@ class Outgoing:
         return head if payload is None else b"".join((head, payload))
 
     def next_parts(self) -> Parts | None:
-        """As `next_envelope`, without the copy: for a channel that writes from two places at once."""
+        """As `next_envelope`, without the copy, for a channel that writes from two places at once."""
         with self._lock:
             may_send_chunk = self._transfers and self._credit_bytes > 0
             if self._frames and not (self._chunk_is_due and may_send_chunk):
@@ -347,7 +348,7 @@ class Outgoing:
             return head, payload
 
     def _batch(self) -> bytes:
-        """As many of the messages that may go now as fit; empty if what waits is held, or is an offer."""
+        """Joins as many queued messages as fit; empty if they are held back, or an offer is next."""
         frames = self._frames
         parts = []
         size = 0
@@ -368,7 +369,7 @@ class Outgoing:
         return b"".join(parts)
 
     def _stripe(self, transfer: _OutgoingTransfer) -> bool:
-        """Whether the connections for payloads take it. Parts of a stream keep their order on one connection."""
+        """Whether the payload connections take it. Parts of a stream stay on one connection, to keep their order."""
         striper = self.striper
         return (
             striper is not None
@@ -377,7 +378,7 @@ class Outgoing:
         )
 
     def _schedule(self, transfer: _OutgoingTransfer) -> None:
-        """Gives a transfer its next turn, or lets go what it holds back."""
+        """Gives a transfer its next turn; if it is finished, releases the entries that it held back."""
         rest: _OutgoingTransfer | None = transfer
         while rest is not None and rest.finished:
             rest = rest.then

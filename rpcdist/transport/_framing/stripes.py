@@ -1,7 +1,7 @@
-"""How the buffers of a message are cut into stripes, one for each connection that carries them: pure bookkeeping.
+"""Cuts the buffers of a message into stripes, one for each connection that carries them: pure bookkeeping.
 
-The buffers are taken as one sequence of bytes. Both ends know their sizes from the announcement, and so which bytes are
-in which stripe: what travels with the bytes is only which message they belong to, and how many they are.
+The buffers form one sequence of bytes. Both ends know the sizes from the announcement, and so they know the bytes of
+each stripe. Only the number of the message and the number of bytes travel with the bytes.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import Final
 from rpcdist.errors import ProtocolViolation
 
 MAX_STRIPES: Final = 8
-"""Connections for the payloads of one session, at most."""
+"""Limit of the payload connections of one session."""
 
 MAX_RANGES: Final = 64
-"""Parts of buffers in one piece, at most, which are sent by one system call; the least limit of any system is 16, Linux
-has 1024. Who receives them takes memory for each, in one turn."""
+"""Limit of the buffer parts in one piece, which one system call sends; systems allow 16 or more, Linux 1024. The
+receiver allocates memory for all of them in one turn."""
 
-_ALIGNMENT_BYTES: Final = 64  # both halves of a tensor begin where its elements and the cache's lines do
+_ALIGNMENT_BYTES: Final = 64  # each stripe of a tensor begins at an element and at a cache line
 
 
 class StripeCursor:
-    """How far one stripe has come.
+    """The position within one stripe.
 
     Attributes:
-        left: bytes of the stripe that are still to come.
+        left: the bytes of the stripe that are left.
 
     Args:
-        sizes: of the buffers, in bytes.
-        index: which stripe, from 0.
-        count: how many stripes there are.
+        sizes: sizes of the buffers, in bytes.
+        index: number of the stripe, from 0.
+        count: number of stripes.
     """
 
     __slots__ = ("_at", "_buffer", "_sizes", "left")
@@ -43,27 +43,24 @@ class StripeCursor:
         self.left = min(total, start + width) - start
         self._sizes = sizes
         self._buffer = 0
-        self._at = start  # in that buffer
+        self._at = start  # offset in that buffer
         self._skip()
 
-    def __repr__(self) -> str:
-        return f"<StripeCursor [{self.left} B left]>"
-
     def _skip(self) -> None:
-        """Goes to the buffer that the next byte is in; there is none where nothing is left."""
+        """Moves to the buffer of the next byte, if a byte is left."""
         while self.left and self._at >= self._sizes[self._buffer]:
             self._at -= self._sizes[self._buffer]
             self._buffer += 1
 
     def take(self, num_bytes: int, max_ranges: int = MAX_RANGES) -> list[tuple[int, int, int]]:
-        """Goes on by up to `num_bytes`.
+        """Advances by up to `num_bytes`.
 
         Args:
             num_bytes: more than 0.
-            max_ranges: how many ranges it gives at most, even if that is less.
+            max_ranges: the most ranges to return, even if they have fewer bytes.
 
         Returns:
-            Number, start and end of what is passed in each buffer.
+            Number of the buffer, start and end of each range passed.
         """
         ranges: list[tuple[int, int, int]] = []
         while num_bytes and self.left and len(ranges) < max_ranges:
@@ -78,15 +75,15 @@ class StripeCursor:
         return ranges
 
     def take_all(self, num_bytes: int) -> list[tuple[int, int, int]]:
-        """As `take`, of so many bytes that came.
+        """As `take`, for exactly `num_bytes` that arrived.
 
         Raises:
-            ProtocolViolation: the stripe has not that many left, or they lie in more buffers than are sent at once.
+            ProtocolViolation: the stripe has fewer bytes left, or they are in more buffers than one piece may have.
         """
         if not 0 < num_bytes <= self.left:
-            raise ProtocolViolation(f"{num_bytes} bytes came for a stripe with {self.left} bytes left")
+            raise ProtocolViolation(f"{num_bytes} bytes arrived for a stripe with {self.left} bytes left")
         left = self.left - num_bytes
         ranges = self.take(num_bytes)
         if self.left != left:
-            raise ProtocolViolation(f"a piece of {num_bytes} bytes came that lies in more than {MAX_RANGES} buffers")
+            raise ProtocolViolation(f"a piece of {num_bytes} bytes arrived for more than {MAX_RANGES} buffers")
         return ranges

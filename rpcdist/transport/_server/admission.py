@@ -1,11 +1,11 @@
-"""Admission of peers: nothing but the handshake is read of a connection until its peer has proven the job token.
+"""Admission of peers: until a peer has proven the job token, only the handshake is read from its connection.
 
-What a stranger can cost is bounded for all listeners of a process together: `MAX_UNPROVEN` handshakes at once, of one
-host a part of them, of one connection of gRPC `MAX_UNPROVEN_PER_CONNECTION`; `HANDSHAKE_LIMIT_S` and a few messages of
-`MAX_HANDSHAKE_BYTES` for each. A newcomer never waits for a stranger: the oldest handshake makes room for it, of the
-host that has the most. A peer that knows the token is done within milliseconds, and one that was displaced all the same
-is told to try again. Only on one connection the newcomer is turned away, before anything of it is read: a link opens
-one stream, and gRPC takes in a message of megabytes for each that is read.
+The cost of strangers is bounded for all listeners of a process together: `MAX_UNPROVEN` handshakes at once, half of
+them for one host, `MAX_UNPROVEN_PER_CONNECTION` for one gRPC connection; for each, `HANDSHAKE_LIMIT_S` and a few
+messages of `MAX_HANDSHAKE_BYTES`. A newcomer never waits for a stranger: the oldest handshake of the host with the most
+makes room for it. A peer with the token finishes within milliseconds; if it is displaced nevertheless, it is told to
+try again. Only within one gRPC connection is the newcomer turned away, unread: a link opens one stream, and gRPC reads
+a message of megabytes for each stream.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from typing import Final, NamedTuple
 
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import AuthenticationFailed, ProtocolViolation, TransportError
-from rpcdist.time_limits import HANDSHAKE_LIMIT_S, REFUSAL_LIMIT_S, REFUSAL_LOG_PERIOD_S
+from rpcdist.time_limits import HANDSHAKE_LIMIT_S, LOG_PERIOD_S, REFUSAL_LIMIT_S
 from rpcdist.transport._channels.proving import HandshakePipe, prove_server
 from rpcdist.transport.handshake import ServerHandshake
 
 logger = logging.getLogger(__name__)
 
-# Connections in the middle of a handshake. A first message that announces the most that TLS allows costs 180 KiB.
+# Unfinished handshakes. A first message that announces the largest size that TLS allows costs 180 KiB.
 MAX_UNPROVEN: Final = 256
 MAX_UNPROVEN_PER_CONNECTION: Final = 4  # streams of one gRPC connection; a link opens one
 MAX_CONNECTIONS_KNOWN: Final = 16_384
-MAX_REFUSALS_SHOWN: Final = 64  # in that time; a stranger cannot fill the disk with log lines
+MAX_REFUSALS_SHOWN: Final = 64  # in one log period, so that a stranger cannot fill the disk with log lines
 
 
 class Origin(NamedTuple):
-    """Where a connection comes from.
+    """The origin of a connection.
 
     Attributes:
-        host: connections of one host share its part of the places.
-        port: the connection's, for the log; streams of one gRPC connection have it in common.
+        host: the host, whose connections share a limit.
+        port: the port, for the log; the streams of one gRPC connection share it.
     """
 
     host: str
@@ -50,7 +50,7 @@ class Origin(NamedTuple):
 
 
 class RefusalLog:
-    """Warns of refused connections, of each host and reason once in `REFUSAL_LOG_PERIOD_S`."""
+    """Logs refused connections, with one warning for each host and reason in `LOG_PERIOD_S`."""
 
     def __init__(self) -> None:
         self._since = 0.0
@@ -58,7 +58,7 @@ class RefusalLog:
 
     def note(self, origin: Origin, reason: Exception | str) -> None:
         now = time.monotonic()
-        if now - self._since >= REFUSAL_LOG_PERIOD_S:
+        if now - self._since >= LOG_PERIOD_S:
             self._since = now
             self._shown.clear()
         text = f"{origin.host}: {reason}"  # each attempt has another port
@@ -69,13 +69,13 @@ class RefusalLog:
 
 
 class TlsGreetings:
-    """Counts connections of gRPC that began TLS, and those that made a call. gRPC itself reports nothing of the others.
+    """Counts gRPC connections that began TLS, and those that made a call; gRPC does not report the others.
 
-    The token makes the certificates of TLS, so a process with another token ends there. A warning says so once, unless
-    each of these processes has been refused by name as well. On the I/O loop.
+    The TLS certificates are made from the token, so a process with another token fails in TLS. One warning reports
+    that, unless each of these processes was also refused by name. On the I/O loop.
 
     Args:
-        num_named: how many processes have been refused by name because of their token.
+        num_named: returns the number of processes refused by name because of their token.
     """
 
     def __init__(self, num_named: Callable[[], int]) -> None:
@@ -88,7 +88,7 @@ class TlsGreetings:
 
     @property
     def num_silent(self) -> int:
-        """Connections that made no call. A few are healthy: their side gave them up, or is about to call."""
+        """Connections that made no call. A few are harmless: their side gave up, or is about to call."""
         return max(0, self._num_begun - self._num_calling)
 
     def begun(self) -> None:
@@ -102,19 +102,19 @@ class TlsGreetings:
         if self.num_silent > self._num_named():
             self._is_told = True
             logger.warning(
-                "a connection to this process ended in TLS. If it came from a process of the job, that has another job "
-                "token, and its own error says so: give all processes the same RPCDIST_TOKEN. Port scans and TCP "
-                "probes end like this, too. This is logged once"
+                "a connection to this process failed in TLS. If it came from a process of the job, that process has "
+                "another job token, and its own error says so: give all processes the same RPCDIST_TOKEN. Port scans "
+                "and TCP probes also fail like this. This is logged once"
             )
 
     def close(self) -> None:
-        """Nobody connects any more."""
+        """Cancels the check, since no peer can connect any more."""
         if self._check is not None:
             self._check.cancel()
             self._check = None
 
     def calls(self, connection: Origin | None) -> None:
-        """A connection makes a call, so its TLS went well; None for one that is not known."""
+        """Records that a connection makes a call, so its TLS succeeded; None for an unknown connection."""
         if connection is None:
             self._num_calling += 1
         elif connection not in self._known:
@@ -132,14 +132,14 @@ class TlsGreetings:
         return list(self._known)
 
     def forget(self, ended: Iterable[Origin]) -> None:
-        """These are no connections any more; any thread."""
+        """Forgets connections that have ended; any thread."""
         for connection in ended:
             self._known.pop(connection, None)
 
 
 @dataclass(eq=False, slots=True)
 class _Unproven:
-    """A handshake under way."""
+    """An unfinished handshake."""
 
     origin: Origin
     limit: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(HANDSHAKE_LIMIT_S))
@@ -150,8 +150,8 @@ class Admission:
     """Runs the handshakes of accepted connections, of all kinds together; on the I/O loop.
 
     Attributes:
-        num_wrong_tokens: processes that were refused because of their token.
-        num_refused: connections that were refused, for whatever reason.
+        num_wrong_tokens: processes refused because of their token.
+        num_refused: connections refused for any reason.
     """
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class Admission:
 
     @property
     def num_unproven(self) -> int:
-        """Connections in the middle of a handshake."""
+        """The number of unfinished handshakes."""
         return len(self._unproven)
 
     async def admit(
@@ -176,9 +176,9 @@ class Admission:
 
         Args:
             pipe: the accepted connection.
-            origin: where it comes from.
-            handshake: not started; its outcome.
-            turn_away: tells the peer why, if it can be told; bounded by `REFUSAL_LIMIT_S`.
+            origin: its origin.
+            handshake: not started; has the outcome afterwards.
+            turn_away: tells the peer the reason, if possible; bounded by `REFUSAL_LIMIT_S`.
 
         Returns:
             Whether the peer is proven and accepted; if not, the caller closes the connection.
@@ -205,7 +205,7 @@ class Admission:
                 reason = "too many handshakes at once; try again"
             self._log.note(origin, reason)
         except TransportError:
-            return False  # the peer went away before it proved anything
+            return False  # the peer left before it proved anything
         finally:
             self._unproven.pop(entry, None)
         await self._turn_away(turn_away, code, reason)
@@ -220,7 +220,7 @@ class Admission:
                 await turn_away(pb.Refusal(reason=reason, code=code))
 
     def _make_room(self, newcomer: Origin) -> None:
-        """Displaces the oldest of those that have more than their part."""
+        """Displaces the oldest handshakes of a host that exceeds its limit."""
         self._keep_below(MAX_UNPROVEN // 2, lambda origin: origin.host == newcomer.host)
         if len(self._unproven) >= MAX_UNPROVEN:
             hosts = Counter(entry.origin.host for entry in self._unproven)
@@ -235,5 +235,5 @@ class Admission:
         for entry in counted[: max(0, len(counted) - limit + 1)]:
             del self._unproven[entry]
             entry.is_displaced = True
-            with suppress(RuntimeError):  # it has not begun to wait, or has just ended: then it needs no end
+            with suppress(RuntimeError):  # it has not begun to wait, or has just ended
                 entry.limit.reschedule(asyncio.get_running_loop().time())

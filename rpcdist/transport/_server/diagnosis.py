@@ -1,4 +1,4 @@
-"""The service that `python -m rpcdist doctor` asks: whether this process reaches its caller, its clock and versions."""
+"""The service for `python -m rpcdist doctor`: reports this process's clock and versions, and connects to its caller."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final
 from rpcdist._proto import diagnosis_pb2 as pb
 from rpcdist.errors import ConfigError, TransportError
 from rpcdist.ids import Identity
-from rpcdist.time_limits import DOCTOR_LIMIT_S
+from rpcdist.time_limits import PROBE_LIMIT_S
 from rpcdist.transport.handshake_side import package_version
 from rpcdist.transport.link import Link
 from rpcdist.transport.session import NullHandler
@@ -19,7 +19,7 @@ from rpcdist.transport.session import NullHandler
 DIAGNOSIS_SERVICE: Final = pb.DESCRIPTOR.services_by_name["Diagnosis"]
 DIAGNOSIS_ROLE: Final = "diagnosis"
 MAX_PADDING_BYTES: Final = 64 << 10
-_MAX_ATTEMPTS: Final = 8  # to reach callers, at the same time
+_MAX_ATTEMPTS: Final = 8  # simultaneous attempts to reach callers
 
 
 class Diagnosis:
@@ -34,9 +34,9 @@ class Diagnosis:
         self._num_attempts = 0
 
     async def reach(self, peer: Identity, request: pb.ReachRequest) -> pb.ReachReply:
-        """Tries to open a session with the caller at the address that it names, as a worker would.
+        """Tries to open a session with the caller at its stated address, as a worker would.
 
-        Cancellation ends the attempt.
+        A cancellation ends the attempt.
         """
         reply = pb.ReachReply(time_s=time.time(), versions=library_versions())
         reply.padding = bytes(min(request.reply_bytes, MAX_PADDING_BYTES))
@@ -49,7 +49,7 @@ class Diagnosis:
             return "too many processes ask at the same time; try again", ""
         self._num_attempts += 1
         try:
-            link = await self._connect(address, DIAGNOSIS_ROLE, DOCTOR_LIMIT_S, NullHandler(), caller, retry=False)
+            link = await self._connect(address, DIAGNOSIS_ROLE, PROBE_LIMIT_S, NullHandler(), caller, retry=False)
             await link.close()
         except (TransportError, ConfigError) as exc:
             return str(exc), ""
@@ -59,7 +59,7 @@ class Diagnosis:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of libraries on which the processes of a job should agree, as far as this one has loaded them."""
+    """Versions of the loaded libraries on which the processes of a job should agree."""
     versions = {"rpcdist": package_version(), "python": platform.python_version()}
     torch: Any = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "version"):

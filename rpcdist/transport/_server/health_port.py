@@ -1,7 +1,7 @@
-"""A plain port for probes, such as Kubernetes': it says over HTTP that the process serves, to whoever asks, no more.
+"""Health: a plain port for probes such as Kubernetes', and gRPC's standard services for health and reflection.
 
-gRPC's port answers nobody without a certificate of the job, which probes do not have. The answer comes from the I/O
-loop, so a process whose loop hangs gives none.
+The plain port only tells over HTTP that the process serves. gRPC's port answers no client without a certificate of the
+job, which probes do not have. The answer comes from the I/O loop, so a process whose loop hangs does not answer.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
+
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from rpcdist.errors import TransportError
-from rpcdist.time_limits import HEALTH_ANSWER_LIMIT_S, LISTENER_STOP_LIMIT_S
+from rpcdist.time_limits import GRPC_GREETING_LIMIT_S, LISTENER_STOP_LIMIT_S
 from rpcdist.transport._channels.stream_sockets import listen_tcp
-from rpcdist.transport._server.port_range import PortRange
+from rpcdist.transport.addresses import PortRange
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +34,9 @@ _ANSWERS: Final = {
 
 
 class HealthPort:
-    """Answers GET and HEAD while it is open, whatever the path. Lives on the I/O loop.
+    """Answers GET and HEAD for any path while it is open. Lives on the I/O loop.
 
-    At most 16 connections are looked at at once, each for `HEALTH_ANSWER_LIMIT_S` and 4096 bytes; others are closed.
+    It serves at most 16 connections at once, each for `GRPC_GREETING_LIMIT_S` and 4096 bytes, and closes others.
     """
 
     def __init__(self) -> None:
@@ -40,15 +44,12 @@ class HealthPort:
         self._answering: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self.port = 0  # 0: closed
 
-    def __repr__(self) -> str:
-        return f"<HealthPort {self.port or 'closed'}>"
-
     async def open(self, host: str) -> None:
-        """Listens where `RPCDIST_HEALTH_PORT` says, if it says so and nothing does yet.
+        """Listens at the port in `RPCDIST_HEALTH_PORT`, if it is set and the port is not open yet.
 
         Raises:
-            ConfigError: the variable is no port and no range of ports.
-            TransportError: the port is taken, or all of the range are.
+            ConfigError: the variable is not a port or a range of ports.
+            TransportError: the port, or every port of the range, is in use.
         """
         text = os.environ.get(HEALTH_PORT_VARIABLE, "")
         if not text.strip() or self._server is not None:
@@ -58,20 +59,20 @@ class HealthPort:
             listener = ports.bind(partial(listen_tcp, host), HEALTH_PORT_VARIABLE)
         except OSError as exc:
             raise TransportError(
-                f"cannot listen on {host!r} for health probes: {exc.strerror or exc}. Where a host has several "
-                f"processes, {HEALTH_PORT_VARIABLE} is a range of ports, such as '8080-8087'."
+                f"cannot listen on {host!r} for health probes: {exc.strerror or exc}. If a host has several processes, "
+                f"set {HEALTH_PORT_VARIABLE} to a range of ports, such as '8080-8087'."
             ) from exc
         self.port = listener.getsockname()[1]
         self._server = await asyncio.start_server(self._answer, sock=listener, limit=_MAX_REQUEST_BYTES)
         logger.info("health probes are answered on %s port %d", host, self.port)
 
     async def close(self) -> None:
-        """Probes are refused from now on, and those that are under way end; bounded."""
+        """Refuses further probes, and ends those under way; bounded."""
         server, self._server, self.port = self._server, None, 0
         if server is not None:
             server.close()
         for writer in self._answering.values():
-            writer.transport.abort()  # asyncio reports a task of its server that was cancelled as an error
+            writer.transport.abort()  # cancelling its task would make asyncio report an error
         if self._answering:
             await asyncio.wait(list(self._answering), timeout=LISTENER_STOP_LIMIT_S)
 
@@ -81,7 +82,7 @@ class HealthPort:
         self._answering[task] = writer
         try:
             if len(self._answering) <= _MAX_CONNECTIONS:
-                async with asyncio.timeout(HEALTH_ANSWER_LIMIT_S):
+                async with asyncio.timeout(GRPC_GREETING_LIMIT_S):
                     head = await reader.readuntil(b"\r\n\r\n")
                     method = head.partition(b" ")[0]
                     answer = _ANSWERS[method in (b"GET", b"HEAD")]
@@ -91,4 +92,43 @@ class HealthPort:
             logger.debug("a probe ended without an answer: %r", exc)
         finally:
             self._answering.pop(task, None)
-            writer.close()  # the answer is in the kernel by then, or the peer takes none
+            writer.close()  # the kernel has the answer by now, or the peer does not take it
+
+
+class _HandlerCollector:
+    """Takes the place of a server, and collects the handlers that a library registers."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[str, Any] = {}
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None: ...
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        self.handlers.update({f"/{service}/{name}": handler for name, handler in handlers.items()})
+
+
+class Introspection:
+    """gRPC's standard services for health and reflection, which any client with a certificate may call.
+
+    Attributes:
+        handlers: the handlers of both services, by the path of their methods.
+    """
+
+    def __init__(self) -> None:
+        self.handlers: dict[str, Any] = {}
+        self._health = health.aio.HealthServicer()
+
+    async def announce(self, services: Sequence[str]) -> None:
+        """Announces `services` by their full names, in place of earlier ones."""
+        names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        collector: Any = _HandlerCollector()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, collector)
+        servicer = reflection.aio.ReflectionServicer(sorted(set(names)))
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, collector)
+        self.handlers = collector.handlers
+        for name in ("", *names):  # the empty name is the server as a whole
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    async def shut_down(self) -> None:
+        """Reports from now on that nothing is served."""
+        await self._health.enter_graceful_shutdown()

@@ -1,4 +1,4 @@
-"""The serving side of a process: the gRPC server, the raw listeners, and what becomes of each connection and call."""
+"""The serving side of a process: the gRPC server, the raw listeners, and the routing of connections and calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rpcdist.errors import TransportError
 from rpcdist.inspection import Strangers
 from rpcdist.own_shortage import own_shortage
 from rpcdist.transport._channels.brief_polling import may_poll
-from rpcdist.transport._channels.channel_choice import allowed_channels
+from rpcdist.transport._channels.channel import allowed_channels
 from rpcdist.transport._channels.grpc_channel import (
     GrpcServerChannel,
     accepted_grpc_ends,
@@ -29,15 +29,13 @@ from rpcdist.transport._channels.grpc_channel import (
 )
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._server.admission import Admission, Origin, TlsGreetings
-from rpcdist.transport._server.health_port import HealthPort
-from rpcdist.transport._server.introspection import Introspection
-from rpcdist.transport._server.port_range import PortRange
+from rpcdist.transport._server.health_port import HealthPort, Introspection
 from rpcdist.transport._server.silent_connections import SilentConnections
 from rpcdist.transport._server.stream_listeners import StreamListeners
 from rpcdist.transport._server.unary_services import Method, UnaryServices
 from rpcdist.transport._striping.stripe_taker import PAYLOAD_TAKER, StripeTaker
 from rpcdist.transport._striping.striping import num_connections
-from rpcdist.transport.addresses import join_address
+from rpcdist.transport.addresses import PortRange, join_address
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ServerHandshake
 from rpcdist.transport.io_loop import IoLoop
@@ -56,7 +54,7 @@ class AtAddress(grpc.GenericRpcHandler):
         self._others = others
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """gRPC's name for it."""
+        """The handler of a call; gRPC calls this method."""
         details = handler_call_details
         return self._services.handler(details.method, details.invocation_metadata) or self._others(details)
 
@@ -65,16 +63,16 @@ class Server:
     """Serves sessions, on gRPC and raw sockets, and unary calls. Lives on the I/O loop.
 
     Attributes:
-        sessions: those that peers opened and that are alive.
-        ended_traffic: the bytes of the others; see `Session.traffic`.
-        health: answers probes, if it is wanted.
+        sessions: the open sessions that peers opened.
+        ended_traffic: the bytes of ended sessions; see `Session.traffic`.
+        health: answers health probes, if the environment asks for it.
 
     Args:
         io: the loop.
-        credentials: what this process proves itself with.
-        roles: who takes the sessions.
+        credentials: the credentials of this process.
+        roles: the handlers of sessions by role.
         silence_limit_s: silence after which a peer is declared lost, in seconds.
-        ports: where it may listen if nobody says where.
+        ports: the ports at which it may listen by default.
     """
 
     def __init__(
@@ -88,8 +86,8 @@ class Server:
         self._roles = roles
         self._silence_limit_s = silence_limit_s
         self._listeners: dict[str, grpc.aio.Server] = {}  # by address
-        self._services_at: dict[str, UnaryServices] = {}  # of one listener alone, by its address
-        self._plain_hosts: set[str] = set()  # that the log has named
+        self._services_at: dict[str, UnaryServices] = {}  # services of one listener, by its address
+        self._plain_hosts: set[str] = set()  # hosts that the log has named
         self._admission = Admission()
         self._greetings = TlsGreetings(lambda: self._admission.num_wrong_tokens)
         self._silent = SilentConnections(self._greetings)
@@ -102,10 +100,6 @@ class Server:
         self.health = HealthPort()
         self._session_handler: Any = grpc.stream_stream_rpc_method_handler(self._serve_grpc)
 
-    def __repr__(self) -> str:
-        counts = f"{len(self.sessions)} sessions, {self._admission.num_unproven} unproven"
-        return f"<Server at {', '.join(self._listeners) or 'no address'} [{counts}]>"
-
     @property
     def num_silent(self) -> int:
         """See `TlsGreetings`."""
@@ -113,33 +107,34 @@ class Server:
 
     @property
     def strangers(self) -> Strangers:
-        """The connections that were refused, or are not proven."""
+        """The refused connections, and those not proven yet."""
         admission = self._admission
         return Strangers(admission.num_refused, admission.num_wrong_tokens, self.num_silent, admission.num_unproven)
 
     @property
     def num_refused(self) -> int:
-        """Connections that were refused, for whatever reason."""
+        """The number of refused connections."""
         return self._admission.num_refused
 
     @property
     def num_unproven(self) -> int:
-        """Connections in the middle of a handshake."""
+        """The number of connections whose handshake is not finished."""
         return self._admission.num_unproven
 
     async def start(self, host: str, port: int) -> str:
-        """Binds and serves, perhaps beside an address that is served already; returns host:port.
+        """Binds and serves, possibly in addition to other addresses; returns host:port.
 
         Raises:
-            TransportError: the port is taken.
-            ConfigError: `RPCDIST_CHANNELS`, `RPCDIST_POLLING` or `RPCDIST_PAYLOAD_CONNECTIONS` has a value that there
-                is not, or TLS is off where it is needed.
+            TransportError: the port is in use.
+            ConfigError: `RPCDIST_CHANNELS`, `RPCDIST_POLLING` or `RPCDIST_PAYLOAD_CONNECTIONS` has an invalid value, or
+                TLS is off where it is needed.
         """
         await self._credentials.tls_policy.check_plain(host)
         self._note_plain(host)
-        channels = allowed_channels()  # raises, if so, before anything is open
-        may_poll()  # likewise
-        num_connections()  # likewise
+        # These three check their variables before anything is open.
+        channels = allowed_channels()
+        may_poll()
+        num_connections()
         server = grpc.aio.server(options=server_options())
         services = UnaryServices(self._proven, self._calls)
         server.add_generic_rpc_handlers((AtAddress(services, self._handler),))
@@ -151,22 +146,22 @@ class Server:
             self._streams.open_tcp(host)
         if channels.local:
             self._streams.open_local(address)
-            self._streams.unix_name()  # now, and not in the middle of a group that uses a node of others
+            self._streams.unix_name()  # opened now, and not later by a group that shares this node
         await server.start()
         self._listeners[address], self._services_at[address] = server, services
         await self._announce()
         return address
 
     def _bind(self, server: grpc.aio.Server, host: str, port: int) -> int:
-        """Binds the port, or, where that is 0, one of those allowed; returns which."""
+        """Binds the port, or one of the allowed ports if it is 0; returns the port."""
 
         def bind(port: int) -> int:
             place = join_address(host, port)
             try:
                 if not self._credentials.tls_policy.encrypts_grpc:
                     return server.add_insecure_port(place)
-                return server.add_secure_port(place, self._tls_credentials())  # good for once
-            except RuntimeError as exc:  # gRPC does not say what it was
+                return server.add_secure_port(place, self._tls_credentials())  # the credentials serve one port
+            except RuntimeError as exc:  # gRPC does not tell the reason
                 if (shortage := own_shortage()) is not None:
                     raise TransportError(f"cannot listen on {place}: {shortage}") from exc
                 raise OSError(errno.EADDRINUSE, "in use by another process, or not this machine's address") from exc
@@ -178,11 +173,11 @@ class Server:
         except OSError as exc:
             raise TransportError(
                 f"cannot listen on {host} port {port or self._ports}: {exc.strerror}. Choose another port "
-                "(MASTER_PORT, or RpcOptions(port=...)), or end its holder."
+                "(MASTER_PORT, or RpcOptions(port=...)), or end the process that holds it."
             ) from exc
 
     def _tls_credentials(self) -> Any:
-        def begun() -> None:  # on a thread of gRPC's
+        def begun() -> None:  # on a thread of gRPC
             self._silent.begun()
             self._io.call_soon(self._greetings.begun)
 
@@ -192,20 +187,20 @@ class Server:
         self._greetings.calls(None if grpc_peer is None else _origin(grpc_peer))
 
     async def listen_for_sockets(self, host: str) -> tuple[str, int, str]:
-        """Listens for raw sockets, if it does not yet; returns address, port, and the name of a Unix socket or ""."""
+        """Listens for raw sockets; returns address, port, and the name of the Unix socket or ""."""
         self._note_plain(host)
         address, port = self._streams.open_tcp(host)
         return address, port, self._streams.unix_name()
 
     def _note_plain(self, host: str) -> None:
-        """Says once for each address that others can read what goes there."""
+        """Warns once for each address that is reachable without encryption."""
         plain = self._credentials.tls_policy.plain_beyond_loopback(host)
         if plain is not None and host not in self._plain_hosts:
             self._plain_hosts.add(host)
             logger.warning("%s", plain)
 
     async def stop(self, grace_s: float) -> None:
-        """Stops; sessions end at once."""
+        """Stops serving; sessions end at once."""
         self._greetings.close()
         await self.health.close()
         await self._streams.stop()
@@ -216,7 +211,7 @@ class Server:
             await asyncio.gather(*(server.stop(grace_s) for server in listeners))
 
     async def stop_address(self, address: str, grace_s: float) -> None:
-        """Stops the gRPC and Unix listeners of one address; the sessions that came through them end."""
+        """Stops the gRPC and Unix listeners of one address, and ends the sessions that came through them."""
         await self._streams.close_local(address)
         server = self._listeners.pop(address, None)
         self._services_at.pop(address, None)
@@ -229,18 +224,18 @@ class Server:
         await asyncio.gather(*(each.drain(timeout_s) for each in services))
 
     def serve_always(self, descriptor: ServiceDescriptor, methods: Mapping[str, Method]) -> None:
-        """Serves the unary methods of a service at every address, before the first one is open."""
+        """Serves the unary methods of a service at every address; called before the first one is open."""
         self._unary.add(descriptor, methods)
 
     async def add_service(
         self, descriptor: ServiceDescriptor, methods: Mapping[str, Method], address: str | None = None
     ) -> None:
-        """Serves the unary methods of a service; replaces what was registered under its name.
+        """Serves the unary methods of a service; replaces earlier methods of the same name.
 
         Args:
             descriptor: the service.
             methods: its handlers, by name.
-            address: the only one, of those served, at which it is there; None for all.
+            address: the only served address that offers it; None for all.
         """
         (self._unary if address is None else self._services_at[address]).add(descriptor, methods)
         await self._announce()
@@ -250,19 +245,19 @@ class Server:
         await self._introspection.announce([f"{PACKAGE}.Rpc", *sorted(names)])
 
     def _handler(self, details: grpc.HandlerCallDetails) -> Any:
-        """The handler of a call at any address."""
+        """The handler of a call at every address."""
         path = details.method
         if path == SESSION_PATH:
             return self._session_handler
         unary = self._unary.handler(path, details.invocation_metadata)
         if unary is None:
-            self._greetings.calls(None)  # by a prober
+            self._greetings.calls(None)  # a call by a stranger
         return unary or self._introspection.handlers.get(path)
 
     # ------------------------------------------------------------ sessions
 
     async def _serve_grpc(self, _requests: Any, context: Any) -> None:
-        """A session on gRPC; ends when it does."""
+        """Serves a session on gRPC until it ends."""
         channel = GrpcServerChannel(context, context.peer())
         self._calls(context.peer())
         handshake = self._credentials.server_handshake(
@@ -309,6 +304,6 @@ class Server:
 
 
 def _origin(grpc_peer: str) -> Origin:
-    """Where a connection comes from, out of gRPC's "ipv4:1.2.3.4:567" or "ipv6:%5B::1%5D:567"."""
+    """The origin of a connection, parsed from gRPC's "ipv4:1.2.3.4:567" or "ipv6:%5B::1%5D:567"."""
     host, _, port = unquote(grpc_peer.partition(":")[2]).rpartition(":")
     return Origin(host.strip("[]"), port)

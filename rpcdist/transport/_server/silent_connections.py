@@ -1,9 +1,9 @@
-"""Ends connections of gRPC that have made no call, where there are very many of them.
+"""Ends gRPC connections that have made no call, if there are very many of them.
 
-gRPC takes every connection, keeps 50 KiB for each whose TLS is not done, and waits 5 seconds for it. It offers nothing
-that looks at a connection first. So this looks at the descriptors of the process: what is connected to gRPC's port and
-has made no call is a stranger, or a newcomer whose TLS takes a moment. Of strangers the oldest are shut down, which
-makes gRPC close them, until no more are left than may be in the middle of a handshake (`admission.py`).
+gRPC accepts every connection, keeps 50 KiB for each unfinished TLS handshake, and waits 5 seconds for it. It has no
+hook to check a connection first. So this module reads the descriptors of the process: a connection to gRPC's port that
+has made no call is a stranger, or a newcomer in TLS. The oldest strangers are shut down, which makes gRPC close them,
+until no more are left than may be unproven at once (`admission.py`).
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ logger = logging.getLogger(__name__)
 
 _End = tuple[str, str]  # host and port
 _LOOK_EVERY: Final = 64
-"""New connections: a look at a thousand descriptors takes some milliseconds."""
+"""New connections between two looks: reading a thousand descriptors takes some milliseconds."""
 
-_MAPPED: Final = "::ffff:"  # before the address of IPv4 at a socket of IPv6
+_MAPPED: Final = "::ffff:"  # prefix of an IPv4 address at an IPv6 socket
 
 
 class SilentConnections:
-    """Looks while connections come in numbers, on the thread of gRPC that takes them: meanwhile it takes no more.
+    """Looks at the connections while many arrive, on gRPC's accepting thread, which accepts no others meanwhile.
 
     Args:
         greetings: knows which connections have made a call.
 
     Attributes:
-        ports: at which gRPC listens.
+        ports: the ports at which gRPC listens.
     """
 
     def __init__(self, greetings: TlsGreetings) -> None:
         self.ports: set[int] = set()
         self._greetings = greetings
-        self._first_seen: dict[_End, int] = {}  # of those at the last look: at which look that was
+        self._first_seen: dict[_End, int] = {}  # the look at which each connection was seen first
         self._num_looks = 0
         self._num_new = 0
         self._lock = threading.Lock()
 
     def begun(self) -> None:
-        """A connection is taken."""
+        """Counts an accepted connection, and looks at all connections if there are many."""
         if not self._lock.acquire(blocking=False):  # another thread looks
             return
         try:
@@ -57,7 +57,7 @@ class SilentConnections:
             if self._num_new >= _LOOK_EVERY and self._num_new + len(self._first_seen) > MAX_UNPROVEN // 2:
                 self._look()
         except Exception:
-            logger.exception("the connections to this process cannot be looked at")
+            logger.exception("the connections to this process cannot be examined")
         finally:
             self._lock.release()
 
@@ -66,7 +66,7 @@ class SilentConnections:
         self._num_new = 0
         try:
             found = self._found()
-        except OSError:  # no descriptor is left to look at others: gRPC's own limit ends them
+        except OSError:  # no descriptor is left to examine others; gRPC's own limit ends them
             return
         seen = {end: self._first_seen.get(end, self._num_looks) for end in found}
         left: Counter[str] = Counter()
@@ -81,7 +81,7 @@ class SilentConnections:
         self._first_seen = seen
 
     def _found(self) -> dict[_End, int]:
-        """The descriptors of the connections that have made no call, by their other end."""
+        """The descriptors of connections that have made no call, by their remote end."""
         found: dict[_End, int] = {}
         alive: set[_End] = set()
         known = self._greetings.known()
@@ -96,7 +96,7 @@ class SilentConnections:
         return found
 
     def _end(self, connection: socket.socket) -> _End | None:
-        """The other end of a connection to gRPC's port; None for other sockets."""
+        """The remote end of a connection to gRPC's port; None for other sockets."""
         if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
             return None
         try:
@@ -108,7 +108,7 @@ class SilentConnections:
         return host.removeprefix(_MAPPED), str(port)
 
     def _shut_down(self, descriptor: int, end: _End) -> None:
-        """Unless the descriptor is another connection by now."""
+        """Shuts a connection down, unless the descriptor belongs to another one by now."""
         with suppress(OSError), _copy(descriptor) as connection:
             if connection is not None and self._end(connection) == end:
                 connection.shutdown(socket.SHUT_RDWR)
@@ -116,10 +116,10 @@ class SilentConnections:
 
 @contextmanager
 def _copy(descriptor: int) -> Iterator[socket.socket | None]:
-    """A copy of a socket, which stays the same connection even if the descriptor becomes another; None for others.
+    """A duplicate of a socket's descriptor, which stays the same connection if the number is reused; None for others.
 
     Raises:
-        OSError: there is no descriptor for a copy.
+        OSError: no descriptor is left for the duplicate.
     """
     try:
         is_socket = stat.S_ISSOCK(os.fstat(descriptor).st_mode)

@@ -25,18 +25,17 @@ from rpcdist.transport._channels.stream_sockets import (
     accepted_ends,
     listen_tcp,
     listen_unix,
-    local_name,
     tune,
 )
 from rpcdist.transport._channels.tls_pipe import AcceptedPipe
 from rpcdist.transport._server.admission import Admission, Origin
-from rpcdist.transport._server.port_range import PortRange
+from rpcdist.transport.addresses import PortRange
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ServerHandshake
 from rpcdist.transport.handshake_side import refusal
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.roles import SOCKET_ROLE, Roles
-from rpcdist.transport.unix_sockets import has_abstract_sockets, names_senders, peer_process, same_user
+from rpcdist.transport.unix_sockets import has_abstract_sockets, local_name, names_senders, peer_process, same_user
 
 __all__ = ["ServeSession", "StreamListeners"]
 

@@ -1,7 +1,7 @@
-"""The gRPC methods that other parts register, each with one request and one reply: checks who calls, and runs handlers.
+"""The gRPC methods that other parts register, each with one request and one reply: checks the caller, runs the handler.
 
-[Note: pieces] gRPC limits the size of a message, and a larger one travels in pieces: the request and the reply of the
-method are then streams of a message with the field `data`. Pieces of strangers are not read at all.
+[Note: pieces] gRPC limits the size of a message, so a larger one travels in pieces: the request and the reply of the
+method are then streams of a message with the field `data`. Pieces of strangers are not read.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from rpcdist.errors import ProtocolViolation, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.transport._channels.grpc_channel import refuse
 from rpcdist.transport._framing.message_parts import parsed
-from rpcdist.transport._framing.message_pieces import TooLarge, cut, joined
-from rpcdist.transport.unary_proof import PACKAGE, ProvenSessions
+from rpcdist.transport.unary_proof import PACKAGE, ProvenSessions, TooLarge, cut, joined
 
 logger = logging.getLogger(__name__)
 
 Method = Callable[[Identity, Any], Awaitable[Any]]
 """A service method: takes the proven caller and the request, returns the reply. Runs on the I/O loop.
 
-Both are messages, or bytes where they travel in pieces.
+Both are messages, or bytes if they travel in pieces.
 """
 
 
@@ -48,13 +47,13 @@ class UnaryServices:
     def __init__(self, proven: ProvenSessions, on_call: Callable[[str], object]) -> None:
         self._on_call = on_call
         self.names: list[str] = []
-        self._methods: dict[str, tuple[type[Message], Method, bool]] = {}  # by the path; and whether in pieces
+        self._methods: dict[str, tuple[type[Message], Method, bool]] = {}  # by path; the last item: in pieces
         self._proven = proven
         self._num_running = 0
         self._one_ended = asyncio.Event()
 
     def add(self, descriptor: ServiceDescriptor, methods: Mapping[str, Method]) -> None:
-        """Serves methods of a service; replaces what was registered under its name."""
+        """Serves methods of a service; replaces earlier methods of the same name."""
         for method in descriptor.methods:
             if method.name in methods:
                 request_type = GetMessageClass(method.input_type)
@@ -66,7 +65,7 @@ class UnaryServices:
     def handler(self, path: str, metadata: Any) -> Any:
         """gRPC's handler for one call; None if there is no such method.
 
-        The proof is looked at here, when nothing of the request has been read: a stranger's is never taken in.
+        The proof is checked here, before the request is read, so a stranger's request is never read.
         """
         found = self._methods.get(path)
         if found is None:
@@ -132,4 +131,4 @@ def _refuse_unread(path: str) -> Any:
         reason = f"{path} needs a proven session; open {PACKAGE}.Rpc/Session first"
         await refuse(context, handshake_pb2.Refusal(reason=reason))
 
-    return grpc.stream_stream_rpc_method_handler(refuse_it)  # of a stream, nothing is read that is not asked for
+    return grpc.stream_stream_rpc_method_handler(refuse_it)  # a stream is read only on demand

@@ -1,25 +1,57 @@
-"""The connecting side of a socket hub: opens a socket to another hub, and proves both ends."""
+"""The connecting side of a socket hub: the address of a hub, and sockets to it whose both ends are proven."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import socket
+from dataclasses import dataclass
 from typing import Final
 
 from rpcdist._proto import handshake_pb2
 from rpcdist.backoff import backoff
-from rpcdist.errors import AuthenticationFailed, ConnectFailed, ProtocolViolation, RpcdistError
+from rpcdist.errors import AuthenticationFailed, ConfigError, ConnectFailed, ProtocolViolation, RpcdistError
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S
 from rpcdist.transport._channels.proving import prove_client
 from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix
 from rpcdist.transport._channels.tls_pipe import connected_pipe
-from rpcdist.transport._socket_hub.hub_address import HubAddress
 from rpcdist.transport._tls.tls_socket import StreamSocket
+from rpcdist.transport.addresses import join_address, split_address
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.roles import SOCKET_ROLE, socket_purpose
 from rpcdist.transport.unix_sockets import has_abstract_sockets, names_senders
+
+
+@dataclass(frozen=True, slots=True)
+class HubAddress:
+    """Where a hub listens.
+
+    Attributes:
+        host: host of the TCP listener.
+        port: port of the TCP listener.
+        unix_name: name of the abstract Unix listener, without the leading zero byte; empty where there is none.
+        taker: which hub of the process is meant; they share the listeners.
+    """
+
+    host: str
+    port: int
+    unix_name: str = ""
+    taker: str = ""
+
+    def __str__(self) -> str:
+        tcp = f"{join_address(self.host, self.port)}/{self.taker}"
+        return f"{tcp},@{self.unix_name}" if self.unix_name else tcp
+
+    @classmethod
+    def parse(cls, text: str) -> HubAddress:
+        """The inverse of `str`. Raises `ConfigError` for anything else."""
+        tcp, comma, unix = text.partition(",")
+        address, slash, taker = tcp.partition("/")
+        if not slash or (comma and (len(unix) < 2 or not unix.startswith("@") or len(unix) > 100)):
+            raise ConfigError(f"a hub's address is written host:port/hub or host:port/hub,@name, not {text[:200]!r}")
+        return cls(*split_address(address), unix[1:], taker)
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""Large payloads of one session on several TCP connections at once, beside the one that carries its messages."""
+"""Carries large payloads of a session on several TCP connections, next to the one that carries its messages."""

@@ -1,4 +1,4 @@
-"""Payload connections that peers open, given to the sessions that they belong to."""
+"""Takes the payload connections that peers open, and gives them to their sessions."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from typing import Final, NamedTuple
 from rpcdist.ids import Identity
 from rpcdist.time_limits import TCP_CHANNEL_LIMIT_S
 from rpcdist.transport._framing.stripes import MAX_STRIPES
-from rpcdist.transport._striping.stripe_connection import StripePlace
-from rpcdist.transport._striping.striping import PAYLOAD_CONNECTIONS_VARIABLE, Striping, num_connections
+from rpcdist.transport._striping.striping import PAYLOAD_CONNECTIONS_VARIABLE, StripePlace, Striping, num_connections
 from rpcdist.transport._tls.tls_socket import TlsSocket
 
 logger = logging.getLogger(__name__)
 
 PAYLOAD_TAKER: Final = "payloads"
-"""The name among the takers of raw sockets."""
+"""The name of this taker among the takers of raw sockets."""
 
 
 def payload_purpose(session_id: bytes, place: StripePlace) -> str:
-    """What the hello of a payload connection says, after the name of the taker."""
+    """The purpose in the hello of a payload connection, after the name of the taker."""
     return f"{session_id.hex()}/{place.number}/{place.total}"
 
 
@@ -34,7 +33,7 @@ def _parse(purpose: str) -> tuple[str, StripePlace] | None:
 
 
 class _StripedPeer(NamedTuple):
-    """A session that peers may open payload connections for, and those that have come."""
+    """A session for which its peer may open payload connections, and the arrived ones."""
 
     peer: Identity
     striping: Striping
@@ -47,15 +46,12 @@ class StripeTaker:
     def __init__(self) -> None:
         self._sessions: dict[str, _StripedPeer] = {}
 
-    def __repr__(self) -> str:
-        return f"<StripeTaker [{len(self._sessions)} sessions]>"
-
     def expect(self, session_id: bytes, peer: Identity, striping: Striping) -> None:
-        """From now on, `peer` may open connections for this session."""
+        """Lets `peer` open payload connections for this session."""
         self._sessions[session_id.hex()] = _StripedPeer(peer, striping, {})
 
     def forget(self, session_id: bytes) -> None:
-        """The session has ended."""
+        """Forgets a session that has ended."""
         expected = self._sessions.pop(session_id.hex(), None)
         if expected is not None:
             _close_all(expected.arrived)
@@ -64,15 +60,15 @@ class StripeTaker:
         """See `SocketTaker`."""
         parsed = _parse(purpose)
         if parsed is None:
-            return "that names no payload connection"
+            return "the purpose does not name a payload connection"
         session, place = parsed
         expected = self._sessions.get(session)
         if expected is None or expected.peer != peer:
-            return f"{peer.name} has no such session here"
+            return f"{peer.name} has no such session in this process"
         if not num_connections():
             return f"{PAYLOAD_CONNECTIONS_VARIABLE} is 0 there"
         if place in expected.arrived or any(place.total != other.total for other in expected.arrived):
-            return "that payload connection is there already"
+            return "this payload connection is already open"
         return ""
 
     def put(self, purpose: str, connection: socket.socket | TlsSocket) -> bool:
@@ -94,7 +90,7 @@ class StripeTaker:
 
 
 def _close_all(arrived: dict[StripePlace, socket.socket | TlsSocket]) -> None:
-    """Of those that came, if not all have come: who opens them has given up by now, or the session has ended."""
+    """Closes the connections of an incomplete set: the peer has given up by now, or the session has ended."""
     for connection in arrived.values():
         connection.close()
     arrived.clear()

@@ -1,25 +1,27 @@
-"""The payload connections of one session: large messages leave in stripes, one on each, and the session's own
-connection stays free for everything else.
+"""The payload connections of one session: they carry large messages in stripes, one stripe on each connection, and the
+session's own connection stays free for everything else.
 
-Each side may use them as soon as it has all of them. The side that opened the session opens these, too, with the second
-large message that goes or comes: by then the peer has the session, and large messages are not a single event.
+Each side may use the connections as soon as it has all of them. The side that opened the session also opens these, at
+the second large message in either direction: by then the peer has the session, and large messages are not a single
+event. A connection carries pieces: each has the ordinal number of its announcement, a size, and the bytes.
 
-[Note: far peers] The kernel sends so many bytes in a round trip on a connection: no more than its buffers hold, and no
-more than it has learned that the path carries, which a few messages do not teach it. Where a round trip takes long,
-that bounds the rate of one connection, and has a message of 1 MiB take two of them. So there are more connections
-between peers that are far apart, and smaller messages use them.
+[Note: far peers] In one round trip, the kernel sends a limited number of bytes on a connection: no more than its buffers
+hold, and no more than it has learned that the path carries, which a few messages do not teach it. A long round trip
+therefore bounds the rate of one connection, and a message of 1 MiB takes two of them. So peers that are far apart have
+more connections, and smaller messages use them.
 
-[Note: unused] Either side may find, once the connections stand, that it cannot have them: it gave up waiting for the
-last one, or its system gives no more threads. It closes them, then; and whoever finds them closed, and nothing has gone
-on them in either direction, does without them, too. Anything that has gone may be lost, and so the session ends.
+[Note: unused] Once the connections are open, either side may find that it cannot use them: it gave up waiting for the
+last one, or its system allows no more threads. It then closes them. If the other side finds them closed before any
+bytes were sent on them in either direction, it continues without them. Otherwise bytes may be lost, and the session
+ends.
 
-[Note: the end] What a peer wrote before it closed arrives on several connections, and the one that says why it closed
-may be first. So a session that ends there reads the others to their end, for a moment. The other way round, the end of
-a payload connection ends the session, but only after a moment, in which the reason may come.
+[Note: the end] The last bytes of a peer arrive on several connections, and the one with its reason for closing may be
+the first. So a session that ends there reads the others to their end, for a moment. Conversely, the end of a payload
+connection ends the session only after a moment, in which the reason may arrive.
 
-[Note: silence] Heartbeats travel on the session's own connection, and say nothing of these: a firewall may have
-forgotten them, or the peer not read them. So the kernel breaks one whose bytes the peer has not taken for as long as a
-peer may be silent.
+[Note: silence] Heartbeats travel on the session's own connection and do not check the payload connections: a firewall
+may have dropped them, or the peer may not read them. So the kernel breaks a payload connection whose bytes the peer has
+not acknowledged for the silence limit of the session.
 """
 
 from __future__ import annotations
@@ -27,28 +29,231 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import socket
+import struct
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Final, NamedTuple, Protocol
 
 from rpcdist.errors import ConfigError, ProtocolViolation, RpcdistError
 from rpcdist.time_limits import PAYLOADS_END_LIMIT_S
 from rpcdist.transport._channels.stream_sockets import break_when_silent
 from rpcdist.transport._framing.incoming import Delivery, Incoming
 from rpcdist.transport._framing.stripes import MAX_STRIPES, StripeCursor
-from rpcdist.transport._striping.stripe_connection import Stripe, StripeConnection, StripedTransfer, StripePlace
 from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.outgoing_buffer import OutgoingBuffer
+from rpcdist.transport.memory_copies import OutgoingBuffer
+
+_HEAD: Final = struct.Struct("<QI")
+
+PIECE_BYTES: Final = 1 << 20
+"""Bytes written at once; then another transfer has its turn on this connection."""
+
+
+class StripedTransfer:
+    """The buffers of one message, on their way out on several connections.
+
+    Attributes:
+        is_aborted: whether the transfer was aborted, so that no more of it is sent.
+        num_stripes: the number of unfinished stripes; `Striping` counts them.
+    """
+
+    __slots__ = ("buffers", "is_aborted", "num_stripes", "number", "ordinal", "sizes")
+
+    def __init__(
+        self, number: int, ordinal: int, buffers: Sequence[OutgoingBuffer], sizes: Sequence[int], num_stripes: int
+    ) -> None:
+        self.number = number
+        self.ordinal = ordinal
+        self.buffers = buffers
+        self.sizes = sizes
+        self.num_stripes = num_stripes
+        self.is_aborted = False
+
+
+class Stripe(NamedTuple):
+    """The part of a transfer on one connection."""
+
+    transfer: StripedTransfer
+    cursor: StripeCursor
+
+
+class StripePlace(NamedTuple):
+    """The number of a connection among those of its session."""
+
+    number: int
+    total: int
+
+
+class StripeConnection:
+    """One connection for payloads, with a thread that writes and a thread that reads, from the start.
+
+    The threads block, so each piece of a payload takes one system call, without the interpreter's lock. `close` ends
+    their waits. The last thread closes the socket, so that the kernel cannot reuse its descriptor while a thread still
+    uses it.
+
+    Attributes:
+        num_sent, num_received: the bytes of payloads so far.
+
+    Args:
+        connection: proven; the object owns it.
+        place: its number among the connections.
+        incoming: has the memory for arriving bytes.
+        owner: is notified of pieces and ends.
+        name: name of the peer.
+        io: starts the threads.
+
+    Raises:
+        RuntimeError: the system allows no more threads; the connection is closed.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket | TlsSocket,
+        place: StripePlace,
+        incoming: Incoming,
+        owner: Striping,
+        name: str,
+        io: IoLoop,
+    ) -> None:
+        if isinstance(connection, socket.socket):
+            connection.setblocking(True)
+        self.num_sent = self.num_received = 0
+        self._socket = connection
+        self._place = place
+        self._incoming = incoming
+        self._owner = owner
+        self._queue: SimpleQueue[Stripe | None] = SimpleQueue()
+        self._is_closed = False
+        self._num_threads = 2
+        self._lock = threading.Lock()
+        for work, kind in ((self._write, "writer"), (self._read, "reader")):
+            title = f"rpcdist payload {kind} {place.number} of {name}"
+            try:
+                io.start_worker(partial(self._run, work), title)
+            except RuntimeError:
+                self.close()
+                self._leave(1 if work == self._read else 2)
+                raise
+
+    def put(self, stripe: Stripe) -> None:
+        """Queues a stripe for this connection; any thread."""
+        self._queue.put(stripe)
+
+    def close(self) -> None:
+        """Ends both threads soon; any thread; idempotent."""
+        self._is_closed = True
+        with self._lock, suppress(OSError):  # locked, because the last thread may be about to close the socket
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._queue.put(None)
+
+    def _run(self, work: Callable[[], None]) -> None:
+        error: Exception | None = None
+        try:
+            work()
+        except Exception as exc:
+            error = exc
+        self._leave()
+        if not self._is_closed:
+            self._owner.on_end(error, work == self._read)
+
+    def _leave(self, num_threads: int = 1) -> None:
+        """Records that threads have stopped using the socket; the last one closes it."""
+        with self._lock:
+            self._num_threads -= num_threads
+            if not self._num_threads:
+                self._socket.close()
+
+    # ------------------------------------------------------------ writing
+
+    def _write(self) -> None:
+        while self._write_piece(self._queue.get()):
+            pass
+
+    def _write_piece(self, stripe: Stripe | None) -> bool:
+        """Writes one piece of a stripe; False if the connection is closed. Keeps no reference to the buffers."""
+        if stripe is None or self._is_closed:
+            return False
+        if stripe.cursor.left and not stripe.transfer.is_aborted:
+            self._send(stripe)
+        if stripe.cursor.left and not stripe.transfer.is_aborted:
+            self._queue.put(stripe)
+        else:
+            self._owner.stripe_ended(stripe.transfer)
+        return True
+
+    def _send(self, stripe: Stripe) -> None:
+        buffers = stripe.transfer.buffers
+        ranges = stripe.cursor.take(PIECE_BYTES)
+        size = sum(end - start for _, start, end in ranges)
+        self.num_sent += size
+        head = memoryview(_HEAD.pack(stripe.transfer.ordinal, size))
+        parts = [head, *(buffers[number].view[start:end] for number, start, end in ranges)]
+        while parts:
+            try:
+                sent = self._socket.sendmsg(parts)
+            except BlockingIOError:  # with TLS
+                self._wait(select.POLLOUT)
+                continue
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if sent:
+                parts[0] = parts[0][sent:]
+
+    # ------------------------------------------------------------ reading
+
+    def _read(self) -> None:
+        head = memoryview(bytearray(_HEAD.size))
+        while self._receive(head, may_end=True):
+            ordinal, size = _HEAD.unpack(head)
+            if not 0 < size <= PIECE_BYTES:
+                raise ProtocolViolation(f"a piece of {size} bytes was announced; {PIECE_BYTES} are allowed")
+            self._read_piece(ordinal, size)
+
+    def _read_piece(self, ordinal: int, size: int) -> None:
+        """Receives and delivers one piece; keeps no reference to the buffers."""
+        places = self._incoming.stripe(ordinal, *self._place, size)
+        for place in [memoryview(bytearray(size))] if places is None else places:
+            self._receive(place)
+        self.num_received += size
+        self._owner.on_piece(self._incoming.stripe_placed(ordinal, size))
+
+    def _receive(self, place: memoryview, may_end: bool = False) -> bool:
+        """Fills the place; False if the connection ended before the first byte and `may_end` is True."""
+        got = 0
+        while got < len(place):
+            try:
+                if isinstance(self._socket, TlsSocket):
+                    more = self._socket.recv_into(place[got:])
+                else:
+                    more = self._socket.recv_into(place[got:], 0, socket.MSG_WAITALL)
+            except BlockingIOError:  # with TLS
+                self._wait(select.POLLIN)
+                continue
+            if not more:
+                if may_end and not got:
+                    return False
+                raise OSError("it ended within a piece")
+            got += more
+        return True
+
+    def _wait(self, event: int) -> None:
+        """Waits until the socket is readable or writable; `close` also ends the wait."""
+        poller = select.poll()
+        poller.register(self._socket.fileno(), event)
+        poller.poll()
+
 
 logger = logging.getLogger(__name__)
 
 PAYLOAD_CONNECTIONS_VARIABLE: Final = "RPCDIST_PAYLOAD_CONNECTIONS"
 
 MIN_STRIPED_BYTES: Final = 2 << 20
-"""Smaller messages cost more by the changes of thread than the second connection brings."""
+"""For smaller messages, the changes of thread cost more than the second connection gains."""
 
 _MIN_FAR_BYTES: Final = 256 << 10
 """The same where a round trip takes long. [Note: far peers]"""
@@ -57,45 +262,46 @@ _FAR_S: Final = 2e-3  # a round trip; within a data centre it is shorter
 
 Connections = Sequence[socket.socket | TlsSocket]
 OpenConnections = Callable[[int], Coroutine[Any, Any, Connections]]
-"""Opens so many; raises `OSError` or `TimeoutError` where that is not possible."""
+"""Opens so many payload connections; raises `OSError` or `TimeoutError` if that is not possible."""
 
 
 def num_connections(is_far: bool = False) -> int:
-    """What `RPCDIST_PAYLOAD_CONNECTIONS` says, by default 2, or 8 to a peer that `is_far`; 0 for none.
+    """The number of payload connections in `RPCDIST_PAYLOAD_CONNECTIONS`, by default 2, or 8 to a peer that `is_far`; 0
+    for none.
 
     Raises:
-        ConfigError: the variable is not a number, or too large a one.
+        ConfigError: the variable is not a number, or too large.
     """
     text = os.environ.get(PAYLOAD_CONNECTIONS_VARIABLE, str(MAX_STRIPES) if is_far else "2")
     if not text.isdecimal() or int(text) > MAX_STRIPES:
-        raise ConfigError(f"{PAYLOAD_CONNECTIONS_VARIABLE} is a number from 0 to {MAX_STRIPES}, not {text!r}")
+        raise ConfigError(f"{PAYLOAD_CONNECTIONS_VARIABLE} must be a number from 0 to {MAX_STRIPES}, not {text!r}")
     return int(text)
 
 
 class StripedSession(Protocol):
-    """A session, as far as it matters here."""
+    """The interface of a session to its payload connections."""
 
     def on_striped(self, delivery: Delivery | None) -> None:
-        """A piece came on a payload connection, perhaps the last one of a message; on any thread."""
+        """A piece arrived on a payload connection, perhaps the last one of a message; called on any thread."""
 
     def on_all_written(self) -> None:
-        """All that was taken is out; on any thread."""
+        """All stripes are written; called on any thread."""
 
     def close(self, reason: str) -> None:
         """Ends the session; any thread."""
 
 
 class Striping:
-    """One per session over TCP.
+    """The payload connections of a session over TCP; see `Striper`.
 
     Args:
         io: the I/O loop.
-        session: whose payloads they are.
-        incoming: its transfers.
-        name: of the peer.
+        session: the session of the payloads.
+        incoming: the session's incoming transfers.
+        name: name of the peer.
         open: opens the connections; None at the side that waits for them.
-        silence_limit_s: how long the peer may take nothing of what was sent on one of them. [Note: silence]
-        round_trip_s: to the peer; None: unknown.
+        silence_limit_s: limit for the peer to acknowledge bytes on a connection. [Note: silence]
+        round_trip_s: the round trip to the peer; None if it is unknown.
     """
 
     def __init__(
@@ -121,10 +327,10 @@ class Striping:
         self._num_large = 0
         self._connections: list[StripeConnection] = []
         self._transfers: dict[int, StripedTransfer] = {}
-        self._lock = threading.Lock()  # around the transfers, and what is to be sent on which connections
-        self._is_used = False  # something has gone on the connections, one way or the other
+        self._lock = threading.Lock()  # protects the transfers and the choice of connections
+        self._is_used = False  # bytes were sent on the connections, in either direction
         self._is_closed = False
-        self._all_ended = asyncio.Event()  # nothing more can be read from any of them
+        self._all_ended = asyncio.Event()  # set when no connection can be read any more
         self._num_ended = 0
 
     @property
@@ -133,14 +339,10 @@ class Striping:
         connections = list(self._connections)
         return sum(each.num_sent for each in connections), sum(each.num_received for each in connections)
 
-    def __repr__(self) -> str:
-        state = "closed" if self._is_closed else f"{len(self._connections)} connections"
-        return f"<Striping with {self._name} [{state}], {len(self._transfers)} transfers>"
-
     # ------------------------------------------------------------ any thread
 
     def note(self, num_bytes: int) -> None:
-        """A message with so many bytes of buffers goes, or has been announced."""
+        """Notes a message that is sent or announced; the second large one opens the connections."""
         if self._open is None or num_bytes < self._min_bytes:
             return
         self._num_large += 1
@@ -157,7 +359,7 @@ class Striping:
             return False
         with self._lock:
             if self._is_closed:
-                return True  # as with any other message of a session that has ended
+                return True  # the session has ended, so the message is dropped like any other
             connections = self._connections
             count = len(connections)
             if not count:
@@ -169,7 +371,7 @@ class Striping:
         return True
 
     def abort(self, number: int) -> bool:
-        """See `Striper`; a piece that is being written is written to its end."""
+        """See `Striper`; a piece that is being written is completed."""
         with self._lock:
             transfer = self._transfers.get(number)
             if transfer is None:
@@ -185,7 +387,7 @@ class Striping:
     # ------------------------------------------------------------ threads of the connections
 
     def stripe_ended(self, transfer: StripedTransfer) -> None:
-        """See `StripeOwner`."""
+        """One stripe is written or dropped; called on a thread of its connection."""
         with self._lock:
             transfer.num_stripes -= 1
             if transfer.num_stripes:
@@ -196,12 +398,12 @@ class Striping:
             self._session.on_all_written()
 
     def on_piece(self, delivery: Delivery | None) -> None:
-        """See `StripeOwner`."""
+        """A piece arrived, perhaps the last one of a message. An exception raised here ends the session."""
         self._is_used = True
         self._session.on_striped(delivery)
 
     def on_end(self, error: Exception | None, is_read: bool) -> None:
-        """See `StripeOwner`."""
+        """A thread of a connection has ended: by an error, or because the peer closed the connection (None)."""
         with suppress(RpcdistError):  # the loop is closed, and the session with it
             self._io.call_soon(self._ended, error, is_read)
 
@@ -221,7 +423,7 @@ class Striping:
         self.begin(connections)
 
     def begin(self, connections: Connections) -> None:
-        """All of them are there; it owns them from now on."""
+        """Starts to use the connections, which are complete; this object owns them."""
         if self._is_closed or self._connections:
             for connection in connections:
                 connection.close()
@@ -244,14 +446,14 @@ class Striping:
         logger.debug("%d payload connections with %s", count, self._name)
 
     def _ended(self, error: Exception | None, is_read: bool) -> None:
-        """A thread has ended by itself: the session cannot go on, unless nothing is lost. [Note: the end]"""
+        """Ends the session, since a thread of a connection has ended, unless no bytes are lost. [Note: the end]"""
         if self._is_closed or not self._connections or (error is None and self._drop_unused()):
             return
         if isinstance(error, ProtocolViolation):
             self._session.close(str(error))
             return
         if error is not None and not isinstance(error, OSError):
-            logger.error("payloads of, or for, %s could not be handled", self._name, exc_info=error)
+            logger.error("a payload from or to %s could not be handled", self._name, exc_info=error)
             self._session.close(f"a payload could not be handled: {error!r}")
             return
         self._num_ended += is_read
@@ -262,7 +464,7 @@ class Striping:
         self._io.loop.call_later(PAYLOADS_END_LIMIT_S, self._session.close, reason)
 
     def _drop_unused(self) -> bool:
-        """The peer has closed one of them: does without them, if nothing has gone on them. [Note: unused]"""
+        """Continues without the connections, since the peer closed one, if no bytes were sent. [Note: unused]"""
         with self._lock:
             if self._is_used:
                 return False
@@ -274,15 +476,15 @@ class Striping:
         return True
 
     async def read_out(self) -> None:
-        """Waits, bounded, for what the peer wrote before it ended the session. [Note: the end]"""
+        """Waits, bounded, for the last bytes that the peer wrote before it ended the session. [Note: the end]"""
         self._incoming.end_announcements()
-        if self._connections:  # also if no byte is missing: the last ones may not have been handed on yet
+        if self._connections:  # even if no byte is missing: the last message may not be delivered yet
             with suppress(TimeoutError):
                 async with asyncio.timeout(PAYLOADS_END_LIMIT_S):
                     await self._all_ended.wait()
 
     def close(self) -> None:
-        """The session has ended."""
+        """Closes all connections, since the session has ended."""
         with self._lock:
             self._is_closed = True
             self._transfers.clear()

@@ -23,8 +23,8 @@ from cryptography.x509.verification import Criticality, ExtensionPolicy, Policy,
 
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.ids import Identity
+from rpcdist.transport.identities import printable
 from rpcdist.transport.keys import framed
-from rpcdist.transport.peer_text import printable
 
 __all__ = ["MALFORMED", "CertificateProver", "PrivateKey", "chain_refusal", "dns_names"]
 
