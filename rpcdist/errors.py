@@ -365,7 +365,7 @@ class PoolExhausted(RpcdistError):
 
 
 class Overloaded(RpcdistError):
-    """A call was not sent, or not accepted: earlier calls to that worker fill the limit of this side, or of the other."""
+    """A call was not sent, or not accepted: earlier calls to that worker fill the limit of this or the other side."""
 
 
 class RRefError(RpcdistError):

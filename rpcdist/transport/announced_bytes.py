@@ -1,5 +1,5 @@
-"""Counts the bytes that a peer makes this process reserve: announced and not sent, parsed, in calls that have not ended,
-or lent and mapped here."""
+"""Counts the bytes that a peer makes this process reserve: announced and not sent, parsed, in calls that have not
+ended, or lent and mapped here."""
 
 from __future__ import annotations
 

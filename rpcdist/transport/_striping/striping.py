@@ -5,10 +5,10 @@ Each side may use the connections as soon as it has all of them. The side that o
 the second large message in either direction: by then the peer has the session, and large messages are not a single
 event. A connection carries pieces: each has the ordinal number of its announcement, a size, and the bytes.
 
-[Note: far peers] In one round trip, the kernel sends a limited number of bytes on a connection: no more than its buffers
-hold, and no more than it has learned that the path carries, which a few messages do not teach it. A long round trip
-therefore bounds the rate of one connection, and a message of 1 MiB takes two of them. So peers that are far apart have
-more connections, and smaller messages use them.
+[Note: far peers] In one round trip, the kernel sends a limited number of bytes on a connection: no more than its
+buffers hold, and no more than it has learned that the path carries, which a few messages do not teach it. A long round
+trip therefore bounds the rate of one connection, and a message of 1 MiB takes two of them. So peers that are far apart
+have more connections, and smaller messages use them.
 
 [Note: unused] Once the connections are open, either side may find that it cannot use them: it gave up waiting for the
 last one, or its system allows no more threads. It then closes them. If the other side finds them closed before any
