@@ -56,7 +56,6 @@ class Peer:
         self.port = port
         self.library = library
         enter(namespace[rank])
-        self.device = namespace[rank][-12:]
 
     def start(self) -> None:
         import torch

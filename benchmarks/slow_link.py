@@ -10,16 +10,13 @@ those that left the interface of rank 0 in a step, headers included, as the kern
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import os
 import statistics
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from _hosts import ADDRESSES, NETWORK, device_of, enter, two_hosts
 from _pairs import Pair, PairFailed, open_pair
 from _report import RESULTS, Line, about_machine, layout, show, write_results
 from _training import Training, make_mlp, slower
@@ -34,39 +31,7 @@ HOOKS = (
 )
 COMPRESSING = HOOKS[1:-1]  # all of them must be faster than none
 SHAPE = (32, 512)
-ADDRESSES = ("10.213.9.1", "10.213.9.2")
-CLONE_NEWNET = 0x40000000
 HEAD: Line = ("communication hook", "step ms", "of none", "in single rounds", "sent MiB", "of none", "budget", "ok")
-
-
-@contextlib.contextmanager
-def two_hosts(rate: str) -> Iterator[tuple[str, str]]:
-    """The names of two namespaces with a cable of this rate between them."""
-    names = (f"slow{os.getpid()}a", f"slow{os.getpid()}b")
-    try:
-        for name in names:
-            run("ip", "netns", "add", name)
-        here, there = (("name", name[-12:], "netns", name) for name in names)
-        run("ip", "link", "add", *here, "type", "veth", "peer", *there)
-        for name, address in zip(names, ADDRESSES, strict=True):
-            device = name[-12:]
-            run("ip", "-n", name, "address", "add", f"{address}/24", "dev", device)
-            run("ip", "-n", name, "link", "set", device, "up")
-            run("ip", "-n", name, "link", "set", "lo", "up")
-            limit = ("rate", rate, "burst", "256kb", "latency", "50ms")
-            run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", device, "root", "tbf", *limit)
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=10)
-
-
-def run(*command: str) -> None:
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = getattr(error, "stderr", "") or error
-        raise PairFailed(f"{' '.join(command)}: {reason} (it takes root, iproute2, veth and tbf)") from error
 
 
 class Peer:
@@ -75,10 +40,8 @@ class Peer:
     def __init__(self, rank: int, port: int, namespaces: tuple[str, str]) -> None:
         self.rank = rank
         self.port = port
-        self.device = namespaces[rank][-12:]
-        with open(f"/var/run/netns/{namespaces[rank]}") as namespace:  # before there is another thread
-            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), f"setns to {namespaces[rank]}")
+        self.device = device_of(namespaces[rank])
+        enter(namespaces[rank])
         self.trainings: dict[str, Training] = {}
 
     def start(self) -> None:
@@ -89,7 +52,7 @@ class Peer:
         torch.set_num_threads(1)
         os.environ.update(MASTER_ADDR=ADDRESSES[0], MASTER_PORT=str(self.port), RANK=str(self.rank), WORLD_SIZE="2")
         # The namespaces share memory, which hosts do not. Encryption is left out: on two cores it would be measured.
-        os.environ.update(RPCDIST_SHARED_MEMORY="0", RPCDIST_TRUSTED_NETWORKS="10.213.9.0/24")
+        os.environ.update(RPCDIST_SHARED_MEMORY="0", RPCDIST_TRUSTED_NETWORKS=NETWORK)
         collectives.init_process_group("tcp")
         collectives.barrier()
 

@@ -168,7 +168,8 @@ def test_the_rest_of_a_record_is_read_although_no_poll_tells_of_it(small: bool) 
         transport._spin_policy.spin_s = transport._spin_policy._longest_s = 0.0
         if not small:
             transport._pair_exchange._peer = -1  # the other way to run the same plan
-        link = stack.enter_context(mine.connect(theirs.address, "test group/link/0.0", LIMIT_S, unix=False))
+        link = mine.connect(theirs.address, "test group/link/0.0", LIMIT_S, unix=False)
+        stack.callback(link.close)
         given = [operation_for(Kind.ALL_REDUCE, 1, 2, 4) for _ in range(3)]
         controls = [FakeControl(operation, number + 1) for number, operation in enumerate(given)]
         for control in controls:

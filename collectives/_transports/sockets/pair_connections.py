@@ -8,6 +8,7 @@ of them. On one host the first connection carries everything: there, each furthe
 
 from __future__ import annotations
 
+import logging
 import re
 import struct
 import threading
@@ -26,9 +27,11 @@ from rpcdist.errors import TransportError
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import GROUP_CONNECT_LIMIT_S
 from rpcdist.transport._socket_hub.hub_connector import HubAddress
-from rpcdist.transport._tls.tls_socket import StreamSocket
+from rpcdist.transport._tls.tls_socket import StreamSocket, encrypted_by
 from rpcdist.transport.addresses import is_loopback
 from rpcdist.transport.sockets import SocketHub
+
+logger = logging.getLogger(__name__)
 
 STRIPE_BYTES: Final = 1 << 20
 """Stripes are at least this long; so shorter messages travel whole."""
@@ -61,6 +64,7 @@ class PairConnections:
     ) -> None:
         self._rank = rank
         self._hub = hub
+        self._name = name
         self._prefix = f"{name}/link/"
         self._addresses = tuple(addresses)
         self._unix = unix
@@ -95,6 +99,10 @@ class PairConnections:
                 with self._lock:
                     connection = self._arrived.pop((peer, channel), None)
             if connection is not None:
+                if not self._open and (who := encrypted_by(connection)) is not None:
+                    logger.info(
+                        "rank %d of group %r: what its sockets send is encrypted by %s", self._rank, self._name, who
+                    )
                 self._open[peer, channel] = connection
         return connection
 

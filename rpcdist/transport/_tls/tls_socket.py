@@ -26,14 +26,15 @@ from typing import Final
 from rpcdist.transport import fork
 from rpcdist.transport._tls.certificate import PEER_NAME, fingerprint
 
-__all__ = ["StreamSocket", "TlsSocket", "has_buffered", "num_owed"]
+__all__ = ["StreamSocket", "TlsSocket", "encrypted_by", "has_buffered", "num_owed"]
 
 _RECORD_BYTES: Final = 16 << 10  # of plain text, at most
 _PIECE_BYTES: Final = 256 << 10  # encrypted with one call of OpenSSL
 _HANDSHAKE_BYTES: Final = 32 << 10  # of the peer, in all; 8 certificates with keys of 4096 bits have 16 KiB
 _RECEIVED_BYTES: Final = struct.Struct("=128xQ")  # tcpi_bytes_received of struct tcp_info
 _SOL_TLS: Final = 282
-_TLS_DIRECTIONS: Final = (("sending", 1), ("receiving", 2))  # TLS_TX, TLS_RX
+_TLS_TX: Final = 1
+_TLS_RX: Final = 2
 _CIPHER_BYTES: Final = 64  # of the kernel's description of a key, at most
 
 
@@ -146,14 +147,13 @@ class TlsSocket:
         ends = (peer, self._own_fingerprint) if self._server_side else (self._own_fingerprint, peer)
         return f"tls, from certificate {ends[0]} to {ends[1]}"
 
-    def by_kernel(self) -> tuple[str, ...]:
-        """What the kernel encrypts or decrypts itself: "sending", "receiving", both or nothing."""
-        found = []
-        for direction, option in _TLS_DIRECTIONS:
-            with suppress(OSError):  # this kernel knows no TLS, or has not been given the keys
-                self._tls.getsockopt(_SOL_TLS, option, _CIPHER_BYTES)
-                found.append(direction)
-        return tuple(found)
+    def is_left_to_kernel(self, direction: int) -> bool:
+        """Whether the kernel encrypts, or decrypts, itself. After the handshake."""
+        try:
+            self._tls.getsockopt(_SOL_TLS, direction, _CIPHER_BYTES)
+        except OSError:  # it knows no TLS, or has not been given the keys
+            return False
+        return True
 
     def _num_received(self) -> int:
         """The bytes that the kernel has taken of the peer; 0 where the socket is none of TCP."""
@@ -242,6 +242,16 @@ def has_buffered(connection: StreamSocket) -> bool:
 def num_owed(connection: StreamSocket) -> int:
     """How many bytes that were not reported as sent have to be sent next. [Note: sent and owed]"""
     return connection.num_owed if isinstance(connection, TlsSocket) else 0
+
+
+def encrypted_by(connection: StreamSocket) -> str | None:
+    """Who encrypts and who decrypts, for a log; None where nobody does."""
+    if not isinstance(connection, TlsSocket):
+        return None
+    sends, receives = (
+        "the kernel" if connection.is_left_to_kernel(direction) else "OpenSSL" for direction in (_TLS_TX, _TLS_RX)
+    )
+    return sends if sends == receives else f"{sends}, and decrypted by {receives}"
 
 
 def _pieces(parts: Sequence[memoryview], num_owed: int) -> list[memoryview | bytes]:
