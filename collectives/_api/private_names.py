@@ -155,6 +155,7 @@ class _OfGroups(Mapping[ProcessGroup, T]):
 _pg_map: Final = _OfGroups(lambda group: (group.name(), group.get_group_store()))
 _pg_names: Final = _OfGroups(lambda group: group.group_name)
 _pg_group_ranks: Final = _OfGroups(lambda group: {rank: number for number, rank in enumerate(group.ranks)})
+_pg_backend_config: Final = _OfGroups(lambda group: group.backend_config)
 
 
 class _Tables:
@@ -163,6 +164,7 @@ class _Tables:
     pg_map = _pg_map
     pg_names = _pg_names
     pg_group_ranks = _pg_group_ranks
+    pg_backend_config = _pg_backend_config
 
     @property
     def default_pg(self) -> ProcessGroup | None:

@@ -74,6 +74,9 @@ class ReduceOp(Enum):
     BXOR = 7
     PREMUL_SUM = 8
 
+    def __int__(self) -> int:
+        return self.value
+
 
 ReduceOp.RedOpType = ReduceOp  # type: ignore[attr-defined]  # torch's name of the type of its members
 

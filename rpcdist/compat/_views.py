@@ -21,13 +21,28 @@ from rpcdist.errors import ConfigError
 
 
 class _ViewedModule(ModuleType):
-    """A module of torch, of which `_OURS` has the names that the program shall find, by the module that has them."""
+    """A module of torch in which the program finds our names.
+
+    `_rpcdist_names` has them by the module of ours that has each, and `_rpcdist_replaced` what the program has put in
+    the place of one: a mock or a wrapper, which torch's own code does not see.
+    """
 
     def __getattribute__(self, name: str) -> Any:
-        ours: dict[str, str] = object.__getattribute__(self, "__dict__").get("_rpcdist_names", {})
+        own = object.__getattribute__(self, "__dict__")
+        ours: dict[str, str] = own.get("_rpcdist_names", {})
         if name in ours and not _asked_by_torch(sys._getframe(1)):
-            return getattr(importlib.import_module(ours[name]), name)
+            replaced: dict[str, object] = own["_rpcdist_replaced"]
+            return replaced[name] if name in replaced else getattr(importlib.import_module(ours[name]), name)
         return super().__getattribute__(name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        own = object.__getattribute__(self, "__dict__")
+        if name not in own.get("_rpcdist_names", {}) or _asked_by_torch(sys._getframe(1)):
+            super().__setattr__(name, value)
+        elif value is own.get(name):  # what `mock.patch` has found in `__dict__`, and puts back
+            own["_rpcdist_replaced"].pop(name, None)
+        else:
+            own["_rpcdist_replaced"][name] = value
 
 
 def install_views(table: Mapping[str, str]) -> None:
@@ -65,7 +80,7 @@ def _view(ours: str, module: ModuleType) -> None:
     names: dict[str, str] = {}
     for lent in map(importlib.import_module, ours.split()):
         names |= {name: lent.__name__ for name in vars(module).keys() & _offered(lent) if _is_value(module, name)}
-    vars(module)["_rpcdist_names"] = names
+    vars(module).update(_rpcdist_names=names, _rpcdist_replaced={})
     module.__class__ = _ViewedModule
 
 

@@ -78,6 +78,8 @@ def check_groups() -> None:
     assert world is not None
     check(c10d._get_default_group() is world is c10d._world.default_pg, "the default group")
     check(list(c10d._pg_map) == [world] and c10d._pg_names[world] == world.group_name, "tables of groups")
+    check(c10d._world.pg_backend_config[world] == "cpu:gloo,cuda:gloo", "the table of backends")
+    check(int(c10d.ReduceOp.PRODUCT) == 2, "the number of a reduction")
     check(torch._C._distributed_c10d._resolve_process_group(world.group_name) is world, "a group by its name")
     other = dist.new_group([0])
     check(other in c10d._pg_map and c10d._pg_group_ranks[other] == {0: 0}, "a second group")

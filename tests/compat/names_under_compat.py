@@ -3,6 +3,8 @@
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -64,10 +66,36 @@ def check_refusals() -> None:
         check("rpcdist.rpc.nothing" in str(error), str(error))
 
 
+def check_replacements() -> None:
+    """A program's mock or wrapper takes the place of a name, and torch's own code does not see it."""
+    real: object = dist.all_reduce
+    seen: list[object] = []
+    theirs = eval("torch.distributed.all_reduce", {"torch": torch, "__name__": "torch.somewhere"})
+    with mock.patch("torch.distributed.all_reduce", seen.append):
+        dist.all_reduce(1)
+        from torch.distributed import all_reduce as imported
+
+        imported(2)
+        check(dist.distributed_c10d.all_reduce is real, "another module is replaced, too")
+        check(
+            eval("torch.distributed.all_reduce", {"torch": torch, "__name__": "torch.somewhere"}) is theirs,
+            "torch's own code sees a mock",
+        )
+    check(seen == [1, 2], f"the mock was called with {seen}")
+    check(dist.all_reduce is real, "the mock stays")
+    parallel: Any = torch.nn.parallel
+    ours = parallel.DistributedDataParallel
+    parallel.DistributedDataParallel = type("Own", (ours,), {})
+    check(parallel.DistributedDataParallel.__name__ == "Own", "a class is not replaced")
+    parallel.DistributedDataParallel = ours
+    check(parallel.DistributedDataParallel is ours, "a class stays replaced")
+
+
 if __name__ == "__main__":
     check(sys.argv[1:] == ["--flag", "value"], f"arguments: {sys.argv}")
     check_names()
     check_imports()
     check_refusals()
+    check_replacements()
     check_clients((Path(__file__).parents[2] / "docs" / "coming_from_torch.md").read_text())
     print("all as it should be")
