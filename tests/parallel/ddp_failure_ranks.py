@@ -7,6 +7,7 @@ import signal
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import ddp_models
@@ -256,7 +257,8 @@ def break_hooks(rank: int, size: int) -> dict[str, str]:
 
 @scenario
 def wrap_badly(rank: int, size: int) -> dict[str, str]:
-    """Constructors that fail; the processes stay usable."""
+    """Constructors and hooks that are refused; the processes stay usable."""
+    stepping: Any = import_module("torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks")
     linear: Any = nn.Linear(2, 2)
     cases: dict[str, Callable[[], object]] = {
         "nothing to train": lambda: DistributedDataParallel(nn.ReLU()),
@@ -269,6 +271,10 @@ def wrap_badly(rank: int, size: int) -> dict[str, str]:
         "half delayed": lambda: DistributedDataParallel(linear, param_to_hook_all_reduce=linear.weight),
         "group": lambda: DistributedDataParallel(linear, process_group=3),  # type: ignore[arg-type]
         "optimizer": lambda: DistributedDataParallel(linear)._register_fused_optim(torch.optim.SGD),
+        "optimizer in a hook": lambda: DistributedDataParallel(linear).register_comm_hook(
+            None, stepping._hook_then_optimizer(comm_hooks.allreduce_hook, None)
+        ),
+        "built-in hook": lambda: DistributedDataParallel(linear)._register_builtin_comm_hook("allreduce"),  # type: ignore[arg-type]
         "sample rate": lambda: DistributedDataParallel(linear)._set_ddp_runtime_logging_sample_rate(0),
     }
     found = {}

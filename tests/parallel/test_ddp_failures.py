@@ -176,6 +176,8 @@ ARGUMENT_ERRORS = {
     "half delayed": "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.",
     "group": "process_group is a builtins.int; make groups with rpcdist.collectives.new_group",
     "optimizer": "_register_fused_optim is not supported; step the optimizer after backward",
+    "optimizer in a hook": "communication hooks that step optimizers are not supported: step after backward",
+    "built-in hook": "expected a member of BuiltinCommHookType, ALLREDUCE or FP16_COMPRESS, not 'allreduce'",
     "sample rate": "should be equal or greater than 1",
 }
 
@@ -184,7 +186,7 @@ def test_arguments_that_make_no_sense(rank_pool: RankPool) -> None:
     (found,) = rank_pool.run(1, ddp_failure_ranks.wrap_badly, rank_pool.new_file())
     assert found.keys() == ARGUMENT_ERRORS.keys()
     for name, text in ARGUMENT_ERRORS.items():
-        assert found[name].startswith("ConfigError: ")
+        assert found[name].startswith("TypeError: " if name == "built-in hook" else "ConfigError: ")
         assert text in found[name]
 
 

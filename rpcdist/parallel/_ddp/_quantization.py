@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
+from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp import _quantization
 from rpcdist.parallel._ddp._comm_hook import CommHook, GradBucket
 
@@ -117,12 +118,20 @@ def adapt_hook(hook: CommHook, state: Any, group: ProcessGroup) -> tuple[CommHoo
         state: what the hook gets. Where a hook of ours or of torch's wants a group, None and groups of ours are
             replaced by what it can use; an object such as `PowerSGDState` keeps its identity, and gets the group.
         group: the model's group, which None stands for.
+
+    Raises:
+        ConfigError: torch's hook steps an optimizer.
     """
     module = _module(hook)
     if module.startswith("rpcdist.parallel."):
         return hook, group if state is None else state
     if not module.startswith("torch.distributed."):
         return hook, state
+    if module.endswith(".optimizer_overlap_hooks"):
+        raise ConfigError(
+            "communication hooks that step optimizers are not supported: step after backward, or give the parameters "
+            "optimizers with torch.distributed.optim._apply_optimizer_in_backward"
+        )
     if module.endswith(".quantization_hooks"):  # torch's rely on what NCCL's futures bring
         return getattr(_quantization, getattr(hook, "__name__", "")), group if state is None else state
     return hook, _torch_state(state, group)
