@@ -25,6 +25,10 @@ from worker_fixtures import module_pool as module_pool
 from worker_fixtures import rank_pool as rank_pool
 from worker_fixtures import worker_pool as worker_pool
 
+from rpcdist.testing.limits import UNIT_S
+
+os.environ.setdefault("PYTEST_TIMEOUT", str(1200 * UNIT_S))  # that of pyproject.toml, on a slow machine more
+
 hypothesis.settings.register_profile("developer", deadline=None)
 hypothesis.settings.register_profile("automatic", deadline=None, derandomize=True, database=None, print_blob=True)
 hypothesis.settings.load_profile("automatic" if os.environ.get("CI") else "developer")
@@ -34,7 +38,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # what a shell starts in 
 
 # The same as in pyproject.toml for programs that tests start, whose output some tests read to the letter.
 os.environ["PYTHONWARNINGS"] = ",".join(
-    filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:This process:DeprecationWarning"])
+    [
+        *filter(None, [os.environ.get("PYTHONWARNINGS")]),
+        "ignore:This process:DeprecationWarning",
+        "ignore:Sparse invariant checks are implicitly disabled:UserWarning",
+    ]
 )
 
 LOOP_FACTORIES: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}

@@ -38,7 +38,8 @@ class Scale:
 
 def profiler(all_threads: bool) -> profile:
     config = _ExperimentalConfig(profile_all_threads=all_threads)
-    return profile(activities=[ProfilerActivity.CPU], experimental_config=config)
+    # With `acc_events`, torch 2.12 does not warn of events that another cycle would clear.
+    return profile(activities=[ProfilerActivity.CPU], experimental_config=config, acc_events=True)
 
 
 def counts(profiled: profile) -> dict[str, int]:

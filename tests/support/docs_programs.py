@@ -14,9 +14,11 @@ from socket import socket
 
 import psutil
 
+from rpcdist.testing.limits import UNIT_S
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-LIMIT_S = 100.0  # of a program; most of it is importing torch in several processes
+LIMIT_S = 1000 * UNIT_S  # of a program; most of it is importing torch in several processes
 
 FENCE = re.compile(
     r"^(?P<mark><!-- not run: [^\n]+ -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
@@ -85,7 +87,7 @@ def run(commands: list[tuple[list[str | Path], dict[str, str]]], folder: Path) -
             except subprocess.TimeoutExpired:
                 abort(process.pid)
                 output, errors = process.communicate(timeout=LIMIT_S)
-            assert process.returncode == 0, output + errors
+            assert process.returncode == 0, f"{output}{errors}exit status {process.returncode}"
             printed.append(output)
         return printed
 

@@ -11,6 +11,8 @@ from typing import IO
 
 import psutil
 
+from rpcdist.testing.limits import UNIT_S
+
 __all__ = [
     "LIMIT_S",
     "STOP_LIMIT_S",
@@ -24,8 +26,8 @@ __all__ = [
 ]
 
 # Limits of what hangs, not of what is slow: most of a run is importing torch in every process, and other tests run too.
-LIMIT_S = 100.0  # of a whole run, which takes 10 to 20 s on two idle cores
-STOP_LIMIT_S = 10.0  # between Ctrl-C and the end, which takes 1 s
+LIMIT_S = 1000 * UNIT_S  # of a whole run, which takes 10 to 20 s on two idle cores
+STOP_LIMIT_S = 100 * UNIT_S  # between Ctrl-C and the end, which takes 1 s
 
 
 def environment() -> dict[str, str]:
