@@ -156,7 +156,7 @@ def _make_transport(context: GroupContext, watch: GroupWatch, options: TcpOption
     allowed = options.allows_shared_memory()
     if refused is not None and allowed:
         logger.warning("collectives use TCP within this host: %s", refused)
-    hosts = find_hosts(context, hub, bootstrap, allowed and refused is None, deadline)
+    hosts = find_hosts(context, hub, bootstrap, allowed and refused is None, deadline, watch.reached_rank_0)
     largest = max(map(len, hosts.members))
     size_bytes = segment_size(len(hosts.members[hosts.index_of(context.rank)])) if largest > 1 else 0
     segment = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 
@@ -75,6 +76,7 @@ class GroupWatch:
 
     Attributes:
         bootstrap: how the ranks reach one another.
+        reached_rank_0: whether this rank, another one than rank 0, has reached the Unix socket of that.
         check: raises when the group cannot be made any more.
         hub: connects to the other ranks.
         reporter: tells the other ranks what this one found.
@@ -92,6 +94,7 @@ class GroupWatch:
         try:
             self.bootstrap = exchange_addresses(context, self.hub, deadline, unix_sockets)
             sockets = connect_watch(context, self.hub, self.bootstrap, deadline)
+            self.reached_rank_0 = context.rank != 0 and sockets[0].family == socket.AF_UNIX
             self.reporter = Watch(self._sockets.node, context.rank, context.ranks, context.name, self._setup)
             self.reporter.start(sockets, deadline.remaining_s() + THREAD_GRACE_S)
         except BaseException:

@@ -26,12 +26,22 @@ from rpcdist.transport.sockets import SocketHub
 logger = logging.getLogger(__name__)
 
 
-def find_hosts(context: GroupContext, hub: SocketHub, bootstrap: Bootstrap, allowed: bool, deadline: Deadline) -> Hosts:
-    """Groups the ranks by host. A rank that passes `allowed` as False stays alone."""
+def find_hosts(
+    context: GroupContext,
+    hub: SocketHub,
+    bootstrap: Bootstrap,
+    allowed: bool,
+    deadline: Deadline,
+    reached_rank_0: bool = False,
+) -> Hosts:
+    """Groups the ranks by host. A rank that passes `allowed` as False stays alone; rank 0 need not be tried again."""
     prefix = f"{bootstrap.uid}/probe/"
     hub.announce(prefix, _close_probe)
     try:
-        leader = _lowest_reachable(context.rank, hub, bootstrap) if allowed else context.rank
+        leader = context.rank
+        if allowed:
+            is_with_rank_0 = reached_rank_0 and bootstrap.boots[0] == bootstrap.boots[context.rank]
+            leader = 0 if is_with_rank_0 else _lowest_reachable(context.rank, hub, bootstrap)
         texts = exchange_values(context, "host", json.dumps([leader, allowed]), deadline)
     finally:
         hub.withdraw(prefix)
