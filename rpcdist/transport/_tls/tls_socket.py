@@ -29,7 +29,7 @@ from rpcdist.transport._tls.certificate import PEER_NAME, fingerprint
 __all__ = ["StreamSocket", "TlsSocket", "encrypted_by", "has_buffered", "num_owed"]
 
 _RECORD_BYTES: Final = 16 << 10  # of plain text, at most
-_PIECE_BYTES: Final = 256 << 10  # encrypted with one call of OpenSSL
+_PIECE_BYTES: Final = 128 << 10  # encrypted with one call of OpenSSL
 _HANDSHAKE_BYTES: Final = 32 << 10  # of the peer, in all; 8 certificates with keys of 4096 bits have 16 KiB
 _RECEIVED_BYTES: Final = struct.Struct("=128xQ")  # tcpi_bytes_received of struct tcp_info
 _SOL_TLS: Final = 282
