@@ -275,3 +275,21 @@ def test_a_server_takes_nobody_without_a_certificate(raw: tuple[socket.socket, s
     bare.load_verify_locations(cadata=identity().certificate().authority.decode())
     with pytest.raises(ssl.SSLError, match=r"(?i)certificate"):
         shake(wrap(raw[0].dup(), bare, False, ""), end(raw[1], True))
+
+
+def test_a_greeting_without_end_is_broken_off() -> None:
+    """A stranger announces a ClientHello of 128 KiB, and goes on sending."""
+    record = b"\x16\x03\x01\x40\x00"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as stranger,
+    ):
+        server = wrap(listener.accept()[0], *_order(identity(), True))
+        stranger.sendall(record + b"\x01\x01\xff\xff" + bytes((16 << 10) - 4))
+        wait(server, select.POLLIN)
+        assert not server.shake_hands()
+        with pytest.raises(OSError, match="more than 32768 bytes before its TLS handshake"):
+            for _ in range(4):
+                stranger.sendall(record + bytes(16 << 10))
+                wait(server, select.POLLIN)
+                assert not server.shake_hands()
