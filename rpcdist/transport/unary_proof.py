@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from google.protobuf.message import Message
@@ -40,13 +41,11 @@ class RequestProver:
         return (SESSION_KEY, self._keys.session_id), (COUNTER_KEY, str(counter)), (PROOF_KEY, proof)
 
 
+@dataclass(slots=True, eq=False)
 class _ProvenSession:
-    __slots__ = ("key", "peer", "window")
-
-    def __init__(self, key: bytes, peer: Identity) -> None:
-        self.key = key
-        self.peer = peer
-        self.window = ReplayWindow()
+    key: bytes
+    peer: Identity
+    window: ReplayWindow = field(default_factory=ReplayWindow)
 
 
 class ProvenSessions:

@@ -89,10 +89,11 @@ class MixedPrecision:
         return tensor.to(self.param_dtype) if tensor.is_floating_point() else tensor
 
 
+@dataclass(slots=True)
 class ReducerOptions:
     """The choices of the user that the reducer needs.
 
-    Args:
+    Attributes:
         caps: size limits of the buckets.
         find_unused: whether parameters may stay without gradients, different ones in each iteration.
         static: whether every iteration uses the same parameters as the first one.
@@ -101,22 +102,12 @@ class ReducerOptions:
         check_finite: see [Note: probes].
     """
 
-    def __init__(
-        self,
-        caps: BucketCaps,
-        *,
-        find_unused: bool = False,
-        static: bool = False,
-        view: bool = False,
-        skip_unused: bool = False,
-        check_finite: CheckFinite = "probes",
-    ) -> None:
-        self.caps = caps
-        self.find_unused = find_unused
-        self.static = static
-        self.view = view
-        self.skip_unused = skip_unused
-        self.check_finite = check_finite
+    caps: BucketCaps
+    find_unused: bool = False
+    static: bool = False
+    view: bool = False
+    skip_unused: bool = False
+    check_finite: CheckFinite = "probes"
 
     @property
     def rule(self) -> DueRule:

@@ -13,6 +13,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from rpcdist._proto import rpc_pb2
@@ -38,31 +39,21 @@ Parts = tuple[bytes, memoryview | None]
 """An envelope: all of its bytes, or its first bytes and the sender's own memory with the others."""
 
 
+@dataclass(slots=True, eq=False)
 class _OutgoingTransfer:
     """The buffers of one message, which belongs to a stream or to none (0). `then` starts when they are written.
 
     `loans` are the segments that a wrapped message names; the peer learns of them when all of this has arrived.
     """
 
-    __slots__ = ("at", "buffers", "index", "loans", "number", "sizes", "stream", "then")
-
-    def __init__(
-        self,
-        number: int,
-        stream: int,
-        buffers: Sequence[OutgoingBuffer],
-        sizes: Sequence[int],
-        then: _OutgoingTransfer | None = None,
-        loans: Sequence[int] = (),
-    ) -> None:
-        self.loans = loans
-        self.number = number
-        self.stream = stream
-        self.buffers = buffers
-        self.sizes = sizes
-        self.index = 0
-        self.at = 0
-        self.then = then
+    number: int
+    stream: int
+    buffers: Sequence[OutgoingBuffer]
+    sizes: Sequence[int]
+    then: _OutgoingTransfer | None = None
+    loans: Sequence[int] = ()
+    index: int = 0
+    at: int = 0
 
     @property
     def progress(self) -> tuple[int, int]:

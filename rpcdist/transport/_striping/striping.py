@@ -35,6 +35,7 @@ import struct
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final, NamedTuple, Protocol
@@ -54,25 +55,21 @@ PIECE_BYTES: Final = 1 << 20
 """Bytes written at once; then another transfer has its turn on this connection."""
 
 
+@dataclass(slots=True, eq=False)
 class StripedTransfer:
     """The buffers of one message, on their way out on several connections.
 
     Attributes:
-        is_aborted: whether the transfer was aborted, so that no more of it is sent.
         num_stripes: the number of unfinished stripes; `Striping` counts them.
+        is_aborted: whether the transfer was aborted, so that no more of it is sent.
     """
 
-    __slots__ = ("buffers", "is_aborted", "num_stripes", "number", "ordinal", "sizes")
-
-    def __init__(
-        self, number: int, ordinal: int, buffers: Sequence[OutgoingBuffer], sizes: Sequence[int], num_stripes: int
-    ) -> None:
-        self.number = number
-        self.ordinal = ordinal
-        self.buffers = buffers
-        self.sizes = sizes
-        self.num_stripes = num_stripes
-        self.is_aborted = False
+    number: int
+    ordinal: int
+    buffers: Sequence[OutgoingBuffer]
+    sizes: Sequence[int]
+    num_stripes: int
+    is_aborted: bool = False
 
 
 class Stripe(NamedTuple):
