@@ -22,6 +22,18 @@ from rpcdist.errors import CallRefused, UnknownWorker
 from rpcdist.flight_files import FOLDER_VARIABLE
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._membership.gatherings import CONTRIBUTE
+from rpcdist.rpc._rref import owner
+from rpcdist.rpc._rref.events import (
+    ForkRefused,
+    ForkRequest,
+    LeaseEnded,
+    MessageArrived,
+    RRefAction,
+    SendControl,
+    UserDeleted,
+)
+from rpcdist.rpc._rref.identifiers import Incarnation, UniqueId
+from rpcdist.rpc._rref.protocol import RRefProtocol
 from rpcdist.rpc._serving.producers import MAX_CREDIT, SyncProducer
 from rpcdist.testing import InProcessCluster, eventually
 
@@ -129,3 +141,27 @@ def test_a_failure_is_written_into_no_folder_of_others(tmp_path: Path, monkeypat
         spoil()
         assert FlightRecorder().write_dump(1) is None
         assert list(folder.iterdir()) == [written]
+
+
+def test_references_that_nobody_will_make_are_bounded_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that a peer named, made by a process that does not exist, took 900 bytes for ever."""
+    monkeypatch.setattr(owner, "MAX_WAITING", 3)
+    me, asker, other, maker = (Incarnation(number, 100 + number) for number in (0, 1, 2, 66))
+    protocol = RRefProtocol(me)
+
+    def ask(sender: Incarnation, number: int, fork: int) -> list[RRefAction]:
+        request = ForkRequest(UniqueId(maker.worker, number, maker.incarnation), UniqueId(sender.worker, fork, 5))
+        return [action for action in protocol.handle(MessageArrived(sender, request)) if is_refusal(action)]
+
+    def is_refusal(action: RRefAction) -> bool:
+        return isinstance(action, SendControl) and isinstance(action.message, ForkRefused)
+
+    assert [ask(asker, 1, 1), ask(asker, 1, 2), ask(asker, 2, 3), ask(asker, 1, 1)] == [[], [], [], []]
+    assert len(ask(asker, 3, 4)) == len(ask(asker, 1, 5)) == 1
+    assert ask(other, 3, 6) == []  # another worker may name more
+    deleted = UserDeleted(UniqueId(maker.worker, 2, maker.incarnation), UniqueId(asker.worker, 3, 5))
+    protocol.handle(MessageArrived(asker, deleted))
+    assert len(protocol.owners.entries) == 2 and ask(asker, 4, 7) == []
+    protocol.handle(LeaseEnded(asker))
+    protocol.handle(LeaseEnded(other))
+    assert not protocol.owners.entries and not protocol.owners.waiting

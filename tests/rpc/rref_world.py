@@ -365,6 +365,7 @@ def protocol_key(protocol: RRefProtocol) -> object:
 def clone(protocol: RRefProtocol) -> RRefProtocol:
     copy = RRefProtocol(protocol.me)
     copy.lost |= protocol.lost
+    copy.owners.waiting.update(protocol.owners.waiting)
     copy.owners.ended |= protocol.owners.ended
     for expired in protocol.owners.expired:
         copy.owners.expired.add(expired)

@@ -3,14 +3,17 @@
 Pure: no clock, no sockets, no threads. `protocol.py` states the guarantees and routes the events.
 
 An entry is *expected* when a worker named a reference whose `remote()` has not arrived (messages have no order),
-*creating* while its function runs, and *ready* after that. It ends when it is ready and nothing refers to it.
+*creating* while its function runs, and *ready* after that. It ends when it is ready and nothing refers to it. An expected
+entry ends when nothing waits for it any more, so names of references that are never created leave nothing behind.
 """
 
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 from rpcdist.rpc._rref.events import (
     ChildConfirmed,
@@ -35,6 +38,9 @@ from rpcdist.rpc._rref.events import (
     ShareQuery,
 )
 from rpcdist.rpc._rref.identifiers import BoundedSet, ForkId, Incarnation, RRefId, UniqueId
+
+MAX_WAITING: Final = 1 << 16
+"""Forks of one process that may wait for the creations of their values; more are refused as unknown."""
 
 
 class State(enum.Enum):
@@ -65,6 +71,7 @@ class OwnerTable:
     Attributes:
         now: the time, in seconds, as the shell set it last; it need not be exact.
         since: by fork that counts, when it was counted.
+        waiting: by process, how many of its forks wait for a creation.
     """
 
     def __init__(self, me: Incarnation, emit: Callable[[RRefAction], None]) -> None:
@@ -73,6 +80,7 @@ class OwnerTable:
         self.entries: dict[RRefId, OwnerEntry] = {}
         self.now = 0.0
         self.since: dict[ForkId, float] = {}
+        self.waiting: Counter[Incarnation] = Counter()
         self.ended: set[Incarnation] = set()  # whose lease is over: the processes that died during ours, or are silent
         self.expired = BoundedSet[tuple[Incarnation, RRefId, ForkId]]()  # what they held: said to those that come back
         self.refused = BoundedSet[RRefId]()  # creations that their creator gave up before they came
@@ -147,20 +155,22 @@ class OwnerTable:
             self._emit(SendControl(sender, ForkRefused(rref, fork, Reason.UNKNOWN)))
         elif sender != entry.forks.get(fork, sender) or sender != entry.askers.get(fork, sender):
             self._emit(SendControl(sender, ForkRefused(rref, fork, Reason.NOT_HELD)))
-        elif entry.state is State.EXPECTED:
-            entry.askers[fork] = sender
-        else:
+        elif entry.state is not State.EXPECTED:
             self._count(entry, fork, sender)
             self._emit(SendControl(sender, ForkConfirmed(rref, fork)))
+        elif not self._wait(entry.askers, fork, sender):
+            self._emit(SendControl(sender, ForkRefused(rref, fork, Reason.UNKNOWN)))
+            self._settle(entry)
 
     def delete(self, rref: RRefId, fork: ForkId, sender: Incarnation) -> None:
         entry = self.entries.get(rref)
         if entry is None:
             return
-        for table in (entry.forks, entry.askers):
-            if table.get(fork) == sender:
-                del table[fork]
-                self.since.pop(fork, None)
+        if entry.forks.get(fork) == sender:
+            del entry.forks[fork]
+            self.since.pop(fork, None)
+        if entry.askers.get(fork) == sender:
+            self._end_wait(entry.askers, fork)
         self._settle(entry)
 
     def share(self, event: Share) -> None:
@@ -236,7 +246,10 @@ class OwnerTable:
             before = entry.fetchers.get(fork, sender)
             if before != sender:
                 self._emit(RefuseFetch(rref, fork, before, Reason.NOT_HELD))
-            entry.fetchers[fork] = sender
+                self._end_wait(entry.fetchers, fork)
+            if not self._wait(entry.fetchers, fork, sender):
+                self._emit(RefuseFetch(rref, fork, sender, Reason.UNKNOWN))
+                self._settle(entry)
         else:
             self._emit(RefuseFetch(rref, fork, sender, Reason.NOT_HELD))
 
@@ -288,10 +301,10 @@ class OwnerTable:
             self.since.pop(fork, None)
             self.expired.add((node, entry.rref, fork))
         for fork in _forks_of(entry.askers, node):
-            del entry.askers[fork]
+            self._end_wait(entry.askers, fork)
             self._emit(SendControl(node, ForkRefused(entry.rref, fork, Reason.LEASE_EXPIRED)))
         for fork in _forks_of(entry.fetchers, node):
-            del entry.fetchers[fork]
+            self._end_wait(entry.fetchers, fork)
             self._emit(RefuseFetch(entry.rref, fork, node, Reason.LEASE_EXPIRED))
         self._settle(entry)
 
@@ -324,21 +337,44 @@ class OwnerTable:
                 self._emit(Serve(entry.rref, fork, sender))
             else:
                 self._emit(RefuseFetch(entry.rref, fork, sender, Reason.NOT_HELD))
-        entry.askers.clear()
-        entry.fetchers.clear()
+        self._end_waits(entry)
 
     def _refuse_the_waiting(self, entry: OwnerEntry, reason: Reason) -> None:
         for fork, holder in entry.askers.items():
             self._emit(SendControl(holder, ForkRefused(entry.rref, fork, reason)))
         for fork, sender in entry.fetchers.items():
             self._emit(RefuseFetch(entry.rref, fork, sender, reason))
-        entry.askers.clear()
-        entry.fetchers.clear()
+        self._end_waits(entry)
+
+    def _wait(self, table: dict[ForkId, Incarnation], fork: ForkId, sender: Incarnation) -> bool:
+        """Has a fork wait for the creation of its value; False if its process has too many that do."""
+        if fork not in table:
+            if self.waiting[sender] >= MAX_WAITING:
+                return False
+            self.waiting[sender] += 1
+        table[fork] = sender
+        return True
+
+    def _end_wait(self, table: dict[ForkId, Incarnation], fork: ForkId) -> None:
+        sender = table.pop(fork)
+        self.waiting[sender] -= 1
+        if not self.waiting[sender]:
+            del self.waiting[sender]
+
+    def _end_waits(self, entry: OwnerEntry) -> None:
+        for table in (entry.askers, entry.fetchers):
+            for fork in list(table):
+                self._end_wait(table, fork)
 
     def _settle(self, entry: OwnerEntry) -> None:
-        if entry.state is State.READY and not entry.forks and not entry.local:
+        if entry.forks or entry.local:
+            return
+        if entry.state is State.READY:
             del self.entries[entry.rref]
             self._emit(ReleaseValue(entry.rref))
+        elif entry.state is State.EXPECTED and entry.rref.creator != self._me:  # of ours, the call is on its way
+            if not entry.askers and not entry.fetchers:
+                del self.entries[entry.rref]
 
 
 def _forks_of(table: dict[ForkId, Incarnation], node: Incarnation) -> list[ForkId]:
