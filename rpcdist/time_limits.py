@@ -215,6 +215,8 @@ LEADER_SLEEP_S: Final = 3600.0
 """The longest sleep of a thread that reads for itself, measured by it; then it goes on waiting without reading."""
 LOOP_READ_LIMIT_S: Final = 0.005
 """A thread that wants to read from a connection waits so long for the I/O loop to finish; then the loop reads."""
+FAILURES_LOGGED_S: Final = 60.0
+"""Failures of one peer's calls beyond a thousand are logged at level DEBUG for the rest of such a time."""
 READ_TURN_S: Final = 0.005
 """The I/O loop begins no further receive from one connection after so long; it reads the others first."""
 GRPC_STOP_GRACE_S: Final = 0.2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ from peer_timeouts import CALM_S, LIMIT_S, UNIT_S
 from rpcdist import rpc
 from rpcdist.errors import Overloaded, WorkerLost
 from rpcdist.rpc._agent import Agent
+from rpcdist.rpc._serving import answers
 from rpcdist.rpc._serving.active_call import CALL_BYTES
 from rpcdist.testing import InProcessCluster, eventually
 from rpcdist.transport.announced_bytes import AnnouncedBytes
@@ -167,3 +169,20 @@ def test_two_calls_of_one_number_end_the_session_and_count_for_nothing() -> None
             call.wait()
         Work.is_over.set()
         eventually(lambda: not len(agent.dispatcher.calls) and not account._num_bytes)
+
+
+def test_calls_that_fail_do_not_fill_the_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "MAX_LOGGED_CALLS", 3)
+    caplog.set_level(logging.WARNING, "rpcdist.rpc._serving.answers")
+    with InProcessCluster("a", "b", "c", peer_timeout=CALM_S) as cluster:
+
+        def fail() -> None:
+            with pytest.raises(ValueError, match="invalid literal"):
+                rpc.rpc_sync("b", int, ("no number",))
+
+        for _ in range(6):
+            cluster.run("a", fail)
+        texts = [record.getMessage() for record in caplog.records]
+        assert len(texts) == 4 and texts[3].startswith("3 calls of a have failed")
+        cluster.run("c", fail)
+        assert "from c failed on b" in caplog.records[-1].getMessage()

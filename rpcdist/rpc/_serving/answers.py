@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Final, cast
@@ -14,6 +15,7 @@ from rpcdist.rpc._executors.blocking import LastAct, hooks
 from rpcdist.rpc._executors.generators import is_generator
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.demultiplexer import Lifetime
+from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.handles import OwnerValue
 from rpcdist.rpc._rref.identifiers import RRefId
 from rpcdist.rpc._rref.manager import RRefManager
@@ -24,12 +26,18 @@ from rpcdist.rpc._values import LargeBuffer, takes_long
 from rpcdist.rpc._values.exceptions import described
 from rpcdist.rpc._values.failures import exception_of
 from rpcdist.rpc._values.function_names import function_name
+from rpcdist.time_limits import FAILURES_LOGGED_S
+from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.wire_messages import CompactReply
 
 logger = logging.getLogger(__name__)
 
 _CALLS_OF_METHODS: Final = frozenset(function_name(function) for function in CALLS_OF_METHODS)
-MAX_LOGGED_CHARS: Final = 200  # of the error of a handler, which its caller gets in full
+MAX_LOGGED_CHARS: Final = (
+    200  # of the error of a handler, which its caller gets in full, and of the function's name
+)
+MAX_LOGGED_CALLS: Final = 1000
+"""Failures of one peer's calls that are warnings, within `FAILURES_LOGGED_S`: a peer cannot fill a disk with them."""
 
 
 class Answers:
@@ -62,6 +70,7 @@ class Answers:
         self._on_born = on_born
         self._me = me
         self._lifetime = lifetime
+        self._logged: dict[AnnouncedBytes, tuple[float, int]] = {}  # by account: since when, and how many
 
     def __repr__(self) -> str:
         return f"<Answers of {self._me.name}>"
@@ -205,10 +214,23 @@ class Answers:
     def _log(self, active: ActiveCall, failure: rpc_pb2.Failure) -> None:
         called = _called(active)
         if failure.kind == rpc_pb2.Failure.USER and called:
-            caller = active.session.peer.name
+            caller, called = active.session.peer.name, called[:MAX_LOGGED_CHARS]
             error = f"{failure.type_name}: {failure.text}".partition("\n")[0][:MAX_LOGGED_CHARS]
-            logger.warning("a call of %s from %s failed on %s: %s", called, caller, self._me.name, error)
+            level = self._level_of_next(active.session)
+            logger.log(level, "a call of %s from %s failed on %s: %s", called, caller, self._me.name, error)
             logger.debug("the traceback of that:\n%s", failure.traceback)
+
+    def _level_of_next(self, session: MessageSink) -> int:
+        """How the next failure of a call of this peer is logged; says so where it will not be seen."""
+        now = time.monotonic()
+        since, num = self._logged.get(session.account, (now, 0))
+        if now - since > FAILURES_LOGGED_S:
+            since, num = now, 0
+        self._logged[session.account] = since, num + 1
+        if num == MAX_LOGGED_CALLS:
+            name = session.peer.name
+            logger.warning("%d calls of %s have failed; further failures are at level DEBUG for a while", num, name)
+        return logging.WARNING if num < MAX_LOGGED_CALLS else logging.DEBUG
 
 
 def _called(active: ActiveCall) -> str:
