@@ -33,9 +33,7 @@ from rpcdist.transport.wire_messages import CompactReply
 logger = logging.getLogger(__name__)
 
 _CALLS_OF_METHODS: Final = frozenset(function_name(function) for function in CALLS_OF_METHODS)
-MAX_LOGGED_CHARS: Final = (
-    200  # of the error of a handler, which its caller gets in full, and of the function's name
-)
+MAX_LOGGED_CHARS: Final = 200  # of the error of a handler, which its caller gets in full, and of the function's name
 MAX_LOGGED_CALLS: Final = 1000
 """Failures of one peer's calls that are warnings, within `FAILURES_LOGGED_S`: a peer cannot fill a disk with them."""
 
