@@ -8,7 +8,7 @@ from collections.abc import Callable
 __all__ = ["Job", "JobLine"]
 
 Job = tuple[Callable[..., object], tuple[object, ...], float]
-"""What to call, with which arguments, and when it was submitted (monotonic seconds)."""
+"""The function, its arguments, and the time of its submission (monotonic seconds)."""
 
 
 class JobLine(deque[Job]):
