@@ -38,7 +38,7 @@ LIMITS = {
     "files": Limit(498, 400),
     "classes": Limit(1_020, 620),
     "protocols": Limit(60, 30),
-    "time limits": Limit(156, 90),
+    "time limits": Limit(157, 90),
     "environment variables": Limit(30, 20),
     "import circles": Limit(0, 0),
 }

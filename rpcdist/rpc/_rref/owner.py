@@ -3,8 +3,9 @@
 Pure: no clock, no sockets, no threads. `protocol.py` states the guarantees and routes the events.
 
 An entry is *expected* when a worker named a reference whose `remote()` has not arrived (messages have no order),
-*creating* while its function runs, and *ready* after that. It ends when it is ready and nothing refers to it. An expected
-entry ends when nothing waits for it any more, so names of references that are never created leave nothing behind.
+*creating* while its function runs, and *ready* after that. It ends when it is ready and nothing refers to it. An
+expected entry ends when nothing waits for it any more, so names of references that are never created leave nothing
+behind.
 """
 
 from __future__ import annotations
