@@ -44,7 +44,7 @@ MAX_CALLS: Final = 200_000
 MAX_CALLS_EVER: Final = 1_000_000
 MAX_SPANS: Final = 50_000
 NUM_ROUND_TRIPS: Final = 7
-MIN_QUEUED_US: Final = 20.0  # shorter waits of a call for its thread have no slice
+MIN_QUEUED: Final = 20.0  # microseconds; shorter waits of a call for its thread have no slice
 MAX_FUNCTION_CHARS: Final = 200
 MAX_ANSWER_BYTES: Final = 512 << 20
 _NEVER_SHOWN: Final = "rpcdist.tracing"
@@ -197,7 +197,7 @@ def _call_events(
         "ph": "X", "pid": one.id, "tid": tid, "name": str(function), "cat": "served" if is_served else "made",
         "ts": start_us, "dur": round(max(0.0, end_us - start_us), 1), "args": arguments,
     }  # fmt: skip
-    if waited_us >= MIN_QUEUED_US:
+    if waited_us >= MIN_QUEUED:
         yield {
             "ph": "X", "pid": one.id, "tid": tid, "name": "queued", "cat": "queued",
             "ts": start_us, "dur": min(waited_us, round(max(0.0, end_us - start_us), 1)),

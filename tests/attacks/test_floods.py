@@ -115,7 +115,7 @@ def test_what_waits_is_bounded_for_each_peer_and_refused_by_name() -> None:
         calls = cluster.run("a", lambda: [rpc.rpc_async("b", hold, timeout=LIMIT_S) for _ in range(num_fit + 100)])
         refused = [call.exception(LIMIT_S) for call in calls[num_fit:]]
         assert all(isinstance(error, Overloaded) for error in refused)
-        assert "max_incoming_bytes" in str(refused[0]) and f"takes {LIMIT_BYTES} from one peer" in str(refused[0])
+        assert "max_incoming_bytes" in str(refused[0]) and f"accepts {LIMIT_BYTES} from one peer" in str(refused[0])
         with cluster.use("b") as agent:
             assert len(agent.dispatcher.calls) == num_fit
             assert LIMIT_BYTES - CALL_BYTES < held_by(agent, "a") <= LIMIT_BYTES

@@ -190,7 +190,7 @@ def test_announcements_of_one_session_share_one_limit() -> None:
     incoming.abort(1)
     incoming.abort(2)
     assert is_taken(incoming, 4, 3 * OWN_BYTES)
-    with pytest.raises(ProtocolViolation, match=r"1088 bytes.*takes 10880.*max_incoming_bytes"):
+    with pytest.raises(ProtocolViolation, match=r"1088 bytes.*accepts 10880.*max_incoming_bytes"):
         incoming.announce(rpc_pb2.Message(transfer=5, large=[1]))  # the account of it takes more than it says
 
 
@@ -242,11 +242,11 @@ BOMBS = {
 
 @pytest.mark.parametrize("data", BOMBS.values(), ids=BOMBS)
 def test_fields_are_counted_before_there_is_an_object_for_each(data: bytes) -> None:
-    with pytest.raises(ProtocolViolation, match="very many very small"):
+    with pytest.raises(ProtocolViolation, match="too many very small"):
         parse(pack("<IBBHIQQ", len(data), 1, 0, 0, 0, 0, 0) + data, [])
     incoming = Incoming()
     assert incoming.announce(rpc_pb2.Message(transfer=1, large=[len(data)], wrapped=True)) is None
-    with pytest.raises(ProtocolViolation, match="very many very small"):
+    with pytest.raises(ProtocolViolation, match="too many very small"):
         incoming.chunk(Chunk(1, 0, 0, memoryview(data)))
 
 

@@ -179,15 +179,14 @@ class Answers:
         """Answers a call with an exception."""
         outcome = "not answered"
         try:
-            if isinstance(exc, Cancelled) and active.session.closed_reason is not None and active.entry is None:
+            if issubclass(type(exc), Cancelled) and active.session.closed_reason is not None and active.entry is None:
                 if active.arguments is not None:
                     active.arguments.discard()
-                return  # nobody is there: after a flood, encoding this for each call took seconds
+                return  # no caller is left: after a flood, encoding this for each call took seconds
             outcome = self._send_failure(active, exc)
         finally:
-            self._calls.remove(
-                active, outcome
-            )  # not before: a shutdown that waits for this may close the connections then
+            # Not before: a shutdown that waits for this may close the connections then.
+            self._calls.remove(active, outcome)
 
     def _send_failure(self, active: ActiveCall, exc: BaseException) -> str:
         """Returns the failure in a few words."""

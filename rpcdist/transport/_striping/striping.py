@@ -255,7 +255,7 @@ MIN_STRIPED_BYTES: Final = 2 << 20
 _MIN_FAR_BYTES: Final = 256 << 10
 """The same where a round trip takes long. [Note: far peers]"""
 
-_FAR_S: Final = 2e-3  # a round trip; within a data centre it is shorter
+_FAR_ROUND_TRIP: Final = 2e-3  # seconds; within a data centre it is shorter
 
 Connections = Sequence[socket.socket | TlsSocket]
 OpenConnections = Callable[[int], Coroutine[Any, Any, Connections]]
@@ -312,7 +312,7 @@ class Striping:
         silence_limit_s: float,
         round_trip_s: float | None = None,
     ) -> None:
-        is_far = round_trip_s is not None and round_trip_s >= _FAR_S
+        is_far = round_trip_s is not None and round_trip_s >= _FAR_ROUND_TRIP
         self._num_wanted = num_connections(is_far)
         self._min_bytes = _MIN_FAR_BYTES if is_far else MIN_STRIPED_BYTES
         self._io = io
