@@ -44,7 +44,7 @@ FORGERIES: dict[str, tuple[Callable[[bytes, bytes], bytes], str]] = {
     "another key": (lambda address, token: records(token).sign("job/other", address), "was not signed"),
     "a true proof, another address": (
         lambda address, token: records(token).sign(KEY, b"127.0.0.1:1")[:-11] + address,
-        "Let only the machines of the job reach the store",
+        "Allow only machines of the job to reach the store",
     ),
 }
 

@@ -105,7 +105,7 @@ def web_server() -> Iterator[int]:
 def test_a_wrong_setting_is_named_and_addresses_are_left_alone(job: tuple[str, str, Worker]) -> None:
     status, lines = job[2].run(diagnose, job[0], RPCDIST_CHANNELS="udp")
     assert status == 1 and lines[1].startswith("the addresses were not tried"), lines
-    assert "RPCDIST_CHANNELS is 'auto'" in lines[-1]
+    assert "RPCDIST_CHANNELS must be 'auto'" in lines[-1]
 
 
 def test_a_missing_token_file_is_not_made(job: tuple[str, str, Worker], module_pool: WorkerPool) -> None:

@@ -314,7 +314,7 @@ def test_a_name_that_is_nearly_right(pair: InProcessCluster) -> None:
 
 
 def test_a_worker_that_ended_says_what_it_may_have_forgotten() -> None:
-    assert "If 'w' was not killed: did it end without rpc.shutdown()?" in str(WorkerLost("w", "a call", 1.0, "closed"))
+    assert "If 'w' was not killed, did it end without rpc.shutdown()?" in str(WorkerLost("w", "a call", 1.0, "closed"))
 
 
 def numbers() -> Iterator[int]:

@@ -281,9 +281,9 @@ def test_a_payload_that_does_not_fit_fails_its_call_alone(
     before = world["x"].run(functions.connection_to, "y")
     for _ in range(2):
         text, num_beside = world["x"].run(send_too_much, "y", limit)
-        assert str(4 * limit) in text and f"takes {limit} from one peer" in text and "max_incoming_bytes" in text
+        assert str(4 * limit) in text and f"accepts {limit} from one peer" in text and "max_incoming_bytes" in text
         assert num_beside == 4
         text = world["x"].run(get_too_much, "y", limit)
-        assert str(4 * limit) in text and f"takes {limit} from one peer" in text
+        assert str(4 * limit) in text and f"accepts {limit} from one peer" in text
     assert world["x"].run(functions.connection_to, "y") == before
     world.shutdown()

@@ -105,7 +105,9 @@ def test_a_user_who_looks_like_all_strangers_stays_on_grpc(
 def test_a_channel_that_there_is_not(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHANNELS_VARIABLE, "pigeons")
     node = nodes.make("server")
-    with pytest.raises(ConfigError, match="RPCDIST_CHANNELS is 'auto', 'local', 'tcp' or 'grpc', not 'pigeons'"):
+    with pytest.raises(
+        ConfigError, match="RPCDIST_CHANNELS must be 'auto', 'local', 'tcp' or 'grpc', but it is 'pigeons'"
+    ):
         node.serve("127.0.0.1", 0)
     assert node.address is None
 
@@ -250,8 +252,8 @@ CALL = frame(rpc_pb2.Message(call=rpc_pb2.Call(id=1, arguments=value_pb2.Value(b
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (framed(CALL), b" bytes arrived that are no handshake"),
-        (framed(b"\xff" * 100), b"100 bytes arrived that are no handshake"),
+        (framed(CALL), b" bytes that arrived are not a handshake"),
+        (framed(b"\xff" * 100), b"100 bytes that arrived are not a handshake"),
         (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"announced a message of"),
         (LENGTH.pack(MAX_HANDSHAKE_BYTES + 1), b"announced a message of %d bytes" % (MAX_HANDSHAKE_BYTES + 1)),
         (framed(b""), b"a handshake message is empty"),

@@ -67,7 +67,7 @@ class Demultiplexer:
     def on_messages(self, session: MessageSink, messages: list[tuple[WireMessage, list[ReceiveBuffer]]]) -> None:
         """Messages arrived on a session. Their jobs go to the pool together, with one wake-up for all.
 
-        Calls join the line of the peer. What answers bring is work of this worker.
+        Calls join the line of the peer. The jobs of answers are work of this worker.
         """
         if self._lifetime.is_closed:
             return

@@ -21,7 +21,7 @@ from rpcdist.time_limits import LONGEST_TIMEOUT_S
 from rpcdist.transport.wire_messages import CompactCall, NamedReference
 
 CALL_BYTES: Final = 5 << 10
-"""What a call takes here until it has ended, its arguments aside. Measured: 1.7 KiB while it waits for a thread, 4.7 as
+"""The memory of a call until it has ended, without its arguments. Measured: 1.7 KiB while it waits for a thread, 4.7 as
 a coroutine."""
 
 

@@ -62,6 +62,7 @@ from rpcdist.rpc._values.exceptions import described
 from rpcdist.rpc._values.function_names import function_name
 from rpcdist.rpc.functions import ASYNC_MARK, runs_where_read
 from rpcdist.rpc.future import Future
+from rpcdist.transport._framing.incoming import MissingBuffer
 from rpcdist.transport.wire_messages import CompactCall
 
 MAX_KNOWN_NAMES: Final = 4096
@@ -154,7 +155,8 @@ class Dispatcher:
             active = ActiveCall.of_protobuf(session, call, arguments)
             context_id = call.autograd_context
         if message.large:
-            active.weight += sum(message.large)
+            sizes = zip(message.large, buffers, strict=False)
+            active.weight += sum(size for size, buffer in sizes if not isinstance(buffer, MissingBuffer))
         if (refusal := self.calls.add(active)) is not None:
             self._answers.fail(active, Overloaded(refusal))
             return

@@ -58,7 +58,7 @@ def heap_buffer(size_bytes: int) -> IncomingBuffer:
     return _HeapBuffer(size_bytes)
 
 
-class _MissingBuffer:
+class MissingBuffer:
     """Stands for a buffer that was not received: every use raises the reason."""
 
     __slots__ = ("_reason", "size")
@@ -69,6 +69,9 @@ class _MissingBuffer:
 
     @property
     def view(self) -> memoryview:
+        raise SerializationError(self._reason)
+
+    def __len__(self) -> int:
         raise SerializationError(self._reason)
 
     def __getattr__(self, name: str) -> object:
@@ -127,7 +130,7 @@ class _IncomingTransfer:
         if buffer is None:
             size = self.message.large[index]
             if self.failure is not None:
-                return _MissingBuffer(size, self.failure)
+                return MissingBuffer(size, self.failure)
             try:
                 buffer = self.buffers[index] = self.allocate(size)
             except (MemoryError, RuntimeError, OverflowError) as exc:
