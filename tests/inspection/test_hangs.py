@@ -118,6 +118,8 @@ def test_a_wait_inside_a_callback(job: HungJob) -> None:
 
 def test_an_exhausted_pool(job: HungJob) -> None:
     job["w1"].run(hangs.begin, NARROW, "wait_released", MAX_THREADS)
+    # Else the next call finds a thread.
+    eventually(lambda: (pool := job.of(NARROW).pool) is not None and pool.running == MAX_THREADS)
     caller = job["w0"].begin(hangs.call_along, [NARROW], "lock_table")
     text = job.explained(
         f"{NARROW}: has queued hang_functions:lock_table for w0",
