@@ -1,6 +1,6 @@
 """$ python benchmarks/links.py
-What a link between two hosts costs: TLS beside plain connections and Gloo; and with `--delay 10`, a long fat link,
-beside torch's RPC.
+The cost of a link between two hosts: TLS beside plain connections and Gloo; with `--delay 10`, a long fat link beside
+torch's RPC.
 
 Two network namespaces play two hosts; that takes root and iproute2, and for `--delay` a C compiler and /dev/net/tun.
 Each library has a pair of processes, one on each host, with one thread for computing. All pairs are measured in rounds

@@ -11,8 +11,6 @@ from rpcdist._launch.rank_call import main_has_a_file
 if TYPE_CHECKING:
     from rpcdist.rpc import RpcOptions
 
-__all__ = ["join_cluster"]
-
 
 def join_cluster(rank: int, names: Sequence[str], address: str, given: RpcOptions | None, serve: bool = False) -> None:
     """Joins as worker `rank` of `names` at `address`, with the options that the user gave; `serve` until the end."""

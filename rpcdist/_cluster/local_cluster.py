@@ -40,8 +40,6 @@ from rpcdist.time_limits import CLUSTER_START_LIMIT_S, INIT_NOTICE_S, LAUNCH_CAU
 if TYPE_CHECKING:
     from rpcdist.rpc import RpcOptions
 
-__all__ = ["LocalCluster"]
-
 logger = logging.getLogger("rpcdist.cluster")
 
 

@@ -14,8 +14,6 @@ from typing import Any, Final
 from rpcdist.inspection import CallServed, ChannelFacts, SilentWorker, WorkerFacts, explain
 from rpcdist.time_limits import LONG_WAIT_S
 
-__all__ = ["JobAnswers", "JobHistory"]
-
 KEPT_EVENTS: Final = 200
 KEPT_POINTS: Final = 300
 """Of the curves of the whole job: five minutes at a look each second."""

@@ -14,9 +14,6 @@ from rpcdist.errors import RpcdistError
 from rpcdist.inspection import WorkerFacts
 from rpcdist.off_loop import run_in_thread
 
-__all__ = ["JobWatch", "ask"]
-
-
 logger = logging.getLogger(__name__)
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["add_live_commands"]
-
 
 def add_live_commands(commands: Commands) -> None:
     """Adds the commands."""

@@ -22,8 +22,6 @@ from rpcdist._dashboard.job_watch import JobWatch
 from rpcdist.inspection import facts_to_json
 from rpcdist.time_limits import LIVE_VIEW_PERIOD_S, VIEWER_WRITE_LIMIT_S
 
-__all__ = ["MAX_VIEWERS", "cookie_of", "make_page_server"]
-
 MAX_VIEWERS: Final = 20
 _TYPES: Final = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 _HEADERS: Final = (

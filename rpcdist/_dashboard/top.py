@@ -18,8 +18,6 @@ from rpcdist._inspect.asking import Asker
 from rpcdist.inspection import WorkerFacts
 from rpcdist.time_limits import LIVE_VIEW_PERIOD_S
 
-__all__ = ["Top", "run_top"]
-
 COLUMNS: Final = (
     ("name", "worker"), ("role", "role"), ("state", "state"), ("served_rate", "served/s"), ("made_rate", "made/s"),
     ("serving", "serving"), ("calls", "waits for"), ("oldest_s", "oldest s"), ("sent_rate", "sent/s"),

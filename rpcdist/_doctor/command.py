@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["add_doctor"]
-
 MAX_MEMBERS: Final = 64
 _AT_A_TIME: Final = 8
 

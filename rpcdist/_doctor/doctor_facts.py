@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-__all__ = ["GpuFacts", "HostFacts", "PortAnswer", "PortFact", "SessionFact", "Shown", "WorkerAnswer", "WorkerFact"]
-
 
 class PortAnswer(Enum):
     """The outcome of an attempt to open a TCP connection."""

@@ -14,8 +14,6 @@ from rpcdist.transport._tls.tls_failures import STRANGE_CERTIFICATE
 from rpcdist.transport.addresses import is_loopback, split_address
 from rpcdist.transport.handshake import TOKEN_ADVICE
 
-__all__ = ["Finding", "host_findings", "summary", "worker_findings"]
-
 MIN_DESCRIPTORS: Final = 256
 MIN_FREE_MEMORY_BYTES: Final = 256 << 20
 MIN_FREE_SHM_BYTES: Final = 16 << 20

@@ -22,8 +22,6 @@ from rpcdist.transport._tls.tls_policy import TlsPolicy
 from rpcdist.transport.addresses import PortRange, host_from_environment
 from rpcdist.transport.token import TOKEN_VARIABLE, describe_token_source, job_token, token_path
 
-__all__ = ["host_facts"]
-
 _SHM: Final = "/dev/shm"
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 

@@ -33,8 +33,6 @@ from rpcdist.transport.addresses import host_from_environment, is_loopback, join
 from rpcdist.transport.identities import printable
 from rpcdist.transport.session import NullHandler
 
-__all__ = ["Probed", "WorkerProbes"]
-
 LARGE_BYTES: Final = 20_000
 """More than one packet takes anywhere, and less than slow links need a second for."""
 

@@ -24,8 +24,6 @@ from rpcdist.transport.addresses import split_address
 from rpcdist.transport.link import Link
 from rpcdist.transport.unix_sockets import INSPECTION_ROLE, local_addresses, process_at
 
-__all__ = ["Asker", "JobFacts"]
-
 S = TypeVar("S")
 T = TypeVar("T")
 

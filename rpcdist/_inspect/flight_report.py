@@ -18,8 +18,6 @@ from rpcdist.errors import ConfigError, ProtocolViolation
 from rpcdist.inspection import MemberFacts, SilentWorker, WorkerFacts, describe, explain, facts_from_json
 from rpcdist.time_limits import STORY_CONTEXT_S
 
-__all__ = ["FlightFile", "Incident", "read_folder", "story"]
-
 MAX_FILE_BYTES: Final = 16 << 20
 MAX_FILES: Final = 2000
 MAX_TEXT: Final = 2000

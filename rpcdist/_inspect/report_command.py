@@ -16,8 +16,6 @@ from rpcdist.inspection import printable_lines
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["add_report", "report_text"]
-
 
 def add_report(commands: Commands) -> None:
     """Adds the command."""

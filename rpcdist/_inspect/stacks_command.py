@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["add_stacks"]
-
 
 def add_stacks(commands: Commands) -> None:
     """Adds the command."""

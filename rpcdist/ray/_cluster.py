@@ -30,8 +30,6 @@ from rpcdist.rpc import RpcOptions
 from rpcdist.time_limits import CLUSTER_START_LIMIT_S, INIT_NOTICE_S
 from rpcdist.transport.token import job_token
 
-__all__ = ["Cluster"]
-
 
 @dataclass(frozen=True, slots=True)
 class _StartedWorkers:

@@ -15,8 +15,6 @@ from rpcdist._launch.rank_call import RankCall
 from rpcdist._launch.reports import Report, Returned, report_of_exception
 from rpcdist.errors import ConfigError
 
-__all__ = ["MainModule", "RankActor", "Where"]
-
 
 @dataclass(frozen=True, slots=True)
 class Where:

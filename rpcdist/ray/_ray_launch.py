@@ -31,8 +31,6 @@ from rpcdist.ray._rank_actor import MainModule, Where
 from rpcdist.ray._ray_ranks import RayRanks
 from rpcdist.time_limits import INIT_NOTICE_S, SELECT_LIMIT_S
 
-__all__ = ["launch", "main_module", "reserve", "say_where"]
-
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 

@@ -20,8 +20,6 @@ from rpcdist._launch.reports import Event, Exited, ProcessEnded, Raised, Ready, 
 from rpcdist.ray._rank_actor import MainModule, RankActor, Where
 from rpcdist.time_limits import SIGNAL_CHECK_INTERVAL_S
 
-__all__ = ["RayRanks"]
-
 
 class RayRanks:
     """See `RankEngine`.

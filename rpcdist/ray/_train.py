@@ -19,8 +19,6 @@ from rpcdist.rpc._current import agent_or_none
 from rpcdist.time_limits import LAUNCH_END_LIMIT_S
 from rpcdist.transport.token import bring_job_token, job_token
 
-__all__ = ["RpcdistConfig"]
-
 
 def _own_token() -> str:
     return job_token().decode("utf-8", "surrogateescape")

@@ -21,7 +21,7 @@ from rpcdist.errors import NotInitialized, PoolExhausted
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._executors.job_line import JobLine
 from rpcdist.rpc._executors.pool_load import Load, LoadHistory, PoolSample, threads_to_start
-from rpcdist.rpc._executors.thread_pool import ThreadPool
+from rpcdist.rpc._executors.thread_pool import MAX_EMPTY_LINES, ThreadPool
 from rpcdist.testing import eventually
 from rpcdist.time_limits import POOL_STALL_S
 
@@ -121,6 +121,16 @@ def test_the_lines_of_owners_take_turns(pool: ThreadPool) -> None:
     assert seen.index("own") <= 8  # two threads may have begun
     last = len(seen) - 1 - seen[::-1].index("other")
     assert last <= 16 and seen[20:] == ["flooding"] * (len(seen) - 20)
+
+
+def test_lines_of_owners_that_are_gone_do_not_stay(pool: ThreadPool) -> None:
+    seen: list[int] = []
+    for owner in range(10 * MAX_EMPTY_LINES):
+        pool.submit_many([(seen.append, (owner,))], owner)
+        if owner % 100 == 0:
+            eventually(lambda: not pool.has_queue)
+    eventually(lambda: len(seen) == 10 * MAX_EMPTY_LINES)
+    assert len(pool._lines) <= MAX_EMPTY_LINES + 100 and sorted(seen) == list(range(10 * MAX_EMPTY_LINES))
 
 
 def test_the_jobs_of_many_owners_are_all_run(pool: ThreadPool) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["Job", "JobLine"]
-
 Job = tuple[Callable[..., object], tuple[object, ...], float]
 """The function, its arguments, and the time of its submission (monotonic seconds)."""
 

@@ -36,7 +36,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextvars import Context
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.deadline import Deadline
@@ -61,6 +61,7 @@ from rpcdist.transport import fork
 logger = logging.getLogger(__name__)
 
 Function = Callable[..., object]
+MAX_EMPTY_LINES: Final = 256
 
 
 class PoolStats(NamedTuple):
@@ -176,14 +177,13 @@ class ThreadPool:
 
         Args:
             jobs: the pairs.
-            owner: whose line they join (rule 8); None for that of this process. An owner that was once named is never
-                forgotten.
+            owner: whose line they join (rule 8); None for that of this process.
         """
         if self._refusal is not None:
             raise self._refusal()
         line = self._lines.get(owner)
         if line is None:
-            line = self._lines.setdefault(owner, JobLine())
+            line = self._new_line(owner)
         now = time.monotonic()
         for function, arguments in jobs:
             line.append((function, arguments, now))
@@ -195,6 +195,15 @@ class ThreadPool:
             self.start_one()
         elif self._monitor.sleeping and not blocking.hooks.reads_jobs:  # such a thread takes the job itself, at once
             self._monitor.wake()
+
+    def _new_line(self, owner: Hashable) -> JobLine:
+        """A line for an owner. Empty lines go when there are many: a thread that has just found one of them gives it a
+        turn, and the turns keep it until its jobs have run.
+        """
+        if len(self._lines) >= MAX_EMPTY_LINES:
+            for idle in [other for other, line in list(self._lines.items()) if not line]:
+                self._lines.pop(idle, None)
+        return self._lines.setdefault(owner, JobLine())
 
     @property
     def has_queue(self) -> bool:

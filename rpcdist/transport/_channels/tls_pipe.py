@@ -13,8 +13,6 @@ from rpcdist.transport._tls.tls_failures import STRANGE_CERTIFICATE
 from rpcdist.transport._tls.tls_socket import StreamSocket, TlsSocket
 from rpcdist.transport.credentials import Credentials
 
-__all__ = ["AcceptedPipe", "TlsPipe", "connected_pipe"]
-
 _TLS_HANDSHAKE: Final = 0x16  # the first byte of a TLS record of that kind, which its version follows
 _TLS_MAJOR_VERSION: Final = 3
 _PEEKED_BYTES: Final = 3

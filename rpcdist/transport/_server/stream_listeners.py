@@ -37,8 +37,6 @@ from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.roles import SOCKET_ROLE, Roles
 from rpcdist.transport.unix_sockets import has_abstract_sockets, local_name, names_senders, peer_process, same_user
 
-__all__ = ["ServeSession", "StreamListeners"]
-
 logger = logging.getLogger(__name__)
 
 ServeSession = Callable[[SocketChannel, ServerHandshake], Awaitable[None]]

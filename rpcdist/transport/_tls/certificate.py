@@ -7,8 +7,6 @@ import ssl
 from datetime import datetime
 from typing import Final, NamedTuple, Protocol
 
-__all__ = ["PEER_NAME", "Certificate", "CertificateSource", "fingerprint", "fingerprint_of_pem"]
-
 PEER_NAME: Final = "worker.rpcdist.internal"
 """What certificates are issued to: an address says nothing about who may listen there, and the authority does."""
 

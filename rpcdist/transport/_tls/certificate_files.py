@@ -34,8 +34,6 @@ from rpcdist.transport._tls.certificate_proof import (
 )
 from rpcdist.transport._tls.tls_options import TlsOptions
 
-__all__ = ["CertificateFiles"]
-
 logger = logging.getLogger(__name__)
 
 MIN_RSA_BITS: Final = 2048

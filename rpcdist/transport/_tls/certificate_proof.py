@@ -26,8 +26,6 @@ from rpcdist.ids import Identity
 from rpcdist.transport.identities import printable
 from rpcdist.transport.keys import framed
 
-__all__ = ["MALFORMED", "CertificateProver", "PrivateKey", "chain_refusal", "dns_names"]
-
 PrivateKey = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey
 
 _SCHEME: Final = "rpcdist"

@@ -13,8 +13,6 @@ from rpcdist.transport._tls.certificate import Certificate
 if TYPE_CHECKING:
     from rpcdist.transport._tls.job_authority import JobAuthority
 
-__all__ = ["IssuedCertificates"]
-
 
 class IssuedCertificates:
     """Issues a certificate when it is first asked for, and again when its time or the process's name has changed.

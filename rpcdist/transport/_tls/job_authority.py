@@ -22,8 +22,6 @@ from cryptography.x509.oid import NameOID
 from rpcdist.ids import Identity
 from rpcdist.transport._tls.certificate import PEER_NAME, Certificate, fingerprint_of_pem
 
-__all__ = ["CLOCK_TOLERANCE", "LIFETIME", "JobAuthority"]
-
 LIFETIME: Final = timedelta(days=2)
 """Renewed at half of it. What is stolen of a certificate is worth nothing after that."""
 

@@ -6,8 +6,6 @@ from typing import Final
 
 from rpcdist.transport.handshake import TOKEN_ADVICE
 
-__all__ = ["STRANGE_CERTIFICATE", "tls_failure"]
-
 STRANGE_CERTIFICATE: Final = (
     f"did not prove the job token, or shows a certificate of another authority. {TOKEN_ADVICE} Either all processes "
     "use certificates of their own (RpcOptions(tls=TlsOptions(...))), all of one authority, or none does."

@@ -16,8 +16,6 @@ import grpc
 from rpcdist.errors import RpcdistError
 from rpcdist.transport._tls.certificate import PEER_NAME, Certificate, CertificateSource
 
-__all__ = ["TlsIdentity"]
-
 logger = logging.getLogger(__name__)
 
 

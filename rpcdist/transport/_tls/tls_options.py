@@ -10,8 +10,6 @@ from typing import Final
 from rpcdist.errors import ConfigError
 from rpcdist.transport._tls.certificate import PEER_NAME
 
-__all__ = ["AUTHORITY_VARIABLE", "CERTIFICATE_VARIABLE", "KEY_VARIABLE", "SERVER_NAME_VARIABLE", "TlsOptions"]
-
 CERTIFICATE_VARIABLE: Final = "RPCDIST_TLS_CERTIFICATE"
 KEY_VARIABLE: Final = "RPCDIST_TLS_KEY"
 AUTHORITY_VARIABLE: Final = "RPCDIST_TLS_AUTHORITY"

@@ -18,8 +18,6 @@ from rpcdist.errors import ConfigError
 from rpcdist.transport._tls.tls_options import TlsOptions
 from rpcdist.transport.addresses import is_loopback
 
-__all__ = ["TLS_VARIABLE", "TRUSTED_NETWORKS_VARIABLE", "TlsMode", "TlsPolicy"]
-
 TLS_VARIABLE: Final = "RPCDIST_TLS"
 TRUSTED_NETWORKS_VARIABLE: Final = "RPCDIST_TRUSTED_NETWORKS"
 

@@ -26,8 +26,6 @@ from typing import Final
 from rpcdist.transport import fork
 from rpcdist.transport._tls.certificate import PEER_NAME, fingerprint
 
-__all__ = ["StreamSocket", "TlsSocket", "encrypted_by", "has_buffered", "num_owed"]
-
 _RECORD_BYTES: Final = 16 << 10  # of plain text, at most
 _PIECE_BYTES: Final = 128 << 10  # encrypted with one call of OpenSSL
 _HANDSHAKE_BYTES: Final = 32 << 10  # of the peer, in all; 8 certificates with keys of 4096 bits have 16 KiB
@@ -245,7 +243,7 @@ def num_owed(connection: StreamSocket) -> int:
 
 
 def encrypted_by(connection: StreamSocket) -> str | None:
-    """Who encrypts and who decrypts, for a log; None where nobody does."""
+    """The part of the system that encrypts and decrypts, for a log; None for a plain connection."""
     if not isinstance(connection, TlsSocket):
         return None
     sends, receives = (
@@ -255,7 +253,7 @@ def encrypted_by(connection: StreamSocket) -> str | None:
 
 
 def _pieces(parts: Sequence[memoryview], num_owed: int) -> list[memoryview | bytes]:
-    """What is to be encrypted at once, in order: small parts joined, large as they lie; the bytes that are owed first.
+    """The pieces to encrypt at once, in order: small parts joined, large parts as they lie; owed bytes come first.
 
     Raises:
         OSError: there are fewer bytes than are owed.
