@@ -6,16 +6,21 @@ import itertools
 import logging
 import threading
 from collections.abc import Iterator
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from full_sets import FULL
 from peer_timeouts import CALM_S, LIMIT_S, UNIT_S
 
 from rpcdist import rpc
+from rpcdist.deadline import NEVER
 from rpcdist.errors import Overloaded, WorkerLost
+from rpcdist.ids import Identity
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._serving import answers
-from rpcdist.rpc._serving.active_call import CALL_BYTES
+from rpcdist.rpc._serving.active_call import CALL_BYTES, ActiveCall
+from rpcdist.rpc._serving.active_calls import ActiveCalls
 from rpcdist.testing import InProcessCluster, eventually
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.wire_messages import CompactCall
@@ -127,6 +132,20 @@ def test_what_waits_is_bounded_for_each_peer_and_refused_by_name() -> None:
         assert [call.wait() for call in calls[:num_fit]] == [0] * num_fit
         eventually(lambda: held_by(agent, "a") == 0)
         assert cluster.run("a", rpc.rpc_sync, "b", hold, (b"again",)) == 5
+
+
+def test_a_refused_call_under_the_number_of_another_one_takes_nothing_from_it() -> None:
+    session: Any = Mock(account=AnnouncedBytes(2 * CALL_BYTES), peer=Identity("a", 1, 1))
+    calls = ActiveCalls()
+    first, second = (ActiveCall(session, 7, "m:f", None, NEVER, 0.0) for _ in range(2))
+    second.weight = 100 * CALL_BYTES
+    assert calls.add(first) is None
+    assert "accepts" in str(calls.add(second))
+    calls.remove(second)
+    assert calls.find(session, 7) is first and session.account._num_bytes == CALL_BYTES
+    calls.remove(first)
+    calls.remove(first)
+    assert calls.find(session, 7) is None and session.account._num_bytes == 0
 
 
 def test_the_arguments_of_calls_that_run_are_counted() -> None:

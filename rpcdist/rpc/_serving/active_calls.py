@@ -45,7 +45,7 @@ class ActiveCalls:
         return f"<ActiveCalls [{len(self._calls)}]>"
 
     def add(self, active: ActiveCall) -> str | None:
-        """A call has come. Where its caller has too much here already, it is not kept, and the answer says why.
+        """Keeps a call that has come; if its caller has too much here already, does not, and returns the reason.
 
         Raises:
             ProtocolViolation: its number is that of another one.
@@ -65,7 +65,9 @@ class ActiveCalls:
     def remove(self, active: ActiveCall, outcome: str = OK) -> None:
         """A call is over; once more does no harm. `outcome` is for those that are told of it."""
         session = active.session
-        if self._calls.pop((session, active.id), None) is not None:
+        key = session, active.id
+        # A call that was refused may have come under the number of one that is here.
+        if self._calls.get(key) is active and self._calls.pop(key, None) is not None:
             session.account.subtract(active.weight)
             if (note := self.ended.note) is not None:
                 called = active.method or active.function or active.what
