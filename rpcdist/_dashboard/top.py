@@ -42,7 +42,8 @@ class _WorkerPage(Screen[None]):
         yield Footer()
 
     def show(self, row: Mapping[str, Any] | None, facts: WorkerFacts | None) -> None:
-        self.query_one("#facts", Static).update(text_of_worker(self.worker, row, facts))
+        for text in self.query("#facts").results(Static):  # none while the page is made, or closed
+            text.update(text_of_worker(self.worker, row, facts))
 
 
 class Top(App[None]):
@@ -101,6 +102,8 @@ class Top(App[None]):
         if isinstance(self.screen, _WorkerPage):
             name = self.screen.worker
             self.screen.show(rows.get(name), self.watch_job.facts_of(name))
+            return
+        if not self.query("#head"):  # the parts of the screen are not there yet, or are gone since the view is closed
             return
         answering = [row for row in rows.values() if row["state"] == "answers"]
         calls = sum(row["served_rate"] for row in answering)

@@ -44,6 +44,14 @@ async def test_the_table_shows_the_workers_and_sorts() -> None:
         assert "NO ANSWER" in str(top.query_one("#head", Static).render())
 
 
+async def test_a_look_that_comes_while_the_view_is_closed_does_no_harm() -> None:
+    top = Top(MadeUpJob(facts(), facts("worker1")), "127.0.0.1:2000", 0.05)
+    async with top.run_test(size=(160, 40)) as pilot:
+        await shown(top, pilot, 1)
+        await top.screen.remove_children()
+        await shown(top, pilot, top.watch_job.num_looks + 2)
+
+
 def test_text_of_a_worker_that_does_not_answer() -> None:
     row = {"state": "stopped", "detail": "it was stopped by a signal", "stacks": "stack of it"}
     assert "it was stopped by a signal" in text_of_worker("worker2", row, None)
