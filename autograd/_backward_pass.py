@@ -19,12 +19,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from math import inf
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.autograd.graph import GradientEdge
 
-from rpcdist._proto import autograd_pb2
+from rpcdist._proto import autograd_pb2, value_pb2
 from rpcdist.autograd._autograd_errors import BackwardError
 from rpcdist.autograd._context import Context, SpanKind, worker_of
 from rpcdist.autograd._direct_part import DirectPart, find_sources
@@ -46,6 +46,22 @@ from rpcdist.transport.wire_messages import CompactPass
 
 T = TypeVar("T")
 Job = Callable[[], object]
+
+
+class Packed(NamedTuple):
+    """A message that was encoded.
+
+    Attributes:
+        to: the worker that it is for.
+        part: the message.
+        large: its large buffers.
+        loans: the memory of GPUs that it lends.
+    """
+
+    to: int
+    part: CompactPass
+    large: Sequence[LargeBuffer]
+    loans: Sequence[value_pb2.GpuLoan]
 
 
 class BackwardPass:
@@ -250,7 +266,10 @@ class BackwardPass:
         if message.is_heavy:
             self.context.is_heavy_elsewhere = True
         if message.messages:
-            message.read_gradients(self._sender.plain_only)
+            sender_of = self._sender.gpus.identity_of
+            message.read_gradients(
+                self._sender.plain_only, lambda value: self._sender.gpus.arriving(value, sender_of(sender))
+            )
         if self.then is not None and (message.follows or message.outcome is not None):
             self.then.take(sender, message)
             if self._part is self.then:
@@ -353,21 +372,25 @@ class BackwardPass:
             out, self._out = self._out, {}
         if not out:
             return self._end_well if self.is_finishing else None
-        packed: list[tuple[int, CompactPass, Sequence[LargeBuffer]]] = []
+        packed: list[Packed] = []
         for to, message in out.items():
             if message.begins:
                 message.fast, message.retain_graph, _ = self.options
                 message.timeout_us = self.timeout_us()
             if message.is_done:
                 message.is_heavy = self.context.is_heavy
-            packed.append((to, *message.encode(self.context.id, self.id)))
+            route = self._sender.gpus.route(to, back=True) if message.messages else None
+            part, large = message.encode(self.context.id, self.id, route)
+            packed.append(Packed(to, part, large, route.loans if route is not None else ()))
         return partial(self._send_packed, packed, self.is_finishing)
 
-    def _send_packed(self, packed: Sequence[tuple[int, CompactPass, Sequence[LargeBuffer]]], ends: bool) -> None:
+    def _send_packed(self, packed: Sequence[Packed], ends: bool) -> None:
         try:
-            for to, message, large in packed:
+            for to, message, large, loans in packed:
                 if self.error is not None:  # `abort` has told the others
-                    break
+                    for loan in loans:
+                        self._sender.gpus.doubt(loan)
+                    continue
                 session = self._links.get(to)
                 if session is None or session.closed_reason is not None:
                     self._sender.send(to, message, self, large)

@@ -21,6 +21,8 @@ import torch
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from rpcdist.rpc._devices.handler_streams import into_default_streams
+
 Gradients = Sequence[torch.Tensor | None]
 
 LeafGradients = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -165,6 +167,7 @@ class RecvRpc(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        into_default_streams(gradients)  # another thread may send them
         active_run().deliver(ctx.recv, gradients)
         return None, None, None
 

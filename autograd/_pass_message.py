@@ -19,7 +19,7 @@ here, since the receiver of a gradient never changes it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from struct import Struct, pack, unpack_from
@@ -34,7 +34,7 @@ from rpcdist.autograd._autograd_errors import AutogradError, BackwardError
 from rpcdist.autograd._message_nodes import Gradients, RecordedSend
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ProtocolViolation, SerializationError
-from rpcdist.rpc._values import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, decode, encode_into
+from rpcdist.rpc._values import INLINE_LIMIT, DeviceRoute, GpuArrivals, LargeBuffer, ReceiveBuffer, decode, encode_into
 from rpcdist.rpc._values.compact import compact_tensors, read_compact_tensors
 from rpcdist.rpc._values.exceptions import text_of
 from rpcdist.transport._framing.message_parts import parsed
@@ -43,7 +43,6 @@ from rpcdist.transport.wire_messages import MAX_COMPACT_BODY_BYTES, CompactPass
 _HEAD: Final = Struct("<HQ6I")
 _BEGINS, _CHILD, _FAST, _RETAIN, _DONE, _HEAVY, _COUNTS, _VALUE, _WORK, _OUTCOME = (1 << bit for bit in range(10))
 _FOLLOW_UP, _FOLLOWS = 1 << 10, 1 << 11
-_CPU: Final = torch.device("cpu")
 
 
 class UnknownMessages(AutogradError):
@@ -102,10 +101,15 @@ class PassMessage:
         """The verdicts, with those that a gradient is about to give."""
         return {**dict.fromkeys(self.messages), **self.verdicts} if self.messages else self.verdicts
 
-    def encode(self, context: int, backward: int) -> tuple[CompactPass, Sequence[LargeBuffer]]:
+    def encode(
+        self, context: int, backward: int, route: DeviceRoute | None = None
+    ) -> tuple[CompactPass, Sequence[LargeBuffer]]:
         """The message as a session takes it, and its large buffers.
 
-        Gradients arrive on the CPU: the receiver knows on which devices the tensors were that it sent.
+        Args:
+            context, backward: the ids of these.
+            route: for gradients on GPUs. They arrive on the GPU where they are, or on the CPU: the receiver knows on
+                which devices the tensors were that it sent.
         """
         flags = _BEGINS * self.begins | _CHILD * self.is_child | _DONE * self.is_done
         if self.fast or self.retain_graph or self.is_heavy:
@@ -155,7 +159,7 @@ class PassMessage:
             else:
                 flags |= _VALUE
                 value = value_pb2.Value()
-                large = encode_into(value, present, None, map_device=_to_cpu)
+                large = encode_into(value, present, None, route=route)
                 rest = value.SerializeToString()
         elif self.work is not None:
             flags |= _WORK
@@ -176,15 +180,21 @@ class PassMessage:
             return CompactPass(context, backward, body), large
         return CompactPass(context, backward, b""), [LargeBuffer(memoryview(body)), *large]
 
-    def read_gradients(self, plain_only: bool) -> None:
+    def read_gradients(
+        self, plain_only: bool, arriving: Callable[[value_pb2.Value], GpuArrivals] | None = None
+    ) -> None:
         """Fills `gradients` of a message that has arrived. Takes time: not on the I/O loop.
+
+        Args:
+            plain_only: see `decode`.
+            arriving: takes gradients to GPUs.
 
         Raises:
             SerializationError: they are damaged, refused, or cannot be rebuilt here.
         """
         rest, self._rest = self._rest, None
         if rest is not None:
-            self.gradients = rest.decode(len(self.messages), plain_only)
+            self.gradients = rest.decode(len(self.messages), plain_only, arriving)
 
 
 @dataclass(slots=True)
@@ -198,13 +208,20 @@ class _Rest:
     buffers: Sequence[ReceiveBuffer]
     is_value: bool
 
-    def decode(self, num_messages: int, plain_only: bool) -> list[Gradients]:
+    def decode(
+        self, num_messages: int, plain_only: bool, arriving: Callable[[value_pb2.Value], GpuArrivals] | None
+    ) -> list[Gradients]:
         if self.is_value:
             try:
                 value = parsed(value_pb2.Value, self.body)
             except (DecodeError, ProtocolViolation) as exc:
                 raise SerializationError(f"gradients arrived that cannot be read: {exc}") from exc
-            tensors = decode(value, self.buffers, None, plain_only=plain_only)
+            gpus = None if arriving is None else arriving(value)
+            try:
+                tensors = decode(value, self.buffers, None, plain_only=plain_only, gpus=gpus)
+            finally:
+                if gpus is not None:
+                    gpus.done()
             if (
                 not isinstance(tensors, list)
                 or len(tensors) != self.num_tensors
@@ -348,10 +365,6 @@ def _check_counts(
         count, num_sent = counts[index] if counts else 1, len(sends[id].node.next_functions)
         if count != num_sent:
             raise ProtocolViolation(f"{count} gradients arrived for message {id:#x}, which had {num_sent} tensors")
-
-
-def _to_cpu(device: torch.device) -> torch.device:
-    return _CPU
 
 
 def encode_error(

@@ -64,6 +64,7 @@ class PassSender:
         self.id = host.identity.id
         self.plain_only = not host.allow_pickle
         self.standing_session = host.standing_session
+        self.gpus = host.gpus
         self._host = host
 
     def name_of(self, worker_id: int) -> str:

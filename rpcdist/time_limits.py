@@ -31,6 +31,13 @@ LEASE_IN_PEER_TIMEOUTS: Final = 3
 """An owner keeps the references of a user that it does not hear from this long; then it drops them."""
 AGENT_TICK_S: Final = 0.1
 """Interval at which an RPC agent ends leases, and sends what finalizers of references have queued."""
+GPU_MEMORY_IDLE_S: Final = 10.0
+"""A worker closes memory of another process's GPU, and frees what it lends itself, when nothing used it for so long."""
+GPU_LOAN_DOUBT_S: Final = 60.0
+"""Memory of a GPU that is lent with a message which may not have arrived is used again after this."""
+GPU_PROBE_LIMIT_S: Final = 30.0
+"""For the answer whether a worker can read memory of this one's GPUs, measured by the worker that asks: the other may
+have to load CUDA. Until it is there, and afterwards, tensors travel through host memory."""
 GROUP_SILENCE_LIMIT_S: Final = 10
 """Silence between the hosts of rank 0 and another rank, noticed by the kernel (TCP keep-alive); the rank is lost."""
 STORE_CHECK_INTERVAL_S: Final = 0.25

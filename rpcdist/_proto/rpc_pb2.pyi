@@ -16,7 +16,7 @@ class Envelope(_message.Message):
     def __init__(self) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("call", "reply", "cancel", "stream_item", "stream_end", "stream_credit", "rref", "ack", "heartbeat", "transfer_aborted", "chunk_credit", "autograd", "segment_offer", "segment_answer", "segment_news", "membership", "device_map", "call_question", "call_state", "failure_notice", "transfer", "control_seq", "large", "loans", "wrapped")
+    __slots__ = ("call", "reply", "cancel", "stream_item", "stream_end", "stream_credit", "rref", "ack", "heartbeat", "transfer_aborted", "chunk_credit", "autograd", "segment_offer", "segment_answer", "segment_news", "membership", "device_map", "call_question", "call_state", "failure_notice", "gpu_release", "transfer", "control_seq", "large", "loans", "wrapped")
     CALL_FIELD_NUMBER: _ClassVar[int]
     REPLY_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class Message(_message.Message):
     CALL_QUESTION_FIELD_NUMBER: _ClassVar[int]
     CALL_STATE_FIELD_NUMBER: _ClassVar[int]
     FAILURE_NOTICE_FIELD_NUMBER: _ClassVar[int]
+    GPU_RELEASE_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     CONTROL_SEQ_FIELD_NUMBER: _ClassVar[int]
     LARGE_FIELD_NUMBER: _ClassVar[int]
@@ -62,12 +63,13 @@ class Message(_message.Message):
     call_question: CallQuestion
     call_state: CallState
     failure_notice: FailureNotice
+    gpu_release: GpuRelease
     transfer: int
     control_seq: int
     large: _containers.RepeatedScalarFieldContainer[int]
     loans: _containers.RepeatedCompositeFieldContainer[Loan]
     wrapped: bool
-    def __init__(self, call: _Optional[_Union[Call, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., stream_item: _Optional[_Union[StreamItem, _Mapping]] = ..., stream_end: _Optional[_Union[StreamEnd, _Mapping]] = ..., stream_credit: _Optional[_Union[StreamCredit, _Mapping]] = ..., rref: _Optional[_Union[_rref_pb2.RRefMessage, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., transfer_aborted: _Optional[_Union[TransferAborted, _Mapping]] = ..., chunk_credit: _Optional[_Union[ChunkCredit, _Mapping]] = ..., autograd: _Optional[_Union[_autograd_pb2.AutogradMessage, _Mapping]] = ..., segment_offer: _Optional[_Union[SegmentOffer, _Mapping]] = ..., segment_answer: _Optional[_Union[SegmentAnswer, _Mapping]] = ..., segment_news: _Optional[_Union[SegmentNews, _Mapping]] = ..., membership: _Optional[_Union[_membership_pb2.MembershipMessage, _Mapping]] = ..., device_map: _Optional[_Union[DeviceMap, _Mapping]] = ..., call_question: _Optional[_Union[CallQuestion, _Mapping]] = ..., call_state: _Optional[_Union[CallState, _Mapping]] = ..., failure_notice: _Optional[_Union[FailureNotice, _Mapping]] = ..., transfer: _Optional[int] = ..., control_seq: _Optional[int] = ..., large: _Optional[_Iterable[int]] = ..., loans: _Optional[_Iterable[_Union[Loan, _Mapping]]] = ..., wrapped: bool = ...) -> None: ...
+    def __init__(self, call: _Optional[_Union[Call, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., stream_item: _Optional[_Union[StreamItem, _Mapping]] = ..., stream_end: _Optional[_Union[StreamEnd, _Mapping]] = ..., stream_credit: _Optional[_Union[StreamCredit, _Mapping]] = ..., rref: _Optional[_Union[_rref_pb2.RRefMessage, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., transfer_aborted: _Optional[_Union[TransferAborted, _Mapping]] = ..., chunk_credit: _Optional[_Union[ChunkCredit, _Mapping]] = ..., autograd: _Optional[_Union[_autograd_pb2.AutogradMessage, _Mapping]] = ..., segment_offer: _Optional[_Union[SegmentOffer, _Mapping]] = ..., segment_answer: _Optional[_Union[SegmentAnswer, _Mapping]] = ..., segment_news: _Optional[_Union[SegmentNews, _Mapping]] = ..., membership: _Optional[_Union[_membership_pb2.MembershipMessage, _Mapping]] = ..., device_map: _Optional[_Union[DeviceMap, _Mapping]] = ..., call_question: _Optional[_Union[CallQuestion, _Mapping]] = ..., call_state: _Optional[_Union[CallState, _Mapping]] = ..., failure_notice: _Optional[_Union[FailureNotice, _Mapping]] = ..., gpu_release: _Optional[_Union[GpuRelease, _Mapping]] = ..., transfer: _Optional[int] = ..., control_seq: _Optional[int] = ..., large: _Optional[_Iterable[int]] = ..., loans: _Optional[_Iterable[_Union[Loan, _Mapping]]] = ..., wrapped: bool = ...) -> None: ...
 
 class DeviceMap(_message.Message):
     __slots__ = ("here", "there")
@@ -76,6 +78,14 @@ class DeviceMap(_message.Message):
     here: _containers.RepeatedScalarFieldContainer[str]
     there: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, here: _Optional[_Iterable[str]] = ..., there: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class GpuRelease(_message.Message):
+    __slots__ = ("numbers", "closed")
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    numbers: _containers.RepeatedScalarFieldContainer[int]
+    closed: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, numbers: _Optional[_Iterable[int]] = ..., closed: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Loan(_message.Message):
     __slots__ = ("buffer", "segment")

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Value(_message.Message):
-    __slots__ = ("encoding", "body", "tensors", "buffers", "rrefs", "body_buffer", "autograd", "weight")
+    __slots__ = ("encoding", "body", "tensors", "buffers", "rrefs", "body_buffer", "autograd", "gpu_loans", "on_gpus", "weight")
     class Encoding(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PLAIN: _ClassVar[Value.Encoding]
@@ -22,6 +22,8 @@ class Value(_message.Message):
     RREFS_FIELD_NUMBER: _ClassVar[int]
     BODY_BUFFER_FIELD_NUMBER: _ClassVar[int]
     AUTOGRAD_FIELD_NUMBER: _ClassVar[int]
+    GPU_LOANS_FIELD_NUMBER: _ClassVar[int]
+    ON_GPUS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     encoding: Value.Encoding
     body: bytes
@@ -30,8 +32,10 @@ class Value(_message.Message):
     rrefs: _containers.RepeatedCompositeFieldContainer[RRefFork]
     body_buffer: int
     autograd: AutogradLeg
+    gpu_loans: _containers.RepeatedCompositeFieldContainer[GpuLoan]
+    on_gpus: bool
     weight: bytes
-    def __init__(self, encoding: _Optional[_Union[Value.Encoding, str]] = ..., body: _Optional[bytes] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., rrefs: _Optional[_Iterable[_Union[RRefFork, _Mapping]]] = ..., body_buffer: _Optional[int] = ..., autograd: _Optional[_Union[AutogradLeg, _Mapping]] = ..., weight: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, encoding: _Optional[_Union[Value.Encoding, str]] = ..., body: _Optional[bytes] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., rrefs: _Optional[_Iterable[_Union[RRefFork, _Mapping]]] = ..., body_buffer: _Optional[int] = ..., autograd: _Optional[_Union[AutogradLeg, _Mapping]] = ..., gpu_loans: _Optional[_Iterable[_Union[GpuLoan, _Mapping]]] = ..., on_gpus: bool = ..., weight: _Optional[bytes] = ...) -> None: ...
 
 class AutogradLeg(_message.Message):
     __slots__ = ("message", "stamp")
@@ -42,7 +46,7 @@ class AutogradLeg(_message.Message):
     def __init__(self, message: _Optional[int] = ..., stamp: _Optional[int] = ...) -> None: ...
 
 class Tensor(_message.Message):
-    __slots__ = ("dtype", "buffer", "offset", "shape", "stride", "requires_grad", "parameter", "device", "sparse", "run")
+    __slots__ = ("dtype", "buffer", "offset", "shape", "stride", "requires_grad", "parameter", "device", "sparse", "run", "unmapped")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     BUFFER_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +57,7 @@ class Tensor(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     SPARSE_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
+    UNMAPPED_FIELD_NUMBER: _ClassVar[int]
     dtype: int
     buffer: int
     offset: int
@@ -63,7 +68,8 @@ class Tensor(_message.Message):
     device: str
     sparse: Sparse
     run: int
-    def __init__(self, dtype: _Optional[int] = ..., buffer: _Optional[int] = ..., offset: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., stride: _Optional[_Iterable[int]] = ..., requires_grad: bool = ..., parameter: bool = ..., device: _Optional[str] = ..., sparse: _Optional[_Union[Sparse, _Mapping]] = ..., run: _Optional[int] = ...) -> None: ...
+    unmapped: bool
+    def __init__(self, dtype: _Optional[int] = ..., buffer: _Optional[int] = ..., offset: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., stride: _Optional[_Iterable[int]] = ..., requires_grad: bool = ..., parameter: bool = ..., device: _Optional[str] = ..., sparse: _Optional[_Union[Sparse, _Mapping]] = ..., run: _Optional[int] = ..., unmapped: bool = ...) -> None: ...
 
 class Sparse(_message.Message):
     __slots__ = ("indices", "values", "coalesced")
@@ -76,12 +82,32 @@ class Sparse(_message.Message):
     def __init__(self, indices: _Optional[int] = ..., values: _Optional[int] = ..., coalesced: bool = ...) -> None: ...
 
 class Buffer(_message.Message):
-    __slots__ = ("size", "inline")
+    __slots__ = ("size", "inline", "gpu_loan", "offset")
     SIZE_FIELD_NUMBER: _ClassVar[int]
     INLINE_FIELD_NUMBER: _ClassVar[int]
+    GPU_LOAN_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
     size: int
     inline: bytes
-    def __init__(self, size: _Optional[int] = ..., inline: _Optional[bytes] = ...) -> None: ...
+    gpu_loan: int
+    offset: int
+    def __init__(self, size: _Optional[int] = ..., inline: _Optional[bytes] = ..., gpu_loan: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class GpuLoan(_message.Message):
+    __slots__ = ("number", "memory", "event", "offset", "size", "gpu")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    memory: bytes
+    event: bytes
+    offset: int
+    size: int
+    gpu: bytes
+    def __init__(self, number: _Optional[int] = ..., memory: _Optional[bytes] = ..., event: _Optional[bytes] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., gpu: _Optional[bytes] = ...) -> None: ...
 
 class UniqueId(_message.Message):
     __slots__ = ("created_on", "local_id", "incarnation")

@@ -40,6 +40,7 @@ from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._calling.retries import Retries
 from rpcdist.rpc._calling.rref_calls import RRefCalls
+from rpcdist.rpc._devices.gpu_sharing import GpuSharing
 from rpcdist.rpc._executors import torch_state
 from rpcdist.rpc._executors.gil_wait import GilWait
 from rpcdist.rpc._executors.thread_pool import ThreadPool
@@ -176,10 +177,19 @@ class Agent:
             lambda handle: above.make_rref(self.rref_home, handle),
             self.actors.released,
         )
+        self._gpus = GpuSharing(
+            me,
+            lambda to: self.directory.member(to).identity,
+            self._device_maps.find,
+            lambda *call: self.caller.start_gathering(*call),
+            self.router.send_with_next,
+            takes_loans=options.allow_pickle,
+            lends=options.lends_gpu_memory,
+        )
         self.marshal = Marshal(
             self.rrefs,
             above.rref_type,
-            self._device_maps.find,
+            self._gpus,
             me.name,
             by_value=options.by_value,
             allow_pickle=options.allow_pickle,
@@ -198,7 +208,7 @@ class Agent:
             handler_loop=self.user_loop.loop,
             recorder=recorder,
         )
-        links = AutogradLinks(self.directory, self.router, self.caller, self.pool, io, lifetime, options)
+        links = AutogradLinks(self.directory, self.router, self.caller, self.pool, io, lifetime, options, self._gpus)
         self.autograd = above.make_autograd(links)
         self.retries = Retries(self.caller, self.directory, Timers(io), self.pool.submit)
         serial = SerialCalls(self.rrefs, self.caller, self.retries)
@@ -250,6 +260,7 @@ class Agent:
             **self.gathering_host.callables,
             **self._rounds.callables,
             **self.serving.callables,
+            **self._gpus.callables,
         }
         if not options.allows(*STOP.split(":")):  # where peers are restricted, not each of them may end the service
             del always[STOP]
@@ -344,6 +355,7 @@ class Agent:
         handle("membership", self._control.on_message)
         handle("ack", self.router.on_acknowledgement)
         handle("device_map", self._device_maps.on_message)
+        handle("gpu_release", self._gpus.on_release)
         if self.flight_log is not None:
             handle("failure_notice", self.flight_log.on_notice)
         self._control.handle("autograd", self.autograd.on_message)
@@ -370,6 +382,9 @@ class Agent:
         events.broken.listen(self.dispatcher.on_broken)
         events.broken.listen(references.on_broken)
         events.broken.listen(self._device_maps.forget)
+        events.broken.listen(self._gpus.on_broken)
+        events.lost.listen(self._gpus.on_gone)
+        events.replaced.listen(self._gpus.on_gone)
         events.replaced.listen(references.on_replaced)
         events.replaced.listen(self.actors.lost)
         events.replaced.listen(self._control.forget)
@@ -420,6 +435,7 @@ class Agent:
             self.rrefs.drain()
             self.streams.drain()
             self._leases.renew()
+            self._gpus.tick()
             self._old_calls.look(time.monotonic())
         finally:
             self._tick_handle = self.network.io.loop.call_later(AGENT_TICK_S, self._tick)
@@ -447,6 +463,7 @@ class Agent:
         self.serving.stop("RPC was shut down in this process")
         self.dispatcher.calls.cancel_all()
         self.autograd.close()
+        self._gpus.close()
         self.rrefs.close()
         self.actors.close()  # after the references: the object of an actor ends on its thread
         self.leaving.say_goodbye()

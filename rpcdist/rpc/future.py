@@ -80,6 +80,13 @@ class Expected(Protocol):
         """By which the result will come; None if that is not known."""
 
 
+class OnGpus(Protocol):
+    """A result with tensors of GPUs."""
+
+    def join_gpus(self) -> None:
+        """Has the current streams of this thread wait for the tensors."""
+
+
 class FutureObserver:
     """An observer of futures, one for all of them, which can also take over results before their futures are done: so a
     thread that waits for several makes their results itself, as one that waits for one future does.
@@ -110,6 +117,7 @@ class Future(torch.futures.Future[T]):
     """
 
     __slots__ = (
+        "_arrived",
         "_callbacks",
         "_debt",
         "_devices",
@@ -142,6 +150,7 @@ class Future(torch.futures.Future[T]):
         self._error: BaseException | None = None
         self._failure: Failure | None = None
         self._expected: Expected | None = None
+        self._arrived: OnGpus | None = None
         self.is_quiet = False
         """Set by code that takes over the responsibility for an error, which is then not logged when unread."""
 
@@ -220,6 +229,8 @@ class Future(torch.futures.Future[T]):
     def _outcome(self) -> T:
         error = self._error
         if error is None:
+            if self._arrived is not None:
+                self._arrived.join_gpus()
             return self._result
         if self._failure is not None:
             self._failure.seen = True

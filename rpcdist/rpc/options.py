@@ -47,7 +47,8 @@ DeviceMap = dict[torch.device, torch.device]
 
 MAX_ROLE_LENGTH = 128
 
-# Private arguments that torch accepts. The names have no effect: the transport layer negotiates channels.
+# Private arguments that torch accepts. The transport layer negotiates channels, so the names have no effect; but where
+# "cuda_ipc" is not among them, tensors of GPUs travel through host memory.
 _TRANSPORTS = frozenset({"ibv", "shm", "uv"})
 _CHANNELS = frozenset({"basic", "cma", "cuda_basic", "cuda_gdr", "cuda_ipc", "cuda_xth", "mpt_uv", "xth"})
 
@@ -234,6 +235,8 @@ class RpcOptions(RpcBackendOptions):
         self.log_calls_after = log_calls_after and _more_than_zero("log_calls_after", log_calls_after)
         _known("transport", _transports, _TRANSPORTS)
         _known("channel", _channels, _CHANNELS)
+        self.lends_gpu_memory = _channels is None or "cuda_ipc" in _channels
+        """Whether other processes of this host may be given memory of GPUs to read."""
 
     @property
     def startup_limit_s(self) -> float | None:

@@ -119,12 +119,13 @@ def other_streams() -> None:
 
 
 def without_a_map() -> None:
+    """A tensor goes to the device of the same index, and a result comes from there."""
     value = torch.ones(3, device=GPU)
-    with pytest.raises(SerializationError, match=r"set_device_map"):
-        rpc.rpc_sync("carol", device_of, (value,))
-    with pytest.raises(Exception, match=r"set_device_map"):
-        rpc.rpc_sync("carol", make_on_gpu, (3,))
+    assert rpc.rpc_sync("carol", device_of, (value,)) == "cuda:0"
+    same(rpc.rpc_sync("carol", make_on_gpu, (3,)), torch.arange(3.0))
     assert rpc.rpc_sync("carol", device_of, (value.cpu(),)) == "cpu"
+    with pytest.raises(SerializationError, match=r"tensor for cuda:7 arrived from .*'alice'.* 'dave' has cuda:0"):
+        rpc.rpc_sync("dave", device_of, (value,))
 
 
 def references() -> None:

@@ -27,9 +27,10 @@ PROGRAMS = [
 
 @pytest.fixture(scope="module")
 def world(module_pool: WorkerPool) -> Iterator[RpcWorld]:
-    """Alice has a map for bob, by which bob's results come back; nobody has one for carol."""
-    world = module_pool.new_world(3)
-    maps = {"alice": {"bob": MAP}, "bob": {}, "carol": {}}
+    """Alice has a map for bob, by which bob's results come back, and one for dave that is wrong; nobody has one for
+    carol."""
+    world = module_pool.new_world(4)
+    maps = {"alice": {"bob": MAP, "dave": {"cuda:0": "cuda:7"}}, "bob": {}, "carol": {}, "dave": {}}
     joining = [world.begin_join(name, rank, device_maps=maps[name]) for rank, name in enumerate(maps)]
     for pending in joining:
         pending.result()

@@ -409,26 +409,30 @@ class OnDevice:
         self.device = torch.device(device)
 
 
-def test_other_devices_need_a_map(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_devices_need_a_route() -> None:
     from rpcdist.rpc._values import tensors
 
-    message = value_pb2.Tensor()
+    value, message = value_pb2.Value(), value_pb2.Tensor()
     tensor: Any = OnDevice(torch.ones(2), "cuda:1")
     tensor.detach = lambda: tensor.tensor
-    with pytest.raises(SerializationError, match=r"tensor on cuda:1 cannot be sent.*set_device_map"):
-        tensors._to_host(message, tensor, None)
-    host = tensors._to_host(message, tensor, lambda device: torch.device("cuda", device.index + 1))
-    assert message.device == "cuda:2"
-    assert host.tolist() == [1, 1]
-    message = value_pb2.Tensor()
-    tensors._to_host(message, tensor, lambda device: torch.device("cpu"))
-    assert message.device == ""
+    with pytest.raises(SerializationError, match=r"tensor on cuda:1 cannot be sent here; send `tensor.cpu"):
+        tensors._routed(value, message, tensor, None)
+    to_next = tensors.DeviceRoute(lambda device: torch.device("cuda", device.index + 1))
+    there = tensors._routed(value, message, tensor, to_next)
+    assert (message.device, message.unmapped, value.on_gpus) == ("cuda:2", False, True)
+    assert there.tolist() == [1, 1]
+    value, message = value_pb2.Value(), value_pb2.Tensor()
+    tensors._routed(value, message, tensor, tensors.DeviceRoute(None))
+    assert (message.device, message.unmapped, value.on_gpus) == ("cuda:1", True, True)
+    value, message = value_pb2.Value(), value_pb2.Tensor()
+    tensors._routed(value, message, tensor, tensors.DeviceRoute(lambda device: torch.device("cpu")))
+    assert (message.device, value.on_gpus) == ("", False)
 
 
 def test_a_device_that_the_receiver_lacks() -> None:
     value = encode(torch.ones(2)).value
     value.tensors[0].device = "cuda:99"
-    with pytest.raises(SerializationError, match="cannot be rebuilt here"):
+    with pytest.raises(SerializationError, match="tensor for cuda:99 arrived where tensors of the CPU are expected"):
         decode(value)
     with pytest.raises(SerializationError, match="another device"):
         decode(value, plain_only=True)

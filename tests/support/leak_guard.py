@@ -183,6 +183,8 @@ def _made_here(segment: Path) -> bool:
             return False
     except FileNotFoundError:
         return False
+    if segment.name.startswith("cuda.shm."):  # the driver's, until its process ends
+        return False
     holders = _holders(segment)
     return bool(holders & _descendants()) if holders else not segment.name.startswith("sem.")
 

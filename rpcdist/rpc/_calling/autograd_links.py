@@ -10,6 +10,7 @@ from rpcdist.errors import WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import AutogradHooks
 from rpcdist.rpc._calling.caller import Caller
+from rpcdist.rpc._devices.gpu_sharing import GpuSharing
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.timers import Timers
@@ -34,6 +35,7 @@ class AutogradLinks:
         silence_s: seconds since the connection to a worker was last known to be good.
         standing_session: the open session with the process that has a worker's place now, or None.
         submit: has a function called on a thread that may run code of users.
+        gpus: bring gradients on GPUs to other workers.
         call_later: has a short function called on the I/O loop, after a delay in seconds.
         send_control: sends a message to another worker until it has arrived, unless the worker dies.
     """
@@ -47,6 +49,7 @@ class AutogradLinks:
         io: IoThread,
         lifetime: Lifetime,
         options: RpcOptions,
+        gpus: GpuSharing,
     ) -> None:
         self.identity = directory.me
         self.allow_pickle = options.allow_pickle
@@ -56,6 +59,7 @@ class AutogradLinks:
         self.silence_s = router.silence_s
         self.standing_session = router.standing_session
         self.submit = pool.submit
+        self.gpus = gpus
         self.call_later = Timers(io).call_later
         self.send_control = router.send_control
         self._router = router

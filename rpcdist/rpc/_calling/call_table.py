@@ -108,7 +108,7 @@ class PendingCall:
         inherited_s: what was left of the deadline, where it is that of the call that is being handled here; else None.
         reply_sink: takes the outcome.
         transfer: number of the transfer that carries its large arguments, 0 for none.
-        forks: RRef shares that travel in the arguments, to be given back when the call was never delivered.
+        forks: what the callee holds when the arguments have arrived, to be given back when they may not have.
         repeat: the message, if it may be sent again.
         is_bound: it names values, references or a context that only one process knows.
         autograd: the autograd context in which it was made, or None.
@@ -164,7 +164,7 @@ class PendingCall:
         self.flags = flags
         self.session: MessageSink | None = None
         self.repeat: WireMessage | None = None
-        self.forks: Sequence[value_pb2.RRefFork] | None = None
+        self.forks: Sequence[value_pb2.RRefFork | value_pb2.GpuLoan] | None = None
         self.autograd: CallContext | None = None
         self.on: Handle | None = None
         self.is_bound = True

@@ -160,6 +160,8 @@ class CallFuture(Future[Any]):
                 if self._arrive(value):
                     jobs.append((self._run_callbacks, ()))
                 return
+        if isinstance(payload, Arrived) and payload.is_on_gpus:
+            self._arrived = payload
         if self._deliver(partial(result_of, failure, payload)):
             context = payload.autograd if isinstance(payload, Arrived) else None
             jobs.append((self._settle, ()) if context is None else (_settle_inside, (context, self)))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rpcdist._proto import value_pb2
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import CallRefused, RpcdistError, RRefError, WorkerLost
 from rpcdist.ids import Identity
@@ -204,7 +205,13 @@ class RRefCalls:
         """
         peer = session.peer.id
         if not self._lifetime.is_closed and self._directory.knows(peer):
-            in_flight = [fork for call in self._caller.calls if call.peer == peer for fork in call.forks or ()]
+            in_flight = [
+                share
+                for call in self._caller.calls
+                if call.peer == peer
+                for share in call.forks or ()
+                if isinstance(share, value_pb2.RRefFork)
+            ]
             self._rrefs.connection_broken(peer, in_flight)
 
     def on_lost(self, identity: Identity, error: WorkerLost) -> None:

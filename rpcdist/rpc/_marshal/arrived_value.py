@@ -13,6 +13,8 @@ from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import CallContext
+from rpcdist.rpc._devices.gpu_arrivals import ValueOnGpus
+from rpcdist.rpc._devices.handler_streams import ArrivedTensors
 from rpcdist.rpc._rref.handles import Token
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._values import ReceiveBuffer, decode
@@ -45,6 +47,18 @@ class Arrived:
         """The same, with tensors: `decode` makes them on the memory in which they arrived, or copies a few KiB."""
         return False
 
+    @property
+    def is_on_gpus(self) -> bool:
+        """Whether `decode` makes tensors on GPUs."""
+        return False
+
+    def gpus(self) -> Sequence[int]:
+        """The GPUs of this worker on which `decode` makes tensors."""
+        return ()
+
+    def join_gpus(self) -> None:
+        """Has the current streams of this thread wait for tensors that `decode` made in others, on any thread."""
+
     def confirmation(self) -> Future[None] | None:
         """Done when the owners of the references in it have counted them; None if there is nothing to wait for."""
         return None
@@ -76,7 +90,7 @@ class ArrivedValue(Arrived):
         plain_only: refuse pickles.
     """
 
-    __slots__ = ("_buffers", "_manager", "_sender", "_tokens", "_value", "plain_only")
+    __slots__ = ("_buffers", "_gpus", "_manager", "_on_gpus", "_sender", "_tokens", "_value", "plain_only")
 
     def __init__(
         self,
@@ -86,7 +100,10 @@ class ArrivedValue(Arrived):
         sender: Identity,
         plain_only: bool = False,
         autograd: CallContext | None = None,
+        gpus: ValueOnGpus | None = None,
     ) -> None:
+        self._gpus = gpus
+        self._on_gpus: ArrivedTensors | None = None
         self._value = value
         self._buffers = buffers
         self._manager = manager
@@ -100,19 +117,44 @@ class ArrivedValue(Arrived):
     @property
     def is_simple(self) -> bool:
         value = self._value
-        return value.encoding == value_pb2.Value.PLAIN and not value.rrefs and not len(value.buffers)
+        return value.encoding == value_pb2.Value.PLAIN and not (value.rrefs or value.on_gpus or len(value.buffers))
 
     def confirmation(self) -> Future[None] | None:
         return self._manager.confirmation(self._tokens) if self._tokens else None
 
+    @property
+    def is_on_gpus(self) -> bool:
+        return self._value.on_gpus
+
+    def gpus(self) -> Sequence[int]:
+        return () if self._gpus is None or not self._value.on_gpus else self._gpus.devices()
+
+    def join_gpus(self) -> None:
+        if self._on_gpus is not None:
+            self._on_gpus.join()
+
     def decode(self) -> object:
         try:
-            context = self.autograd
-            attach = None if context is None else partial(self._attach, context)
+            is_wanted = self.autograd is not None or self._value.on_gpus
             externals = None if self._tokens is None else _IncomingRRefs(self._manager, self._tokens)
-            return decode(self._value, self._buffers, externals, plain_only=self.plain_only, on_tensors=attach)
+            return decode(
+                self._value,
+                self._buffers,
+                externals,
+                plain_only=self.plain_only,
+                on_tensors=self._look if is_wanted else None,
+                gpus=self._gpus,
+            )
         finally:
+            if self._gpus is not None:
+                self._gpus.done()
             self.discard()
+
+    def _look(self, tensors: list[torch.Tensor]) -> None:
+        if self._value.on_gpus:
+            self._on_gpus = ArrivedTensors([tensor for tensor in tensors if tensor.is_cuda])
+        if self.autograd is not None:
+            self._attach(self.autograd, tensors)
 
     def _attach(self, context: CallContext, tensors: list[torch.Tensor]) -> None:
         leg = self._value.autograd
@@ -120,6 +162,8 @@ class ArrivedValue(Arrived):
         context.received(history, tensors, self._sender)
 
     def discard(self) -> None:
+        if self._gpus is not None:
+            self._gpus.discard()
         tokens, self._tokens = self._tokens, None
         for token in tokens or ():
             self._manager.discard(token)

@@ -7,7 +7,7 @@ flow back. A share whose message may not have arrived is given back, or its valu
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -17,10 +17,11 @@ from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import CallContext
+from rpcdist.rpc._devices.gpu_sharing import GpuSharing
 from rpcdist.rpc._marshal.arrived_value import ArrivedCompact, ArrivedFailure, ArrivedValue, OutgoingRRefs
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.manager import RRefManager
-from rpcdist.rpc._values import LargeBuffer, MapDevice, ReceiveBuffer
+from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc._values.codec import add_weight, fill_pickled, fill_value, write_plain
 from rpcdist.rpc._values.compact import CompactValue, compact_value
 from rpcdist.rpc._values.exceptions import add_note
@@ -31,6 +32,10 @@ from rpcdist.rpc._values.refusals import unpicklable_part
 from rpcdist.transport.wire_messages import CompactCall, CompactReply, History, WireMessage
 
 logger = logging.getLogger(__name__)
+
+
+Share = value_pb2.RRefFork | value_pb2.GpuLoan
+"""Of a value that was encoded: what its receiver holds when it arrives."""
 
 
 class Written(NamedTuple):
@@ -56,7 +61,7 @@ class Marshal:
 
     Args:
         rref_type: the class of those.
-        find_device_map: where tensors of other devices go at a worker (`DeviceMaps.find`).
+        gpus: bring tensors of GPUs to other workers.
         worker_name: this worker's, for failures.
         by_value: send the code of functions and classes that the receiver cannot import.
         allow_pickle: send and take pickles; without it, only plain values.
@@ -66,7 +71,7 @@ class Marshal:
         self,
         rrefs: RRefManager,
         rref_type: type,
-        find_device_map: Callable[[int, MessageSink | None], MapDevice | None],
+        gpus: GpuSharing,
         worker_name: str,
         *,
         by_value: bool,
@@ -76,7 +81,7 @@ class Marshal:
         self.allow_pickle = allow_pickle
         self._rrefs = rrefs
         self._rref_type = rref_type
-        self._find_device_map = find_device_map
+        self._gpus = gpus
         self._worker_name = worker_name
 
     def encode(
@@ -87,7 +92,7 @@ class Marshal:
         autograd: CallContext | None = None,
         *,
         session: MessageSink | None = None,
-    ) -> tuple[list[LargeBuffer], list[value_pb2.RRefFork]]:
+    ) -> tuple[list[LargeBuffer], Sequence[Share]]:
         """Encodes an object for a worker.
 
         Args:
@@ -122,10 +127,11 @@ class Marshal:
 
     def fill(
         self, value: value_pb2.Value, written: Written, autograd: CallContext | None = None
-    ) -> tuple[list[LargeBuffer], list[value_pb2.RRefFork]]:
+    ) -> tuple[list[LargeBuffer], Sequence[Share]]:
         """See `encode`."""
         externals, to = written.externals, written.to
         record = None if autograd is None else partial(_record, autograd, value, to)
+        route = self._gpus.route(to, written.session)
         try:
             large = fill_value(
                 value,
@@ -134,16 +140,16 @@ class Marshal:
                 externals,
                 by_value=self.by_value,
                 plain_only=not self.allow_pickle,
-                map_device=self._find_device_map(to, written.session),
+                route=route,
                 on_tensors=record,
             )
             if externals.forks:
                 value.rrefs.extend(externals.forks)
                 add_weight(value)
         except BaseException:
-            self.give_back(externals.forks)
+            self.give_back([*externals.forks, *route.loans])
             raise
-        return large, externals.forks
+        return large, [*externals.forks, *route.loans] if route.loans else externals.forks
 
     def explain(self, exc: BaseException, written: Written, what: str, **parts: object) -> None:
         """Notes on an error of `fill` which part it was, of those given by name, and that it was sent as `what`."""
@@ -163,17 +169,20 @@ class Marshal:
         externals = OutgoingRRefs(self._rrefs, self._rref_type, self._rrefs.me.worker)
         return unpicklable_part(obj, name, externals, self.by_value)
 
-    def give_back(self, forks: Iterable[value_pb2.RRefFork] | None) -> None:
+    def give_back(self, shares: Iterable[Share] | None) -> None:
         """Undoes shares whose message may not have arrived."""
-        for fork in forks or ():
-            self._rrefs.share_failed(fork)
+        for share in shares or ():
+            if isinstance(share, value_pb2.GpuLoan):
+                self._gpus.doubt(share)
+            else:
+                self._rrefs.share_failed(share)
 
     def send(
         self,
         session: MessageSink,
         message: WireMessage,
         large: Sequence[LargeBuffer],
-        forks: Sequence[value_pb2.RRefFork],
+        forks: Sequence[Share],
     ) -> None:
         """Sends a message with an encoded value on a session; a session that has ended gives the shares back."""
         session.send(message, large)
@@ -188,7 +197,8 @@ class Marshal:
         autograd: CallContext | None = None,
     ) -> ArrivedValue:
         """A value that came; its shares are received at once, the rest is decoded later. On the I/O loop."""
-        return ArrivedValue(value, buffers, self._rrefs, sender, not self.allow_pickle, autograd)
+        gpus = self._gpus.arriving(value, sender)
+        return ArrivedValue(value, buffers, self._rrefs, sender, not self.allow_pickle, autograd, gpus)
 
     def arrived_compact(
         self, message: CompactCall | CompactReply, buffers: Sequence[ReceiveBuffer], sender: Identity
@@ -198,21 +208,23 @@ class Marshal:
 
     def failure(
         self, exc: BaseException, session: MessageSink
-    ) -> tuple[rpc_pb2.Failure, list[LargeBuffer], list[value_pb2.RRefFork]]:
+    ) -> tuple[rpc_pb2.Failure, list[LargeBuffer], Sequence[Share]]:
         """An exception of this worker, for a session's peer: its message, and as in `encode`; raises nothing."""
         to = session.peer.id
-        shared: list[value_pb2.RRefFork] = []
+        shared: list[Share] = []
 
         def fill(value: value_pb2.Value, parts: PickledParts) -> list[LargeBuffer]:
             externals = OutgoingRRefs(self._rrefs, self._rref_type, to, session.peer.incarnation)
+            route = self._gpus.route(to, session)
             try:
-                large = fill_pickled(value, parts, externals, self._find_device_map(to, session))
+                large = fill_pickled(value, parts, externals, route)
             except BaseException:
-                self.give_back(externals.forks)
+                self.give_back([*externals.forks, *route.loans])
                 raise
             value.rrefs.extend(externals.forks)
             add_weight(value)
             shared.extend(externals.forks)
+            shared.extend(route.loans)
             return large
 
         known = OutgoingRRefs(self._rrefs, self._rref_type, to)

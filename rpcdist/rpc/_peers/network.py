@@ -282,7 +282,7 @@ class Announcements:
 
 
 calling_worker: ContextVar[Identity | None] = ContextVar("rpcdist_calling_worker", default=None)
-"""Set in calls of coroutine functions: the proven peer of the call's session."""
+"""Set in calls of coroutine functions, and of functions that every worker serves: the proven peer of the session."""
 
 calling_session: ContextVar[MessageSink | None] = ContextVar("rpcdist_calling_session", default=None)
 """Set in functions that run on the thread that reads: where the call came, and the next one will probably come."""

@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Final, cast
 
-from rpcdist._proto import rpc_pb2, value_pb2
+from rpcdist._proto import rpc_pb2
 from rpcdist.errors import Cancelled, DeadlineExceeded
 from rpcdist.ids import Identity
 from rpcdist.rpc._executors.blocking import LastAct, hooks
 from rpcdist.rpc._executors.generators import is_generator
-from rpcdist.rpc._marshal.marshal import Marshal
+from rpcdist.rpc._marshal.marshal import Marshal, Share
 from rpcdist.rpc._peers.demultiplexer import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.handles import OwnerValue
@@ -87,7 +87,7 @@ class Answers:
                 self._produce(active, result)
                 return
             large: Sequence[LargeBuffer] = ()
-            forks: Sequence[value_pb2.RRefFork] = ()
+            forks: Sequence[Share] = ()
             message: rpc_pb2.Message | CompactReply
             if active.entry is not None:
                 self._keep(active, active.entry, result, is_last)
@@ -128,7 +128,7 @@ class Answers:
 
     def _created(
         self, active: ActiveCall, result: object
-    ) -> tuple[rpc_pb2.Message | CompactReply, Sequence[LargeBuffer], Sequence[value_pb2.RRefFork]]:
+    ) -> tuple[rpc_pb2.Message | CompactReply, Sequence[LargeBuffer], Sequence[Share]]:
         """The reply to a `remote()`, with the result if it is wanted and can be sent: else its caller fetches it."""
         if active.wants_value and not is_generator(result):
             try:
@@ -146,7 +146,7 @@ class Answers:
         active: ActiveCall,
         message: rpc_pb2.Message | CompactReply,
         large: Sequence[LargeBuffer],
-        forks: Sequence[value_pb2.RRefFork],
+        forks: Sequence[Share],
     ) -> None:
         try:
             self._marshal.send(active.session, message, large, forks)
@@ -156,7 +156,7 @@ class Answers:
 
     def _encode(
         self, active: ActiveCall, result: object
-    ) -> tuple[rpc_pb2.Message | CompactReply, Sequence[LargeBuffer], Sequence[value_pb2.RRefFork]]:
+    ) -> tuple[rpc_pb2.Message | CompactReply, Sequence[LargeBuffer], Sequence[Share]]:
         """The reply with a result, its large buffers, and the shares of references that it carries."""
         written = self._marshal.write(result, active.session.peer.id, active.session)
         compact = self._marshal.compact(written, active.autograd)

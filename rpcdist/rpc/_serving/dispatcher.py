@@ -31,6 +31,7 @@ from rpcdist.rpc._actors.actor_table import ActorTable
 from rpcdist.rpc._actors.serial_actor import Turn
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
+from rpcdist.rpc._devices.handler_streams import HandlerStreams
 from rpcdist.rpc._executors.blocking import hooks
 from rpcdist.rpc._executors.gil_wait import GilWait
 from rpcdist.rpc._executors.lane import Lane
@@ -345,6 +346,15 @@ class Dispatcher:
             self._answers.finish(active, value, is_last)
 
     def _invoke(self, active: ActiveCall, is_last: bool) -> None:
+        gpus = () if active.arguments is None else active.arguments.gpus()
+        streams = HandlerStreams(gpus) if gpus else None
+        try:
+            self._decode_and_invoke(active, is_last, streams)
+        finally:
+            if streams is not None:
+                streams.leave()
+
+    def _decode_and_invoke(self, active: ActiveCall, is_last: bool, streams: HandlerStreams | None) -> None:
         function, args, kwargs = decoded_call(active, self._callables)
         name = active.function
         if function in CALLS_OF_METHODS:  # what the value and its method are decides how it runs
@@ -356,15 +366,21 @@ class Dispatcher:
             active.method = f"{kind[:MAX_METHOD_CHARS]}.{called_method((method, args, kwargs))}"
             turn = self._actors.turn(active.session.peer, named, value, number, method, args, kwargs)
             if turn is not None:
+                if streams is not None:  # the method runs on another thread
+                    streams.leave()
                 self._chain(active, turn)
                 return
             function, args, kwargs = method_of(value, method, args, kwargs)
             name = ""
+        if active.counts_as_idle:  # some functions of ours ask
+            calling_worker.set(active.session.peer)
         if is_profiling():
             with record_function(f"handler of {active.what}"):
                 result = function(*args, **kwargs)
         else:
             result = function(*args, **kwargs)
+        if streams is not None:  # whoever takes the result sees it in the streams of his thread
+            streams.leave()
         if result is not None and inspect.iscoroutine(result):
             if inspect.iscoroutinefunction(function):
                 self._remember(self._coroutine_functions, name)

@@ -100,6 +100,60 @@ class TensorBuffer(LargeBuffer):
                 )
 
 
+class GpuBuffer(LargeBuffer):
+    """Memory of tensors on a GPU. Of memory that cannot be lent, `on_host` begins a copy; only sending waits for it.
+
+    Args:
+        start: the address.
+        size: in bytes.
+        tensors: those that lie there.
+    """
+
+    __slots__ = ("_copied", "_host", "_tensors", "device", "start")
+
+    def __init__(self, start: int, size: int, tensors: Sequence[torch.Tensor]) -> None:
+        self.size = size
+        self.start = start
+        self.device = tensors[0].device
+        self._tensors = tensors
+        self._host: torch.Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    def used(self) -> None:
+        """The current stream reads the memory: its allocator must not use it again before that is done."""
+        stream = torch.cuda.current_stream(self.device)
+        for tensor in self._tensors:
+            tensor.record_stream(stream)
+
+    def on_host(self) -> GpuBuffer:
+        """Begins the copy into pinned memory, in the current stream; returns this buffer, which has the copy."""
+        storage = self._tensors[0].untyped_storage()
+        with torch.inference_mode(False), torch.no_grad():
+            flat = torch.empty(0, dtype=torch.uint8, device=self.device)
+            flat.set_(storage, self.start - storage.data_ptr(), (self.size,), (1,))
+            self._host = torch.empty(self.size, dtype=torch.uint8, device=_CPU, pin_memory=True)
+            self._host.copy_(flat, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record(torch.cuda.current_stream(self.device))
+        self._tensors = ()
+        return self
+
+    @property
+    def view(self) -> memoryview:
+        """The copy; waits until it is there."""
+        host = self._wait()
+        return memory_view(host.data_ptr(), self.size, host)
+
+    def copy_to(self, address: int) -> None:
+        """Copies the copy; waits until it is there."""
+        copy_memory(address, self._wait().data_ptr(), self.size)
+
+    def _wait(self) -> torch.Tensor:
+        assert self._host is not None and self._copied is not None  # nobody has it before `on_host`
+        self._copied.synchronize()
+        return self._host
+
+
 def takes_long(buffers: Sequence[LargeBuffer]) -> bool:
     """Whether a thread that sends these is busy for a while: it copies them into shared memory, in turns with others.
 
@@ -219,13 +273,17 @@ def add_buffer(value: value_pb2.Value, view: memoryview, large: list[LargeBuffer
     return len(value.buffers) - 1
 
 
-def received_buffers(value: value_pb2.Value, large: Sequence[ReceiveBuffer]) -> list[bytes | ReceiveBuffer]:
-    """The buffers of `value` in their order: the bytes of small ones, and what arrived for the large ones.
+Received = bytes | ReceiveBuffer | value_pb2.Buffer
+"""A buffer of a value that arrived: its bytes, its memory, or where it lies in a loan."""
+
+
+def received_buffers(value: value_pb2.Value, large: Sequence[ReceiveBuffer]) -> list[Received]:
+    """The buffers of `value` in their order.
 
     Raises:
         SerializationError: what arrived is not what the value announced.
     """
-    buffers: list[bytes | ReceiveBuffer] = []
+    buffers: list[Received] = []
     used = 0
     messages = value.buffers
     for position in range(len(messages)):  # by index: protobuf's own iteration costs more
@@ -233,6 +291,9 @@ def received_buffers(value: value_pb2.Value, large: Sequence[ReceiveBuffer]) -> 
         size = buffer.size
         if not size:
             buffers.append(buffer.inline)
+            continue
+        if buffer.gpu_loan:
+            buffers.append(buffer)
             continue
         if used == len(large) or large[used].size != size:
             raise SerializationError(f"large buffer {used} of {size} bytes did not arrive as announced")

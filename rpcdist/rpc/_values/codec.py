@@ -19,9 +19,9 @@ from rpcdist.rpc._values.plain import (
     allowed_bytes,
     read_plain,
 )
-from rpcdist.rpc._values.rebuild import TENSOR_BYTES, rebuild_tensors, tensors_cost
+from rpcdist.rpc._values.rebuild import TENSOR_BYTES, GpuArrivals, rebuild_tensors, tensors_cost
 from rpcdist.rpc._values.refusals import why_not_plain
-from rpcdist.rpc._values.tensors import Externals, MapDevice, UnsupportedTensor, pack_tensors
+from rpcdist.rpc._values.tensors import DeviceRoute, Externals, UnsupportedTensor, pack_tensors
 from rpcdist.transport._framing.message_parts import missing_weight
 
 OnTensors = Callable[[list[torch.Tensor]], object]
@@ -54,7 +54,7 @@ def encode_into(
     *,
     by_value: bool = False,
     plain_only: bool = False,
-    map_device: MapDevice | None = None,
+    route: DeviceRoute | None = None,
     on_tensors: OnTensors | None = None,
 ) -> list[LargeBuffer]:
     """Writes `obj` into `value`, which must be empty, and returns the memory that is not copied.
@@ -66,7 +66,7 @@ def encode_into(
         externals: sends remote references; without it they are refused.
         by_value: send the code of functions and classes that the receiver cannot import.
         plain_only: refuse what would need pickle.
-        map_device: where tensors of other devices go at the receiver.
+        route: how tensors of GPUs reach the receiver; without it they are refused.
         on_tensors: called when the value is complete, if it has tensors.
 
     Raises:
@@ -81,7 +81,7 @@ def encode_into(
         externals,
         by_value=by_value,
         plain_only=plain_only,
-        map_device=map_device,
+        route=route,
         on_tensors=on_tensors,
     )
 
@@ -94,17 +94,17 @@ def fill_value(
     *,
     by_value: bool,
     plain_only: bool,
-    map_device: MapDevice | None,
+    route: DeviceRoute | None,
     on_tensors: OnTensors | None,
 ) -> list[LargeBuffer]:
     """As `encode_into`, for an object that `write_plain` has written, or could not write."""
     large: list[LargeBuffer] = []
     try:
-        if writer is None or not _fill_plainly(value, writer, large, map_device):
+        if writer is None or not _fill_plainly(value, writer, large, route):
             if plain_only:
                 raise SerializationError(why_not_plain(obj, externals))
             value.Clear()
-            return fill_pickled(value, write_pickle(obj, externals, by_value), externals, map_device, on_tensors)
+            return fill_pickled(value, write_pickle(obj, externals, by_value), externals, route, on_tensors)
         _complete(writer, externals, on_tensors)
     except BaseException:
         value.Clear()
@@ -116,14 +116,14 @@ def fill_pickled(
     value: value_pb2.Value,
     parts: PickledParts,
     externals: Externals | None = None,
-    map_device: MapDevice | None = None,
+    route: DeviceRoute | None = None,
     on_tensors: OnTensors | None = None,
 ) -> list[LargeBuffer]:
     """As `encode_into`, for what `write_pickle` has written."""
     large: list[LargeBuffer] = []
     try:
         value.encoding = value_pb2.Value.PICKLE
-        _fill(value, parts.body, parts, large, map_device)
+        _fill(value, parts.body, parts, large, route)
         _complete(parts, externals, on_tensors)
     except BaseException:
         value.Clear()
@@ -140,11 +140,11 @@ def _complete(parts: PlainWriter | PickledParts, externals: Externals | None, on
 
 
 def _fill_plainly(
-    value: value_pb2.Value, writer: PlainWriter, large: list[LargeBuffer], map_device: MapDevice | None
+    value: value_pb2.Value, writer: PlainWriter, large: list[LargeBuffer], route: DeviceRoute | None
 ) -> bool:
     """False if it has a tensor that only pickle can take apart."""
     try:
-        _fill(value, bytes(writer.body), writer, large, map_device)
+        _fill(value, bytes(writer.body), writer, large, route)
     except UnsupportedTensor:
         return False
     return True
@@ -155,7 +155,7 @@ def _fill(
     body: bytes,
     parts: PlainWriter | PickledParts,
     large: list[LargeBuffer],
-    map_device: MapDevice | None,
+    route: DeviceRoute | None,
 ) -> None:
     # The order matters: the buffers of the body have the first numbers.
     for view in parts.buffers:
@@ -165,7 +165,7 @@ def _fill(
     else:
         value.body_buffer = add_buffer(value, memoryview(body), large) + 1
     if parts.tensors:
-        pack_tensors(value, parts.tensors, large, map_device, all_differ=parts.lists_tensors)
+        pack_tensors(value, parts.tensors, large, route, all_differ=parts.lists_tensors)
     if isinstance(parts, PlainWriter):
         _make_it_weigh_enough(value, parts, large)
     add_weight(value)
@@ -207,6 +207,7 @@ def decode(
     *,
     plain_only: bool = False,
     on_tensors: OnTensors | None = None,
+    gpus: GpuArrivals | None = None,
 ) -> object:
     """The object that `encode_into` wrote.
 
@@ -218,6 +219,7 @@ def decode(
         externals: receives remote references; without it they are refused.
         plain_only: refuse pickles and other devices than cpu and meta.
         on_tensors: called when the tensors are there, and the value is not yet; it may change them in place.
+        gpus: takes tensors to GPUs; without it they are refused.
 
     Raises:
         SerializationError: the value is damaged, refused, or cannot be rebuilt here.
@@ -235,7 +237,8 @@ def decode(
     taken_bytes = len(body) + 2 * inline_bytes  # they are copied out of the message; into tensors, once more
     if plain_only and value.tensors:
         taken_bytes += tensors_cost(value.tensors, weight_bytes, allowed_bytes(weight_bytes) - taken_bytes)
-    tensors = rebuild_tensors(value, buffers, plain_only)
+    tensors = rebuild_tensors(value, buffers, plain_only, gpus)
+    contents = [buffer if isinstance(buffer, bytes | ReceiveBuffer) else b"" for buffer in buffers]
     if on_tensors is not None and tensors:
         on_tensors(tensors)
     separate = value.body_buffer
@@ -243,12 +246,12 @@ def decode(
     if separate:
         if separate > len(buffers):
             raise SerializationError("a value arrived that is damaged: its body is missing")
-        buffer = buffers[separate - 1]
+        buffer = contents[separate - 1]
         source = buffer.view if isinstance(buffer, ReceiveBuffer) else buffer
         if encoding == value_pb2.Value.PLAIN and isinstance(buffer, ReceiveBuffer) and buffer.borrowed_view is not None:
             source = bytes(source)  # else the sender could change it while it is read
     if encoding == value_pb2.Value.PLAIN:
-        return read_plain(source, tensors, buffers, externals, weight_bytes, taken_bytes)
+        return read_plain(source, tensors, contents, externals, weight_bytes, taken_bytes)
     if encoding == value_pb2.Value.PICKLE:
-        return read_pickle(source, tensors, buffers, externals)
+        return read_pickle(source, tensors, contents, externals)
     raise SerializationError(f"a value arrived in encoding {encoding}, which this version does not know")

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import memmove
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch.nn import Parameter
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._values.buffers import ReceiveBuffer
+from rpcdist.rpc._values.buffers import ReceiveBuffer, Received
 from rpcdist.rpc._values.plain import too_much_for_its_weight
 from rpcdist.rpc._values.tensor_runs import PAUSED_FROM, paused_collections, split_run
 from rpcdist.rpc._values.tensors import DTYPES, DtypeInfo
@@ -34,11 +34,33 @@ _HELD_HEADERS: Final = 1024
 
 MAX_BYTES: Final = 1 << 62  # torch counts in signed 64-bit integers
 
+Owners = dict[int | tuple[int, torch.device], torch.Tensor]
+"""By buffer, and device if that is not the CPU: a tensor that has its memory."""
+
+
+class GpuArrivals(Protocol):
+    """Takes the tensors of one value that arrived to GPUs."""
+
+    def device_of(self, message: value_pb2.Tensor, buffer: Received | None) -> torch.device:
+        """Where a tensor goes that names a device; raises `SerializationError` where that is not there."""
+        ...
+
+    def on_device(self, buffer: Received, device: torch.device) -> torch.Tensor:
+        """A copy of a buffer on a device, as bytes, in the current stream."""
+        ...
+
+    def done(self) -> None:
+        """All tensors of the value are made, or cannot be made."""
+
+
 _CPU: Final = torch.device("cpu")
 
 
 def rebuild_tensors(
-    value: value_pb2.Value, buffers: Sequence[bytes | ReceiveBuffer], host_only: bool = False
+    value: value_pb2.Value,
+    buffers: Sequence[Received],
+    host_only: bool = False,
+    gpus: GpuArrivals | None = None,
 ) -> list[torch.Tensor]:
     """The tensors of `value` over `buffers` (see `received_buffers`), in their order.
 
@@ -59,12 +81,12 @@ def rebuild_tensors(
         raise SerializationError(
             "a tensor for another device than cpu arrived from a peer that may send host tensors only"
         )
-    owners: dict[int, torch.Tensor] = {}  # by buffer: a tensor that has its memory
+    owners: Owners = {}
     try:
         if torch.is_inference_mode_enabled():  # a received tensor must be usable by autograd later
             with torch.inference_mode(False):
-                return _rebuild_all(headers, buffers, owners, host_only)
-        return _rebuild_all(headers, buffers, owners, host_only)
+                return _rebuild_all(headers, buffers, owners, host_only, gpus)
+        return _rebuild_all(headers, buffers, owners, host_only, gpus)
     except (RuntimeError, ValueError, OverflowError, MemoryError, AssertionError) as exc:  # torch asserts devices
         if isinstance(exc, SerializationError):
             raise
@@ -98,13 +120,14 @@ def tensors_cost(headers: Sequence[value_pb2.Tensor], weight_bytes: int, left_by
 
 def _rebuild_all(
     headers: Sequence[value_pb2.Tensor],
-    buffers: Sequence[bytes | ReceiveBuffer],
-    owners: dict[int, torch.Tensor],
+    buffers: Sequence[Received],
+    owners: Owners,
     host_only: bool,
+    gpus: GpuArrivals | None,
 ) -> list[torch.Tensor]:
     if any([message.run for message in headers]):
-        return _rebuild_runs(headers, buffers, owners)
-    tensors = [_rebuild(message, buffers, owners) for message in headers if not message.HasField("sparse")]
+        return _rebuild_runs(headers, buffers, owners, gpus)
+    tensors = [_rebuild(message, buffers, owners, gpus) for message in headers if not message.HasField("sparse")]
     if len(tensors) == len(headers):
         return tensors
     if host_only:  # their indices are not checked
@@ -115,7 +138,7 @@ def _rebuild_all(
 
 
 def _rebuild_runs(
-    headers: Sequence[value_pb2.Tensor], buffers: Sequence[bytes | ReceiveBuffer], owners: dict[int, torch.Tensor]
+    headers: Sequence[value_pb2.Tensor], buffers: Sequence[Received], owners: Owners, gpus: GpuArrivals | None
 ) -> list[torch.Tensor]:
     """The tensors of a table that has runs."""
     tensors: list[torch.Tensor] = []
@@ -125,13 +148,11 @@ def _rebuild_runs(
         if message.run:
             tensors += _rebuild_run(message, buffers, owners)
         else:
-            tensors.append(_rebuild(message, buffers, owners))
+            tensors.append(_rebuild(message, buffers, owners, gpus))
     return tensors
 
 
-def _rebuild_run(
-    message: value_pb2.Tensor, buffers: Sequence[bytes | ReceiveBuffer], owners: dict[int, torch.Tensor]
-) -> list[torch.Tensor]:
+def _rebuild_run(message: value_pb2.Tensor, buffers: Sequence[Received], owners: Owners) -> list[torch.Tensor]:
     info = DTYPES.get(message.dtype)
     index = message.buffer
     # A buffer that two runs could use would let a short message ask for any amount of memory.
@@ -142,12 +163,12 @@ def _rebuild_run(
     shape = [message.run, *message.shape]
     stride, count = contiguous_strides(shape, info.itemsize)
     buffer = buffers[index]
-    size = buffer.size if isinstance(buffer, ReceiveBuffer) else len(buffer)
+    size = len(buffer) if isinstance(buffer, bytes) else buffer.size
     if not count or size != count * info.itemsize:
         raise SerializationError(f"a run of tensors of {count * info.itemsize} bytes arrived with a buffer of {size}")
     if message.requires_grad and not info.differentiable:
         raise SerializationError(f"a tensor of {info.dtype} arrived that requires grad")
-    owners[index] = owner = buffer.memory if isinstance(buffer, ReceiveBuffer) else _copied(buffer)
+    owners[index] = owner = _on_host(buffer)
     joined = over_storage(owner.untyped_storage(), 0, info, shape, stride)
     if message.run < PAUSED_FROM:
         tensors = split_run(joined)
@@ -178,7 +199,7 @@ def _sparse(message: value_pb2.Tensor, table: Sequence[torch.Tensor | None]) -> 
 
 
 def _rebuild(
-    message: value_pb2.Tensor, buffers: Sequence[bytes | ReceiveBuffer], owners: dict[int, torch.Tensor]
+    message: value_pb2.Tensor, buffers: Sequence[Received], owners: Owners, gpus: GpuArrivals | None
 ) -> torch.Tensor:
     info = DTYPES.get(message.dtype)
     if info is None:
@@ -191,13 +212,13 @@ def _rebuild(
     if not dense:
         stride = _checked_stride(shape, message.stride[:], info.itemsize)
     device = message.device
-    if count == 0 or device == "meta":
+    if device and device != "meta":
+        tensor = _on_gpu(message, buffers, owners, gpus, (info, shape, stride, count))
+    elif count == 0 or device:
         tensor = torch.empty_strided(shape, stride, dtype=info.dtype, device=device or _CPU)
     else:
         index = message.buffer
-        if index >= len(buffers):
-            raise SerializationError(f"a tensor refers to buffer {index}, but {len(buffers)} arrived")
-        buffer = buffers[index]
+        buffer = _buffer(buffers, index)
         size = count * info.itemsize
         if dense and type(buffer) is bytes and len(buffer) == size and index not in owners and not message.offset:
             owners[index] = tensor = torch.empty_strided(shape, stride, dtype=info.dtype, device=_CPU)
@@ -205,10 +226,8 @@ def _rebuild(
         else:
             owner = owners.get(index)
             if owner is None:
-                owners[index] = owner = buffer.memory if isinstance(buffer, ReceiveBuffer) else _copied(buffer)
+                owners[index] = owner = _on_host(buffer)
             tensor = over_storage(owner.untyped_storage(), message.offset, info, shape, stride)
-        if device:
-            tensor = tensor.to(device)
     if message.requires_grad:
         if not info.differentiable:
             raise SerializationError(f"a tensor of {info.dtype} arrived that requires grad")
@@ -216,6 +235,43 @@ def _rebuild(
     if message.parameter:
         return Parameter(tensor.detach(), message.requires_grad)
     return tensor
+
+
+def _on_gpu(
+    message: value_pb2.Tensor,
+    buffers: Sequence[Received],
+    owners: Owners,
+    gpus: GpuArrivals | None,
+    form: tuple[DtypeInfo, list[int], list[int], int],
+) -> torch.Tensor:
+    """A tensor that names a device."""
+    if gpus is None:
+        raise SerializationError(f"a tensor for {message.device} arrived where tensors of the CPU are expected")
+    info, shape, stride, count = form
+    buffer = _buffer(buffers, message.buffer) if count else None
+    place = gpus.device_of(message, buffer)
+    if buffer is None:
+        return torch.empty_strided(shape, stride, dtype=info.dtype, device=place)
+    key = message.buffer, place
+    owner = owners.get(key)
+    if owner is None:
+        owners[key] = owner = gpus.on_device(buffer, place)
+    return over_storage(owner.untyped_storage(), message.offset, info, shape, stride)
+
+
+def _buffer(buffers: Sequence[Received], index: int) -> Received:
+    if index >= len(buffers):
+        raise SerializationError(f"a tensor refers to buffer {index}, but {len(buffers)} arrived")
+    return buffers[index]
+
+
+def _on_host(buffer: Received) -> torch.Tensor:
+    """The memory of a buffer, as bytes."""
+    if isinstance(buffer, ReceiveBuffer):
+        return buffer.memory
+    if isinstance(buffer, bytes):
+        return _copied(buffer)
+    raise SerializationError("a tensor of the CPU arrived that lies in memory of a GPU")
 
 
 def over_storage(
@@ -231,7 +287,7 @@ def over_storage(
             f"of {size} bytes"
         )
     # `set_` makes no view: a view of a common base would drag its siblings along in autograd's bookkeeping.
-    tensor = torch.empty(0, dtype=info.dtype, device=_CPU)
+    tensor = torch.empty(0, dtype=info.dtype, device=storage.device)
     return tensor.set_(storage, offset // itemsize, shape, stride)
 
 

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, TensorBuffer
+from rpcdist.rpc._values.buffers import INLINE_LIMIT, GpuBuffer, LargeBuffer, TensorBuffer
 from rpcdist.rpc._values.tensor_runs import RUNS_FROM, TensorRun, find_runs
 
 # The numbers of dtypes are part of the wire format: new dtypes get new numbers, and none is ever used twice. Types that
@@ -93,7 +93,43 @@ DTYPE_CODES: Final[dict[torch.dtype, int]] = {info.dtype: code for code, info in
 
 
 MapDevice = Callable[[torch.device], torch.device]
-"""From a device of the sender to the one at the receiver; raises where no mapping is set."""
+"""From a device of the sender to the one at the receiver; raises where the mapping lacks it."""
+
+Lend = Callable[[int, Sequence[tuple[int, int]]], tuple[value_pb2.GpuLoan, list[int]] | None]
+"""Lends memory to the receiver: device, and address and size of each part; see `LentGpuMemory.lend`."""
+
+
+class DeviceRoute:
+    """How the tensors of one value that lie on GPUs reach their receiver.
+
+    Args:
+        map_device: the device map; without one, a tensor goes to the device of the same index.
+        lend: has the receiver read memory of this worker's GPUs; without it, tensors travel through host memory.
+        back: the tensors are gradients, and belong where the tensors are that they are of.
+
+    Attributes:
+        loans: what was lent so far, to be taken back if the message is not sent.
+    """
+
+    __slots__ = ("back", "lend", "loans", "map_device")
+
+    def __init__(self, map_device: MapDevice | None, lend: Lend | None = None, *, back: bool = False) -> None:
+        self.map_device = map_device
+        self.lend = lend
+        self.back = back
+        self.loans: list[value_pb2.GpuLoan] = []
+
+    def place(self, message: value_pb2.Tensor, device: torch.device) -> bool:
+        """Notes where a tensor of a device goes; whether that is a GPU."""
+        if self.back:
+            message.device = "cuda"
+            return device.type == "cuda"
+        target = device if self.map_device is None else self.map_device(device)
+        if target.type != "cpu":
+            message.device = str(target)
+        message.unmapped = self.map_device is None
+        return device.type == target.type == "cuda"
+
 
 # Copies are made between integers of the same width: cheaper than the real type, defined for all of them, and outside
 # autograd.
@@ -120,7 +156,7 @@ def pack_tensors(
     value: value_pb2.Value,
     tensors: Sequence[torch.Tensor],
     large: list[LargeBuffer],
-    map_device: MapDevice | None = None,
+    route: DeviceRoute | None = None,
     *,
     all_differ: bool = False,
 ) -> None:
@@ -132,7 +168,7 @@ def pack_tensors(
     Raises:
         UnsupportedTensor: a tensor of another layout or dtype than the table holds; or `all_differ`, and that is not
             known.
-        SerializationError: a tensor on another device, without a map; or the error of `map_device`.
+        SerializationError: a tensor on another device, without a route; or the error of its map.
     """
     runs = find_runs(tensors) if len(tensors) >= RUNS_FROM else None
     if runs is not None:
@@ -141,6 +177,7 @@ def pack_tensors(
     if all_differ:
         raise UnsupportedTensor
     views: list[_View] = []
+    on_gpus: list[_View] = []
     has_strides = False
     add_message = value.tensors.add
     tensors, sparse = _with_parts(tensors)
@@ -159,29 +196,64 @@ def pack_tensors(
         shape = tensor.shape
         _write_header(message, tensor, code, shape)
         if not tensor.is_cpu:
-            tensor = _to_host(message, tensor, map_device)
+            tensor = _routed(value, message, tensor, route)
         if tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):
             tensor = tensor.detach().resolve_conj().resolve_neg()
         size = tensor.nbytes
-        if tensor.is_contiguous():
-            if size and not tensor.is_meta:
-                start = address_of(tensor, size)
-                views.append(_View(start, start + size, message, tensor))
-        else:
+        if not tensor.is_contiguous():
             stride = tensor.stride()
             message.stride.extend(stride)
             if size and not tensor.is_meta:
-                span = sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) + 1
-                size = span * tensor.itemsize
-                start = address_of(tensor, size)
-                views.append(_View(start, start + size, message, tensor))
+                size = (
+                    sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) + 1
+                ) * tensor.itemsize
                 has_strides = True
+        if size and not tensor.is_meta:
+            start = address_of(tensor, size)
+            (on_gpus if tensor.is_cuda else views).append(_View(start, start + size, message, tensor))
+    _send_views(value, views, has_strides, large)
+    if on_gpus:
+        assert route is not None  # it is what kept them there
+        spans: list[LargeBuffer] = []
+        first = len(value.buffers)
+        _send_views(value, on_gpus, has_strides, spans)
+        _send_gpu_spans(value, first, spans, route, large)
+
+
+def _send_views(value: value_pb2.Value, views: list[_View], has_strides: bool, large: list[LargeBuffer]) -> None:
     if not has_strides and (len(views) < 2 or _are_apart(views)):
         for view in views:
             _send_span(value, view.start, view.end - view.start, (view.tensor,), (view,), large)
     else:
         for cluster in _clusters(views):
             _send_cluster(value, cluster, large)
+
+
+def _send_gpu_spans(
+    value: value_pb2.Value, first: int, spans: Sequence[LargeBuffer], route: DeviceRoute, large: list[LargeBuffer]
+) -> None:
+    """Lends the memory of the last buffers of a value, or sends copies of it that are made on the host.
+
+    Args:
+        value: has a buffer for each span, from number `first` on.
+    """
+    members: list[tuple[value_pb2.Buffer, GpuBuffer]] = []
+    for number, span in enumerate(spans, first):
+        assert isinstance(span, GpuBuffer)  # it is what `_send_span` makes of memory of a GPU
+        members.append((value.buffers[number], span))
+    for device in {span.device.index for _, span in members}:
+        of_device = [(buffer, span) for buffer, span in members if span.device.index == device]
+        made = None if route.lend is None else route.lend(device, [(span.start, span.size) for _, span in of_device])
+        for _, span in of_device:
+            span.used()
+        if made is None:
+            continue
+        loan, offsets = made
+        route.loans.append(loan)
+        value.gpu_loans.append(loan)
+        for (buffer, _), offset in zip(of_device, offsets, strict=True):
+            buffer.gpu_loan, buffer.offset = len(value.gpu_loans), offset
+    large += [span.on_host() for buffer, span in members if not buffer.gpu_loan]
 
 
 def _write_header(message: value_pb2.Tensor, tensor: torch.Tensor, code: int, shape: torch.Size) -> None:
@@ -222,21 +294,19 @@ def _with_parts(
     return parts, sparse
 
 
-def _to_host(message: value_pb2.Tensor, tensor: torch.Tensor, map_device: MapDevice | None) -> torch.Tensor:
-    """Notes the device at the receiver, and returns the tensor in this host's memory."""
+def _routed(
+    value: value_pb2.Value, message: value_pb2.Tensor, tensor: torch.Tensor, route: DeviceRoute | None
+) -> torch.Tensor:
+    """Notes the device at the receiver; returns the tensor where it is sent from, its device or the host."""
     device = tensor.device
     if device.type == "meta":
         message.device = "meta"
         return tensor
-    if map_device is None:
-        raise SerializationError(
-            f"a tensor on {device} cannot be sent: no device map says where it belongs at the receiver. The worker "
-            "that calls has to say so, before `init_rpc`, with `options.set_device_map(callee, {own device: device "
-            "there})`; or send `tensor.cpu()`."
-        )
-    target = map_device(device)
-    if target.type != "cpu":
-        message.device = str(target)
+    if route is None:
+        raise SerializationError(f"a tensor on {device} cannot be sent here; send `tensor.cpu()`")
+    if route.place(message, device):
+        value.on_gpus = True
+        return tensor.detach()
     return tensor.detach().cpu()
 
 
@@ -310,7 +380,10 @@ def _send_span(
     buffers = value.buffers
     index = len(buffers)
     buffer = buffers.add()
-    if size <= INLINE_LIMIT:
+    if owners[0].is_cuda:
+        buffer.size = size
+        large.append(GpuBuffer(start, size, owners))
+    elif size <= INLINE_LIMIT:
         buffer.inline = string_at(start, size)
     else:
         buffer.size = size

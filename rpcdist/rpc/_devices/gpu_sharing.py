@@ -1,0 +1,212 @@
+"""Which workers can read memory of this worker's GPUs, and what is said to them about it.
+
+A worker is asked when a tensor of a GPU goes to it first, with a loan that it tries to open. Until it has answered,
+and where it cannot (it is on another host, in another container, a MIG instance, or has no GPU), tensors travel through
+host memory: nobody waits for the answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, Final
+
+import torch
+
+from rpcdist._proto import rpc_pb2, value_pb2
+from rpcdist.ids import Identity
+from rpcdist.rpc._devices.borrowed_gpu_memory import BorrowedGpuMemory
+from rpcdist.rpc._devices.cuda_memory import GpuMemory, GpuUnavailable, cuda_memory
+from rpcdist.rpc._devices.gpu_arrivals import ValueOnGpus
+from rpcdist.rpc._devices.lent_gpu_memory import LentGpuMemory
+from rpcdist.rpc._peers.demultiplexer import PoolJob
+from rpcdist.rpc._peers.network import MessageSink, calling_worker
+from rpcdist.rpc._values import DeviceRoute, Lend, MapDevice, ReceiveBuffer
+from rpcdist.rpc.future import Future
+from rpcdist.time_limits import GPU_PROBE_LIMIT_S
+
+logger = logging.getLogger(__name__)
+
+PROBE = "rpcdist.rpc._devices.gpu_sharing:probe"
+_PROBED_BYTES: Final = 512
+
+_ASKED: Final = "it was asked, and has not answered yet"
+
+
+@cache
+def _lent_by_process() -> LentGpuMemory:
+    return LentGpuMemory(cuda_memory())
+
+
+class GpuSharing:
+    """One per agent. Any thread may use it.
+
+    Args:
+        me: this worker.
+        identity_of: the process that has the id of a worker now.
+        find_map: the device map for what goes to a worker (`DeviceMaps.find`).
+        ask: calls a function that every worker serves, by worker, name and arguments.
+        send: a message to a worker, with the next one, if it lives.
+        takes_loans: whether peers may have this process read memory of their GPUs.
+        lends: whether memory may be lent at all.
+        memory: CUDA, or a stand-in.
+    """
+
+    def __init__(
+        self,
+        me: Identity,
+        identity_of: Callable[[int], Identity],
+        find_map: Callable[[int, MessageSink | None], MapDevice | None],
+        ask: Callable[[int, str, tuple[Any, ...], float], Future[Any]],
+        send: Callable[[int, rpc_pb2.Message], None],
+        *,
+        takes_loans: bool,
+        lends: bool = True,
+        memory: Callable[[], GpuMemory] = cuda_memory,
+        lent: Callable[[], LentGpuMemory] = _lent_by_process,
+    ) -> None:
+        self._me = me
+        self.identity_of = identity_of
+        self._find_map = find_map
+        self._ask = ask
+        self._send = send
+        self._takes_loans = takes_loans
+        self._lends = lends
+        self._make_lent = lent
+        self._lent: LentGpuMemory | None = None  # once a tensor of a GPU was sent
+        self._readers: dict[Identity, str] = {}  # empty, or why it cannot read
+        self._lock = threading.Lock()
+        self.borrowed = BorrowedGpuMemory(memory, lambda: self._lent)
+        self.callables: dict[str, Callable[..., Any]] = {PROBE: self._probe}
+
+    def __repr__(self) -> str:
+        return f"<GpuSharing of {self._me.name} [{self._lent!r}, {self.borrowed!r}]>"
+
+    def route(self, to: int, session: MessageSink | None = None, *, back: bool = False) -> DeviceRoute:
+        """How tensors of GPUs in one value reach a worker.
+
+        Args:
+            to: the worker.
+            session: for the result of a call, the one by which the call came.
+            back: see `DeviceRoute`.
+        """
+        self.tell(to)
+        lend = partial(self._lend, to, session)
+        return DeviceRoute(None if back else self._find_map(to, session), lend, back=back)
+
+    def arriving(self, value: value_pb2.Value, sender: Identity) -> ValueOnGpus:
+        """A value that arrived."""
+        return ValueOnGpus(value, sender, self.borrowed, self._me.name)
+
+    def _lend(
+        self, to: int, session: MessageSink | None, device: int, spans: Sequence[tuple[int, int]]
+    ) -> tuple[value_pb2.GpuLoan, list[int]] | None:
+        """Lends memory to a worker; None if it cannot read it, that is not known yet, or there is too little."""
+        identity = self.identity_of(to) if session is None else session.peer
+        lend = self.lend_to(identity)
+        return None if lend is None else lend(device, spans)
+
+    def lend_to(self, to: Identity) -> Lend | None:
+        """Lends memory to a worker; None if it cannot read it, or that is not known yet."""
+        reason = self._readers.get(to)
+        if reason is None:
+            reason = self._first_look(to)
+        lent = self._lent
+        return partial(lent.lend, to) if not reason and lent is not None else None
+
+    def tell(self, lender: int) -> None:
+        """Says what a lender has to hear by now, with the next message to it."""
+        if self.borrowed.has_news and (message := self.borrowed.release(lender)) is not None:
+            self._send(lender, message)
+
+    def doubt(self, loan: value_pb2.GpuLoan) -> None:
+        """The message with a loan may not arrive."""
+        if self._lent is not None:
+            self._lent.doubt([loan.number])
+
+    def _first_look(self, to: Identity) -> str:
+        with self._lock:
+            if to in self._readers:
+                return self._readers[to]
+            self._readers[to] = _ASKED
+        try:
+            if not self._lends:
+                raise GpuUnavailable("the options name channels without cuda_ipc")
+            if self._lent is None:
+                self._lent = self._make_lent()
+            device = torch.cuda.current_device()
+            probed = torch.zeros(_PROBED_BYTES, dtype=torch.uint8, device=torch.device("cuda", device))
+            made = self._lent.lend(to, device, [(probed.data_ptr(), _PROBED_BYTES)])
+            if made is None:
+                raise GpuUnavailable("there is no memory left for loans")
+        except (GpuUnavailable, RuntimeError) as exc:
+            return self._note(to, str(exc))
+        if to == self._me:
+            self._lent.release([made[0].number], to)
+            return self._note(to, "")
+        try:
+            answer = self._ask(to.id, PROBE, (made[0].SerializeToString(),), GPU_PROBE_LIMIT_S)
+        except Exception as exc:  # it is lost, and the call that is under way says so
+            self._lent.doubt([made[0].number])
+            return self._note(to, str(exc))
+        answer.is_quiet = True
+        answer._when_done(partial(self._answered, to))
+        return self._readers[to]
+
+    def _answered(self, to: Identity, answer: Future[Any]) -> None:
+        error = answer.exception()
+        self._note(to, str(answer.value()) if error is None else str(error))
+
+    def _note(self, to: Identity, reason: str) -> str:
+        self._readers[to] = reason
+        if reason:
+            logger.info("tensors of GPUs travel through host memory to worker %r: %s", to.name, reason)
+        return reason
+
+    def _probe(self, loan: bytes) -> str:
+        """Serves `PROBE`: whether a loan can be read here; empty, or why not."""
+        lender = calling_worker.get()
+        if lender is None:
+            return "nobody asks"
+        if not self._takes_loans:
+            return f"{self._me.name!r} takes tensors of the host only (allow_pickle=False)"
+        reason = self.borrowed.probe(value_pb2.GpuLoan.FromString(loan), lender.id)
+        self.tell(lender.id)
+        return reason
+
+    # ------------------------------------------------------------ on the I/O loop
+
+    def on_release(
+        self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+    ) -> None:
+        """A worker says what it has copied."""
+        if self._lent is not None:
+            self._lent.release(message.gpu_release.numbers, session.peer, message.gpu_release.closed)
+
+    def on_broken(self, session: MessageSink, reason: str) -> None:
+        """A connection has ended."""
+        if self._lent is not None:
+            self._lent.on_broken(session.peer)
+
+    def on_gone(self, identity: Identity, error: Exception | None = None) -> None:
+        """A worker is lost, or another process has taken its place."""
+        self._readers.pop(identity, None)
+        if self._lent is not None:
+            self._lent.on_gone(identity)
+        self.borrowed.on_gone(identity.id)
+
+    def tick(self) -> None:
+        """Ten times a second."""
+        for lender, message in self.borrowed.tick().items():
+            self._send(lender, message)
+        if self._lent is not None:
+            self._lent.tick()
+
+    def close(self) -> None:
+        """The agent ends."""
+        self.borrowed.close()
+        if self._lent is not None:
+            for reader in self._readers:
+                self._lent.on_gone(reader)

@@ -1,0 +1,90 @@
+"""The streams in which functions run that were called with tensors of GPUs.
+
+A function runs with a stream of its own for each device of its arguments, so that calls that run at the same time do so
+on the device, too. The stream begins behind the current one of the thread, and that one goes on behind it: what is
+enqueued before a call begins, or after it has ended, sees the order of the program. torch's pool streams promise less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+_idle: Final[dict[int, list[Any]]] = {}
+"""By device, the streams that nobody uses, the last one first: calls that come one after the other share a stream, and
+with it the memory that torch's allocator keeps for it."""
+
+
+class HandlerStreams:
+    """Current from its making until `leave`, on one thread.
+
+    Args:
+        devices: their indices.
+    """
+
+    __slots__ = ("_entered",)
+
+    def __init__(self, devices: Sequence[int]) -> None:
+        self._entered: list[tuple[int, Any, Any]] = []
+        for device in devices:
+            outer = torch.cuda.current_stream(device)
+            try:
+                stream = _idle.setdefault(device, []).pop()
+            except IndexError:
+                stream = torch.cuda.Stream(device)
+            stream.wait_stream(outer)
+            self._entered.append((device, outer, stream))
+            _make_current(stream)
+
+    def leave(self) -> None:
+        """Idempotent."""
+        while self._entered:
+            device, outer, stream = self._entered.pop()
+            outer.wait_stream(stream)
+            _make_current(outer)
+            _idle[device].append(stream)
+
+
+def into_default_streams(tensors: Sequence[torch.Tensor | None]) -> None:
+    """Has the default streams wait for tensors of the current streams."""
+    for tensor in tensors:
+        if tensor is not None and tensor.is_cuda:
+            default = torch.cuda.default_stream(tensor.device)
+            current = torch.cuda.current_stream(tensor.device)
+            if current != default:
+                default.wait_stream(current)
+
+
+def _make_current(stream: Any) -> None:
+    """Of its device alone: `torch.cuda.set_stream` also changes the current device."""
+    device = torch.cuda.current_device()
+    torch.cuda.set_stream(stream)
+    if device != stream.device_index:
+        torch.cuda.set_device(device)
+
+
+class ArrivedTensors:
+    """Tensors that were copied in a stream which another thread may not have as its current one.
+
+    Args:
+        tensors: those of one value that lie on GPUs.
+    """
+
+    __slots__ = ("_by_device",)
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        by_device: dict[int, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_device.setdefault(tensor.get_device(), []).append(tensor)
+        self._by_device = [(torch.cuda.current_stream(device), of_one) for device, of_one in by_device.items()]
+
+    def join(self) -> None:
+        """Has the current streams of this thread wait for them."""
+        for stream, tensors in self._by_device:
+            current = torch.cuda.current_stream(stream.device)
+            if current != stream:
+                current.wait_stream(stream)
+                for tensor in tensors:
+                    tensor.record_stream(current)

@@ -1,0 +1,47 @@
+"""Memory of GPUs that one process lends to another: tensors go from GPU to GPU, in order, and no host waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import gpu_memory_functions
+import pytest
+from full_sets import FULL
+from gpu_marks import WITH_NCCL
+
+from rpcdist.testing import RpcWorld, WorkerPool
+
+pytestmark = WITH_NCCL
+NUM_DEATHS = 50 if FULL else 5
+
+
+@pytest.fixture(scope="module")
+def world(module_pool: WorkerPool) -> Iterator[RpcWorld]:
+    world = module_pool.new_world(2)
+    for pending in [world.begin_join(name, rank) for rank, name in enumerate(("alice", "bob"))]:
+        pending.result()
+    yield world
+    world.shutdown()
+
+
+@pytest.mark.parametrize("program", gpu_memory_functions.PROGRAMS, ids=lambda program: program.__name__)
+def test_from_gpu_to_gpu(world: RpcWorld, program: Callable[[], None]) -> None:
+    world["alice"].run(program)
+
+
+def test_without_shared_memory_of_gpus(module_pool: WorkerPool) -> None:
+    world = module_pool.new_world(2)
+    for pending in [world.begin_join(name, rank, _channels=["basic"]) for rank, name in enumerate(("alice", "bob"))]:
+        pending.result()
+    world["alice"].run(gpu_memory_functions.through_the_host)
+    world.shutdown()
+
+
+def test_a_process_that_is_killed_takes_nobody_down(worker_pool: WorkerPool) -> None:
+    """Some times, as one that joins again with the same name."""
+    world = worker_pool.new_world(None)
+    world.begin_join("boss", 0).result()
+    for _ in range(NUM_DEATHS):
+        world.begin_join("bob", 1).result()
+        world["boss"].run(gpu_memory_functions.lose, "bob")
+        world["bob"].kill()
