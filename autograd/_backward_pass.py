@@ -379,7 +379,7 @@ class BackwardPass:
                 message.timeout_us = self.timeout_us()
             if message.is_done:
                 message.is_heavy = self.context.is_heavy
-            route = self._sender.gpus.route(to, back=True) if message.messages else None
+            route = self._sender.gpus.route(to, self._links.get(to), back=True) if message.messages else None
             part, large = message.encode(self.context.id, self.id, route)
             packed.append(Packed(to, part, large, route.loans if route is not None else ()))
         return partial(self._send_packed, packed, self.is_finishing)

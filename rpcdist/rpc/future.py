@@ -86,6 +86,9 @@ class OnGpus(Protocol):
     def join_gpus(self) -> None:
         """Has the current streams of this thread wait for the tensors."""
 
+    def followed_by(self, result: object) -> OnGpus:
+        """What was made of it, in the current streams of this thread."""
+
 
 class FutureObserver:
     """An observer of futures, one for all of them, which can also take over results before their futures are done: so a
@@ -577,6 +580,8 @@ def _complete_child(child: Future[S], callback: Callable[[Future[T]], S], parent
         return
     try:
         result = callback(parent)
+        if parent._arrived is not None:
+            child._arrived = parent._arrived.followed_by(result)
     except BaseException as error:
         drop_first_frame(error)  # it holds both futures
         child._fail(_as_runtime_error(error))

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -308,15 +309,14 @@ def lose(name: str) -> None:
     """A worker is killed while its memory is mapped here and copies wait; nothing of it sticks to this process."""
     until_known(name)
     held = [rpc.rpc_sync(name, slowly, (torch.ones(1_000_000, device=GPU), CYCLES)) for _ in range(3)]
-    pending = [rpc.rpc_async(name, slowly, (torch.ones(1_000_000, device=GPU), CYCLES)) for _ in range(5)]
-    with pytest.raises(WorkerLost, match=name):
-        rpc.rpc_sync(name, die_while_read)
-    for future in pending:
-        with pytest.raises(WorkerLost, match=name):
-            future.wait()
     for each in held:
         assert each.eq(3).all()
+    late = rpc.rpc_sync(name, slowly, (torch.ones(1_000_000, device=GPU), LONG_CYCLES))
+    with pytest.raises(WorkerLost, match=name):
+        rpc.rpc_sync(name, die_while_read)
+    begin = time.monotonic()
     torch.cuda.synchronize()
+    print("synchronized after", time.monotonic() - begin, "late is right:", bool(late.eq(3).all()), late[0].item())
     assert torch.ones(3, device=GPU).sum().item() == 3
 
 

@@ -331,6 +331,8 @@ class Caller:
             message.call.id = call.id
             message.call.timeout_us = timeout_us
         if session is not None:
+            if self._marshal.copied_from:
+                self._marshal.tell(session)
             call.on_sent(session, session.send(message, large))
             return
         try:

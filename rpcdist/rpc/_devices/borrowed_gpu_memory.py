@@ -51,6 +51,9 @@ class BorrowedGpuMemory:
         memory: CUDA; called when memory is borrowed first.
         lent: that of this process, whose own loans come back where a worker calls itself, or another of its process.
         now: the monotonic clock.
+
+    Attributes:
+        copied_from: by lender, the loans of which it may have to hear that they were copied; nearly always empty.
     """
 
     def __init__(
@@ -64,16 +67,11 @@ class BorrowedGpuMemory:
         self._now = now
         self._lock = threading.Lock()
         self._opened: dict[tuple[int, bytes], _Opened] = {}  # by lender and handle
-        self._copied: defaultdict[int, list[_Copied]] = defaultdict(list)  # by lender
+        self.copied_from: defaultdict[int, list[_Copied]] = defaultdict(list)  # by lender
         self._indices: dict[bytes, int] = {}  # of devices, by UUID
 
     def __repr__(self) -> str:
         return f"<BorrowedGpuMemory [{len(self._opened)} allocations open]>"
-
-    @property
-    def has_news(self) -> bool:
-        """Whether a lender may have to hear something; cheap."""
-        return bool(self._copied)
 
     def device_of(self, loan: value_pb2.GpuLoan) -> int:
         """The index that the device of a loan has here. Raises `SerializationError`."""
@@ -131,25 +129,25 @@ class BorrowedGpuMemory:
                 opened = self._opened.get((lender, loan.memory))
                 if opened is not None:
                     opened.num_pending += 1
-                self._copied[lender].append(_Copied(loan.number, events, opened))
+                self.copied_from[lender].append(_Copied(loan.number, events, opened))
 
     def discard(self, loans: Sequence[value_pb2.GpuLoan], lender: int) -> None:
         """Nothing of these loans is wanted, or nothing was copied."""
         with self._lock:
-            self._copied[lender] += [_Copied(loan.number, (), None) for loan in loans]
+            self.copied_from[lender] += [_Copied(loan.number, (), None) for loan in loans]
 
     def release(self, lender: int) -> rpc_pb2.Message | None:
         """What a lender has to hear: which of its loans are copied. Taken out; None if there is nothing."""
-        if lender not in self._copied:
+        if lender not in self.copied_from:
             return None
         with self._lock:
-            pending = self._copied.pop(lender, [])
+            pending = self.copied_from.pop(lender, [])
             done: list[_Copied] = []
             left: list[_Copied] = []
             for each in pending:
                 (done if all([event.query() for event in each.events]) else left).append(each)
             if left:
-                self._copied[lender] = left
+                self.copied_from[lender] = left
             for each in done:
                 if each.opened is not None:
                     each.opened.num_pending -= 1
@@ -159,9 +157,9 @@ class BorrowedGpuMemory:
 
     def tick(self) -> dict[int, rpc_pb2.Message]:
         """What lenders have to hear by now, with the allocations that were closed because nobody used them."""
-        if not self._opened and not self._copied:
+        if not self._opened and not self.copied_from:
             return {}
-        news = {lender: message for lender in list(self._copied) if (message := self.release(lender)) is not None}
+        news = {lender: message for lender in list(self.copied_from) if (message := self.release(lender)) is not None}
         now = self._now()
         with self._lock:
             idle = [
@@ -179,14 +177,14 @@ class BorrowedGpuMemory:
     def on_gone(self, lender: int) -> None:
         """The process of a worker has ended: its memory is closed. Copies that have begun are not disturbed."""
         with self._lock:
-            self._copied.pop(lender, None)
+            self.copied_from.pop(lender, None)
             closing = [self._opened.pop(key) for key in list(self._opened) if key[0] == lender]
         for opened in closing:
             self._close(opened)
 
     def close(self) -> None:
         """Closes everything."""
-        for lender in {lender for lender, _ in list(self._opened)} | set(self._copied):
+        for lender in {lender for lender, _ in list(self._opened)} | set(self.copied_from):
             self.on_gone(lender)
 
     def _open(self, loan: value_pb2.GpuLoan, device: int, lender: int) -> _Opened:

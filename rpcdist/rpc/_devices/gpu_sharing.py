@@ -23,7 +23,7 @@ from rpcdist.rpc._devices.gpu_arrivals import ValueOnGpus
 from rpcdist.rpc._devices.lent_gpu_memory import LentGpuMemory
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink, calling_worker
-from rpcdist.rpc._values import DeviceRoute, Lend, MapDevice, ReceiveBuffer
+from rpcdist.rpc._values import DeviceRoute, MapDevice, ReceiveBuffer
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import GPU_PROBE_LIMIT_S
 
@@ -92,7 +92,6 @@ class GpuSharing:
             session: for the result of a call, the one by which the call came.
             back: see `DeviceRoute`.
         """
-        self.tell(to)
         lend = partial(self._lend, to, session)
         return DeviceRoute(None if back else self._find_map(to, session), lend, back=back)
 
@@ -105,21 +104,16 @@ class GpuSharing:
     ) -> tuple[value_pb2.GpuLoan, list[int]] | None:
         """Lends memory to a worker; None if it cannot read it, that is not known yet, or there is too little."""
         identity = self.identity_of(to) if session is None else session.peer
-        lend = self.lend_to(identity)
-        return None if lend is None else lend(device, spans)
-
-    def lend_to(self, to: Identity) -> Lend | None:
-        """Lends memory to a worker; None if it cannot read it, or that is not known yet."""
-        reason = self._readers.get(to)
+        reason = self._readers.get(identity)
         if reason is None:
-            reason = self._first_look(to)
+            reason = self._first_look(identity)
         lent = self._lent
-        return partial(lent.lend, to) if not reason and lent is not None else None
+        return None if reason or lent is None else lent.lend(identity, device, spans)
 
-    def tell(self, lender: int) -> None:
-        """Says what a lender has to hear by now, with the next message to it."""
-        if self.borrowed.has_news and (message := self.borrowed.release(lender)) is not None:
-            self._send(lender, message)
+    def tell(self, session: MessageSink) -> None:
+        """Says what the worker at the other end of a session has to hear by now, with the next message there."""
+        if (message := self.borrowed.release(session.peer.id)) is not None:
+            session.hold_back(lambda: session.send(message, ()))
 
     def doubt(self, loan: value_pb2.GpuLoan) -> None:
         """The message with a loan may not arrive."""
@@ -172,9 +166,7 @@ class GpuSharing:
             return "nobody asks"
         if not self._takes_loans:
             return f"{self._me.name!r} takes tensors of the host only (allow_pickle=False)"
-        reason = self.borrowed.probe(value_pb2.GpuLoan.FromString(loan), lender.id)
-        self.tell(lender.id)
-        return reason
+        return self.borrowed.probe(value_pb2.GpuLoan.FromString(loan), lender.id)
 
     # ------------------------------------------------------------ on the I/O loop
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 _idle: Final[dict[int, list[Any]]] = {}
 """By device, the streams that nobody uses, the last one first: calls that come one after the other share a stream, and
@@ -80,7 +81,16 @@ class ArrivedTensors:
             by_device.setdefault(tensor.get_device(), []).append(tensor)
         self._by_device = [(torch.cuda.current_stream(device), of_one) for device, of_one in by_device.items()]
 
-    def join(self) -> None:
+    @classmethod
+    def of(cls, value: object) -> ArrivedTensors:
+        """Those of a value."""
+        return cls([leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_cuda])
+
+    def followed_by(self, result: object) -> ArrivedTensors:
+        """See `OnGpus`."""
+        return self.of(result)
+
+    def join_gpus(self) -> None:
         """Has the current streams of this thread wait for them."""
         for stream, tensors in self._by_device:
             current = torch.cuda.current_stream(stream.device)

@@ -59,6 +59,10 @@ class Arrived:
     def join_gpus(self) -> None:
         """Has the current streams of this thread wait for tensors that `decode` made in others, on any thread."""
 
+    def followed_by(self, result: object) -> ArrivedTensors:
+        """What was made of tensors of the value, in the current streams of this thread."""
+        return ArrivedTensors.of(result)
+
     def confirmation(self) -> Future[None] | None:
         """Done when the owners of the references in it have counted them; None if there is nothing to wait for."""
         return None
@@ -131,7 +135,7 @@ class ArrivedValue(Arrived):
 
     def join_gpus(self) -> None:
         if self._on_gpus is not None:
-            self._on_gpus.join()
+            self._on_gpus.join_gpus()
 
     def decode(self) -> object:
         try:

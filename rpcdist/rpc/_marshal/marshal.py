@@ -65,6 +65,10 @@ class Marshal:
         worker_name: this worker's, for failures.
         by_value: send the code of functions and classes that the receiver cannot import.
         allow_pickle: send and take pickles; without it, only plain values.
+
+    Attributes:
+        copied_from: not empty while lenders of memory of GPUs may have to hear something.
+        tell: tells the one at the other end of a session, with the next message there.
     """
 
     def __init__(
@@ -82,6 +86,8 @@ class Marshal:
         self._rrefs = rrefs
         self._rref_type = rref_type
         self._gpus = gpus
+        self.copied_from = gpus.borrowed.copied_from
+        self.tell = gpus.tell
         self._worker_name = worker_name
 
     def encode(
@@ -185,6 +191,8 @@ class Marshal:
         forks: Sequence[Share],
     ) -> None:
         """Sends a message with an encoded value on a session; a session that has ended gives the shares back."""
+        if self.copied_from:
+            self.tell(session)
         session.send(message, large)
         if forks and session.closed_reason is not None:
             self.give_back(forks)
