@@ -80,12 +80,14 @@ class DeviceMap(_message.Message):
     def __init__(self, here: _Optional[_Iterable[str]] = ..., there: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GpuRelease(_message.Message):
-    __slots__ = ("numbers", "closed")
-    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("copied", "unwanted", "closed")
+    COPIED_FIELD_NUMBER: _ClassVar[int]
+    UNWANTED_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
-    numbers: _containers.RepeatedScalarFieldContainer[int]
+    copied: _containers.RepeatedScalarFieldContainer[int]
+    unwanted: _containers.RepeatedScalarFieldContainer[int]
     closed: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, numbers: _Optional[_Iterable[int]] = ..., closed: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    def __init__(self, copied: _Optional[_Iterable[int]] = ..., unwanted: _Optional[_Iterable[int]] = ..., closed: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Loan(_message.Message):
     __slots__ = ("buffer", "segment")

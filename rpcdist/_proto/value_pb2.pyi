@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Value(_message.Message):
-    __slots__ = ("encoding", "body", "tensors", "buffers", "rrefs", "body_buffer", "autograd", "gpu_loans", "on_gpus", "weight")
+    __slots__ = ("encoding", "body", "tensors", "buffers", "rrefs", "body_buffer", "autograd", "gpu_loans", "gpus", "weight")
     class Encoding(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PLAIN: _ClassVar[Value.Encoding]
@@ -23,7 +23,7 @@ class Value(_message.Message):
     BODY_BUFFER_FIELD_NUMBER: _ClassVar[int]
     AUTOGRAD_FIELD_NUMBER: _ClassVar[int]
     GPU_LOANS_FIELD_NUMBER: _ClassVar[int]
-    ON_GPUS_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     encoding: Value.Encoding
     body: bytes
@@ -33,9 +33,9 @@ class Value(_message.Message):
     body_buffer: int
     autograd: AutogradLeg
     gpu_loans: _containers.RepeatedCompositeFieldContainer[GpuLoan]
-    on_gpus: bool
+    gpus: _containers.RepeatedScalarFieldContainer[int]
     weight: bytes
-    def __init__(self, encoding: _Optional[_Union[Value.Encoding, str]] = ..., body: _Optional[bytes] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., rrefs: _Optional[_Iterable[_Union[RRefFork, _Mapping]]] = ..., body_buffer: _Optional[int] = ..., autograd: _Optional[_Union[AutogradLeg, _Mapping]] = ..., gpu_loans: _Optional[_Iterable[_Union[GpuLoan, _Mapping]]] = ..., on_gpus: bool = ..., weight: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, encoding: _Optional[_Union[Value.Encoding, str]] = ..., body: _Optional[bytes] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., rrefs: _Optional[_Iterable[_Union[RRefFork, _Mapping]]] = ..., body_buffer: _Optional[int] = ..., autograd: _Optional[_Union[AutogradLeg, _Mapping]] = ..., gpu_loans: _Optional[_Iterable[_Union[GpuLoan, _Mapping]]] = ..., gpus: _Optional[_Iterable[int]] = ..., weight: _Optional[bytes] = ...) -> None: ...
 
 class AutogradLeg(_message.Message):
     __slots__ = ("message", "stamp")
@@ -94,20 +94,20 @@ class Buffer(_message.Message):
     def __init__(self, size: _Optional[int] = ..., inline: _Optional[bytes] = ..., gpu_loan: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class GpuLoan(_message.Message):
-    __slots__ = ("number", "memory", "event", "offset", "size", "gpu")
+    __slots__ = ("number", "memory", "sequence", "offset", "size", "gpu")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
-    EVENT_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     GPU_FIELD_NUMBER: _ClassVar[int]
     number: int
     memory: bytes
-    event: bytes
+    sequence: int
     offset: int
     size: int
     gpu: bytes
-    def __init__(self, number: _Optional[int] = ..., memory: _Optional[bytes] = ..., event: _Optional[bytes] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., gpu: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., memory: _Optional[bytes] = ..., sequence: _Optional[int] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., gpu: _Optional[bytes] = ...) -> None: ...
 
 class UniqueId(_message.Message):
     __slots__ = ("created_on", "local_id", "incarnation")

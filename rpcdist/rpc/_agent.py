@@ -182,7 +182,8 @@ class Agent:
             lambda to: self.directory.member(to).identity,
             self._device_maps.find,
             lambda *call: self.caller.start_gathering(*call),
-            self.router.send_with_next,
+            self.router.send_if_alive,
+            self.pool.submit,
             takes_loans=options.allow_pickle,
             lends=options.lends_gpu_memory,
         )

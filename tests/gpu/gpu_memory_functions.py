@@ -179,7 +179,7 @@ def in_order_without_events() -> None:
 
 def without_events() -> None:
     memory = sharing()._lent._memory
-    memory.wait = lambda device, event: None
+    memory.wait = lambda device, address, number: None
 
 
 def with_events() -> None:

@@ -419,14 +419,14 @@ def test_other_devices_need_a_route() -> None:
         tensors._routed(value, message, tensor, None)
     to_next = tensors.DeviceRoute(lambda device: torch.device("cuda", device.index + 1))
     there = tensors._routed(value, message, tensor, to_next)
-    assert (message.device, message.unmapped, value.on_gpus) == ("cuda:2", False, True)
+    assert (message.device, message.unmapped, list(value.gpus)) == ("cuda:2", False, [2])
     assert there.tolist() == [1, 1]
     value, message = value_pb2.Value(), value_pb2.Tensor()
     tensors._routed(value, message, tensor, tensors.DeviceRoute(None))
-    assert (message.device, message.unmapped, value.on_gpus) == ("cuda:1", True, True)
+    assert (message.device, message.unmapped, list(value.gpus)) == ("cuda:1", True, [1])
     value, message = value_pb2.Value(), value_pb2.Tensor()
     tensors._routed(value, message, tensor, tensors.DeviceRoute(lambda device: torch.device("cpu")))
-    assert (message.device, value.on_gpus) == ("", False)
+    assert (message.device, list(value.gpus)) == ("", [])
 
 
 def test_a_device_that_the_receiver_lacks() -> None:

@@ -331,7 +331,7 @@ class Caller:
             message.call.id = call.id
             message.call.timeout_us = timeout_us
         if session is not None:
-            if self._marshal.copied_from:
+            if self._marshal.gpu_news:
                 self._marshal.tell(session)
             call.on_sent(session, session.send(message, large))
             return

@@ -161,6 +161,7 @@ class CallFuture(Future[Any]):
                     jobs.append((self._run_callbacks, ()))
                 return
         if isinstance(payload, Arrived) and payload.is_on_gpus:
+            payload.keep_gpu_tensors()
             self._arrived = payload
         if self._deliver(partial(result_of, failure, payload)):
             context = payload.autograd if isinstance(payload, Arrived) else None

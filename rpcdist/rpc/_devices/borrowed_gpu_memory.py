@@ -1,47 +1,64 @@
 """Memory of GPUs that other processes of this host lend: what a message brings is copied into tensors of this process.
 
-The copy waits for the lender's event in the current stream of the thread that decodes, and nobody waits on the host. An
-allocation, and an event, is opened once and stays open for a while: opening takes 300 us, and 220 us. The lender hears
-that the copy is done with the next message to it, or with the next tick.
+The copy waits for the lender's number in the current stream of the thread that decodes, and writes a number of its own
+when it is done: nobody waits on the host. That it is under way, the lender hears with the next message to it, or with
+the next tick. An allocation is opened once, which takes 300 us, and stays open for a while.
+
+If the lender is lost before its number is there, the streams that wait for it go on, and what they copy is undefined;
+the log says so.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._devices.cuda_memory import GpuEvent, GpuMemory, GpuUnavailable
-from rpcdist.rpc._devices.lent_gpu_memory import LentGpuMemory
+from rpcdist.rpc._devices.cuda_memory import GpuMemory, GpuUnavailable
+from rpcdist.rpc._devices.lent_gpu_memory import ALIGNMENT_BYTES, COPIED_AT, LentGpuMemory
 from rpcdist.time_limits import GPU_MEMORY_IDLE_S
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class _Opened:
-    """An allocation of another process."""
+    """An allocation of another process, or of this one.
 
-    lender: int
+    Attributes:
+        is_own: it is of this process.
+        sequences: by offset, the last number that a stream of this process waits for there.
+    """
+
     device: int
     address: int
     size: int
-    events: dict[bytes, GpuEvent] = field(default_factory=dict)
-    num_pending: int = 0  # copies of it that may not be done
+    is_own: bool
     used: float = 0.0
+    sequences: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
-class _Copied:
-    """A loan that is being copied, or was."""
+class Borrowed:
+    """A loan that is being copied.
 
-    number: int
-    events: Sequence[GpuEvent]
-    opened: _Opened | None
+    Attributes:
+        loan: as it arrived.
+        home: the device that it is on.
+        address: where it begins.
+        devices: those that it is copied to.
+    """
+
+    loan: value_pb2.GpuLoan
+    home: int
+    address: int
+    devices: list[int] = field(default_factory=list)
 
 
 class BorrowedGpuMemory:
@@ -53,7 +70,7 @@ class BorrowedGpuMemory:
         now: the monotonic clock.
 
     Attributes:
-        copied_from: by lender, the loans of which it may have to hear that they were copied; nearly always empty.
+        news: by lender, what it has to hear.
     """
 
     def __init__(
@@ -67,11 +84,16 @@ class BorrowedGpuMemory:
         self._now = now
         self._lock = threading.Lock()
         self._opened: dict[tuple[int, bytes], _Opened] = {}  # by lender and handle
-        self.copied_from: defaultdict[int, list[_Copied]] = defaultdict(list)  # by lender
+        self.news: dict[int, rpc_pb2.GpuRelease] = {}
         self._indices: dict[bytes, int] = {}  # of devices, by UUID
 
     def __repr__(self) -> str:
         return f"<BorrowedGpuMemory [{len(self._opened)} allocations open]>"
+
+    @property
+    def is_used(self) -> bool:
+        """Whether memory is open."""
+        return bool(self._opened)
 
     def device_of(self, loan: value_pb2.GpuLoan) -> int:
         """The index that the device of a loan has here. Raises `SerializationError`."""
@@ -88,140 +110,131 @@ class BorrowedGpuMemory:
 
     def probe(self, loan: value_pb2.GpuLoan, lender: int) -> str:
         """Whether memory that a worker lends can be read here: empty, or why not. The loan is not copied."""
+        reason = ""
         try:
-            index = self._index_of(loan.gpu)
-            if index is None:
-                return "its GPU is not among those that this process sees"
-            self._event(self._open(loan, index, lender), loan, index)
-        except GpuUnavailable as exc:
-            return str(exc)
-        finally:
-            self.discard([loan], lender)
-        return ""
+            self.begin(loan, lender)
+        except (GpuUnavailable, SerializationError) as exc:
+            reason = str(exc)
+        self.discard([loan], lender)
+        return reason
 
-    def copy(self, loan: value_pb2.GpuLoan, lender: int, offset: int, size: int, device: int) -> torch.Tensor:
-        """A copy of a part of a loan, in the current stream of a device; `copied` must follow.
+    def begin(self, loan: value_pb2.GpuLoan, lender: int) -> Borrowed:
+        """Opens the memory of a loan; `finish` or `discard` must follow.
 
         Raises:
-            SerializationError: the loan is damaged or cannot be read here, or there is no memory for the copy.
+            SerializationError: it is damaged, or cannot be read here.
         """
-        memory = self._memory()
         home = self.device_of(loan)
-        try:
-            opened = self._open(loan, home, lender)
-            event = self._event(opened, loan, home)
-        except GpuUnavailable as exc:
-            raise SerializationError(f"a tensor that lies in memory of another process cannot be read: {exc}") from exc
-        start = loan.offset + offset
-        if offset + size > loan.size or start + size > opened.size:
-            raise SerializationError(f"a tensor arrived that is said to lie beyond the {opened.size} bytes of its loan")
-        target = new_memory(size, device)
-        memory.wait(device, event)
-        memory.copy(device, target.data_ptr(), opened.address + start, size)
-        return target
-
-    def copied(self, loans: Sequence[value_pb2.GpuLoan], lender: int, devices: Iterable[int]) -> None:
-        """Everything that is wanted of these loans was copied in the current streams of these devices, or will be."""
-        memory = self._memory()
-        events = [memory.record(device) for device in devices]
         with self._lock:
-            for loan in loans:
-                opened = self._opened.get((lender, loan.memory))
-                if opened is not None:
-                    opened.num_pending += 1
-                self.copied_from[lender].append(_Copied(loan.number, events, opened))
+            try:
+                opened = self._open(loan, home, lender)
+            except GpuUnavailable as exc:
+                raise SerializationError(f"a tensor in memory of another process cannot be read: {exc}") from exc
+            if loan.offset % ALIGNMENT_BYTES or loan.offset + loan.size > opened.size or loan.size < ALIGNMENT_BYTES:
+                raise SerializationError(
+                    f"a loan arrived that is said to lie beyond the {opened.size} bytes of its memory"
+                )
+            opened.sequences[loan.offset] = loan.sequence
+            return Borrowed(loan, home, opened.address + loan.offset)
 
-    def discard(self, loans: Sequence[value_pb2.GpuLoan], lender: int) -> None:
-        """Nothing of these loans is wanted, or nothing was copied."""
+    def copy(self, borrowed: Borrowed, offset: int, target: torch.Tensor, size: int) -> None:
+        """Copies a part of a loan into a tensor, in the current stream of its device.
+
+        Raises:
+            SerializationError: the part is not in the loan.
+        """
+        loan, memory, device = borrowed.loan, self._memory(), target.get_device()
+        if offset + size > loan.size:
+            raise SerializationError(f"a tensor arrived that is said to lie beyond the {loan.size} bytes of its loan")
+        if device not in borrowed.devices:
+            borrowed.devices.append(device)
+            memory.wait(borrowed.home, borrowed.address, loan.sequence, device)
+        memory.copy(device, target.data_ptr(), borrowed.address + offset, size)
+
+    def finish(self, borrowed: Borrowed, lender: int) -> None:
+        """All that is wanted of a loan is being copied."""
+        if not borrowed.devices:
+            self.discard([borrowed.loan], lender)
+            return
+        copied_at = borrowed.address + COPIED_AT
+        self._memory().write(borrowed.home, copied_at, borrowed.loan.sequence, borrowed.devices)
         with self._lock:
-            self.copied_from[lender] += [_Copied(loan.number, (), None) for loan in loans]
+            self._news_of(lender).copied.append(borrowed.loan.number)
+
+    def discard(self, loans: Iterable[value_pb2.GpuLoan], lender: int) -> None:
+        """Nothing of these loans is wanted."""
+        with self._lock:
+            self._news_of(lender).unwanted.extend([loan.number for loan in loans])
+
+    def _news_of(self, lender: int) -> rpc_pb2.GpuRelease:
+        """With the lock."""
+        news = self.news.get(lender)
+        if news is None:
+            news = self.news[lender] = rpc_pb2.GpuRelease()
+        return news
 
     def release(self, lender: int) -> rpc_pb2.Message | None:
-        """What a lender has to hear: which of its loans are copied. Taken out; None if there is nothing."""
-        if lender not in self.copied_from:
+        """What a lender has to hear, taken out; None if that is nothing."""
+        if lender not in self.news:
             return None
         with self._lock:
-            pending = self.copied_from.pop(lender, [])
-            done: list[_Copied] = []
-            left: list[_Copied] = []
-            for each in pending:
-                (done if all([event.query() for event in each.events]) else left).append(each)
-            if left:
-                self.copied_from[lender] = left
-            for each in done:
-                if each.opened is not None:
-                    each.opened.num_pending -= 1
-        if not done:
-            return None
-        return rpc_pb2.Message(gpu_release=rpc_pb2.GpuRelease(numbers=[each.number for each in done]))
+            news = self.news.pop(lender, None)
+        return None if news is None else rpc_pb2.Message(gpu_release=news)
 
-    def tick(self) -> dict[int, rpc_pb2.Message]:
-        """What lenders have to hear by now, with the allocations that were closed because nobody used them."""
-        if not self._opened and not self.copied_from:
-            return {}
-        news = {lender: message for lender in list(self.copied_from) if (message := self.release(lender)) is not None}
+    def clean(self) -> None:
+        """Closes allocations that nobody used for a while. May take long."""
         now = self._now()
         with self._lock:
-            idle = [
-                key
-                for key, opened in self._opened.items()
-                if not opened.num_pending and now - opened.used > GPU_MEMORY_IDLE_S
-            ]
+            idle = [key for key, opened in self._opened.items() if now - opened.used > GPU_MEMORY_IDLE_S]
             closing = [(*key, self._opened.pop(key)) for key in idle]
         for lender, handle, opened in closing:
             self._close(opened)
-            message = news.setdefault(lender, rpc_pb2.Message(gpu_release=rpc_pb2.GpuRelease()))
-            message.gpu_release.closed.append(handle)
-        return news
+            with self._lock:
+                self._news_of(lender).closed.append(handle)
 
-    def on_gone(self, lender: int) -> None:
-        """The process of a worker has ended: its memory is closed. Copies that have begun are not disturbed."""
+    def on_gone(self, lender: int, name: str) -> None:
+        """The process of a worker has ended: streams that wait for it go on. Closes its memory, which may take long."""
         with self._lock:
-            self.copied_from.pop(lender, None)
+            self.news.pop(lender, None)
             closing = [self._opened.pop(key) for key in list(self._opened) if key[0] == lender]
+        num_undefined = 0
+        for opened in [] if all([opened.is_own for opened in closing]) else closing:
+            memory = self._memory()
+            for offset, sequence in opened.sequences.items():
+                if memory.read(opened.device, opened.address + offset) != sequence:
+                    memory.force(opened.device, opened.address + offset, sequence)
+                    num_undefined += 1
+        if num_undefined:
+            logger.error(
+                "worker %r was lost before its GPU had computed tensors that came here with %d messages: their content "
+                "is undefined",
+                name,
+                num_undefined,
+            )
         for opened in closing:
             self._close(opened)
 
     def close(self) -> None:
-        """Closes everything."""
-        for lender in {lender for lender, _ in list(self._opened)} | set(self.copied_from):
-            self.on_gone(lender)
+        """Closes everything; may take long."""
+        with self._lock:
+            closing = list(self._opened.values())
+            self._opened.clear()
+            self.news.clear()
+        for opened in closing:
+            self._close(opened)
 
     def _open(self, loan: value_pb2.GpuLoan, device: int, lender: int) -> _Opened:
+        """With the lock: two threads must not open one allocation."""
         key = lender, loan.memory
-        with self._lock:  # two threads must not open one allocation
-            opened = self._opened.get(key)
-            if opened is None:
-                lent = self._lent()
-                own = None if lent is None else lent.own_address(loan.memory)
-                address, size = self._memory().open(device, loan.memory) if own is None else own
-                opened = _Opened(lender, -1 if own else device, address, size)
-                self._opened[key] = opened
-            opened.used = self._now()
-            return opened
-
-    def _event(self, opened: _Opened, loan: value_pb2.GpuLoan, device: int) -> GpuEvent:
-        event = opened.events.get(loan.event)
-        if event is None and opened.device < 0 and (lent := self._lent()) is not None:
-            event = lent.own_event(loan.event)
-        if event is None:
-            event = self._memory().open_event(device, loan.event)
-        opened.events[loan.event] = event
-        return event
+        opened = self._opened.get(key)
+        if opened is None:
+            lent = self._lent()
+            own = None if lent is None else lent.own_address(loan.memory)
+            address, size = self._memory().open(device, loan.memory) if own is None else own
+            opened = self._opened[key] = _Opened(device, address, size, own is not None)
+        opened.used = self._now()
+        return opened
 
     def _close(self, opened: _Opened) -> None:
-        opened.events.clear()
-        if opened.device >= 0:
+        if not opened.is_own:
             self._memory().close(opened.device, opened.address)
-
-
-def new_memory(size: int, device: int) -> torch.Tensor:
-    """Memory of torch's allocator on a device. Raises `SerializationError`, with the bytes that are free."""
-    place = torch.device("cuda", device)
-    try:
-        return torch.empty(size, dtype=torch.uint8, device=place)
-    except torch.OutOfMemoryError as exc:
-        free, total = torch.cuda.mem_get_info(place)
-        raise SerializationError(
-            f"a tensor of {size} bytes arrived for {place}, where {free} of {total} bytes are free"
-        ) from exc

@@ -1,7 +1,10 @@
-"""Memory of GPUs that other processes of the host can read, and the events that say when: CUDA's IPC.
+"""Memory of GPUs that other processes of the host can read, and how streams of one process wait for those of another.
 
-CuPy hands out memory that the driver can share, torch the events and the streams. Memory of torch's own allocator is
-not shared: with `expandable_segments` or `cudaMallocAsync` it cannot be, and tensors change while others read them.
+The memory is allocated for this alone. torch's own cannot be shared where it has `expandable_segments` or
+`cudaMallocAsync`, and its tensors change while others read them.
+
+A stream waits for a number in that memory, and not for an event of the other process: if that process is killed while
+its kernels run, its events never come, and a stream that waits for one never ends. A number can be written by anyone.
 
 `GpuMemory` is the seam at which tests put a stand-in that needs no GPU.
 """
@@ -9,6 +12,8 @@ not shared: with `expandable_segments` or `cudaMallocAsync` it cannot be, and te
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any, Final, Protocol
@@ -16,17 +21,13 @@ from typing import Any, Final, Protocol
 import torch
 
 _COPY_BETWEEN_DEVICES: Final = 4  # cudaMemcpyDefault: addresses say which devices they are of
+_GREATER_OR_EQUAL: Final = 0  # CU_STREAM_WAIT_VALUE_GEQ: as if the difference were signed, so numbers may go round
+
+_raw_current_stream: Final[Any] = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 class GpuUnavailable(Exception):
     """Why memory of GPUs cannot be shared here."""
-
-
-class GpuEvent(Protocol):
-    """A point in a stream."""
-
-    def query(self) -> bool:
-        """Whether all work before it is done."""
 
 
 class GpuMemory(Protocol):
@@ -39,10 +40,10 @@ class GpuMemory(Protocol):
         """The memory of the device."""
 
     def allocate(self, device: int, size: int) -> int:
-        """The address of new memory that can be shared. Raises `MemoryError`."""
+        """The address of new memory that can be shared, all zeros. Raises `MemoryError`."""
 
     def free(self, device: int, address: int) -> None:
-        """Ends memory of `allocate`; waits until the device does not use it."""
+        """Ends memory of `allocate`; may wait until the device is idle."""
 
     def handle(self, device: int, address: int) -> bytes:
         """Names memory of `allocate` for other processes."""
@@ -51,22 +52,22 @@ class GpuMemory(Protocol):
         """The address and the size of memory of another process. Raises `GpuUnavailable`."""
 
     def close(self, device: int, address: int) -> None:
-        """Ends what `open` began."""
-
-    def new_event(self, device: int) -> tuple[GpuEvent, bytes]:
-        """An event that other processes can wait for, and its name."""
-
-    def open_event(self, device: int, handle: bytes) -> GpuEvent:
-        """The event of that name. Raises `GpuUnavailable`."""
-
-    def record(self, device: int, event: GpuEvent | None = None) -> GpuEvent:
-        """Records an event, or a new one of this process alone, in the current stream of this thread."""
-
-    def wait(self, device: int, event: GpuEvent) -> None:
-        """Has the current stream of this thread wait for an event."""
+        """Ends what `open` began; may wait until the device is idle."""
 
     def copy(self, device: int, target: int, source: int, size: int) -> None:
         """Copies memory of devices, in the current stream of this thread."""
+
+    def write(self, home: int, address: int, number: int, devices: Sequence[int]) -> None:
+        """Writes four bytes of memory of `home` when the current streams of some devices come here."""
+
+    def wait(self, home: int, address: int, number: int, device: int) -> None:
+        """Has the current stream of a device wait until four bytes of memory of `home` are this number, or a later."""
+
+    def force(self, device: int, address: int, number: int) -> None:
+        """Writes four bytes soon, whatever the streams of this process wait for."""
+
+    def read(self, device: int, address: int) -> int:
+        """Reads four bytes, whatever the streams of this process wait for."""
 
 
 class CudaMemory:
@@ -78,10 +79,20 @@ class CudaMemory:
         try:
             self._runtime: Any = import_module("cupy.cuda.runtime")
             self._driver = ctypes.CDLL("libcuda.so.1")
-        except (ImportError, OSError) as exc:
+            self._wait_value, self._write_value = (
+                self._driver.cuStreamWaitValue32_v2,
+                self._driver.cuStreamWriteValue32_v2,
+            )
+        except (ImportError, OSError, AttributeError) as exc:
             raise GpuUnavailable(
-                f"CuPy cannot be used ({exc}); `pip install 'rpcdist[cuda]'` brings it (cupy-cuda13x for CUDA 13)"
+                f"CuPy or the driver of the GPU cannot be used ({exc}); `pip install 'rpcdist[cuda]'` brings CuPy "
+                "(cupy-cuda13x for CUDA 13)"
             ) from exc
+        value_arguments = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
+        self._wait_value.argtypes = self._write_value.argtypes = value_arguments
+        self._aside: dict[int, torch.cuda.Stream] = {}
+        self._bound = threading.local()
+        self._lock = threading.Lock()
 
     def uuid(self, device: int) -> bytes:
         return str(torch.cuda.get_device_properties(device).uuid).encode()
@@ -92,9 +103,13 @@ class CudaMemory:
     def allocate(self, device: int, size: int) -> int:
         with torch.cuda.device(device):
             try:
-                return int(self._runtime.malloc(size))
+                address = int(self._runtime.malloc(size))
             except self._runtime.CUDARuntimeError as exc:
                 raise MemoryError(f"{size} bytes cannot be allocated on cuda:{device}: {exc}") from exc
+            aside = self._stream_aside(device)
+            self._runtime.memsetAsync(address, 0, size, aside.cuda_stream)
+            aside.synchronize()
+            return address
 
     def free(self, device: int, address: int) -> None:
         with torch.cuda.device(device):
@@ -123,32 +138,62 @@ class CudaMemory:
         with torch.cuda.device(device):
             self._runtime.ipcCloseMemHandle(address)
 
-    def new_event(self, device: int) -> tuple[GpuEvent, bytes]:
-        with torch.cuda.device(device):
-            event = torch.cuda.Event(interprocess=True)
-            event.record()  # there is no handle before
-            return event, event.ipc_handle()
-
-    def open_event(self, device: int, handle: bytes) -> GpuEvent:
-        try:
-            event: GpuEvent = torch.cuda.Event.from_ipc_handle(torch.device("cuda", device), handle)
-        except (RuntimeError, ValueError) as exc:
-            raise GpuUnavailable(f"an event of another process cannot be opened on cuda:{device}: {exc}") from exc
-        return event
-
-    def record(self, device: int, event: Any = None) -> GpuEvent:
-        if event is None:
-            event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
-        recorded: GpuEvent = event
-        return recorded
-
-    def wait(self, device: int, event: Any) -> None:
-        torch.cuda.current_stream(device).wait_event(event)
-
     def copy(self, device: int, target: int, source: int, size: int) -> None:
-        stream = torch.cuda.current_stream(device).cuda_stream
-        self._runtime.memcpyAsync(target, source, size, _COPY_BETWEEN_DEVICES, stream)
+        self._runtime.memcpyAsync(target, source, size, _COPY_BETWEEN_DEVICES, _raw_stream(device))
+
+    def write(self, home: int, address: int, number: int, devices: Sequence[int]) -> None:
+        if len(devices) == 1 and devices[0] == home:
+            self._act(self._write_value, home, _raw_stream(home), address, number, 0)
+            return
+        aside = self._stream_aside(home)  # memory of another device is not written from a stream
+        for device in devices:
+            aside.wait_stream(torch.cuda.current_stream(device))
+        self._act(self._write_value, home, aside.cuda_stream, address, number, 0)
+
+    def wait(self, home: int, address: int, number: int, device: int) -> None:
+        if device == home:
+            self._act(self._wait_value, home, _raw_stream(home), address, number, _GREATER_OR_EQUAL)
+            return
+        waiting = torch.cuda.Stream(home)
+        self._act(self._wait_value, home, waiting.cuda_stream, address, number, _GREATER_OR_EQUAL)
+        torch.cuda.current_stream(device).wait_stream(waiting)
+
+    def force(self, device: int, address: int, number: int) -> None:
+        self._act(self._write_value, device, self._stream_aside(device).cuda_stream, address, number, 0)
+
+    def read(self, device: int, address: int) -> int:
+        with torch.cuda.device(device):
+            stream = self._stream_aside(device)
+            number = torch.empty(1, dtype=torch.int32, pin_memory=True)
+            self._runtime.memcpyAsync(number.data_ptr(), address, 4, _COPY_BETWEEN_DEVICES, stream.cuda_stream)
+            stream.synchronize()
+            return int(number.item()) & 0xFFFFFFFF
+
+    def _act(self, function: Callable[..., int], device: int, *arguments: int) -> None:
+        """Calls a function of the driver, with the context of a device."""
+        if self._bound.__dict__.get("device") != device or self._runtime.getDevice() != device:
+            with torch.cuda.device(device):
+                self._runtime.setDevice(device)  # binds the context, where torch has not needed it on this thread yet
+                status = function(*arguments)
+            self._bound.device = device
+        else:
+            status = function(*arguments)
+        if status:
+            raise GpuUnavailable(f"a function of the driver failed with CUresult {status}")
+
+    def _stream_aside(self, device: int) -> torch.cuda.Stream:
+        """A stream that waits for nothing."""
+        with self._lock:
+            stream = self._aside.get(device)
+            if stream is None:
+                stream = self._aside[device] = torch.cuda.Stream(device)
+            return stream
+
+
+def _raw_stream(device: int) -> int:
+    """The current stream; the public function costs ten times as much."""
+    raw: int = _raw_current_stream(device) if _raw_current_stream else torch.cuda.current_stream(device).cuda_stream
+    return raw
 
 
 @cache

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import cache
+from typing import Final
 
 import torch
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.ids import Identity
-from rpcdist.rpc._devices.borrowed_gpu_memory import BorrowedGpuMemory, new_memory
+from rpcdist.rpc._devices.borrowed_gpu_memory import Borrowed, BorrowedGpuMemory
 from rpcdist.rpc._values import ReceiveBuffer
 from rpcdist.rpc._values.buffers import Received
 
 logger = logging.getLogger(__name__)
+
+_BYTE: Final = torch.uint8
 
 
 class ValueOnGpus:
@@ -27,25 +31,15 @@ class ValueOnGpus:
         me: this worker's name.
     """
 
-    __slots__ = ("_borrowed", "_copied_to", "_is_over", "_me", "_sender", "_value")
+    __slots__ = ("_begun", "_borrowed", "_is_over", "_me", "_sender", "_value")
 
     def __init__(self, value: value_pb2.Value, sender: Identity, borrowed: BorrowedGpuMemory, me: str) -> None:
         self._value = value
         self._sender = sender
         self._borrowed = borrowed
         self._me = me
-        self._copied_to: set[int] = set()
+        self._begun: dict[int, Borrowed] = {}  # loans, by their index
         self._is_over = not value.gpu_loans
-
-    def devices(self) -> list[int]:
-        """The GPUs of this worker that tensors of the value go to; a device that is missing is told of by `decode`."""
-        found = set()
-        if self._value.on_gpus:
-            for message in self._value.tensors:
-                name, _, index = message.device.partition(":")
-                if name == "cuda":
-                    found.add(int(index) if index.isdigit() else torch.cuda.current_device())
-        return sorted(index for index in found if index < torch.cuda.device_count())
 
     def device_of(self, message: value_pb2.Tensor, buffer: Received | None) -> torch.device:
         """See `GpuArrivals`."""
@@ -69,21 +63,28 @@ class ValueOnGpus:
             "Name a device that is there in the device map of the worker that calls"
         )
 
-    def on_device(self, buffer: Received, device: torch.device) -> torch.Tensor:
+    def copy_of(self, buffer: Received, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See `GpuArrivals`."""
-        if isinstance(buffer, value_pb2.Buffer):
-            if device.type != "cuda":
-                raise SerializationError(f"a tensor for {device} arrived that lies in memory of a GPU")
-            self._copied_to.add(device.index)
-            return self._borrowed.copy(self._loan_of(buffer), self._sender.id, buffer.offset, buffer.size, device.index)
-        memory = (
-            buffer.memory
-            if isinstance(buffer, ReceiveBuffer)
-            else torch.frombuffer(bytearray(buffer), dtype=torch.uint8)
-        )
+        if not isinstance(buffer, value_pb2.Buffer):
+            memory = (
+                buffer.memory if isinstance(buffer, ReceiveBuffer) else torch.frombuffer(bytearray(buffer), dtype=_BYTE)
+            )
+            return memory.view(dtype).reshape(shape).to(device)
         if device.type != "cuda":
-            return memory.to(device)
-        return new_memory(memory.nbytes, device.index).copy_(memory)
+            raise SerializationError(f"a tensor for {device} arrived that lies in memory of a GPU")
+        loan = self._loan_of(buffer)
+        begun = self._begun.get(buffer.gpu_loan)
+        if begun is None:
+            begun = self._begun[buffer.gpu_loan] = self._borrowed.begin(loan, self._sender.id)
+        try:
+            target = torch.empty(shape, dtype=dtype, device=device)
+        except torch.OutOfMemoryError as exc:
+            free, total = torch.cuda.mem_get_info(device)
+            raise SerializationError(
+                f"a tensor of {buffer.size} bytes arrived for {device}, where {free} of {total} bytes are free"
+            ) from exc
+        self._borrowed.copy(begun, buffer.offset, target, buffer.size)
+        return target
 
     def _loan_of(self, buffer: value_pb2.Buffer) -> value_pb2.GpuLoan:
         if buffer.gpu_loan > len(self._value.gpu_loans):
@@ -92,16 +93,18 @@ class ValueOnGpus:
 
     def done(self) -> None:
         """All that is wanted of the loans was copied, as far as that was possible."""
-        if not self._is_over and self._copied_to:
-            self._is_over = True
-            self._borrowed.copied(self._value.gpu_loans, self._sender.id, self._copied_to)
+        for begun in self._begun.values():
+            self._borrowed.finish(begun, self._sender.id)
         self.discard()
 
     def discard(self) -> None:
-        """The value is not wanted; idempotent."""
+        """The value is not wanted, or not any more; idempotent."""
         if not self._is_over:
             self._is_over = True
-            self._borrowed.discard(self._value.gpu_loans, self._sender.id)
+            loans = self._value.gpu_loans
+            if len(self._begun) < len(loans):
+                left = [loan for number, loan in enumerate(loans, 1) if number not in self._begun]
+                self._borrowed.discard(left, self._sender.id)
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, Final
@@ -25,7 +26,7 @@ from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink, calling_worker
 from rpcdist.rpc._values import DeviceRoute, MapDevice, ReceiveBuffer
 from rpcdist.rpc.future import Future
-from rpcdist.time_limits import GPU_PROBE_LIMIT_S
+from rpcdist.time_limits import GPU_MEMORY_IDLE_S, GPU_PROBE_LIMIT_S
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,8 @@ class GpuSharing:
         identity_of: the process that has the id of a worker now.
         find_map: the device map for what goes to a worker (`DeviceMaps.find`).
         ask: calls a function that every worker serves, by worker, name and arguments.
-        send: a message to a worker, with the next one, if it lives.
+        send: a message to a worker, if it lives.
+        submit: has a thread of the pool do something.
         takes_loans: whether peers may have this process read memory of their GPUs.
         lends: whether memory may be lent at all.
         memory: CUDA, or a stand-in.
@@ -61,6 +63,7 @@ class GpuSharing:
         find_map: Callable[[int, MessageSink | None], MapDevice | None],
         ask: Callable[[int, str, tuple[Any, ...], float], Future[Any]],
         send: Callable[[int, rpc_pb2.Message], None],
+        submit: Callable[..., None],
         *,
         takes_loans: bool,
         lends: bool = True,
@@ -72,6 +75,8 @@ class GpuSharing:
         self._find_map = find_map
         self._ask = ask
         self._send = send
+        self._submit = submit
+        self._cleaned = 0.0
         self._takes_loans = takes_loans
         self._lends = lends
         self._make_lent = lent
@@ -138,7 +143,7 @@ class GpuSharing:
         except (GpuUnavailable, RuntimeError) as exc:
             return self._note(to, str(exc))
         if to == self._me:
-            self._lent.release([made[0].number], to)
+            self._lent.release((), [made[0].number], to)
             return self._note(to, "")
         try:
             answer = self._ask(to.id, PROBE, (made[0].SerializeToString(),), GPU_PROBE_LIMIT_S)
@@ -175,7 +180,8 @@ class GpuSharing:
     ) -> None:
         """A worker says what it has copied."""
         if self._lent is not None:
-            self._lent.release(message.gpu_release.numbers, session.peer, message.gpu_release.closed)
+            release = message.gpu_release
+            self._lent.release(release.copied, release.unwanted, session.peer, release.closed)
 
     def on_broken(self, session: MessageSink, reason: str) -> None:
         """A connection has ended."""
@@ -187,14 +193,23 @@ class GpuSharing:
         self._readers.pop(identity, None)
         if self._lent is not None:
             self._lent.on_gone(identity)
-        self.borrowed.on_gone(identity.id)
+        if self.borrowed.is_used:
+            self._submit(self.borrowed.on_gone, identity.id, identity.name)
 
     def tick(self) -> None:
         """Ten times a second."""
-        for lender, message in self.borrowed.tick().items():
-            self._send(lender, message)
+        for lender in list(self.borrowed.news):
+            if (message := self.borrowed.release(lender)) is not None:
+                self._send(lender, message)
+        now = time.monotonic()
+        if now - self._cleaned > GPU_MEMORY_IDLE_S / 2 and (self._lent is not None or self.borrowed.is_used):
+            self._cleaned = now
+            self._submit(self._clean)
+
+    def _clean(self) -> None:
+        self.borrowed.clean()
         if self._lent is not None:
-            self._lent.tick()
+            self._lent.clean()
 
     def close(self) -> None:
         """The agent ends."""

@@ -13,9 +13,28 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves
 
-_idle: Final[dict[int, list[Any]]] = {}
+_idle: Final[dict[int, list[_PoolStream]]] = {}
 """By device, the streams that nobody uses, the last one first: calls that come one after the other share a stream, and
 with it the memory that torch's allocator keeps for it."""
+
+
+class _PoolStream:
+    """A stream, and the events by which it begins behind another one, and that one goes on behind it."""
+
+    __slots__ = ("_begin", "_end", "device", "stream")
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)
+        self._begin, self._end = torch.cuda.Event(), torch.cuda.Event()
+
+    def begin_behind(self, outer: torch.cuda.Stream) -> None:
+        self._begin.record(outer)
+        self.stream.wait_event(self._begin)
+
+    def end_before(self, outer: torch.cuda.Stream) -> None:
+        self._end.record(self.stream)
+        outer.wait_event(self._end)
 
 
 class HandlerStreams:
@@ -28,24 +47,24 @@ class HandlerStreams:
     __slots__ = ("_entered",)
 
     def __init__(self, devices: Sequence[int]) -> None:
-        self._entered: list[tuple[int, Any, Any]] = []
+        self._entered: list[tuple[torch.cuda.Stream, _PoolStream]] = []
         for device in devices:
             outer = torch.cuda.current_stream(device)
             try:
-                stream = _idle.setdefault(device, []).pop()
+                inner = _idle.setdefault(device, []).pop()
             except IndexError:
-                stream = torch.cuda.Stream(device)
-            stream.wait_stream(outer)
-            self._entered.append((device, outer, stream))
-            _make_current(stream)
+                inner = _PoolStream(device)
+            inner.begin_behind(outer)
+            self._entered.append((outer, inner))
+            _make_current(inner.stream)
 
     def leave(self) -> None:
         """Idempotent."""
         while self._entered:
-            device, outer, stream = self._entered.pop()
-            outer.wait_stream(stream)
+            outer, inner = self._entered.pop()
+            inner.end_before(outer)
             _make_current(outer)
-            _idle[device].append(stream)
+            _idle[inner.device].append(inner)
 
 
 def into_default_streams(tensors: Sequence[torch.Tensor | None]) -> None:

@@ -4,10 +4,11 @@ The copy is made in the current stream of the thread that sends, so a tensor may
 call has been made. The copy costs 48 us for 64 MiB (H100), and makes all tensors equal: those of any allocator of
 torch, and of none.
 
-    idle -> lent      `lend`: the bytes are copied into a slot, and its event is recorded behind
-    lent -> idle      `release`: the receiver says that it has copied them
+    idle -> lent      `lend`: the bytes are copied into a slot, and then a number is written at its beginning
+    lent -> idle      `release`: the receiver copies them, or has; the next copy into the slot waits, on the device, for
+                      the number that the receiver's stream writes then
     lent -> doubtful  `doubt`: the message with the loan may not have arrived, or its connection has ended
-    doubtful -> idle  `release`, or `tick` after `GPU_LOAN_DOUBT_S`: a receiver that was about to copy has done so
+    doubtful -> idle  `release`, or `clean` after `GPU_LOAN_DOUBT_S`: a receiver that was about to copy has done so
 
 A slot is a part of an allocation, or a whole one. A slot that is idle is used again for loans of its size. An
 allocation of idle slots is freed after a while, when all processes that had opened it have closed it.
@@ -24,10 +25,14 @@ from typing import Final
 
 from rpcdist._proto import value_pb2
 from rpcdist.ids import Identity
-from rpcdist.rpc._devices.cuda_memory import GpuEvent, GpuMemory
+from rpcdist.rpc._devices.cuda_memory import GpuMemory
 from rpcdist.time_limits import GPU_LOAN_DOUBT_S, GPU_MEMORY_IDLE_S
 
 ALIGNMENT_BYTES: Final = 512
+"""Of each part of a loan. The first part has the lender's number, and that of the receiver at `COPIED_AT`."""
+
+COPIED_AT: Final = 128
+
 SHARED_ALLOCATION_BYTES: Final = 32 << 20
 """Slots of up to an eighth of this are parts of allocations of this size; larger ones have their own."""
 
@@ -42,11 +47,8 @@ class _Allocation:
     size: int
     handle: bytes
     slots: list[_Slot] = field(default_factory=list)
+    filled: int = 0  # by slots
     readers: set[Identity] = field(default_factory=set)  # that may have opened it
-
-    @property
-    def filled(self) -> int:
-        return sum(slot.size for slot in self.slots)
 
 
 @dataclass(slots=True, eq=False)
@@ -54,8 +56,8 @@ class _Slot:
     allocation: _Allocation
     offset: int
     size: int
-    event: GpuEvent
-    event_handle: bytes
+    sequence: int = 0  # of the last loan
+    copied_by: Identity | None = None  # the receiver of the last loan, if its stream says when it has copied it
     idle_since: float = 0.0
 
 
@@ -83,7 +85,6 @@ class LentGpuMemory:
         self._lent: dict[int, _Lent] = {}
         self._next_number = 1
         self._uuids: dict[int, bytes] = {}
-        self._events: dict[bytes, GpuEvent] = {}  # of all slots, by handle
 
     def __repr__(self) -> str:
         return f"<LentGpuMemory [{len(self._lent)} loans, {self.kept_bytes()} bytes kept]>"
@@ -112,7 +113,7 @@ class LentGpuMemory:
             The loan, and where each of the spans begins in it; None if there is no memory for it.
         """
         offsets: list[int] = []
-        size = 0
+        size = ALIGNMENT_BYTES
         for _, span_size in spans:
             offsets.append(size)
             size += -(-span_size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -124,11 +125,15 @@ class LentGpuMemory:
             self._next_number += 1
             self._lent[number] = _Lent(slot, to)
             slot.allocation.readers.add(to)
+            before, must_wait = slot.sequence, slot.copied_by is not None
+            slot.sequence, slot.copied_by = before + 1 & 0xFFFFFFFF, None
         try:
             start = slot.allocation.address + slot.offset
+            if must_wait:
+                self._memory.wait(device, start + COPIED_AT, before, device)
             for (address, span_size), offset in zip(spans, offsets, strict=True):
                 self._memory.copy(device, start + offset, address, span_size)
-            self._memory.record(device, slot.event)
+            self._memory.write(device, start, slot.sequence, (device,))
             if (uuid := self._uuids.get(device)) is None:
                 uuid = self._uuids[device] = self._memory.uuid(device)
         except BaseException:
@@ -137,7 +142,7 @@ class LentGpuMemory:
         loan = value_pb2.GpuLoan(
             number=number,
             memory=slot.allocation.handle,
-            event=slot.event_handle,
+            sequence=slot.sequence,
             offset=slot.offset,
             size=size,
             gpu=uuid,
@@ -149,23 +154,26 @@ class LentGpuMemory:
         allocation = self._allocations.get(handle)
         return None if allocation is None else (allocation.address, allocation.size)
 
-    def own_event(self, handle: bytes) -> GpuEvent | None:
-        """The event of a slot of this process, by its handle."""
-        return self._events.get(handle)
-
-    def release(self, numbers: Iterable[int], sender: Identity, closed: Iterable[bytes] = ()) -> None:
-        """A worker has copied what was lent to it, or does not want it. Loans to others stay as they are.
+    def release(
+        self, copied: Iterable[int], unwanted: Iterable[int], sender: Identity, closed: Iterable[bytes] = ()
+    ) -> None:
+        """A worker does not need what was lent to it any more. Loans to others stay as they are.
 
         Args:
-            numbers: of the loans.
+            copied: the numbers of loans that it copies: its stream writes when it has.
+            unwanted: those of others.
             sender: the worker.
             closed: allocations that it has closed.
         """
         with self._lock:
-            for number in numbers:
-                lent = self._lent.get(number)
-                if lent is not None and lent.to == sender:
-                    self._end(number)
+            for numbers, copied_by in ((copied, sender), (unwanted, None)):
+                for number in numbers:
+                    lent = self._lent.get(number)
+                    if lent is not None and lent.to == sender:
+                        lent.slot.copied_by = copied_by
+                        self._end(number)
+            if not closed:
+                return
             in_use = {lent.slot.allocation.handle for lent in self._lent.values() if lent.to == sender}
             for handle in closed:
                 allocation = self._allocations.get(handle)
@@ -185,14 +193,18 @@ class LentGpuMemory:
         self.doubt([number for number, lent in list(self._lent.items()) if lent.to == to])
 
     def on_gone(self, to: Identity) -> None:
-        """A process has ended: what it had opened is closed."""
+        """A process has ended: what it had opened is closed, and it does not say any more that it has copied a loan."""
         self.on_broken(to)
         with self._lock:
             for allocation in self._allocations.values():
                 allocation.readers.discard(to)
+                for slot in allocation.slots:
+                    if slot.copied_by == to:
+                        address = allocation.address + slot.offset + COPIED_AT
+                        self._memory.force(allocation.device, address, slot.sequence)
 
-    def tick(self) -> None:
-        """Ends doubts, and frees memory that was not used for a while."""
+    def clean(self) -> None:
+        """Ends doubts, and frees memory that was not used for a while. May wait until a device is idle."""
         if not self._lent and not self._allocations:
             return
         now = self._now()
@@ -212,7 +224,6 @@ class LentGpuMemory:
                 del self._allocations[allocation.handle]
                 for slot in allocation.slots:
                     self._idle[allocation.device, slot.size].remove(slot)
-                    del self._events[slot.event_handle]
         for allocation in unused:
             self._memory.free(allocation.device, allocation.address)
 
@@ -240,10 +251,9 @@ class LentGpuMemory:
             ) or self._allocate(device, SHARED_ALLOCATION_BYTES)
         if allocation is None:
             return None
-        event, event_handle = self._memory.new_event(device)
-        self._events[event_handle] = event
-        slot = _Slot(allocation, allocation.filled, size, event, event_handle)
+        slot = _Slot(allocation, allocation.filled, size)
         allocation.slots.append(slot)
+        allocation.filled += size
         return slot
 
     def _allocate(self, device: int, size: int) -> _Allocation | None:

@@ -52,6 +52,9 @@ class Arrived:
         """Whether `decode` makes tensors on GPUs."""
         return False
 
+    def keep_gpu_tensors(self) -> None:
+        """Has `decode` note these, for `join_gpus`."""
+
     def gpus(self) -> Sequence[int]:
         """The GPUs of this worker on which `decode` makes tensors."""
         return ()
@@ -94,7 +97,17 @@ class ArrivedValue(Arrived):
         plain_only: refuse pickles.
     """
 
-    __slots__ = ("_buffers", "_gpus", "_manager", "_on_gpus", "_sender", "_tokens", "_value", "plain_only")
+    __slots__ = (
+        "_buffers",
+        "_gpus",
+        "_manager",
+        "_on_gpus",
+        "_sender",
+        "_tokens",
+        "_value",
+        "keeps_tensors",
+        "plain_only",
+    )
 
     def __init__(
         self,
@@ -108,6 +121,7 @@ class ArrivedValue(Arrived):
     ) -> None:
         self._gpus = gpus
         self._on_gpus: ArrivedTensors | None = None
+        self.keeps_tensors = False
         self._value = value
         self._buffers = buffers
         self._manager = manager
@@ -121,17 +135,21 @@ class ArrivedValue(Arrived):
     @property
     def is_simple(self) -> bool:
         value = self._value
-        return value.encoding == value_pb2.Value.PLAIN and not (value.rrefs or value.on_gpus or len(value.buffers))
+        return value.encoding == value_pb2.Value.PLAIN and not (value.rrefs or value.gpus or len(value.buffers))
 
     def confirmation(self) -> Future[None] | None:
         return self._manager.confirmation(self._tokens) if self._tokens else None
 
     @property
     def is_on_gpus(self) -> bool:
-        return self._value.on_gpus
+        return bool(self._value.gpus)
+
+    def keep_gpu_tensors(self) -> None:
+        self.keeps_tensors = True
 
     def gpus(self) -> Sequence[int]:
-        return () if self._gpus is None or not self._value.on_gpus else self._gpus.devices()
+        gpus = self._value.gpus
+        return [gpu for gpu in gpus if gpu < torch.cuda.device_count()] if gpus else ()
 
     def join_gpus(self) -> None:
         if self._on_gpus is not None:
@@ -139,7 +157,7 @@ class ArrivedValue(Arrived):
 
     def decode(self) -> object:
         try:
-            is_wanted = self.autograd is not None or self._value.on_gpus
+            is_wanted = self.autograd is not None or self.keeps_tensors
             externals = None if self._tokens is None else _IncomingRRefs(self._manager, self._tokens)
             return decode(
                 self._value,
@@ -155,7 +173,7 @@ class ArrivedValue(Arrived):
             self.discard()
 
     def _look(self, tensors: list[torch.Tensor]) -> None:
-        if self._value.on_gpus:
+        if self.keeps_tensors:
             self._on_gpus = ArrivedTensors([tensor for tensor in tensors if tensor.is_cuda])
         if self.autograd is not None:
             self._attach(self.autograd, tensors)

@@ -67,7 +67,7 @@ class Marshal:
         allow_pickle: send and take pickles; without it, only plain values.
 
     Attributes:
-        copied_from: not empty while lenders of memory of GPUs may have to hear something.
+        gpu_news: not empty while lenders of memory of GPUs have to hear something.
         tell: tells the one at the other end of a session, with the next message there.
     """
 
@@ -86,7 +86,7 @@ class Marshal:
         self._rrefs = rrefs
         self._rref_type = rref_type
         self._gpus = gpus
-        self.copied_from = gpus.borrowed.copied_from
+        self.gpu_news = gpus.borrowed.news
         self.tell = gpus.tell
         self._worker_name = worker_name
 
@@ -191,7 +191,7 @@ class Marshal:
         forks: Sequence[Share],
     ) -> None:
         """Sends a message with an encoded value on a session; a session that has ended gives the shares back."""
-        if self.copied_from:
+        if self.gpu_news:
             self.tell(session)
         session.send(message, large)
         if forks and session.closed_reason is not None:

@@ -143,14 +143,6 @@ class Router:
         except TransportError as exc:
             logger.debug("not sent to worker %s: %s", to, exc)
 
-    def send_with_next(self, to: int, message: rpc_pb2.Message) -> None:
-        """As `send_if_alive`, together with the next message to the worker where that is possible."""
-        session = self.session_with(to)
-        if session is None:
-            self.send_if_alive(to, message)
-        else:
-            session.hold_back(lambda: session.send(message, ()))
-
     def send_again(self, identity: Identity, message: WireMessage, observer: SendObserver) -> None:
         """Sends a message once more, to the same process only; on the I/O loop. Raises `TransportError`."""
         peer = self._peers.get(identity.id)

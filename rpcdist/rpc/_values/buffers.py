@@ -119,9 +119,8 @@ class GpuBuffer(LargeBuffer):
         self._host: torch.Tensor | None = None
         self._copied: torch.cuda.Event | None = None
 
-    def used(self) -> None:
-        """The current stream reads the memory: its allocator must not use it again before that is done."""
-        stream = torch.cuda.current_stream(self.device)
+    def used_by(self, stream: torch.cuda.Stream) -> None:
+        """A stream reads the memory: its allocator must not use it again before that is done."""
         for tensor in self._tensors:
             tensor.record_stream(stream)
 

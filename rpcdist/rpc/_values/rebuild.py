@@ -45,8 +45,8 @@ class GpuArrivals(Protocol):
         """Where a tensor goes that names a device; raises `SerializationError` where that is not there."""
         ...
 
-    def on_device(self, buffer: Received, device: torch.device) -> torch.Tensor:
-        """A copy of a buffer on a device, as bytes, in the current stream."""
+    def copy_of(self, buffer: Received, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A copy of a buffer on a device, in the current stream, as a contiguous tensor of its size."""
         ...
 
     def done(self) -> None:
@@ -255,7 +255,11 @@ def _on_gpu(
     key = message.buffer, place
     owner = owners.get(key)
     if owner is None:
-        owners[key] = owner = gpus.on_device(buffer, place)
+        size = len(buffer) if isinstance(buffer, bytes) else buffer.size
+        if not message.stride and not message.offset and size == count * info.itemsize:
+            owners[key] = tensor = gpus.copy_of(buffer, shape, info.dtype, place)
+            return tensor
+        owners[key] = owner = gpus.copy_of(buffer, (size,), torch.uint8, place)
     return over_storage(owner.untyped_storage(), message.offset, info, shape, stride)
 
 

@@ -119,8 +119,8 @@ class DeviceRoute:
         self.back = back
         self.loans: list[value_pb2.GpuLoan] = []
 
-    def place(self, message: value_pb2.Tensor, device: torch.device) -> bool:
-        """Notes where a tensor of a device goes; whether that is a GPU."""
+    def place(self, value: value_pb2.Value, message: value_pb2.Tensor, device: torch.device) -> bool:
+        """Notes where a tensor of a device goes; whether it goes from GPU to GPU."""
         if self.back:
             message.device = "cuda"
             return device.type == "cuda"
@@ -128,7 +128,11 @@ class DeviceRoute:
         if target.type != "cpu":
             message.device = str(target)
         message.unmapped = self.map_device is None
-        return device.type == target.type == "cuda"
+        if target.type != "cuda":
+            return False
+        if (target.index or 0) not in value.gpus:
+            value.gpus.append(target.index or 0)
+        return device.type == "cuda"
 
 
 # Copies are made between integers of the same width: cheaper than the real type, defined for all of them, and outside
@@ -244,8 +248,9 @@ def _send_gpu_spans(
     for device in {span.device.index for _, span in members}:
         of_device = [(buffer, span) for buffer, span in members if span.device.index == device]
         made = None if route.lend is None else route.lend(device, [(span.start, span.size) for _, span in of_device])
+        stream = torch.cuda.current_stream(device)
         for _, span in of_device:
-            span.used()
+            span.used_by(stream)
         if made is None:
             continue
         loan, offsets = made
@@ -304,8 +309,7 @@ def _routed(
         return tensor
     if route is None:
         raise SerializationError(f"a tensor on {device} cannot be sent here; send `tensor.cpu()`")
-    if route.place(message, device):
-        value.on_gpus = True
+    if route.place(value, message, device):
         return tensor.detach()
     return tensor.detach().cpu()
 
