@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch.autograd.graph import GradientEdge
 
-from rpcdist._proto import autograd_pb2, value_pb2
+from rpcdist._proto import autograd_pb2
 from rpcdist.autograd._autograd_errors import BackwardError
 from rpcdist.autograd._context import Context, SpanKind, worker_of
 from rpcdist.autograd._direct_part import DirectPart, find_sources
@@ -55,13 +55,13 @@ class Packed(NamedTuple):
         to: the worker that it is for.
         part: the message.
         large: its large buffers.
-        loans: the memory of GPUs that it lends.
+        loans: of memory of GPUs that it brings, by number.
     """
 
     to: int
     part: CompactPass
     large: Sequence[LargeBuffer]
-    loans: Sequence[value_pb2.GpuLoan]
+    loans: Sequence[int]
 
 
 class BackwardPass:

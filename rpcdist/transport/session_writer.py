@@ -181,11 +181,11 @@ class SessionWriter:
 
     def hold_back(self, send: Callable[[], object]) -> None:
         """Calls `send`; messages that it sends on this thread stay in the queue until a `flush`."""
-        self._flushing = get_ident()
+        before, self._flushing = self._flushing, get_ident()
         try:
             send()
         finally:
-            self._flushing = 0
+            self._flushing = before
 
     def flush(self) -> None:
         """Writes the queue, on this thread if that is possible."""

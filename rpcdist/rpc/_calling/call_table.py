@@ -164,7 +164,7 @@ class PendingCall:
         self.flags = flags
         self.session: MessageSink | None = None
         self.repeat: WireMessage | None = None
-        self.forks: Sequence[value_pb2.RRefFork | value_pb2.GpuLoan] | None = None
+        self.forks: Sequence[value_pb2.RRefFork | int] | None = None
         self.autograd: CallContext | None = None
         self.on: Handle | None = None
         self.is_bound = True

@@ -21,7 +21,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._devices.borrowed_gpu_memory import BorrowedGpuMemory
 from rpcdist.rpc._devices.cuda_memory import GpuMemory, GpuUnavailable, cuda_memory
 from rpcdist.rpc._devices.gpu_arrivals import ValueOnGpus
-from rpcdist.rpc._devices.lent_gpu_memory import LentGpuMemory
+from rpcdist.rpc._devices.lent_gpu_memory import LentGpuMemory, LoanFields
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink, calling_worker
 from rpcdist.rpc._values import DeviceRoute, MapDevice, ReceiveBuffer
@@ -106,7 +106,7 @@ class GpuSharing:
 
     def _lend(
         self, to: int, session: MessageSink | None, device: int, spans: Sequence[tuple[int, int]]
-    ) -> tuple[value_pb2.GpuLoan, list[int]] | None:
+    ) -> tuple[LoanFields, list[int]] | None:
         """Lends memory to a worker; None if it cannot read it, that is not known yet, or there is too little."""
         identity = self.identity_of(to) if session is None else session.peer
         reason = self._readers.get(identity)
@@ -120,10 +120,10 @@ class GpuSharing:
         if (message := self.borrowed.release(session.peer.id)) is not None:
             session.hold_back(lambda: session.send(message, ()))
 
-    def doubt(self, loan: value_pb2.GpuLoan) -> None:
-        """The message with a loan may not arrive."""
+    def doubt(self, loan: int) -> None:
+        """The message with the loan of this number may not arrive."""
         if self._lent is not None:
-            self._lent.doubt([loan.number])
+            self._lent.doubt([loan])
 
     def _first_look(self, to: Identity) -> str:
         with self._lock:
@@ -143,12 +143,12 @@ class GpuSharing:
         except (GpuUnavailable, RuntimeError) as exc:
             return self._note(to, str(exc))
         if to == self._me:
-            self._lent.release((), [made[0].number], to)
+            self._lent.release((), [made[0]["number"]], to)
             return self._note(to, "")
         try:
-            answer = self._ask(to.id, PROBE, (made[0].SerializeToString(),), GPU_PROBE_LIMIT_S)
+            answer = self._ask(to.id, PROBE, (value_pb2.GpuLoan(**made[0]).SerializeToString(),), GPU_PROBE_LIMIT_S)
         except Exception as exc:  # it is lost, and the call that is under way says so
-            self._lent.doubt([made[0].number])
+            self._lent.doubt([made[0]["number"]])
             return self._note(to, str(exc))
         answer.is_quiet = True
         answer._when_done(partial(self._answered, to))

@@ -21,9 +21,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypedDict
 
-from rpcdist._proto import value_pb2
 from rpcdist.ids import Identity
 from rpcdist.rpc._devices.cuda_memory import GpuMemory
 from rpcdist.time_limits import GPU_LOAN_DOUBT_S, GPU_MEMORY_IDLE_S
@@ -38,6 +37,17 @@ SHARED_ALLOCATION_BYTES: Final = 32 << 20
 
 MOST_OF_DEVICE: Final = 8
 """At most an eighth of a device is lent or kept for lending. Beyond it, tensors travel through host memory."""
+
+
+class LoanFields(TypedDict):
+    """The fields of a `GpuLoan`."""
+
+    number: int
+    memory: bytes
+    sequence: int
+    offset: int
+    size: int
+    gpu: bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -99,9 +109,7 @@ class LentGpuMemory:
         kept = list(self._allocations.values())
         return sum(each.size for each in kept if device is None or each.device == device)
 
-    def lend(
-        self, to: Identity, device: int, spans: Sequence[tuple[int, int]]
-    ) -> tuple[value_pb2.GpuLoan, list[int]] | None:
+    def lend(self, to: Identity, device: int, spans: Sequence[tuple[int, int]]) -> tuple[LoanFields, list[int]] | None:
         """Copies memory of a device, and lends the copy to a worker.
 
         Args:
@@ -110,7 +118,7 @@ class LentGpuMemory:
             spans: address and size of each part.
 
         Returns:
-            The loan, and where each of the spans begins in it; None if there is no memory for it.
+            The fields of a `GpuLoan`, and where each of the spans begins in it; None if there is no memory for it.
         """
         offsets: list[int] = []
         size = ALIGNMENT_BYTES
@@ -139,14 +147,14 @@ class LentGpuMemory:
         except BaseException:
             self.doubt([number])  # the copy may be on its way
             raise
-        loan = value_pb2.GpuLoan(
-            number=number,
-            memory=slot.allocation.handle,
-            sequence=slot.sequence,
-            offset=slot.offset,
-            size=size,
-            gpu=uuid,
-        )
+        loan: LoanFields = {
+            "number": number,
+            "memory": slot.allocation.handle,
+            "sequence": slot.sequence,
+            "offset": slot.offset,
+            "size": size,
+            "gpu": uuid,
+        }
         return loan, offsets
 
     def own_address(self, handle: bytes) -> tuple[int, int] | None:

@@ -34,8 +34,8 @@ from rpcdist.transport.wire_messages import CompactCall, CompactReply, History, 
 logger = logging.getLogger(__name__)
 
 
-Share = value_pb2.RRefFork | value_pb2.GpuLoan
-"""Of a value that was encoded: what its receiver holds when it arrives."""
+Share = value_pb2.RRefFork | int
+"""Of a value that was encoded: what its receiver holds when it arrives, a reference or the loan of this number."""
 
 
 class Written(NamedTuple):
@@ -178,7 +178,7 @@ class Marshal:
     def give_back(self, shares: Iterable[Share] | None) -> None:
         """Undoes shares whose message may not have arrived."""
         for share in shares or ():
-            if isinstance(share, value_pb2.GpuLoan):
+            if isinstance(share, int):
                 self._gpus.doubt(share)
             else:
                 self._rrefs.share_failed(share)

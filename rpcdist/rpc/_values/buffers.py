@@ -119,11 +119,6 @@ class GpuBuffer(LargeBuffer):
         self._host: torch.Tensor | None = None
         self._copied: torch.cuda.Event | None = None
 
-    def used_by(self, stream: torch.cuda.Stream) -> None:
-        """A stream reads the memory: its allocator must not use it again before that is done."""
-        for tensor in self._tensors:
-            tensor.record_stream(stream)
-
     def on_host(self) -> GpuBuffer:
         """Begins the copy into pinned memory, in the current stream; returns this buffer, which has the copy."""
         storage = self._tensors[0].untyped_storage()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from ctypes import string_at
 from itertools import pairwise
 from math import gcd
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch.nn import Parameter
@@ -95,7 +95,7 @@ DTYPE_CODES: Final[dict[torch.dtype, int]] = {info.dtype: code for code, info in
 MapDevice = Callable[[torch.device], torch.device]
 """From a device of the sender to the one at the receiver; raises where the mapping lacks it."""
 
-Lend = Callable[[int, Sequence[tuple[int, int]]], tuple[value_pb2.GpuLoan, list[int]] | None]
+Lend = Callable[[int, Sequence[tuple[int, int]]], tuple[Any, list[int]] | None]
 """Lends memory to the receiver: device, and address and size of each part; see `LentGpuMemory.lend`."""
 
 
@@ -108,7 +108,7 @@ class DeviceRoute:
         back: the tensors are gradients, and belong where the tensors are that they are of.
 
     Attributes:
-        loans: what was lent so far, to be taken back if the message is not sent.
+        loans: the numbers of what was lent so far, to be taken back if the message is not sent.
     """
 
     __slots__ = ("back", "lend", "loans", "map_device")
@@ -117,7 +117,7 @@ class DeviceRoute:
         self.map_device = map_device
         self.lend = lend
         self.back = back
-        self.loans: list[value_pb2.GpuLoan] = []
+        self.loans: list[int] = []
 
     def place(self, value: value_pb2.Value, message: value_pb2.Tensor, device: torch.device) -> bool:
         """Notes where a tensor of a device goes; whether it goes from GPU to GPU."""
@@ -248,14 +248,11 @@ def _send_gpu_spans(
     for device in {span.device.index for _, span in members}:
         of_device = [(buffer, span) for buffer, span in members if span.device.index == device]
         made = None if route.lend is None else route.lend(device, [(span.start, span.size) for _, span in of_device])
-        stream = torch.cuda.current_stream(device)
-        for _, span in of_device:
-            span.used_by(stream)
         if made is None:
             continue
         loan, offsets = made
-        route.loans.append(loan)
-        value.gpu_loans.append(loan)
+        route.loans.append(loan["number"])
+        value.gpu_loans.add(**loan)
         for (buffer, _), offset in zip(of_device, offsets, strict=True):
             buffer.gpu_loan, buffer.offset = len(value.gpu_loans), offset
     large += [span.on_host() for buffer, span in members if not buffer.gpu_loan]
