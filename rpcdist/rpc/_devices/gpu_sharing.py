@@ -173,7 +173,7 @@ class GpuSharing:
             return f"{self._me.name!r} takes tensors of the host only (allow_pickle=False)"
         return self.borrowed.probe(value_pb2.GpuLoan.FromString(loan), lender.id)
 
-    # ------------------------------------------------------------ on the I/O loop
+    # ------------------------------------------------------------ on the I/O loop, or the thread that reads
 
     def on_release(
         self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]

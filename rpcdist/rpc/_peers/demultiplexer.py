@@ -62,7 +62,7 @@ class Demultiplexer:
             return not message.reply.stream
         if kind == "autograd":
             return not (message.control_seq or message.autograd.HasField("release"))
-        return bool(kind == "call")
+        return kind in ("call", "gpu_release")
 
     def on_messages(self, session: MessageSink, messages: list[tuple[WireMessage, list[ReceiveBuffer]]]) -> None:
         """Messages arrived on a session. Their jobs go to the pool together, with one wake-up for all.
