@@ -35,6 +35,8 @@ GPU_MEMORY_IDLE_S: Final = 10.0
 """A worker closes memory of another process's GPU, and frees what it lends itself, when nothing used it for so long."""
 GPU_LOAN_DOUBT_S: Final = 60.0
 """Memory of a GPU that is lent with a message which may not have arrived is used again after this."""
+GPU_POLL_S: Final = 0.001
+"""Interval at which a worker that ends looks whether the GPUs of others have computed what was sent to it."""
 GPU_PROBE_LIMIT_S: Final = 30.0
 """For the answer whether a worker can read memory of this one's GPUs, measured by the worker that asks: the other may
 have to load CUDA. Until it is there, and afterwards, tensors travel through host memory."""

@@ -464,7 +464,7 @@ class Agent:
         self.serving.stop("RPC was shut down in this process")
         self.dispatcher.calls.cancel_all()
         self.autograd.close()
-        self._gpus.close()
+        self._gpus.close(timeout_s)
         self.rrefs.close()
         self.actors.close()  # after the references: the object of an actor ends on its thread
         self.leaving.say_goodbye()

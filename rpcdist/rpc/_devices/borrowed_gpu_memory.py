@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 import torch
 
 from rpcdist._proto import rpc_pb2, value_pb2
+from rpcdist.deadline import Deadline
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._devices.cuda_memory import GpuMemory, GpuUnavailable
 from rpcdist.rpc._devices.lent_gpu_memory import ALIGNMENT_BYTES, COPIED_AT, LentGpuMemory
-from rpcdist.time_limits import GPU_MEMORY_IDLE_S
+from rpcdist.time_limits import GPU_MEMORY_IDLE_S, GPU_POLL_S
 
 logger = logging.getLogger(__name__)
 
@@ -197,29 +198,37 @@ class BorrowedGpuMemory:
         with self._lock:
             self.news.pop(lender, None)
             closing = [self._opened.pop(key) for key in list(self._opened) if key[0] == lender]
-        num_undefined = 0
-        for opened in [] if all([opened.is_own for opened in closing]) else closing:
-            memory = self._memory()
-            for offset, sequence in opened.sequences.items():
-                if memory.read(opened.device, opened.address + offset) != sequence:
-                    memory.force(opened.device, opened.address + offset, sequence)
-                    num_undefined += 1
-        if num_undefined:
-            logger.error(
-                "worker %r was lost before its GPU had computed tensors that came here with %d messages: their content "
-                "is undefined",
-                name,
-                num_undefined,
-            )
-        for opened in closing:
-            self._close(opened)
+        self._end(closing, f"worker {name!r} was lost", Deadline.after(0.0))
 
-    def close(self) -> None:
-        """Closes everything; may take long."""
+    def close(self, timeout_s: float) -> None:
+        """Closes everything, when all that was borrowed is copied, or after `timeout_s`."""
         with self._lock:
             closing = list(self._opened.values())
             self._opened.clear()
             self.news.clear()
+        self._end(closing, "RPC ended here", Deadline.after(timeout_s))
+
+    def _end(self, closing: list[_Opened], what: str, deadline: Deadline) -> None:
+        """Closes allocations; the numbers that are not there by the deadline are written here, or streams would hang."""
+        num_undefined = 0
+        for opened in closing:
+            if opened.is_own:
+                continue
+            memory = self._memory()
+            for offset, sequence in opened.sequences.items():
+                while memory.read(opened.device, opened.address + offset) != sequence:
+                    if deadline.expired():
+                        memory.force(opened.device, opened.address + offset, sequence)
+                        num_undefined += 1
+                        break
+                    time.sleep(GPU_POLL_S)
+        if num_undefined:
+            logger.error(
+                "%s before the GPU of the sender had computed tensors that came with %d messages: their content is "
+                "undefined",
+                what,
+                num_undefined,
+            )
         for opened in closing:
             self._close(opened)
 

@@ -191,10 +191,13 @@ class GpuSharing:
     def on_gone(self, identity: Identity, error: Exception | None = None) -> None:
         """A worker is lost, or another process has taken its place."""
         self._readers.pop(identity, None)
+        if self._lent is not None or self.borrowed.is_used:
+            self._submit(self._forget, identity)
+
+    def _forget(self, identity: Identity) -> None:
+        self.borrowed.on_gone(identity.id, identity.name)
         if self._lent is not None:
             self._lent.on_gone(identity)
-        if self.borrowed.is_used:
-            self._submit(self.borrowed.on_gone, identity.id, identity.name)
 
     def tick(self) -> None:
         """Ten times a second."""
@@ -211,9 +214,9 @@ class GpuSharing:
         if self._lent is not None:
             self._lent.clean()
 
-    def close(self) -> None:
-        """The agent ends."""
-        self.borrowed.close()
+    def close(self, timeout_s: float) -> None:
+        """The agent ends. Waits for what is being copied here, at most for `timeout_s`."""
+        self.borrowed.close(timeout_s)
         if self._lent is not None:
             for reader in self._readers:
-                self._lent.on_gone(reader)
+                self._lent.on_broken(reader)

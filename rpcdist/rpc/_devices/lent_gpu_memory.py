@@ -68,6 +68,7 @@ class _Slot:
     size: int
     sequence: int = 0  # of the last loan
     copied_by: Identity | None = None  # the receiver of the last loan, if its stream says when it has copied it
+    awaited: tuple[Identity, int] | None = None  # the receiver of an earlier one, and its number, for which ours waits
     idle_since: float = 0.0
 
 
@@ -133,11 +134,12 @@ class LentGpuMemory:
             self._next_number += 1
             self._lent[number] = _Lent(slot, to)
             slot.allocation.readers.add(to)
-            before, must_wait = slot.sequence, slot.copied_by is not None
+            before, copied_by = slot.sequence, slot.copied_by
             slot.sequence, slot.copied_by = before + 1 & 0xFFFFFFFF, None
+            slot.awaited = None if copied_by is None else (copied_by, before)
         try:
             start = slot.allocation.address + slot.offset
-            if must_wait:
+            if copied_by is not None:
                 self._memory.wait(device, start + COPIED_AT, before, device)
             for (address, span_size), offset in zip(spans, offsets, strict=True):
                 self._memory.copy(device, start + offset, address, span_size)
@@ -201,15 +203,26 @@ class LentGpuMemory:
         self.doubt([number for number, lent in list(self._lent.items()) if lent.to == to])
 
     def on_gone(self, to: Identity) -> None:
-        """A process has ended: what it had opened is closed, and it does not say any more that it has copied a loan."""
+        """A process has ended: what it had opened is closed, and it does not say any more that it has copied a loan.
+
+        May take long: it asks the devices.
+        """
         self.on_broken(to)
         with self._lock:
             for allocation in self._allocations.values():
                 allocation.readers.discard(to)
                 for slot in allocation.slots:
                     if slot.copied_by == to:
-                        address = allocation.address + slot.offset + COPIED_AT
-                        self._memory.force(allocation.device, address, slot.sequence)
+                        number = slot.sequence
+                    elif slot.awaited is not None and slot.awaited[0] == to:
+                        number = slot.awaited[1]
+                    else:
+                        continue
+                    address = allocation.address + slot.offset + COPIED_AT
+                    if (
+                        0 < (number - self._memory.read(allocation.device, address) & 0xFFFFFFFF) < 1 << 31
+                    ):  # not there yet
+                        self._memory.force(allocation.device, address, number)
 
     def clean(self) -> None:
         """Ends doubts, and frees memory that was not used for a while. May wait until a device is idle."""

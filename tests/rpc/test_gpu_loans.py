@@ -1,0 +1,411 @@
+"""Memory of GPUs that is lent and borrowed, on a stand-in for GPUs.
+
+Nothing is read before it is written, nor used again before it is read, whichever GPU is slow and whoever dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from fake_gpus import UUID, FakeGpuMemory, FakeHost
+
+from rpcdist._proto import rpc_pb2, value_pb2
+from rpcdist.errors import SerializationError
+from rpcdist.ids import Identity
+from rpcdist.rpc._devices.borrowed_gpu_memory import Borrowed, BorrowedGpuMemory
+from rpcdist.rpc._devices.gpu_arrivals import ValueOnGpus
+from rpcdist.rpc._devices.lent_gpu_memory import (
+    ALIGNMENT_BYTES,
+    MOST_OF_DEVICE,
+    SHARED_ALLOCATION_BYTES,
+    LentGpuMemory,
+    slot_size,
+)
+from rpcdist.rpc._values.tensors import DeviceRoute
+from rpcdist.time_limits import GPU_LOAN_DOUBT_S, GPU_MEMORY_IDLE_S
+
+ALICE, BOB, CAROL = (Identity(name, id, 100 + id) for id, name in enumerate(("alice", "bob", "carol")))
+
+
+@dataclass
+class World:
+    """Alice lends to bob."""
+
+    host: FakeHost = field(default_factory=FakeHost)
+    now: float = 1000.0
+
+    def __post_init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.alice, self.bob = self.host.process("alice"), self.host.process("bob")
+        self.lent = LentGpuMemory(self.alice, lambda: self.now)
+        self.borrowed = self.borrower(self.bob)
+
+    def borrower(self, memory: FakeGpuMemory, lent: LentGpuMemory | None = None) -> BorrowedGpuMemory:
+        borrowed = BorrowedGpuMemory(lambda: memory, lambda: lent, lambda: self.now)
+        borrowed._indices = {UUID: 0}
+        return borrowed
+
+    def lend(self, tensor: torch.Tensor, to: Identity = BOB) -> value_pb2.GpuLoan:
+        self.tensors.append(tensor)  # the stand-in copies when it runs
+        made = self.lent.lend(to, 0, [(tensor.data_ptr(), tensor.nbytes)])
+        assert made is not None
+        fields, (offset,) = made
+        assert offset == ALIGNMENT_BYTES
+        return value_pb2.GpuLoan(**fields)
+
+    def copy(self, loan: value_pb2.GpuLoan, size: int) -> tuple[Borrowed, torch.Tensor]:
+        target = torch.full((size,), 99, dtype=torch.uint8)
+        self.tensors.append(target)
+        begun = self.borrowed.begin(loan, ALICE.id)
+        self.borrowed.copy(begun, ALIGNMENT_BYTES, target, size)
+        self.borrowed.finish(begun, ALICE.id)
+        return begun, target
+
+    def news(self) -> rpc_pb2.GpuRelease:
+        message = self.borrowed.release(ALICE.id)
+        assert message is not None
+        return message.gpu_release
+
+    def tell(self) -> None:
+        """Alice hears what bob has to say."""
+        news = self.news()
+        self.lent.release(news.copied, news.unwanted, BOB, news.closed)
+
+
+def tensor_of(number: int, size: int = 1000) -> torch.Tensor:
+    return torch.full((size,), number, dtype=torch.uint8)
+
+
+def all_are(tensor: torch.Tensor, number: int) -> bool:
+    return bool(tensor.eq(number).all())
+
+
+def test_a_loan_is_copied_when_it_is_there() -> None:
+    world = World()
+    loan = world.lend(tensor_of(1))
+    _, copied = world.copy(loan, 1000)
+    assert not world.bob.run() and all_are(copied, 99)  # alice's GPU is busy
+    assert world.alice.run() and world.bob.run()
+    assert all_are(copied, 1)
+
+
+def test_what_is_lent_is_a_copy() -> None:
+    world = World()
+    source = tensor_of(1)
+    loan = world.lend(source)
+    world.alice.enqueue(lambda: source.fill_(2))  # the next kernel of the caller
+    _, copied = world.copy(loan, 1000)
+    assert world.alice.run() and world.bob.run()
+    assert all_are(copied, 1) and all_are(source, 2)
+
+
+def test_a_slot_is_used_again_when_it_was_read() -> None:
+    """The news that it is being copied comes before the GPU has copied it."""
+    world = World()
+    first = world.lend(tensor_of(1))
+    _, copied = world.copy(first, 1000)
+    world.tell()
+    second = world.lend(tensor_of(2))
+    assert (first.memory, first.offset) == (second.memory, second.offset)
+    assert first.sequence != second.sequence
+    assert not world.alice.run()  # she waits for bob's GPU
+    _, copied_too = world.copy(second, 1000)
+    for _ in range(3):
+        world.bob.run()
+        world.alice.run()
+    assert all_are(copied, 1) and all_are(copied_too, 2)
+    assert world.host.num_made == 1
+
+
+def test_a_loan_that_nobody_wants_is_used_again_at_once() -> None:
+    world = World()
+    loan = world.lend(tensor_of(1))
+    world.borrowed.discard([loan], ALICE.id)
+    world.tell()
+    assert world.lent.num_loans == 0
+    again = world.lend(tensor_of(2))
+    assert again.offset == loan.offset and world.alice.run()
+
+
+def test_numbers_go_round() -> None:
+    world = World()
+    loan = world.lend(tensor_of(0))
+    world.copy(loan, 1000)
+    assert world.alice.run() and world.bob.run()
+    world.tell()
+    (slot,) = world.lent._idle[0, slot_size(ALIGNMENT_BYTES + 1024)]
+    address = slot.allocation.address + slot.offset
+    slot.sequence = 0xFFFFFFFD
+    for at in (0, 128):
+        world.alice.force(0, address + at, slot.sequence)
+    for number in range(1, 7):
+        loan = world.lend(tensor_of(number))
+        _, copied = world.copy(loan, 1000)
+        assert not world.bob.run()
+        assert world.alice.run() and world.bob.run()
+        assert all_are(copied, number)
+        world.tell()
+
+
+def test_others_cannot_end_a_loan() -> None:
+    world = World()
+    loan = world.lend(tensor_of(1))
+    world.lent.release([loan.number], [loan.number], CAROL)
+    world.lent.release([loan.number + 1], (), BOB)
+    assert world.lent.num_loans == 1
+
+
+def test_a_loan_whose_message_may_not_have_arrived() -> None:
+    world = World()
+    loan = world.lend(tensor_of(1))
+    world.lent.doubt([loan.number])
+    world.now += GPU_LOAN_DOUBT_S - 1
+    world.lent.clean()
+    assert world.lent.num_loans == 1
+    world.now += 2
+    world.lent.clean()
+    assert world.lent.num_loans == 0
+    other = world.lend(tensor_of(1))
+    world.lent.doubt([other.number])
+    world.lent.release((), [other.number], BOB)  # it did arrive
+    assert world.lent.num_loans == 0
+
+
+def test_no_more_than_a_share_of_the_device() -> None:
+    world = World(FakeHost(total_bytes=MOST_OF_DEVICE * (SHARED_ALLOCATION_BYTES + 1000)))
+    assert world.lend(tensor_of(1)) is not None
+    assert world.lent.lend(BOB, 0, [(0, 2 * SHARED_ALLOCATION_BYTES)]) is None
+    assert world.lent.num_loans == 1
+    assert world.lend(tensor_of(2)) is not None
+
+
+def test_memory_that_nobody_uses_is_freed_when_its_readers_have_closed_it() -> None:
+    world = World()
+    loan = world.lend(tensor_of(1))
+    world.copy(loan, 1000)
+    assert world.alice.run() and world.bob.run()
+    world.tell()
+    world.now += GPU_MEMORY_IDLE_S + 1
+    world.lent.clean()
+    assert world.lent.kept_bytes() == SHARED_ALLOCATION_BYTES  # bob has it open
+    world.borrowed.clean()
+    assert not world.host.opened
+    world.tell()
+    world.lent.clean()
+    assert world.lent.kept_bytes() == 0 and not world.host.allocations
+    loan = world.lend(tensor_of(3))
+    _, copied = world.copy(loan, 1000)
+    assert world.alice.run() and world.bob.run() and all_are(copied, 3)
+
+
+def test_what_is_closed_with_a_loan_under_way_is_not_freed() -> None:
+    world = World()
+    world.copy(world.lend(tensor_of(1)), 1000)
+    world.tell()
+    loan = world.lend(tensor_of(2))
+    world.now += GPU_MEMORY_IDLE_S + 1
+    world.borrowed.clean()
+    world.tell()
+    world.lent.clean()
+    assert world.lent.kept_bytes()
+    _, copied = world.copy(loan, 1000)
+    for _ in range(3):
+        world.bob.run()
+        world.alice.run()
+    assert all_are(copied, 2)
+
+
+def test_a_lender_that_is_lost_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
+    """Its GPU never came to the loan."""
+    world = World()
+    _, copied = world.copy(world.lend(tensor_of(1)), 1000)
+    world.bob.enqueue(lambda: copied.add_(1))  # the next kernel
+    assert not world.bob.run()
+    world.borrowed.on_gone(ALICE.id, "alice")
+    assert world.bob.run()
+    assert "worker 'alice' was lost before its GPU had computed tensors that came here with 1 messages" in caplog.text
+    assert not world.host.opened and world.borrowed.release(ALICE.id) is None
+
+
+def test_a_lender_that_is_lost_when_all_was_computed(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    _, copied = world.copy(world.lend(tensor_of(1)), 1000)
+    world.alice.run()
+    world.borrowed.on_gone(ALICE.id, "alice")
+    assert world.bob.run() and all_are(copied, 1)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_a_worker_that_ends_waits_for_what_was_sent_to_it(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    _, copied = world.copy(world.lend(tensor_of(1)), 1000)
+    ending = threading.Thread(target=world.borrowed.close, args=(30.0,))
+    ending.start()
+    assert world.alice.run()
+    ending.join()
+    assert world.bob.run() and all_are(copied, 1)
+    world.copy(world.lend(tensor_of(1)), 1000)
+    world.borrowed.close(0.01)
+    assert world.bob.run() and "RPC ended here before the GPU of the sender" in caplog.text
+
+
+def test_a_receiver_that_is_lost_holds_nobody_up() -> None:
+    """It was about to copy, and said so."""
+    for is_used_again in (True, False):
+        world = World()
+        world.copy(world.lend(tensor_of(1)), 1000)
+        world.tell()
+        if is_used_again:
+            world.lend(tensor_of(2), CAROL)
+            assert not world.alice.run()
+            world.lent.on_gone(BOB)
+        else:
+            world.lent.on_gone(BOB)
+            world.lend(tensor_of(2), CAROL)
+        assert world.alice.run()
+
+
+def test_a_loss_that_is_told_late_changes_no_newer_number() -> None:
+    world = World()
+    world.copy(world.lend(tensor_of(1)), 1000)
+    world.tell()
+    loan = world.lend(tensor_of(2), CAROL)
+    for _ in range(2):
+        world.bob.run()
+        world.alice.run()
+    carol = world.borrower(world.host.process("carol"))
+    begun = carol.begin(loan, ALICE.id)
+    target = torch.zeros(1000, dtype=torch.uint8)
+    carol.copy(begun, ALIGNMENT_BYTES, target, 1000)
+    carol.finish(begun, ALICE.id)
+    assert carol._memory().run() and all_are(target, 2)  # type: ignore[attr-defined]
+    world.lent.release([loan.number], (), CAROL)
+    world.lent.on_gone(BOB)
+    world.lend(tensor_of(3))
+    assert world.alice.run()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"offset": 1 << 40},
+        {"offset": 100},
+        {"size": 1 << 40},
+        {"size": 0},
+        {"memory": b"unknown"},
+        {"gpu": b"another"},
+    ],
+    ids=str,
+)
+def test_damaged_loans_are_refused(damage: dict[str, int | bytes]) -> None:
+    world = World()
+    loan = world.lend(tensor_of(1))
+    for name, wrong in damage.items():
+        setattr(loan, name, wrong)
+    with pytest.raises(SerializationError):
+        world.borrowed.begin(loan, ALICE.id)
+    assert world.borrowed.probe(loan, ALICE.id)
+    world.tell()
+    assert world.lent.num_loans == 0
+
+
+def test_a_part_that_is_not_in_its_loan() -> None:
+    world = World()
+    loan = world.lend(tensor_of(1))
+    begun = world.borrowed.begin(loan, ALICE.id)
+    with pytest.raises(SerializationError, match="beyond the"):
+        world.borrowed.copy(begun, ALIGNMENT_BYTES, torch.empty(5000, dtype=torch.uint8), 5000)
+    world.borrowed.finish(begun, ALICE.id)
+    world.tell()
+    assert world.lent.num_loans == 0
+
+
+def test_a_worker_that_lends_to_itself_opens_nothing() -> None:
+    world = World()
+    loan = world.lend(tensor_of(4), ALICE)
+    borrowed = world.borrower(world.alice, world.lent)
+    begun = borrowed.begin(loan, ALICE.id)
+    target = torch.zeros(1000, dtype=torch.uint8)
+    borrowed.copy(begun, ALIGNMENT_BYTES, target, 1000)
+    borrowed.finish(begun, ALICE.id)
+    assert world.alice.run() and all_are(target, 4)
+    assert not world.host.opened
+    borrowed.close(1.0)
+    assert world.host.allocations
+
+
+def test_threads_get_slots_of_their_own() -> None:
+    world = World()
+    source = tensor_of(1)
+    loans: list[value_pb2.GpuLoan] = []
+
+    def lend() -> None:
+        for _ in range(50):
+            loans.append(world.lend(source))
+
+    threads = [threading.Thread(target=lend) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({(loan.memory, loan.offset) for loan in loans}) == len({loan.number for loan in loans}) == 200
+    world.borrowed.discard(loans, ALICE.id)
+    world.tell()
+    assert world.lent.num_loans == 0
+
+
+@pytest.mark.parametrize("size", [1, 511, 512, 513, 10_000, 100_001, 4 << 20, (4 << 20) + 1, 1_000_000_007])
+def test_slots_waste_an_eighth_at_most(size: int) -> None:
+    slot = slot_size(size)
+    assert size <= slot <= max(512, size * 9 // 8 + 512) and slot % 512 == 0
+
+
+# ------------------------------------------------------------ where tensors go
+
+
+@pytest.mark.parametrize(
+    ("route", "expected"),
+    [
+        (DeviceRoute(None), ("cuda:1", True, [1], True)),
+        (DeviceRoute(lambda device: torch.device("cuda:3")), ("cuda:3", False, [3], True)),
+        (DeviceRoute(lambda device: torch.device("cpu")), ("", False, [], False)),
+        (DeviceRoute(None, back=True), ("cuda", False, [], True)),
+    ],
+    ids=["unmapped", "mapped", "to the CPU", "gradients"],
+)
+def test_where_a_tensor_goes(route: DeviceRoute, expected: tuple[str, bool, list[int], bool]) -> None:
+    value, message = value_pb2.Value(), value_pb2.Tensor()
+    stays_on_gpu = route.place(value, message, torch.device("cuda:1"))
+    assert (message.device, message.unmapped, list(value.gpus), stays_on_gpu) == expected
+
+
+def arriving(borrowed: BorrowedGpuMemory, value: value_pb2.Value | None = None) -> ValueOnGpus:
+    return ValueOnGpus(value or value_pb2.Value(), ALICE, borrowed, "bob")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a worker without a GPU")
+def test_a_worker_without_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
+    value = arriving(World().borrowed)
+    for _ in range(2):
+        place = value.device_of(value_pb2.Tensor(device="cuda:1", unmapped=True), None)
+        assert place == torch.device("cpu")
+    assert caplog.text.count("worker 'bob' has no GPU: tensors of GPUs that worker 'alice' sends") == 1
+    assert value.device_of(value_pb2.Tensor(device="cuda"), None) == torch.device("cpu")  # a gradient
+    with pytest.raises(SerializationError, match=r"tensor for cuda:1 arrived from worker 'alice', .*'bob' has no GPU"):
+        value.device_of(value_pb2.Tensor(device="cuda:1"), None)
+
+
+def test_loans_that_are_not_decoded_are_given_back() -> None:
+    world = World()
+    value = value_pb2.Value(gpu_loans=[world.lend(tensor_of(1)), world.lend(tensor_of(2))])
+    arrived = arriving(world.borrowed, value)
+    arrived.discard()
+    arrived.discard()
+    world.tell()
+    assert world.lent.num_loans == 0
+    with pytest.raises(SerializationError, match="loan 3 of 2"):
+        arrived._loan_of(value_pb2.Buffer(size=1, gpu_loan=3))

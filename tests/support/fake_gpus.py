@@ -1,0 +1,102 @@
+"""Memory of GPUs, and streams, without a GPU: `GpuMemory` over memory of the host, with streams that run when told.
+
+Each process of the host has one stream. Work that is enqueued there runs in its order when `run` is called, up to a
+wait for a number that is not there yet. So a test decides which GPU is slow, and sees what is read too early.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from rpcdist.rpc._devices.cuda_memory import GpuUnavailable
+
+__all__ = ["FakeGpuMemory", "FakeHost"]
+
+UUID = b"GPU-of-nobody"
+
+
+class FakeHost:
+    """One GPU, whose memory all processes can share.
+
+    Args:
+        total_bytes: of the GPU.
+    """
+
+    def __init__(self, total_bytes: int = 1 << 30) -> None:
+        self.total_bytes = total_bytes
+        self.allocations: dict[bytes, ctypes.Array[ctypes.c_char]] = {}
+        self.num_made = 0
+        self.opened: list[tuple[str, bytes]] = []
+
+    def process(self, name: str) -> FakeGpuMemory:
+        return FakeGpuMemory(self, name)
+
+
+class FakeGpuMemory:
+    """`GpuMemory` of one process."""
+
+    def __init__(self, host: FakeHost, name: str) -> None:
+        self.host = host
+        self.name = name
+        self.stream: deque[Callable[[], bool]] = deque()  # each says whether it is done
+
+    def run(self) -> bool:
+        """Runs the stream; returns whether nothing is left there."""
+        while self.stream and self.stream[0]():
+            self.stream.popleft()
+        return not self.stream
+
+    def enqueue(self, act: Callable[[], object]) -> None:
+        """Adds work that takes as long as `run` is not called."""
+
+        def done() -> bool:
+            act()
+            return True
+
+        self.stream.append(done)
+
+    def uuid(self, device: int) -> bytes:
+        return UUID
+
+    def total_bytes(self, device: int) -> int:
+        return self.host.total_bytes
+
+    def allocate(self, device: int, size: int) -> int:
+        self.host.num_made += 1
+        handle = b"%064d" % self.host.num_made
+        memory = self.host.allocations[handle] = ctypes.create_string_buffer(size)
+        return ctypes.addressof(memory)
+
+    def free(self, device: int, address: int) -> None:
+        del self.host.allocations[self.handle(device, address)]
+
+    def handle(self, device: int, address: int) -> bytes:
+        (handle,) = [each for each, memory in self.host.allocations.items() if ctypes.addressof(memory) == address]
+        return handle
+
+    def open(self, device: int, handle: bytes) -> tuple[int, int]:
+        memory = self.host.allocations.get(handle)
+        if memory is None:
+            raise GpuUnavailable("nobody has made this")
+        self.host.opened.append((self.name, handle))
+        return ctypes.addressof(memory), len(memory)
+
+    def close(self, device: int, address: int) -> None:
+        self.host.opened.remove((self.name, self.handle(device, address)))
+
+    def copy(self, device: int, target: int, source: int, size: int) -> None:
+        self.enqueue(lambda: ctypes.memmove(target, source, size))
+
+    def write(self, home: int, address: int, number: int, devices: Sequence[int]) -> None:
+        self.enqueue(lambda: self.force(home, address, number))
+
+    def wait(self, home: int, address: int, number: int, device: int) -> None:
+        self.stream.append(lambda: ctypes.c_int32(self.read(home, address) - number).value >= 0)
+
+    def force(self, device: int, address: int, number: int) -> None:
+        ctypes.c_uint32.from_address(address).value = number
+
+    def read(self, device: int, address: int) -> int:
+        return ctypes.c_uint32.from_address(address).value
