@@ -87,7 +87,7 @@ class OnGpus(Protocol):
         """Has the current streams of this thread wait for the tensors."""
 
     def followed_by(self, result: object) -> OnGpus:
-        """What was made of it, in the current streams of this thread."""
+        """The tensors that a callback made of it, in the current streams of this thread."""
 
 
 class FutureObserver:

@@ -71,7 +71,7 @@ class World:
         return message.gpu_release
 
     def tell(self) -> None:
-        """Alice hears what bob has to say."""
+        """Alice gets bob's message."""
         news = self.news()
         self.lent.release(news.copied, news.unwanted, BOB, news.closed)
 
@@ -227,7 +227,10 @@ def test_a_lender_that_is_lost_holds_nobody_up(caplog: pytest.LogCaptureFixture)
     assert not world.bob.run()
     world.borrowed.on_gone(ALICE.id, "alice")
     assert world.bob.run()
-    assert "worker 'alice' was lost before its GPU had computed tensors that came here with 1 messages" in caplog.text
+    assert (
+        "worker 'alice' was lost before the GPU of the sender had computed tensors that came with 1 messages"
+        in caplog.text
+    )
     assert not world.host.opened and world.borrowed.release(ALICE.id) is None
 
 

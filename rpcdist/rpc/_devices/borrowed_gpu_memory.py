@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _Opened:
+class _OpenMemory:
     """An allocation of another process, or of this one.
 
     Attributes:
@@ -71,7 +71,7 @@ class BorrowedGpuMemory:
         now: the monotonic clock.
 
     Attributes:
-        news: by lender, what it has to hear.
+        news: by lender, the message that it shall get.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class BorrowedGpuMemory:
         self._lent = lent
         self._now = now
         self._lock = threading.Lock()
-        self._opened: dict[tuple[int, bytes], _Opened] = {}  # by lender and handle
+        self._opened: dict[tuple[int, bytes], _OpenMemory] = {}  # by lender and handle
         self.news: dict[int, rpc_pb2.GpuRelease] = {}
         self._indices: dict[bytes, int] = {}  # of devices, by UUID
 
@@ -175,7 +175,7 @@ class BorrowedGpuMemory:
         return news
 
     def release(self, lender: int) -> rpc_pb2.Message | None:
-        """What a lender has to hear, taken out; None if that is nothing."""
+        """Takes out the news for a lender; None if there are none."""
         if lender not in self.news:
             return None
         with self._lock:
@@ -208,8 +208,8 @@ class BorrowedGpuMemory:
             self.news.clear()
         self._end(closing, "RPC ended here", Deadline.after(timeout_s))
 
-    def _end(self, closing: list[_Opened], what: str, deadline: Deadline) -> None:
-        """Closes allocations; the numbers that are not there by the deadline are written here, or streams would hang."""
+    def _end(self, closing: list[_OpenMemory], what: str, deadline: Deadline) -> None:
+        """Closes allocations. Writes the numbers that are not there by the deadline, or streams would hang."""
         num_undefined = 0
         for opened in closing:
             if opened.is_own:
@@ -232,7 +232,7 @@ class BorrowedGpuMemory:
         for opened in closing:
             self._close(opened)
 
-    def _open(self, loan: value_pb2.GpuLoan, device: int, lender: int) -> _Opened:
+    def _open(self, loan: value_pb2.GpuLoan, device: int, lender: int) -> _OpenMemory:
         """With the lock: two threads must not open one allocation."""
         key = lender, loan.memory
         opened = self._opened.get(key)
@@ -240,10 +240,10 @@ class BorrowedGpuMemory:
             lent = self._lent()
             own = None if lent is None else lent.own_address(loan.memory)
             address, size = self._memory().open(device, loan.memory) if own is None else own
-            opened = self._opened[key] = _Opened(device, address, size, own is not None)
+            opened = self._opened[key] = _OpenMemory(device, address, size, own is not None)
         opened.used = self._now()
         return opened
 
-    def _close(self, opened: _Opened) -> None:
+    def _close(self, opened: _OpenMemory) -> None:
         if not opened.is_own:
             self._memory().close(opened.device, opened.address)

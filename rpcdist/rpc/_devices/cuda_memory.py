@@ -31,7 +31,7 @@ class GpuUnavailable(Exception):
 
 
 class GpuMemory(Protocol):
-    """What lending and borrowing need of CUDA. Devices are given by their index; any thread may call."""
+    """CUDA, as lending and borrowing need it. Devices are given by their index; any thread may call."""
 
     def uuid(self, device: int) -> bytes:
         """The same in every process, whatever index the device has there."""

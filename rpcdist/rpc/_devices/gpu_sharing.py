@@ -1,4 +1,4 @@
-"""Which workers can read memory of this worker's GPUs, and what is said to them about it.
+"""The workers that can read memory of this worker's GPUs, and the messages to them about it.
 
 A worker is asked when a tensor of a GPU goes to it first, with a loan that it tries to open. Until it has answered,
 and where it cannot (it is on another host, in another container, a MIG instance, or has no GPU), tensors travel through

@@ -56,13 +56,13 @@ class _Allocation:
     address: int
     size: int
     handle: bytes
-    slots: list[_Slot] = field(default_factory=list)
+    slots: list[_LoanSlot] = field(default_factory=list)
     filled: int = 0  # by slots
     readers: set[Identity] = field(default_factory=set)  # that may have opened it
 
 
 @dataclass(slots=True, eq=False)
-class _Slot:
+class _LoanSlot:
     allocation: _Allocation
     offset: int
     size: int
@@ -74,7 +74,7 @@ class _Slot:
 
 @dataclass(slots=True, eq=False)
 class _Lent:
-    slot: _Slot
+    slot: _LoanSlot
     to: Identity
     doubtful_since: float | None = None
 
@@ -91,7 +91,7 @@ class LentGpuMemory:
         self._memory = memory
         self._now = now
         self._lock = threading.Lock()
-        self._idle: defaultdict[tuple[int, int], list[_Slot]] = defaultdict(list)  # by device and size
+        self._idle: defaultdict[tuple[int, int], list[_LoanSlot]] = defaultdict(list)  # by device and size
         self._allocations: dict[bytes, _Allocation] = {}
         self._lent: dict[int, _Lent] = {}
         self._next_number = 1
@@ -253,7 +253,7 @@ class LentGpuMemory:
         slot.idle_since = self._now()
         self._idle[slot.allocation.device, slot.size].append(slot)
 
-    def _take_slot(self, device: int, size: int) -> _Slot | None:
+    def _take_slot(self, device: int, size: int) -> _LoanSlot | None:
         """With the lock."""
         if idle := self._idle[device, size]:
             return idle.pop()
@@ -272,7 +272,7 @@ class LentGpuMemory:
             ) or self._allocate(device, SHARED_ALLOCATION_BYTES)
         if allocation is None:
             return None
-        slot = _Slot(allocation, allocation.filled, size)
+        slot = _LoanSlot(allocation, allocation.filled, size)
         allocation.slots.append(slot)
         allocation.filled += size
         return slot

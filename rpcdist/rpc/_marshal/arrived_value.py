@@ -63,7 +63,7 @@ class Arrived:
         """Has the current streams of this thread wait for tensors that `decode` made in others, on any thread."""
 
     def followed_by(self, result: object) -> ArrivedTensors:
-        """What was made of tensors of the value, in the current streams of this thread."""
+        """The tensors that a callback made of those of the value, in the current streams of this thread."""
         return ArrivedTensors.of(result)
 
     def confirmation(self) -> Future[None] | None:

@@ -366,7 +366,7 @@ class Dispatcher:
             active.method = f"{kind[:MAX_METHOD_CHARS]}.{called_method((method, args, kwargs))}"
             turn = self._actors.turn(active.session.peer, named, value, number, method, args, kwargs)
             if turn is not None:
-                if streams is not None:  # the method runs on another thread
+                if streams is not None:  # the method may run on another thread
                     streams.leave()
                 self._chain(active, turn)
                 return
@@ -379,7 +379,7 @@ class Dispatcher:
                 result = function(*args, **kwargs)
         else:
             result = function(*args, **kwargs)
-        if streams is not None:  # whoever takes the result sees it in the streams of his thread
+        if streams is not None:  # the result is for other threads, too
             streams.leave()
         if result is not None and inspect.iscoroutine(result):
             if inspect.iscoroutinefunction(function):
