@@ -149,7 +149,7 @@ class ArrivedValue(Arrived):
 
     def gpus(self) -> Sequence[int]:
         gpus = self._value.gpus
-        return [gpu for gpu in gpus if gpu < torch.cuda.device_count()] if gpus else ()
+        return sorted({gpu for gpu in gpus if gpu < torch.cuda.device_count()}) if gpus else ()
 
     def join_gpus(self) -> None:
         if self._on_gpus is not None:
