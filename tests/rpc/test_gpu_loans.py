@@ -17,6 +17,7 @@ from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.ids import Identity
 from rpcdist.rpc._devices.borrowed_gpu_memory import Borrowed, BorrowedGpuMemory
+from rpcdist.rpc._devices.cuda_memory import GpuUnavailable
 from rpcdist.rpc._devices.gpu_arrivals import ValueOnGpus
 from rpcdist.rpc._devices.lent_gpu_memory import (
     ALIGNMENT_BYTES,
@@ -324,6 +325,28 @@ def test_a_part_that_is_not_in_its_loan() -> None:
         world.borrowed.copy(begun, ALIGNMENT_BYTES, torch.empty(5000, dtype=torch.uint8), 5000)
     world.borrowed.finish(begun, ALICE.id)
     world.tell()
+    assert world.lent.num_loans == 0
+
+
+def test_a_driver_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    loan = world.lend(tensor_of(1))
+
+    def refuse(*arguments: object) -> None:
+        raise GpuUnavailable("CUresult 999")
+
+    monkeypatch.setattr(world.bob, "wait", refuse)
+    begun = world.borrowed.begin(loan, ALICE.id)
+    with pytest.raises(SerializationError, match="cannot be read: CUresult 999"):
+        world.borrowed.copy(begun, ALIGNMENT_BYTES, tensor_of(0), 1000)
+    world.borrowed.finish(begun, ALICE.id)
+    world.tell()
+    assert world.lent.num_loans == 0
+    monkeypatch.setattr(world.alice, "write", refuse)
+    with pytest.raises(GpuUnavailable, match="CUresult 999"):
+        world.lend(tensor_of(1))
+    world.now += GPU_LOAN_DOUBT_S + 1
+    world.lent.clean()
     assert world.lent.num_loans == 0
 
 

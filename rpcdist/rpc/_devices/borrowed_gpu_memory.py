@@ -148,8 +148,11 @@ class BorrowedGpuMemory:
         if offset + size > loan.size:
             raise SerializationError(f"a tensor arrived that is said to lie beyond the {loan.size} bytes of its loan")
         if device not in borrowed.devices:
+            try:
+                memory.wait(borrowed.home, borrowed.address, loan.sequence, device)
+            except GpuUnavailable as exc:
+                raise SerializationError(f"a tensor in memory of another process cannot be read: {exc}") from exc
             borrowed.devices.append(device)
-            memory.wait(borrowed.home, borrowed.address, loan.sequence, device)
         memory.copy(device, target.data_ptr(), borrowed.address + offset, size)
 
     def finish(self, borrowed: Borrowed, lender: int) -> None:
@@ -158,7 +161,11 @@ class BorrowedGpuMemory:
             self.discard([borrowed.loan], lender)
             return
         copied_at = borrowed.address + COPIED_AT
-        self._memory().write(borrowed.home, copied_at, borrowed.loan.sequence, borrowed.devices)
+        try:
+            self._memory().write(borrowed.home, copied_at, borrowed.loan.sequence, borrowed.devices)
+        except GpuUnavailable as exc:
+            logger.error("the sender of a tensor cannot be told that it was copied: %s", exc)
+            return  # it uses the memory again when this process is gone
         with self._lock:
             self._news_of(lender).copied.append(borrowed.loan.number)
 

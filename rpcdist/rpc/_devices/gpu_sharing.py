@@ -113,7 +113,13 @@ class GpuSharing:
         if reason is None:
             reason = self._first_look(identity)
         lent = self._lent
-        return None if reason or lent is None else lent.lend(identity, device, spans)
+        if reason or lent is None:
+            return None
+        try:
+            return lent.lend(identity, device, spans)
+        except GpuUnavailable as exc:
+            self._note(identity, str(exc))
+            return None
 
     def tell(self, session: MessageSink) -> None:
         """Says what the worker at the other end of a session has to hear by now, with the next message there."""
