@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -30,19 +30,56 @@ class _ViewedModule(ModuleType):
     def __getattribute__(self, name: str) -> Any:
         own = object.__getattribute__(self, "__dict__")
         ours: dict[str, str] = own.get("_rpcdist_names", {})
-        if name in ours and not _asked_by_torch(sys._getframe(1)):
-            replaced: dict[str, object] = own["_rpcdist_replaced"]
-            return replaced[name] if name in replaced else getattr(importlib.import_module(ours[name]), name)
+        if (name in ours or name == "__dict__") and not _asked_by_torch(sys._getframe(1)):
+            return _NamesForProgram(own) if name == "__dict__" else _name_for_program(own, name)
         return super().__getattribute__(name)
+
+    def __dir__(self) -> Iterable[str]:
+        return list(object.__getattribute__(self, "__dict__"))
 
     def __setattr__(self, name: str, value: object) -> None:
         own = object.__getattribute__(self, "__dict__")
-        if name not in own.get("_rpcdist_names", {}) or _asked_by_torch(sys._getframe(1)):
-            super().__setattr__(name, value)
-        elif value is own.get(name):  # what `mock.patch` has found in `__dict__`, and puts back
-            own["_rpcdist_replaced"].pop(name, None)
+        if name in own.get("_rpcdist_names", ()) and not _asked_by_torch(sys._getframe(1)):
+            _replace_for_program(own, name, value)
         else:
-            own["_rpcdist_replaced"][name] = value
+            super().__setattr__(name, value)
+
+
+def _replace_for_program(own: Mapping[str, Any], name: str, value: object) -> None:
+    """Has programs, and not torch's own code, find a value under one of our names from now on."""
+    replaced: dict[str, object] = own["_rpcdist_replaced"]
+    replaced.pop(name, None)
+    if value is not own.get(name) and value is not _name_for_program(own, name):  # mocks put back what they found
+        replaced[name] = value
+
+
+def _name_for_program(own: Mapping[str, Any], name: str) -> Any:
+    """The value that a program finds under one of our names in a module with that namespace."""
+    replaced: dict[str, object] = own["_rpcdist_replaced"]
+    if name in replaced:
+        return replaced[name]
+    return getattr(importlib.import_module(own["_rpcdist_names"][name]), name)
+
+
+class _NamesForProgram(dict[str, Any]):
+    """The namespace of a viewed module that `vars` gives to a program; the module gets all that is written there."""
+
+    def __init__(self, own: dict[str, Any]) -> None:
+        super().__init__(own, **{name: _name_for_program(own, name) for name in own["_rpcdist_names"]})
+        self._own = own
+
+    def __setitem__(self, name: str, value: object) -> None:
+        if name in self._own["_rpcdist_names"]:
+            _replace_for_program(self._own, name, value)
+        else:
+            self._own[name] = value
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self._own.pop(name, None)
+
+    update, setdefault, pop = MutableMapping.update, MutableMapping.setdefault, MutableMapping.pop
 
 
 def install_views(table: Mapping[str, str]) -> None:

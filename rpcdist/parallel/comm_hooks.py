@@ -113,12 +113,12 @@ def noop_hook(_: object, bucket: GradBucket) -> TensorFuture:
 
 
 def fp16_compress_wrapper(hook: CommHook) -> CommHook:
-    """Wraps a hook: it gets the gradients in float16."""
+    """Wraps a hook: it gets the gradients in float16, of complex ones the real and imaginary parts in turn."""
     return _in_dtype(torch.float16, hook, "fp16_compress_wrapper_hook")
 
 
 def bf16_compress_wrapper(hook: CommHook) -> CommHook:
-    """Wraps a hook: it gets the gradients in bfloat16."""
+    """Wraps a hook: it gets the gradients in bfloat16, of complex ones the real and imaginary parts in turn."""
     return _in_dtype(torch.bfloat16, hook, "bf16_compress_wrapper_hook")
 
 
@@ -150,17 +150,18 @@ def _average_in(dtype: torch.dtype, group: ProcessGroup | None, bucket: GradBuck
 def _in_dtype(dtype: torch.dtype, hook: CommHook, name: str) -> CommHook:
     def wrapped(state: object, bucket: GradBucket) -> TensorFuture:
         original = bucket.buffer()
-        bucket.set_buffer(original.to(dtype))
+        numbers = _real(original)
+        bucket.set_buffer(numbers.to(dtype))
 
         def decompress(done: TensorFuture) -> torch.Tensor:
-            result = done.value()
-            original.copy_(result)
+            numbers.copy_(done.value())
             bucket.set_buffer(original)
             return original
 
         return hook(state, bucket).then(decompress)
 
     wrapped.__name__ = name
+    wrapped.__wrapped__ = hook  # type: ignore[attr-defined]
     return wrapped
 
 

@@ -39,6 +39,7 @@ from rpcdist.parallel._ddp._gradient_hooks import (
     install_capture_hooks,
 )
 from rpcdist.parallel._ddp._gradient_sources import in_distributed_context
+from rpcdist.parallel._ddp._logging_data import SampledIteration, logging_data
 from rpcdist.parallel._ddp._model_hooks import (
     BufferHook,
     BufferHookLocation,
@@ -58,7 +59,7 @@ from rpcdist.parallel._ddp._parameters import (
 from rpcdist.parallel._ddp._quantization import adapt_hook
 from rpcdist.parallel._ddp._reducer import Reducer
 from rpcdist.parallel._ddp._tensor_tree import choose_device, move_to
-from rpcdist.parallel._ddp._torch_methods import TorchMethods, logging_data
+from rpcdist.parallel._ddp._torch_methods import TorchMethods
 from rpcdist.parallel.algorithms import Join, Joinable
 from rpcdist.parallel.comm_hooks import BuiltinCommHookType, average_in, builtin_hook, leaves_equal_bits
 from rpcdist.parallel.sync_batch_norm import adopt_sync_batch_norms
@@ -165,11 +166,13 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         self._divide_by_initial_world_size = True
         self._buffer_hook: BufferHook | None = None
         self._delayed: DelayedReduction | None = None
+        self._logged = SampledIteration()
         if delay_all_reduce_named_params is not None and param_to_hook_all_reduce is not None:
             self._delayed = DelayedReduction(
                 delay_all_reduce_named_params, param_to_hook_all_reduce, self.process_group
             )
         self._precision.cast_buffers(module, self._ignored_by_module())
+        self._precision.mark_parameters(module, self._ignored_by_module())
         parameters = self._trainable()
         tensors = [parameter.tensor for parameter in parameters]
         self._input_device = choose_device(tensors, device_ids, output_device)
@@ -250,6 +253,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)
         self.process_group = member_group(None)
+        self._precision.mark_parameters(self.module, self._ignored_by_module())
         self._make_reducer(self._trainable())
 
     @property
@@ -276,6 +280,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         began_ns = time.time_ns()
         if trains and self.require_backward_grad_sync:
             self.reducer.check_finished()
+            self._logged.sample(self.reducer)
         Join.notify_join_context(self)
         if trains:
             self.reducer.rebuild()
@@ -509,8 +514,14 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         return _active_module.get()
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
-        """Options, buckets and times, for debugging."""
-        return logging_data(self.module, self.reducer, self.forward_sync_buffers)
+        """Options and buckets, and the times of the last iteration that was sampled, for debugging."""
+        return logging_data(
+            self.module,
+            self.reducer,
+            self._logged,
+            forward_sync_buffers=self.forward_sync_buffers,
+            device_ids=self.device_ids,
+        )
 
     @contextmanager
     def _logging_errors(self) -> Iterator[None]:

@@ -127,6 +127,7 @@ class Agent:
         self.worker_name = me.name
         self.ending = threading.Lock()  # of `shutdown`
         self.has_ended = False
+        self.was_abandoned = False  # the process ended without `close`
         self.counts: Any = None  # of `rpcdist.metrics`, once they are asked for
         self._coordinator = coordinator
         self._store = store
@@ -481,6 +482,7 @@ class Agent:
         """
         if self.flight_log is not None:
             self.flight_log.ended(getattr(sys, "last_value", None))
+        self.was_abandoned = True
         self._lifetime.is_closed = True
 
     async def _close_connections(self) -> None:

@@ -225,6 +225,13 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         agent.join(shutdown=True)
         set_current_agent(None)
         return {}
+    if agent.was_abandoned:
+        logger.warning(
+            "rpc.shutdown of %s came too late: RPC had ended with the process by then, as if shutdown had not been "
+            "called. Call it before the end of the program, or register it with atexit; a __del__ may run too late",
+            agent.directory.me.name,
+        )
+        return {}
     if not timeout:
         timeout = agent.options.shutdown_timeout or 0
     finished = False

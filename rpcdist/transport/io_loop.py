@@ -166,6 +166,11 @@ class IoLoop:
             if not future.done():
                 future.cancel()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` has been called."""
+        return self._closed
+
     def close(self, timeout_s: float = LOOP_CLOSE_LIMIT_S) -> None:
         """Stops the loop and joins its threads; idempotent, bounded by `timeout_s`."""
         if self._closed:

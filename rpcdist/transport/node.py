@@ -301,6 +301,8 @@ class Node:
     def _stop(self) -> None:
         if fork.in_forked_child():  # the loop's thread and the connections are the parent's
             return
+        if self.io.is_closed:  # the process ends, and a finalizer gives up its share after that
+            return
         try:
             self.run(self._close_all(), NODE_STOP_LIMIT_S)
         except Exception:

@@ -1,5 +1,6 @@
 """Run under `--compat`: who finds which names, and what is refused. Prints `all as it should be` at the end."""
 
+import pickle
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -83,6 +84,16 @@ def check_replacements() -> None:
         )
     check(seen == [1, 2], f"the mock was called with {seen}")
     check(dist.all_reduce is real, "the mock stays")
+    check(vars(dist)["all_reduce"] is real and dict(vars(dist))["all_reduce"] is real, "vars() has torch's own")
+    check(pickle.loads(b"ctorch.distributed.distributed_c10d\nall_reduce\n.") is real, "pickle finds torch's own")
+    starred: dict[str, object] = {}
+    exec("from torch.distributed import *", starred)
+    check(starred["all_reduce"] is real, "a starred import brings torch's own")
+    vars(dist).update(all_reduce=seen.append, of_the_program=1)
+    check(dist.all_reduce == seen.append and vars(dist).pop("of_the_program") == 1, "what vars() was given is lost")
+    check(not hasattr(dist, "of_the_program"), "what vars() gave up stays")
+    vars(dist)["all_reduce"] = real
+    check(dist.all_reduce is real and "all_reduce" in dir(dist), "a name stays replaced")
     parallel: Any = torch.nn.parallel
     ours = parallel.DistributedDataParallel
     parallel.DistributedDataParallel = type("Own", (ours,), {})

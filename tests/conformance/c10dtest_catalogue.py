@@ -29,10 +29,6 @@ DIFFERENT: Final[dict[str, dict[str, str]]] = {
         "test_all_reduce_complex_unsupported_ops": "expects that products of complex numbers fail; here they work",
         "test_ddp_control_flow_different_across_ranks": _USED_MAP,
         "test_ddp_control_flow_same_across_ranks": _USED_MAP,
-        "test_ddp_logging_data_cpu": "expects the times of the iteration before the last one, and of some iterations "
-        "only; here they are those of the last one, whichever it is",
-        "test_ddp_native_mixed_precision_ignored_params": "reads `_mp_param`, a copy that torch's DDP keeps of each "
-        "parameter; here a forward pass makes its copies, and nothing is kept",
         "test_ddp_profiling_torch_profiler": _EVENTS,
         "test_ddp_unused_params_rebuild_buckets_exception": "expects an error that advises debug mode to learn the "
         "parameters' names; here it names them in every mode",

@@ -165,6 +165,15 @@ def train_once_without_steps(model: Any, rank: int, size: int) -> dict[str, torc
     return {name: grad.clone() for name, grad in ddp_models.gradients(model).items()}
 
 
+def averages_each_gradient(state: object, bucket: Any) -> Any:
+    """A hook of a program that looks at the gradients one by one; complex ones come as pairs of real numbers."""
+    for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+        pair = (2,) if parameter.is_complex() else ()
+        assert gradient.shape == (*parameter.shape, *pair) and gradient.dtype is torch.bfloat16, gradient
+        collectives.all_reduce(gradient, collectives.ReduceOp.AVG)
+    return comm_hooks.noop_hook(state, bucket)
+
+
 @scenario
 def complex_gradients(rank: int, size: int) -> dict[str, Any]:
     """How far complex gradients are from the average under each hook, and the errors of hooks that refuse them."""
@@ -192,6 +201,8 @@ def complex_gradients(rank: int, size: int) -> dict[str, Any]:
     hooks |= {name: getattr(comm_hooks, name) for name in ("bf16_compress_hook", "quantization_pertensor_hook")}
     hooks |= {name: getattr(comm_hooks, name) for name in ("quantization_perchannel_hook", "powerSGD_hook")}
     hooks["wrapper"] = comm_hooks.fp16_compress_wrapper(hooks["allreduce_hook"])
+    hooks["wrapped own"] = comm_hooks.bf16_compress_wrapper(averages_each_gradient)
+    hooks["wrapped powerSGD"] = comm_hooks.fp16_compress_wrapper(hooks["powerSGD_hook"])
     hooks["torch"] = theirs.bf16_compress_hook
     hooks["torch wrapper"] = theirs.fp16_compress_wrapper(theirs.allreduce_hook)
     hooks["own"] = lambda state, bucket: comm_hooks.noop_hook(state, bucket).then(lambda done: done.value().real)

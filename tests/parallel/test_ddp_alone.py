@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rpcdist import collectives
-from rpcdist.parallel import DistributedDataParallel, comm_hooks
+from rpcdist.parallel import DistributedDataParallel, MixedPrecision, comm_hooks
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,52 @@ def test_logging_data_tells_of_what_was_refused() -> None:
     with pytest.raises(RuntimeError, match="should be called before training loop starts"):
         model._set_static_graph()
     assert not model.static_graph and "training loop" in str(model._get_ddp_logging_data()["error"])
+
+
+def test_logging_data_has_the_times_of_the_iterations_that_were_sampled() -> None:
+    """The first ten, then one in so many; an iteration that has not ended, or did not synchronise, is none."""
+    model = wrapped(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    model._set_ddp_runtime_logging_sample_rate(4)
+    times = ("forward_compute_time", "backward_compute_time", "backward_comm_time")
+    assert "backward_comm_time" not in model._get_ddp_logging_data()
+    sampled, shortest, longest = [], dict.fromkeys(times, 1 << 62), dict.fromkeys(times, 0)
+    for _ in range(18):
+        model(torch.ones(1, 2)).sum().backward()
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+        with model.no_sync():
+            model(torch.ones(1, 2)).sum().backward()
+        data: dict[str, Any] = model._get_ddp_logging_data()
+        sampled.append(data["iteration"])
+        for name in times if sampled[-1] else ():
+            shortest[name] = min(shortest[name], data[name])
+            longest[name] = max(longest[name], data[name])
+            assert 0 < shortest[name] <= data[f"avg_{name}"] <= longest[name]
+    assert sampled == [*range(11), 10, 12, 12, 12, 12, 16, 16]
+    assert data["prev_iteration_grad_ready_order_indices"] == "3, 2, 1, 0"
+    assert data["rebuilt_per_bucket_param_indices"] == "3 2 1 0"
+    model(torch.ones(1, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    assert model._get_ddp_logging_data()["iteration"] == 16  # the 19th has two forward passes
+    with pytest.raises(ValueError, match="sample rate should be equal or greater than 1"):
+        model._set_ddp_runtime_logging_sample_rate(0)
+
+
+def test_parameters_of_mixed_precision_can_be_told_by_their_attributes() -> None:
+    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["1.weight"])
+    module[1].weight.data = module[1].weight.data.bfloat16()  # it is left alone
+    model = wrapped(module, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    for given in (model, pickle.loads(pickle.dumps(model))):
+        given(torch.ones(1, 2)).sum().backward()
+        torch.optim.SGD(given.parameters(), 0.5).step()
+        parameters: dict[str, Any] = dict(given.module.named_parameters())
+        ignored = parameters.pop("1.weight")
+        assert not hasattr(ignored, "_mp_param") and not hasattr(ignored, "_fp_param")
+        for parameter in parameters.values():
+            assert parameter._mp_param.dtype is torch.bfloat16 and parameter._mp_param.shape == parameter.shape
+            assert parameter._fp_param.data_ptr() == parameter.data_ptr() and parameter.dtype is torch.float32
+    assert not hasattr(wrapped().module.weight, "_mp_param")
 
 
 @pytest.mark.parametrize("find_unused", [False, True])

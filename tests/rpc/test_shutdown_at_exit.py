@@ -14,7 +14,7 @@ PAIR = """
 import atexit, os, sys
 
 def at_the_end():
-    print(rank, leave(), flush=True)
+    sys.stdout.write(f"{rank} {leave()}\\n")  # at once: the ranks share it
 
 atexit.register(at_the_end)  # before what it uses is even imported
 import torch
@@ -59,6 +59,31 @@ def ends(code: str, *ports: int) -> list[str]:
 def test_a_callback_that_was_registered_first_leaves_gracefully() -> None:
     """RPC and the group, which have a store each; until then both are whole."""
     assert ends(LEAVE_BOTH, free_port(), free_port()) == ["0 (True, {}, 2)", "1 (True, {}, 2)"]
+
+
+def test_a_finalizer_that_leaves_after_rpc_has_ended() -> None:
+    """One line says so, without a traceback; `shutdown` returns, and a group has nothing to say."""
+    code = """
+    class Owner:
+        def __del__(self, write=sys.stdout.write, leave=rpc.shutdown, end=collectives.destroy_process_group):
+            write(f"{rank} {leave()}\\n")
+            end()
+
+    def leave():
+        return "atexit"
+
+    init_rpc(sys.argv[1])
+    init_group(sys.argv[2])
+    rpc.rpc_sync(f"w{1 - rank}", os.getpid)
+    owner = Owner()
+    collectives.barrier()
+    """
+    with Program(PAIR + textwrap.dedent(code), free_port(), free_port()) as program:
+        assert program.end() == 0, program.output
+    lines = program.output.splitlines()
+    assert sorted(line for line in lines if line[:1] in "01") == ["0 atexit", "0 {}", "1 atexit", "1 {}"]
+    assert sum("came too late: RPC had ended with the process by then" in line for line in lines) == 2
+    assert len(lines) == 6, program.output
 
 
 def test_a_callback_that_does_not_leave() -> None:

@@ -18,8 +18,13 @@ from rpcdist.parallel._ddp._ddp_errors import list_names
 
 KEEP_COMPLEX = ("allreduce_hook", "noop_hook", "post_localSGD_hook")
 """The hooks of this package and of torch that keep the imaginary part of gradients, by name."""
-OURS_KEEP_COMPLEX = ("bf16_compress_hook", "fp16_compress_hook")
-"""Others of this package that do, and of torch do not."""
+OURS_KEEP_COMPLEX = (
+    "bf16_compress_hook",
+    "bf16_compress_wrapper_hook",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper_hook",
+)
+"""Others of this package that do, and of torch do not; of a wrapper, the hook inside counts as well."""
 
 
 class GradBucket:
@@ -42,8 +47,10 @@ class GradBucket:
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views of `buffer` in the shapes of the parameters."""
+        """Views of `buffer` in the shapes of the parameters; of real and imaginary parts, in the last dimension."""
         parameters = self.parameters()
+        if self._has_parts(self._buffer):  # of numbers that are all complex
+            parameters = [torch.view_as_real(parameter.detach()) for parameter in parameters]
         parts = self._buffer.split([parameter.numel() for parameter in parameters])
         return [view_like(part, parameter) for part, parameter in zip(parts, parameters, strict=True)]
 
@@ -62,17 +69,26 @@ class GradBucket:
     def set_buffer(self, buffer: torch.Tensor) -> None:
         """Replaces the tensor that `buffer` returns by a flat one of the same size, perhaps of another dtype.
 
+        Complex gradients may be replaced by real numbers, twice as many: the parts of each, as in `torch.view_as_real`.
+
         Raises:
-            ConfigError: it has not as many elements, or is real while the gradients are complex.
+            ConfigError: it has not as many elements.
         """
-        if self._bucket.buffer.is_complex() and not buffer.is_complex():
-            raise ConfigError(
-                f"the buffer of bucket {self.index()} is complex; {buffer.dtype} would drop imaginary parts"
-            )
-        if buffer.numel() != self._bucket.buffer.numel():
-            count = self._bucket.buffer.numel()
+        count = self._bucket.buffer.numel()
+        if self._has_parts(buffer):
+            if buffer.numel() == count:
+                raise ConfigError(
+                    f"the buffer of bucket {self.index()} is complex; {buffer.dtype} would drop imaginary parts. Take "
+                    "torch.view_as_real(bucket.buffer()).view(-1)"
+                )
+            count *= 2
+        if buffer.numel() != count:
             raise ConfigError(f"the buffer of bucket {self.index()} has {count} elements, not {buffer.numel()}")
         self._buffer = buffer
+
+    def _has_parts(self, buffer: torch.Tensor) -> bool:
+        """Whether a buffer has the real and the imaginary parts of complex gradients."""
+        return self._bucket.buffer.is_complex() and not buffer.is_complex()
 
 
 CommHook = Callable[[Any, GradBucket], "torch.futures.Future[torch.Tensor]"]
@@ -118,12 +134,16 @@ def name_of_hook(hook: object) -> str:
 
 
 def refuse_complex(hook: object, dtypes: Iterable[torch.dtype]) -> None:
-    """Raises ConfigError if a hook of this package or of torch would lose the imaginary part of gradients."""
+    """Raises ConfigError if a hook of this package or of torch would lose the imaginary part of gradients.
+
+    A wrapper of this package passes for the hook inside, its `__wrapped__`, as far as it keeps them itself.
+    """
     module, name = str(getattr(getattr(hook, "func", hook), "__module__", "")), name_of_hook(hook)
     is_ours = module.startswith("rpcdist.parallel.")
     if not (is_ours or module.startswith("torch.distributed.")):
         return
     if name in KEEP_COMPLEX or (is_ours and name in OURS_KEEP_COMPLEX):
+        refuse_complex(getattr(hook, "__wrapped__", None), dtypes)
         return
     if any(dtype.is_complex for dtype in dtypes):
         raise ConfigError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,25 @@ class MixedPrecision:
             if self.buffer_dtype is not None and name not in ignored and buffer.is_floating_point():
                 buffer.data = buffer.to(self.buffer_dtype)
 
+    def mark_parameters(self, module: nn.Module, ignored: Collection[str]) -> None:
+        """Gives each parameter that forward passes cast the attributes of torch's DDP, by which programs know it.
+
+        These are `_fp_param`, its values in full precision, and `_mp_param`, a tensor of its shape in `param_dtype`.
+        The latter has no values, as with torch outside of passes: a copy lives as long as the pass that made it.
+        """
+        if self.param_dtype is None:
+            return
+        for _, parameter in self._cast_parameters(module, ignored):
+            marked: Any = parameter
+            marked._fp_param = parameter.data
+            marked._mp_param = parameter.new_zeros((), dtype=self.param_dtype).expand(parameter.shape)
+
+    @staticmethod
+    def _cast_parameters(module: nn.Module, ignored: Collection[str]) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in module.named_parameters():
+            if name not in ignored and parameter.is_floating_point():
+                yield name, parameter
+
     def run(
         self, module: nn.Module, ignored: Collection[str], inputs: Sequence[Any], keywords: Mapping[str, Any]
     ) -> Any:
@@ -77,11 +96,7 @@ class MixedPrecision:
         dtype = self.param_dtype
         if dtype is None:
             return module(*inputs, **keywords)
-        copies = {
-            name: parameter.to(dtype)
-            for name, parameter in module.named_parameters()
-            if name not in ignored and parameter.is_floating_point()
-        }
+        copies = {name: parameter.to(dtype) for name, parameter in self._cast_parameters(module, ignored)}
         cast = [map_tensors(value, self._cast) for value in (tuple(inputs), dict(keywords))]
         return functional_call(module, copies, *cast)
 

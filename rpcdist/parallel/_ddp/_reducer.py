@@ -97,7 +97,7 @@ class Reducer:
         self._notices = Notices(group, f"ddp/{group.next_number('ddp')}")
         self._partial_passes = False
         self._order: list[int] | None = None
-        self._ready_order: list[int]
+        self.ready_order: list[int] = []  # of the gradients of this iteration
         self.has_rebuilt = False
         self._due.restart()
         self._reductions = self._make_reductions()
@@ -122,8 +122,6 @@ class Reducer:
 
     def _reset(self) -> None:
         """Prepares for the first gradient of an iteration."""
-        self.first_gradient_ns = self.computed_ns = self.done_ns = 0
-        self._ready_order = []
         self._next = 0
         self._notice_posted = False
         self._skipped: set[int] = set()
@@ -197,6 +195,8 @@ class Reducer:
 
     def _open(self) -> None:
         self._due.open()
+        self.first_gradient_ns = self.computed_ns = self.done_ns = 0
+        self.ready_order = []
         self._reset()
         self._reductions.begin(self.iteration, self.group.size() if self.divide_by is None else self.divide_by)
 
@@ -321,8 +321,7 @@ class Reducer:
             raise self._refusal(exc) from None
         if not is_complete:
             return
-        if self._order is None and not self.options.dynamic_unused:
-            self._ready_order.append(index)
+        self.ready_order.append(index)
         bucket = self._bucket_of[index]
         bucket.num_missing -= 1
         if not bucket.num_missing:
@@ -426,8 +425,8 @@ class Reducer:
             return
         if self.options.static and not knew_graph:
             return  # the first iteration of a static graph records no order
-        rest = set(range(len(self.parameters))).difference(self._ready_order)
-        mine = [*self._ready_order, *sorted(rest)]
+        rest = set(range(len(self.parameters))).difference(self.ready_order)
+        mine = [*self.ready_order, *sorted(rest)]
         order = torch.tensor(mine, dtype=torch.int64, device=self.parameters[0].tensor.device)
         collectives.broadcast(order, group=self.group, group_src=0)
         self._order = order.tolist()
