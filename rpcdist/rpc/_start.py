@@ -193,7 +193,14 @@ def _ask_coordinator(
             return coordinator, coordinator.join(me, world_size, remaining_s, connect_s)
         except ConnectFailed as exc:
             if deadline.expired():
-                raise ConnectFailed(exc.address, exc.reason, timeout_s) from exc
+                reason = exc.reason
+                if not _is_at(store, address):
+                    reason += (
+                        f". The store names this as the address of rank 0, which {me.identity.name!r} joins through: "
+                        "rank 0 has left or ended, or cannot be reached from here. Start it again, and let it call "
+                        "shutdown after the other workers have joined"
+                    )
+                raise ConnectFailed(exc.address, reason, timeout_s) from exc
 
 
 def _is_at(store: Store, coordinator: str) -> bool:

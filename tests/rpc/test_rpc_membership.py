@@ -123,6 +123,20 @@ def test_a_coordinator_that_never_publishes_itself(worker_pool: WorkerPool) -> N
     assert "the coordinator (rank 0) did not come within 1.0 s" in str(error)
 
 
+def test_a_coordinator_that_has_left_is_named_and_may_come_again(worker_pool: WorkerPool) -> None:
+    """Workers that join then wait for the next rank 0, within their limit."""
+    url = worker_pool.new_url()
+    first, late = worker_pool.start("a"), worker_pool.start("b")
+    first.run(join, "a", 0, None, url)
+    assert first.run(rpc.shutdown) == {}
+    error = late.begin(join, "b", 1, None, url, init_timeout=1.0).error(ConnectFailed)
+    assert "rank 0 has left or ended" in str(error) and "'b' joins through" in str(error), error
+    second = worker_pool.start("c")
+    waiting = worker_pool.start("d").begin(join, "d", 2, None, url)
+    second.run(join, "c", 0, None, url)
+    waiting.result()
+
+
 def test_a_port_in_use_is_named(worker_pool: WorkerPool) -> None:
     with socket() as taken:
         taken.bind(("127.0.0.1", 0))
