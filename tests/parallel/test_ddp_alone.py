@@ -112,6 +112,7 @@ def test_logging_data_tells_whether_the_graph_could_be_static(find_unused: bool)
     for used in [slice(0, 1 if find_unused else 2)] * 3:
         model(torch.ones(1, 2), used).sum().backward()
     assert model._get_ddp_logging_data()["can_set_static_graph"]
+    assert model._get_ddp_logging_data()["unused_parameter_size"] == (24 if find_unused else 0)
     if find_unused:
         model(torch.ones(1, 2), slice(1, 2)).sum().backward()
         assert not model._get_ddp_logging_data()["can_set_static_graph"]

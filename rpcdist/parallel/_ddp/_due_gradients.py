@@ -156,6 +156,13 @@ class DueGradients:
         """The parameters that the static graph of this rank uses, once its first iteration has ended."""
         return frozenset() if self._expected is None else self._expects
 
+    @property
+    def unused(self) -> frozenset[int]:
+        """The parameters that this rank did not use in the last iteration, where that is known."""
+        if self._rule is DueRule.STATIC:
+            return self._all - self._expects
+        return frozenset(self._unused_before or ())
+
     def uses(self, index: int) -> bool:
         """Whether this rank may contribute something to a parameter in this iteration."""
         if not self.tracks or index in self.unaveraged or index in self._captured:

@@ -23,7 +23,8 @@ class SampledIteration:
     Attributes:
         sample_rate: one in so many iterations is sampled.
         iteration: the last one that was; 0 before.
-        facts: its times and their averages, and the order in which its gradients became ready; empty before.
+        facts: its times and their averages, the order in which its gradients became ready, and the bytes of parameters
+            that this rank did not use; empty before.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,12 @@ class SampledIteration:
             self._sums[name] += times[name]
         averages = {f"avg_{name}": total // self._count for name, total in self._sums.items()}
         order = _joined(reducer.ready_order)
-        self.facts = {**times, **averages, "prev_iteration_grad_ready_order_indices": order}
+        self.facts = {
+            **times,
+            **averages,
+            "prev_iteration_grad_ready_order_indices": order,
+            "unused_parameter_size": reducer.unused_bytes,
+        }
 
 
 def logging_data(
@@ -92,6 +98,7 @@ def logging_data(
         "broadcast_buffers": int(forward_sync_buffers),
         "device_ids": _joined(device_ids or ()),
         "output_device": -1,
+        "is_multi_device_module": int(len({tensor.device for tensor in tensors}) > 1),
         "find_unused_parameters": int(options.find_unused),
         "gradient_as_bucket_view": int(options.view),
         "static_graph": int(options.static),

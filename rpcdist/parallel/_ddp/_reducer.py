@@ -139,6 +139,11 @@ class Reducer:
         """When the first reduction of the iteration was started; 0 before."""
         return self._reductions.first_launch_ns
 
+    @property
+    def unused_bytes(self) -> int:
+        """The size of the parameters that this rank did not use in the last iteration."""
+        return sum(self.parameters[index].tensor.nbytes for index in self._due.unused)
+
     def _ddp_graph_static(self) -> bool:
         """Whether `static_graph=True` would have done so far; under torch's name, as its scripts ask for it."""
         return self._due.could_be_static
