@@ -35,7 +35,7 @@ class _ViewedModule(ModuleType):
         return super().__getattribute__(name)
 
     def __dir__(self) -> Iterable[str]:
-        return list(object.__getattribute__(self, "__dict__"))
+        return super().__dir__()  # asks for `__dict__` from here, so it looks up none of our names
 
     def __setattr__(self, name: str, value: object) -> None:
         own = object.__getattribute__(self, "__dict__")
