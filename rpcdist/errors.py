@@ -11,7 +11,7 @@
     │   ├── AuthenticationFailed            the job token was not proven
     │   ├── ProtocolViolation               the peer sent a forbidden message
     │   └── WorkerLost                      a peer died, or its connection broke, with work in flight
-    │       ├── CoordinatorLost             rank 0 died, and no process took its place
+    │       ├── CoordinatorLost             it died, and no process took its place
     │       └── OwnerLost                   a peer that owned a remote reference died
     ├── RendezvousError                     the processes of a job did not find each other
     │   ├── DuplicateName
@@ -210,12 +210,12 @@ class WorkerLost(TransportError):
 
 
 class CoordinatorLost(WorkerLost):
-    """The coordinator (rank 0) died, and no process took its place in time."""
+    """The coordinator, mostly rank 0, died, and no process took its place in time."""
 
     def __str__(self) -> str:
         return (
-            f"the coordinator {self.worker!r} (rank 0) was lost, and {self.reason}. This worker ends {self.what}. "
-            "Start a new rank 0 sooner, or set RpcOptions(orphan_timeout=...)."
+            f"the coordinator {self.worker!r} was lost, and {self.reason}. This worker ends {self.what}. "
+            "Start a process of its rank (0 by default) sooner, or set RpcOptions(orphan_timeout=...)."
         )
 
 

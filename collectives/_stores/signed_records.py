@@ -18,6 +18,14 @@ class SignedRecords:
     def set(self, key: str, value: str) -> None:
         self._store.set(key, self._records.sign(self._store.full_key(key), value.encode()))
 
+    def replace(self, key: str, value: str, wanted: str) -> bool:
+        """Replaces the record of a key if it is still the given one; whether it was. The record must be there."""
+        full_key, found = self._store.full_key(key), self._store.get(key)
+        if self._records.verify(full_key, found, self._store.address).decode(errors="replace") != value:
+            return False
+        record = self._records.sign(full_key, wanted.encode())
+        return self._store.compare_set(key, found, record) == record
+
     def get(self, keys: Sequence[str], timeout_s: float | None = None) -> list[str]:
         """Waits for all of them, up to the store's timeout or the one given; bytes that are no text become U+FFFD.
 

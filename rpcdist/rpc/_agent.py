@@ -147,7 +147,9 @@ class Agent:
         self.user_loop = UserLoop()
 
         self.events = events = PeerEvents()
-        self.directory = Directory(me, roster, coordinator, io, events.replaced.publish, events.member.publish)
+        self.directory = Directory(
+            me, roster, coordinator, io, events.replaced.publish, events.member.publish, coordinator.rank
+        )
         self._device_maps = DeviceMaps(me.name, options.device_maps, self.directory.name_of)
         self._demultiplexer = Demultiplexer(self.pool.submit_many, lifetime)
         self._control = ControlReceiver(io, lifetime)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -17,11 +17,12 @@ from rpcdist import _upper_layers
 from rpcdist._counters import metrics_are_wanted
 from rpcdist._launch.placement import launcher_variable
 from rpcdist._proto.membership_pb2 import JoinReply
+from rpcdist.backoff import backoff
 from rpcdist.collectives import Store
 from rpcdist.collectives._stores.signed_records import SignedRecords
 from rpcdist.collectives.rendezvous import outside_store
 from rpcdist.deadline import Deadline
-from rpcdist.errors import ConfigError, ConnectFailed, RendezvousError, StoreTimeout
+from rpcdist.errors import ConfigError, ConnectFailed, DistStoreError, RendezvousError, RpcdistError, StoreTimeout
 from rpcdist.freed_memory import keep_freed_memory
 from rpcdist.ids import Identity, check_worker_name, new_incarnation
 from rpcdist.own_shortage import check_descriptors_for
@@ -29,18 +30,28 @@ from rpcdist.rpc._agent import ROLE, Agent, UpperParts
 from rpcdist.rpc._current import context_of
 from rpcdist.rpc._membership.coordinator import Coordinator, serve_membership
 from rpcdist.rpc._membership.membership_messages import members_of
-from rpcdist.rpc._membership.membership_service import MembershipService
-from rpcdist.rpc._peers.directory import Member
+from rpcdist.rpc._peers.directory import COORDINATOR, Member
 from rpcdist.rpc._peers.network import Network
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.rpc.rref import PyRRef, RRef
-from rpcdist.time_limits import COORDINATOR_LOOK_UP_LIMIT_S, COORDINATOR_STALE_S, INIT_NOTICE_S, LATE_JOINERS_LIMIT_S
+from rpcdist.time_limits import (
+    CONNECT_FIRST_PAUSE_S,
+    CONNECT_LONGEST_PAUSE_S,
+    COORDINATOR_LOOK_UP_LIMIT_S,
+    COORDINATOR_STALE_S,
+    INIT_NOTICE_S,
+    LATE_JOINERS_LIMIT_S,
+)
 from rpcdist.transport import NodeOptions, acquire_node
 from rpcdist.transport.addresses import host_from_environment, pick_bind_host, split_address
 
 logger = logging.getLogger(__name__)
 
 COORDINATOR_KEY = "rpc_coordinator"
+"""The record of where the coordinator is: its address, and after a space its rank, if that is not 0."""
+LEFT: Final = "left"
+"""That record after the coordinator of a world in which workers come and go has left as the last one. The next worker
+that comes coordinates then, whatever its rank is; it writes its rank behind the word until its address is there."""
 
 _BUILDS: Final = threading.Lock()
 """Held by a thread that builds an agent. Where a world of a thousand forms in one process, as many threads would
@@ -68,7 +79,7 @@ def start_agent(
     Args:
         store: where the workers find the coordinator; shared by all of them, and fresh.
         name: this worker's name.
-        rank: its rank; rank 0 coordinates.
+        rank: its rank; rank 0 coordinates, and the first worker to come where rank 0 has left.
         world_size: None where workers come and go.
         options: how long to wait (`init_timeout`), where to listen, and the rest.
         network: this worker's own place on the network, where several workers live in one process; the agent takes
@@ -108,17 +119,15 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
     address = network.address or network.serve(_bind_host(options), options.port)
     network.identity = me
     records = SignedRecords(store, network.records)
-    service: MembershipService | None = None
     started = time.monotonic()
-    if me.id == 0:
-        service = serve_membership(network, me, options.peer_timeout)
-        records.set(COORDINATOR_KEY, address)
-        coordinator = Coordinator(network, address, me, service)
-        reply = coordinator.join(Member(me, address, options.role), world_size, timeout_s)
+    member = Member(me, address, options.role)
+    lead = partial(_lead, network, store, records, member, options.peer_timeout)
+    if me.id == COORDINATOR and (world_size is not None or not store.check([COORDINATOR_KEY])):
+        coordinator = lead()
+        reply = coordinator.join(member, world_size, timeout_s)
     else:
-        coordinator, reply = _ask_coordinator(
-            network, store, records, Member(me, address, options.role), world_size, timeout_s
-        )
+        coordinator, reply = _ask_coordinator(network, store, records, member, world_size, timeout_s, lead)
+    service = coordinator.service
     if service is not None and service.table.broken is not None:
         # The others learn the contradiction from this process, so it stays until they have been told.
         network.run(service.all_answered(LATE_JOINERS_LIMIT_S), 2 * LATE_JOINERS_LIMIT_S)
@@ -142,6 +151,29 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
     return agent
 
 
+def _lead(network: Network, store: Store, records: SignedRecords, me: Member, peer_timeout_s: float) -> Coordinator:
+    """Begins to coordinate."""
+    rank = me.identity.id
+    service = serve_membership(network, me.identity, peer_timeout_s)  # before others can find it
+    records.set(COORDINATOR_KEY, me.address if rank == COORDINATOR else f"{me.address} {rank}")
+
+    def mark_left() -> None:
+        if _is_at(store, me.address):
+            return  # the store ends with this process
+        try:
+            records.set(COORDINATOR_KEY, LEFT)
+        except DistStoreError as exc:
+            logger.warning("%s could not tell the store that it has left the job: %s", me.identity.name, exc)
+
+    return Coordinator(network, me.address, me.identity, service, rank, mark_left)
+
+
+def _place(record: str) -> tuple[str, int]:
+    """The address and the rank of the coordinator by its record."""
+    address, _, rank = record.partition(" ")
+    return address, int(rank) if rank.isdecimal() else COORDINATOR
+
+
 def _bind_host(options: RpcOptions) -> str:
     """The host in the options or the environment; else loopback, or the interface that reaches the coordinator.
 
@@ -159,7 +191,7 @@ def _bind_host(options: RpcOptions) -> str:
 
 
 def _find_coordinator(records: SignedRecords, timeout_s: float) -> str:
-    """The address of rank 0 in the store; a store that answers late is asked again until the time is over."""
+    """The record of the coordinator in the store; a store that answers late is asked again until the time is over."""
     deadline = Deadline.after(timeout_s)
     is_first = True
     while True:
@@ -180,25 +212,59 @@ def _find_coordinator(records: SignedRecords, timeout_s: float) -> str:
 
 
 def _ask_coordinator(
-    network: Network, store: Store, records: SignedRecords, me: Member, world_size: int | None, timeout_s: float
+    network: Network,
+    store: Store,
+    records: SignedRecords,
+    me: Member,
+    world_size: int | None,
+    timeout_s: float,
+    lead: Callable[[], Coordinator],
 ) -> tuple[Coordinator, JoinReply]:
-    """Joins at the address in the store, which may be that of a coordinator that was lost: then it is read again."""
+    """Joins at the address in the store, which may be that of a coordinator that was lost: then it is read again.
+
+    In a world in which workers come and go, this worker coordinates itself if the coordinator has left, or was one of
+    its rank, which was lost.
+    """
     deadline = Deadline.after(timeout_s)
+    pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, deadline)
     while True:
-        address = _find_coordinator(records, deadline.remaining_s())
-        coordinator = Coordinator(network, address, me.identity, None)
+        record = _find_coordinator(records, deadline.remaining_s())
+        address, rank = _place(record)
+        leads = record != LEFT and rank == me.identity.id
+        if record == LEFT and world_size is None:
+            leads = records.replace(COORDINATOR_KEY, LEFT, f"{LEFT} {me.identity.id}")
+        if leads:
+            coordinator = lead()
+            return coordinator, coordinator.join(me, world_size, deadline.remaining_s())
+        if address == LEFT:
+            if deadline.expired():
+                raise RendezvousError(
+                    f"the coordinator has left the job, and the next one (rank {rank}) did not come within "
+                    f"{timeout_s:.1f} s; start it again"
+                )
+            time.sleep(next(pauses))
+            continue
+        coordinator = Coordinator(network, address, me.identity, None, rank)
         remaining_s = deadline.remaining_s()
         connect_s = remaining_s if _is_at(store, address) else min(remaining_s, COORDINATOR_STALE_S)
         try:
-            return coordinator, coordinator.join(me, world_size, remaining_s, connect_s)
-        except ConnectFailed as exc:
+            reply = coordinator.join(me, world_size, remaining_s, connect_s)
+            if world_size is not None or reply.outcome != JoinReply.Outcome.TIMED_OUT or deadline.expired():
+                return coordinator, reply
+            time.sleep(next(pauses))  # the coordinator leaves, or waits for the members of the one before
+        except RpcdistError as exc:
+            is_outside = not _is_at(store, address)  # a store that does not end with the coordinator
+            if world_size is None and is_outside:
+                if records.get([COORDINATOR_KEY], COORDINATOR_LOOK_UP_LIMIT_S)[0] != record:
+                    continue  # it was leaving
+            if not isinstance(exc, ConnectFailed):
+                raise
             if deadline.expired():
                 reason = exc.reason
-                if not _is_at(store, address):
+                if is_outside:
                     reason += (
-                        f". The store names this as the address of rank 0, which {me.identity.name!r} joins through: "
-                        "rank 0 has left or ended, or cannot be reached from here. Start it again, and let it call "
-                        "shutdown after the other workers have joined"
+                        f". The store names this as the address of rank {rank}, which {me.identity.name!r} joins "
+                        f"through: rank {rank} has ended, or cannot be reached from here. Start it again"
                     )
                 raise ConnectFailed(exc.address, reason, timeout_s) from exc
 
@@ -217,7 +283,12 @@ def _look_up(store: Store, records: SignedRecords, before: str) -> str:
     Where the last one served the store at its own port, the store ended with it, and the next one is where the store
     was looked for: at a name, for example, which may stand for another address by now.
     """
-    return store.address if _is_at(store, before) else records.get([COORDINATOR_KEY], COORDINATOR_LOOK_UP_LIMIT_S)[0]
+    if _is_at(store, before):
+        return store.address
+    address, _ = _place(records.get([COORDINATOR_KEY], COORDINATOR_LOOK_UP_LIMIT_S)[0])
+    if address == LEFT:
+        raise RendezvousError("the coordinator has left the job, and no other one has come yet")
+    return address
 
 
 def _check_device_maps(me: Identity, members: Sequence[Member], world_size: int | None, options: RpcOptions) -> None:

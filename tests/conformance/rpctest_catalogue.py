@@ -35,8 +35,6 @@ DIFFERENT = {
     "TensorPipeAgentRpcTest.test_rref_proxy_timeout": "expects that `remote()` of a method waits for a value that is "
     "not there yet; here it returns at once, and the reference that it returns raises",
     "RpcTest.test_shutdown_errors": "makes `_broadcast_to_followers` fail, a private step that gathering here lacks",
-    "TensorPipeAgentRpcTest.test_dynamic_rpc_init_rpc": "all ranks leave as soon as they have joined; rank 0, which "
-    "lets the others in, may be gone by then",
     "TensorPipeAgentRpcTest.test_op_with_invalid_args": "expects the text of TorchScript's dispatcher, which no call "
     "goes through here",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from socket import socket
 from typing import Any
@@ -123,18 +124,82 @@ def test_a_coordinator_that_never_publishes_itself(worker_pool: WorkerPool) -> N
     assert "the coordinator (rank 0) did not come within 1.0 s" in str(error)
 
 
-def test_a_coordinator_that_has_left_is_named_and_may_come_again(worker_pool: WorkerPool) -> None:
+def test_a_coordinator_that_is_lost_is_named_and_may_come_again(worker_pool: WorkerPool) -> None:
     """Workers that join then wait for the next rank 0, within their limit."""
     url = worker_pool.new_url()
     first, late = worker_pool.start("a"), worker_pool.start("b")
     first.run(join, "a", 0, None, url)
-    assert first.run(rpc.shutdown) == {}
+    first.kill()
     error = late.begin(join, "b", 1, None, url, init_timeout=1.0).error(ConnectFailed)
-    assert "rank 0 has left or ended" in str(error) and "'b' joins through" in str(error), error
+    assert "rank 0 has ended, or cannot be reached" in str(error) and "'b' joins through" in str(error), error
     second = worker_pool.start("c")
     waiting = worker_pool.start("d").begin(join, "d", 2, None, url)
     second.run(join, "c", 0, None, url)
     waiting.result()
+
+
+def all_call_each_other(processes: Iterable[Any]) -> None:
+    processes = list(processes)
+    for process in processes:
+        for other in processes:
+            assert process.run(rpc.rpc_sync, other.name, functions.pid) == other.pid
+
+
+def test_another_worker_coordinates_after_rank_0_has_left(worker_pool: WorkerPool) -> None:
+    """It is the first one that comes. Others join through it, a new rank 0, too, and it leaves after them."""
+    url = worker_pool.new_url()
+    old = worker_pool.start("old")
+    old.run(join, "old", 0, None, url)
+    assert old.run(rpc.shutdown) == {}
+    for ranks in ((2, 0, 1), (1, 2)):  # the second time after rank 2, the coordinator of the first time, has left
+        processes = {rank: worker_pool.start(f"w{rank}") for rank in ranks}
+        for rank, process in processes.items():
+            process.run(join, process.name, rank, None, url)
+        all_call_each_other(processes.values())
+        first, *others = processes.values()
+        leaving = first.begin(rpc.shutdown)
+        late = worker_pool.start("late")
+        late.run(join, "late", 7, None, url)  # the coordinator waits for this one, too
+        all_call_each_other([late, *others])
+        for process in (*others, late):
+            assert process.run(rpc.shutdown) == {}
+        assert leaving.result() == {}
+        for process in (*processes.values(), late):
+            process.stop()
+
+
+def test_one_of_many_coordinates_after_rank_0_has_left(worker_pool: WorkerPool) -> None:
+    """Workers that come at the same time find the same one."""
+    url = worker_pool.new_url()
+    old = worker_pool.start("old")
+    old.run(join, "old", 0, None, url)
+    assert old.run(rpc.shutdown) == {}
+    processes = [worker_pool.start(f"w{rank}") for rank in range(4)]
+    joining = [process.begin(join, process.name, rank, None, url) for rank, process in enumerate(processes)]
+    for pending in joining:
+        pending.result()
+    all_call_each_other(processes)
+    leaving = [process.begin(rpc.shutdown) for process in processes]
+    assert [pending.result() for pending in leaving] == [{}] * 4
+
+
+def test_a_coordinator_of_another_rank_is_replaced(worker_pool: WorkerPool) -> None:
+    """Its successor has its name and rank; the others go on, and go back to it."""
+    url = worker_pool.new_url()
+    old = worker_pool.start("old")
+    old.run(join, "old", 0, None, url)
+    assert old.run(rpc.shutdown) == {}
+    first, second = worker_pool.start("w2"), worker_pool.start("w1")
+    first.run(join, "w2", 2, None, url, peer_timeout=UNIT_S)
+    second.run(join, "w1", 1, None, url, peer_timeout=UNIT_S)
+    first.kill()
+    eventually(lambda: second.run(functions.names_that_live) == ["w1"])
+    successor = worker_pool.start("w2")
+    successor.run(join, "w2", 2, None, url, peer_timeout=UNIT_S)
+    eventually(lambda: second.run(functions.names_that_live) == ["w1", "w2"])
+    third = worker_pool.start("w0")
+    third.run(join, "w0", 0, None, url, peer_timeout=UNIT_S)
+    all_call_each_other([successor, second, third])
 
 
 def test_a_port_in_use_is_named(worker_pool: WorkerPool) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeGuard
 from rpcdist.errors import ActorNameTaken, CallRefused, Overloaded, RpcdistError, UnknownActor
 from rpcdist.ids import Identity
 from rpcdist.rpc._calling.caller import Caller
-from rpcdist.rpc._peers.directory import COORDINATOR, Directory
+from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import calling_worker, check_speaks_for
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.time_limits import ASK_FOR_NAMES_LIMIT_S
@@ -87,7 +87,7 @@ class ActorNames:
         return self._caller.gather(self._ask(FIND, (name,), timeout_s), GIVE, (name,), timeout_s)
 
     def _ask(self, what: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
-        return self._caller.gather(COORDINATOR, what, arguments, timeout_s)
+        return self._caller.gather(self._directory.coordinator, what, arguments, timeout_s)
 
     # ------------------------------------------------------------ what others ask (user loop)
 
@@ -210,7 +210,8 @@ class ActorNames:
         caller = calling_worker.get()
         if caller is None:
             raise CallRefused("an actor is kept under a name for the worker that calls for it")
-        await self._caller.start_gathering(COORDINATOR, ADMIT, (name, self._me.id, caller.id), UNSET_RPC_TIMEOUT)
+        asked = (name, self._me.id, caller.id)
+        await self._caller.start_gathering(self._directory.coordinator, ADMIT, asked, UNSET_RPC_TIMEOUT)
         if len(self._kept) >= MAX_NAMES and name not in self._kept:
             raise Overloaded(f"{MAX_NAMES} actors of this worker have names already; make others without name=")
         self._kept[name] = rref  # one that is here already was never confirmed, or its claim ended with its coordinator
@@ -222,7 +223,7 @@ class ActorNames:
 
     async def _on_kept(self) -> list[str]:
         """The names of the actors here, for a coordinator that has just begun."""
-        check_speaks_for(self._directory.name_of(COORDINATOR))
+        check_speaks_for(self._directory.name_of(self._directory.coordinator))
         return list(self._kept)
 
 

@@ -38,7 +38,7 @@ def init_rpc(
         name: unique in the job; letters, digits, '-', '_' and ':', shorter than 128 characters.
         backend: a member of `BackendType`; found from the options if it is left out.
         rank: unique, 0 to world_size - 1; -1 takes that of the launcher (RANK, or what Slurm, MPI and Kubernetes say).
-            Rank 0 coordinates.
+            Rank 0 coordinates, and comes first.
         world_size: how many workers there are; None for a world in which workers come and go.
         rpc_backend_options: `RpcOptions`, or torch's `TensorPipeRpcBackendOptions`. `init_method` says where the
             workers find each other, and `init_timeout` limits the wait for all of them. A world of one (`rank=0,

@@ -25,7 +25,7 @@ from rpcdist.rpc._inspection.call_recorder import CallRecorder
 from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedNone
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.demultiplexer import Lifetime, PoolJob
-from rpcdist.rpc._peers.directory import COORDINATOR, Directory
+from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import Handle
@@ -280,7 +280,7 @@ class Caller:
     def _resolve(self, to: Destination, timeout_s: float) -> int:
         """The id of a destination. A coordinator that may be lost, and have come back, is looked for first; bounded."""
         worker_id = self._directory.resolve(to)
-        if worker_id == COORDINATOR and self._router.misses_coordinator():
+        if worker_id == self._directory.coordinator and self._router.misses_coordinator():
             deadline = Deadline.after(self.timeout_of(timeout_s)).earlier(current_deadline.get())
             self._router.find_coordinator(deadline)
         return worker_id

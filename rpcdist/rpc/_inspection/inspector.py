@@ -48,7 +48,7 @@ from rpcdist.rpc._inspection.stacks import call_of_future, coroutine_stack, thre
 from rpcdist.rpc._membership.gatherings import GatheringHost
 from rpcdist.rpc._membership.shutdown import ShutdownRounds
 from rpcdist.rpc._peers.connections import Connections
-from rpcdist.rpc._peers.directory import COORDINATOR, Directory
+from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import Network
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._serving.active_call import ActiveCall
@@ -106,7 +106,7 @@ class Inspector:
         self.is_leaving = False
         self._parts = parts
         self._began = time.monotonic()
-        coordinator = parts.directory.incarnation_of(COORDINATOR)
+        coordinator = parts.directory.incarnation_of(parts.directory.coordinator)
         self._job = f"{parts.options.job or os.environ.get('RPCDIST_JOB') or 'default'}/{coordinator & (1 << 64) - 1:x}"
         self._answer = b""
         self._answered_at = 0.0

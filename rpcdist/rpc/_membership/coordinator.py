@@ -1,4 +1,4 @@
-"""The membership service: as rank 0 serves it, and as every worker reaches it."""
+"""The membership service: as the coordinator serves it, and as every worker reaches it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def serve_membership(network: Network, me: Identity, peer_timeout_s: float) -> M
             await asyncio.sleep(pause_s)
         raise AssertionError("backoff without a deadline does not end")
 
-    service = MembershipService(answers, job_attempt(), peer_timeout_s)
+    service = MembershipService(answers, job_attempt(), peer_timeout_s, me.id)
     network.add_service(SERVICE, {"Join": service.join, "Leave": service.leave, "Members": service.members})
     return service
 
@@ -86,12 +86,16 @@ class Coordinator:
         address: where it is served.
         me: this worker.
         service: the service itself, if it is served here.
+        rank: that of the worker that serves it.
+        mark_left: tells the store, where the service is served here, that this worker has left as the last one.
     """
 
     _network: Network
     address: str
     _me: Identity
     service: MembershipService | None
+    rank: int = COORDINATOR
+    mark_left: Callable[[], object] = bool
 
     def on_lost(self, identity: Identity, error: WorkerLost) -> None:
         """A worker is declared dead: if the service is here, its place is free. On the I/O loop."""
@@ -133,7 +137,7 @@ class Coordinator:
         try:
             members = (await self.members_async()).members
         except RpcdistError as exc:
-            logger.warning("%s for the coordinator (rank 0) at %s: %s", waits, self.address, exc)
+            logger.warning("%s for the coordinator (rank %d) at %s: %s", waits, self.rank, self.address, exc)
             return
         there = {member.identity.id: member.identity.name for member in members}
         missing = [rank for rank in range(world_size or 0) if rank not in there]
@@ -190,7 +194,7 @@ class Coordinator:
         link = await self._network.connect(address, "membership", COORDINATOR_GRACE_S, retry=False)
         try:
             peer = link.session.peer
-            if peer.id != COORDINATOR or peer == before:
+            if peer.id != self.rank or peer == before:
                 return Found(peer, None)
             on_answer()
             request = return_request(me, world_size, limit_s, roster, job_attempt())

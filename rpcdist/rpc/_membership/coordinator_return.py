@@ -17,7 +17,7 @@ from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._membership.coordinator import Coordinator
 from rpcdist.rpc._membership.membership_messages import Outcome, members_of
 from rpcdist.rpc._peers.demultiplexer import Lifetime
-from rpcdist.rpc._peers.directory import COORDINATOR, CoordinatorSearch, Directory
+from rpcdist.rpc._peers.directory import CoordinatorSearch, Directory
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import RETURN_FIRST_PAUSE_S, RETURN_LONGEST_PAUSE_S
@@ -66,7 +66,8 @@ class CoordinatorReturn:
         self._orphan_handle: asyncio.TimerHandle | None = None
         self._io = io
         self._lifetime = lifetime
-        self._joined = directory.member(COORDINATOR).identity if directory.knows(COORDINATOR) else None
+        rank = directory.coordinator
+        self._joined = directory.member(rank).identity if directory.knows(rank) else None
         self._refused_by: Identity | None = None
         self._missed_news = False
         self._check_handle: asyncio.TimerHandle | None = None
@@ -84,11 +85,11 @@ class CoordinatorReturn:
 
     def _check(self) -> None:
         if self._joined is not None and not self._router.hears_from(self._joined):
-            self._router.watch(COORDINATOR, "the membership of the job")
+            self._router.watch(self._directory.coordinator, "the membership of the job")
 
     def on_lost(self, identity: Identity, error: WorkerLost) -> None:
         """A worker is declared lost."""
-        if identity.id != COORDINATOR:
+        if identity.id != self._directory.coordinator:
             return
         self._look()
         if self._orphan_handle is None and self._orphan_timeout_s < float("inf") and not self._lifetime.is_closed:
@@ -96,7 +97,7 @@ class CoordinatorReturn:
 
     def _declare_orphaned(self, error: WorkerLost) -> None:
         """No coordinator has taken this worker back in time."""
-        if self._directory.is_living(COORDINATOR):  # it was only silent
+        if self._directory.is_living(self._directory.coordinator):  # it was only silent
             self._orphan_handle = None
             return
         reason = f"no process took its place within {self._orphan_timeout_s:g} s ({error.reason})"
@@ -118,14 +119,15 @@ class CoordinatorReturn:
         """
         if identity == self._joined:
             return True
-        if identity.id == COORDINATOR and not self._directory.was_replaced(identity):
+        if identity.id == self._directory.coordinator and not self._directory.was_replaced(identity):
             self._missed_news = True
             self._look()
         return False
 
     def on_probe(self, identity: Identity) -> None:
         """Somebody asked whether this worker lives; the next coordinator, if it waits for this worker to come."""
-        if identity.id == COORDINATOR and identity != self._joined and not self._directory.was_replaced(identity):
+        is_another = identity.id == self._directory.coordinator and identity != self._joined
+        if is_another and not self._directory.was_replaced(identity):
             self._search.hurry()
 
     def _look(self) -> None:
@@ -190,9 +192,10 @@ class CoordinatorReturn:
             address, me, self._world_size, roster, self._joined, limit_s, self._search.answered
         )
         if reply is None:
-            if peer.id == COORDINATOR:  # it was only silent: the detectors take note of it
-                self._router.revive(COORDINATOR)
-            lives = directory.is_living(COORDINATOR) and directory.member(COORDINATOR).identity == peer
+            rank = directory.coordinator
+            if peer.id == rank:  # it was only silent: the detectors take note of it
+                self._router.revive(rank)
+            lives = directory.is_living(rank) and directory.member(rank).identity == peer
             if lives:
                 self._found()
             return lives
@@ -213,5 +216,5 @@ class CoordinatorReturn:
         self._joined = peer
         self._found()
         logger.warning("%s was taken back by the coordinator that started at %s", directory.me.name, address)
-        self._router.watch(COORDINATOR, "the membership of the job")
+        self._router.watch(self._directory.coordinator, "the membership of the job")
         return True

@@ -15,7 +15,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._membership.membership_messages import news_message, news_of
 from rpcdist.rpc._membership.membership_service import NEWS_AT_ONCE, MembershipService
 from rpcdist.rpc._peers.demultiplexer import Lifetime
-from rpcdist.rpc._peers.directory import COORDINATOR, Directory
+from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.time_limits import NEWS_PAUSE_S
@@ -107,7 +107,7 @@ class MembershipNews:
         elif self._is_coordinator(sender):
             news = news_of(message)
             self._directory.update(news)
-            self._send(COORDINATOR, pb.MembershipMessage(version=self._directory.version))
+            self._send(self._directory.coordinator, pb.MembershipMessage(version=self._directory.version))
             for identity, reason in news.departures.items():
                 # The references that it held here are dropped when this worker's own detector agrees.
                 if reason and self._directory.incarnation_of(identity.id) == identity.incarnation:
@@ -121,5 +121,5 @@ class MembershipNews:
 
     def on_broken(self, session: MessageSink, reason: str) -> None:
         """Connects to the coordinator again, so that workers that never call it notice its death, too."""
-        if session.peer.id == COORDINATOR and self._service is None and not self._lifetime.is_closed:
-            self._watch(COORDINATOR, "the membership of the job")
+        if session.peer.id == self._directory.coordinator and self._service is None and not self._lifetime.is_closed:
+            self._watch(self._directory.coordinator, "the membership of the job")

@@ -29,12 +29,16 @@ MAX_NAMED = 1000
 class Recovery:
     """From the first worker that was in the list of the coordinator before, until all have come or had their time.
 
+    Args:
+        coordinator: the rank of this coordinator, and of the one before.
+
     Attributes:
         is_time_over: only answers are still waited for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, coordinator: int = COORDINATOR) -> None:
         self.is_time_over = False
+        self._coordinator = coordinator
         self._num_asked: dict[Identity, int] = {}  # of the members that each returned worker has named
         self._named: dict[
             Identity, dict[Member, list[Identity]]
@@ -52,7 +56,7 @@ class Recovery:
             return
         self._num_asked[speaker] = 0
         for member in set(islice(known, MAX_NAMED)):
-            if member.identity.id != COORDINATOR:
+            if member.identity.id != self._coordinator:
                 self._named.setdefault(member.identity, {}).setdefault(member, []).append(speaker)
 
     def forget(self, identity: Identity) -> bool:
@@ -68,7 +72,7 @@ class Recovery:
     def is_complete(self, present: Iterable[Identity]) -> bool:
         """Whether everybody is there, the coordinator included."""
         present = list(present)
-        return not self.missing(present) and any(identity.id == COORDINATOR for identity in present)
+        return not self.missing(present) and any(identity.id == self._coordinator for identity in present)
 
     def next_to_ask(self, present: Iterable[Identity]) -> Member | None:
         """One of the missing that has not been asked, at one of its addresses.

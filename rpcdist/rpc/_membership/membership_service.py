@@ -42,19 +42,25 @@ class MembershipService:
             members that live then stay in the job in any case. In a static world, the new list is not complete before
             half of that has passed since the start of the service: if the whole job was restarted, its new processes
             come in that time, and take precedence.
+        rank: that of the coordinator.
 
     Attributes:
         table: the list of workers; read it, and change it through this service.
         plan: which members have to be told of changes.
         changed: the list has changed; whether that is urgent, as a loss or a replacement is.
+        is_closed: nobody is taken in any more; workers that come look again who coordinates.
     """
 
-    def __init__(self, probe: Probe = _is_alive, attempt: str = "", recovery_s: float = PEER_TIMEOUT_S) -> None:
+    def __init__(
+        self, probe: Probe = _is_alive, attempt: str = "", recovery_s: float = PEER_TIMEOUT_S, rank: int = COORDINATOR
+    ) -> None:
         self.table = MembershipTable()
         self.plan = NewsPlan(self.table)
         self.changed: Event[[bool]] = Event()
+        self.is_closed = False
         self._probe = probe
         self._attempt = attempt
+        self._rank = rank
         self._recovery_s = recovery_s
         self._started = time.monotonic()
         self._recovery: Recovery | None = None
@@ -168,6 +174,8 @@ class MembershipService:
         return found
 
     async def _join(self, identity: Identity, request: pb.JoinRequest) -> pb.JoinReply:
+        if self.is_closed:
+            return self._reply(Verdict(Outcome.TIMED_OUT, "the coordinator is leaving the job"))
         version, is_urgent = self.table.version, self.table.had_place(identity)
         member = Member(identity, request.member.address, request.member.role)
         if request.known_version:
@@ -180,7 +188,7 @@ class MembershipService:
                 self._has_changed(is_urgent=is_urgent)
             self._review_recovery()
             # In a dynamic world the coordinator itself does not wait: it need not know that it is not the first one.
-            recovers = self._recovery is not None and (request.world_size > 0 or identity.id != COORDINATOR)
+            recovers = self._recovery is not None and (request.world_size > 0 or identity.id != self._rank)
             if recovers or (request.world_size and not self.table.formed):
                 verdict = await self._formed(identity, min(request.timeout_ms / 1000, PARKED_LIMIT_S))
             elif self._recovery is None:
@@ -220,7 +228,7 @@ class MembershipService:
         return verdict
 
     def _begin_recovery(self) -> Recovery:
-        recovery = self._recovery = Recovery()
+        recovery = self._recovery = Recovery(self._rank)
         self._questions = SurvivorQuestions(recovery, self._probe, self._present, self._on_answer)
         loop = asyncio.get_running_loop()
         loop.call_later(SURVIVOR_PROBE_SHARE * self._recovery_s, self._ask_the_missing, recovery)
@@ -330,7 +338,8 @@ class MembershipService:
         """
         if self._recovery is not None:
             raise CallRefused(
-                f"the list of workers is being rebuilt after the loss of rank 0; ask again later ({self._recovery})"
+                "the list of workers is being rebuilt after the loss of the coordinator; ask again later "
+                f"({self._recovery})"
             )
         reply = self._reply(Verdict(Outcome.OK))
         self.note_known(peer, reply.version)
@@ -354,7 +363,11 @@ class MembershipService:
         return [member for member in self.table.members if member.identity != me]
 
     async def alone(self, me: Identity, timeout_s: float) -> bool:
-        """Waits until all but this worker have left or are lost; False when the time is over."""
+        """Waits until all but this worker have left or are lost, and takes in nobody after that.
+
+        Returns:
+            False when the time was over before; then workers may still join.
+        """
         try:
             async with asyncio.timeout(None if timeout_s == float("inf") else timeout_s):
                 while len(self.table) > (me in self.table):
@@ -362,6 +375,7 @@ class MembershipService:
                     await self._changed.wait()
         except TimeoutError:
             return False
+        self.is_closed = True
         return True
 
     async def all_answered(self, timeout_s: float) -> bool:

@@ -292,6 +292,7 @@ class Leaving:
         if not self.network.run(service.alone(self._me, deadline.remaining_s()), None):
             left = [member.identity.name for member in service.others(self._me)]
             raise DeadlineExceeded(f"shutdown of the coordinator {self._me.name!r} timed out; still there: {left}")
+        self.coordinator.mark_left()
 
     def _wait_idle(self, deadline: Deadline, all_are_leaving: bool = False) -> None:
         """Waits for calls and handlers of this worker. While all are leaving, also for the streams that it reads."""

@@ -25,7 +25,7 @@ from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S
 logger = logging.getLogger(__name__)
 
 COORDINATOR: Final = 0
-"""The rank of the worker that keeps the list of members."""
+"""The rank of the worker that keeps the list of members; see `Directory.coordinator`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,8 @@ class Directory:
         me: this worker.
         on_replaced: called on the I/O loop when another process has taken the place of a member.
         on_event: called on the I/O loop when a worker came or went.
+        coordinator: the rank of the worker that keeps the list: 0, unless rank 0 had left before, and another worker
+            was the first one to come then.
     """
 
     def __init__(
@@ -102,8 +104,10 @@ class Directory:
         io: IoThread,
         on_replaced: Callable[[Identity], object],
         on_event: Callable[[MemberEvent], object],
+        coordinator: int = COORDINATOR,
     ) -> None:
         self.me = me
+        self.coordinator = coordinator
         self._source = source
         self._io = io
         self._on_replaced = on_replaced

@@ -19,7 +19,7 @@ from rpcdist.errors import RpcdistError, TransportError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlBody, ControlReceiver, kind_of
 from rpcdist.rpc._peers.demultiplexer import Demultiplexer, Lifetime, Loopback, PoolJob
-from rpcdist.rpc._peers.directory import COORDINATOR, CoordinatorSearch, Directory, PeerEvents
+from rpcdist.rpc._peers.directory import CoordinatorSearch, Directory, PeerEvents
 from rpcdist.rpc._peers.network import Announcements, MessageSink, Network, PeerSession, SendObserver
 from rpcdist.rpc._peers.peer import Peer, PeerState, Unsent
 from rpcdist.rpc._values.buffers import CopiedBuffer, LargeBuffer, ReceiveBuffer
@@ -259,25 +259,28 @@ class Router:
 
     def _hears_from_coordinator(self) -> bool:
         """Whether the coordinator has shown lately, by a heartbeat at least, that it lives; also at itself."""
-        if self._me == COORDINATOR:
+        if self._me == self._directory.coordinator:
             return True
-        if not self._directory.is_living(COORDINATOR):
+        coordinator = self._directory.coordinator
+        if not self._directory.is_living(coordinator):
             return False
-        peer, identity = self._peers.get(COORDINATOR), self._directory.member(COORDINATOR).identity
+        peer, identity = self._peers.get(coordinator), self._directory.member(coordinator).identity
         sessions = [self._inbound.get(identity), peer.session if peer is not None else None]
         since = time.monotonic() - self._peer_timeout_s / 2
         return any(one is not None and one.closed_reason is None and one.last_received > since for one in sessions)
 
     def is_reachable(self, worker_id: int) -> bool:
         """Whether a worker lives, as far as is known here; the coordinator, which nobody else judges, beyond doubt."""
-        return not self.misses_coordinator() if worker_id == COORDINATOR else self._directory.is_living(worker_id)
+        if worker_id == self._directory.coordinator:
+            return not self.misses_coordinator()
+        return self._directory.is_living(worker_id)
 
     def misses_coordinator(self) -> bool:
         """Whether the coordinator is lost, or may be."""
-        if not self._directory.is_living(COORDINATOR):
+        if not self._directory.is_living(self._directory.coordinator):
             return True
-        peer = self._peers.get(COORDINATOR)
-        return (peer is None or peer.session is None) and self._me != COORDINATOR
+        peer = self._peers.get(self._directory.coordinator)
+        return (peer is None or peer.session is None) and self._me != self._directory.coordinator
 
     def find_coordinator(self, deadline: Deadline) -> None:
         """Waits until it is clear whether the coordinator lives, and if not, for one attempt to find the next one; not
@@ -289,37 +292,37 @@ class Router:
             self._network.run(self._find_coordinator(deadline), None)
 
     async def _find_coordinator(self, deadline: Deadline) -> None:
-        await self.peer(COORDINATOR).settled(min(ASK_COORDINATOR_LIMIT_S, deadline.remaining_s()))
-        if not self._directory.is_living(COORDINATOR):
+        await self.peer(self._directory.coordinator).settled(min(ASK_COORDINATOR_LIMIT_S, deadline.remaining_s()))
+        if not self._directory.is_living(self._directory.coordinator):
             await self._search.attempt(deadline)
 
     def _keep_for_next(self, to: int, observer: SendObserver) -> bool:
-        return to == COORDINATOR and observer.kept_until is not None and not self._lifetime.is_closed
+        return to == self._directory.coordinator and observer.kept_until is not None and not self._lifetime.is_closed
 
     def _spawn_delivery(self, kept: Sequence[Unsent], reason: str) -> None:
         self._network.io.spawn(self._deliver_to_next(kept, reason), "rpcdist calls to the next coordinator")
 
     async def _deliver_to_next(self, kept: Sequence[Unsent], reason: str) -> None:
         """Sends calls, which the lost coordinator has not got, to the one that has its place, if it is there."""
-        lost = self._directory.member(COORDINATOR).identity
+        lost = self._directory.member(self._directory.coordinator).identity
         limits = [limit for _, _, sent in kept if (limit := sent.kept_until) is not None]
         await self._search.attempt(max(limits, key=lambda limit: limit.at))
         for message, buffers, sent in kept:
             if sent.ended:
                 continue  # its deadline passed meanwhile, or it was cancelled
             try:
-                if self._directory.member(COORDINATOR).identity == lost:
+                if self._directory.member(self._directory.coordinator).identity == lost:
                     raise TransportError(reason)
-                self.send(COORDINATOR, message, buffers, sent)
+                self.send(self._directory.coordinator, message, buffers, sent)
             except TransportError as exc:
-                sent.on_not_sent(self.silence_s(COORDINATOR), str(exc))
+                sent.on_not_sent(self.silence_s(self._directory.coordinator), str(exc))
 
     def reach(self, worker_id: int, is_lost: Callable[[], bool], deadline: Deadline) -> None:
         """Tries a worker that was declared lost again, as a call to it does, and waits until it is found or given up.
 
         On an event loop, which must not be held up, it only begins to try.
         """
-        if worker_id == COORDINATOR:
+        if worker_id == self._directory.coordinator:
             self.find_coordinator(deadline)
         peer = self._living_peer(worker_id)
         if asyncio._get_running_loop() is None:
