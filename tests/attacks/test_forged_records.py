@@ -16,6 +16,7 @@ from rpcdist import rpc
 from rpcdist.collectives import HashStore, PrefixStore, TorchStoreAdapter
 from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.bootstrap import exchange_values
+from rpcdist.collectives._stores.signed_records import SignedRecords
 from rpcdist.deadline import Deadline
 from rpcdist.errors import AuthenticationFailed
 from rpcdist.ids import Identity
@@ -63,6 +64,19 @@ def was_called(listener: socket.socket) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def test_a_record_is_replaced_once_and_only_if_it_is_of_the_job() -> None:
+    """Of several that come after the last coordinator has left, one replaces its record."""
+    store = HashStore()
+    signed = [SignedRecords(store, records(b"the token of the job")) for _ in range(2)]
+    signed[0].set("key", "left")
+    assert signed[0].replace("key", "left", "left 1") and not signed[1].replace("key", "left", "left 2")
+    assert signed[1].get(["key"]) == ["left 1"]
+    store.set("key", "left")
+    with pytest.raises(AuthenticationFailed, match="is not signed"):
+        signed[0].replace("key", "left", "left 1")
+    assert store.get("key") == b"left"
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)

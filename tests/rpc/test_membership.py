@@ -42,7 +42,7 @@ from rpcdist.rpc._membership.membership_messages import join_request, members_of
 from rpcdist.rpc._membership.membership_service import MembershipService
 from rpcdist.rpc._membership.membership_table import MembershipTable
 from rpcdist.rpc._peers.directory import Member, Roster
-from rpcdist.testing import UNIT_S
+from rpcdist.testing import LIMIT_S, UNIT_S
 from rpcdist.transport.identities import identity_to_proto
 
 
@@ -219,6 +219,19 @@ async def test_a_dynamic_world_answers_at_once() -> None:
     service = MembershipService()
     assert await settled(ask(service, A, 0)) == [OK]
     assert await settled(ask(service, B, 0)) == [OK]
+
+
+async def test_a_coordinator_that_has_left_as_the_last_one_takes_in_nobody() -> None:
+    service = MembershipService()
+    assert await settled(ask(service, A, 0), ask(service, B, 0)) == [OK, OK]
+    assert not await service.alone(A, 0.01)
+    assert await settled(ask(service, C, 0)) == [OK]  # the time was over, so it goes on
+    for other in (B, C):
+        await service.leave(other, pb.LeaveRequest(identity=identity_to_proto(other)))
+    assert await service.alone(A, LIMIT_S)
+    late = ask(service, B, 0)
+    assert await settled(late) == [Outcome.TIMED_OUT] and "is leaving the job" in late.result().detail
+    assert [member.identity for member in service.table.members] == [A]
 
 
 class HereOnly:
