@@ -1,10 +1,14 @@
 """Counts the bytes that a peer makes this process reserve: announced and not sent, parsed, in calls that have not
-ended, or lent and mapped here."""
+ended, in answers that the peer has not read, or in memory that one of the two lends to the other."""
 
 from __future__ import annotations
 
 import os
 import threading
+from typing import Final
+
+LEAST_OWED_BYTES: Final = 1 << 20
+"""Small messages may wait for a peer up to twice that, however low its limit is."""
 
 
 def memory_of_machine_bytes() -> int:
@@ -23,6 +27,7 @@ class AnnouncedBytes:
         self._limit_bytes = memory_of_machine_bytes() if limit_bytes is None else limit_bytes
         self._num_bytes = 0
         self._num_mapped = 0
+        self._num_owed = self._num_small = 0  # parts of the first: see `owe`
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -36,15 +41,40 @@ class AnnouncedBytes:
             what: a verb phrase of the reason, with these bytes as its subject.
         """
         with self._lock:
-            under_way = self._num_bytes
-            if under_way + num_bytes <= self._limit_bytes:
+            if self._num_bytes + num_bytes <= self._limit_bytes:
                 self._num_bytes += num_bytes
                 return None
+        return self._reason(num_bytes, what)
+
+    def refusal(self, num_bytes: int, what: str) -> str | None:
+        """The reason of `add`, for an answer that will be counted later; None if it fits, or no other one waits."""
+        if not self._num_owed or self._num_bytes + num_bytes <= self._limit_bytes:
+            return None
+        return self._reason(num_bytes, what)
+
+    def _reason(self, num_bytes: int, what: str) -> str:
         return (
-            f"{num_bytes} bytes {what} while {under_way} are under way or in calls that have not ended; this worker "
-            f"accepts {self._limit_bytes} from one peer at a time. Send less at once, or start it with a larger "
-            "RpcOptions(max_incoming_bytes=...)"
+            f"{num_bytes} bytes {what} while {self._num_bytes} are under way, in calls that have not ended or in "
+            f"answers that were not read; this worker accepts {self._limit_bytes} from one peer at a time. Send less "
+            "at once, or start it with a larger RpcOptions(max_incoming_bytes=...)"
         )
+
+    def owe(self, num_bytes: int, is_small: bool = True) -> bool:
+        """Counts bytes that wait until the peer reads them, whatever the limit.
+
+        Args:
+            num_bytes: the number of bytes; negative when they are written.
+            is_small: whether they are a small message, and not large buffers.
+
+        Returns:
+            Whether the small messages that wait stay below twice the limit.
+        """
+        with self._lock:
+            self._num_bytes += num_bytes
+            self._num_owed += num_bytes
+            if is_small:
+                self._num_small += num_bytes
+            return self._num_small <= 2 * max(self._limit_bytes, LEAST_OWED_BYTES)
 
     def subtract(self, num_bytes: int) -> None:
         """Records that bytes have arrived, will not arrive, or were in a call that has ended."""
@@ -52,17 +82,21 @@ class AnnouncedBytes:
             self._num_bytes -= num_bytes
 
     def add_mapped(self, num_bytes: int) -> bool:
-        """Counts memory that the peer lends; False, without counting it, if the total would exceed the limit.
+        """Counts memory that one lends to the other; False, without counting it, if the total would exceed the limit.
 
         Memory that stays mapped for later messages does not keep the peer from announcing others.
         """
         with self._lock:
-            if self._num_bytes + self._num_mapped + num_bytes > self._limit_bytes:
+            if not self.may_map(num_bytes):
                 return False
             self._num_mapped += num_bytes
             return True
 
+    def may_map(self, num_bytes: int) -> bool:
+        """Whether `add_mapped` would count so many bytes now."""
+        return self._num_bytes + self._num_mapped + num_bytes <= self._limit_bytes
+
     def subtract_mapped(self, num_bytes: int) -> None:
-        """Records that memory of the peer is no longer mapped, or no longer counts for this peer."""
+        """Records that lent memory is no longer mapped, or no longer counts for this peer."""
         with self._lock:
             self._num_mapped -= num_bytes

@@ -148,6 +148,7 @@ class Lender:
 
     Args:
         max_bytes: limit of the memory in all segments.
+        account: counts the memory, too, for the peer; None for nobody.
 
     Attributes:
         withdrawn: numbers of removed segments that the peer does not know of yet; read-only.
@@ -159,8 +160,9 @@ class Lender:
         3. The bytes of a lent segment can be sent in chunks until the borrower has accepted it. [Note: offer and use]
     """
 
-    def __init__(self, max_bytes: int = MAX_LENT_BYTES) -> None:
+    def __init__(self, max_bytes: int = MAX_LENT_BYTES, account: AnnouncedBytes | None = None) -> None:
         self._max_bytes = max_bytes
+        self._account = account
         self._num_bytes = 0
         self._numbers = itertools.count(1)
         self._offered: dict[int, MappedSegment] = {}
@@ -241,7 +243,7 @@ class Lender:
                 logger.warning("no more shared memory, so large tensors travel in the socket from now on: %s", exc)
                 self._max_bytes = 0
                 return None
-            self._num_bytes += size_bytes
+            self._count(size_bytes)
             self._offered[number] = mapped
         return Offer(number, segment)
 
@@ -256,7 +258,7 @@ class Lender:
             if self._closed or not self._make_room(mapped.size_bytes):
                 return None
             number = next(self._numbers)
-            self._num_bytes += mapped.size_bytes
+            self._count(mapped.size_bytes)
             self._offered[number] = mapped
             self._common[number] = keep
         return number
@@ -269,7 +271,7 @@ class Lender:
         if self._common.pop(number, None) is None:
             self._free.setdefault(mapped.size_bytes, []).append(mapped)
         else:
-            self._num_bytes -= mapped.size_bytes
+            self._count(-mapped.size_bytes)
             self.withdrawn.append(number)
 
     def _make_room(self, size_bytes: int) -> bool:
@@ -280,7 +282,7 @@ class Lender:
         return self._has_room(size_bytes)
 
     def _withdraw(self, mapped: MappedSegment) -> None:
-        self._num_bytes -= mapped.size_bytes
+        self._count(-mapped.size_bytes)
         self.withdrawn.append(mapped.number)
 
     def trim(self) -> None:
@@ -295,7 +297,13 @@ class Lender:
 
     def _has_room(self, size_bytes: int) -> bool:
         num_segments = len(self._offered) + len(self._lent) + sum(map(len, self._free.values()))
-        return self._num_bytes + size_bytes <= self._max_bytes and num_segments < MAX_SEGMENTS
+        fits = self._num_bytes + size_bytes <= self._max_bytes and num_segments < MAX_SEGMENTS
+        return fits and (self._account is None or self._account.may_map(size_bytes))
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        if self._account is not None:
+            self._account.subtract_mapped(-num_bytes)
 
     @property
     def has_withdrawn(self) -> bool:
@@ -325,7 +333,7 @@ class Lender:
                     self._free_or_withdraw(number, mapped)
                 else:
                     self._common.pop(number, None)
-                    self._num_bytes -= mapped.size_bytes
+                    self._count(-mapped.size_bytes)
 
     def unread(self, number: int) -> dict[int, OutgoingBuffer]:
         """Returns the buffers of a refused segment, by index: the borrower could not read them, so they are sent."""
@@ -333,7 +341,7 @@ class Lender:
             pack, mapped = self._refused.pop(number, None), self._lent.pop(number, None)
             if pack is None or mapped is None:
                 raise ProtocolViolation(f"segment {number} was reported as unread, but not refused")
-            self._num_bytes -= mapped.size_bytes
+            self._count(-mapped.size_bytes)
             if (keep := self._common.pop(number, None)) is not None:
                 keep()  # the bytes are sent from this memory
         view = memoryview(_memory_of(mapped)).cast("B")
@@ -362,7 +370,7 @@ class Lender:
                     continue
                 if self._refused.pop(number, None) is not None:
                     self._common.pop(number, None)
-                    self._num_bytes -= mapped.size_bytes
+                    self._count(-mapped.size_bytes)
                 elif self._unanswered.pop(number, None) is not None:
                     self._offered[number] = mapped
                 else:
@@ -376,7 +384,7 @@ class Lender:
                 if mapped is None and not self._closed:
                     raise ProtocolViolation(f"segment {number} was kept, but not lent")
                 if mapped is not None:
-                    self._num_bytes -= mapped.size_bytes
+                    self._count(-mapped.size_bytes)
                     if (keep := self._common.pop(number, None)) is not None:
                         keep()
 
@@ -389,7 +397,7 @@ class Lender:
             self._common.clear()
             for table in (self._offered, self._free, self._lent, self._unanswered, self._refused):
                 table.clear()
-            self._num_bytes = 0
+            self._count(-self._num_bytes)
 
 
 class _Forks:

@@ -20,6 +20,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.ids import Identity
 from rpcdist.inspection import ChannelFacts, LentMemory
+from rpcdist.time_limits import READ_TURN_S
 from rpcdist.transport._channels.channel import ReadChannel
 from rpcdist.transport._channels.leading import Sleep
 from rpcdist.transport._channels.signal_shield import SignalShield, may_raise_here
@@ -129,9 +130,10 @@ class Session:
         self._channel = channel
         self._direct = channel if isinstance(channel, SocketChannel) else None
         self._handler = handler
-        self._outgoing = Outgoing()
-        self._writer = SessionWriter(io, channel, self._outgoing, self._close, peer.name)
         self.account = account = handler.announced_by(peer)
+        # What this process sends on a connection of its own accord is not kept for the peer.
+        self._outgoing = Outgoing(None if by_me else account)
+        self._writer = SessionWriter(io, channel, self._outgoing, self._close, peer.name)
         self._shared = self._new_shared_payloads(account)
         self._incoming = Incoming(handler.allocate, self._borrow, account)
         self._names: list[str] = []  # names of the functions that the peer has numbered
@@ -165,6 +167,7 @@ class Session:
         return SharedPayloads(
             handler.shares_payloads,
             counted,
+            None if self.opened_by_me else counted,
             loop,
             self._direct,
             outgoing,
@@ -250,6 +253,8 @@ class Session:
             if self._shared is not None and (buffers or self._shared.is_used):
                 buffers = self._shared.lend(message, buffers)
             number = self._outgoing.add(message, buffers)
+            if self._outgoing.is_overdrawn:
+                self.close(f"worker {self.peer.name!r} does not read what it is sent")
             self._writer.on_queued(message, number)
             return number
         finally:
@@ -325,6 +330,7 @@ class Session:
         self._writer.end()
         self._ended.set()
         self._incoming.close()
+        self._outgoing.close()
         if self.striping is not None:
             self.striping.close()
         if self._shared is not None:
@@ -365,7 +371,10 @@ class Session:
         assert not isinstance(self._channel, SocketChannel)
         while (data := await self._channel.read()) is not None:
             self._num_read += len(data)
+            began = time.monotonic()
             self.receive(data)
+            if time.monotonic() - began > READ_TURN_S:
+                await asyncio.sleep(0)  # the next envelope may be here already
 
     def receive(self, data: bytes | bytearray) -> None:
         """Takes an envelope that arrived."""
@@ -407,9 +416,11 @@ class Session:
         self.last_received = time.monotonic()
         self._deliver(delivery)
 
-    def on_all_written(self) -> None:
+    def on_written(self, number: int, is_last: bool) -> None:
         """See `StripedSession`."""
-        self._io.call_soon(self._writer.wake)
+        self._outgoing.striped(number)
+        if is_last:
+            self._io.call_soon(self._writer.wake)
 
     def _left_to_loop_failed(self, error: Exception) -> None:
         assert self._direct is not None

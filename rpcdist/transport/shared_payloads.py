@@ -34,11 +34,12 @@ class LentBuffers:
     Args:
         allowed: whether this process wants to share memory; if not, it refuses the peer's memory.
         counted: counts the bytes that the peer makes this process reserve.
+        answers: counts the memory that this process lends for answers; None if it lends for calls.
     """
 
-    def __init__(self, allowed: bool, counted: AnnouncedBytes) -> None:
+    def __init__(self, allowed: bool, counted: AnnouncedBytes, answers: AnnouncedBytes | None = None) -> None:
         self._allowed = allowed and unavailable() is None
-        self._lender = Lender()
+        self._lender = Lender(account=answers)
         self._borrower = Borrower(counted)
 
     def put_in(
@@ -225,7 +226,7 @@ class SharedPayloads:
 
     Args:
         allowed: whether this process wants to share memory.
-        counted: counts the bytes that the peer makes this process reserve.
+        counted, answers: see `LentBuffers`.
         loop: the I/O loop, for timers.
         channel: brings the descriptors of the peer's segments.
         outgoing: the session's queue.
@@ -238,6 +239,7 @@ class SharedPayloads:
         self,
         allowed: bool,
         counted: AnnouncedBytes,
+        answers: AnnouncedBytes | None,
         loop: asyncio.AbstractEventLoop,
         channel: SocketChannel,
         outgoing: Outgoing,
@@ -245,7 +247,7 @@ class SharedPayloads:
         flush: Callable[[], object],
         receive: Callable[[memoryview], IncomingBuffer],
     ) -> None:
-        self.lent = LentBuffers(allowed, counted)
+        self.lent = LentBuffers(allowed, counted, answers)
         self.is_used = False
         self.num_lent = self.num_borrowed = 0
         self._loop = loop

@@ -411,7 +411,7 @@ def hostile(nodes: Nodes) -> tuple[Link, Recorder, Recorder, socket.socket]:
 def announce(link: Link, size: int) -> None:
     """Announces a large buffer, and sends nothing of it."""
     message = rpc_pb2.Message(call=rpc_pb2.Call(id=1), transfer=77, large=[size])
-    link.session._outgoing._frames.append((frame(message), None, 0))
+    link.session._outgoing._frames.append((frame(message), None, 0, 0))
     link.session.flush()
 
 

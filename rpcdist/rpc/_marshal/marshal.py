@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from rpcdist._proto import rpc_pb2, value_pb2
-from rpcdist.errors import SerializationError
+from rpcdist.errors import Overloaded, SerializationError
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._devices.gpu_sharing import GpuSharing
@@ -196,6 +196,24 @@ class Marshal:
         session.send(message, large)
         if forks and session.closed_reason is not None:
             self.give_back(forks)
+
+    def check_room(
+        self,
+        session: MessageSink,
+        message: WireMessage,
+        large: Sequence[LargeBuffer],
+        forks: Sequence[value_pb2.RRefFork],
+    ) -> None:
+        """Checks that the account of the peer has room for an answer, which it may not read soon.
+
+        Raises:
+            Overloaded: it has none; the shares have been given back.
+        """
+        size = message.ByteSize() if isinstance(message, rpc_pb2.Message) else len(message.body)
+        num_bytes = size + sum(buffer.size for buffer in large)
+        if (refusal := session.account.refusal(num_bytes, "are the answer to a call")) is not None:
+            self.give_back(forks)
+            raise Overloaded(refusal)
 
     def arrived(
         self,

@@ -5,13 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Final
 
 from rpcdist._counters import OK
 from rpcdist.errors import ProtocolViolation
 from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._inspection.call_recorder import CallRecorder, EndedCalls
 from rpcdist.rpc._peers.network import MessageSink
-from rpcdist.rpc._serving.active_call import ActiveCall
+from rpcdist.rpc._serving.active_call import CALL_BYTES, ActiveCall
+
+NUM_UNCOUNTED: Final = 64
+"""While a worker serves fewer calls than that, a small one counts in no account, which saves it two locks."""
+UNCOUNTED_BYTES: Final = CALL_BYTES + 4096
 
 
 class ActiveCalls:
@@ -50,13 +55,16 @@ class ActiveCalls:
         Raises:
             ProtocolViolation: its number is that of another one.
         """
-        refusal = active.session.account.add(active.weight, "came with a call")
-        if refusal is None:
-            if self._calls.setdefault((active.session, active.id), active) is not active:
-                active.session.account.subtract(active.weight)
-                raise ProtocolViolation(f"two calls came under the number {active.id}, and the first has not ended")
-            self.num_served += 1
-        return refusal
+        session, calls = active.session, self._calls
+        if len(calls) < NUM_UNCOUNTED and active.weight <= UNCOUNTED_BYTES:
+            active.weight = 0
+        elif (refusal := session.account.add(active.weight, "came with a call")) is not None:
+            return refusal
+        if calls.setdefault((session, active.id), active) is not active:
+            session.account.subtract(active.weight)
+            raise ProtocolViolation(f"two calls came under the number {active.id}, and the first has not ended")
+        self.num_served += 1
+        return None
 
     def find(self, session: MessageSink, number: int) -> ActiveCall | None:
         """The call with a number on a session; None if it is over."""
@@ -68,7 +76,8 @@ class ActiveCalls:
         key = session, active.id
         # A call that was refused may have come under the number of one that is here.
         if self._calls.get(key) is active and self._calls.pop(key, None) is not None:
-            session.account.subtract(active.weight)
+            if active.weight:
+                session.account.subtract(active.weight)
             if (note := self.ended.note) is not None:
                 called = active.method or active.function or active.what
                 note((active.id, session.peer.id, called, active.arrived, time.monotonic(), outcome, active.run_began))

@@ -27,6 +27,7 @@ from rpcdist.rpc._values.exceptions import described
 from rpcdist.rpc._values.failures import exception_of
 from rpcdist.rpc._values.function_names import function_name
 from rpcdist.time_limits import FAILURES_LOGGED_S
+from rpcdist.transport._framing.outgoing import UNCOUNTED_BYTES
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.wire_messages import CompactReply
 
@@ -99,7 +100,7 @@ class Answers:
         except BaseException as exc:
             self.fail(active, exc)
             return
-        answer = partial(self._answer, active, message, large, forks)
+        answer = partial(self._answer, active, message, large, forks, is_last)
         if is_last:
             hooks.last_act = LastAct([answer], active.session, bool(large) and takes_long(large))
         elif (last_act := hooks.last_act) is not None and last_act.source is active.session:
@@ -133,7 +134,9 @@ class Answers:
         if active.wants_value and not is_generator(result):
             try:
                 if result is not None:
-                    return self._encode(active, result)
+                    message, large, forks = self._encode(active, result)
+                    self._marshal.check_room(active.session, message, large, forks)
+                    return message, large, forks
                 reply = CompactReply(active.id, created=True)
                 reply.has_value = True
                 return reply, (), ()
@@ -147,12 +150,22 @@ class Answers:
         message: rpc_pb2.Message | CompactReply,
         large: Sequence[LargeBuffer],
         forks: Sequence[Share],
+        is_last: bool = False,
     ) -> None:
         try:
+            if (
+                large or not isinstance(message, CompactReply) or len(message.body) > UNCOUNTED_BYTES
+            ) and not active.entry:
+                self._marshal.check_room(active.session, message, large, forks)
             self._marshal.send(active.session, message, large, forks)
-            self._calls.remove(active)
         except BaseException as exc:
             self.fail(active, exc)
+            return
+        try:
+            if is_last and hooks.reads_jobs and not active.weight:  # the bookkeeping is done while the caller reads
+                active.session.flush()
+        finally:
+            self._calls.remove(active)
 
     def _encode(
         self, active: ActiveCall, result: object

@@ -68,6 +68,7 @@ class StreamSender:
         message.stream_item.id = self._id
         peer = self._session.peer.id
         large, forks = self._marshal.encode(message.stream_item.value, item, peer, self.autograd, session=self._session)
+        self._marshal.check_room(self._session, message, large, forks)
         self._marshal.send(self._session, message, large, forks)
 
     def end(self, exc: BaseException | None) -> None:

@@ -27,6 +27,7 @@ from contextlib import suppress
 from contextvars import Context
 from typing import Any, Final
 
+from rpcdist.deadline import NEVER
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.inspection import ChannelFacts
 from rpcdist.time_limits import READ_TURN_S
@@ -97,6 +98,8 @@ class SocketChannel:
         self._num_target = 0
         self._plain: bytearray | None = None  # a large frame that is not a chunk, or a chunk of an aborted transfer
         self._chunk: tuple[ChunkHead, int] | None = None  # a chunk, and the size of its frame
+        self._turn_ends_at = NEVER.at  # of the loop; a leading thread may read for longer
+        self._has_frames = False  # the scratch begins with a frame, since a turn has ended
         self._lead = Lead(self._read_led)
         self._can_lead = False
         self._descriptor = -1
@@ -167,6 +170,9 @@ class SocketChannel:
     def _start(self) -> None:
         if self._tls is not None:
             self._read(1)  # bytes decrypted with the end of the handshake do not make the socket readable
+            if self._has_frames:
+                self._loop.call_soon(self._start)
+                return
         if self._can_lead:
             self._lead.open()
         self._read_some()
@@ -179,9 +185,16 @@ class SocketChannel:
             if not self._read(_RECEIVES_A_TURN):
                 self._loop.call_soon(self._read_some)  # epoll would not report it: [Note: reading to the end]
         elif self._lead.take():
-            try:
-                self._read(_RECEIVES_A_TURN)  # the epoll instance reports the rest again
-            finally:
+            self._read_in_turns()
+
+    def _read_in_turns(self) -> None:
+        """Reads for the loop, which may read: no thread leads while frames are left, as none would look for them."""
+        try:
+            self._read(_RECEIVES_A_TURN)  # the epoll instance reports unread bytes again
+        finally:
+            if self._has_frames and self._receiver is not None and self._failure is None:
+                self._loop.call_soon(self._read_in_turns)
+            else:
                 self._lead.give_back()
 
     def read_out(self) -> Exception | None:
@@ -194,17 +207,19 @@ class SocketChannel:
     def _read(self, limit: int) -> bool:
         """Receives up to `limit` times; True if there is nothing more to receive. [Note: reading to the end]
 
-        The first receive that takes longer than a turn may is the last: other peers wait behind many small messages.
+        When the turn is over, no further frame is taken: other peers wait behind many small messages.
         """
-        began = time.monotonic()
+        self._turn_ends_at = time.monotonic() + READ_TURN_S
         try:
             for _ in range(limit):
                 if self._receiver is None or self._failure is not None or not self._receive_all(self._receiver):
                     return True
-                if time.monotonic() - began > READ_TURN_S:
+                if self._has_frames or time.monotonic() > self._turn_ends_at:
                     break
         except Exception as exc:
             self._finish(exc)
+        finally:
+            self._turn_ends_at = NEVER.at
         return self._receiver is None
 
     def _read_led(self) -> bool:
@@ -246,12 +261,17 @@ class SocketChannel:
         """As `_receive`; also takes the bytes that TLS has buffered, which do not make the socket readable."""
         has_come = self._receive(receiver)
         while self._tls is not None and self._tls.has_buffered and self._receiver is receiver:
+            if self._has_frames and time.monotonic() > self._turn_ends_at:
+                break
             self._receive(receiver)
         return has_come
 
     def _receive(self, receiver: FrameReceiver) -> bool:
-        """Receives once; False if nothing has arrived."""
+        """Receives once, unless frames are left from the last turn; False if nothing has arrived."""
         target = self._target
+        if self._has_frames:
+            self._split()
+            return True
         if target is not None:
             num_bytes = self._receive_large(target[self._num_target :], receiver)
         else:
@@ -315,8 +335,9 @@ class SocketChannel:
         return self._descriptors.take()
 
     def _split(self) -> None:
-        """Takes the frames out of the scratch, and moves the rest to its beginning."""
+        """Takes the frames out of the scratch until the turn ends, and moves the rest to its beginning."""
         scratch, end, at = self._scratch, self._num_scratch, 0
+        self._has_frames = False
         while end - at >= 4 and (receiver := self._receiver) is not None:
             (size,) = _LENGTH.unpack_from(scratch, at)
             is_last = False
@@ -324,6 +345,9 @@ class SocketChannel:
                 size, is_last = self._size_at(at)
             body = at + 4
             if end - body >= size:
+                if at and time.monotonic() > self._turn_ends_at:
+                    self._has_frames = True
+                    break
                 at = body + size
                 frame = bytes(scratch[body:at])
                 if is_last:
@@ -370,7 +394,7 @@ class SocketChannel:
 
     def _drop_scratch(self, num_bytes: int) -> None:
         left = self._num_scratch - num_bytes
-        if left and num_bytes:  # at most half the scratch, since larger frames leave it
+        if left and num_bytes:  # less than the scratch, and seldom more than half of it
             self._scratch[:left] = self._scratch[num_bytes : self._num_scratch]
         self._num_scratch = left
 

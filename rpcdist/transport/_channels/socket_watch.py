@@ -13,16 +13,20 @@ import ctypes
 import platform
 import select
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context, copy_context
 from functools import partial
 from typing import Any, Final
 
+from rpcdist.time_limits import READ_TURN_S
+
 CAN_WATCH: Final = hasattr(select, "epoll")
 
 _MODIFY: Final = 3  # EPOLL_CTL_MOD
-_MOST_AT_ONCE: Final = 64  # sockets read in one turn of the loop
+_MOST_AT_ONCE: Final = 8
+"""Sockets read before the loop may do other work. The kernel then puts them behind the others, so all have turns."""
 _EVENT_BYTES: Final = 16  # size of a `struct epoll_event`, or 12 where it is packed
 _DATA_AT: Final = 4 if platform.machine() in ("x86_64", "i686", "i386") else 8  # offset of the descriptor in it
 
@@ -124,11 +128,15 @@ class WatchedSockets:
             self.epoll.close()
 
     def _read(self) -> None:
-        for descriptor, _ in self.epoll.poll(0, _MOST_AT_ONCE):
-            if (found := self._on_ready.get(descriptor)) is not None:
-                found[0].run(found[1])
-            if self.epoll.closed:
-                return
+        began = time.monotonic()
+        ready = [(0, 0)] * _MOST_AT_ONCE
+        while len(ready) == _MOST_AT_ONCE and time.monotonic() - began < READ_TURN_S:
+            ready = self.epoll.poll(0, _MOST_AT_ONCE)
+            for descriptor, _ in ready:
+                if (found := self._on_ready.get(descriptor)) is not None:
+                    found[0].run(found[1])
+                if self.epoll.closed:
+                    return
 
 
 _of_loops: Final[dict[asyncio.AbstractEventLoop, WatchedSockets]] = {}

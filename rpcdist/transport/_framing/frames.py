@@ -65,6 +65,8 @@ MAX_FRAME_BYTES = 1 << 20
 """A larger message travels as chunks itself."""
 MAX_ENVELOPE_BYTES = 1 << 20
 """The writer starts a new envelope at this size, so no envelope exceeds the sum of this and one frame."""
+MAX_FRAMES: Final = 256
+"""Limit of the frames of an envelope, which is handled in one piece: other connections are read between two."""
 MAX_FUNCTIONS: Final = 4096
 """Limit of numbered functions in one direction of a session; calls of other functions carry the name each time."""
 
@@ -228,6 +230,8 @@ def parse(data: bytes | bytearray, names: list[str]) -> list[WireMessage | Chunk
     at, end = 0, len(data)
     try:
         while at < end:
+            if len(found) == MAX_FRAMES:
+                raise ProtocolViolation(f"an envelope of more than {MAX_FRAMES} frames arrived")
             size, kind, flags, num_tensors, number, id, extra = _unpack(data, at)
             body = at + _HEAD_BYTES
             at = body + size

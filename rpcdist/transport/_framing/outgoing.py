@@ -22,6 +22,7 @@ from rpcdist.transport._framing.frames import (
     CHUNK_WINDOW_BYTES,
     MAX_ENVELOPE_BYTES,
     MAX_FRAME_BYTES,
+    MAX_FRAMES,
     MAX_FUNCTIONS,
     call_frame,
     chunk_head,
@@ -31,6 +32,7 @@ from rpcdist.transport._framing.frames import (
     returned_frame,
     want_value,
 )
+from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.memory_copies import OutgoingBuffer
 from rpcdist.transport.shared_memory import Segment
 from rpcdist.transport.wire_messages import CompactCall, CompactPass, CompactReply, WireMessage
@@ -44,6 +46,7 @@ class _OutgoingTransfer:
     """The buffers of one message, which belongs to a stream or to none (0). `then` starts when they are written.
 
     `loans` are the segments that a wrapped message names; the peer learns of them when all of this has arrived.
+    `owed_bytes` is its part of the peer's account, without that of the transfer that follows.
     """
 
     number: int
@@ -52,6 +55,7 @@ class _OutgoingTransfer:
     sizes: Sequence[int]
     then: _OutgoingTransfer | None = None
     loans: Sequence[int] = ()
+    owed_bytes: int = 0
     index: int = 0
     at: int = 0
 
@@ -81,8 +85,12 @@ class _OutgoingTransfer:
         return self.index == len(self.sizes)
 
 
-_Entry = tuple[bytes | bytearray, "_OutgoingTransfer | Segment | None", int]
-"""A frame, its buffers or the segment that it offers, and its stream (0 for none)."""
+_Entry = tuple[bytes | bytearray, "_OutgoingTransfer | Segment | None", int, int]
+"""A frame, its buffers or the segment that it offers, its stream (0 for none), and its part of the peer's account."""
+
+NUM_UNCOUNTED: Final = 32
+UNCOUNTED_BYTES: Final = 4096
+"""A reply with a small body that finds fewer frames in the queue counts in no account, which saves it two locks."""
 
 
 def stream_of(message: WireMessage) -> int:
@@ -125,9 +133,18 @@ class Outgoing:
 
     Attributes:
         striper: may take the buffers of a message; None if the session has only one connection.
+        is_overdrawn: whether so many small messages wait for the peer that the session must end.
+
+    Args:
+        account: counts what waits here for the peer to read it; None if the peer has not asked for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, account: AnnouncedBytes | None = None) -> None:
+        self._account = account
+        self._owed_bytes = self._owed_small_bytes = 0  # of buffers, and of frames
+        self._owing = threading.Lock()  # around these three
+        self._striped: dict[int, int] = {}  # what the payload connections write, by transfer: its part of the account
+        self.is_overdrawn = False
         self._frames: deque[_Entry] = deque()
         self._transfers: deque[_OutgoingTransfer] = deque()
         self._held: dict[int, deque[_Entry]] = {}  # entries held back, by stream with a transfer under way
@@ -165,17 +182,54 @@ class Outgoing:
         False if the message needs more steps, or may be changed later (`want_value`).
         """
         if type(message) is CompactReply:
-            self._frames.append((reply_frame(message), None, 0))
+            if len(self._frames) >= NUM_UNCOUNTED or len(message.body) > UNCOUNTED_BYTES:
+                return False
+            self._frames.append((reply_frame(message), None, 0, 0))
             return True
         if type(message) is CompactPass:
-            self._frames.append((pass_frame(message), None, 0))
+            self._frames.append((pass_frame(message), None, 0, 0))
             return True
         if type(message) is CompactCall and message.result is None:
             number = self._functions.get(message.function)
             if number is not None:
-                self._frames.append((call_frame(message, number), None, 0))
+                self._frames.append((call_frame(message, number), None, 0, 0))
                 return True
         return False
+
+    def _owe(self, num_bytes: int, is_small: bool = False) -> int:
+        """Counts bytes in the peer's account, or takes them out if negative; returns their number, 0 if none counts."""
+        if self._account is None or not num_bytes:
+            return 0
+        with self._owing:
+            account = self._account
+            if account is None:
+                return 0
+            if is_small:
+                self._owed_small_bytes += num_bytes
+            else:
+                self._owed_bytes += num_bytes
+            if not account.owe(num_bytes, is_small):
+                self.is_overdrawn = True
+        return num_bytes
+
+    def _pay_all(self, transfer: _OutgoingTransfer | None) -> None:
+        """Takes a transfer that is over, and those that would follow, out of the account."""
+        while transfer is not None:
+            owed, transfer.owed_bytes = transfer.owed_bytes, 0
+            self._owe(-owed)
+            transfer = transfer.then
+
+    def striped(self, number: int) -> None:
+        """Records that the payload connections have written a transfer, or dropped it."""
+        self._owe(-self._striped.pop(number, 0))
+
+    def close(self) -> None:
+        """Takes what waits here out of the account, since the session has ended."""
+        with self._owing:
+            account, self._account = self._account, None
+            if account is not None:
+                account.owe(-self._owed_bytes, is_small=False)
+                account.owe(-self._owed_small_bytes)
 
     @property
     def is_empty(self) -> bool:
@@ -198,7 +252,7 @@ class Outgoing:
             sizes = [buffer.size for buffer in buffers]
             if not message.large:  # otherwise some buffers were lent and are empty here
                 _set_sizes(message, sizes)
-            transfer = _OutgoingTransfer(number, stream, buffers, sizes)
+            transfer = _OutgoingTransfer(number, stream, buffers, sizes, owed_bytes=self._owe(sum(sizes)))
         if isinstance(message, CompactCall):
             self._add_call(message, transfer)
             return number
@@ -211,25 +265,25 @@ class Outgoing:
             if len(data) > MAX_FRAME_BYTES:
                 number = number or next(self._numbers)
                 data, transfer = self._wrap(message, number, stream, transfer)
-        self._frames.append((data, transfer, stream))
+        self._frames.append((data, transfer, stream, self._owe(len(data), is_small=True)))
         return number
 
     def _add_call(self, call: CompactCall, transfer: _OutgoingTransfer | None) -> None:
         function = call.function
         number = self._functions.get(function)
         if number is not None or not function:
-            self._frames.append((call_frame(call, number or 0), transfer, 0))
+            self._frames.append((call_frame(call, number or 0), transfer, 0, 0))
             return
         name = function.encode()
         with self._naming:
             number = self._functions.get(function)
             if number is not None:
-                self._frames.append((call_frame(call, number), transfer, 0))
+                self._frames.append((call_frame(call, number), transfer, 0, 0))
             elif len(self._functions) == MAX_FUNCTIONS:
-                self._frames.append((call_frame(call, 0, name), transfer, 0))
+                self._frames.append((call_frame(call, 0, name), transfer, 0, 0))
             else:
                 number = len(self._functions) + 1
-                self._frames.append((call_frame(call, number, name), transfer, 0))
+                self._frames.append((call_frame(call, number, name), transfer, 0, 0))
                 self._functions[function] = number  # last: a thread that finds it queues its frame behind this one
 
     def want_value(self, call: int) -> bool:
@@ -243,17 +297,18 @@ class Outgoing:
 
     def add_returned(self, segments: Sequence[int]) -> None:
         """Queues the numbers of the peer's segments that are free again."""
-        self._frames.append((returned_frame(segments), None, 0))
+        self._frames.append((returned_frame(segments), None, 0, 0))
 
     def add_offer(self, message: rpc_pb2.Message, segment: Segment) -> None:
         """Queues a message with a descriptor. Messages that are queued later are written after it."""
-        self._frames.append((frame(message), segment, 0))
+        self._frames.append((frame(message), segment, 0, 0))
 
     def add_transfer(self, number: int, buffers: Mapping[int, OutgoingBuffer]) -> None:
         """Queues buffers, by index, of a message that was sent without them."""
         with self._lock:
             present = [buffers.get(index, _NO_BUFFER) for index in range(max(buffers) + 1)]
-            self._schedule(_OutgoingTransfer(number, 0, present, [buffer.size for buffer in present]))
+            sizes = [buffer.size for buffer in present]
+            self._schedule(_OutgoingTransfer(number, 0, present, sizes, owed_bytes=self._owe(sum(sizes))))
 
     def next_offer(self) -> tuple[bytes, Segment] | None:
         """The bytes and the segment of an offer, if an offer is next in the queue; otherwise None.
@@ -262,7 +317,7 @@ class Outgoing:
         """
         with self._lock:
             if self._frames and isinstance(self._frames[0][1], Segment):
-                data, segment, _ = self._frames.popleft()
+                data, segment, *_ = self._frames.popleft()
                 assert isinstance(segment, Segment)
                 return bytes(data), segment
             return None
@@ -275,7 +330,7 @@ class Outgoing:
         announcement = frame(rpc_pb2.Message(transfer=number, large=[size], wrapped=True))
         # The same number is free again when the inner message is announced.
         loans = [loan.segment for loan in message.loans]
-        return announcement, _OutgoingTransfer(number, stream, [body], [size], inner, loans)
+        return announcement, _OutgoingTransfer(number, stream, [body], [size], inner, loans, self._owe(size))
 
     def abort(self, number: int) -> Sequence[int] | None:
         """Stops a transfer.
@@ -304,9 +359,10 @@ class Outgoing:
         for transfer in self._transfers:
             if transfer.number == number:
                 self._transfers.remove(transfer)
+                self._pay_all(transfer)
                 self._release(transfer.stream)
                 return transfer
-        for _, queued, _ in itertools.chain(list(self._frames), *self._held.values()):  # a copy: threads append
+        for _, queued, *_ in itertools.chain(list(self._frames), *self._held.values()):  # a copy: threads append
             if isinstance(queued, _OutgoingTransfer) and queued.number == number:
                 self._aborted.add(number)
                 return queued
@@ -341,10 +397,10 @@ class Outgoing:
     def _batch(self) -> bytes:
         """Joins as many queued messages as fit; empty if they are held back, or an offer is next."""
         frames = self._frames
-        parts = []
-        size = 0
-        while frames and size < MAX_ENVELOPE_BYTES:
-            data, transfer, stream = entry = frames.popleft()
+        parts: list[bytes | bytearray] = []
+        size = num_paid = 0
+        while frames and size < MAX_ENVELOPE_BYTES and len(parts) < MAX_FRAMES:
+            data, transfer, stream, owed = entry = frames.popleft()
             if isinstance(transfer, Segment):
                 frames.appendleft(entry)
                 break
@@ -353,27 +409,34 @@ class Outgoing:
                 continue
             parts.append(data)
             size += len(data)
+            num_paid += owed
             if transfer is not None:
                 self._num_announced += 1
                 if not self._stripe(transfer):
                     self._schedule(transfer)
+        self._owe(-num_paid, is_small=True)
         return b"".join(parts)
 
     def _stripe(self, transfer: _OutgoingTransfer) -> bool:
         """Whether the payload connections take it. Parts of a stream stay on one connection, to keep their order."""
-        striper = self.striper
-        return (
-            striper is not None
-            and not (transfer.stream or transfer.then or transfer.loans or transfer.number in self._aborted)
-            and striper.take(transfer.number, self._num_announced, transfer.buffers, transfer.sizes)
-        )
+        striper, number = self.striper, transfer.number
+        if striper is None or transfer.stream or transfer.then or transfer.loans or number in self._aborted:
+            return False
+        if transfer.owed_bytes:
+            self._striped[number] = transfer.owed_bytes  # before it may be written
+        if striper.take(number, self._num_announced, transfer.buffers, transfer.sizes):
+            return True
+        self._striped.pop(number, None)
+        return False
 
     def _schedule(self, transfer: _OutgoingTransfer) -> None:
         """Gives a transfer its next turn; if it is finished, releases the entries that it held back."""
         rest: _OutgoingTransfer | None = transfer
         while rest is not None and rest.finished:
+            self._owe(-rest.owed_bytes)
             rest = rest.then
         if rest is None or rest.number in self._aborted:
+            self._pay_all(rest)
             self._aborted.discard(transfer.number)
             self._release(transfer.stream)
             return

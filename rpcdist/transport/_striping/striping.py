@@ -281,8 +281,8 @@ class StripedSession(Protocol):
     def on_striped(self, delivery: Delivery | None) -> None:
         """A piece arrived on a payload connection, perhaps the last one of a message; called on any thread."""
 
-    def on_all_written(self) -> None:
-        """All stripes are written; called on any thread."""
+    def on_written(self, number: int, is_last: bool) -> None:
+        """All stripes of a transfer are written or dropped, and perhaps no others wait; called on any thread."""
 
     def close(self, reason: str) -> None:
         """Ends the session; any thread."""
@@ -391,8 +391,7 @@ class Striping:
                 return
             self._transfers.pop(transfer.number, None)
             is_last = not self._transfers
-        if is_last:
-            self._session.on_all_written()
+        self._session.on_written(transfer.number, is_last)
 
     def on_piece(self, delivery: Delivery | None) -> None:
         """A piece arrived, perhaps the last one of a message. An exception raised here ends the session."""
