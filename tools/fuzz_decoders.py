@@ -92,7 +92,7 @@ def examples_of_passes() -> list[bytes]:
 
 def messages(data: bytes) -> None:
     """What references and handshakes say."""
-    decode_messages(rref_pb2.RRefMessage.FromString(data))
+    decode_messages(rref_pb2.RRefMessage.FromString(data), lambda rref, fork: True)
     identity_from_proto(handshake_pb2.Handshake.FromString(data).hello.identity)
 
 

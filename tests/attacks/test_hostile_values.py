@@ -163,12 +163,14 @@ def test_an_announcement_takes_no_memory() -> None:
 def test_a_reason_that_is_none_ends_the_session_by_name() -> None:
     """It was a `ValueError`, with a traceback in the log; found by `make fuzz`."""
     with pytest.raises(ProtocolViolation, match="24 is not a valid Reason"):
-        decode_messages(rref_pb2.RRefMessage(fork_refused=rref_pb2.ForkRefused(reason=24)))  # type: ignore[arg-type]
+        decode_messages(rref_pb2.RRefMessage(fork_refused=rref_pb2.ForkRefused(reason=24)), lambda rref, fork: False)  # type: ignore[arg-type]
 
 
 def test_deletions_that_are_cut_off_end_the_session_by_name() -> None:
     with pytest.raises(ProtocolViolation, match="arrived in 47 bytes"):
-        decode_messages(rref_pb2.RRefMessage(users_deleted=rref_pb2.UsersDeleted(ids=bytes(47))))
+        decode_messages(
+            rref_pb2.RRefMessage(users_deleted=rref_pb2.UsersDeleted(ids=bytes(47))), lambda rref, fork: False
+        )
 
 
 OWN_BYTES = TRANSFER_BYTES + BUFFER_BYTES

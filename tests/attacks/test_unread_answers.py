@@ -77,8 +77,8 @@ def test_a_peer_that_reads_no_refusals_is_cut_off(worker_pool: WorkerPool) -> No
     world = world_of(worker_pool, 1 << 20)
     for _ in range(100):
         world["a"].run(functions.ask, "b", functions.fail_at_length, 500)
-        if world["b"].run(functions.account_of, "a") is None:
+        if not world["b"].run(functions.account_of, "a"):
             break
-    eventually(lambda: world["b"].run(functions.account_of, "a") is None)
+    eventually(lambda: not world["b"].run(functions.account_of, "a"))
     assert {error.partition(":")[0] for error in world["a"].run(functions.outcomes)} == {"WorkerLost"}
     assert world["c"].run(rpc.rpc_sync, "b", functions.make_bytes).numel() == functions.ANSWER_BYTES

@@ -89,10 +89,10 @@ def read_streams() -> list[str]:
 # ---------------------------------------------------------------- at the victim
 
 
-def account_of(worker: str) -> tuple[int, int] | None:
-    """The bytes in the account of a worker, and those of them in lent memory; None if it has no session here."""
+def account_of(worker: str) -> list[int]:
+    """The bytes in the account of a worker, and those in lent memory; empty if it has no session here."""
     sessions: list[Any] = [session for session in current_agent()._inbound.sessions if session.peer.name == worker]
-    return (sessions[0].account._num_bytes, sessions[0].account._num_mapped) if sessions else None
+    return [sessions[0].account._num_bytes, sessions[0].account._num_mapped] if sessions else []
 
 
 def num_served() -> tuple[int, int]:

@@ -16,6 +16,7 @@ from chunk_envelopes import chunk_envelope
 
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.testing import eventually_async
+from rpcdist.transport._channels import socket_channel
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._channels.socket_pipe import SocketPipe
 from rpcdist.transport._framing.frames import CHUNK_BYTES, ChunkHead, chunk_head, parse_chunk_head
@@ -154,6 +155,69 @@ async def test_what_comes_right_after_the_handshake_is_for_the_channel(ends: Any
     assert receiver.frames == [b"first", b"second"]
     delivering.cancel()
     stream.abort("done")
+
+
+# ---------------------------------------------------------------- turns
+
+
+@pytest.fixture
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each frame that the loop takes ends its turn."""
+    monkeypatch.setattr(socket_channel, "READ_TURN_S", -1.0)
+
+
+async def test_a_burst_of_small_frames_lets_others_in(ends: Any, short_turns: None) -> None:
+    order: list[str] = []
+
+    class Noting(Receiver):
+        def receive(self, data: bytes | bytearray) -> None:
+            order.append(bytes(data).decode())
+            super().receive(data)
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        many, few = SocketChannel(ends[0], "many"), SocketChannel(ours, "few")
+        receivers = Noting(), Noting()
+        ends[1].sendall(b"".join(framed(b"many") for _ in range(1000)) + framed(b"last"))
+        theirs.sendall(framed(b"few") * 3)
+        delivering = [
+            asyncio.ensure_future(many.deliver(receivers[0])),
+            asyncio.ensure_future(few.deliver(receivers[1])),
+        ]
+        await receivers[1].until(frames=3)
+        assert len(receivers[0].frames) < 20
+        assert many.has_unread is False and not many._lead._lock.acquire(False)  # the rest lies in the channel
+        await receivers[0].until(frames=1001)
+        assert receivers[0].frames == [b"many"] * 1000 + [b"last"] and order.count("few") == 3
+        await eventually_async(lambda: not many._lead._lock.locked(), "a thread may lead again")
+        for task in delivering:
+            task.cancel()
+        many.abort("done")
+        few.abort("done")
+
+
+async def test_what_a_peer_sent_before_it_went_arrives_though_turns_are_short(ends: Any, short_turns: None) -> None:
+    stream, receiver = SocketChannel(ends[0], "b"), Receiver()
+    large = b"x" * 100_000
+    ends[1].sendall(framed(b"first") * 300)
+    ends[1].sendall(framed(large)[:60_000])
+    delivering = asyncio.ensure_future(stream.deliver(receiver))
+    await receiver.until(frames=1)
+    ends[1].sendall(framed(large)[60_000:] + framed(b"last") * 2)
+    ends[1].close()
+    assert (await reason_of(delivering)).startswith("the connection with b broke: ")
+    assert receiver.frames == [b"first"] * 300 + [large] + [b"last"] * 2
+    stream.abort("done")
+
+
+async def test_an_abort_between_two_turns_drops_the_frames_that_are_left(ends: Any, short_turns: None) -> None:
+    stream, receiver = SocketChannel(ends[0], "b"), Receiver()
+    ends[1].sendall(framed(b"x") * 300)
+    delivering = asyncio.ensure_future(stream.deliver(receiver))
+    await receiver.until(frames=1)
+    stream.abort("enough")
+    assert await reason_of(delivering) == "enough"
+    assert len(receiver.frames) < 300
 
 
 # ---------------------------------------------------------------- before the proof

@@ -260,7 +260,8 @@ class RRefManager:
     def on_message(self, sender: int, incarnation: int, message: rref_pb2.RRefMessage) -> None:
         """A control message arrived."""
         node = Incarnation(sender, incarnation)
-        arrived = [events.MessageArrived(node, decoded) for decoded in decode_messages(message)]
+        decoded = decode_messages(message, self._tables.protocol.owners.counts)
+        arrived = [events.MessageArrived(node, each) for each in decoded]
         if len(arrived) == 1:
             self._tables.feed(arrived[0])
         else:

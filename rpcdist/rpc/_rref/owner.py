@@ -174,6 +174,11 @@ class OwnerTable:
             self._end_wait(entry.askers, fork)
         self._settle(entry)
 
+    def counts(self, rref: tuple[object, ...], fork: tuple[object, ...]) -> bool:
+        """Whether `delete` may find this fork; any thread, without the lock."""
+        entry = self.entries.get(rref)  # type: ignore[call-overload]  # a tuple is equal to the id with its fields
+        return entry is not None and (fork in entry.forks or fork in entry.askers)
+
     def share(self, event: Share) -> None:
         """The child is counted from now on, so that its receiver needs no confirmation."""
         entry = self.entries.get(event.rref)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from struct import Struct
-from typing import Final
+from typing import Any, Final
 
 from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.errors import ProtocolViolation
@@ -12,6 +12,8 @@ from rpcdist.rpc._rref import events
 from rpcdist.rpc._rref.identifiers import UniqueId
 
 _IDS: Final = Struct("<qqQqqQ")
+NamedIds = tuple[Any, ...]
+"""The fields of a `UniqueId`, to which it is equal."""
 
 _WITH_FORK: dict[str, type[events.ForkMessage]] = {
     "fork_request": events.ForkRequest,
@@ -59,8 +61,15 @@ def encode_deletions(deleted: Sequence[events.UserDeleted]) -> rref_pb2.RRefMess
     return rref_pb2.RRefMessage(users_deleted=rref_pb2.UsersDeleted(ids=ids))
 
 
-def decode_messages(encoded: rref_pb2.RRefMessage) -> Sequence[events.Message]:
+def decode_messages(
+    encoded: rref_pb2.RRefMessage, is_counted: Callable[[NamedIds, NamedIds], bool]
+) -> Sequence[events.Message]:
     """One message, or several deletions.
+
+    Args:
+        encoded: the message.
+        is_counted: whether a fork of a reference is counted here. The deletions of others would change nothing, and
+            what is made for each takes ten times as long as this question.
 
     Raises:
         ProtocolViolation: it is of a kind, or has a reason, that this version does not know, or is cut off.
@@ -70,7 +79,8 @@ def decode_messages(encoded: rref_pb2.RRefMessage) -> Sequence[events.Message]:
     ids = encoded.users_deleted.ids
     if len(ids) % _IDS.size:
         raise ProtocolViolation(f"the deletion of references arrived in {len(ids)} bytes, which is no number of them")
-    return [events.UserDeleted(UniqueId(*pair[:3]), UniqueId(*pair[3:])) for pair in _IDS.iter_unpack(ids)]
+    counted = [pair for pair in _IDS.iter_unpack(ids) if is_counted(pair[:3], pair[3:])]
+    return [events.UserDeleted(UniqueId(*pair[:3]), UniqueId(*pair[3:])) for pair in dict.fromkeys(counted)]
 
 
 def _decode(encoded: rref_pb2.RRefMessage) -> events.Message:
