@@ -34,13 +34,14 @@ from rpcdist.autograd._pass_message import (
 from rpcdist.autograd._pass_sender import PassSender, Releases
 from rpcdist.autograd._step_part import Outcome, StepPart, do_work
 from rpcdist.deadline import Deadline
-from rpcdist.errors import CallRefused, RpcdistError
+from rpcdist.errors import CallRefused, Overloaded, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.inspection import ContextFacts, PassFacts
 from rpcdist.rpc._calling.autograd_links import AutogradLinks
 from rpcdist.rpc._executors.timers import Timer
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._serving.active_call import CALL_BYTES
 from rpcdist.rpc._values import ReceiveBuffer
 from rpcdist.rpc._values.exceptions import add_note
 from rpcdist.rpc.future import Future
@@ -296,7 +297,11 @@ class AutogradWorker:
         context = self.contexts.look_up(part.context)
         if brings_work(part):
             if via is not None:
-                jobs.append((do_work, (*read_work(part), part.context, part.backward, via)))
+                work, weight = read_work(part), CALL_BYTES + len(part.body)
+                if (refusal := via.account.add(weight, "came with the step of an optimizer")) is not None:
+                    self._refuse(sender.id, part.context, part.backward, Overloaded(refusal))
+                    return
+                jobs.append((do_work, (*work, part.context, part.backward, via, weight)))
             return
         if context is None or not context.takes_part(sender.id):
             asked = self._passes.get(part.backward)  # owners of parameters need not take part in the context

@@ -97,13 +97,25 @@ class StepPart:
         return {to: "has not said that its step is done" for to in self._work if to not in self.outcomes}
 
 
-def do_work(work: bytes, deadline: Deadline, context_id: int, backward: int, via: MessageSink) -> None:
-    """Does what a worker asks for, and answers; on a thread of the pool."""
-    if deadline.is_finite:
-        current_deadline.set(deadline)
-    answer = PassMessage()
-    answer.outcome = workers[0](context_id, work) if workers else b""
-    encoded, _ = answer.encode(context_id, backward)
+def do_work(
+    work: bytes, deadline: Deadline, context_id: int, backward: int, via: MessageSink, num_counted: int = 0
+) -> None:
+    """Does what a worker asks for, and answers; on a thread of the pool.
+
+    Args:
+        work, deadline: see `workers`; and its limit.
+        context_id, backward: of the pass.
+        via: where it came, and where the answer goes.
+        num_counted: the bytes that count in the account of that worker until the work is done.
+    """
+    try:
+        if deadline.is_finite:
+            current_deadline.set(deadline)
+        answer = PassMessage()
+        answer.outcome = workers[0](context_id, work) if workers else b""
+        encoded, _ = answer.encode(context_id, backward)
+    finally:
+        via.account.subtract(num_counted)
     if hooks.enter is None:
         via.send(encoded)
     else:

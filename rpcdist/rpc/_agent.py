@@ -394,6 +394,7 @@ class Agent:
         events.replaced.listen(self._control.forget)
         events.member.listen(self._control.on_member)
         events.lease_ended.listen(references.on_lease_ended)
+        events.lease_ended.listen(self._on_lease_ended)
         events.lost.listen(references.on_lost)
         events.lost.listen(lambda identity, error: self.actors.lost(identity))
         events.lost.listen(self.directory.on_lost)
@@ -406,6 +407,14 @@ class Agent:
         events.broken.listen(self._news.on_broken)
         events.member.listen(self.watch.on_member)
         events.member.listen(self._rounds.on_member)
+
+    def _on_lease_ended(self, identity: Identity) -> None:
+        """Nothing is kept of processes that are no workers: their number has no limit."""
+        is_member = not self.directory.is_news(identity) or self.directory.was_replaced(identity)
+        self._control.on_lease_ended(identity, is_member)
+        if not is_member:
+            self._leases.forget(identity)
+            self.rrefs.worker_found(identity.id, identity.incarnation)  # it may come again, with new references
 
     # ------------------------------------------------------------ beginning and end
 
@@ -423,7 +432,7 @@ class Agent:
             (AUTOGRAD_SERVICE, "autograd", autograd_pb2.AutogradDelivered),
             (RREF_SERVICE, "rref", rref_pb2.RRefDelivered),
         ):
-            network.add_service(service, {"Deliver": self._control.service_method(kind, reply)})
+            network.add_service(service, {"Deliver": self._control.service_method(kind, reply, self._leases.seen)})
         network.add_service(SERVICE, self.inspector.methods)
         let_others_look()
         network.handle_role(ROLE, self._inbound, self._inbound.refusal)

@@ -112,10 +112,19 @@ class LeaseWatch:
             for identity in ended:
                 self._leases.seen(identity)
             ended = []
+        self._over.update(ended)
         for identity in ended:
             logger.info("the lease of worker %s ended", identity.name)
             self._ended.publish(identity)
         # Where this process was held up, the session may go on: nothing else would say that the worker lives.
         for identity in self._over.intersection(session.peer for session in sessions).difference(ended):
+            self._over.discard(identity)
             self._found.publish(identity)
-        self._over = self._over.difference(session.peer for session in sessions).union(ended)
+
+    def seen(self, identity: Identity) -> None:
+        """Something came from a process that may have no session."""
+        self._leases.seen(identity)
+
+    def forget(self, identity: Identity) -> None:
+        """Its lease is over, and nobody will ask whether it comes back."""
+        self._over.discard(identity)

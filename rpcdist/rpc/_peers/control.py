@@ -141,6 +141,11 @@ class ControlReceiver:
         """A process is out of the job for good, and sends no message again."""
         self._inboxes.pop((sender.id, sender.incarnation), None)
 
+    def on_lease_ended(self, sender: Identity, is_member: bool) -> None:
+        """A process was silent for long. A worker may be found again, and go on with its numbers."""
+        if not is_member:
+            self.forget(sender)
+
     def on_member(self, event: MemberEvent) -> None:
         """A worker came or went. One that was lost may be found again, and go on with its numbers."""
         if event.kind == "left":
@@ -152,12 +157,21 @@ class ControlReceiver:
         for session, applied in due.items():
             session.send(rpc_pb2.Message(ack=rpc_pb2.Ack(control_seq=applied)))
 
-    def service_method(self, kind: str, reply: Callable[[], Message]) -> Callable[[Identity, Any], Awaitable[Message]]:
-        """The method `Deliver` of a service: the same handler as for sessions, which repeats do no harm to."""
+    def service_method(
+        self, kind: str, reply: Callable[[], Message], seen: Callable[[Identity], object]
+    ) -> Callable[[Identity, Any], Awaitable[Message]]:
+        """The method `Deliver` of a service: the same handler as for sessions, which repeats do no harm to.
+
+        Args:
+            kind: of the bodies.
+            reply: makes the answer.
+            seen: renews the lease of the sender, which may have no session; what it makes here ends with the lease.
+        """
 
         async def deliver(peer: Identity, body: Message) -> Message:
             if self._lifetime.is_closed:
                 raise RpcdistError("this worker has shut down RPC")
+            seen(peer)
             self._apply[kind](peer, body, ())
             return reply()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from rpcdist._proto import rpc_pb2
@@ -67,21 +67,36 @@ class Demultiplexer:
     def on_messages(self, session: MessageSink, messages: list[tuple[WireMessage, list[ReceiveBuffer]]]) -> None:
         """Messages arrived on a session. Their jobs go to the pool together, with one wake-up for all.
 
-        Calls join the line of the peer. The jobs of answers are work of this worker.
+        Calls join the line of the peer, and parts of backward passes that of its nested calls. The jobs of answers are
+        work of this worker.
         """
         if self._lifetime.is_closed:
             return
         calls: list[PoolJob] = []
+        passes: list[PoolJob] = []
         jobs: list[PoolJob] = []
         for message, buffers in messages:
             kind = message.WhichOneof("body") if isinstance(message, rpc_pb2.Message) else type(message)
             handler = self._handlers.get(kind)
-            if handler is not None:
-                handler(session, message, buffers, calls if kind is CompactCall or kind == "call" else jobs)
+            if handler is None:
+                continue
+            if kind is CompactCall or kind == "call":
+                handler(session, message, buffers, calls)
+            elif kind is CompactPass:
+                handler(session, message, buffers, passes)
+            else:
+                handler(session, message, buffers, jobs)
         if calls:
             self._submit_many(calls, session.account)
+        if passes:
+            self._submit_many(passes, line_of(session, is_nested=True))
         if jobs:
             self._submit_many(jobs)
+
+
+def line_of(session: MessageSink, is_nested: bool) -> Hashable:
+    """The line of the pool that a call joins: another call may wait for a nested one, which passes the others."""
+    return (session.account, "nested") if is_nested else session.account
 
 
 class Loopback:

@@ -15,7 +15,7 @@ import inspect
 import threading
 import time
 from _thread import get_ident
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Hashable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextvars import Context, copy_context
 from functools import partial
 from typing import Any, Final
@@ -41,7 +41,7 @@ from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._inspection.call_recorder import CallRecorder
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._marshal.marshal import Marshal
-from rpcdist.rpc._peers.demultiplexer import Lifetime, PoolJob
+from rpcdist.rpc._peers.demultiplexer import Lifetime, PoolJob, line_of
 from rpcdist.rpc._peers.network import MessageSink, calling_session, calling_worker
 from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.manager import RRefManager
@@ -327,7 +327,7 @@ class Dispatcher:
 
     def _submit(self, active: ActiveCall, function: Callable[..., object], *arguments: object) -> None:
         """Has the pool do something for a call, in the line of its caller."""
-        self._pool.submit_many(((function, arguments),), _owner(active))
+        self._pool.submit_many(((function, arguments),), line_of(active.session, active.is_nested))
 
     def _refuse(self, active: ActiveCall) -> None:
         """Answers a call that its caller does not want any more."""
@@ -478,12 +478,6 @@ class Dispatcher:
         if active.cancelled:
             producer.cancel()
         begin(DEFAULT_WINDOW)
-
-
-def _owner(active: ActiveCall) -> Hashable:
-    """Whose line of the pool a call joins: another call may wait for a nested one, which passes those that are not."""
-    account = active.session.account
-    return (account, "nested") if active.is_nested else account
 
 
 def describe_job(function: Callable[..., object], arguments: tuple[object, ...]) -> str:
