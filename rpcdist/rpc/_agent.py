@@ -414,7 +414,7 @@ class Agent:
         self._control.on_lease_ended(identity, is_member)
         if not is_member:
             self._leases.forget(identity)
-            self.rrefs.worker_found(identity.id, identity.incarnation)  # it may come again, with new references
+            self.rrefs.forget(identity.id, identity.incarnation)
 
     # ------------------------------------------------------------ beginning and end
 
@@ -575,5 +575,6 @@ class _RRefLinks:
         self.me = directory.me
         self.name_of = directory.name_of
         self.incarnation_of = directory.incarnation_of
+        self.was_worker = directory.was_worker
         self.send_control = router.send_control
         self.flush = router.flush

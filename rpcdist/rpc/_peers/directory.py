@@ -265,6 +265,11 @@ class Directory:
         """Whether another process has taken the place of this one, which may not know it yet."""
         return identity in self._replaced
 
+    def was_worker(self, id: int, incarnation: int) -> bool:
+        """Whether a process is a worker of the job, or was one before another took its place."""
+        known = [identity.incarnation for identity in self._replaced if identity.id == id]
+        return incarnation in (self.incarnation_of(id), *known)
+
     def holder_of(self, id: int) -> str | None:
         """The name of the worker that lives at a rank; None if no worker is known to live there."""
         member = self._living.get(id)

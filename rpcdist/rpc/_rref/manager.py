@@ -285,6 +285,10 @@ class RRefManager:
             self._tables.losses.pop(node, None)
         self._tables.feed(events.HolderFound(node))
 
+    def forget(self, worker_id: int, incarnation: int) -> None:
+        """The lease of a process that was never a worker has ended."""
+        self._tables.forget(Incarnation(worker_id, incarnation))
+
     def is_lost(self, worker_id: int) -> bool:
         return self._tables.node(worker_id, None) in self._tables.protocol.lost
 

@@ -113,6 +113,11 @@ class RRefProtocol:
     def _is_gone(self, node: Incarnation) -> bool:
         return node in self.lost or node in self.owners.ended
 
+    def forget(self, node: Incarnation) -> None:
+        """It is neither declared dead nor without a lease any more; what it held is gone."""
+        self.lost.discard(node)
+        self.owners.ended.discard(node)
+
     # Events.
 
     def _create_remote(self, event: CreateRemote) -> None:

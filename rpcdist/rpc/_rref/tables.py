@@ -45,6 +45,9 @@ class RRefHost(Protocol):
     def incarnation_of(self, worker_id: int) -> int:
         """Of the process that has this id now; 0 if it is unknown."""
 
+    def was_worker(self, worker_id: int, incarnation: int) -> bool:
+        """Whether a process is a worker, or was one before another took its place."""
+
 
 GONE = "RPC was shut down in this process, and its remote references with it"
 FORK_AFTER_DELETION = "Cannot call fork an UserRRef after deletion."
@@ -170,6 +173,12 @@ class RRefTables:
             self.losses.setdefault(node, exc)
         self.feed(events.HolderLost(node))
 
+    def forget(self, node: Incarnation) -> None:
+        """Keeps nothing of a process that was never a worker: peers may make up any number of them."""
+        with self.lock:
+            self.losses.pop(node, None)
+            self.protocol.forget(node)
+
     # ------------------------------------------------------------ the doorway
 
     def feed_new(
@@ -257,6 +266,8 @@ class RRefTables:
             self._host.send_control(to.worker, message)
         elif to not in self.losses:
             self.lose(to, replaced(self.name(to)))
+            if not self._host.was_worker(to.worker, to.incarnation):  # a peer made it up
+                self.forget(to)
 
     def _confirm(self, action: events.Confirm, effects: list[Callable[[], object]]) -> None:
         state = self.states.get(action.handle)

@@ -67,6 +67,7 @@ from rpcdist.transport._framing.incoming import MissingBuffer
 from rpcdist.transport.wire_messages import CompactCall
 
 MAX_KNOWN_NAMES: Final = 4096
+MAX_FUNCTION_CHARS: Final = 2000
 _IN_TURN: Final = function_name(_invoke_in_turn)
 
 
@@ -154,6 +155,11 @@ class Dispatcher:
             if call.HasField("arguments"):
                 arguments = self._marshal.arrived(call.arguments, buffers, session.peer)
             active = ActiveCall.of_protobuf(session, call, arguments)
+            if len(call.function) > MAX_FUNCTION_CHARS:  # names are kept for those who look at ended calls
+                active.function = f"{call.function[:MAX_METHOD_CHARS]}..."
+                error = f"a function's name has at most {MAX_FUNCTION_CHARS} characters, not {len(call.function)}"
+                self._answers.fail(active, CallRefused(error))
+                return
             context_id = call.autograd_context
         if message.large:
             sizes = zip(message.large, buffers, strict=False)

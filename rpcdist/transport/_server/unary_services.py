@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections import Counter
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
@@ -18,13 +19,18 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from rpcdist._proto import handshake_pb2
-from rpcdist.errors import ProtocolViolation, RpcdistError
+from rpcdist.errors import Overloaded, ProtocolViolation, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.transport._channels.grpc_channel import refuse
 from rpcdist.transport._framing.message_parts import parsed
 from rpcdist.transport.unary_proof import PACKAGE, ProvenSessions, TooLarge, cut, joined
 
 logger = logging.getLogger(__name__)
+
+CALL_BYTES: Final = 16 << 10
+"""The memory of a call that waits, without its request."""
+MAX_BYTES_UNDER_WAY: Final = 192 << 20
+"""Of one caller; more than the largest request that travels in pieces. A larger one goes alone."""
 
 Method = Callable[[Identity, Any], Awaitable[Any]]
 """A service method: takes the proven caller and the request, returns the reply. Runs on the I/O loop.
@@ -50,6 +56,7 @@ class UnaryServices:
         self._methods: dict[str, tuple[type[Message], Method, bool]] = {}  # by path; the last item: in pieces
         self._proven = proven
         self._num_running = 0
+        self._num_bytes: Counter[Identity] = Counter()  # of calls that are under way, by caller
         self._one_ended = asyncio.Event()
 
     def add(self, descriptor: ServiceDescriptor, methods: Mapping[str, Method]) -> None:
@@ -74,9 +81,10 @@ class UnaryServices:
         return _refuse_unread(path) if peer is None else self._answer(path, peer, *found)
 
     def _answer(self, path: str, peer: Identity, request_type: type[Message], method: Method, in_pieces: bool) -> Any:
-        async def reply_to(request: Any, context: Any) -> Any:
+        async def reply_to(request: Any, num_bytes: int, context: Any) -> Any:
             try:
-                return await method(peer, request)
+                with self._counted(peer, CALL_BYTES + num_bytes):
+                    return await method(peer, request)
             except RpcdistError as exc:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(exc))
             except Exception as exc:
@@ -90,21 +98,44 @@ class UnaryServices:
             except (DecodeError, ProtocolViolation) as exc:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request of {path} cannot be parsed: {exc}")
             with self._running():
-                return (await reply_to(request, context)).SerializeToString()  # type: ignore[no-any-return]
+                return (await reply_to(request, len(data), context)).SerializeToString()  # type: ignore[no-any-return]
 
         async def handle_pieces(pieces: AsyncIterable[bytes], context: Any) -> None:
             self._on_call(context.peer())
             with self._running():
                 try:
-                    request = await joined(pieces, request_type)
-                except (DecodeError, TooLarge) as exc:
+                    with ExitStack() as counted:
+                        request = await joined(self._counting(pieces, peer, counted), request_type)
+                except (DecodeError, TooLarge, Overloaded) as exc:
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request of {path}: {exc}")
-                for piece in cut(await reply_to(request, context), request_type):
+                for piece in cut(await reply_to(request, len(request), context), request_type):
                     await context.write(piece)
 
         if in_pieces:
             return grpc.stream_stream_rpc_method_handler(handle_pieces)
         return grpc.unary_unary_rpc_method_handler(handle)
+
+    @contextmanager
+    def _counted(self, peer: Identity, num_bytes: int) -> Iterator[None]:
+        """Counts the bytes of a call that a peer has under way; raises `Overloaded` for more than one may have."""
+        under_way = self._num_bytes[peer]
+        if under_way and under_way + num_bytes > MAX_BYTES_UNDER_WAY:
+            raise Overloaded(
+                f"{num_bytes} bytes came with a call of a service while {under_way} of worker {peer.name!r} are under "
+                f"way there; {MAX_BYTES_UNDER_WAY} are the most. Wait for fewer keys at once"
+            )
+        self._num_bytes[peer] += num_bytes
+        try:
+            yield
+        finally:
+            self._num_bytes[peer] -= num_bytes
+            if not self._num_bytes[peer]:
+                del self._num_bytes[peer]
+
+    async def _counting(self, pieces: AsyncIterable[bytes], peer: Identity, counted: ExitStack) -> AsyncIterator[bytes]:
+        async for piece in pieces:
+            counted.enter_context(self._counted(peer, len(piece)))
+            yield piece
 
     @contextmanager
     def _running(self) -> Iterator[None]:
