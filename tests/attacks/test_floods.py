@@ -14,6 +14,7 @@ from full_sets import FULL
 from peer_timeouts import CALM_S, LIMIT_S, UNIT_S
 
 from rpcdist import rpc
+from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import NEVER
 from rpcdist.errors import Overloaded, WorkerLost
 from rpcdist.ids import Identity
@@ -21,6 +22,7 @@ from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._serving import active_calls, answers
 from rpcdist.rpc._serving.active_call import CALL_BYTES, ActiveCall
 from rpcdist.rpc._serving.active_calls import NUM_UNCOUNTED, ActiveCalls
+from rpcdist.rpc._serving.dispatcher import MAX_FUNCTION_CHARS
 from rpcdist.testing import InProcessCluster, eventually
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.wire_messages import CompactCall
@@ -212,3 +214,19 @@ def test_calls_that_fail_do_not_fill_the_log(caplog: pytest.LogCaptureFixture, m
         assert len(texts) == 4 and texts[3].startswith("3 calls of a have failed")
         cluster.run("c", fail)
         assert "from c failed on b" in caplog.records[-1].getMessage()
+
+
+def test_a_long_name_of_a_function_is_refused_and_kept_nowhere() -> None:
+    """Those of the last thousand calls were kept, with up to a mebibyte each."""
+    with InProcessCluster("a", "b", peer_timeout=CALM_S) as cluster:
+        with cluster.use("a") as sender:
+            name = "test_floods:" + "x" * 100_000
+            cluster.run("a", rpc.rpc_sync, "b", nothing, timeout=LIMIT_S)
+            session: Any = sender.router.session_with(sender.directory.resolve("b"))
+            session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=999, function=name)))
+            session.flush()
+        with cluster.use("b") as agent:
+            assert cluster.run("a", rpc.rpc_sync, "b", nothing, timeout=LIMIT_S) is None
+            assert agent.recorder is not None
+            assert max(len(call.function) for call in agent.recorder) < MAX_FUNCTION_CHARS
+            assert not len(agent.dispatcher.calls)

@@ -27,8 +27,10 @@ from rpcdist.errors import (
     TransportError,
 )
 from rpcdist.ids import Identity
+from rpcdist.testing import eventually
 from rpcdist.transport import Link, Node, Session
 from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
+from rpcdist.transport._server import unary_services
 from rpcdist.transport._tls.tls_failures import tls_failure
 from rpcdist.transport.unix_sockets import has_abstract_sockets
 
@@ -339,6 +341,39 @@ def served(nodes: Nodes) -> tuple[Node, Node, Answers]:
     methods = {"Members": answers.members, "Leave": answers.leave, "Join": answers.join}
     server.add_service(SERVICE, methods)
     return server, client, answers
+
+
+def test_the_unary_calls_of_a_peer_that_are_under_way_have_a_bound(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unary_services, "MAX_BYTES_UNDER_WAY", 3 * unary_services.CALL_BYTES + 100)
+    server, clients = nodes.make("server", serve=True), [nodes.make(name) for name in ("many", "one")]
+    waiting: list[str] = []
+    is_over = asyncio.Event()
+
+    async def members(peer: Identity, request: Any) -> membership_pb2.JoinReply:
+        waiting.append(peer.name)
+        await is_over.wait()
+        return membership_pb2.JoinReply(version=7)
+
+    server.add_service(SERVICE, {"Members": members})
+    many, one = (open_link(client, server) for client in clients)
+
+    async def begin() -> list[asyncio.Task[Any]]:
+        return [asyncio.ensure_future(unary(many, "Members")) for _ in range(8)]
+
+    async def outcomes(calls: list[asyncio.Task[Any]]) -> list[Any]:
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    calls = clients[0].run(begin(), LIMIT_S)
+    eventually(lambda: waiting.count("many") == 3)
+    eventually(lambda: sum(call.done() for call in calls) == 5)
+    server.io.call_soon(is_over.set)
+    found = clients[0].run(outcomes(calls), LIMIT_S)
+    refused = [outcome for outcome in found if isinstance(outcome, Exception)]
+    assert len(refused) == 5 and all("are the most" in str(error) for error in refused)
+    assert clients[1].run(unary(one, "Members"), LIMIT_S).version == 7
+    assert clients[0].run(unary(many, "Members"), LIMIT_S).version == 7  # nothing stays counted
 
 
 def test_a_unary_call_knows_who_calls(served: tuple[Node, Node, Answers]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rpcdist._proto import rpc_pb2
-from rpcdist.errors import RpcdistError
+from rpcdist.errors import ProtocolViolation, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
@@ -40,6 +40,7 @@ class DeviceMaps:
     _maps: Mapping[str, DeviceMap]
     _name_of: Callable[[int], str]
     _back: dict[MessageSink, DeviceMap] = field(default_factory=dict)  # inverse maps of others, by their sessions
+    _told: set[MessageSink] = field(default_factory=set)  # the sessions on which a map has come
 
     def find(self, to: int, session: MessageSink | None) -> MapDevice | None:
         """The map for what goes to a worker; None without one.
@@ -82,6 +83,9 @@ class DeviceMaps:
     ) -> None:
         """A worker introduces itself."""
         pairs = zip(message.device_map.here, message.device_map.there, strict=False)
+        if session in self._told:
+            raise ProtocolViolation("a second device map arrived on one session")
+        self._told.add(session)
         try:
             self._back[session] = {torch.device(at): torch.device(here) for here, at in pairs}
         except RuntimeError as exc:  # of a torch that knows other devices
@@ -90,3 +94,4 @@ class DeviceMaps:
     def forget(self, session: Any, reason: str) -> None:
         """A session has ended."""
         self._back.pop(session, None)
+        self._told.discard(session)

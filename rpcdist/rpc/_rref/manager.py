@@ -273,6 +273,9 @@ class RRefManager:
     def worker_lost(self, worker_id: int, exc: WorkerLost, incarnation: int | None = None) -> None:
         """A worker is declared dead: its values are gone."""
         self._tables.lose(self._tables.node(worker_id, incarnation), exc)
+        for stranger in self._tables.take_strangers(worker_id):  # nobody knows which process a message meant
+            self._tables.lose(stranger, exc)
+            self._tables.forget(stranger)
 
     def lease_ended(self, worker_id: int, incarnation: int | None = None) -> None:
         """Nothing was heard of a worker for the length of a lease: its references are dropped."""
@@ -283,6 +286,7 @@ class RRefManager:
         node = Incarnation(worker_id, incarnation)
         with self._tables.lock:
             self._tables.losses.pop(node, None)
+        self._tables.take_strangers(worker_id)
         self._tables.feed(events.HolderFound(node))
 
     def forget(self, worker_id: int, incarnation: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -150,6 +150,9 @@ class RRefTables:
         self.values: dict[RRefId, OwnerValue] = {}
         self.fetches: dict[tuple[ReferenceShare, Incarnation], list[WhenThere]] = {}
         self.losses: dict[Incarnation, WorkerLost] = {}  # one for each process that died during ours
+        self.strangers: dict[
+            int, set[Incarnation]
+        ] = {}  # processes of unknown workers, by id, until one is found or lost
         self.dropped: Dropped = deque()
         self.closed = False
 
@@ -172,6 +175,11 @@ class RRefTables:
         with self.lock:
             self.losses.setdefault(node, exc)
         self.feed(events.HolderLost(node))
+
+    def take_strangers(self, worker_id: int) -> Iterable[Incarnation]:
+        """The processes of an unknown worker that messages were sent to, each once."""
+        with self.lock:
+            return self.strangers.pop(worker_id, ())
 
     def forget(self, node: Incarnation) -> None:
         """Keeps nothing of a process that was never a worker: peers may make up any number of them."""
@@ -263,6 +271,9 @@ class RRefTables:
 
     def _send_now(self, to: Incarnation, message: rref_pb2.RRefMessage) -> None:
         if not self.is_replaced(to):
+            if not self._host.incarnation_of(to.worker):
+                with self.lock:
+                    self.strangers.setdefault(to.worker, set()).add(to)
             self._host.send_control(to.worker, message)
         elif to not in self.losses:
             self.lose(to, replaced(self.name(to)))

@@ -91,7 +91,10 @@ class UserTable:
             self._emit(SendControl(to, ShareQuery(event.rref, event.child)))
 
     def receive(self, event: Received, owner_is_lost: bool) -> None:
-        if event.fork in self.forks:
+        if (
+            event.fork in self.forks
+        ):  # a share that was dropped before its owner answered; no honest worker sends it again
+            self._emit(Fail(event.rref, event.fork, Reason.UNKNOWN))
             return
         parent_worker = event.sender if event.parent is not None else None
         user = UserFork(event.rref, event.fork, event.owner, creating=False, parent_worker=parent_worker)
