@@ -153,10 +153,11 @@ class RpcOptions(RpcBackendOptions):
         share_payloads: whether tensors of 64 KiB and more travel through shared memory between processes of one host.
             A received one then behaves as after `share_memory_()`: a forked child sees the same memory, and it cannot
             be resized to more bytes.
-        max_incoming_bytes: what one peer may have announced and not sent yet, and what its calls that are not answered
-            hold (their arguments, and 5 KiB each), on all its connections. A call, or a result, with more fails with
-            `SerializationError`, and its bytes are dropped as they come; a call for which there is no room fails with
-            `Overloaded`; shared memory of a peer beyond that is not used. None: the memory of this machine.
+        max_incoming_bytes: what one peer may have announced and not sent yet, what its calls that are not answered hold
+            (their arguments, and 5 KiB each), and the answers that it has not read, on all its connections. A call, or
+            a result, with more fails with `SerializationError`, and its bytes are dropped as they come; a call for
+            which, or for whose answer, there is no room fails with `Overloaded`; shared memory of a peer beyond that is
+            not used. None: the memory of this machine.
         max_in_flight_bytes: bytes of arguments of the calls to one worker that have not ended; a thread that makes
             another one waits. One that is larger goes alone; calls of less than 4 KiB, and those that handlers make, do
             not wait.

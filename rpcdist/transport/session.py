@@ -131,7 +131,7 @@ class Session:
         self._direct = channel if isinstance(channel, SocketChannel) else None
         self._handler = handler
         self.account = account = handler.announced_by(peer)
-        # What this process sends on a connection of its own accord is not kept for the peer.
+        # On a connection that this process opened, the queue has its own calls, and no answers.
         self._outgoing = Outgoing(None if by_me else account)
         self._writer = SessionWriter(io, channel, self._outgoing, self._close, peer.name)
         self._shared = self._new_shared_payloads(account)

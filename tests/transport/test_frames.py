@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport._framing.frames import (
+    MAX_FRAMES,
     MAX_FUNCTIONS,
     Chunk,
     ReturnedSegments,
@@ -260,3 +261,13 @@ def test_threads_that_name_functions_at_once_confuse_nobody() -> None:
         thread.join(20)
     assert sorted(sent(outgoing, names)) == sorted(functions * 4)
     assert sorted(names) == sorted(functions)
+
+
+def test_an_envelope_has_a_bounded_number_of_frames() -> None:
+    """A mebibyte of calls was handled in one piece, while no heartbeat of others was read."""
+    outgoing, names = Outgoing(), list[str]()
+    for number in range(MAX_FRAMES + 5):
+        outgoing.add(CompactReply(number))
+    assert [len(parse(outgoing.next_envelope() or b"", names)) for _ in range(2)] == [MAX_FRAMES, 5]
+    with pytest.raises(ProtocolViolation, match=f"more than {MAX_FRAMES} frames"):
+        parse(b"".join(reply_frame(CompactReply(number)) for number in range(MAX_FRAMES + 1)), names)

@@ -165,7 +165,7 @@ class ControlReceiver:
         Args:
             kind: of the bodies.
             reply: makes the answer.
-            seen: renews the lease of the sender, which may have no session; what it makes here ends with the lease.
+            seen: renews the lease of the sender, which may have no session: its references here end with the lease.
         """
 
         async def deliver(peer: Identity, body: Message) -> Message:

@@ -114,7 +114,7 @@ class RRefProtocol:
         return node in self.lost or node in self.owners.ended
 
     def forget(self, node: Incarnation) -> None:
-        """It is neither declared dead nor without a lease any more; what it held is gone."""
+        """The process is neither declared dead nor without a lease any more; the forks that it held are gone."""
         self.lost.discard(node)
         self.owners.ended.discard(node)
 

@@ -65,7 +65,7 @@ MAX_FRAME_BYTES = 1 << 20
 """A larger message travels as chunks itself."""
 MAX_ENVELOPE_BYTES = 1 << 20
 """The writer starts a new envelope at this size, so no envelope exceeds the sum of this and one frame."""
-MAX_FRAMES: Final = 256
+MAX_FRAMES: Final = 512
 """Limit of the frames of an envelope, which is handled in one piece: other connections are read between two."""
 MAX_FUNCTIONS: Final = 4096
 """Limit of numbered functions in one direction of a session; calls of other functions carry the name each time."""
