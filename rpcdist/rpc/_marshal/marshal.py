@@ -202,7 +202,7 @@ class Marshal:
         session: MessageSink,
         message: WireMessage,
         large: Sequence[LargeBuffer],
-        forks: Sequence[value_pb2.RRefFork],
+        forks: Sequence[Share],
     ) -> None:
         """Checks that the account of the peer has room for an answer, which it may not read soon.
 
