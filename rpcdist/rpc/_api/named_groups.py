@@ -178,6 +178,7 @@ def new_group(
 
 
 new_group_async = async_form(new_group)
+"""`new_group` as a coroutine function."""
 
 
 def _lives(directory: Directory, identity: Identity) -> bool:
