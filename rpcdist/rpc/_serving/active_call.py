@@ -14,8 +14,10 @@ from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.handles import OwnerValue
 from rpcdist.rpc._rref.identifiers import ReferenceShare, UniqueId
 from rpcdist.rpc._rref.protobuf import id_from_pb
+from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS
 from rpcdist.rpc._serving.producers import Producer
 from rpcdist.rpc._values.exceptions import copied
+from rpcdist.rpc._values.function_names import function_name
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import LONGEST_TIMEOUT_S
 from rpcdist.transport.wire_messages import CompactCall, NamedReference
@@ -23,6 +25,8 @@ from rpcdist.transport.wire_messages import CompactCall, NamedReference
 CALL_BYTES: Final = 5 << 10
 """The memory of a call until it has ended, without its arguments. Measured: 1.7 KiB while it waits for a thread, 4.7 as
 a coroutine."""
+
+_CALLS_OF_METHODS: Final = frozenset(function_name(function) for function in CALLS_OF_METHODS)
 
 
 class Cancellable(Protocol):
@@ -203,8 +207,11 @@ class ActiveCall:
 
     @property
     def what(self) -> str:
-        if self.method or self.function:
-            return self.method or self.function
+        if self.method:
+            return self.method
+        if self.function:
+            is_method = self.function in _CALLS_OF_METHODS  # its name is among the arguments, which are not decoded yet
+            return "a method (name not read yet)" if is_method else self.function
         return "a function by value" if self.is_by_value else "fetch" if self.value is not None else "?"
 
     @property

@@ -79,8 +79,17 @@ class ActiveCalls:
             if active.weight:
                 session.account.subtract(active.weight)
             if (note := self.ended.note) is not None:
-                called = active.method or active.function or active.what
-                note((active.id, session.peer.id, called, active.arrived, time.monotonic(), outcome, active.run_began))
+                note(
+                    (
+                        active.id,
+                        session.peer.id,
+                        active.what,
+                        active.arrived,
+                        time.monotonic(),
+                        outcome,
+                        active.run_began,
+                    )
+                )
             if active.span is not None and (spans := call_spans.exporter) is not None:
                 spans.end(active.span, active.what, session.peer.name, outcome)
         if self._num_waiting:
