@@ -379,8 +379,10 @@ class _WaitGraph:
                 stack = _users_part(call.stack)
             case "operation":
                 group, operation = self._operations[node]
+                # The other rank of a message; the detail of a collective is how it reduces.
+                whom = f", {operation.detail}," if operation.detail.startswith(("to ", "from ")) else ""
                 text = (
-                    f"rank {group.rank} is in {operation.name} #{operation.sequence} of group {group.name!r} for "
+                    f"rank {group.rank} is in {operation.name} #{operation.sequence} of group {group.name!r}{whom} for "
                     f"{operation.age_s:.1f} s"
                 )
                 if after is not None:

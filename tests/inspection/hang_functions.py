@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
+import queue
 import subprocess
 import threading
 import time
@@ -232,6 +234,25 @@ def shut_down() -> None:
     rpc.shutdown()
 
 
+def take_from_empty_queue() -> None:
+    """Waits at a queue into which nobody puts anything."""
+    tasks: queue.Queue[int] = queue.Queue()
+    kept.append(tasks)
+    tasks.get()
+
+
+def put_into_queue() -> None:
+    kept.pop().put(1)
+
+
+def receive_from(rank: int) -> None:
+    collectives.recv(torch.zeros(2), rank)
+
+
+def send_to(rank: int) -> None:
+    collectives.send(torch.ones(2), rank)
+
+
 # ---------------------------------------------------------------- failures
 
 
@@ -246,6 +267,11 @@ def save_to_full_disk(folder: str) -> None:
             raise
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
+
+
+def use_memory() -> None:
+    """Uses more memory than its cgroup has."""
+    kept.extend(bytearray(os.urandom(1 << 20)) for _ in range(1 << 10))
 
 
 def num_served() -> int:

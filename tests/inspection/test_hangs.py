@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,13 +32,13 @@ class HungJob:
     def __init__(self, world: RpcWorld, asker: Asker) -> None:
         self._world = world
         self._asker = asker
-        self._address = world["w0"].run(hangs.address)
+        self.address = world["w0"].run(hangs.address)
 
     def __getitem__(self, name: str) -> Worker:
         return self._world[name]
 
     def facts(self) -> JobFacts:
-        return self._asker.job_at(self._address)
+        return self._asker.job_at(self.address)
 
     def of(self, name: str) -> WorkerFacts:
         return next(facts for facts in self.facts().workers if facts.worker == name)
@@ -46,7 +48,7 @@ class HungJob:
         texts: list[str] = []
 
         def look() -> bool:
-            texts[:] = [text_of(self._asker.job_at(address or self._address), OLDER_THAN_S)]
+            texts[:] = [text_of(self._asker.job_at(address or self.address), OLDER_THAN_S)]
             return all(part in texts[0] for part in parts)
 
         try:
@@ -183,6 +185,42 @@ def test_a_collective_that_one_rank_does_not_call(job: HungJob, tmp_path: Path) 
         leaving.result()
 
 
+def test_a_message_that_nobody_sends(job: HungJob, tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    joining = [job[name].begin(hangs.join_group, rank, 2, store) for rank, name in enumerate(NAMES[:2])]
+    for pending in joining:
+        pending.result()
+    waiting = job["w0"].begin(hangs.receive_from, 1)
+    text = job.explained("w0: rank 0 is in recv #")
+    assert "from rank 1, tag 0, for " in text
+    job["w1"].run(hangs.send_to, 0)
+    waiting.result()
+    for leaving in [job[name].begin(hangs.leave_group) for name in NAMES[:2]]:
+        leaving.result()
+
+
+def test_a_queue_into_which_nobody_puts_anything(job: HungJob) -> None:
+    caller = job["w0"].begin(hangs.call_along, ["w1"], "take_from_empty_queue")
+    job.explained("w1: runs hang_functions:take_from_empty_queue for w0", "in take_from_empty_queue")
+    job["w1"].run(hangs.put_into_queue)
+    caller.result()
+
+
+def test_the_command_finds_a_deadlock_in_the_third_worker(job: HungJob) -> None:
+    """As its user types it: nothing but the address of a worker, and the token in the environment."""
+    job["w1"].run(hangs.begin, "w2", "hold_table")
+    caller = job["w0"].begin(hangs.call_along, ["w1", "w2"], "lock_table")
+    job.explained("waits for the lock `table_lock`")
+    command = [sys.executable, "-m", "rpcdist", "stacks", job.address, "--older-than", str(OLDER_THAN_S)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert "here: w2's hang_functions:hold_table on thread" in done.stdout
+    assert "waits for the lock `table_lock`, which another thread of this worker holds" in done.stdout
+    job["w2"].run(hangs.release)
+    caller.result()
+    job["w1"].run(hangs.finish)
+
+
 def test_a_stopped_process(job: HungJob) -> None:
     caller = job["w0"].begin(hangs.call_along, ["w1"], "wait_released")
     job.explained("w1: runs hang_functions:wait_released for w0")
@@ -261,7 +299,7 @@ def test_a_shutdown_that_waits_for_a_call(worker_pool: WorkerPool, tmp_path: Pat
     leaving = world["w0"].begin(hangs.shut_down)
     with Asker() as asker:
         job = HungJob.__new__(HungJob)
-        job._asker, job._address = asker, address
+        job._asker, job.address = asker, address
         text = job.explained("w1: runs hang_functions:wait_released for w0", "for the shutdown at w0")
         assert job.of("w0").phase == "leaving"
     assert "in wait_released" in text

@@ -61,6 +61,48 @@ def test_a_killed_worker(world: RpcWorld, flight_folder: Path) -> None:
     world.shutdown("w0", "w1")
 
 
+class MemoryCgroup:
+    """A control group whose processes the kernel kills when they use more memory than the limit; takes root."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        one, two = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+        parent, limit = (one, "memory.limit_in_bytes") if (one / "cgroup.procs").exists() else (two, "memory.max")
+        self.folder = parent / f"rpcdist-test-{os.getpid()}"
+        try:
+            self.folder.mkdir()
+            (self.folder / limit).write_text(str(limit_bytes))
+        except OSError as error:
+            self.close()
+            pytest.skip(f"memory of processes cannot be limited here: {error}")
+
+    def add(self, pid: int) -> None:
+        (self.folder / "cgroup.procs").write_text(str(pid))
+
+    def close(self) -> None:
+        if self.folder.exists():
+            eventually(lambda: not (self.folder / "cgroup.procs").read_text(), "the process has ended")
+            self.folder.rmdir()
+
+
+@pytest.mark.multiproc
+def test_a_worker_whose_memory_runs_out(world: RpcWorld, flight_folder: Path) -> None:
+    """By the kernel itself: what a process uses from now on counts in its new control group."""
+    caller = world["w0"].begin(hangs.call_along, ["w2"], "wait_released")
+    eventually(lambda: world["w2"].run(hangs.num_served) > 0, "the call has come")
+    group = MemoryCgroup(64 << 20)
+    try:
+        group.add(world["w2"].pid)
+        world["w2"].begin(hangs.use_memory)
+        caller.error()
+        eventually(lambda: written_by(flight_folder, "w0", "w1"), "the survivors have written")
+    finally:
+        group.close()
+    text = report_text(flight_folder)
+    assert "w2 wrote nothing: the process was killed (SIGKILL), crashed" in text
+    assert "the kernel of its host killed 1 process since the job began because memory had run out" in text
+    world.shutdown("w0", "w1")
+
+
 @pytest.mark.multiproc
 def test_a_checkpoint_on_a_full_disk(world: RpcWorld, flight_folder: Path, tmp_path: Path) -> None:
     if os.geteuid() != 0:

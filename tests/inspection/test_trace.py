@@ -120,6 +120,25 @@ def test_the_actions_of_pipeline_stages_are_in_it(no_agent: None, tmp_path: Path
     assert found == {(stage, f"{stage}{kind}{number}") for stage in range(2) for kind in "FB" for number in range(2)}
 
 
+def work_of(worker: str) -> None:
+    time.sleep(0.2 if worker == "c" else 0.0)  # the work of the slow one
+
+
+def test_a_slow_worker_among_four_is_named(no_agent: None, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with InProcessCluster(*"abcd") as cluster, cluster.use("a"), rpcdist.trace(path):
+        for _ in range(3):
+            for future in [rpc.rpc_async(name, work_of, (name,)) for name in "bcd"]:
+                future.wait()
+    events = events_of(path)
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    took = dict.fromkeys(names, 0.0)
+    for one in slices(events, "served"):
+        took[one["pid"]] += one["dur"]
+    slowest, next_to_it = sorted(took, key=lambda pid: -took[pid])[:2]
+    assert names[slowest].partition(",")[0] == "c" and took[slowest] > 2 * took[next_to_it]
+
+
 def weighted(x: torch.Tensor) -> torch.Tensor:
     return x * 3
 
