@@ -55,6 +55,8 @@ bench: $(READY)  ## compares with torch, Gloo and, with RAY=/path/to/python, Ray
 	$(BIN)/python benchmarks/rpc.py --unsuspecting $(BENCH)
 	$(if $(RAY),$(BIN)/python benchmarks/rpc.py --ray $(RAY) $(BENCH))
 	$(BIN)/python benchmarks/scale.py $(BENCH)
+	$(BIN)/python benchmarks/scale.py --live-view 100 $(BENCH)
+	$(BIN)/python benchmarks/inspection.py $(BENCH)
 	$(BIN)/python benchmarks/floors.py $(BENCH)
 	$(BIN)/python benchmarks/collectives.py $(BENCH)
 	$(BIN)/python benchmarks/autograd.py $(BENCH)

@@ -1,5 +1,6 @@
 """$ python benchmarks/scale.py
-Starts many workers on one machine, and lets all of them call all others; shows times, connections and memory.
+Starts many workers on one machine, and lets all of them call all others; shows times, connections and memory. With
+`--agents 1000` many workers in one process join and meet, and with `--live-view 100` somebody watches their page.
 
 The processes are forked from one that has imported torch, so the start is that of the world and not torch's.
 """
@@ -11,6 +12,7 @@ import os
 import sys
 from statistics import median
 
+from _live_view import measure_live_view
 from _report import RESULTS, Line, about_machine, layout, show, write_results
 from _scale import Scale, measure_agents, measure_scale
 
@@ -69,10 +71,28 @@ def lines_of_agents(num_agents: int, elastic: bool) -> list[Line]:
     ]
 
 
+def lines_of_live_view(num_agents: int) -> list[Line]:
+    """The costs of the page of a job for agents in this process, while somebody looks; the budgets are those of 100."""
+    found = measure_live_view(num_agents)
+    rows: list[tuple[str, str, float, float | None]] = [
+        ("a change of a worker is on the page after, 9 of 10", "s", found.late_s, 1.0),
+        ("the same, the longest", "s", found.latest_s, None),
+        ("answers of the coordinator, of a core", "%", found.coordinator * 100, 5.0),
+        ("answers of all workers, of a core", "%", found.all_workers * 100, None),
+        ("the page itself, and idle workers, of a core", "%", found.page * 100, None),
+    ]
+    lines: list[Line] = []
+    for what, unit, value, limit in rows:
+        budget = ("", "") if limit is None else (f"at most {limit:g} {unit}", "yes" if value <= limit else "NO")
+        lines.append((f"{num_agents} agents, live view: {what}", unit, show(value), *budget))
+    return lines
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[2])
     parser.add_argument("--workers", type=int, default=32, help="how many (default: %(default)s)")
     parser.add_argument("--agents", type=int, metavar="N", help="instead: so many agents in this process, in memory")
+    parser.add_argument("--live-view", type=int, metavar="N", help="instead: the page of a job of so many such agents")
     parser.add_argument("--write", action="store_true", help=f"put the table into {RESULTS.name}")
     parser.add_argument("--check", action="store_true", help="exit with status 1 when a budget is not kept")
     arguments = parser.parse_args()
@@ -81,7 +101,9 @@ def main() -> int:
     os.environ.setdefault("RPCDIST_TEST_SCALE", "3")  # the kit's limits suit a few workers
     about = about_machine("rpcdist", "torch", "grpcio", "uvloop")
     print("\n".join(about), flush=True)
-    if arguments.agents is not None:
+    if arguments.live_view is not None:
+        lines = lines_of_live_view(arguments.live_view)
+    elif arguments.agents is not None:
         lines = [line for elastic in (False, True) for line in lines_of_agents(arguments.agents, elastic)]
     else:
         with WorkerPool() as pool:
@@ -89,7 +111,8 @@ def main() -> int:
     table = layout(HEAD, lines)
     print("\n".join(["", *table]))
     if arguments.write:
-        write_results("scale.py", [*about, "", *table])
+        which = "" if arguments.live_view is None else f" --live-view {arguments.live_view}"
+        write_results(f"scale.py{which}", [*about, "", *table])
     return int(arguments.check and any(line[-1] == "NO" for line in lines))
 
 
