@@ -53,7 +53,7 @@ class AutogradWorker:
     """Distributed autograd of one agent: `rpcdist.rpc._autograd_hooks.AutogradHooks`.
 
     Attributes:
-        pass_taps: those that get the spans (`BackwardPass.spans`) of each pass when it has ended here.
+        pass_taps: those that get the id and the spans (`BackwardPass.spans`) of each pass when it has ended here.
     """
 
     def __init__(self, host: AutogradLinks) -> None:
@@ -61,7 +61,7 @@ class AutogradWorker:
         self.contexts = ContextTable(self.id)
         self.host = host
         self._sender = PassSender(host)
-        self.pass_taps: list[Callable[[Sequence[Any]], object]] = []
+        self.pass_taps: list[Callable[[int, Sequence[Any]], object]] = []
         self._passes: dict[int, BackwardPass] = {}  # those that run, by id
         self._finding = threading.Lock()
         self._releases = Releases(host)
@@ -167,7 +167,7 @@ class AutogradWorker:
         def remove(ended: BackwardPass) -> None:
             self._passes.pop(id, None)
             for tap in self.pass_taps:
-                tap(ended.spans)
+                tap(id, ended.spans)
             on_end(ended)
 
         late = partial(self._answer_late, context, id)

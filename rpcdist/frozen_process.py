@@ -35,11 +35,13 @@ class FrozenProcess:
             that would answer; or "unknown".
         detail: the same in a sentence, with what to do.
         stacks: of all its threads; empty where they cannot be had.
+        runs: one of its threads has a processor, or waits for one.
     """
 
     state: str
     detail: str
     stacks: str = ""
+    runs: bool = False
 
 
 class _LookIn:
@@ -103,14 +105,22 @@ def look_at_process(pid: int) -> FrozenProcess:
         by = "a debugger" if state == "t" else "SIGSTOP"
         advice = "leave the debugger" if state == "t" else f"let it go on with: kill -CONT {pid}"
         return FrozenProcess("stopped", f"process {pid} is stopped by {by}: {advice}")
+    runs = _has_running_thread(pid)
     stacks = _stacks_of(pid)
     if state == "D":
         place = waits_in or "for a device"
         return FrozenProcess("in the kernel", f"process {pid} waits in the kernel ({place})", stacks)
-    what = "runs" if state == "R" else "sleeps"
+    if runs:
+        return FrozenProcess(
+            "frozen",
+            f"process {pid} computes, and its other threads do not get the interpreter's lock: one is in code that "
+            "keeps the interpreter's lock, such as C code, or many threads compute in Python",
+            stacks,
+            runs,
+        )
     return FrozenProcess(
         "frozen",
-        f"process {pid} {what} in code that keeps the interpreter's lock, so none of its Python threads goes on: one "
+        f"process {pid} sleeps in code that keeps the interpreter's lock, so none of its Python threads goes on: one "
         "of its threads has called C code that does not release the lock",
         stacks,
     )
@@ -125,6 +135,17 @@ def _state_of(pid: int) -> tuple[str, str]:
             return state, file.read().strip("0")
     except (OSError, IndexError):
         return "", ""
+
+
+def _has_running_thread(pid: int) -> bool:
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "R":
+                    return True
+    except (OSError, IndexError):  # it has ended
+        pass
+    return False
 
 
 def _stacks_of(pid: int) -> str:

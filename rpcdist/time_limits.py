@@ -297,15 +297,21 @@ LOG_CALLS_AFTER_S: Final = 300.0
 """A call that has not ended for this long is logged once, with its stack, by the worker that serves it and by the one
 that waits for it. Users set it by `RpcOptions(log_calls_after=...)`."""
 LOOK_LIMIT_S: Final = 4.0
-"""The answer of a worker that is asked what it does, connecting included; then its process is looked at."""
+"""The answer of a worker that is asked what it does, connecting included."""
+LOOK_PATIENCE_S: Final = 1.4
+"""A worker that has not answered after this time is looked at from outside, and its answer waited for meanwhile."""
+LOOK_LATE_S: Final = 0.4
+"""A worker that seems frozen, but computes, has this time more to answer; on a busy host, `LOOK_LIMIT_S` in all."""
 LOOK_PERIOD_S: Final = 0.1
 """A worker that is asked again within this time what it does gives the same answer."""
 OLD_CALLS_LOOK_S: Final = 1.0
 """Interval at which a worker looks whether a call has become that old."""
-LIVE_VIEW_PERIOD_S: Final = 1.0
+LIVE_VIEW_PERIOD_S: Final = 0.5
 """Interval between two looks of `python -m rpcdist dashboard` and `top` at a job. Users set it by `--period`."""
 LIVE_VIEW_MIN_PERIOD_S: Final = 0.2
 """Live views look no more often than this."""
+LIVE_NOTES_S: Final = 10.0
+"""A worker notes log lines and spans for so long after a live view has asked."""
 VIEWER_WRITE_LIMIT_S: Final = 20.0
 """A browser that has not taken an update of the dashboard for so long is gone."""
 LONG_WAIT_S: Final = 1.0

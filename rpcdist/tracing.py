@@ -263,7 +263,7 @@ class _Recording:
         elif agent_or_none() is agent:  # several workers may live in one process
             self.spans.append((lane, name[:MAX_FUNCTION_CHARS], begin_s, end_s))
 
-    def _pass_spans(self, spans: Iterable[tuple[str, int, float, float]]) -> None:
+    def _pass_spans(self, id: int, spans: Iterable[tuple[str, int, float, float]]) -> None:
         shift = time.monotonic() - time.time()
         self.spans.extend([("backward", kind, start_s + shift, end_s + shift) for kind, _, start_s, end_s in spans])
 

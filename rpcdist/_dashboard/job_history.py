@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import Any, Final
 
+from rpcdist._dashboard.job_notes import JobNotes
 from rpcdist.inspection import CallServed, ChannelFacts, SilentWorker, WorkerFacts, explain
 from rpcdist.time_limits import LONG_WAIT_S
 
 KEPT_EVENTS: Final = 200
-KEPT_POINTS: Final = 300
-"""Of the curves of the whole job: five minutes at a look each second."""
+KEPT_POINTS: Final = 600
+"""Of the curves of the whole job: five minutes at two looks a second."""
 
 KEPT_CURVE_POINTS: Final = 1000
 MAX_CURVES: Final = 100
@@ -90,6 +91,7 @@ class JobHistory:
         self._events: deque[dict[str, Any]] = deque(maxlen=KEPT_EVENTS)
         self._num_events = 0
         self._curves: dict[str, _Curve] = {}
+        self._notes = JobNotes()
         self._view: dict[str, Any] = {"job": "", "error": "no answer yet", "workers": []}
         self._is_lost = False
 
@@ -127,6 +129,7 @@ class JobHistory:
         for silent in answers.silent:
             rows.append(self._silent_row(silent, at_s))
         self._note_departures(answers, at_s)
+        self._notes.add(answers.workers, self._seen.keys())
         self._add_totals(rows, by_kind, at_s)
         self._view = {
             "job": answers.job,
@@ -143,6 +146,7 @@ class JobHistory:
         totals = self._totals
         return {
             **self._view,
+            **self._notes.view(),
             "events": list(self._events),
             "curves": {name: curve.points for name, curve in self._curves.items()},
             "totals": {

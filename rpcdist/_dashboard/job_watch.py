@@ -67,6 +67,17 @@ class JobWatch:
         """The facts of a worker at the last look."""
         return self._latest.get(worker)
 
+    async def ask(self, worker: str) -> WorkerFacts | None:
+        """All facts of a worker now; without an answer, those of the last look, if there are any."""
+        last = self._latest.get(worker)
+        if last is None:
+            return None
+        try:
+            return await run_in_thread(partial(self._asker.facts_at, last.address), _nothing, "rpcdist-looks")
+        except RpcdistError as error:
+            logger.debug("%s does not answer: %s", worker, error)
+            return last
+
     async def next_look(self, after: int, limit_s: float) -> int:
         """Waits until there were more looks than `after`, so long at most; returns how many there were."""
         async with self._looked:

@@ -39,7 +39,7 @@ def add_live_commands(commands: Commands) -> None:
             type=float,
             default=LIVE_VIEW_PERIOD_S,
             metavar="SECONDS",
-            help="between two looks at the job; 1 by default",
+            help="between two looks at the job; 0.5 by default",
         )
 
 
@@ -56,7 +56,7 @@ def _run_dashboard(arguments: argparse.Namespace) -> int:
 
     try:
         _check_period(arguments.period)
-        with Asker() as asker, closing(_listen(arguments.host, arguments.port)) as listener:
+        with Asker(is_live=True) as asker, closing(_listen(arguments.host, arguments.port)) as listener:
             address = _address_of_job(asker, arguments.address)  # what is wrong is told here, and not on the page
             token = secrets.token_urlsafe(24)
 

@@ -60,7 +60,7 @@ def make_page_server(watch: JobWatch, token: str, is_ending: Callable[[], bool] 
 
     async def worker(request: Request) -> Response:
         name = request.query_params.get("name", "")
-        facts = watch.facts_of(name)
+        facts = await watch.ask(name)
         if facts is None:
             return PlainTextResponse(f"worker {name[:100]!r} has not answered\n", 404)
         return Response(facts_to_json(facts), media_type="application/json")

@@ -7,18 +7,26 @@ outside: by this process if it runs on this host, else by a worker that has answ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+import os
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
 from rpcdist._proto import inspection_pb2
-from rpcdist.errors import ConfigError, ConnectFailed, RpcdistError, TransportError, WorkerLost
+from rpcdist.errors import (
+    AuthenticationFailed,
+    ConfigError,
+    ConnectFailed,
+    ProtocolViolation,
+    RpcdistError,
+    TransportError,
+)
 from rpcdist.frozen_process import FrozenProcess, look_at_process
-from rpcdist.inspection import MemberFacts, SilentWorker, WorkerFacts, facts_from_json
+from rpcdist.inspection import MemberFacts, SilentWorker, WorkerFacts, facts_from_json, notes_from_json
 from rpcdist.off_loop import run_in_thread
-from rpcdist.time_limits import FROZEN_STACKS_LIMIT_S, LINK_CLOSE_LIMIT_S, LOOK_LIMIT_S
+from rpcdist.time_limits import FROZEN_STACKS_LIMIT_S, LINK_CLOSE_LIMIT_S, LOOK_LATE_S, LOOK_LIMIT_S, LOOK_PATIENCE_S
 from rpcdist.transport import NodeOptions, acquire_node
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.link import Link
@@ -29,7 +37,9 @@ T = TypeVar("T")
 
 MAX_WORKERS: Final = 1000
 MAX_AT_ONCE: Final = 32
+MAX_NEIGHBOURS: Final = 2
 MAX_STACKS_CHARS: Final = 256 << 10
+MAX_NOTE_NUMBER: Final = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +56,18 @@ class Asker:
 
     Args:
         options: the token and the like; by default those of the environment.
+        is_live: asks for log lines and spans, too, which workers then note; each answer has those since the one before.
+            Of stacks it gets only those of workers where something takes long; `facts_at` has all.
 
     Raises:
         ConfigError: there is no usable token.
     """
 
-    def __init__(self, options: NodeOptions | None = None) -> None:
+    def __init__(self, options: NodeOptions | None = None, is_live: bool = False) -> None:
         self._node = acquire_node(options)
-        self._links: dict[str, Link] = {}  # by address: those that answered last time, for the next look
+        self._is_live = is_live
+        # By address: those that answered last time, for the next look, and the numbers of the last notes that came.
+        self._links: dict[str, tuple[Link, int]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -79,6 +93,10 @@ class Asker:
         """
         return self._node.run(self._job_at(address), None)
 
+    def facts_at(self, address: str) -> WorkerFacts:
+        """All facts of the worker that serves at an address. Raises as `job_at` does."""
+        return self._node.run(self._look(address, is_live=False, is_brief=False), None)
+
     def jobs_here(self) -> tuple[list[JobFacts], dict[str, RpcdistError]]:
         """The jobs that have a worker on this host, and, by address, why others on this host were not asked.
 
@@ -90,7 +108,7 @@ class Asker:
         found: list[JobFacts] = []
         errors: dict[str, RpcdistError] = {}
         left = local_addresses()
-        first = await self._all(left, lambda address: self._look_or_error(address))
+        first = await self._all(left, lambda address: self._ask(address, ()))
         answers = {address: answer for address, answer in zip(left, first, strict=True)}
         known: set[str] = set()
         for address, answer in answers.items():
@@ -101,34 +119,26 @@ class Asker:
         for address, answer in answers.items():
             if address in known or isinstance(answer, WorkerFacts):
                 continue
-            seen = await self._look_from_here(address) if isinstance(answer, ConnectFailed) else None
-            if seen is not None:
-                found.append(JobFacts("unknown", (), (_silent(f"the process at {address}", address, seen),)))
+            if isinstance(answer, FrozenProcess):
+                found.append(_unknown_job(address, answer))
             elif not isinstance(answer, ConnectFailed):  # it has ended
                 errors[address] = answer
         return found, errors
 
     async def _job_at(self, address: str) -> JobFacts:
-        try:
-            first = await self._look(address)
-        except ConnectFailed:
-            seen = await self._look_from_here(address)
-            if seen is None:
-                raise
-            return JobFacts("unknown", (), (_silent(f"the process at {address}", address, seen),))
+        first = await self._ask(address, ())
+        if isinstance(first, FrozenProcess):
+            return _unknown_job(address, first)
+        if isinstance(first, RpcdistError):
+            raise first
         return await self._with_others(first)
 
     async def _with_others(self, first: WorkerFacts) -> JobFacts:
         others = [member for member in first.members if member.id != first.id][:MAX_WORKERS]
-        answers = await self._all(others, self._ask_member)
-        workers, silent = [first], []
-        for member, answer in zip(others, answers, strict=True):
-            if isinstance(answer, WorkerFacts):
-                workers.append(answer)
-            else:
-                silent.append((member, answer))
-        seen = await self._all(silent, lambda one: self._look_at_silent(one[0], one[1], workers))
-        return JobFacts(first.job, tuple(sorted(workers, key=lambda facts: facts.id)), tuple(seen))
+        workers = [first]
+        silent = await self._all(others, lambda member: self._ask_member(member, workers))
+        seen = tuple(one for one in silent if one is not None)
+        return JobFacts(first.job, tuple(sorted(workers, key=lambda facts: facts.id)), seen)
 
     async def _all(self, items: Iterable[S], ask: Callable[[S], Awaitable[T]]) -> list[T]:
         """Asks about several, some at a time."""
@@ -142,56 +152,81 @@ class Asker:
 
     # ------------------------------------------------------------ one worker
 
-    async def _ask_member(self, member: MemberFacts) -> WorkerFacts | RpcdistError:
+    async def _ask_member(self, member: MemberFacts, answered: list[WorkerFacts]) -> SilentWorker | None:
+        """Asks a worker, and adds its answer to those of the others; without an answer, what is seen of it."""
+        answer: WorkerFacts | FrozenProcess | RpcdistError
         if member.is_lost:  # which costs a job with many losses no time
-            return WorkerLost(member.name, "this look", 0.0, "the worker that was asked first has declared it lost")
-        return await self._look_or_error(member.address)
+            lost = FrozenProcess("lost", "the worker that was asked first has declared it lost")
+            answer = await self._look_from_outside(member.address, answered) or lost
+        else:
+            answer = await self._ask(member.address, answered, is_brief=self._is_live)
+        if isinstance(answer, WorkerFacts):
+            answered.append(answer)
+            return None
+        if isinstance(answer, RpcdistError):
+            answer = FrozenProcess("unknown", f"{answer} (and nobody on its host sees the process)")
+        return _silent(member.name, member.address, answer)
 
-    async def _look_or_error(self, address: str) -> WorkerFacts | RpcdistError:
+    async def _ask(
+        self, address: str, answered: Sequence[WorkerFacts], is_brief: bool = False
+    ) -> WorkerFacts | FrozenProcess | RpcdistError:
+        """The answer of a worker. If it takes long, its process is looked at meanwhile."""
+        asking = asyncio.ensure_future(self._look_or_error(address, is_brief))
         try:
-            return await self._look(address)
+            await asyncio.wait({asking}, timeout=LOOK_PATIENCE_S)
+            answer = asking.result() if asking.done() else None
+            if isinstance(answer, WorkerFacts) or (isinstance(answer, RpcdistError) and not _is_silence(answer)):
+                return answer
+            seen = await self._look_from_outside(address, answered)
+            if seen is not None and not asking.done():
+                if seen.runs:  # many threads that compute in Python leave the one that answers little time
+                    await asyncio.wait({asking}, timeout=None if _is_busy() else LOOK_LATE_S)
+                if not asking.done():
+                    return seen
+            answer = await asking
+            return answer if isinstance(answer, WorkerFacts) or seen is None else seen
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    async def _look_or_error(self, address: str, is_brief: bool) -> WorkerFacts | RpcdistError:
+        try:
+            return await self._look(address, self._is_live, is_brief)
         except RpcdistError as exc:
             return exc
         except (ValueError, OSError) as exc:  # an address that a worker made up
             return TransportError(str(exc))
 
-    async def _look(self, address: str) -> WorkerFacts:
-        link = self._links.pop(address, None)
+    async def _look(self, address: str, is_live: bool, is_brief: bool) -> WorkerFacts:
+        link, seen = self._links.pop(address, (None, 0))
         try:
             async with asyncio.timeout(LOOK_LIMIT_S):
                 if link is None or link.session.closed_reason is not None:
-                    link = await self._node.connect(address, INSPECTION_ROLE, LOOK_LIMIT_S, retry=False)
-                reply = await link.unary(
-                    "Inspection", "Look", inspection_pb2.LookRequest(), inspection_pb2.LookReply, LOOK_LIMIT_S
-                )
+                    link, seen = await self._node.connect(address, INSPECTION_ROLE, LOOK_LIMIT_S, retry=False), 0
+                request = inspection_pb2.LookRequest(is_live=is_live, after=seen, is_brief=is_brief)
+                reply = await link.unary("Inspection", "Look", request, inspection_pb2.LookReply, LOOK_LIMIT_S)
         except BaseException as exc:
             if link is not None:
                 await link.close()
             if isinstance(exc, TimeoutError):
                 raise ConnectFailed(address, "it does not answer", LOOK_LIMIT_S) from exc
             raise
-        kept = self._links.setdefault(address, link)
+        kept, _ = self._links.setdefault(address, (link, seen))
         if kept is not link:  # two asked at once
             await link.close()
-        return facts_from_json(reply.facts)
+        facts = facts_from_json(reply.facts)
+        if reply.notes:
+            facts = replace(facts, notes=notes_from_json(reply.notes))
+            self._links[address] = kept, min(max(seen, facts.notes.last_number), MAX_NOTE_NUMBER)
+        return facts
 
     async def _close_links(self) -> None:
         links, self._links = list(self._links.values()), {}
-        for link in links:
+        for link, _ in links:
             await link.close()
 
-    async def _look_at_silent(
-        self, member: MemberFacts, error: RpcdistError, answered: list[WorkerFacts]
-    ) -> SilentWorker:
-        seen = await self._look_from_here(member.address)
-        if seen is None:
-            seen = await self._look_from_there(member.address, answered)
-        if seen is None:
-            if member.is_lost:
-                seen = FrozenProcess("lost", "the worker that was asked first has declared it lost")
-            else:
-                seen = FrozenProcess("unknown", f"{error} (and nobody on its host sees the process)")
-        return _silent(member.name, member.address, seen)
+    async def _look_from_outside(self, address: str, answered: Sequence[WorkerFacts]) -> FrozenProcess | None:
+        return await self._look_from_here(address) or await self._look_from_there(address, answered)
 
     async def _look_from_here(self, address: str) -> FrozenProcess | None:
         pid = process_at(address)
@@ -199,12 +234,11 @@ class Asker:
             return None
         return await run_in_thread(lambda: look_at_process(pid), lambda: None, "rpcdist-looks-in")
 
-    async def _look_from_there(self, address: str, answered: list[WorkerFacts]) -> FrozenProcess | None:
+    async def _look_from_there(self, address: str, answered: Sequence[WorkerFacts]) -> FrozenProcess | None:
         """Asks a worker on the same host to look."""
         host = _host_of(address)
-        for facts in answered:
-            if host is None or _host_of(facts.address) != host:
-                continue
+        neighbours = [facts for facts in answered if host is not None and _host_of(facts.address) == host]
+        for facts in neighbours[:MAX_NEIGHBOURS]:
             with suppress(RpcdistError, TimeoutError):
                 async with asyncio.timeout(LOOK_LIMIT_S + FROZEN_STACKS_LIMIT_S):
                     link = await self._node.connect(facts.address, INSPECTION_ROLE, LOOK_LIMIT_S, retry=False)
@@ -226,6 +260,20 @@ def _host_of(address: str) -> str | None:
         return split_address(address)[0]
     except ConfigError:
         return None
+
+
+def _is_silence(error: RpcdistError) -> bool:
+    """Whether the worker has said nothing, not even something that is wrong."""
+    return isinstance(error, TransportError) and not isinstance(error, AuthenticationFailed | ProtocolViolation)
+
+
+def _is_busy() -> bool:
+    """Whether processes of this host have to wait for processors, so that a good one may answer late."""
+    return os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
+
+
+def _unknown_job(address: str, seen: FrozenProcess) -> JobFacts:
+    return JobFacts("unknown", (), (_silent(f"the process at {address}", address, seen),))
 
 
 def _silent(worker: str, address: str, seen: FrozenProcess) -> SilentWorker:

@@ -5,14 +5,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class LookRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("is_live", "after", "is_brief")
+    IS_LIVE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    IS_BRIEF_FIELD_NUMBER: _ClassVar[int]
+    is_live: bool
+    after: int
+    is_brief: bool
+    def __init__(self, is_live: bool = ..., after: _Optional[int] = ..., is_brief: bool = ...) -> None: ...
 
 class LookReply(_message.Message):
-    __slots__ = ("facts",)
+    __slots__ = ("facts", "notes")
     FACTS_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
     facts: bytes
-    def __init__(self, facts: _Optional[bytes] = ...) -> None: ...
+    notes: bytes
+    def __init__(self, facts: _Optional[bytes] = ..., notes: _Optional[bytes] = ...) -> None: ...
 
 class NeighbourRequest(_message.Message):
     __slots__ = ("address",)

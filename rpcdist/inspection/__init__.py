@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from rpcdist.inspection.fact_json import MAX_FACTS_BYTES, facts_from_json, facts_to_json, fields_of
+from rpcdist.inspection.fact_json import MAX_FACTS_BYTES, facts_from_json, facts_to_json, fields_of, notes_from_json
 from rpcdist.inspection.facts import (
     ActorFacts,
     CallMade,
@@ -25,12 +25,15 @@ from rpcdist.inspection.facts import (
     Holder,
     LentMemory,
     Limit,
+    LiveNotes,
+    LogLine,
     MemberFacts,
     OperationFacts,
     PassFacts,
     PoolFacts,
     ReferenceFacts,
     SilentWorker,
+    SpanFacts,
     Strangers,
     StreamFacts,
     ThreadState,
@@ -56,12 +59,15 @@ __all__ = [
     "Holder",
     "LentMemory",
     "Limit",
+    "LiveNotes",
+    "LogLine",
     "MemberFacts",
     "OperationFacts",
     "PassFacts",
     "PoolFacts",
     "ReferenceFacts",
     "SilentWorker",
+    "SpanFacts",
     "Strangers",
     "StreamFacts",
     "ThreadState",
@@ -72,5 +78,6 @@ __all__ = [
     "facts_from_json",
     "facts_to_json",
     "fields_of",
+    "notes_from_json",
     "printable_lines",
 ]

@@ -14,7 +14,7 @@ from rpcdist.inspection.facts import CurveFacts
 MAX_CURVES: Final = 64
 MAX_NAME_CHARS: Final = 100
 KEPT_POINTS: Final = 100
-"""Of each curve. A live view asks each second and keeps what it has seen."""
+"""Of each curve. A live view asks twice a second and keeps what it has seen."""
 
 _lock = threading.Lock()
 _curves: dict[str, deque[tuple[float, float]]] = {}

@@ -11,9 +11,9 @@ from typing import Any, Final, TypeVar, Union, get_args, get_origin, get_type_hi
 
 from rpcdist.errors import ProtocolViolation
 from rpcdist.inspection import facts as facts_module
-from rpcdist.inspection.facts import WorkerFacts
+from rpcdist.inspection.facts import LiveNotes, WorkerFacts
 
-__all__ = ["MAX_FACTS_BYTES", "facts_from_json", "facts_to_json", "fields_of"]
+__all__ = ["MAX_FACTS_BYTES", "facts_from_json", "facts_to_json", "fields_of", "notes_from_json"]
 
 MAX_FACTS_BYTES: Final = 3 << 20
 """Of the JSON of one worker."""
@@ -30,7 +30,7 @@ MAX_NUMBER: Final = 1 << 64
 T = TypeVar("T")
 
 
-def facts_to_json(facts: WorkerFacts) -> str:
+def facts_to_json(facts: WorkerFacts | LiveNotes) -> str:
     """One line of JSON."""
     return json.dumps(fields_of(facts), separators=(",", ":"), allow_nan=False)
 
@@ -52,13 +52,22 @@ def facts_from_json(text: str | bytes) -> WorkerFacts:
     Raises:
         ProtocolViolation: the text is too long, or is not what `facts_to_json` writes.
     """
+    return _from_json(WorkerFacts, text)
+
+
+def notes_from_json(text: str | bytes) -> LiveNotes:
+    """The notes of a worker for a live view; raises as `facts_from_json` does."""
+    return _from_json(LiveNotes, text)
+
+
+def _from_json(kind: type[T], text: str | bytes) -> T:
     if len(text) > MAX_FACTS_BYTES:
         raise ProtocolViolation(f"a worker sent {len(text)} bytes of facts; {MAX_FACTS_BYTES} are allowed")
     try:
-        found = _read(WorkerFacts, json.loads(text), "facts")
+        found = _read(kind, json.loads(text), "facts")
     except (ValueError, RecursionError) as exc:
         raise ProtocolViolation(f"a worker sent facts that cannot be read: {exc}") from exc
-    assert isinstance(found, WorkerFacts)
+    assert isinstance(found, kind)
     return found
 
 

@@ -371,6 +371,57 @@ class CurveFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class LogLine:
+    """A record of the program's logging, or of rpcdist's.
+
+    Attributes:
+        number: of the notes of this worker; later ones are larger.
+        time_s: seconds since the epoch.
+        level: such as "WARNING".
+        logger: its name.
+        text: the message, with the type and text of an exception; cut.
+    """
+
+    number: int
+    time_s: float
+    level: str
+    logger: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpanFacts:
+    """Something that a worker has done, and when, in seconds since the epoch by its clock.
+
+    Attributes:
+        number: of the notes of this worker; later ones are larger.
+        lane: "pipeline", "DDP", "DDP buckets", "backward", or "group NAME" for an operation of a process group.
+        name: what was done.
+        began_s, ended_s: when.
+    """
+
+    number: int
+    lane: str
+    name: str
+    began_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LiveNotes:
+    """The notes that a worker takes while a live view asks, oldest first; those that the asker has had are left out."""
+
+    log_lines: tuple[LogLine, ...] = ()
+    spans: tuple[SpanFacts, ...] = ()
+
+    @property
+    def last_number(self) -> int:
+        """The largest number of them; 0 for none."""
+        lines = max((line.number for line in self.log_lines), default=0)
+        return max(lines, max((span.number for span in self.spans), default=0))
+
+
+@dataclass(frozen=True, slots=True)
 class MemberFacts:
     """A worker of the job, as this one knows it."""
 
@@ -401,6 +452,7 @@ class WorkerFacts:
         omitted: by the name of a list, how many entries were left out.
         functions: how long the latest calls took, for each function.
         curves: the numbers that the program has published.
+        notes: for a live view only.
     """
 
     worker: str
@@ -435,6 +487,7 @@ class WorkerFacts:
     omitted: dict[str, int] = field(default_factory=dict)
     functions: tuple[FunctionTimes, ...] = ()
     curves: tuple[CurveFacts, ...] = ()
+    notes: LiveNotes = field(default_factory=LiveNotes)
 
 
 @dataclass(frozen=True, slots=True)

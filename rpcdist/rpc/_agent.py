@@ -51,6 +51,7 @@ from rpcdist.rpc._futures.waiting import replace_torch_functions
 from rpcdist.rpc._inspection.call_recorder import CallRecorder
 from rpcdist.rpc._inspection.flight_log import FlightLog
 from rpcdist.rpc._inspection.inspector import SERVICE, InspectedParts, Inspector, OldCalls
+from rpcdist.rpc._inspection.live_notes import NoteTaker
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._membership.coordinator import Coordinator
 from rpcdist.rpc._membership.coordinator_return import CoordinatorReturn
@@ -89,12 +90,14 @@ class UpperParts(NamedTuple):
         make_rref: makes one of a handle.
         make_autograd: makes distributed autograd for an agent.
         context_of: makes the context in which an agent is the current one: code of users that it runs sees it so.
+        current: the current agent, if there is one.
     """
 
     rref_type: type
     make_rref: Callable[[RRefCalls, Handle], Any]
     make_autograd: MakeAutograd
     context_of: Callable[[Agent], Context]
+    current: Callable[[], Agent | None]
 
 
 class Agent:
@@ -302,6 +305,10 @@ class Agent:
             explain=lambda: self.inspector.explain(),
         )
         self._interrupts = InterruptWatch(io, self.caller.interrupt)
+        world = current_world()
+        self._notes = NoteTaker(
+            lambda: above.current() is self, self.autograd.pass_taps, world.process.recorder.entries
+        )
         self.inspector = Inspector(
             InspectedParts(
                 me=me,
@@ -319,8 +326,9 @@ class Agent:
                 actors=self.actors,
                 gathering_host=self.gathering_host,
                 rounds=self._rounds,
-                world=current_world(),
+                world=world,
                 recorder=recorder,
+                notes=self._notes,
             )
         )
         self._old_calls = OldCalls(
@@ -449,7 +457,8 @@ class Agent:
             self.streams.drain()
             self._leases.renew()
             self._gpus.tick()
-            self._old_calls.look(time.monotonic())
+            self._old_calls.look(now := time.monotonic())
+            self._notes.look(now)
         finally:
             self._tick_handle = self.network.io.loop.call_later(AGENT_TICK_S, self._tick)
 
@@ -502,6 +511,7 @@ class Agent:
         self._news.close()
         if self._tick_handle is not None:
             self._tick_handle.cancel()
+        self._notes.stop()
         self._connections.close("the peer shut down RPC")
 
     def release(self) -> None:

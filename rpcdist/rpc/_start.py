@@ -27,7 +27,7 @@ from rpcdist.freed_memory import keep_freed_memory
 from rpcdist.ids import Identity, check_worker_name, new_incarnation
 from rpcdist.own_shortage import check_descriptors_for
 from rpcdist.rpc._agent import ROLE, Agent, UpperParts
-from rpcdist.rpc._current import context_of
+from rpcdist.rpc._current import agent_or_none, context_of
 from rpcdist.rpc._membership.coordinator import Coordinator, serve_membership
 from rpcdist.rpc._membership.membership_messages import members_of
 from rpcdist.rpc._peers.directory import COORDINATOR, Member
@@ -143,7 +143,7 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
             world_size=world_size,
             store=getattr(store, "underlying_store", store),  # a prefix store closes nothing
             look_up=partial(_look_up, store, records, coordinator.address),
-            above=UpperParts(PyRRef, RRef._of, _upper_layers.load("autograd"), context_of),
+            above=UpperParts(PyRRef, RRef._of, _upper_layers.load("autograd"), context_of, agent_or_none),
         )
         if metrics_are_wanted():
             _upper_layers.load("metrics")(agent)

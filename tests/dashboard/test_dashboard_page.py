@@ -22,7 +22,7 @@ from rpcdist._dashboard.job_watch import JobWatch, ask
 from rpcdist._dashboard.page_server import cookie_of, make_page_server
 from rpcdist._inspect.asking import Asker, JobFacts
 from rpcdist.errors import ConnectFailed
-from rpcdist.inspection import CurveFacts, SilentWorker, WorkerFacts
+from rpcdist.inspection import CurveFacts, LiveNotes, LogLine, SilentWorker, SpanFacts, WorkerFacts
 
 TOKEN = "the-token-of-this-page"
 LIMIT_S = 30.0
@@ -43,6 +43,9 @@ class MadeUpJob(Asker):
         if address in self.gone:
             raise ConnectFailed(address, "nobody listens", 1.0)
         return JobFacts("default/1", self.workers, self.silent)
+
+    def facts_at(self, address: str) -> WorkerFacts:
+        return next(facts for facts in self.workers if facts.address == address)
 
 
 class Answer(NamedTuple):
@@ -235,6 +238,18 @@ def served_page(job: MadeUpJob) -> Iterator[str]:
 
 
 NASTY = "<img src=x onerror=\"document.title='broken in'\">"
+NOTES = LiveNotes(
+    (LogLine(1, 1e9, "ERROR", NASTY, NASTY), LogLine(2, 1e9, "INFO", "program", "epoch 1")),
+    (
+        SpanFacts(3, "pipeline", "0F0 of step 1", 1e9, 1e9 + 1),
+        SpanFacts(4, "pipeline", f"{NASTY} of step 1", 1e9 + 1, 1e9 + 3),
+        SpanFacts(5, "backward", f"{NASTY} of pass 1", 1e9, 1e9 + 1),
+        SpanFacts(6, "DDP buckets", "bucket 0, 8 B", 1e9, 1e9 + 2),
+        SpanFacts(7, "group 0", NASTY, 1e9, 1e9 + 2),
+        SpanFacts(8, "DDP", "gradients 1", 1e9, 1e9 + 1),
+        SpanFacts(9, "DDP", "iteration 1", 1e9, 1e9 + 2),
+    ),
+)
 browser_test = pytest.mark.skipif(headless_browser.CHROMIUM is None, reason="Chromium is not installed")
 
 
@@ -248,6 +263,7 @@ def test_a_browser_shows_the_job(tmp_path: Path, width: int, is_dark: bool) -> N
             channels=(channel("s", 5000),),
             calls_served=(served(NASTY, 3.0),),
             curves=(CurveFacts("loss", ((1e9, 2.0),)), CurveFacts(NASTY, ((1e9, 3.0),))),
+            notes=NOTES,
         ),
         facts("worker1", role=NASTY),
         silent=(silent,),
@@ -266,6 +282,15 @@ def test_a_browser_shows_the_job(tmp_path: Path, width: int, is_dark: bool) -> N
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         ground = browser.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (ground == "rgb(18, 22, 29)") == is_dark
+        for timeline, bars in (("pipeline", 2), ("backward", 1), ("ddp", 3)):
+            browser.wait_until(f"document.querySelectorAll('#{timeline} .bars .point').length === {bars}")
+        assert "50 % of the time" in browser.evaluate("document.querySelector('#ddp-section h2').textContent")
+        assert NASTY in browser.evaluate("document.querySelector('#backward .legend').textContent")
+        assert NASTY in browser.evaluate("document.querySelector('#log').textContent")
+        browser.evaluate("document.querySelector('#log-filter').value = 'epoch'; drawLog()")
+        assert browser.evaluate("[...document.querySelectorAll('#log tr')].map(row => row.cells[3].textContent)") == [
+            "program: epoch 1"
+        ]
         browser.evaluate("showWorker('worker0')")
         browser.wait_until("document.querySelector('#worker-facts').textContent.includes('running, 3.0 s')")
         browser.evaluate("showWorker('worker2')")

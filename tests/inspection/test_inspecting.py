@@ -138,11 +138,11 @@ def test_an_address_that_a_worker_made_up_hides_no_other_worker(cluster: Cluster
     asker = Asker()
     try:
         inspector.facts = lambda: replace(honest, job="default/\x1b[2J", members=(*honest.members, made_up))
-        inspector._answered_at = 0.0  # an answer is given again for a while
+        inspector._answers.clear()  # an answer is given again for a while
         job = asker.job_at(cluster.agent.network.address)
     finally:
         del inspector.facts
-        inspector._answered_at = 0.0
+        inspector._answers.clear()
         asker.close()
     assert {facts.worker for facts in job.workers} == set(cluster.names)
     [silent] = job.silent
@@ -217,3 +217,30 @@ def test_the_age_of_calls_that_are_logged_is_checked(limit: float) -> None:
     else:
         with pytest.raises(ValueError, match="log_calls_after"):
             RpcOptions(log_calls_after=limit)
+
+
+class Counting:
+    def add(self) -> int:
+        return 1
+
+
+def test_a_method_that_waits_for_a_thread_is_named_as_one(no_agent: None) -> None:
+    """Its name is among the arguments, which are not decoded yet: the name of our own function would tell nothing."""
+    with InProcessCluster("a", "b", max_worker_threads=2) as cluster, cluster.use("a"):
+        counting = rpc.remote("b", Counting)
+        counting.to_here()
+        running = [rpc.rpc_async("b", wait_released) for _ in range(2)]
+        eventually(lambda: (pool := rpc.inspect_worker("b").pool) is not None and pool.running == 2)
+        method = counting.rpc_async().add()
+        eventually(lambda: len(rpc.inspect_worker("b").calls_served) == 3)
+        facts = rpc.inspect_worker("b")
+        assert [call.function for call in facts.calls_served if call.phase == "queued"] == [
+            "a method (name not read yet)"
+        ]
+        released.set()
+        assert method.wait() == 1
+        for future in running:
+            future.wait()
+        agent = cluster.run("b", rpc.api._get_current_rpc_agent)
+        names = [call.function for call in agent.recorder]
+        assert "Counting.add" in names and not any("_local_invoke" in name for name in names)

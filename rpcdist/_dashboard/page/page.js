@@ -212,6 +212,68 @@ function drawEvents() {
   }));
 }
 
+const ROWS = { ddp: (worker, name) => `${worker} ${name.startsWith("bucket") ? "buckets" : name === "gradients" ? "backward" : "collectives"}` };
+const KINDS = {
+  pipeline: (name) => (/F/.test(name) ? "forward" : "backward"),
+  backward: (name) => name,
+  ddp: (name) => (name.startsWith("bucket") ? "bucket" : name === "gradients" ? "gradients computed" : name),
+};
+const drawn = {};
+
+function drawTimeline(id) {
+  const made = view.timelines?.[id];
+  byId(id + "-section").hidden = !made;
+  if (!made) return;
+  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  const key = [made.title, made.time_s, made.bars.length, dark].join();
+  if (drawn[id] === key) return;
+  drawn[id] = key;
+  const length = Math.max(...made.bars.map((bar) => bar[2] + bar[3]));
+  let about = `${made.title}, ${seconds(length)}, began ${new Date(made.time_s * 1000).toLocaleTimeString()}`;
+  if (made.buckets) about += `, ${made.buckets} buckets on each rank`;
+  if (typeof made.overlap === "number") about += `, ${Math.round(made.overlap * 100)} % of the time of collectives beside the backward pass`;
+  document.querySelector(`#${id}-section h2 span`).textContent = about;
+  const ground = getComputedStyle(document.documentElement).getPropertyValue("--card").trim();
+  const traces = new Map();
+  const rows = [...new Set(made.bars.map(([worker, name]) => ROWS[id]?.(worker, name) ?? worker))].sort((a, b) => a.localeCompare(b, undefined, { numeric: true }));
+  for (const [worker, name, begin, took] of made.bars) {
+    const kind = KINDS[id](name);
+    if (!traces.has(kind)) traces.set(kind, { type: "bar", orientation: "h", name: plainText(kind), x: [], base: [], y: [], text: [], hovertext: [], hoverinfo: "text", textposition: "inside", insidetextanchor: "middle", constraintext: "both", opacity: 0.85, marker: { line: { color: ground, width: 1 } } });
+    const trace = traces.get(kind);
+    trace.x.push(took * 1000);
+    trace.base.push(begin * 1000);
+    trace.y.push(plainText(ROWS[id]?.(worker, name) ?? worker));
+    trace.text.push(id === "pipeline" ? plainText(name) : "");
+    trace.hovertext.push(plainText(`${worker}: ${name}, ${seconds(took)} from ${seconds(begin)}`));
+  }
+  const style = layout("");
+  const height = Math.min(900, 90 + 26 * rows.length);
+  byId(id).style.height = height + "px";
+  Plotly.react(id, [...traces.values()], {
+    ...style, height, shapes: [], barmode: "overlay", bargap: 0.15, margin: { l: 10, r: 8, t: 6, b: 36 },
+    legend: { orientation: "h", y: 1, yanchor: "bottom" },
+    xaxis: { title: { text: "ms" }, gridcolor: style.yaxis.gridcolor, rangemode: "tozero" },
+    yaxis: { type: "category", categoryorder: "array", categoryarray: rows.map(plainText).reverse(), automargin: true, gridcolor: style.yaxis.gridcolor },
+  }, { displayModeBar: false, responsive: true });
+}
+
+function drawLog() {
+  const lines = view.lines ?? [];
+  const words = byId("log-filter").value.toLowerCase();
+  const key = [lines.length ? lines[lines.length - 1].id : 0, words].join();
+  if (drawn.log === key) return;
+  drawn.log = key;
+  const shown = lines.filter((line) => !words || `${line.worker} ${line.level} ${line.logger} ${line.text}`.toLowerCase().includes(words));
+  byId("log-empty").hidden = lines.length > 0;
+  document.querySelector("#log tbody").replaceChildren(...shown.reverse().map((line) => {
+    const row = element("tr");
+    const isBad = ["ERROR", "CRITICAL"].includes(line.level);
+    row.append(element("td", new Date(line.time_s * 1000).toLocaleTimeString()), element("td", line.worker));
+    row.append(element("td", line.level, isBad ? "bad" : line.level === "WARNING" ? "waiting" : ""), element("td", `${line.logger}: ${line.text}`));
+    return row;
+  }));
+}
+
 async function showWorker(name) {
   shownWorker = name;
   byId("worker-name").textContent = name;
@@ -264,9 +326,12 @@ function draw() {
   drawFunctions();
   drawEvents();
   drawCharts();
+  for (const id of Object.keys(KINDS)) drawTimeline(id);
+  drawLog();
 }
 
 drawHeads();
+byId("log-filter").addEventListener("input", () => { if (view) drawLog(); });
 const source = new EventSource("events");
 source.onmessage = (event) => { view = JSON.parse(event.data); if (!document.hidden) draw(); };
 source.onerror = () => setStatus("the page's server is gone", "bad");

@@ -116,7 +116,7 @@ class BucketReductions:
         with _range_of("ends", bucket):
             self._finish(bucket, deliver)
         if (began_s := self._began.pop(bucket.number, 0.0)) > 0.0:
-            for tap in span_taps:
+            for tap in list(span_taps):
                 tap("DDP buckets", f"bucket {bucket.number}, {bucket.num_bytes} B", began_s, time.monotonic())
 
     def _finish(self, bucket: Bucket, deliver: Deliver) -> None:

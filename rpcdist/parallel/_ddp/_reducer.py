@@ -46,6 +46,7 @@ from rpcdist.parallel._ddp._gradient_sources import (
 )
 from rpcdist.parallel._ddp._notices import BucketWait, Notices
 from rpcdist.parallel._ddp._parameters import Named
+from rpcdist.profile_ranges import span_taps
 
 
 class Reducer:
@@ -396,6 +397,16 @@ class Reducer:
         self._share_order(knew_graph)
         self.num_buckets_reduced = len(self.buckets) - len(self._skipped)
         self.done_ns = time.time_ns()
+        if span_taps and self.first_gradient_ns:
+            self._tell_times()
+
+    def _tell_times(self) -> None:
+        """When gradients were computed in this iteration, and when it was over."""
+        shift_s = time.monotonic() - time.time()
+        ends_ns = {"gradients": self.computed_ns, "iteration": self.done_ns}
+        for tap in list(span_taps):
+            for what, end_ns in ends_ns.items():
+                tap("DDP", f"{what} {self.iteration}", self.first_gradient_ns / 1e9 + shift_s, end_ns / 1e9 + shift_s)
 
     def _deliver(self, members: list[BucketEntry], reduced: list[torch.Tensor], lasting: bool) -> None:
         """Delivers reduced gradients; gradients of parameters that no rank used stay unchanged."""

@@ -76,7 +76,7 @@ class StepExecution:
             )
             end_s = clock_s()
             self._report.times.append((start_s, end_s))
-            for tap in span_taps:
+            for tap in list(span_taps):
                 tap("pipeline", f"{action} of step {self._order.step}", start_s, end_s)
             if results is not None:
                 self._send(action, results)

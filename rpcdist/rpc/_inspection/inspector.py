@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -44,6 +45,7 @@ from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_call import UserCall
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._inspection.call_recorder import CallRecorder
+from rpcdist.rpc._inspection.live_notes import NoteTaker
 from rpcdist.rpc._inspection.stacks import call_of_future, coroutine_stack, thread_states
 from rpcdist.rpc._membership.gatherings import GatheringHost
 from rpcdist.rpc._membership.shutdown import ShutdownRounds
@@ -54,7 +56,7 @@ from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._serving.active_call import ActiveCall
 from rpcdist.rpc._serving.active_calls import ActiveCalls
 from rpcdist.rpc.options import RpcOptions
-from rpcdist.time_limits import LOOK_LIMIT_S, LOOK_PERIOD_S, OLD_CALLS_LOOK_S
+from rpcdist.time_limits import LONG_WAIT_S, LOOK_LIMIT_S, LOOK_PERIOD_S, OLD_CALLS_LOOK_S
 from rpcdist.transport.unix_sockets import INSPECTION_ROLE, process_at
 
 SERVICE: Final = inspection_pb2.DESCRIPTOR.services_by_name["Inspection"]
@@ -93,6 +95,7 @@ class InspectedParts(NamedTuple):
     rounds: ShutdownRounds
     world: World
     recorder: CallRecorder | None
+    notes: NoteTaker
 
 
 class Inspector:
@@ -108,8 +111,7 @@ class Inspector:
         self._began = time.monotonic()
         coordinator = parts.directory.incarnation_of(parts.directory.coordinator)
         self._job = f"{parts.options.job or os.environ.get('RPCDIST_JOB') or 'default'}/{coordinator & (1 << 64) - 1:x}"
-        self._answer = b""
-        self._answered_at = 0.0
+        self._answers: dict[bool, tuple[float, bytes]] = {}  # by `is_brief`: when it was given, and the answer
         self._is_looking = False
 
     @property
@@ -120,11 +122,12 @@ class Inspector:
     # ------------------------------------------------------------ I/O loop
 
     async def _on_look(self, asker: Identity, request: inspection_pb2.LookRequest) -> inspection_pb2.LookReply:
-        now = time.monotonic()
-        if now - self._answered_at >= LOOK_PERIOD_S:
-            self._answer = self._json()
-            self._answered_at = time.monotonic()
-        return inspection_pb2.LookReply(facts=self._answer)
+        at, answer = self._answers.get(request.is_brief, (0.0, b""))
+        if not answer or time.monotonic() - at >= LOOK_PERIOD_S:
+            answer = self._json(request.is_brief)
+            self._answers[request.is_brief] = time.monotonic(), answer
+        notes = facts_to_json(self._parts.notes.since(request.after)).encode() if request.is_live else b""
+        return inspection_pb2.LookReply(facts=answer, notes=notes)
 
     async def _on_neighbour(
         self, asker: Identity, request: inspection_pb2.NeighbourRequest
@@ -140,9 +143,9 @@ class Inspector:
             self._is_looking = False
         return inspection_pb2.NeighbourReply(state=found.state, detail=found.detail, stacks=found.stacks)
 
-    def _json(self) -> bytes:
+    def _json(self, is_brief: bool = False) -> bytes:
         """The facts; if they are too long, without the seldom needed ones."""
-        facts = self.facts()
+        facts = self._brief_facts() if is_brief else self.facts()
         text = facts_to_json(facts)
         for smaller in ("references", "streams", "threads", "calls_made", "calls_served"):
             if len(text) <= MAX_ANSWER_BYTES:
@@ -153,12 +156,25 @@ class Inspector:
             text = facts_to_json(facts)
         return text.encode()
 
+    def _brief_facts(self) -> WorkerFacts:
+        """The facts without members, and with the stack of the main thread alone where nothing takes long.
+
+        A rank that has not come to a collective explains by that one thread what the others wait for.
+        """
+        facts = self.facts(is_brief=True)
+        ages_s = [call.age_s for call in facts.calls_made] + [call.age_s for call in facts.calls_served]
+        if facts.backward_passes or facts.gatherings or max(ages_s, default=0.0) >= LONG_WAIT_S / 2:
+            threads, left_out = thread_states()
+            omitted = {**facts.omitted, "threads": left_out} if left_out else facts.omitted
+            facts = replace(facts, threads=tuple(threads), omitted=omitted)
+        return facts
+
     # ------------------------------------------------------------ any thread
 
-    def facts(self) -> WorkerFacts:
-        """The facts of this moment."""
+    def facts(self, is_brief: bool = False) -> WorkerFacts:
+        """The facts of this moment; brief ones have no members, and of the threads only the main one."""
         parts, now, time_ns = self._parts, time.monotonic(), time.time_ns()
-        threads, threads_left_out = thread_states()
+        threads, threads_left_out = thread_states(threading.main_thread().ident if is_brief else None)
         references, references_left_out = parts.rrefs.facts(now, MAX_LISTED)
         contexts, passes = parts.autograd.facts(now, MAX_LISTED)
         sessions = parts.connections.sessions()[:MAX_LISTED]
@@ -183,7 +199,7 @@ class Inspector:
             time_ns=time_ns,
             age_s=now - self._began,
             phase="leaving" if self.is_leaving else "working",
-            members=self._members(),
+            members=() if is_brief else self._members(),
             calls_made=tuple(call.facts(now) for call in islice(made, MAX_LISTED)),
             calls_served=calls_served,
             threads=tuple(threads),

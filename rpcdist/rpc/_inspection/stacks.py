@@ -37,11 +37,13 @@ _AWAITS_ITEM: Final = StreamState.take_async.__code__
 _RUNS_CALLBACKS: Final = Future._run_callbacks.__code__
 
 
-def thread_states() -> tuple[list[ThreadState], int]:
-    """All threads but this one, and how many were left out."""
+def thread_states(only: int | None = None) -> tuple[list[ThreadState], int]:
+    """All threads but this one, or only the one with an identifier, and how many were left out for want of room."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
     frames.pop(threading.get_ident(), None)
+    if only is not None:
+        frames = {ident: frame for ident, frame in frames.items() if ident == only}
     found = []
     waiting: dict[int, Any] = {}
     chosen = list(islice(frames.items(), MAX_THREADS))

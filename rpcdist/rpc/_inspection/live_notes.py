@@ -1,0 +1,163 @@
+"""Takes the notes that a live view shows: log lines, and spans of pipelines, DDP, backward passes and collectives.
+
+Nothing is noted while no live view asks: the first question begins it, and it ends when the questions have stopped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, TypeVar
+
+from rpcdist.collectives._group.flight_records import Record
+from rpcdist.inspection import LiveNotes, LogLine, SpanFacts
+from rpcdist.profile_ranges import span_taps
+from rpcdist.time_limits import LIVE_NOTES_S
+
+MAX_LINES: Final = 200
+MAX_SPANS: Final = 600
+MAX_OPERATIONS: Final = 300
+MAX_TEXT: Final = 500
+MAX_NAME: Final = 100
+
+N = TypeVar("N", LogLine, SpanFacts)
+
+
+class NoteTaker:
+    """One per agent; questions and `look` on the I/O loop, notes on any thread.
+
+    Args:
+        is_mine: whether the code that runs now belongs to this agent: several may live in one process.
+        pass_taps: get the spans of backward passes.
+        operations: those that the flight recorder of collectives remembers.
+    """
+
+    def __init__(
+        self,
+        is_mine: Callable[[], bool],
+        pass_taps: list[Callable[[int, Sequence[Any]], object]],
+        operations: Callable[[], Iterable[Record]],
+    ) -> None:
+        self._is_mine = is_mine
+        self._pass_taps = pass_taps
+        self._operations = operations
+        self._numbers = itertools.count(1)
+        self._until = 0.0  # 0 while nothing is noted
+        self._operations_until_ns = 0
+        self._lines: deque[LogLine] = deque(maxlen=MAX_LINES)
+        self._spans: deque[SpanFacts] = deque(maxlen=MAX_SPANS)
+        self._ended: deque[SpanFacts] = deque(maxlen=MAX_OPERATIONS)
+
+    def __repr__(self) -> str:
+        return f"<NoteTaker [{len(self._lines)} lines, {len(self._spans)} spans]>"
+
+    def since(self, number: int) -> LiveNotes:
+        """The notes with larger numbers; it goes on noting for `LIVE_NOTES_S` seconds."""
+        if not self._until:
+            self._operations_until_ns = time.time_ns()
+            log_taps.add(self._on_record)
+            span_taps.append(self._on_span)
+            self._pass_taps.append(self._on_pass)
+        self._until = time.monotonic() + LIVE_NOTES_S
+        self._note_operations()
+        spans = [*_after(self._ended, number), *_after(self._spans, number)]
+        return LiveNotes(tuple(_after(self._lines, number)), tuple(spans))
+
+    def look(self, now: float) -> None:
+        """Ends it if nobody has asked for long; `now` is a time of the monotonic clock."""
+        if self._until and now >= self._until:
+            self.stop()
+
+    def stop(self) -> None:
+        """Notes nothing any more, and forgets what it has."""
+        if not self._until:
+            return
+        self._until = 0.0
+        log_taps.remove(self._on_record)
+        span_taps.remove(self._on_span)
+        self._pass_taps.remove(self._on_pass)
+        for notes in (self._lines, self._spans, self._ended):
+            notes.clear()
+
+    # ------------------------------------------------------------ any thread
+
+    def _on_record(self, record: logging.LogRecord) -> None:
+        if self._is_mine():
+            number = next(self._numbers)
+            line = LogLine(number, record.created, record.levelname, record.name[:MAX_NAME], _text_of(record))
+            self._lines.append(line)
+
+    def _on_span(self, lane: str, name: str, began: float, ended: float) -> None:
+        if self._is_mine():
+            shift_s = time.time() - time.monotonic()
+            self._spans.append(SpanFacts(next(self._numbers), lane, name[:MAX_NAME], began + shift_s, ended + shift_s))
+
+    def _on_pass(self, id: int, spans: Sequence[Any]) -> None:
+        for kind, _, began_s, ended_s in spans:
+            self._spans.append(SpanFacts(next(self._numbers), "backward", f"{kind} of pass {id}", began_s, ended_s))
+
+    def _note_operations(self) -> None:
+        seen_ns = self._operations_until_ns
+        for record in self._operations():
+            if record.ended_ns > seen_ns and record.started_ns:
+                lane, began_s = f"group {record.group}"[:MAX_NAME], record.started_ns / 1e9
+                self._ended.append(
+                    SpanFacts(next(self._numbers), lane, record.operation, began_s, record.ended_ns / 1e9)
+                )
+                self._operations_until_ns = max(self._operations_until_ns, record.ended_ns)
+
+
+def _after(notes: deque[N], number: int) -> Iterator[N]:
+    return (note for note in notes.copy() if note.number > number)
+
+
+def _text_of(record: logging.LogRecord) -> str:
+    """The message now: its arguments may change, and must not be kept."""
+    try:
+        text = record.getMessage()
+        if record.exc_info and isinstance(error := record.exc_info[1], BaseException):
+            text += f": {type(error).__name__}: {error}"
+    except Exception:  # the program's mistake, of which its own handlers tell
+        text = f"a message that cannot be formatted, from {record.pathname}, line {record.lineno}"
+    return text[:MAX_TEXT]
+
+
+class _LogTaps:
+    """Shows the log records of this process to those that want them.
+
+    It sits in the factory of records: a handler would change what the program prints, since `logging` prints by itself
+    only where there is none, and `basicConfig` does nothing where there is one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taps: tuple[Callable[[logging.LogRecord], object], ...] = ()
+        self._before: Callable[..., logging.LogRecord] | None = None
+
+    def add(self, tap: Callable[[logging.LogRecord], object]) -> None:
+        with self._lock:
+            self._taps += (tap,)
+            if self._before is None:
+                self._before = logging.getLogRecordFactory()
+                logging.setLogRecordFactory(self._make)
+
+    def remove(self, tap: Callable[[logging.LogRecord], object]) -> None:
+        with self._lock:
+            self._taps = tuple(one for one in self._taps if one != tap)
+            # Where the program has put a factory of its own around this one, it stays, and shows records to nobody.
+            if not self._taps and logging.getLogRecordFactory() == self._make and self._before is not None:
+                logging.setLogRecordFactory(self._before)
+                self._before = None
+
+    def _make(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = (self._before or logging.LogRecord)(*args, **kwargs)
+        for tap in self._taps:
+            tap(record)
+        return record
+
+
+log_taps: Final = _LogTaps()
