@@ -95,7 +95,7 @@ class Coordinator:
     _me: Identity
     service: MembershipService | None
     rank: int = COORDINATOR
-    mark_left: Callable[[], object] = bool
+    mark_left: Callable[[], object] = lambda: None
 
     def on_lost(self, identity: Identity, error: WorkerLost) -> None:
         """A worker is declared dead: if the service is here, its place is free. On the I/O loop."""
