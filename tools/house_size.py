@@ -33,12 +33,12 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(93_650, 63_000),
-    "code": Limit(55_120, 36_000),
-    "files": Limit(505, 400),
-    "classes": Limit(1_041, 620),
+    "lines": Limit(94_720, 63_000),
+    "code": Limit(55_870, 36_000),
+    "files": Limit(508, 400),
+    "classes": Limit(1_049, 620),
     "protocols": Limit(63, 30),
-    "time limits": Limit(161, 90),
+    "time limits": Limit(164, 90),
     "environment variables": Limit(30, 20),
     "import circles": Limit(0, 0),
 }
