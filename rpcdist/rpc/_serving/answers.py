@@ -100,7 +100,7 @@ class Answers:
         except BaseException as exc:
             self.fail(active, exc)
             return
-        answer = partial(self._answer, active, message, large, forks, is_last)
+        answer = partial(self._answer, active, message, large, forks)
         if is_last:
             hooks.last_act = LastAct([answer], active.session, bool(large) and takes_long(large))
         elif (last_act := hooks.last_act) is not None and last_act.source is active.session:
@@ -150,7 +150,6 @@ class Answers:
         message: rpc_pb2.Message | CompactReply,
         large: Sequence[LargeBuffer],
         forks: Sequence[Share],
-        is_last: bool = False,
     ) -> None:
         try:
             if (
@@ -161,11 +160,7 @@ class Answers:
         except BaseException as exc:
             self.fail(active, exc)
             return
-        try:
-            if is_last and hooks.reads_jobs and not active.weight:  # the bookkeeping is done while the caller reads
-                active.session.flush()
-        finally:
-            self._calls.remove(active)
+        self._calls.remove(active)
 
     def _encode(
         self, active: ActiveCall, result: object
