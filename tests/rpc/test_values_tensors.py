@@ -22,6 +22,7 @@ from rpcdist.errors import SerializationError
 from rpcdist.rpc._values import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, decode
 from rpcdist.rpc._values.compact import compact_tensors, read_compact_tensors
 from rpcdist.rpc._values.tensors import DTYPES, KEPT_HOLES_BYTES
+from rpcdist.transport._framing.incoming import MissingBuffer
 
 ALL_DTYPES = [info.dtype for info in DTYPES.values()]
 COMPLEX32 = "ignore:ComplexHalf support is experimental:UserWarning"
@@ -457,3 +458,25 @@ def test_a_tensor_over_borrowed_memory_is_an_ordinary_one(dtype: torch.dtype, sh
     assert received.is_contiguous() and not received._is_view() and received.is_leaf
     received.fill_(0)
     assert bytes(memory) == bytes(len(memory))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        bytes(1 << 18),
+        torch.ones(1 << 16),
+        torch.ones(1 << 9, 1 << 9).t(),
+        "text" * (1 << 16),
+        {1, "x" * (1 << 18)},
+        [torch.ones(10)] * 100,
+        [torch.ones(100) for _ in range(100)],
+    ],
+    ids=["bytes", "tensor", "strides", "body", "pickle", "views", "run"],
+)
+def test_memory_that_was_missing_is_told_of_whatever_lies_there(value: Any) -> None:
+    """It is never read as if it were empty."""
+    encoded = encode(value)
+    missing: Any = [MissingBuffer(buffer.size, "there was no room") for buffer in encoded.large]
+    if missing:
+        with pytest.raises(SerializationError, match="there was no room"):
+            decode(encoded.value, missing)

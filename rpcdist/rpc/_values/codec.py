@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, cast
 
 import torch
 
@@ -238,7 +238,9 @@ def decode(
     if plain_only and value.tensors:
         taken_bytes += tensors_cost(value.tensors, weight_bytes, allowed_bytes(weight_bytes) - taken_bytes)
     tensors = rebuild_tensors(value, buffers, plain_only, gpus)
-    contents = [buffer if isinstance(buffer, bytes | ReceiveBuffer) else b"" for buffer in buffers]
+    contents = cast(
+        "list[bytes | ReceiveBuffer]", [b"" if isinstance(buffer, value_pb2.Buffer) else buffer for buffer in buffers]
+    )
     if on_tensors is not None and tensors:
         on_tensors(tensors)
     separate = value.body_buffer
@@ -247,7 +249,7 @@ def decode(
         if separate > len(buffers):
             raise SerializationError("a value arrived that is damaged: its body is missing")
         buffer = contents[separate - 1]
-        source = buffer.view if isinstance(buffer, ReceiveBuffer) else buffer
+        source = buffer if isinstance(buffer, bytes) else buffer.view
         if encoding == value_pb2.Value.PLAIN and isinstance(buffer, ReceiveBuffer) and buffer.borrowed_view is not None:
             source = bytes(source)  # else the sender could change it while it is read
     if encoding == value_pb2.Value.PLAIN:

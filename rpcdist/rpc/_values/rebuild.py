@@ -271,11 +271,9 @@ def _buffer(buffers: Sequence[Received], index: int) -> Received:
 
 def _on_host(buffer: Received) -> torch.Tensor:
     """The memory of a buffer, as bytes."""
-    if isinstance(buffer, ReceiveBuffer):
-        return buffer.memory
-    if isinstance(buffer, bytes):
-        return _copied(buffer)
-    raise SerializationError("a tensor of the CPU arrived that lies in memory of a GPU")
+    if isinstance(buffer, value_pb2.Buffer):
+        raise SerializationError("a tensor of the CPU arrived that lies in memory of a GPU")
+    return buffer.memory if isinstance(buffer, ReceiveBuffer) else _copied(buffer)
 
 
 def over_storage(
