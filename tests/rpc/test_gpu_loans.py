@@ -26,6 +26,7 @@ from rpcdist.rpc._devices.lent_gpu_memory import (
     LentGpuMemory,
     slot_size,
 )
+from rpcdist.rpc._marshal.arrived_value import ArrivedValue
 from rpcdist.rpc._values.tensors import DeviceRoute
 from rpcdist.time_limits import GPU_LOAN_DOUBT_S, GPU_MEMORY_IDLE_S
 
@@ -423,6 +424,15 @@ def test_a_worker_without_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
     assert value.device_of(value_pb2.Tensor(device="cuda"), None) == torch.device("cpu")  # a gradient
     with pytest.raises(SerializationError, match=r"tensor for cuda:1 arrived from worker 'alice', .*'bob' has no GPU"):
         value.device_of(value_pb2.Tensor(device="cuda:1"), None)
+
+
+def test_a_value_for_more_gpus_than_there_are_anywhere() -> None:
+    value = value_pb2.Value(gpus=[7] * 1000)
+    arrived = ArrivedValue(value, (), None, ALICE, gpus=arriving(World().borrowed, value))  # type: ignore[arg-type]
+    with pytest.raises(SerializationError, match="tensors for 1000 GPUs; at most 256"):
+        arrived.gpus()
+    del value.gpus[2:]
+    assert arrived.gpus() == ([7] if torch.cuda.device_count() > 7 else [])
 
 
 def test_loans_that_are_not_decoded_are_given_back() -> None:

@@ -23,6 +23,7 @@ from rpcdist.rpc._values.failures import exception_of
 from rpcdist.rpc.future import Future
 from rpcdist.transport.wire_messages import CompactCall, CompactReply, History
 
+MAX_GPUS: Final = 256
 MAX_SHORT_BYTES: Final = 64 * 1024  # of a body: decoding on the I/O loop must not delay it
 
 
@@ -149,7 +150,14 @@ class ArrivedValue(Arrived):
 
     def gpus(self) -> Sequence[int]:
         gpus = self._value.gpus
-        return sorted({gpu for gpu in gpus if gpu < torch.cuda.device_count()}) if gpus else ()
+        if not gpus:
+            return ()
+        if len(gpus) > MAX_GPUS:
+            raise SerializationError(
+                f"a value arrived with tensors for {len(gpus)} GPUs; at most {MAX_GPUS} are allowed"
+            )
+        count = torch.cuda.device_count()
+        return sorted({gpu for gpu in gpus if gpu < count})
 
     def join_gpus(self) -> None:
         if self._on_gpus is not None:
