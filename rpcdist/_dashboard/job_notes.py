@@ -110,7 +110,7 @@ class JobNotes:
                 continue
             bars.append((worker, "gradients", gradients.began_s, gradients.ended_s))
             for span in self._spans[worker]:
-                if not (whole.began_s <= span.began_s and span.ended_s <= whole.ended_s + _SLACK_S):
+                if not (whole.began_s <= span.began_s and span.ended_s <= whole.ended_s + _SLACK):
                     continue
                 if span.lane == "DDP buckets":
                     num_buckets += 1
@@ -127,7 +127,7 @@ class JobNotes:
         return made
 
 
-_SLACK_S: Final = 0.001  # clocks are read one after the other
+_SLACK: Final = 0.001  # seconds; clocks are read one after the other
 
 
 def _by_number(spans: Iterable[tuple[str, SpanFacts]]) -> dict[int, Spans]:

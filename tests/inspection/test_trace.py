@@ -102,6 +102,7 @@ def test_a_call_that_waits_for_its_turn_at_an_actor_has_a_slice_for_that(no_agen
     path = tmp_path / "trace.json"
     with InProcessCluster("a", "b") as cluster, cluster.use("a"):
         actor = rpc.remote("b", Slow, serial=True)
+        actor._get_future().wait()  # else its creation may be in the trace
         with rpcdist.trace(path):
             rpc.wait_all([actor.rpc_async().work() for _ in range(2)])
     events = events_of(path)
