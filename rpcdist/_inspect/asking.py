@@ -57,7 +57,8 @@ class Asker:
     Args:
         options: the token and the like; by default those of the environment.
         is_live: asks for log lines and spans, too, which workers then note; each answer has those since the one before.
-            Of stacks it gets only those of workers where something takes long; `facts_at` has all.
+            Of stacks it gets only those of workers where something takes long, and of members those of the worker that
+            is asked first; `facts_at` has all.
 
     Raises:
         ConfigError: there is no usable token.
@@ -95,7 +96,7 @@ class Asker:
 
     def facts_at(self, address: str) -> WorkerFacts:
         """All facts of the worker that serves at an address. Raises as `job_at` does."""
-        return self._node.run(self._look(address, is_live=False, is_brief=False), None)
+        return self._node.run(self._look(address, inspection_pb2.LookRequest()), None)
 
     def jobs_here(self) -> tuple[list[JobFacts], dict[str, RpcdistError]]:
         """The jobs that have a worker on this host, and, by address, why others on this host were not asked.
@@ -108,7 +109,7 @@ class Asker:
         found: list[JobFacts] = []
         errors: dict[str, RpcdistError] = {}
         left = local_addresses()
-        first = await self._all(left, lambda address: self._ask(address, ()))
+        first = await self._all(left, lambda address: self._ask(address, (), has_members=True))
         answers = {address: answer for address, answer in zip(left, first, strict=True)}
         known: set[str] = set()
         for address, answer in answers.items():
@@ -126,7 +127,7 @@ class Asker:
         return found, errors
 
     async def _job_at(self, address: str) -> JobFacts:
-        first = await self._ask(address, ())
+        first = await self._ask(address, (), has_members=True)
         if isinstance(first, FrozenProcess):
             return _unknown_job(address, first)
         if isinstance(first, RpcdistError):
@@ -159,7 +160,7 @@ class Asker:
             lost = FrozenProcess("lost", "the worker that was asked first has declared it lost")
             answer = await self._look_from_outside(member.address, answered) or lost
         else:
-            answer = await self._ask(member.address, answered, is_brief=self._is_live)
+            answer = await self._ask(member.address, answered)
         if isinstance(answer, WorkerFacts):
             answered.append(answer)
             return None
@@ -168,10 +169,10 @@ class Asker:
         return _silent(member.name, member.address, answer)
 
     async def _ask(
-        self, address: str, answered: Sequence[WorkerFacts], is_brief: bool = False
+        self, address: str, answered: Sequence[WorkerFacts], has_members: bool = False
     ) -> WorkerFacts | FrozenProcess | RpcdistError:
         """The answer of a worker. If it takes long, its process is looked at meanwhile."""
-        asking = asyncio.ensure_future(self._look_or_error(address, is_brief))
+        asking = asyncio.ensure_future(self._look_or_error(address, has_members))
         try:
             await asyncio.wait({asking}, timeout=LOOK_PATIENCE_S)
             answer = asking.result() if asking.done() else None
@@ -189,21 +190,23 @@ class Asker:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 
-    async def _look_or_error(self, address: str, is_brief: bool) -> WorkerFacts | RpcdistError:
+    async def _look_or_error(self, address: str, has_members: bool) -> WorkerFacts | RpcdistError:
+        live = self._is_live
         try:
-            return await self._look(address, self._is_live, is_brief)
+            request = inspection_pb2.LookRequest(is_live=live, is_brief=live, has_members=has_members)
+            return await self._look(address, request)
         except RpcdistError as exc:
             return exc
         except (ValueError, OSError) as exc:  # an address that a worker made up
             return TransportError(str(exc))
 
-    async def _look(self, address: str, is_live: bool, is_brief: bool) -> WorkerFacts:
+    async def _look(self, address: str, request: inspection_pb2.LookRequest) -> WorkerFacts:
         link, seen = self._links.pop(address, (None, 0))
         try:
             async with asyncio.timeout(LOOK_LIMIT_S):
                 if link is None or link.session.closed_reason is not None:
                     link, seen = await self._node.connect(address, INSPECTION_ROLE, LOOK_LIMIT_S, retry=False), 0
-                request = inspection_pb2.LookRequest(is_live=is_live, after=seen, is_brief=is_brief)
+                request.after = seen
                 reply = await link.unary("Inspection", "Look", request, inspection_pb2.LookReply, LOOK_LIMIT_S)
         except BaseException as exc:
             if link is not None:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1frpcdist/_proto/inspection.proto\x12\x07rpcdist\"?\n\x0bLookRequest\x12\x0f\n\x07is_live\x18\x01 \x01(\x08\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x04\x12\x10\n\x08is_brief\x18\x03 \x01(\x08\")\n\tLookReply\x12\r\n\x05\x66\x61\x63ts\x18\x01 \x01(\x0c\x12\r\n\x05notes\x18\x02 \x01(\x0c\"#\n\x10NeighbourRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"?\n\x0eNeighbourReply\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x0e\n\x06stacks\x18\x03 \x01(\t2\x85\x01\n\nInspection\x12\x30\n\x04Look\x12\x14.rpcdist.LookRequest\x1a\x12.rpcdist.LookReply\x12\x45\n\x0fLookAtNeighbour\x12\x19.rpcdist.NeighbourRequest\x1a\x17.rpcdist.NeighbourReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1frpcdist/_proto/inspection.proto\x12\x07rpcdist\"T\n\x0bLookRequest\x12\x0f\n\x07is_live\x18\x01 \x01(\x08\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x04\x12\x10\n\x08is_brief\x18\x03 \x01(\x08\x12\x13\n\x0bhas_members\x18\x04 \x01(\x08\")\n\tLookReply\x12\r\n\x05\x66\x61\x63ts\x18\x01 \x01(\x0c\x12\r\n\x05notes\x18\x02 \x01(\x0c\"#\n\x10NeighbourRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"?\n\x0eNeighbourReply\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x0e\n\x06stacks\x18\x03 \x01(\t2\x85\x01\n\nInspection\x12\x30\n\x04Look\x12\x14.rpcdist.LookRequest\x1a\x12.rpcdist.LookReply\x12\x45\n\x0fLookAtNeighbour\x12\x19.rpcdist.NeighbourRequest\x1a\x17.rpcdist.NeighbourReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,13 +32,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rpcdist._proto.inspection_p
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LOOKREQUEST']._serialized_start=44
-  _globals['_LOOKREQUEST']._serialized_end=107
-  _globals['_LOOKREPLY']._serialized_start=109
-  _globals['_LOOKREPLY']._serialized_end=150
-  _globals['_NEIGHBOURREQUEST']._serialized_start=152
-  _globals['_NEIGHBOURREQUEST']._serialized_end=187
-  _globals['_NEIGHBOURREPLY']._serialized_start=189
-  _globals['_NEIGHBOURREPLY']._serialized_end=252
-  _globals['_INSPECTION']._serialized_start=255
-  _globals['_INSPECTION']._serialized_end=388
+  _globals['_LOOKREQUEST']._serialized_end=128
+  _globals['_LOOKREPLY']._serialized_start=130
+  _globals['_LOOKREPLY']._serialized_end=171
+  _globals['_NEIGHBOURREQUEST']._serialized_start=173
+  _globals['_NEIGHBOURREQUEST']._serialized_end=208
+  _globals['_NEIGHBOURREPLY']._serialized_start=210
+  _globals['_NEIGHBOURREPLY']._serialized_end=273
+  _globals['_INSPECTION']._serialized_start=276
+  _globals['_INSPECTION']._serialized_end=409
 # @@protoc_insertion_point(module_scope)

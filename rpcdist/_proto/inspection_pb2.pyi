@@ -5,14 +5,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class LookRequest(_message.Message):
-    __slots__ = ("is_live", "after", "is_brief")
+    __slots__ = ("is_live", "after", "is_brief", "has_members")
     IS_LIVE_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     IS_BRIEF_FIELD_NUMBER: _ClassVar[int]
+    HAS_MEMBERS_FIELD_NUMBER: _ClassVar[int]
     is_live: bool
     after: int
     is_brief: bool
-    def __init__(self, is_live: bool = ..., after: _Optional[int] = ..., is_brief: bool = ...) -> None: ...
+    has_members: bool
+    def __init__(self, is_live: bool = ..., after: _Optional[int] = ..., is_brief: bool = ..., has_members: bool = ...) -> None: ...
 
 class LookReply(_message.Message):
     __slots__ = ("facts", "notes")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import types
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from math import isfinite
+from operator import attrgetter
 from typing import Any, Final, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rpcdist.errors import ProtocolViolation
@@ -35,15 +37,12 @@ def facts_to_json(facts: WorkerFacts | LiveNotes) -> str:
     return json.dumps(fields_of(facts), separators=(",", ":"), allow_nan=False)
 
 
-def fields_of(value: Any) -> Any:
-    """A fact as what `json` writes: quicker than `dataclasses.asdict`, which copies deeply."""
-    if isinstance(value, tuple):
-        return [fields_of(item) for item in value]
-    if dataclasses.is_dataclass(value):
-        return {name: fields_of(getattr(value, name)) for name in _types_of(type(value))}  # type: ignore[arg-type]
-    if isinstance(value, float):
-        return round(value, 6) if math.isfinite(value) else None
-    return value
+def fields_of(facts: Any) -> dict[str, Any]:
+    """One of the dataclasses of facts as what `json` writes."""
+    write = _writer(type(facts))  # type: ignore[arg-type] # types are hashable
+    assert write is not None
+    fields: dict[str, Any] = write(facts)
+    return fields
 
 
 def facts_from_json(text: str | bytes) -> WorkerFacts:
@@ -64,7 +63,8 @@ def _from_json(kind: type[T], text: str | bytes) -> T:
     if len(text) > MAX_FACTS_BYTES:
         raise ProtocolViolation(f"a worker sent {len(text)} bytes of facts; {MAX_FACTS_BYTES} are allowed")
     try:
-        found = _read(kind, json.loads(text), "facts")
+        read: Callable[[Any, str], Any] = _reader(kind)  # type: ignore[arg-type] # types are hashable
+        found = read(json.loads(text), "facts")
     except (ValueError, RecursionError) as exc:
         raise ProtocolViolation(f"a worker sent facts that cannot be read: {exc}") from exc
     assert isinstance(found, kind)
@@ -76,45 +76,129 @@ def _types_of(kind: type) -> dict[str, Any]:
     return get_type_hints(kind, vars(facts_module))
 
 
-def _read(kind: Any, value: Any, where: str) -> Any:
-    """A value of a type that the facts are made of; raises `ValueError`."""
+# A look at a job of 100 workers writes and reads 20,000 fields, twice a second: what a type needs is found out once.
+
+
+@cache
+def _writer(kind: Any) -> Callable[[Any], Any] | None:
+    """Makes what `json` writes of a value of this type; None if the value is that already."""
+    if kind is float:
+        return _finite
     if dataclasses.is_dataclass(kind):
-        if not isinstance(value, dict):
-            raise ValueError(f"{where} is no object")
-        known = _types_of(kind)  # type: ignore[arg-type]
-        try:
-            return kind(**{name: _read(known[name], item, name) for name, item in value.items() if name in known})  # type: ignore[operator]
-        except TypeError as exc:  # one is missing
-            raise ValueError(f"{where}: {exc}") from exc
-    origin = get_origin(kind)
-    if origin is tuple:
-        return _read_tuple(get_args(kind), value, where)
-    if origin is dict:
-        if not isinstance(value, dict) or len(value) > MAX_ENTRIES:
-            raise ValueError(f"{where} is no object, or too large")
-        return {_read(str, key, where): _read(get_args(kind)[1], item, where) for key, item in value.items()}
-    if origin in (Union, types.UnionType):
-        if value is None:
-            return None
-        return _read(next(option for option in get_args(kind) if option is not type(None)), value, where)
-    if type(value) in (int, float) and not -MAX_NUMBER <= value <= MAX_NUMBER:  # or it is not a number
-        raise ValueError(f"{where} is out of range")
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind:
-        raise ValueError(f"{where} is a {type(value).__name__}, not a {kind.__name__}")
-    if kind is str:
-        if len(value) > MAX_TEXT:
-            raise ValueError(f"{where} has {len(value)} characters")
-        return value.encode(errors="replace").decode()  # half of a surrogate pair cannot be written anywhere
+        return _object_writer(_types_of(kind))  # type: ignore[arg-type]
+    if (item := _optional(kind)) is not None:
+        return None if (write := _writer(item)) is None else partial(_write_optional, write)
+    if get_origin(kind) is tuple:
+        kinds = get_args(kind)
+        if kinds[-1] is Ellipsis:
+            return None if (write := _writer(kinds[0])) is None else partial(_write_list, write)
+        writers = [_writer(one) or _same for one in kinds]
+        return lambda value: [write(one) for write, one in zip(writers, value, strict=True)]
+    return None
+
+
+def _object_writer(types: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
+    names = tuple(types)
+    values_of = attrgetter(*names)  # each class of facts has several fields: of one it would return no tuple
+    writers = [(name, write) for name, kind in types.items() if (write := _writer(kind)) is not None]
+
+    def write_object(value: Any) -> dict[str, Any]:
+        fields = dict(zip(names, values_of(value), strict=True))
+        for name, write in writers:
+            fields[name] = write(fields[name])
+        return fields
+
+    return write_object
+
+
+def _write_optional(write: Callable[[Any], Any], value: Any) -> Any:
+    return None if value is None else write(value)
+
+
+def _write_list(write: Callable[[Any], Any], value: Any) -> list[Any]:
+    return [write(one) for one in value]
+
+
+def _finite(value: float) -> float | None:
+    return round(value, 6) if isfinite(value) else None
+
+
+def _same(value: Any) -> Any:
     return value
 
 
-def _read_tuple(kinds: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list) or len(value) > MAX_ENTRIES:
+def _optional(kind: Any) -> Any:
+    """The type of which a value may be None; None if it may not."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return next(option for option in get_args(kind) if option is not type(None))
+    return None
+
+
+@cache
+def _reader(kind: Any) -> Callable[[Any, str], Any]:
+    """Reads a value of a type that the facts are made of, at a place that is named; it raises `ValueError`."""
+    if dataclasses.is_dataclass(kind):
+        return partial(_read_object, kind, {name: _reader(one) for name, one in _types_of(kind).items()})  # type: ignore[arg-type]
+    if (item := _optional(kind)) is not None:
+        read = _reader(item)
+        return lambda value, where: None if value is None else read(value, where)
+    kinds = get_args(kind)
+    if get_origin(kind) is dict:
+        return partial(_read_dict, _reader(kinds[1]))
+    if get_origin(kind) is tuple:
+        if kinds[-1] is Ellipsis:
+            return partial(_read_list, _reader(kinds[0]))
+        return partial(_read_tuple, [_reader(one) for one in kinds])
+    return {str: _read_text, float: _read_float}.get(kind) or partial(_read_exact, kind)
+
+
+def _read_object(kind: Any, readers: dict[str, Callable[[Any, str], Any]], value: Any, where: str) -> Any:
+    if type(value) is not dict:
+        raise ValueError(f"{where} is no object")
+    try:
+        return kind(**{name: readers[name](item, name) for name, item in value.items() if name in readers})
+    except TypeError as exc:  # one is missing
+        raise ValueError(f"{where}: {exc}") from exc
+
+
+def _read_dict(read: Callable[[Any, str], Any], value: Any, where: str) -> dict[str, Any]:
+    if type(value) is not dict or len(value) > MAX_ENTRIES:
+        raise ValueError(f"{where} is no object, or too large")
+    return {_read_text(key, where): read(item, where) for key, item in value.items()}
+
+
+def _read_list(read: Callable[[Any, str], Any], value: Any, where: str) -> tuple[Any, ...]:
+    if type(value) is not list or len(value) > MAX_ENTRIES:
         raise ValueError(f"{where} is no list, or too long")
-    if kinds[-1] is Ellipsis:
-        return tuple(_read(kinds[0], item, where) for item in value)
-    if len(kinds) != len(value):
-        raise ValueError(f"{where} has {len(value)} entries, not {len(kinds)}")
-    return tuple(_read(kind, item, where) for kind, item in zip(kinds, value, strict=True))
+    return tuple([read(item, where) for item in value])
+
+
+def _read_tuple(readers: Sequence[Callable[[Any, str], Any]], value: Any, where: str) -> tuple[Any, ...]:
+    if type(value) is not list or len(value) != len(readers):
+        raise ValueError(f"{where} is no list of {len(readers)} entries")
+    return tuple([read(item, where) for read, item in zip(readers, value, strict=True)])
+
+
+def _read_text(value: Any, where: str) -> str:
+    if type(value) is not str:
+        raise ValueError(f"{where} is a {type(value).__name__}, not a str")
+    if len(value) > MAX_TEXT:
+        raise ValueError(f"{where} has {len(value)} characters")
+    # Half of a surrogate pair cannot be written anywhere.
+    return value if value.isascii() else value.encode(errors="replace").decode()
+
+
+def _read_float(value: Any, where: str) -> float:
+    if type(value) is not float and type(value) is not int:
+        raise ValueError(f"{where} is a {type(value).__name__}, not a float")
+    if not -MAX_NUMBER <= value <= MAX_NUMBER:  # or it is not a number
+        raise ValueError(f"{where} is out of range")
+    return float(value)
+
+
+def _read_exact(kind: type, value: Any, where: str) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{where} is a {type(value).__name__}, not a {kind.__name__}")
+    if type(value) is int and not -MAX_NUMBER <= value <= MAX_NUMBER:
+        raise ValueError(f"{where} is out of range")
+    return value

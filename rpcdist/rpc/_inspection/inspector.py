@@ -111,7 +111,8 @@ class Inspector:
         self._began = time.monotonic()
         coordinator = parts.directory.incarnation_of(parts.directory.coordinator)
         self._job = f"{parts.options.job or os.environ.get('RPCDIST_JOB') or 'default'}/{coordinator & (1 << 64) - 1:x}"
-        self._answers: dict[bool, tuple[float, bytes]] = {}  # by `is_brief`: when it was given, and the answer
+        # By `is_brief` and `has_members`: when it was given, and the answer.
+        self._answers: dict[tuple[bool, bool], tuple[float, bytes]] = {}
         self._is_looking = False
 
     @property
@@ -122,10 +123,11 @@ class Inspector:
     # ------------------------------------------------------------ I/O loop
 
     async def _on_look(self, asker: Identity, request: inspection_pb2.LookRequest) -> inspection_pb2.LookReply:
-        at, answer = self._answers.get(request.is_brief, (0.0, b""))
+        wanted = request.is_brief, request.has_members
+        at, answer = self._answers.get(wanted, (0.0, b""))
         if not answer or time.monotonic() - at >= LOOK_PERIOD_S:
-            answer = self._json(request.is_brief)
-            self._answers[request.is_brief] = time.monotonic(), answer
+            answer = self._json(*wanted)
+            self._answers[wanted] = time.monotonic(), answer
         notes = facts_to_json(self._parts.notes.since(request.after)).encode() if request.is_live else b""
         return inspection_pb2.LookReply(facts=answer, notes=notes)
 
@@ -143,9 +145,9 @@ class Inspector:
             self._is_looking = False
         return inspection_pb2.NeighbourReply(state=found.state, detail=found.detail, stacks=found.stacks)
 
-    def _json(self, is_brief: bool = False) -> bytes:
+    def _json(self, is_brief: bool = False, has_members: bool = False) -> bytes:
         """The facts; if they are too long, without the seldom needed ones."""
-        facts = self._brief_facts() if is_brief else self.facts()
+        facts = self._brief_facts(has_members) if is_brief else self.facts()
         text = facts_to_json(facts)
         for smaller in ("references", "streams", "threads", "calls_made", "calls_served"):
             if len(text) <= MAX_ANSWER_BYTES:
@@ -156,12 +158,12 @@ class Inspector:
             text = facts_to_json(facts)
         return text.encode()
 
-    def _brief_facts(self) -> WorkerFacts:
-        """The facts without members, and with the stack of the main thread alone where nothing takes long.
+    def _brief_facts(self, has_members: bool) -> WorkerFacts:
+        """The facts with the stack of the main thread alone where nothing takes long, and with members if asked for.
 
         A rank that has not come to a collective explains by that one thread what the others wait for.
         """
-        facts = self.facts(is_brief=True)
+        facts = self.facts(is_brief=True, has_members=has_members)
         ages_s = [call.age_s for call in facts.calls_made] + [call.age_s for call in facts.calls_served]
         if facts.backward_passes or facts.gatherings or max(ages_s, default=0.0) >= LONG_WAIT_S / 2:
             threads, left_out = thread_states()
@@ -171,8 +173,8 @@ class Inspector:
 
     # ------------------------------------------------------------ any thread
 
-    def facts(self, is_brief: bool = False) -> WorkerFacts:
-        """The facts of this moment; brief ones have no members, and of the threads only the main one."""
+    def facts(self, is_brief: bool = False, has_members: bool = False) -> WorkerFacts:
+        """The facts of this moment; brief ones have members only if asked for, and of the threads the main one."""
         parts, now, time_ns = self._parts, time.monotonic(), time.time_ns()
         threads, threads_left_out = thread_states(threading.main_thread().ident if is_brief else None)
         references, references_left_out = parts.rrefs.facts(now, MAX_LISTED)
@@ -199,7 +201,7 @@ class Inspector:
             time_ns=time_ns,
             age_s=now - self._began,
             phase="leaving" if self.is_leaving else "working",
-            members=() if is_brief else self._members(),
+            members=() if is_brief and not has_members else self._members(),
             calls_made=tuple(call.facts(now) for call in islice(made, MAX_LISTED)),
             calls_served=calls_served,
             threads=tuple(threads),
@@ -303,11 +305,11 @@ class Inspector:
 
     def _members(self) -> tuple[MemberFacts, ...]:
         directory = self._parts.directory
-        living = directory.living()
-        lost = [member for member in directory.known() if not directory.is_living(member.identity.id)]
+        living = [(member, False) for member in directory.living()]
+        lost = [(member, True) for member in directory.known() if not directory.is_living(member.identity.id)]
         return tuple(
-            MemberFacts(member.identity.name, member.identity.id, member.address, member.role, member in lost)
-            for member in [*living, *lost][: 2 * MAX_LISTED]
+            MemberFacts(member.identity.name, member.identity.id, member.address, member.role, is_lost)
+            for member, is_lost in [*living, *lost][: 2 * MAX_LISTED]
         )
 
     def _limits(self) -> tuple[Limit, ...]:
