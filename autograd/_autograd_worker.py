@@ -39,6 +39,7 @@ from rpcdist.ids import Identity
 from rpcdist.inspection import ContextFacts, PassFacts
 from rpcdist.rpc._calling.autograd_links import AutogradLinks
 from rpcdist.rpc._executors.timers import Timer
+from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._serving.active_call import CALL_BYTES
@@ -53,7 +54,7 @@ class AutogradWorker:
     """Distributed autograd of one agent: `rpcdist.rpc._autograd_hooks.AutogradHooks`.
 
     Attributes:
-        pass_taps: those that get the id and the spans (`BackwardPass.spans`) of each pass when it has ended here.
+        pass_taps: those that get the id, the spans and the messages of each pass when it has ended here.
     """
 
     def __init__(self, host: AutogradLinks) -> None:
@@ -61,7 +62,7 @@ class AutogradWorker:
         self.contexts = ContextTable(self.id)
         self.host = host
         self._sender = PassSender(host)
-        self.pass_taps: list[Callable[[int, Sequence[Any]], object]] = []
+        self.pass_taps: list[Callable[[int, Sequence[Any], Sequence[Any]], object]] = []
         self._passes: dict[int, BackwardPass] = {}  # those that run, by id
         self._finding = threading.Lock()
         self._releases = Releases(host)
@@ -163,15 +164,28 @@ class AutogradWorker:
         options: PassOptions | None = None,
     ) -> BackwardPass:
         """Makes a pass, and keeps it until it ends. Follow it by `_check`."""
+        spans = call_spans.exporter
+        span = None if spans is None or options is None else spans.begin_pass()  # of a pass that begins here
 
         def remove(ended: BackwardPass) -> None:
             self._passes.pop(id, None)
+            hops = ended.hops or ()
             for tap in self.pass_taps:
-                tap(id, ended.spans)
+                tap(id, ended.spans, hops)
+            if spans is not None:
+                for kind, peer, began_s, ended_s in [*ended.spans, *hops]:
+                    name = ended.name_of(peer) if peer >= 0 else ""
+                    spans.part_of_pass(ended.traceparent, kind, name, began_s, ended_s)
+                if span is not None:
+                    spans.end_pass(span, id, ended.error)
             on_end(ended)
 
         late = partial(self._answer_late, context, id)
-        made = self._passes[id] = BackwardPass(self._sender, context, id, remove, late, root_gradients, options)
+        hops: list[tuple[str, int, float, float]] | None = [] if self.pass_taps or spans is not None else None
+        made = BackwardPass(self._sender, context, id, remove, late, root_gradients, options, hops)
+        if spans is not None and span is not None:
+            made.traceparent = spans.traceparent(span)
+        self._passes[id] = made
         return made
 
     def _check(self, made: BackwardPass) -> None:

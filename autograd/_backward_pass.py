@@ -82,6 +82,8 @@ class BackwardPass:
         parent: the neighbour that began with this worker; None on the worker where the pass began, and before that.
         lock: around the messages that wait to be sent, and the state of the thread.
         spans: the times of its parts: kind, peer or -1, start, end.
+        hops: of the messages: "to" or "from", peer, start, end; None while nobody wants to know.
+        traceparent: for OpenTelemetry, the header of the span of the pass; empty for none.
         error: the error that ended the pass; None while it runs, and if it succeeded.
         is_over: whether the pass has ended on this worker.
         is_finishing: whether nothing is left to do here, except for sending the last messages.
@@ -96,6 +98,7 @@ class BackwardPass:
         on_late: Callable[[int], object],
         root_gradients: Sequence[torch.Tensor] = (),
         options: PassOptions | None = None,
+        hops: list[tuple[str, int, float, float]] | None = None,
     ) -> None:
         self.me = sender.id
         self.context = context
@@ -120,6 +123,8 @@ class BackwardPass:
         self._involved: set[int] = set()
         self._links: dict[int, MessageSink] = {}  # by neighbour: the session that carries the messages of both
         self.spans: list[tuple[SpanKind, int, float, float]] = []
+        self.hops = hops
+        self.traceparent = ""
         self._idle_since = 0.0
         self._inbox: deque[Job | tuple[int, PassMessage, MessageSink | None]] = deque()
         self._is_draining = False
@@ -258,6 +263,17 @@ class BackwardPass:
             led.ring()
 
     def _take(self, sender: int, message: PassMessage, via: MessageSink | None) -> None:
+        if self.hops is None:
+            self._take_in(sender, message, via)
+            return
+        at, began_s = len(self.hops), time.time()
+        self.hops.append(("from", sender, began_s, began_s))  # the pass may end by it
+        try:
+            self._take_in(sender, message, via)
+        finally:
+            self.hops[at] = "from", sender, began_s, time.time()
+
+    def _take_in(self, sender: int, message: PassMessage, via: MessageSink | None) -> None:
         if via is not None:
             self._links[sender] = self._source = via
         if self._idle_since:
@@ -284,6 +300,7 @@ class BackwardPass:
             timeout_s = message.timeout_us / 1e6 if message.timeout_us else None
             self.options = PassOptions(message.fast, message.retain_graph, Deadline.after(timeout_s))
             self._follow_up = message.follow_up
+            self.traceparent = message.traceparent
             self.start((), self.context.partners() | {sender}, sender)
 
     # ------------------------------------------------------------ turns
@@ -377,6 +394,7 @@ class BackwardPass:
             if message.begins:
                 message.fast, message.retain_graph, _ = self.options
                 message.timeout_us = self.timeout_us()
+                message.traceparent = self.traceparent
             if message.is_done:
                 message.is_heavy = self.context.is_heavy
             route = self._sender.gpus.route(to, self._links.get(to), back=True) if message.messages else None
@@ -391,6 +409,9 @@ class BackwardPass:
                     for loan in loans:
                         self._sender.gpus.doubt(loan)
                     continue
+                if self.hops is not None:
+                    began_s = time.time()
+                    self.hops.append(("to", to, began_s, began_s))  # before it arrives there
                 session = self._links.get(to)
                 if session is None or session.closed_reason is not None:
                     self._sender.send(to, message, self, large)

@@ -9,6 +9,7 @@ sender takes part, verdicts, gradients, the sender is done. So any messages may 
     counts    (u32) of the tensors of each message with gradients, then the numbers (u32) of those that have none
     masks     for each used message, the size (u32) and the bytes of a bit mask: which of its tensors are used
     follow-up if there is one, the size (u32) and the bytes
+    trace     if there is one, the size (u32) and the bytes of the W3C's header
     rest      the gradients, one after the other, as a table (`rpcdist/rpc/_values/compact.py`), or as a `Value`; or the
               bytes of `work` or `outcome`
 
@@ -34,6 +35,7 @@ from rpcdist.autograd._autograd_errors import AutogradError, BackwardError
 from rpcdist.autograd._message_nodes import Gradients, RecordedSend
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ProtocolViolation, SerializationError
+from rpcdist.rpc._inspection.call_spans import MAX_TRACEPARENT_CHARS
 from rpcdist.rpc._values import INLINE_LIMIT, DeviceRoute, GpuArrivals, LargeBuffer, ReceiveBuffer, decode, encode_into
 from rpcdist.rpc._values.compact import compact_tensors, read_compact_tensors
 from rpcdist.rpc._values.exceptions import text_of
@@ -42,7 +44,7 @@ from rpcdist.transport.wire_messages import MAX_COMPACT_BODY_BYTES, CompactPass
 
 _HEAD: Final = Struct("<HQ6I")
 _BEGINS, _CHILD, _FAST, _RETAIN, _DONE, _HEAVY, _COUNTS, _VALUE, _WORK, _OUTCOME = (1 << bit for bit in range(10))
-_FOLLOW_UP, _FOLLOWS = 1 << 10, 1 << 11
+_FOLLOW_UP, _FOLLOWS, _TRACED = 1 << 10, 1 << 11, 1 << 12
 
 
 class UnknownMessages(AutogradError):
@@ -70,6 +72,7 @@ class PassMessage:
         is_done: the sender and its children have done their part.
         is_heavy: with `is_done`: one of them holds much memory for the context, so its end must not be put off.
         follow_up: with `begins`: `work` for the receiver as soon as its part is done, if it has no other neighbour.
+        traceparent: with `begins`: the W3C header of the span of the pass; empty for none.
         follows: with `is_done`: the sender does that now, and its outcome follows.
         work: alone: what the receiver shall do when the pass has ended, see `_step_part`; `timeout_us` is its limit.
         outcome: alone: what came of that.
@@ -77,13 +80,14 @@ class PassMessage:
 
     __slots__ = (
         "_rest", "begins", "fast", "follow_up", "follows", "gradients", "is_child", "is_done", "is_heavy", "messages",
-        "outcome", "retain_graph", "timeout_us", "verdicts", "work",
+        "outcome", "retain_graph", "timeout_us", "traceparent", "verdicts", "work",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.begins = self.is_child = self.fast = self.retain_graph = self.is_done = self.is_heavy = False
         self.follows = False
         self.follow_up: bytes | None = None
+        self.traceparent = ""
         self.timeout_us = 0
         self.verdicts: dict[int, int | None] = {}
         self.messages: list[int] = []
@@ -118,6 +122,8 @@ class PassMessage:
             flags |= _FOLLOW_UP
         if self.follows:
             flags |= _FOLLOWS
+        if self.traceparent:
+            flags |= _TRACED
         ids: list[int] = []
         masks: list[bytes] = []
         num_open = num_unused = num_used = 0
@@ -175,6 +181,8 @@ class PassMessage:
             body += pack("<I", len(mask_bytes)) + mask_bytes
         if self.follow_up is not None:
             body += pack("<I", len(self.follow_up)) + self.follow_up
+        if self.traceparent:
+            body += pack("<I", len(self.traceparent)) + self.traceparent.encode("ascii")
         body += rest
         if len(body) <= MAX_COMPACT_BODY_BYTES:
             return CompactPass(context, backward, body), large
@@ -333,6 +341,15 @@ def read_message(
             if size > len(body) - at:
                 raise ProtocolViolation(f"worker {sender} sent a message of a backward pass that is cut off")
             made.follow_up = bytes(body[at : at + size])
+            at += size
+        if flags & _TRACED:
+            (size,) = unpack_from("<I", body, at)
+            at += 4
+            if size > min(len(body) - at, MAX_TRACEPARENT_CHARS):
+                raise ProtocolViolation(
+                    f"worker {sender} sent a message of a backward pass with a header of {size} bytes"
+                )
+            made.traceparent = bytes(body[at : at + size]).decode("ascii", "replace")
             at += size
         if num_messages:
             made.messages = list(ids[num_ids - num_messages :])

@@ -138,6 +138,38 @@ class CallCounts:
         return name
 
 
+class TrainingCounts:
+    """Counts of the DDP and the pipelines of a process. Any thread may use it.
+
+    Args:
+        observe: called with the seconds of each wait for a bucket; for exporters that keep histograms of their own.
+
+    Attributes:
+        bubble: the part of the last pipeline step driven here in which its workers computed nothing; None without one.
+    """
+
+    def __init__(self, observe: Callable[[float], object]) -> None:
+        self.bubble: float | None = None
+        self._observe = observe
+        self._lock = threading.Lock()
+        self._waits = Histogram()
+
+    def bucket_waited(self, time_s: float) -> None:
+        """The backward pass was over, and waited for the reduction of a bucket."""
+        with self._lock:
+            self._waits.add(time_s)
+        self._observe(time_s)
+
+    def bucket_waits(self) -> Histogram:
+        """One that does not change."""
+        with self._lock:
+            return self._waits.copy()
+
+
+training: list[TrainingCounts] = []
+"""Where DDP and pipelines count; empty until somebody asks for metrics."""
+
+
 class Family(NamedTuple):
     """The values of one metric, under OpenTelemetry's name.
 

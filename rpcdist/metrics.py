@@ -18,7 +18,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from rpcdist._counters import BUCKET_BOUNDS, METRICS_VARIABLE, CallCounts, Family, Histogram, Kind
+from rpcdist._counters import (
+    BUCKET_BOUNDS,
+    METRICS_VARIABLE,
+    CallCounts,
+    Family,
+    Histogram,
+    Kind,
+    TrainingCounts,
+    training,
+)
 from rpcdist.collectives._group.flight_records import FlightRecorder, Record
 from rpcdist.collectives._group.world import current_world
 from rpcdist.errors import ConfigError, TransportError
@@ -55,6 +64,12 @@ METRICS: Final[Mapping[str, tuple[Kind, str, str]]] = {
     "rpcdist.queue.messages": ("gauge", "{message}", "Messages that wait to be written."),
     "rpcdist.strangers.refused": ("counter", "{connection}", "Connections that were refused."),
     "rpcdist.collective.duration": ("histogram", "s", "Operations of groups, by the class of their size."),
+    "rpcdist.ddp.bucket.wait": (
+        "histogram",
+        "s",
+        "Waits of a rank for a bucket, until it is delivered.",
+    ),
+    "rpcdist.pipeline.bubble": ("gauge", "1", "Part of the last pipeline step in which its workers computed nothing."),
 }
 """Each metric's kind, unit by UCUM, and meaning."""
 
@@ -147,6 +162,8 @@ def attach(agent: Agent | None = None) -> None:
         process = current_world().process
         if process.counts is None:
             process.counts = _OperationCounts(process.recorder)
+        if not training:
+            training.append(TrainingCounts(_observe_wait))
     where = os.environ.get(METRICS_VARIABLE)
     if where and not _endpoint:
         serve(where)
@@ -163,7 +180,12 @@ def families() -> list[Family]:
     if agent is not None and agent.counts is not None:
         found += [*_of_calls(agent.counts), *_of_worker(agent), *_of_network(agent)]
     operations = current_world().process.counts
-    return found if operations is None else [*found, *_of_operations(operations)]
+    if operations is not None:
+        found += _of_operations(operations)
+    for counts in training:
+        found.append(_family("rpcdist.ddp.bucket.wait", ({}, counts.bucket_waits())))
+        found.append(_family("rpcdist.pipeline.bubble", *([] if counts.bubble is None else [({}, counts.bubble)])))
+    return found
 
 
 def _of_calls(counts: _WorkerCounts) -> Iterator[Family]:
@@ -339,7 +361,7 @@ def export_to_opentelemetry(meter_provider: Any = None) -> None:
         meter = api.get_meter("rpcdist", meter_provider=meter_provider)
         recorded: dict[str, Any] = {}
         for name, (kind, unit, text) in METRICS.items():
-            if name.startswith("rpc."):
+            if name.startswith("rpc.") or name == "rpcdist.ddp.bucket.wait":
                 advice = list(BUCKET_BOUNDS)
                 recorded[name] = meter.create_histogram(name, unit, text, explicit_bucket_boundaries_advisory=advice)
             elif kind == "gauge":
@@ -380,3 +402,8 @@ def _observer(name: str) -> Callable[[str, str, float], None]:
             recorded[name].record(time_s, {**labels, "error.type": error} if error else labels)
 
     return observe
+
+
+def _observe_wait(time_s: float) -> None:
+    for recorded in _exported:
+        recorded["rpcdist.ddp.bucket.wait"].record(time_s)

@@ -24,8 +24,13 @@ _forget.argtypes, _forget.restype = (ctypes.py_object,), None
 
 
 span_taps: Final[list[Callable[[str, str, float, float], object]]] = []
-"""Called with the lane, the name, the begin and the end of what DDP or a pipeline has done in this process, in seconds
-of the monotonic clock, on the thread that did it. Empty while there is no trace."""
+"""Called with the lane, the name, the begin and the end of what DDP, a pipeline or the reader of a stream has done in
+this process, in seconds of the monotonic clock, on the thread that did it. Empty while there is no trace."""
+
+
+operation_taps: Final[list[Callable[[str, str], Callable[[float, float, BaseException | None], object]]]] = []
+"""Called with the group and the name of an operation where it is called. The function that each returns is called when
+the operation has ended, with begin and end in seconds since the epoch, and its error. Empty while nobody wants it."""
 
 
 def is_profiling() -> bool:

@@ -4,7 +4,8 @@
         train_one_epoch()
 
 Each worker notes the calls that it has made and served while the block lasts, the operations of its process groups, the
-parts of its backward passes, the buckets of `DistributedDataParallel` and the actions of its pipeline stages. At the
+parts and messages of its backward passes, the streams that it reads, the buckets of `DistributedDataParallel` and the
+actions of its pipeline stages. At the
 end of the block this worker gathers the notes, sets the clocks by round trips, and writes the file: a process for each
 worker, a slice for each call at both ends, and arrows between them for the call and the reply.
 """
@@ -18,8 +19,8 @@ import math
 import os
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from heapq import heappop, heappush
 from pathlib import Path
@@ -50,6 +51,9 @@ MAX_ANSWER_BYTES: Final = 512 << 20
 _NEVER_SHOWN: Final = "rpcdist.tracing"
 
 
+Hop = tuple[int, int, bool, int, float, float]
+
+
 class Notes(NamedTuple):
     """The notes of one worker, with times in seconds of its monotonic clock.
 
@@ -61,6 +65,8 @@ class Notes(NamedTuple):
         omitted: how many calls were more than could be kept; the oldest are left out.
         offset_s: the difference between the clock of the worker that writes the file and this one.
         error_s: how much the offset may be wrong.
+        hops: of the messages of backward passes: the pass, the rank at the other end, whether it was sent here, its
+            number among those of the pass that go this way between the two, begin and end.
     """
 
     worker: str
@@ -71,6 +77,7 @@ class Notes(NamedTuple):
     omitted: int = 0
     offset_s: float = 0.0
     error_s: float = 0.0
+    hops: Sequence[Hop] = ()
 
 
 @contextmanager
@@ -121,11 +128,12 @@ def trace(path: str | os.PathLike[str], max_calls: int = MAX_CALLS, timeout: flo
 
 
 def export_to_opentelemetry(tracer_provider: Any = None) -> None:
-    """Has the calls of this process go to OpenTelemetry as spans; needs `pip install 'rpcdist[otel]'` and an SDK.
+    """Has what a trace shows of this process go to OpenTelemetry; needs `pip install 'rpcdist[otel]'` and an SDK.
 
     A call that a worker makes is a span of kind CLIENT, and one that it serves a span of kind SERVER. Where both ends
     export, the second is a child of the first, by the W3C's trace context, and calls that a function makes are children
-    of the call that runs it. `to_here()` has none. Call it before `init_rpc`; a second call replaces the provider.
+    of the call that runs it. The parts of a backward pass are children of one span on all workers. Call it before
+    `init_rpc`; a second call replaces the provider.
 
     Args:
         tracer_provider: of the SDK; by default the global one.
@@ -134,7 +142,7 @@ def export_to_opentelemetry(tracer_provider: Any = None) -> None:
         ConfigError: the package `opentelemetry-api` is missing.
     """
     try:
-        call_spans.exporter = call_spans.CallSpans(tracer_provider)
+        call_spans.export(call_spans.CallSpans(tracer_provider))
     except ImportError as exc:
         raise ConfigError("this needs opentelemetry-api: pip install 'rpcdist[otel]'") from exc
 
@@ -152,10 +160,18 @@ def trace_events(notes: Iterable[Notes]) -> Iterator[dict[str, Any]]:
     notes = list(notes)
     starts = [row[3] + one.offset_s for one in notes for row in (*one.made, *one.served)]
     starts += [span[2] + one.offset_s for one in notes for span in one.spans]
+    starts += [hop[4] + one.offset_s for one in notes for hop in one.hops]
     zero = min(starts, default=0.0)
     made = {(one.id, row[1], row[0]) for one in notes for row in one.made}
-    served = {(row[1], one.id, row[0]) for one in notes for row in one.served}
-    known = made & served  # calls with both ends: a worker that is lost or full of calls has no notes of its end
+    # By the calls with both ends, when the callee had ended them: a worker that is lost has no notes of its end.
+    known = {
+        call: row[4] + one.offset_s - zero
+        for one in notes
+        for row in one.served
+        if (call := (row[1], one.id, row[0])) in made
+    }
+    ways = [{_way(one, hop) for one in notes for hop in one.hops if hop[2] is is_sent} for is_sent in (True, False)]
+    arrived = ways[0] & ways[1]
     for one in notes:
         clock = f", clock known to {one.error_s * 1e3:.2f} ms" if one.error_s else ""
         yield {"ph": "M", "pid": one.id, "name": "process_name", "args": {"name": f"{one.worker}{clock}"}}
@@ -167,6 +183,12 @@ def trace_events(notes: Iterable[Notes]) -> Iterator[dict[str, Any]]:
                 yield {"ph": "M", "pid": one.id, "tid": tid, "name": "thread_name", "args": {"name": title}}
                 for begin, end, row in lane:
                     yield from _call_events(one, tid, row, begin - zero, end - zero, is_served, known)
+        for packed_hops in _lanes([(hop[4], hop[5], hop) for hop in one.hops]):
+            tid = next(names)
+            name = "messages of backward passes"
+            yield {"ph": "M", "pid": one.id, "tid": tid, "name": "thread_name", "args": {"name": name}}
+            for begin, end, hop in packed_hops:
+                yield from _hop_events(one, tid, hop, begin - zero, end - zero, _way(one, hop) in arrived)
         by_lane: dict[str, list[tuple[float, float, str]]] = {}
         for lane_name, name, begin, end in one.spans:
             by_lane.setdefault(lane_name, []).append((begin, end, name))
@@ -183,9 +205,18 @@ def trace_events(notes: Iterable[Notes]) -> Iterator[dict[str, Any]]:
 
 
 def _call_events(
-    one: Notes, tid: int, row: Row, begin: float, end: float, is_served: bool, known: Set[tuple[int, int, int]]
+    one: Notes,
+    tid: int,
+    row: Row,
+    begin: float,
+    end: float,
+    is_served: bool,
+    known: Mapping[tuple[int, int, int], float],
 ) -> Iterator[dict[str, Any]]:
-    """A slice, and one end of each of the two arrows between it and the slice at the other worker."""
+    """A slice with its parts, and one end of each of the two arrows between it and the slice at the other worker.
+
+    The parts are `queued` and `running` at the callee, and `replying` at the caller: from the end at the callee on.
+    """
     id, peer, function, _, _, outcome, called_at = row
     start_us = round((begin + one.offset_s) * 1e6, 1)
     end_us = round((end + one.offset_s) * 1e6, 1)
@@ -197,12 +228,19 @@ def _call_events(
         "ph": "X", "pid": one.id, "tid": tid, "name": str(function), "cat": "served" if is_served else "made",
         "ts": start_us, "dur": round(max(0.0, end_us - start_us), 1), "args": arguments,
     }  # fmt: skip
-    if waited_us >= MIN_QUEUED:
-        yield {
-            "ph": "X", "pid": one.id, "tid": tid, "name": "queued", "cat": "queued",
-            "ts": start_us, "dur": min(waited_us, round(max(0.0, end_us - start_us), 1)),
-        }  # fmt: skip
     arrow = (peer, one.id, id) if is_served else (one.id, peer, id)
+    parts: list[tuple[str, float, float]] = []
+    if is_served and called_at:
+        parts = [("queued", start_us, start_us + waited_us), ("running", start_us + waited_us, end_us)]
+    elif arrow in known:
+        parts = [("replying", known[arrow] * 1e6, end_us)]
+    for part, from_us, until_us in parts:
+        from_us, until_us = max(start_us, from_us), min(end_us, until_us)
+        if until_us - from_us >= MIN_QUEUED:
+            yield {
+                "ph": "X", "pid": one.id, "tid": tid, "name": part, "cat": part,
+                "ts": round(from_us, 1), "dur": round(until_us - from_us, 1),
+            }  # fmt: skip
     if arrow in known:
         number = "{}.{}.{}".format(*arrow)
         here = {"pid": one.id, "tid": tid}
@@ -211,6 +249,27 @@ def _call_events(
         yield {**call, **here, "ts": start_us, "id": number, "name": "call", "cat": "call"}
         in_slice_us = max(start_us, round(end_us - 0.1, 1))
         yield {**reply, **here, "ts": in_slice_us, "id": f"{number}.reply", "name": "reply", "cat": "reply"}
+
+
+def _way(one: Notes, hop: Hop) -> tuple[int, int, int, int]:
+    """The pass, the two workers and the number of a message: equal at both ends."""
+    id, peer, is_sent, number, _, _ = hop
+    return (id, one.id, peer, number) if is_sent else (id, peer, one.id, number)
+
+
+def _hop_events(
+    one: Notes, tid: int, hop: Hop, begin: float, end: float, has_both_ends: bool
+) -> Iterator[dict[str, Any]]:
+    """A slice for a message of a backward pass, and its end of the arrow to the slice at the other worker."""
+    id, peer, is_sent, _, _, _ = hop
+    here = {"pid": one.id, "tid": tid, "ts": round((begin + one.offset_s) * 1e6, 1)}
+    duration_us = round(max(0.1, (end - begin) * 1e6), 1)
+    arguments = {"pass": id, "receiver" if is_sent else "sender": peer}
+    name = "sends gradients" if is_sent else "takes gradients"
+    yield {"ph": "X", **here, "name": name, "cat": "backward", "dur": duration_us, "args": arguments}
+    if has_both_ends:
+        head = {"ph": "s"} if is_sent else {"ph": "f", "bp": "e"}
+        yield {**head, **here, "id": "pass " + ".".join(map(str, _way(one, hop))), "name": "hop", "cat": "hop"}
 
 
 def _lanes(items: list[tuple[float, float, Any]]) -> list[list[tuple[float, float, Any]]]:
@@ -243,6 +302,7 @@ class _Recording:
         self.made: deque[Row] = deque(maxlen=max_calls)
         self.served: deque[Row] = deque(maxlen=max_calls)
         self.spans: deque[tuple[str, str, float, float]] = deque(maxlen=MAX_SPANS)
+        self.hops: deque[Hop] = deque(maxlen=MAX_SPANS)
         self.began = time.monotonic()
         self.began_ns = time.time_ns()
         self._num_made, self._num_served = agent.caller.calls.num_made, agent.dispatcher.calls.num_served
@@ -263,9 +323,18 @@ class _Recording:
         elif agent_or_none() is agent:  # several workers may live in one process
             self.spans.append((lane, name[:MAX_FUNCTION_CHARS], begin_s, end_s))
 
-    def _pass_spans(self, id: int, spans: Iterable[tuple[str, int, float, float]]) -> None:
+    def _pass_spans(
+        self,
+        id: int,
+        spans: Iterable[tuple[str, int, float, float]],
+        hops: Iterable[tuple[str, int, float, float]],
+    ) -> None:
         shift = time.monotonic() - time.time()
         self.spans.extend([("backward", kind, start_s + shift, end_s + shift) for kind, _, start_s, end_s in spans])
+        numbers: Counter[tuple[str, int]] = Counter()
+        for way, peer, start_s, end_s in hops:
+            numbers[way, peer] += 1
+            self.hops.append((id, peer, way == "to", numbers[way, peer], start_s + shift, end_s + shift))
 
     def end(self) -> Notes:
         """Ends it; returns the notes."""
@@ -279,9 +348,8 @@ class _Recording:
                 self.spans.append((f"group {record.group}", record.operation, begin, end))
         omitted = _num_omitted(self.made, agent.caller.calls.num_made - self._num_made)
         omitted += _num_omitted(self.served, agent.dispatcher.calls.num_served - self._num_served)
-        return Notes(
-            agent.worker_name, agent.worker_id, _shown(self.made), _shown(self.served), list(self.spans), omitted
-        )
+        shown, hops = _shown(self.served), list(self.hops)
+        return Notes(agent.worker_name, agent.worker_id, _shown(self.made), shown, list(self.spans), omitted, hops=hops)
 
 
 def _num_omitted(rows: deque[Row], num_begun: int) -> int:
@@ -354,9 +422,10 @@ def _notes_from(answer: bytes) -> Notes:
     try:
         if not isinstance(answer, bytes) or len(answer) > MAX_ANSWER_BYTES:
             raise ValueError("they are too long, or no bytes")
-        worker, id, made, served, spans, omitted, *_ = json.loads(answer)
+        worker, id, made, served, spans, omitted, _, _, hops = json.loads(answer)
         read_spans = [(str(lane), str(name), _time(begin), _time(end)) for lane, name, begin, end in spans]
-        return Notes(str(worker), int(id), [*map(_row, made)], [*map(_row, served)], read_spans, int(omitted))
+        rows = [*map(_row, made)], [*map(_row, served)]
+        return Notes(str(worker), int(id), *rows, read_spans, int(omitted), hops=[*map(_hop, hops)])
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise SerializationError(f"the notes of a worker for a trace cannot be read: {error}") from error
 
@@ -364,6 +433,11 @@ def _notes_from(answer: bytes) -> Notes:
 def _row(read: Sequence[Any]) -> Row:
     id, peer, function, began, ended, outcome, called_at = read
     return int(id), int(peer), str(function), _time(began), _time(ended), str(outcome), _time(called_at)
+
+
+def _hop(read: Sequence[Any]) -> Hop:
+    id, peer, is_sent, number, began, ended = read
+    return int(id), int(peer), is_sent is True, int(number), _time(began), _time(ended)
 
 
 def _time(read: Any) -> float:

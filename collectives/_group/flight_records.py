@@ -16,6 +16,7 @@ import torch
 
 from rpcdist.collectives.work import Work
 from rpcdist.flight_files import flight_recorder_size, write_flight_file
+from rpcdist.profile_ranges import operation_taps
 
 VERSION: Final = 1
 
@@ -37,11 +38,12 @@ class Record:
         label: what `record_comm` named it; usually empty.
         state: "queued", "running", "done" or "failed".
         error: why it failed.
+        told: those that want to know when it has ended; see `operation_taps`.
     """
 
     __slots__ = (
         "detail", "dtype", "ended_ns", "error", "family", "group", "input_sizes", "label", "operation", "output_sizes",
-        "queued_ns", "sequence", "started_ns", "state",
+        "queued_ns", "sequence", "started_ns", "state", "told",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +71,7 @@ class Record:
         self.queued_ns = time.time_ns()
         self.started_ns = 0
         self.ended_ns = 0
+        self.told = [tap(group, operation) for tap in operation_taps] if operation_taps else ()
 
     def start(self) -> None:
         self.state = "running"
@@ -79,6 +82,8 @@ class Record:
         self.state = "done" if error is None else "failed"
         if error is not None:
             self.error = str(error)
+        for told in self.told:
+            told((self.started_ns or self.queued_ns) / 1e9, self.ended_ns / 1e9, error)
 
     def follow(self, work: Work) -> None:
         """Ends with the work; `start` it before."""
@@ -88,7 +93,7 @@ class Record:
             work.when_done(lambda done: self.end(done.exception()))
 
     def to_json(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        return {name: getattr(self, name) for name in self.__slots__ if name != "told"}
 
 
 class MessageLog:

@@ -53,8 +53,8 @@ class AutogradHooks(Protocol):
     """Distributed autograd of one agent."""
 
     @property
-    def pass_taps(self) -> list[Callable[[int, Sequence[Any]], object]]:
-        """Those that get the id and the spans of each backward pass when it has ended here."""
+    def pass_taps(self) -> list[Callable[[int, Sequence[Any], Sequence[Any]], object]]:
+        """Those that get the id, the spans and the messages of each backward pass when it has ended here."""
         ...
 
     def admit(self, context_id: int, sender: Identity) -> CallContext | None:

@@ -23,7 +23,7 @@ from rpcdist.transport.identities import (
 )
 from rpcdist.transport.keys import SessionKeys, framed, mac
 
-PROTOCOL_VERSION: Final = 10
+PROTOCOL_VERSION: Final = 11
 NONCE_BYTES: Final = 32
 MAX_HANDSHAKE_BYTES: Final = 16 << 10
 """Channels refuse a larger message before they parse it; `receive` checks again. Certificate chains take most of it."""

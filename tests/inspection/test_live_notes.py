@@ -39,12 +39,14 @@ def operations() -> list[Record]:
 
 
 @pytest.fixture
-def taps() -> list[Callable[[int, Sequence[Any]], object]]:
+def taps() -> list[Callable[[int, Sequence[Any], Sequence[Any]], object]]:
     return []
 
 
 @pytest.fixture
-def taker(taps: list[Callable[[int, Sequence[Any]], object]], operations: list[Record]) -> Iterator[NoteTaker]:
+def taker(
+    taps: list[Callable[[int, Sequence[Any], Sequence[Any]], object]], operations: list[Record]
+) -> Iterator[NoteTaker]:
     made = NoteTaker(lambda: True, taps, lambda: operations)
     yield made
     made.stop()

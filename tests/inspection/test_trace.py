@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
@@ -149,8 +150,47 @@ def test_backward_passes_are_in_it(no_agent: None, tmp_path: Path) -> None:
     with InProcessCluster("a", "b") as cluster, cluster.use("a"), rpcdist.trace(path):
         with autograd.context() as context_id:
             autograd.backward(context_id, [rpc.rpc_sync("b", weighted, (torch.ones(2, requires_grad=True),)).sum()])
-    kinds = {one["name"] for one in slices(events_of(path), "backward")}
-    assert {"analysis", "run"} <= kinds
+    events = events_of(path)
+    found = slices(events, "backward")
+    assert {"analysis", "run"} <= {one["name"] for one in found}
+    sent = [one for one in found if one["name"] == "sends gradients"]
+    assert {(one["pid"], one["args"]["receiver"]) for one in sent} == {(0, 1), (1, 0)}
+    taken = [one for one in found if one["name"] == "takes gradients"]
+    begins = {event["id"]: event for event in events if event["ph"] == "s" and event["cat"] == "hop"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f" and event["cat"] == "hop"}
+    assert begins.keys() == ends.keys() and len(begins) == len(sent) == len(taken) >= 2
+    assert all(begins[id]["pid"] != ends[id]["pid"] and begins[id]["ts"] <= ends[id]["ts"] for id in begins)
+    for arrow in (*begins.values(), *ends.values()):  # Perfetto draws an arrow only between slices
+        assert any(one["tid"] == arrow["tid"] and one["ts"] == arrow["ts"] for one in (*sent, *taken))
+
+
+def count_slowly(items: int) -> Iterator[int]:
+    for item in range(items):
+        time.sleep(0.02)  # stands for the work of an item
+        yield item
+
+
+@pytest.mark.parametrize("is_read_to_its_end", [True, False])
+def test_a_stream_has_a_slice_until_it_is_read(no_agent: None, tmp_path: Path, is_read_to_its_end: bool) -> None:
+    path = tmp_path / "trace.json"
+    with InProcessCluster("a", "b") as cluster, cluster.use("a"), rpcdist.trace(path):
+        with rpc.rpc_sync("b", count_slowly, (3,)) as stream:
+            assert next(stream) == 0
+            if is_read_to_its_end:
+                assert list(stream) == [1, 2]
+    [read] = slices(events_of(path), "streams")
+    assert read["name"].endswith("count_slowly from b") and read["pid"] == 0
+    assert (read["dur"] > 50_000) is is_read_to_its_end
+
+
+def test_a_call_is_queued_then_running_then_replying(no_agent: None) -> None:
+    """By clocks that differ by 100 s: the end at the callee begins the reply's way at the caller."""
+    made = tracing.Notes("a", 0, [(1, 1, "f", 10.0, 10.5, "ok", 0.0)], [], [])
+    served = tracing.Notes("b", 1, [], [(1, 0, "f", 110.1, 110.4, "ok", 110.2)], [], offset_s=-100.0)
+    events = list(tracing.trace_events([made, served]))
+    parts = {one["name"]: (one["pid"], one["ts"], one["dur"]) for one in events if one["ph"] == "X"}
+    assert parts["queued"] == (1, 100_000.0, 100_000.0) and parts["running"] == (1, 200_000.0, 200_000.0)
+    assert parts["replying"] == (0, 400_000.0, 100_000.0)
 
 
 def test_the_buckets_of_data_parallel_training_are_in_it(no_agent: None, tmp_path: Path) -> None:
@@ -273,12 +313,14 @@ def test_ten_thousand_calls_at_once_take_no_time_each_for_each() -> None:
         None,
         b"[]",
         b"[" * 100_000,
-        b'["b",1,[[1,0]],[],[],0]',
-        b'["b",1,[[1,0,"f",NaN,1.0,"ok"]],[],[],0]',
-        b'["b",1,[],[[1,0,"f",1.0,1e999,"ok"]],[],0]',
-        b'["b",1,[],[],[["lane","name","1",2.0]],0]',
-        b'["b",1e999,[],[],[],0]',
-        b'["b",1,[],[],[["lane","name",1' + b"0" * 400 + b",2.0]],0]",
+        b'["b",1,[[1,0]],[],[],0,0,0,[]]',
+        b'["b",1,[[1,0,"f",NaN,1.0,"ok"]],[],[],0,0,0,[]]',
+        b'["b",1,[],[[1,0,"f",1.0,1e999,"ok"]],[],0,0,0,[]]',
+        b'["b",1,[],[],[["lane","name","1",2.0]],0,0,0,[]]',
+        b'["b",1e999,[],[],[],0,0,0,[]]',
+        b'["b",1,[],[],[["lane","name",1' + b"0" * 400 + b",2.0]],0,0,0,[]]",
+        b'["b",1,[],[],[],0,0,0,[[1,0,true,1,NaN,1.0]]]',
+        b'["b",1,[],[],[],0,0,0,[[1,0,true]]]',
     ],
 )
 def test_notes_that_cannot_be_read_leave_their_worker_out(
@@ -310,7 +352,7 @@ def spans() -> Iterator[InMemorySpanExporter]:
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracing.export_to_opentelemetry(provider)
     yield exporter
-    call_spans.exporter = None
+    call_spans.export(None)
 
 
 async def through_c_async(x: int) -> int:
@@ -345,6 +387,95 @@ def test_a_span_of_a_call_that_fails_says_so(no_agent: None, spans: InMemorySpan
         assert one.status.status_code is StatusCode.ERROR and one.attributes is not None
         assert one.attributes["error.type"] == "ArithmeticError"
     assert len(spans.get_finished_spans()) == 2
+
+
+def spans_by_name(spans: InMemorySpanExporter) -> dict[tuple[str, SpanKind], ReadableSpan]:
+    return {(one.name.rpartition(":")[2], one.kind): one for one in spans.get_finished_spans()}
+
+
+def is_child(child: ReadableSpan, parent: ReadableSpan) -> bool:
+    assert parent.context is not None and child.context is not None
+    return (
+        child.parent is not None
+        and child.parent.span_id == parent.context.span_id
+        and child.context.trace_id == parent.context.trace_id
+    )
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_a_fetched_value_has_spans(no_agent: None, spans: InMemorySpanExporter, is_asynchronous: bool) -> None:
+    with InProcessCluster("a", "b") as cluster, cluster.use("a"):
+        reference = rpc.remote("b", double, (4,))
+        assert (rpc.wait_all([reference._get_future()]) and reference.to_here()) == 8
+        spans.clear()
+        if is_asynchronous:
+            assert asyncio.run(awaited(reference)) == 8
+        else:
+            assert reference.to_here() == 8
+        eventually(lambda: len(spans.get_finished_spans()) == 2)
+    found = spans_by_name(spans)
+    made, served = found["to_here()", SpanKind.CLIENT], found["fetch", SpanKind.SERVER]
+    assert is_child(served, made) and made.attributes is not None
+    assert made.attributes["rpc.method"] == "to_here()" and made.attributes["rpcdist.peer"] == "b"
+
+
+async def awaited(reference: rpc.RRef[int]) -> int:
+    return await reference
+
+
+def test_remote_calls_and_proxies_have_spans(no_agent: None, spans: InMemorySpanExporter) -> None:
+    with InProcessCluster("a", "b") as cluster, cluster.use("a"):
+        reference = rpc.remote("b", double, (4,))
+        assert reference.to_here() == 8 and reference.rpc_sync().bit_length() == 4
+        eventually(lambda: len(spans.get_finished_spans()) >= 6)
+    found = spans_by_name(spans)
+    assert is_child(found["double", SpanKind.SERVER], found["double", SpanKind.CLIENT])
+    assert is_child(found["fetch", SpanKind.SERVER], found["to_here()", SpanKind.CLIENT])
+    methods = [one for (name, _), one in found.items() if "bit_length" in name]
+    assert len(methods) == 2 and (is_child(*methods) or is_child(*reversed(methods)))
+
+
+def test_the_span_of_a_stream_lasts_until_it_is_read(no_agent: None, spans: InMemorySpanExporter) -> None:
+    with InProcessCluster("a", "b") as cluster, cluster.use("a"):
+        stream = rpc.rpc_sync("b", count_slowly, (3,))
+        assert next(stream) == 0 and ("count_slowly", SpanKind.CLIENT) not in spans_by_name(spans)
+        assert list(stream) == [1, 2]
+        eventually(lambda: ("count_slowly", SpanKind.SERVER) in spans_by_name(spans))
+    found = spans_by_name(spans)
+    assert is_child(found["count_slowly", SpanKind.SERVER], found["count_slowly", SpanKind.CLIENT])
+
+
+def test_a_backward_pass_is_one_tree_of_spans_over_its_workers(no_agent: None, spans: InMemorySpanExporter) -> None:
+    with InProcessCluster("a", "b") as cluster, cluster.use("a"), autograd.context() as context_id:
+        loss = rpc.rpc_sync("b", weighted, (torch.ones(2, requires_grad=True),)).sum()
+        spans.clear()
+        autograd.backward(context_id, [loss])
+        eventually(lambda: [one.name for one in spans.get_finished_spans()].count("backward run") >= 2)
+    found = spans.get_finished_spans()
+    [whole] = [one for one in found if one.name == "backward"]
+    parts = [one for one in found if one.name.startswith("backward ")]
+    assert all(is_child(one, whole) for one in parts)
+    peers = {one.attributes["rpcdist.peer"] for one in parts if one.name == "backward to" and one.attributes}
+    assert peers == {"a", "b"}, "both workers have sent"
+
+
+def test_collectives_buckets_and_stages_have_spans(no_agent: None, spans: InMemorySpanExporter) -> None:
+    collectives.init_process_group("tcp", store=collectives.HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+    finally:
+        collectives.destroy_process_group()
+    with InProcessCluster("a", "b") as cluster, cluster.use("a"):
+        pipeline = Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], ["a", "b"], num_microbatches=2, loss_fn=mse_loss)
+        pipeline.step(torch.ones(4, 2), torch.zeros(4, 2))
+    found = spans.get_finished_spans()
+    names = {one.name for one in found}
+    assert {"all_reduce", "DDP buckets", "pipeline"} <= names
+    stages = [one for one in found if one.name == "pipeline"]
+    assert len(stages) == 8
+    served = {one.context.span_id for one in found if one.kind is SpanKind.SERVER and one.context is not None}
+    assert all(one.parent is not None and one.parent.span_id in served for one in stages), "children of their calls"
 
 
 def test_a_method_by_reference_has_a_span_under_the_name_of_its_class(

@@ -10,6 +10,8 @@ import torch
 
 import rpcdist.collectives as dist
 from rpcdist import rpc
+from rpcdist.parallel import DistributedDataParallel
+from rpcdist.parallel.pipeline import Pipeline
 from rpcdist.rpc._current import current_agent
 
 __all__ = [
@@ -18,8 +20,10 @@ __all__ = [
     "fail",
     "nothing",
     "reduce_alone",
+    "run_pipeline",
     "scraped",
     "serve_at",
+    "train_alone",
     "what_is_counted",
 ]
 
@@ -68,6 +72,24 @@ def reduce_alone(times: int) -> None:
     dist.destroy_process_group()
 
 
+def train_alone(times: int) -> None:
+    """Some iterations of `DistributedDataParallel` in a group of one, with several buckets."""
+    dist.init_process_group("tcp", store=dist.HashStore(), rank=0, world_size=1)
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    for _ in range(times):
+        model(torch.ones(1, 4)).sum().backward()
+    dist.destroy_process_group()
+
+
+def run_pipeline(workers: list[str]) -> float:
+    """A step; the bubble that the pipeline itself has measured."""
+    stages = [torch.nn.Linear(2, 2) for _ in workers]
+    pipeline = Pipeline(stages, workers, num_microbatches=4, loss_fn=torch.nn.functional.mse_loss)
+    pipeline.step(torch.ones(8, 2), torch.zeros(8, 2))
+    assert pipeline.timeline is not None
+    return pipeline.timeline.bubble
+
+
 def collect_with_opentelemetry(to: str, times: int) -> dict[str, Any]:
     """The data points of each metric after some calls."""
     from opentelemetry.sdk.metrics import MeterProvider
@@ -80,6 +102,8 @@ def collect_with_opentelemetry(to: str, times: int) -> dict[str, Any]:
     metrics.export_to_opentelemetry(provider)
     metrics.export_to_opentelemetry(provider)
     call(to, times)
+    train_alone(1)
+    run_pipeline([current_agent().worker_name, to])
     metrics.families()  # adds up what has ended
     data = reader.get_metrics_data()
     assert data is not None

@@ -13,8 +13,10 @@ from metrics_functions import (
     call,
     collect_with_opentelemetry,
     reduce_alone,
+    run_pipeline,
     scraped,
     serve_at,
+    train_alone,
     what_is_counted,
 )
 
@@ -86,6 +88,20 @@ def test_collective_operations_are_counted_by_size(worker_pool: WorkerPool) -> N
 
 
 @pytest.mark.multiproc
+def test_waits_for_buckets_and_the_bubble_of_a_pipeline(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("w0", "w1")
+    address = world["w0"].run(serve_at, str(free_port()))
+    assert "rpcdist_pipeline_bubble" not in scraped(address)
+    bubble = world["w0"].run(run_pipeline, ["w0", "w1"])
+    assert 0 < bubble < 1 and scraped(address)["rpcdist_pipeline_bubble"] == pytest.approx(bubble)
+    world["w0"].run(train_alone, 3)
+    found = scraped(address)
+    assert found["rpcdist_ddp_bucket_wait_seconds_count"] >= 3
+    assert found["rpcdist_ddp_bucket_wait_seconds_sum"] > 0
+    world.shutdown()
+
+
+@pytest.mark.multiproc
 def test_opentelemetry_gets_the_same(worker_pool: WorkerPool) -> None:
     world = worker_pool.world("w0", "w1")
     found = world["w0"].run(collect_with_opentelemetry, "w1", 200)
@@ -96,6 +112,7 @@ def test_opentelemetry_gets_the_same(worker_pool: WorkerPool) -> None:
     assert counts[NOTHING, None] == 200 and counts[FAIL, "KeyError"] == 1
     received = {labels["rpcdist.channel"]: value for labels, _, value in found["rpcdist.network.io"]}
     assert "local" in received
+    assert found["rpcdist.ddp.bucket.wait"][0][1] == 1 and 0 < found["rpcdist.pipeline.bubble"][0][2] < 1
     assert {name for name in METRICS if not name.startswith(("rpc.server", "rpcdist.collective"))} <= set(found)
     world.shutdown()
 

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from rpcdist._counters import training
 from rpcdist.collectives import ProcessGroup, ReduceOp, Work
 from rpcdist.errors import CollectiveError
 from rpcdist.parallel._ddp._buckets import BucketEntry, DenseBucket, SparseBucket
@@ -113,8 +114,11 @@ class BucketReductions:
 
     def finish(self, bucket: Bucket, deliver: Deliver) -> None:
         """Waits for the reduction of a bucket, and delivers its results."""
+        waited_from = time.monotonic() if training else 0.0
         with _range_of("ends", bucket):
             self._finish(bucket, deliver)
+        for counts in training:
+            counts.bucket_waited(time.monotonic() - waited_from)
         if (began_s := self._began.pop(bucket.number, 0.0)) > 0.0:
             for tap in list(span_taps):
                 tap("DDP buckets", f"bucket {bucket.number}, {bucket.num_bytes} B", began_s, time.monotonic())

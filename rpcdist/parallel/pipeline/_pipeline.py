@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import rpcdist.rpc as rpc
+from rpcdist._counters import training
 from rpcdist.errors import ConfigError, RpcdistError
 from rpcdist.parallel.pipeline._schedules import Action, Schedule
 from rpcdist.parallel.pipeline._simulation import Slot, Timeline, format_grid
@@ -199,6 +200,8 @@ class Pipeline:
         finally:
             self._busy.release()
         self.timeline = self._timeline(actions, reports)
+        for counts in training:
+            counts.bubble = self.timeline.bubble
         return _result(reports[self._config.worker_index(self.num_stages - 1)], batch.weights)
 
     def _timeout_s(self) -> float:

@@ -49,6 +49,7 @@ class CallFlags(NamedTuple):
 
 CallState = rpc_pb2.CallState
 INFINITE: Final = float("inf")
+FETCH: Final = "to_here()"
 MAX_NAME: Final = 500  # characters of the name of a function in reports
 USER_CALL = CallFlags()
 REPEATABLE = CallFlags(is_repeatable=True)
@@ -227,6 +228,12 @@ class PendingCall:
             return self._made
         return self.deadline.at - (self.timeout_s if self.inherited_s is None else self.inherited_s)
 
+    def end_span(self, outcome: str) -> None:
+        """Ends its span, if there is one."""
+        if self.span is not None and (spans := call_spans.exporter) is not None:
+            called = self.called if isinstance(self.called, str) else FETCH
+            spans.end(self.span, called, self.owner.name_of(self.peer), outcome)
+
     def facts(self, now: float) -> CallMade:
         """Its state at a moment of the monotonic clock."""
         session, unsent = self.session, self.unsent()
@@ -319,14 +326,14 @@ class CallTable:
             self._earliest = at
             self._wake_at(at)
 
-    def take(self, id: int, outcome: str = OK) -> PendingCall | None:
-        """Removes a call; None if it has ended already. `outcome` is for the recorder."""
+    def take(self, id: int, outcome: str = OK, is_stream: bool = False) -> PendingCall | None:
+        """Removes a call; None if it has ended already. `outcome` is for the recorder; the span of a stream goes on."""
         call = self._calls.pop(id, None)
         if call is not None:
             if (note := self.ended.note) is not None:
                 note((id, call.peer, call.called, call.made, time.monotonic(), outcome, 0.0))
-            if call.span is not None and (spans := call_spans.exporter) is not None:
-                spans.end(call.span, str(call.called), call.owner.name_of(call.peer), outcome)
+            if call.span is not None and not is_stream:
+                call.end_span(outcome)
             if id in self._in_flight.admitted:
                 self._in_flight.end(call.peer, id)
             if self._waiters and not self._calls:
@@ -334,14 +341,16 @@ class CallTable:
                     self._empty.notify_all()
         return call
 
-    def take_answered(self, id: int, session: MessageSink, outcome: str = OK) -> PendingCall | None:
+    def take_answered(
+        self, id: int, session: MessageSink, outcome: str = OK, is_stream: bool = False
+    ) -> PendingCall | None:
         """`take` for a reply. Only the session that carried the call may answer it; otherwise a peer could answer any
         call by guessing its number. While the call is being sent, its session is unknown yet, but its worker is known.
         """
         call = self._calls.get(id)
         if call is None or call.session is session:
-            return None if call is None else self.take(id, outcome)
-        return self.take(id, outcome) if call.session is None and call.peer == session.peer.id else None
+            return None if call is None else self.take(id, outcome, is_stream)
+        return self.take(id, outcome, is_stream) if call.session is None and call.peer == session.peer.id else None
 
     def note_state(self, session: MessageSink, state: rpc_pb2.CallState) -> None:
         """Notes how far a call is, if its own callee says it: on the session by which the call was sent."""

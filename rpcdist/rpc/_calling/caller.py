@@ -366,7 +366,7 @@ class Caller:
             elif reply.HasField("failure"):
                 failure = self._marshal.arrived_failure(reply.failure, buffers, session.peer)
         outcome = OK if failure is None else failure.type_name
-        call = self.calls.take_answered(id, session, outcome)
+        call = self.calls.take_answered(id, session, outcome, is_stream)
         if call is None:  # it timed out or was cancelled here, or another worker was asked
             if payload is not None:
                 payload.discard()

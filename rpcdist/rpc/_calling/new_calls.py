@@ -14,6 +14,7 @@ from rpcdist.deadline import NEVER, Deadline, checked_timeout, current_deadline
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.call_table import (
+    FETCH,
     GATHERING,
     INFINITE,
     REPEATABLE,
@@ -208,6 +209,14 @@ class NewCalls:
         context, context_id = _join_autograd(owner)
         pending = PendingCall(self._owner, self._next_id(), owner, share, deadline, timeout_s, reply_sink, REPEATABLE)
         pending.autograd = context
+        if (spans := call_spans.exporter) is not None:
+            pending.span = spans.begin_made(FETCH)
+            message = rpc_pb2.Message()
+            name_value(message.call.fetch, share)
+            message.call.autograd_context = context_id
+            message.call.is_nested = _is_in_handler()
+            message.call.traceparent = spans.traceparent(pending.span)
+            return pending, message, ()
         call = CompactCall(pending.id, "", target=(*share.rref, *share.fork))
         call.context = context_id
         call.is_nested = _is_in_handler()

@@ -13,14 +13,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
+from rpcdist._counters import OK
 from rpcdist._proto import rpc_pb2
 from rpcdist.at_exit import AtEnd
 from rpcdist.deadline import Deadline
 from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistError, WorkerLost
 from rpcdist.inspection import StreamFacts
+from rpcdist.profile_ranges import span_taps
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._calling.call_table import PendingCall
 from rpcdist.rpc._futures.interrupt import longest_sleep_s
@@ -48,6 +51,7 @@ class StreamState:
         id: the call's number.
         what: the call, for messages.
         autograd: the autograd context of the call, or None.
+        told: called with the outcome when the consumer has come to the end, or has closed it; for traces.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class StreamState:
         cancel: Callable[[], None],
     ) -> None:
         self.autograd: CallContext | None = None
+        self.told: Callable[[str], object] | None = None
         self.id = id
         self.what = what
         self._grant = grant
@@ -176,8 +181,15 @@ class StreamState:
         failure, self._failure = self._failure, None
         return failure.exception() if isinstance(failure, ArrivedFailure) else failure
 
+    def tell(self, outcome: str) -> None:
+        """The consumer has come to the end, or has closed it: the first time, a trace is told."""
+        told, self.told = self.told, None
+        if told is not None:
+            told(outcome)
+
     def cancel(self) -> None:
         """Ends the stream from this side; the producer's generator is closed. Idempotent."""
+        self.tell("Cancelled")
         if not self._ended:
             self._cancel()
         closed = Cancelled(f"the stream of {self.what} was closed by its consumer")
@@ -243,6 +255,7 @@ class Stream(Generic[T]):
         if isinstance(item, ArrivedValue):
             return item.decode()  # type: ignore[return-value]  # the caller of the stream says what T is
         failure = self._state.take_failure()
+        self._state.tell(OK if failure is None else type(failure).__name__)
         if failure is not None:
             try:
                 raise failure
@@ -302,6 +315,8 @@ class StreamTable:
 
         state = StreamState(id, call.what(), DEFAULT_WINDOW, grant, cancel)
         state.autograd = call.autograd
+        if call.span is not None or span_taps:
+            state.told = partial(_tell, call, session.peer.name, time.monotonic())
         self._streams[id] = (state, session)
         return Stream(state, timeout_s, self._dropped)
 
@@ -466,3 +481,10 @@ def check_is_stream(result: object, function: object) -> Stream[Any]:
     if isinstance(result, Stream):
         return result
     raise TypeError(f"rpc_stream expects a generator function, but {function!r} returned {type(result).__name__}")
+
+
+def _tell(call: PendingCall, peer: str, began_s: float, outcome: str) -> None:
+    """Tells traces of a stream that was read."""
+    call.end_span(outcome)
+    for tap in list(span_taps):
+        tap("streams", f"{call.called} from {peer}", began_s, time.monotonic())

@@ -1,13 +1,17 @@
-"""Spans of calls for OpenTelemetry: one at the caller and one at the callee, with W3C trace context between them.
+"""Spans for OpenTelemetry: of each call at the caller and at the callee, with W3C trace context between them; of
+backward passes, with the context in their messages; of streams, collectives, DDP and pipeline stages.
 
 Nothing of OpenTelemetry is imported before somebody asks for spans.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any, Final
 
 from rpcdist._counters import OK
+from rpcdist.profile_ranges import operation_taps, span_taps
 
 MAX_TRACEPARENT_CHARS: Final = 64  # version 00 of the W3C's header has 55
 _SYSTEM: Final = {"rpc.system.name": "rpcdist"}
@@ -66,6 +70,64 @@ class CallSpans:
     def detach(self, token: Any) -> None:
         self._context.detach(token)
 
+    # ------------------------------------------------------------ what is no call
+
+    def begin_pass(self) -> Any:
+        """A backward pass begins in this process; its span is a child of the one that is current here."""
+        return self._tracer.start_span("backward", attributes=_SYSTEM)
+
+    def end_pass(self, span: Any, id: int, error: BaseException | None) -> None:
+        """The pass that began in this process is over."""
+        span.set_attribute("rpcdist.pass", id)
+        self._end(span, error, None)
+
+    def part_of_pass(self, traceparent: str, kind: str, peer: str, began_s: float, ended_s: float) -> None:
+        """A worker has done a part of a pass, in seconds since the epoch; `traceparent` is of the pass."""
+        parent = self._context.Context()
+        if len(traceparent) <= MAX_TRACEPARENT_CHARS:
+            parent = self._header.extract({"traceparent": traceparent}, parent)
+        attributes = {**_SYSTEM, "rpcdist.peer": peer} if peer else _SYSTEM
+        self._whole(f"backward {kind}", attributes, parent, began_s)(ended_s, None)
+
+    def on_span(self, lane: str, name: str, began_s: float, ended_s: float) -> None:
+        """Something that DDP, a pipeline or the reader of a stream has done; see `span_taps`."""
+        shift_s = time.time() - time.monotonic()
+        self._whole(lane, {**_SYSTEM, "rpcdist.detail": name}, None, began_s + shift_s)(ended_s + shift_s, None)
+
+    def on_operation(self, group: str, operation: str) -> Callable[[float, float, BaseException | None], None]:
+        """An operation of a process group begins; see `operation_taps`."""
+        parent = self._context.get_current()
+        attributes = {**_SYSTEM, "rpcdist.group": group, "rpcdist.operation": operation}
+
+        def ended(began_s: float, ended_s: float, error: BaseException | None) -> None:
+            self._whole(operation, attributes, parent, began_s)(ended_s, error)
+
+        return ended
+
+    def _whole(
+        self, name: str, attributes: dict[str, str], parent: Any, began_s: float
+    ) -> Callable[[float, BaseException | None], None]:
+        span = self._tracer.start_span(name, parent, attributes=attributes, start_time=int(began_s * 1e9))
+        return lambda ended_s, error: self._end(span, error, int(ended_s * 1e9))
+
+    def _end(self, span: Any, error: BaseException | None, at_ns: int | None) -> None:
+        if error is not None:
+            span.set_attribute("error.type", type(error).__name__)
+            span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, str(error)))
+        span.end(at_ns)
+
 
 exporter: CallSpans | None = None
 """None until the program asks for spans."""
+
+
+def export(spans: CallSpans | None) -> None:
+    """Has spans go there from now on, and no longer where they went before; None for nowhere."""
+    global exporter
+    if exporter is not None:
+        span_taps.remove(exporter.on_span)
+        operation_taps.remove(exporter.on_operation)
+    exporter = spans
+    if spans is not None:
+        span_taps.append(spans.on_span)
+        operation_taps.append(spans.on_operation)

@@ -39,7 +39,7 @@ class NoteTaker:
     def __init__(
         self,
         is_mine: Callable[[], bool],
-        pass_taps: list[Callable[[int, Sequence[Any]], object]],
+        pass_taps: list[Callable[[int, Sequence[Any], Sequence[Any]], object]],
         operations: Callable[[], Iterable[Record]],
     ) -> None:
         self._is_mine = is_mine
@@ -96,7 +96,7 @@ class NoteTaker:
             shift_s = time.time() - time.monotonic()
             self._spans.append(SpanFacts(next(self._numbers), lane, name[:MAX_NAME], began + shift_s, ended + shift_s))
 
-    def _on_pass(self, id: int, spans: Sequence[Any]) -> None:
+    def _on_pass(self, id: int, spans: Sequence[Any], hops: Sequence[Any]) -> None:
         for kind, _, began_s, ended_s in spans:
             self._spans.append(SpanFacts(next(self._numbers), "backward", f"{kind} of pass {id}", began_s, ended_s))
 
