@@ -6,7 +6,7 @@ Pure: answers in, plain data for JSON out. All that is kept is bounded.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import Any, Final
@@ -24,6 +24,8 @@ MAX_CURVES: Final = 100
 MAX_FUNCTIONS: Final = 50
 MAX_LINKS: Final = 500
 MAX_REASONS: Final = 20
+MAX_ACTORS: Final = 200
+SHARED_MEMORY: Final = "shared memory"
 _OWN_CALLS: Final = "rpcdist.rpc._membership."
 _SHUTDOWN_CALL: Final = "rpcdist.rpc._membership.shutdown:depart"
 
@@ -53,8 +55,9 @@ class _Seen:
     at_s: float
     num_made: int
     num_served: int
-    sent: dict[str, int]  # by session
+    sent: dict[str, int]  # by the key of `_traffic`
     received: dict[str, int]
+    made_again: frozenset[str] = frozenset()  # references of actors
     state: str = "answers"
 
 
@@ -121,6 +124,7 @@ class JobHistory:
             for channel in facts.channels:
                 if len(links) < MAX_LINKS:
                     links.setdefault(channel.session, _link(facts.worker, channel))
+            self._note_restarts(facts, at_s)
             self._seen[facts.worker] = _seen(facts, at_s)
             for curve in facts.curves:
                 name = f"{facts.worker}: {curve.name}"
@@ -138,6 +142,7 @@ class JobHistory:
             "workers": rows,
             "links": list(links.values()),
             "functions": _functions(answers.workers),
+            "actors": _actors(answers.workers),
             "waits": _waits(answers),
         }
 
@@ -172,12 +177,14 @@ class JobHistory:
             self._note(at_s, "back", facts.worker, f"{facts.worker} answers again")
         passed_s = at_s - before.at_s if before is not None else 0.0
         sent = received = 0.0
-        for channel in facts.channels:
-            moved = _moved(channel, before)
-            sent += moved[0]
-            received += moved[1]
-            if passed_s > 0:
-                by_kind[channel.kind] = by_kind.get(channel.kind, 0.0) + moved[0] / passed_s
+        for key, kind, num_sent, num_received in _traffic(facts.channels):
+            if before is None:
+                continue
+            moved = max(0, num_sent - before.sent.get(key, 0))
+            sent += moved
+            received += max(0, num_received - before.received.get(key, 0))
+            if passed_s > 0 and (kind != SHARED_MEMORY or moved or kind in by_kind):
+                by_kind[kind] = by_kind.get(kind, 0.0) + moved / passed_s
         made = facts.num_made - before.num_made if before is not None else 0
         served = facts.num_served - before.num_served if before is not None else 0
         calls = [call for call in facts.calls_made if call.counts_as_work]
@@ -215,6 +222,8 @@ class JobHistory:
             "lent_bytes": sum(lent.size_bytes for lent in facts.lent_memory),
             "refused": facts.strangers.refused,
             "pool": asdict(pool) if pool is not None else None,
+            "memory_bytes": facts.memory_bytes,
+            "latency_s": _latency(facts),
         }
 
     def _silent_row(self, silent: SilentWorker, at_s: float) -> dict[str, Any]:
@@ -228,6 +237,15 @@ class JobHistory:
             "name": silent.worker, "address": silent.address, "state": silent.state, "detail": silent.detail,
             "stacks": silent.stacks,
         }  # fmt: skip
+
+    def _note_restarts(self, facts: WorkerFacts, at_s: float) -> None:
+        before = self._seen.get(facts.worker)
+        if before is None:  # nobody has seen the actors before
+            return
+        for actor in facts.actors:
+            if actor.num_restarts and actor.reference not in before.made_again:
+                text = f"actor {actor.kind} of {facts.worker} was made again, restart {actor.num_restarts}"
+                self._note(at_s, "restarted", facts.worker, text)
 
     def _note_departures(self, answers: JobAnswers, at_s: float) -> None:
         """Workers that nobody names any more have left, or are lost."""
@@ -261,24 +279,41 @@ def _of_program(calls: Iterable[CallServed]) -> list[CallServed]:
     return [call for call in calls if not call.function.startswith(_OWN_CALLS)]
 
 
+def _latency(facts: WorkerFacts) -> float | None:
+    """The middle of the times of the calls that it has served lately: over its functions, by how often each ran."""
+    times = [one for one in facts.functions if one.served and not one.function.startswith(_OWN_CALLS)]
+    count = sum(one.count for one in times)
+    for one in sorted(times, key=lambda one: one.median_s):
+        count -= 2 * one.count
+        if count <= 0:
+            return one.median_s
+    return None
+
+
+def _actors(workers: Iterable[WorkerFacts]) -> list[dict[str, Any]]:
+    """The actors, those with the most waiting calls first."""
+    found = [{"worker": facts.worker, **asdict(actor)} for facts in workers for actor in facts.actors]
+    return sorted(found, key=lambda one: -one["num_waiting"])[:MAX_ACTORS]
+
+
 def _seen(facts: WorkerFacts, at_s: float) -> _Seen:
     return _Seen(
         facts.incarnation,
         at_s,
         facts.num_made,
         facts.num_served,
-        {channel.session: channel.bytes_sent or 0 for channel in facts.channels},
-        {channel.session: channel.bytes_received or 0 for channel in facts.channels},
+        {key: sent for key, _, sent, _ in _traffic(facts.channels)},
+        {key: received for key, _, _, received in _traffic(facts.channels)},
+        made_again=frozenset(actor.reference for actor in facts.actors if actor.num_restarts),
     )
 
 
-def _moved(channel: ChannelFacts, before: _Seen | None) -> tuple[int, int]:
-    """The bytes that a connection has carried since the last look; all of them if it is new."""
-    if before is None:
-        return 0, 0
-    sent = (channel.bytes_sent or 0) - before.sent.get(channel.session, 0)
-    received = (channel.bytes_received or 0) - before.received.get(channel.session, 0)
-    return max(0, sent), max(0, received)
+def _traffic(channels: Iterable[ChannelFacts]) -> Iterator[tuple[str, str, int, int]]:
+    """A key, the kind, and the bytes sent and received; what goes through shared memory is apart."""
+    for channel in channels:
+        yield channel.session, channel.kind, channel.bytes_sent or 0, channel.bytes_received or 0
+        if channel.shared_sent or channel.shared_received:
+            yield f"{channel.session} shared", SHARED_MEMORY, channel.shared_sent, channel.shared_received
 
 
 def _rate(amount: float, passed_s: float) -> float:

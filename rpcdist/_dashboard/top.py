@@ -20,9 +20,9 @@ from rpcdist.time_limits import LIVE_VIEW_PERIOD_S
 
 COLUMNS: Final = (
     ("name", "worker"), ("role", "role"), ("state", "state"), ("served_rate", "served/s"), ("made_rate", "made/s"),
-    ("serving", "serving"), ("calls", "waits for"), ("oldest_s", "oldest s"), ("sent_rate", "sent/s"),
-    ("received_rate", "received/s"), ("queued", "queue"), ("references", "refs"), ("passes", "passes"),
-    ("host", "host"),
+    ("latency_s", "latency"), ("serving", "serving"), ("calls", "waits for"), ("oldest_s", "oldest s"),
+    ("sent_rate", "sent/s"), ("received_rate", "received/s"), ("memory_bytes", "memory"), ("queued", "queue"),
+    ("references", "refs"), ("passes", "passes"), ("host", "host"),
 )  # fmt: skip
 _MAX_FRAMES: Final = 12
 
@@ -161,6 +161,11 @@ def text_of_worker(name: str, row: Mapping[str, Any] | None, facts: WorkerFacts 
         lines += [f"      {frame.file}:{frame.line} {frame.function}" for frame in stack[-_MAX_FRAMES:]]
     lines += ["", f"waits for {len(facts.calls_made)}:"]
     lines += [f"  {call.function} at {call.to}: {call.phase}, {call.age_s:.1f} s" for call in facts.calls_made]
+    lines += ["", "actors:"]
+    lines += [
+        f"  {one.kind} {one.reference}: {one.running or 'idle'}, {one.num_waiting} wait, {one.num_restarts} restarts"
+        for one in facts.actors
+    ]
     lines += ["", "connections:"]
     lines += [f"  {one.peer}: {one.kind}{', TLS' if one.tls else ''}, queue {one.num_queued}" for one in facts.channels]
     lines += ["", "limits:"]
@@ -178,6 +183,10 @@ def _cell(key: str, row: Mapping[str, Any]) -> str:
         return "in shutdown" if row["phase"] == "leaving" else str(row["phase"])
     if key in ("sent_rate", "received_rate"):
         return "" if value is None else f"{value / 1024:,.0f} KiB"
+    if key == "memory_bytes":
+        return "" if value is None else f"{value / (1 << 20):,.0f} MiB"
+    if key == "latency_s":
+        return "" if value is None else f"{value * 1e3:,.3g} ms"
     if isinstance(value, float):
         return f"{value:,.1f}" if value else "0"
     text = "" if value is None else str(value)

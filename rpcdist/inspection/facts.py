@@ -247,12 +247,16 @@ class ActorFacts:
         running: the method that runs; empty for none.
         running_s: for how long.
         num_waiting: calls that are ready to run.
+        kind: the class of the object; empty until it exists.
+        num_restarts: how often it was made again, since its worker was lost.
     """
 
     reference: str
     running: str = ""
     running_s: float | None = None
     num_waiting: int = 0
+    kind: str = ""
+    num_restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,11 +283,12 @@ class ChannelFacts:
         opened_here: this worker makes its calls on it; otherwise the peer does.
         kind: "local" (a Unix socket), "tcp", "grpc" or "memory".
         tls: whether it is encrypted.
-        bytes_sent, bytes_received: since it stands; None where nobody counts.
+        bytes_sent, bytes_received: since it stands, without shared memory; None where nobody counts.
         num_queued: messages that wait to be written.
         num_transfers: large buffers that are being written.
         silent_s: since the peer was heard last.
         round_trip_s: as TCP measures it.
+        shared_sent, shared_received: bytes of large values that were passed in shared memory.
     """
 
     session: str
@@ -297,6 +302,8 @@ class ChannelFacts:
     num_transfers: int = 0
     silent_s: float = 0.0
     round_trip_s: float | None = None
+    shared_sent: int = 0
+    shared_received: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,6 +460,7 @@ class WorkerFacts:
         functions: how long the latest calls took, for each function.
         curves: the numbers that the program has published.
         notes: for a live view only.
+        memory_bytes: of this process, that is in memory; None where the system does not say.
     """
 
     worker: str
@@ -488,6 +496,7 @@ class WorkerFacts:
     functions: tuple[FunctionTimes, ...] = ()
     curves: tuple[CurveFacts, ...] = ()
     notes: LiveNotes = field(default_factory=LiveNotes)
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

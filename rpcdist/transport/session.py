@@ -178,14 +178,23 @@ class Session:
 
     def facts(self, now: float) -> ChannelFacts:
         """The facts about its channel and queue, at a moment of the monotonic clock."""
+        facts, shared = self._channel.facts, self._shared
+        sent, received = facts.bytes_sent, facts.bytes_received
+        if self.striping is not None and sent is not None and received is not None:
+            of_stripes = self.striping.traffic
+            sent, received = sent + of_stripes[0], received + of_stripes[1]
         return replace(
-            self._channel.facts,
+            facts,
+            bytes_sent=sent,
+            bytes_received=received,
             session=self.id.hex(),
             peer=self.peer.name,
             opened_here=self.opened_by_me,
             num_queued=self._outgoing.num_frames,
             num_transfers=self._outgoing.num_transfers,
             silent_s=max(0.0, now - self.last_received),
+            shared_sent=0 if shared is None else shared.num_lent,
+            shared_received=0 if shared is None else shared.num_borrowed,
         )
 
     @property

@@ -16,7 +16,7 @@ from rpcdist._dashboard.job_history import (
     JobAnswers,
     JobHistory,
 )
-from rpcdist.inspection import CallMade, CurveFacts, FunctionTimes, MemberFacts, SilentWorker, ThreadState
+from rpcdist.inspection import ActorFacts, CallMade, CurveFacts, FunctionTimes, MemberFacts, SilentWorker, ThreadState
 
 
 def after(*looks: JobAnswers, period_s: float = 2.0) -> dict[str, Any]:
@@ -45,6 +45,43 @@ def test_rates_are_differences_of_two_looks() -> None:
     assert (row["sent_rate"], row["received_rate"]) == (1200.0, 200.0)  # a new connection counts from 0
     assert view["totals"]["calls"] == [0.0, 15.0]
     assert view["totals"]["bytes"] == {"tcp": [0.0, 1200.0]}
+
+
+def test_what_goes_through_shared_memory_is_a_channel_of_its_own() -> None:
+    first = facts(channels=(channel("s", 1000, 500, kind="local"),))
+    second = facts(channels=(replace(channel("s", 1200, 500, kind="local"), shared_sent=4000, shared_received=600),))
+    view = after(job(first), job(second), job(second))
+    assert view["totals"]["bytes"] == {"local": [0.0, 100.0, 0.0], "shared memory": [0.0, 2000.0, 0.0]}
+    view = after(job(first), job(second))
+    assert (view["workers"][0]["sent_rate"], view["workers"][0]["received_rate"]) == (2100.0, 300.0)
+
+
+def test_actors_and_their_restarts() -> None:
+    calm = ActorFacts("0.1", kind="Counter")
+    again = ActorFacts("0.2", "add", 1.5, 3, kind="Counter", num_restarts=1)
+    view = after(job(facts(actors=(again,))))
+    assert not [text for kind, text in texts(view) if kind == "restarted"], "it was so before anybody looked"
+    replaced = facts(incarnation="b", actors=(calm, again))
+    view = after(job(facts(actors=(calm,))), job(replaced), job(replaced))
+    assert [text for kind, text in texts(view) if kind == "restarted"] == [
+        "actor Counter of worker0 was made again, restart 1"
+    ]
+    assert [(one["reference"], one["num_waiting"], one["num_restarts"]) for one in view["actors"]] == [
+        ("0.2", 3, 1), ("0.1", 0, 0),
+    ]  # fmt: skip
+
+
+def test_the_latency_of_a_worker_is_the_median_of_its_calls() -> None:
+    def times(function: str, count: int, median_s: float, is_served: bool = True) -> FunctionTimes:
+        return FunctionTimes(function, is_served, count, 0, median_s, median_s)
+
+    rows = [
+        (times("fast", 3, 0.001), times("slow", 2, 1.0)),
+        (times("fast", 2, 0.001), times("slow", 3, 1.0)),
+        (times("fast", 9, 0.001, False), times("rpcdist.rpc._membership.x:y", 9, 5.0)),
+    ]
+    view = after(job(*(facts(f"worker{number}", functions=row) for number, row in enumerate(rows))))
+    assert [row["latency_s"] for row in view["workers"]] == [0.001, 1.0, None]
 
 
 def test_a_process_that_took_a_place_has_no_rates_yet() -> None:

@@ -22,7 +22,7 @@ from rpcdist._dashboard.job_watch import JobWatch, ask
 from rpcdist._dashboard.page_server import cookie_of, make_page_server
 from rpcdist._inspect.asking import Asker, JobFacts
 from rpcdist.errors import ConnectFailed
-from rpcdist.inspection import CurveFacts, LiveNotes, LogLine, SilentWorker, SpanFacts, WorkerFacts
+from rpcdist.inspection import ActorFacts, CurveFacts, LiveNotes, LogLine, SilentWorker, SpanFacts, WorkerFacts
 
 TOKEN = "the-token-of-this-page"
 LIMIT_S = 30.0
@@ -262,6 +262,8 @@ def test_a_browser_shows_the_job(tmp_path: Path, width: int, is_dark: bool) -> N
         facts(
             channels=(channel("s", 5000),),
             calls_served=(served(NASTY, 3.0),),
+            actors=(ActorFacts("0.1", "add", 2.0, 4, NASTY, 1),),
+            memory_bytes=300 << 20,
             curves=(CurveFacts("loss", ((1e9, 2.0),)), CurveFacts(NASTY, ((1e9, 3.0),))),
             notes=NOTES,
         ),
@@ -277,6 +279,8 @@ def test_a_browser_shows_the_job(tmp_path: Path, width: int, is_dark: bool) -> N
         assert browser.evaluate("document.title") == "rpcdist" and browser.evaluate("location.search") == ""
         assert browser.evaluate("document.querySelector('#status').textContent") == "a worker is silent"
         assert NASTY in browser.evaluate("document.querySelector('#functions').textContent")
+        assert NASTY in browser.evaluate("document.querySelector('#actors').textContent")
+        assert "300.0 MiB" in browser.evaluate("document.querySelector('#workers').textContent")
         assert browser.evaluate("!document.querySelector('#curves-section').hidden")
         assert NASTY in browser.evaluate("document.querySelector('#curves .legend').textContent")
         assert browser.evaluate("document.documentElement.scrollWidth") <= width

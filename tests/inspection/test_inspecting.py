@@ -70,6 +70,13 @@ def test_a_worker_tells_on_every_channel(cluster: Cluster, to: int) -> None:
     assert mine.job == facts.job
     assert {channel.session for channel in mine.channels} >= {channel.session}, "the two ends have one number"
     assert [member.name for member in facts.members] == list(cluster.names)
+    assert facts.memory_bytes is not None and facts.memory_bytes > 20 << 20
+    if channel.kind == "local":
+        rpc.rpc_sync(name, torch.ones, ((4 << 20) + 1,))
+        eventually(
+            lambda: any(one.shared_sent > 16 << 20 for one in rpc.inspect_worker(name).channels),
+            "the tensor counts as sent through shared memory",
+        )
 
 
 @pytest.mark.multiproc

@@ -136,6 +136,8 @@ def test_restarts_are_counted(cluster: InProcessCluster) -> None:
         rpc.wait_for_worker("b")
         if actor.num_restarts == 0:
             assert actor.rpc_sync().add(1) == 102
+            [facts] = rpc.inspect_worker("b").actors
+            assert (facts.kind, facts.num_restarts, actor.num_restarts) == ("Ledger", 1, 1)
     with pytest.raises(OwnerLost):
         actor.rpc_sync().add(1)
     with pytest.raises(OwnerLost):

@@ -2,8 +2,8 @@
 // One page for a job: draws what the server-sent events bring. Texts of workers are only ever set as text.
 
 const byId = (id) => document.getElementById(id);
-const COLOURS = { local: "#2f9e6b", tcp: "#3f7fdf", grpc: "#b8578f", memory: "#8a8f98" };
-const LINES = { lost: "#d64045", silent: "#d64045", replaced: "#d98e04", joined: "#2f9e6b", back: "#2f9e6b", left: "#8a8f98" };
+const COLOURS = { local: "#2f9e6b", tcp: "#3f7fdf", grpc: "#b8578f", memory: "#8a8f98", "shared memory": "#7a5fc0" };
+const LINES = { lost: "#d64045", silent: "#d64045", replaced: "#d98e04", restarted: "#d98e04", joined: "#2f9e6b", back: "#2f9e6b", left: "#8a8f98" };
 let view = null;
 let sorting = { key: "id", down: false };
 let shownWorker = null;
@@ -47,12 +47,14 @@ const COLUMNS = [
   ["state", "state", (w) => (w.state !== "answers" ? w.state : w.phase === "leaving" ? "in shutdown" : w.phase)],
   ["served_rate", "served /s", (w) => number(w.served_rate)],
   ["made_rate", "made /s", (w) => number(w.made_rate)],
+  ["latency_s", "latency", (w) => seconds(w.latency_s)],
   ["serving", "serving", (w) => number(w.serving)],
   ["calls", "waits for", (w) => number(w.calls)],
   ["oldest_s", "oldest", (w) => (w.oldest_s ? seconds(w.oldest_s) : "")],
   ["threads", "threads busy", (w) => (w.pool ? `${w.pool.running} of ${w.pool.threads}` : "")],
   ["sent_rate", "sent /s", (w) => (w.state === "answers" ? bytes(w.sent_rate) : "")],
   ["received_rate", "received /s", (w) => (w.state === "answers" ? bytes(w.received_rate) : "")],
+  ["memory_bytes", "memory", (w) => (w.memory_bytes ? bytes(w.memory_bytes) : "")],
   ["queued", "queue", (w) => number(w.queued)],
   ["references", "references", (w) => number(w.references)],
   ["passes", "passes", (w) => number(w.passes)],
@@ -203,6 +205,18 @@ function drawFunctions() {
   }));
 }
 
+function drawActors() {
+  const actors = view.actors ?? [];
+  byId("actors-section").hidden = actors.length === 0;
+  document.querySelector("#actors tbody").replaceChildren(...actors.map((one) => {
+    const row = element("tr");
+    const running = one.running ? `${one.running}, ${seconds(one.running_s)}` : "";
+    for (const text of [one.kind || one.reference, one.worker, running, number(one.num_waiting), number(one.num_restarts)]) row.append(element("td", text));
+    row.title = one.reference;
+    return row;
+  }));
+}
+
 function drawEvents() {
   byId("events").replaceChildren(...[...view.events].reverse().map((event) => {
     const item = element("li");
@@ -298,7 +312,7 @@ async function showWorker(name) {
       block("Serves", (facts.calls_served ?? []).map((call) => `${call.function} for ${call.caller}: ${call.phase}, ${seconds(call.age_s)}\n${stack(call.stack?.length ? call.stack : threads.get(call.thread)?.stack)}`).join("\n"));
       block("Waits for", (facts.calls_made ?? []).map((call) => `${call.function} at ${call.to}: ${call.phase}, ${seconds(call.age_s)}`).join("\n"));
       block("Threads", (facts.threads ?? []).map((thread) => `${thread.name}\n${stack(thread.stack)}`).join("\n"));
-      block("Connections", (facts.channels ?? []).map((one) => `${one.peer}: ${one.kind}${one.tls ? ", TLS" : ""}, sent ${bytes(one.bytes_sent)}, received ${bytes(one.bytes_received)}, queue ${one.num_queued}`).join("\n"));
+      block("Connections", (facts.channels ?? []).map((one) => `${one.peer}: ${one.kind}${one.tls ? ", TLS" : ""}, sent ${bytes(one.bytes_sent)}, received ${bytes(one.bytes_received)}${one.shared_sent || one.shared_received ? `, in shared memory ${bytes(one.shared_sent)} and ${bytes(one.shared_received)}` : ""}, queue ${one.num_queued}`).join("\n"));
       block("References", (facts.references ?? []).map((one) => `${one.id} ${one.value} of ${one.owner}: ${one.state}${one.holders?.length ? ", held by " + one.holders.map((holder) => holder.worker).join(", ") : ""}`).join("\n"));
       block("Limits", (facts.limits ?? []).map((one) => `${one.name}: ${one.used} of ${one.limit}${one.num_waiting ? `, ${one.num_waiting} wait` : ""}`).join("\n"));
     }
@@ -324,6 +338,7 @@ function draw() {
   drawWorkers();
   drawMap();
   drawFunctions();
+  drawActors();
   drawEvents();
   drawCharts();
   for (const id of Object.keys(KINDS)) drawTimeline(id);

@@ -71,7 +71,10 @@ class ActorTable:
             _, first = self._by_object.setdefault(id(value), (value, actor))
             if first is actor:
                 # A method of an actor that is made again has another `self` than the object that a reference names.
-                objects = (value, value.object) if CHECKPOINTED_METHOD in vars(type(value)) else (value,)
+                is_made_again = CHECKPOINTED_METHOD in vars(type(value))
+                objects = (value, value.object) if is_made_again else (value,)
+                actor.kind = type(objects[-1]).__qualname__
+                actor.num_restarts = value.num_restarts if is_made_again else 0
                 ours = [one for one in objects if self._by_object.setdefault(id(one), (one, actor))[1] is actor]
                 actor.object_ids = tuple(map(id, ours))
             else:

@@ -29,12 +29,20 @@ class Checkpointed:
     Args:
         kind, args, kwargs: how to make the object.
         state: for its `restore`; None at the first creation.
+        num_restarts: how often it was made again, this time included.
 
     Attributes:
         object: of the user's class.
     """
 
-    def __init__(self, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any], state: ActorState | None) -> None:
+    def __init__(
+        self,
+        kind: type,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        state: ActorState | None,
+        num_restarts: int = 0,
+    ) -> None:
         # A peer that may call this class must not reach other classes through it.
         agent, module, name = current_agent(), kind.__module__, kind.__qualname__
         if not agent.options.allows(module, name):
@@ -42,6 +50,7 @@ class Checkpointed:
                 f"worker {agent.worker_name!r} does not allow calls of {module}:{name}; add it to "
                 "RpcOptions(allow_functions=...) there"
             )
+        self.num_restarts = int(num_restarts)
         self.object = kind(*args, **kwargs)
         if state is not None:
             self.object.restore(state.value)

@@ -127,6 +127,7 @@ class SerialActor:
         lane: runs plain methods, and the constructor.
         num_references, object_ids: those that a `remote(serial=True)` made, and the `id`s of the objects that lead to
             the actor, as soon as they exist; kept by the `ActorTable`.
+        kind, num_restarts: the class of the object, and how often it was made again; of the same.
     """
 
     def __init__(self, rref: RRefId, executors: Executors) -> None:
@@ -134,6 +135,8 @@ class SerialActor:
         self.lane = executors.new_lane()
         self.num_references = 1
         self.object_ids: tuple[int, ...] = ()
+        self.kind = ""
+        self.num_restarts = 0
         self._executors = executors
         self._lock = threading.Lock()  # around the two below
         self._queue: TurnQueue[ActorCaller, Turn] = TurnQueue()
@@ -142,10 +145,9 @@ class SerialActor:
     def facts(self, now: float) -> ActorFacts:
         """The call that runs, and those that wait, at a moment of the monotonic clock; any thread, without the lock."""
         running = self._running
-        if running is None:
-            return ActorFacts(repr(self.rref), num_waiting=len(self._queue))
-        running_s = now - running.began if running.began else None
-        return ActorFacts(repr(self.rref), running.method, running_s, len(self._queue))
+        method = "" if running is None else running.method
+        running_s = now - running.began if running is not None and running.began else None
+        return ActorFacts(repr(self.rref), method, running_s, len(self._queue), self.kind[:200], self.num_restarts)
 
     def enter(self, turn: Turn) -> None:
         """See `TurnHost`. A call that finds the actor free runs at once, if this is the thread of the actor."""

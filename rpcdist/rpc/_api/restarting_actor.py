@@ -260,12 +260,13 @@ class RestartingActor(Generic[T]):
 
     # ------------------------------------------------------------ restarts
 
-    def _create(self) -> None:
+    def _create(self, num_restarts: int = 0) -> None:
         directory = self._agent.directory
         owner = directory.resolve(self._worker)
         self._owner: Identity = directory.member(owner).identity
+        made_of = self._kind, self._args, self._kwargs, self._state, num_restarts
         self._rref: RRef[Checkpointed] = self._agent.rref_home.remote(
-            owner, Checkpointed, (self._kind, self._args, self._kwargs, self._state), self._timeout, is_serial=True
+            owner, Checkpointed, made_of, self._timeout, is_serial=True
         )
         self._creation = self._rref._get_future()
         self._creation.is_quiet = True  # the calls say how it ended
@@ -314,10 +315,10 @@ class RestartingActor(Generic[T]):
     def _resume(self) -> None:
         with self._lock:
             if self._is_lost() and self._may_restart():
-                self._create()
+                self._create(self._restarts + 1)
                 self._restarts += 1
             elif self._is_broken and not self._is_lost():
-                self._create()
+                self._create(self._restarts)
             self._in_doubt = False
             sent = []
             while self._waiting and (one := self._waiting[0].context.run(self._send, self._waiting[0])) is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import socket
 import threading
 import time
@@ -222,6 +223,7 @@ class Inspector:
             omitted={name: number for name, number in omitted.items() if number},
             functions=() if parts.recorder is None else parts.recorder.times(MAX_FUNCTIONS),
             curves=published_curves(),
+            memory_bytes=_memory_bytes(),
         )
 
     def ask(self, worker_id: int) -> WorkerFacts:
@@ -325,6 +327,15 @@ class Inspector:
             name = f"bytes in flight to {parts.directory.name_of(worker)}"
             found.append(Limit(name, num_bytes, parts.caller.in_flight.limit_bytes, num_waiting, "max_in_flight_bytes"))
         return tuple(found[:MAX_LISTED])
+
+
+def _memory_bytes() -> int | None:
+    """The part of this process that is in memory, shared pages included."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except (OSError, IndexError, ValueError):
+        return None
 
 
 def _look_at(address: str) -> FrozenProcess:
