@@ -5,6 +5,7 @@ The commands of this package.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -34,7 +35,12 @@ def main(arguments: list[str] | None = None) -> int:
     add_run(commands)
     _add_store(commands)
     chosen = parser.parse_args(arguments)
-    status: int = chosen.run(chosen)
+    try:
+        status: int = chosen.run(chosen)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output, such as `head`, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return status
 
 

@@ -1,5 +1,7 @@
 """Compares the public names with the site that `make docs` has built: each has to be on a page of docs/reference/.
 
+It lists the versions of the site, too: each has a folder, so that an older one stays beside the newer ones.
+
 Public are the names in `__all__` of the modules that those pages list, without a leading underscore; torch's own
 classes and functions, which some modules offer under torch's names, are listed on the page by hand.
 """
@@ -7,18 +9,22 @@ classes and functions, which some modules offer under torch's names, are listed 
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
+import tomllib
 import zlib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["REFERENCE", "documented_modules", "is_of_torch", "public_names"]
+__all__ = ["REFERENCE", "VERSION", "documented_modules", "is_of_torch", "list_versions", "public_names"]
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
-INVENTORY = ROOT / "out" / "site" / "objects.inv"
+SITE = ROOT / "out" / "site"
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+INVENTORY = SITE / VERSION / "objects.inv"
 WITHOUT_IMPORT = {"rpcdist.ray": "Ray is not installed here; a name that it lacks fails the build all the same"}
 
 
@@ -52,6 +58,18 @@ def _home(name: str, value: Any) -> str:
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', name)}"
 
 
+def list_versions(site: Path) -> list[str]:
+    """Lists the versions that were built, the newest first, for the selector of the pages, and leads to the newest."""
+    built = sorted(site.glob("*/objects.inv"), key=lambda path: [*map(int, path.parent.name.split("."))], reverse=True)
+    versions = [path.parent.name for path in built]
+    entries = [{"version": name, "title": name, "aliases": ["latest"] * (name == versions[0])} for name in versions]
+    (site / "versions.json").write_text(json.dumps(entries))
+    (site / "index.html").write_text(
+        f'<!doctype html><title>rpcdist</title><meta http-equiv="refresh" content="0; url={versions[0]}/index.html">\n'
+    )
+    return versions
+
+
 def main() -> int:
     """Names what is missing; 1 if something is."""
     inventory = zlib.decompress(INVENTORY.read_bytes().partition(b"zlib.\n")[2]).decode()
@@ -64,7 +82,7 @@ def main() -> int:
     ]
     for name in sorted(missing):
         print(f"not on any page of {REFERENCE.relative_to(ROOT)}: {name}", file=sys.stderr)
-    print(f"{len(shown)} names are on the site")
+    print(f"{len(shown)} names are on the site, versions {', '.join(list_versions(SITE))}")
     return 1 if missing else 0
 
 

@@ -20,6 +20,8 @@ def describe(explanation: Explanation, most_chains: int = 20) -> str:
     lines = [f"DEADLOCK: {sentence}" for sentence in explanation.deadlocks]
     for culprit, number in explanation.culprits:
         lines.append(f"{number} {'chain ends' if number == 1 else 'chains end'} here: {culprit}")
+    if not lines:
+        lines.append("each chain ends at a call that has just begun: the work that waits for it goes on")
     shown: set[str] = set()
     chain_of: dict[tuple[WaitLink, ...], int] = {}  # of each end of a chain that was shown
     for number, chain in enumerate(explanation.chains[:most_chains], 1):

@@ -79,7 +79,8 @@ class Explanation:
     Attributes:
         chains: one for each waiter, the one with the most links first.
         deadlocks: each circle in a sentence.
-        culprits: what chains end at, in a sentence each, and how many chains do; the most wanted first.
+        culprits: what chains end at, in a sentence each, and how many chains do; the most wanted first. A chain that
+            ends at a young call has none: the work at its end goes on.
     """
 
     chains: tuple[Chain, ...]
@@ -117,7 +118,7 @@ def explain(
             if is_circle:
                 circle = path[path.index(path[-1]) : -1]
                 circles.setdefault(frozenset(circle), _sentence(graph, circle))
-            else:
+            elif not graph.goes_on(path):
                 end = graph.culprit(path[-1])
                 ends[end] = ends.get(end, 0) + 1
     chains.sort(key=lambda chain: (not chain.is_circle, chain in of_shutdown, -len(chain.links)))
@@ -227,6 +228,12 @@ class _WaitGraph:
         thread = self._threads.get(node)
         waited = [self._made.get(WaitNode("made", node.worker, id)) for id in thread.waits_for] if thread else []
         return any(call is not None and GATHERING_CALLS.get(call.function) == "shutdown" for call in waited)
+
+    def goes_on(self, path: Sequence[WaitNode]) -> bool:
+        """Whether a chain ends at a young call: the work that waits for it makes calls, one after the other."""
+        ages_s = [call.age_s for node in path if (call := self._made.get(node) or self._served.get(node)) is not None]
+        is_call = path[-1].kind in ("made", "served", "thread")
+        return is_call and len(ages_s) > 1 and ages_s[-1] < self._older_than_s
 
     def _waits_long(self, node: WaitNode, thread: ThreadState) -> bool:
         waited = [self._made.get(WaitNode("made", node.worker, id)) for id in thread.waits_for]

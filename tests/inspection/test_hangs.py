@@ -44,12 +44,12 @@ class HungJob:
         return next(facts for facts in self.facts().workers if facts.worker == name)
 
     def explained(self, *parts: str, address: str | None = None) -> str:
-        """The text of the command, when it has all of the parts."""
+        """The text of the command, when it has all of the parts, and the calls are no longer young."""
         texts: list[str] = []
 
         def look() -> bool:
             texts[:] = [text_of(self._asker.job_at(address or self.address), OLDER_THAN_S)]
-            return all(part in texts[0] for part in parts)
+            return all(part in texts[0] for part in parts) and "that has just begun" not in texts[0]
 
         try:
             eventually(look, f"the explanation has {parts}")

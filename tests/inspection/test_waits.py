@@ -63,6 +63,26 @@ def test_a_chain_ends_at_the_call_that_waits_for_nothing() -> None:
     assert found.deadlocks == ()
 
 
+@pytest.mark.parametrize("age_s", [0.1, 5.0])
+def test_a_long_call_that_makes_short_calls_goes_on(age_s: float) -> None:
+    """Training is one call of minutes that makes calls of milliseconds: it is no reason for waiting."""
+    workers = [
+        facts("w0", calls_made=(made(1, "w1", "aa"),), threads=(thread(10, 1, name="MainThread"),)),
+        facts(
+            "w1",
+            calls_served=(served(1, "aa", "w0"),),
+            calls_made=(made(4, "w0", "bb", age_s=age_s),),
+            threads=(thread(1, 4),),
+        ),
+    ]
+    found = explain(workers)
+    assert [link.worker for link in found.chains[0].links] == ["w0", "w0", "w1", "w1", "w1"]
+    assert len(found.culprits) == (age_s > 1.0)
+    assert ("goes on" in describe(found).splitlines()[0]) == (age_s < 1.0)
+    stopped = explain(workers[1:], [SilentWorker("w0", "w0:1", "stopped", "it was stopped")])
+    assert "it was stopped" in stopped.culprits[0][0], "a worker that says nothing is told of at once"
+
+
 def test_a_circle_is_a_deadlock() -> None:
     workers = [
         facts("w0", calls_served=(served(9, "bb", "w1"),), calls_made=(made(1, "w1", "aa"),), threads=(thread(1, 1),)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -99,6 +100,13 @@ def anchors(text: str) -> set[str]:
     """The names of a page's headings in links, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_page_of_examples_has_each_with_its_command_and_output() -> None:
+    shown = re.findall(r"^```text\n(.*?)\n```$", page("docs/examples.md"), re.MULTILINE | re.DOTALL)
+    programs = sorted((ROOT / "examples").glob("[a-z]*.py"))
+    said = [(ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0] for path in programs]
+    assert sorted(shown) == sorted(said)
 
 
 def test_the_index_lists_every_page() -> None:

@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import itertools
+import json
 import re
 import tomllib
 from collections.abc import Iterator
@@ -15,10 +16,21 @@ from typing import Any
 
 import pytest
 from docs_programs import ROOT
-from site_names import REFERENCE, WITHOUT_IMPORT, documented_modules, is_of_torch, public_names
+from site_names import (
+    REFERENCE,
+    VERSION,
+    WITHOUT_IMPORT,
+    documented_modules,
+    is_of_torch,
+    list_versions,
+    public_names,
+)
 
 MODULES = documented_modules()
-ENTRIES = ("rpcdist", "rpcdist.metrics", "rpcdist.testing", "rpcdist.compat", "rpcdist.ray")
+ENTRIES = (
+    "rpcdist", "rpcdist.metrics", "rpcdist.inspection", "rpcdist.tracing", "rpcdist.testing", "rpcdist.compat",
+    "rpcdist.ray",
+)  # fmt: skip
 """All public modules are reached from these by way of `__all__`; `rpcdist` itself does not offer the last ones."""
 
 
@@ -128,3 +140,18 @@ def test_no_page_links_out_of_the_site() -> None:
 
 def test_the_reference_has_no_page_without_a_module() -> None:
     assert {Path(page) for page in REFERENCE.glob("*.md")} == set(MODULES.values())
+
+
+def test_each_version_of_the_site_has_a_folder(tmp_path: Path) -> None:
+    for version in ("0.2.0", "0.10.1", "0.9.0"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "objects.inv").touch()
+    assert list_versions(tmp_path) == ["0.10.1", "0.9.0", "0.2.0"]
+    listed = json.loads((tmp_path / "versions.json").read_text())
+    assert [(one["version"], one["aliases"]) for one in listed] == [
+        ("0.10.1", ["latest"]),
+        ("0.9.0", []),
+        ("0.2.0", []),
+    ]
+    assert 'url=0.10.1/index.html"' in (tmp_path / "index.html").read_text()
+    assert tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["site_dir"] == f"out/site/{VERSION}"

@@ -75,8 +75,8 @@ class InFlightBytes:
 
     def usage(self) -> dict[int, tuple[int, int]]:
         """By worker: the bytes in flight, and the number of calls that wait."""
-        with self._lock:
-            return {worker: (line.num_bytes, len(line.waiters)) for worker, line in self._lines.items()}
+        lines = self._lines.copy()  # in a single step: a look holds no lock of the call path
+        return {worker: (line.num_bytes, len(line.waiters)) for worker, line in lines.items()}
 
     def wait(self, to: int, call: int, num_bytes: int, deadline: Deadline) -> bool:
         """Admits a call to a worker, sooner or later; False if its deadline came first."""
