@@ -33,10 +33,10 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(94_720, 63_000),
-    "code": Limit(55_870, 36_000),
+    "lines": Limit(95_250, 63_000),
+    "code": Limit(56_220, 36_000),
     "files": Limit(508, 400),
-    "classes": Limit(1_049, 620),
+    "classes": Limit(1_050, 620),
     "protocols": Limit(63, 30),
     "time limits": Limit(164, 90),
     "environment variables": Limit(30, 20),
