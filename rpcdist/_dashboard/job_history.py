@@ -309,7 +309,7 @@ def _seen(facts: WorkerFacts, at_s: float) -> _Seen:
 
 
 def _traffic(channels: Iterable[ChannelFacts]) -> Iterator[tuple[str, str, int, int]]:
-    """A key, the kind, and the bytes sent and received; what goes through shared memory is apart."""
+    """A key, the kind, and the bytes sent and received; the bytes in shared memory are a kind of their own."""
     for channel in channels:
         yield channel.session, channel.kind, channel.bytes_sent or 0, channel.bytes_received or 0
         if channel.shared_sent or channel.shared_received:
