@@ -232,11 +232,10 @@ def test_a_live_view_pulls_the_lines_of_all_workers(cluster: Cluster) -> None:
         assert lines(other) == {name: [] for name in cluster.names}
         assert lines(live) == {name: [f"of {name}"] if name != cluster.me else [] for name in cluster.names}
         assert lines(live) == {name: [] for name in cluster.names}, "each line comes once"
-    with Asker(is_live=True) as brief:  # nothing takes long: one list of members, and one thread of each worker
+    with Asker(is_live=True) as brief:  # one list of members is enough
         first, *others = brief.job_at(address).workers
         assert [member.name for member in first.members] == list(cluster.names)
         assert not any(facts.members for facts in others)
-        assert all([one.name for one in facts.threads] in ([], ["MainThread"]) for facts in (first, *others))
         assert len(brief.facts_at(address).threads) > 1, "a view of one worker has all"
     with Asker(is_live=True) as second:
         assert lines(second)[cluster.names[1]] == [f"of {cluster.names[1]}"], "another view gets all that is kept"
