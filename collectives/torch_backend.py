@@ -12,7 +12,10 @@ The import also replaces `torch.distributed.monitored_barrier`, which refuses ou
 
 from __future__ import annotations
 
+import _thread
 import hashlib
+import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -250,7 +253,8 @@ def torch_group(
     """A group of ours as one of torch's, without `init_process_group`, for libraries that make groups from a store.
 
     All ranks call it at the same time; it blocks until they have. torch's default group need not exist, and nobody but
-    the caller knows the group: end it with its `shutdown()`, or with `abort()` where ranks may hang.
+    the caller knows the group: end it with its `shutdown()`, or with `abort()` where ranks may hang. A group to which
+    no Python code refers any more ends as by `shutdown()`, on a thread of its own: libraries drop torch's like that.
 
     Args:
         store: torch's, for this group alone: a group that takes its place needs a `PrefixStore` with another prefix.
@@ -266,7 +270,16 @@ def torch_group(
         raise ConfigError(f"torch_group got rank {rank} of {size}: ranks count from 0, and the size is their number")
     limit = timeout_of_group(default_backend(), timeout)
     group = _open("torch_group", rank, tuple(range(size)), TorchStoreAdapter(store), limit, None)
-    return TorchProcessGroup(store, group, "")
+    made = TorchProcessGroup(store, group, "")
+    _open_groups.discard(made)  # a library that hands it to C++ code of torch, to DDP say, keeps it as well
+    weakref.finalize(made, _end_dropped, os.getpid(), group).atexit = False
+    return made
+
+
+def _end_dropped(pid: int, group: ProcessGroup) -> None:
+    """Runs in a finalizer, which may interrupt a thread that holds any lock: `threading` could wait for one."""
+    if pid == os.getpid():
+        _thread.start_new_thread(group.shutdown, ())
 
 
 def _open(

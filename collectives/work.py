@@ -151,7 +151,9 @@ class Work:
         self._hurry()
         if not waiter.wait(timeout_s if timeout_s is None or timeout_s > 0 else None):
             waited_s = time.monotonic() - began
-            raise CollectiveTimeout(self.title, f"it was not done after {waited_s:.3g} s; it goes on, wait again")
+            raise CollectiveTimeout(
+                self.title, f"the wait timed out after {waited_s:.3g} s; the operation goes on, wait again"
+            )
 
     def is_completed(self) -> bool:
         """Whether it is done, well or not."""

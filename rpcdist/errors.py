@@ -444,6 +444,9 @@ class RankLost(_RanksFailed, ConnectionError):
         ranks: the ranks, in the group of the operation.
     """
 
+    def __str__(self) -> str:
+        return f"{super().__str__()} (Connection closed by peer)"  # torch's words, which programs look for
+
 
 class GroupAborted(CollectiveError):
     """The group was aborted or destroyed, here or on another rank, while the operation ran or before it."""

@@ -234,6 +234,7 @@ def _missing(late: Sequence[int], twice: int | None, size: int, what: str, timeo
     else:
         advice = "Every rank has to make the same groups in the same order; see what those ranks do"
     return StoreTimeout(
-        f"Timed out making {what}: {who} not come within {timeout_s:g} s (world size of the group: {size}). "
+        f"Timed out making {what}: {who} not come within {timeout_s:g} s (world size of the group: {size}; "
+        f"timeout after {1000 * timeout_s:.0f}ms). "
         f"{advice}, or pass a longer timeout.{several}"
     )

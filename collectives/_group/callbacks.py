@@ -13,6 +13,10 @@ comes first is chance, and another on each rank, where operations have to come i
 So a callback may wait for whatever the program has called before, and for whatever it calls itself, in any way. The
 program may go on meanwhile. Callbacks run on a thread that lives while there are any; if a future is done and no
 callback waits its turn, on the thread that attaches.
+
+Programs rely on torch's way with a future that is done: its callback has run when `then` returns. So the thread that
+attaches such a callback waits for it, where only callbacks of futures that are done come before it. The wait has a
+limit, as one of these may in turn wait for what that thread does next.
 """
 
 from __future__ import annotations
@@ -21,17 +25,25 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from functools import partial
-from typing import NoReturn, TypeVar
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from rpcdist.own_shortage import own_shortage
+from rpcdist.time_limits import CALLBACK_TURN_LIMIT_S
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 S = TypeVar("S")
+
+
+@dataclass(slots=True)
+class _Attached:
+    future: torch.futures.Future[Any]
+    callback: Callable[[], None]
+    has_run: bool = False
 
 
 class Callbacks:
@@ -40,7 +52,8 @@ class Callbacks:
     def __init__(self, group: str) -> None:
         self._group = group
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
+        self._waiting: deque[_Attached] = deque()
+        self._current: _Attached | None = None  # which the thread of the callbacks has taken
         self._busy = False
         self._runner = 0  # the thread that runs a callback now
 
@@ -54,11 +67,14 @@ class Callbacks:
             _wait(future)
             callback()
             return
+        attached = _Attached(future, callback)
         with self._changed:
             at_once = not self._busy and future.done()
             if not at_once:
-                self._waiting.append((partial(_wait, future), callback))
+                self._waiting.append(attached)
             if self._busy:
+                if all(each.future.done() for each in (self._current, *self._waiting) if each is not None):
+                    self._changed.wait_for(lambda: attached.has_run, CALLBACK_TURN_LIMIT_S)
                 return
             self._busy = True
         if at_once:
@@ -81,9 +97,13 @@ class Callbacks:
                     self._busy = False
                     self._changed.notify_all()
                     return
-                wait, callback = self._waiting.popleft()
-            wait()
-            self._run(callback)
+                self._current = attached = self._waiting.popleft()
+            _wait(attached.future)
+            self._run(attached.callback)
+            with self._changed:
+                self._current = None
+                attached.has_run = True
+                self._changed.notify_all()
 
     def _run(self, callback: Callable[[], None]) -> None:
         self._runner = threading.get_ident()

@@ -136,11 +136,11 @@ class NcclWork(Work):
         if not self._done and asyncio._get_running_loop() is not None:
             raise BlockingInLoop("Work.wait", "await work")
         if not self._enqueued.wait(limit.wait_s()):
-            raise CollectiveTimeout(self.title, "it was not even started in this time; it goes on, wait again")
+            raise CollectiveTimeout(self.title, "the wait timed out before it was started; it goes on, wait again")
         pause = threading.Event()
         while not self.look():
             if limit.expired():
-                raise CollectiveTimeout(self.title, "the device was not done in this time; it goes on, wait again")
+                raise CollectiveTimeout(self.title, "the wait timed out; the device goes on, wait again")
             pause.wait(NCCL_WORK_POLL_S)
 
     def is_completed(self) -> bool:
@@ -349,7 +349,7 @@ def call_bounded(call: Callable[[], T], deadline: Deadline, what: str) -> T:
     attempt.start()
     attempt.join(min(deadline.remaining_s(), threading.TIMEOUT_MAX))
     if attempt.is_alive():
-        raise CollectiveTimeout(what, "NCCL did not come back in time, and cannot be ended: end this process")
+        raise CollectiveTimeout(what, "NCCL timed out, and cannot be ended: end this process")
     return attempt.result()
 
 

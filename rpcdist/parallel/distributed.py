@@ -30,7 +30,6 @@ from rpcdist.parallel._ddp._ddp_arguments import (
     member_group,
 )
 from rpcdist.parallel._ddp._ddp_errors import DataParallelError, list_names
-from rpcdist.parallel._ddp._engine_pass import watch_outputs
 from rpcdist.parallel._ddp._finite_check import CheckFinite
 from rpcdist.parallel._ddp._gradient_hooks import (
     DelayedReduction,
@@ -315,7 +314,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         if in_distributed_context() and not self._capture_handles:
             self._capture_handles += install_capture_hooks(self.reducer.parameters, self.reducer)
         self._hook_order.keep()
-        self.reducer.arm(watch_outputs(output, partial(_outputs_reached, weakref.ref(self.reducer))))
+        self.reducer.prepare_for_backward(output)
 
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:
@@ -583,12 +582,6 @@ def _syncs(reference: weakref.ref[DistributedDataParallel]) -> bool:
     """Whether backward passes of a model average now."""
     model = reference()
     return model is not None and model.require_backward_grad_sync
-
-
-def _outputs_reached(reference: weakref.ref[Reducer]) -> None:
-    reducer = reference()
-    if reducer is not None:
-        reducer.outputs_reached()
 
 
 def _remove(*lists: list[RemovableHandle]) -> None:

@@ -83,6 +83,50 @@ def test_an_idle_group_calls_back_at_once(callbacks: Callbacks) -> None:
     assert names == [threading.current_thread().name]
 
 
+def test_a_callback_of_a_done_future_has_run_when_it_is_attached_though_another_runs(callbacks: Callbacks) -> None:
+    """As on torch, where it runs at once. Programs change after `then` what the callback reads, torchft for one."""
+    running, leave = threading.Event(), threading.Event()
+    first, second = futures(callbacks, 2)
+
+    def runs(_: object) -> None:
+        running.set()
+        leave.wait(LIMIT_S)
+
+    first.add_done_callback(runs)
+    first.set_result(1)
+    second.set_result(2)
+    assert running.wait(LIMIT_S)
+    threading.Timer(0.05, leave.set).start()
+    seen: list[int] = []
+    second.add_done_callback(lambda done: seen.append(done.value()))
+    assert seen == [2] and leave.is_set()
+    assert callbacks.drain(LIMIT_S)
+
+
+def test_attaching_does_not_wait_for_a_future_that_is_not_done(callbacks: Callbacks) -> None:
+    first, second = futures(callbacks, 2)
+    seen: list[int] = []
+    for future in (first, second):
+        future.add_done_callback(lambda done: seen.append(done.value()))
+        second.set_result(2) if not second.done() else None
+    assert not seen  # the second callback has to wait for the first future, which the program completes later
+    first.set_result(1)
+    assert callbacks.drain(LIMIT_S) and seen == [1, 2]
+
+
+def test_attaching_waits_for_a_limited_time(callbacks: Callbacks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A callback may wait for what the program does after it has attached the next one."""
+    monkeypatch.setattr("rpcdist.collectives._group.callbacks.CALLBACK_TURN_LIMIT_S", 0.05)
+    gone_on = threading.Event()
+    first, second = futures(callbacks, 2)
+    waited = first.then(lambda _: gone_on.wait(LIMIT_S))
+    for future in (first, second):
+        future.set_result(1)
+    after = second.then(lambda done: done.value())
+    gone_on.set()
+    assert waited.wait() and after.wait() == 1
+
+
 def test_a_callback_may_attach_another_and_wait_for_it(callbacks: Callbacks) -> None:
     first, second = futures(callbacks, 2)
     answer = first.then(lambda _: (callbacks.runs_here(), second.then(lambda done: done.value() * 2).wait()))

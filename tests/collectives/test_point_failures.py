@@ -72,7 +72,7 @@ def test_what_came_before_the_end_can_be_received() -> None:
         for index in range(3):
             send(a, number(index), 1, index)
         cut(made, 0, 1)
-        prompt(lambda: recv(b, number(0), 0, 7), RankLost, "it closed the connection$")
+        prompt(lambda: recv(b, number(0), 0, 7), RankLost, "it closed the connection [(]Connection closed by peer[)]$")
         for index in (2, 0, 1):
             got = number(-1)
             recv(b, got, 0, index)
@@ -387,7 +387,7 @@ def test_a_wait_of_its_own_limit_leaves_the_receive() -> None:
     with mesh(2) as made:
         a, b = made.members
         work = irecv(b, number(0), 0)
-        with pytest.raises(CollectiveTimeout, match="it goes on"):
+        with pytest.raises(CollectiveTimeout, match="the operation goes on"):
             work.wait(SHORT_S)
         send(a, number(0), 1)
         assert work.wait()

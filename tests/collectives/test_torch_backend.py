@@ -52,6 +52,12 @@ def test_a_group_is_made_from_a_store(rank_pool: RankPool) -> None:
     rank_pool.run(2, torch_backend_ranks.run_made_from_stores, rank_pool.new_file())
 
 
+@pytest.mark.multiproc
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_group_from_a_store_ends_when_it_is_dropped(rank_pool: RankPool, size: int) -> None:
+    rank_pool.run(size, torch_backend_ranks.run_dropped, rank_pool.new_file())
+
+
 def test_a_group_from_a_store_needs_sound_arguments() -> None:
     for rank, size in ((2, 2), (-1, 2), (0, 0)):
         with pytest.raises(ConfigError, match=f"rank {rank} of {size}"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,9 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rpcdist.collectives.torch_backend
 from rpcdist.collectives.torch_backend import torch_group
-from rpcdist.errors import CollectiveMismatch, ConfigError
+from rpcdist.errors import CollectiveMismatch, ConfigError, RankLost
+from rpcdist.testing import eventually
 
-__all__ = ["run", "run_made_from_stores"]
+__all__ = ["run", "run_dropped", "run_made_from_stores"]
 
 LIMIT = timedelta(seconds=40)
 
@@ -68,6 +70,26 @@ def run_made_from_stores(rank: int, size: int, path: str) -> None:
             group.barrier().wait()
             group.abort() if number else group.shutdown()
     assert not dist.is_initialized()
+
+
+def run_dropped(rank: int, size: int, path: str) -> None:
+    """A rank drops its group without `shutdown`, as torchft does; the others hear of it long before the timeout."""
+    group = torch_group(dist.FileStore(path, size), rank, size, timeout=LIMIT)
+    tensor = torch.ones(2)
+    work = group.allreduce([tensor])
+    if rank == size - 1:
+        del group
+        work.wait()  # what was submitted is done
+        assert tensor.tolist() == [float(size)] * 2
+        return
+    work.wait()
+    began = time.monotonic()
+    with pytest.raises(RankLost, match=f"rank {size - 1} left the group .*Connection closed by peer"):
+        group.barrier().wait()
+    assert time.monotonic() - began < LIMIT.total_seconds() / 4
+    backend = group.group
+    del group
+    eventually(lambda: not backend.device_types, "the dropped group has ended")
 
 
 @contextmanager

@@ -177,6 +177,30 @@ def accumulate(rank: int, size: int, view: bool) -> list[float]:
 
 
 @scenario
+def prepare_late(rank: int, size: int, options: dict[str, Any]) -> list[float]:
+    """As Accelerate and Lightning do: all forward passes are under `no_sync`, the last backward pass is to average."""
+    model = DistributedDataParallel(plain(), **options)
+    alone = plain()
+    worst = []
+    for number in range(3):
+        torch.manual_seed(number)
+        batches = torch.randn(2, size, 4, 8)
+        for each in (model, alone):
+            each.zero_grad()
+        with model.no_sync():
+            losses = [ddp_models.loss_of(model(batch[rank])) for batch in batches]
+            losses[0].backward()
+        model.require_backward_grad_sync = model.require_forward_param_sync = True
+        model.reducer._rebuild_buckets()
+        model.reducer.prepare_for_backward([])
+        losses[1].backward()
+        for batch in batches.flatten(0, 1):
+            (ddp_models.loss_of(alone(batch)) / size).backward()
+        worst.append(difference(ddp_models.gradients(alone), ddp_models.gradients(model)))
+    return worst
+
+
+@scenario
 def use_branches(rank: int, size: int, options: dict[str, Any], plans: list[list[tuple[bool, bool]]]) -> Any:
     """In each step rank i uses the branches plans[step][i]."""
     torch.manual_seed(1)

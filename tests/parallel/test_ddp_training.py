@@ -49,6 +49,14 @@ def test_no_sync_accumulates(rank_pool: RankPool, view: bool) -> None:
     assert max(max(each) for each in worst) < ROUNDING
 
 
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}])
+def test_a_pass_averages_that_was_prepared_after_its_forward_pass(
+    rank_pool: RankPool, options: dict[str, object]
+) -> None:
+    worst = rank_pool.run(2, ddp_ranks.prepare_late, rank_pool.new_file(), options)
+    assert max(max(each) for each in worst) < ROUNDING
+
+
 LEFT, RIGHT, BOTH, NEITHER = (True, False), (False, True), (True, True), (False, False)
 
 

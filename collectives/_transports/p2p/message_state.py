@@ -13,7 +13,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import torch
 
@@ -35,6 +35,9 @@ from rpcdist.transport._tls.tls_socket import StreamSocket
 R = TypeVar("R")
 M = TypeVar("M")
 T = TypeVar("T")
+
+_LATE: Final = "Timed out waiting"
+"""torch's words, which programs look for in the text of an error."""
 
 _Source = int | None  # None for any
 
@@ -379,7 +382,7 @@ class MessageState:
                 self._give_up(request, error)
                 return
             what = "its message did not arrive completely" if begun else f"no message with tag {request.tag}"
-            self._give_up(request, CollectiveTimeout(request.title, f"{what} from {whom} {limit}"))
+            self._give_up(request, CollectiveTimeout(request.title, f"{_LATE}: {what} from {whom} {limit}"))
             return
         assert request.peer is not None
         connection = self.outgoing[request.peer]
@@ -388,7 +391,7 @@ class MessageState:
             connection.stream.withdraw(request)
             return
         text = f"rank {self.ranks[request.peer]} did not receive {request.header()} with tag {request.tag} {limit}"
-        self.complete(request, CollectiveTimeout(request.title, text))
+        self.complete(request, CollectiveTimeout(request.title, f"{_LATE}: {text}"))
         if not connection.stream.withdraw(request):
             connection.end(f"{request.title} timed out in the middle of the message")
 

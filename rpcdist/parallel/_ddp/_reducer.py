@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -35,7 +36,14 @@ from rpcdist.parallel._ddp._comm_hook import RegisteredHook
 from rpcdist.parallel._ddp._ddp_arguments import ReducerOptions
 from rpcdist.parallel._ddp._ddp_errors import DataParallelError, UnusedParameters, unexpected_gradient
 from rpcdist.parallel._ddp._due_gradients import DueGradients, UnexpectedGradient
-from rpcdist.parallel._ddp._engine_pass import AccumulationNodes, ChangeCheck, adds_to_leaves, step_and_clear, take_over
+from rpcdist.parallel._ddp._engine_pass import (
+    AccumulationNodes,
+    ChangeCheck,
+    adds_to_leaves,
+    step_and_clear,
+    take_over,
+    watch_outputs,
+)
 from rpcdist.parallel._ddp._finite_check import FiniteCheck
 from rpcdist.parallel._ddp._gradient_sources import (
     DistributedPass,
@@ -175,12 +183,16 @@ class Reducer:
             self.error = str(error)
             raise error
 
-    def arm(self, watched: bool) -> None:
-        """Expects the gradients of a backward pass.
+    _rebuild_buckets = rebuild
+
+    def prepare_for_backward(self, output: object) -> None:
+        """Expects the gradients of a backward pass; libraries call it by torch's name after a forward under `no_sync`.
 
         Args:
-            watched: whether `outputs_reached` will be called in it.
+            output: the result of the forward pass. Without tensors in it, as those libraries pass it, the next pass
+                that adds gradients counts.
         """
+        watched = watch_outputs(output, partial(_outputs_reached, weakref.ref(self)))
         with self._lock:
             if self._stepped is None:
                 self._stepped = take_over(self.parameters)
@@ -453,7 +465,7 @@ class Reducer:
         """Takes part in one iteration of other ranks with gradients of zero; see `DistributedDataParallel.join`."""
         with self._lock:
             self.rebuild()
-            self.arm(watched=False)
+            self.prepare_for_backward(())
             if self._shadows is None:
                 self._shadows = NoPass((named.tensor for named in self.parameters), self.options.view)
             self._source = self._shadows
@@ -468,3 +480,9 @@ class Reducer:
         if self._shadows is not None:
             self._shadows.restore()
             self._shadows = None
+
+
+def _outputs_reached(reference: weakref.ref[Reducer]) -> None:
+    reducer = reference()
+    if reducer is not None:
+        reducer.outputs_reached()
