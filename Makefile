@@ -82,11 +82,16 @@ conformance: $(READY)  ## torch's own tests against rpcdist
 	$(BIN)/python tests/conformance/run_conformance.py --write; rpc=$$?; \
 	$(BIN)/python tests/conformance/run_c10d_conformance.py --write && exit $$rpc
 
-# Beside .venv/: the libraries bring a hundred packages, which nothing else here needs.
+# Beside .venv/: the libraries bring a hundred packages, which nothing else here needs. The source package of Accelerate
+# has its tests.
 CLIENTS_READY := out/clients/.ready
 $(CLIENTS_READY): pyproject.toml constraints.txt tests/clients/requirements.txt | $(BIN)/python
 	$(BIN)/python -m venv out/clients
 	out/clients/bin/python -m pip install --quiet -e . -r tests/clients/requirements.txt -c constraints.txt
+	rm -rf out/clients/sources
+	out/clients/bin/python -m pip download --quiet --no-deps --no-binary accelerate --dest out/clients/sources \
+		$$(grep '^accelerate==' tests/clients/requirements.txt)
+	tar -xzf out/clients/sources/accelerate-*.tar.gz -C out/clients/sources
 	touch $@
 
 clients: $(CLIENTS_READY)  ## libraries on torch and on rpcdist; CLIENTS=--write keeps the table, CLIENTS=Fabric runs one

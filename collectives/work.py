@@ -56,6 +56,8 @@ class Work:
         self._waiter: threading.Event | None = None
         self._callbacks: list[Callable[[Work], object]] = []
         self._done = False
+        self._settled = False  # done, and its callbacks were called: a future that it gave out is done when `wait` ends
+        self._awaited_by = 0  # the thread whose `wait` ended last
         self._error: BaseException | None = None
         self._source: int = -1
 
@@ -72,7 +74,7 @@ class Work:
     def finished(cls, title: object, result: list[torch.Tensor] | None = None, source: int = -1) -> Work:
         """Work that is done already."""
         work = cls(title, result)
-        work._done = True
+        work._done = work._settled = True
         work._source = source
         return work
 
@@ -94,11 +96,15 @@ class Work:
             self._error = error
             self._done = True
             callbacks, self._callbacks = self._callbacks, []
-            waiter = self._waiter
-        if waiter is not None:
-            waiter.set()
-        for callback in callbacks:
-            callback(self)
+        try:
+            for callback in callbacks:
+                callback(self)
+        finally:
+            with self._lock:
+                self._settled = True
+                waiter = self._waiter
+            if waiter is not None:
+                waiter.set()
 
     def when_done(self, callback: Callable[[Work], object]) -> None:
         """Calls back once, on the thread that finishes it, or at once; the callback must not block or raise."""
@@ -128,9 +134,10 @@ class Work:
             CollectiveTimeout: the wait's own timeout passed.
             ForkedProcess: it runs in another process, from which this one was forked.
         """
-        if not self._done:
+        if not self._settled:
             self._check_not_forked()
             self._block(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
+        self._awaited_by = threading.get_ident()
         if self._error is not None:
             raise self._error.with_traceback(None)  # which each `wait` would lengthen
         return True
@@ -142,7 +149,7 @@ class Work:
 
     def _block(self, timeout_s: float | None) -> None:
         with self._lock:
-            if self._done:
+            if self._settled:
                 return
             if self._waiter is None:
                 self._waiter = threading.Event()
@@ -196,7 +203,7 @@ class Work:
         """A future of the output tensors. Its callbacks may call further operations, and wait for them in any way."""
         ordered = self._callbacks_of_group
         future: torch.futures.Future[list[torch.Tensor]]
-        future = torch.futures.Future() if ordered is None else OrderedFuture(ordered)
+        future = torch.futures.Future() if ordered is None else OrderedFuture(ordered, self._was_awaited)
 
         def settle(work: Work) -> None:
             if isinstance(work._error, Exception):
@@ -215,6 +222,9 @@ class Work:
         self.when_done(settle_on_a_thread if ordered is None and not self._done else settle)
         self._hurry()
         return future
+
+    def _was_awaited(self) -> bool:
+        return self._awaited_by == threading.get_ident()
 
     def get_future_result(self) -> torch.futures.Future[int]:
         """A future of 0 for success and 1 for failure; it never fails."""

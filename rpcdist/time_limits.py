@@ -185,9 +185,6 @@ PIPELINE_GRACE_S: Final = 5.0
 """A stage ends at the step's timeout and says what it waits for; the driver waits this much longer to hear it."""
 GRAPHVIZ_LIMIT_S: Final = 60.0
 """The program `dot`, which draws autograd graphs; then drawing fails."""
-CALLBACK_TURN_LIMIT_S: Final = 5.0
-"""The thread that attaches a callback to a group's future that is done waits so long until it has run, after those that
-were attached before; then the callback runs in its turn meanwhile."""
 
 # ------------------------------------------------------------ Closing
 

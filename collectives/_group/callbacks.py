@@ -9,14 +9,12 @@ comes first is chance, and another on each rank, where operations have to come i
 (`EngineBackend.here`), which
     is made when the first callback calls an operation.
  3. A callback that attaches another one waits for its future, and runs it at once.
+ 4. A callback whose future the attaching thread has waited for runs at once, like a call that the program writes there;
+    operations that it calls come in the order of the program's. On torch it has run, too, when `then` returns.
 
 So a callback may wait for whatever the program has called before, and for whatever it calls itself, in any way. The
 program may go on meanwhile. Callbacks run on a thread that lives while there are any; if a future is done and no
 callback waits its turn, on the thread that attaches.
-
-Programs rely on torch's way with a future that is done: its callback has run when `then` returns. So the thread that
-attaches such a callback waits for it, where only callbacks of futures that are done come before it. The wait has a
-limit, as one of these may in turn wait for what that thread does next.
 """
 
 from __future__ import annotations
@@ -25,25 +23,17 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from functools import partial
+from typing import NoReturn, TypeVar
 
 import torch
 
 from rpcdist.own_shortage import own_shortage
-from rpcdist.time_limits import CALLBACK_TURN_LIMIT_S
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 S = TypeVar("S")
-
-
-@dataclass(slots=True)
-class _Attached:
-    future: torch.futures.Future[Any]
-    callback: Callable[[], None]
-    has_run: bool = False
 
 
 class Callbacks:
@@ -52,8 +42,7 @@ class Callbacks:
     def __init__(self, group: str) -> None:
         self._group = group
         self._changed = threading.Condition()
-        self._waiting: deque[_Attached] = deque()
-        self._current: _Attached | None = None  # which the thread of the callbacks has taken
+        self._waiting: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
         self._busy = False
         self._runner = 0  # the thread that runs a callback now
 
@@ -61,20 +50,20 @@ class Callbacks:
         """Whether this thread is in a callback."""
         return self._runner == threading.get_ident()
 
-    def attach(self, future: torch.futures.Future[T], callback: Callable[[], None]) -> None:
-        """Runs a callback, which must not raise, in its turn, once the future is done."""
+    def attach(self, future: torch.futures.Future[T], callback: Callable[[], None], was_awaited: bool = False) -> None:
+        """Runs a callback, which must not raise, in its turn, once the future is done; at once with `was_awaited`."""
         if self.runs_here():
             _wait(future)
             callback()
             return
-        attached = _Attached(future, callback)
+        if was_awaited:
+            self._call(callback)
+            return
         with self._changed:
             at_once = not self._busy and future.done()
             if not at_once:
-                self._waiting.append(attached)
+                self._waiting.append((partial(_wait, future), callback))
             if self._busy:
-                if all(each.future.done() for each in (self._current, *self._waiting) if each is not None):
-                    self._changed.wait_for(lambda: attached.has_run, CALLBACK_TURN_LIMIT_S)
                 return
             self._busy = True
         if at_once:
@@ -97,22 +86,22 @@ class Callbacks:
                     self._busy = False
                     self._changed.notify_all()
                     return
-                self._current = attached = self._waiting.popleft()
-            _wait(attached.future)
-            self._run(attached.callback)
-            with self._changed:
-                self._current = None
-                attached.has_run = True
-                self._changed.notify_all()
+                wait, callback = self._waiting.popleft()
+            wait()
+            self._run(callback)
 
     def _run(self, callback: Callable[[], None]) -> None:
         self._runner = threading.get_ident()
         try:
+            self._call(callback)
+        finally:
+            self._runner = 0
+
+    def _call(self, callback: Callable[[], None]) -> None:
+        try:
             callback()
         except Exception:
             logger.exception("a callback of group %r failed", self._group)
-        finally:
-            self._runner = 0
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until no callback runs or waits; returns False if that took too long. A callback waits for no other."""
@@ -159,11 +148,28 @@ def fail_future(future: torch.futures.Future[T], error: Exception) -> None:
 
 
 class OrderedFuture(torch.futures.Future[T]):
-    """A future of an operation, or of a callback of one, whose callbacks run in the order of their group."""
+    """A future of an operation, or of a callback of one, whose callbacks run in the order of their group.
 
-    def __init__(self, callbacks: Callbacks) -> None:
+    Args:
+        callbacks: of the group.
+        was_awaited: whether the calling thread has waited for the operation itself.
+    """
+
+    def __init__(self, callbacks: Callbacks, was_awaited: Callable[[], bool] | None = None) -> None:
         super().__init__()
         self._callbacks = callbacks
+        self._was_awaited = was_awaited
+        self._waiter = 0  # the thread that has waited for it last
+
+    def wait(self) -> T:
+        """The value, once it is there."""
+        value = super().wait()
+        self._waiter = threading.get_ident()
+        return value
+
+    def _attach(self, callback: Callable[[], None]) -> None:
+        was_awaited = self._waiter == threading.get_ident() or (self._was_awaited is not None and self._was_awaited())
+        self._callbacks.attach(self, callback, was_awaited)
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> OrderedFuture[S]:
         """A future of what the callback returns; it gets this future, which is done. See [Note: callbacks]."""
@@ -177,9 +183,9 @@ class OrderedFuture(torch.futures.Future[T]):
             else:
                 following.set_result(result)
 
-        self._callbacks.attach(self, run)
+        self._attach(run)
         return following
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
         """Calls back with this future, once it is done. See [Note: callbacks]."""
-        self._callbacks.attach(self, lambda: callback(self))
+        self._attach(lambda: callback(self))

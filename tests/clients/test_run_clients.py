@@ -12,7 +12,21 @@ import run_clients
 from client_results import GUIDE, example, run_workers
 from large_results import NUM_BYTES, put_much
 from leak_guard import LeakGuard
-from run_clients import BEGIN, CLIENTS, END, FOLDER, HEAD, Outcome, compare, row, write
+from run_clients import (
+    BEGIN,
+    CLIENTS,
+    END,
+    FOLDER,
+    HEAD,
+    Client,
+    Outcome,
+    OwnTests,
+    compare,
+    compare_tests,
+    row,
+    run_tests,
+    write,
+)
 
 PINS = (FOLDER / "requirements.txt").read_text()
 
@@ -61,5 +75,56 @@ def test_rows_take_the_place_of_those_of_the_same_client(tmp_path: Path, monkeyp
     write({"torchft": row("torchft", "4 of 4")})
     write({"Fabric": row("Fabric", "3 of 3")})
     what = {name: f"| {name} | 1.0 | {CLIENTS[name].what} | " for name in ("torchft", "Fabric")}
-    lines = [BEGIN, *HEAD, f"{what['torchft']}4 of 4 |", f"{what['Fabric']}3 of 3 |", END]
+    lines = [BEGIN, *HEAD, f"{what['torchft']}4 of 4 | - |", f"{what['Fabric']}3 of 3 | - |", END]
     assert page.read_text() == "\n".join(["before", "", *lines, "", "after", ""])
+
+
+BAD_TESTS = """
+import os, threading, pytest
+
+def test_passes(): pass
+
+def test_fails(): assert False
+
+def test_is_skipped(): pytest.skip("not here")
+
+def test_ends_the_process(): os._exit(3)
+
+def test_hangs(): threading.Event().wait()
+
+@pytest.fixture
+def broken():
+    yield
+    raise OSError("in a teardown")
+
+def test_fails_in_its_teardown(broken): pass
+
+def test_comes_last(): pass
+"""
+
+
+def test_a_client_s_own_tests_are_told_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that hang or end their process do not hide the others."""
+    monkeypatch.setattr(run_clients, "TEST_LIMIT_S", 8.0)
+    monkeypatch.setattr(run_clients, "SOURCES", tmp_path)
+    monkeypatch.setattr(run_clients, "version", lambda distribution: "1.0")
+    folder = tmp_path / "clienta-1.0"
+    folder.mkdir()
+    (folder / "test_bad.py").write_text(BAD_TESTS)
+    client = Client("clienta", "client_a", "compat", "nothing", OwnTests(("{sources}/test_bad.py",), ("compat",)))
+    outcomes = {name.rpartition("test_")[2]: outcome for name, outcome in run_tests(client, "torch").items()}
+    assert outcomes == {
+        "passes": "passed",
+        "fails": "failed",
+        "is_skipped": "skipped",
+        "ends_the_process": "did not end",
+        "hangs": "did not end",
+        "fails_in_its_teardown": "failed",
+        "comes_last": "passed",
+    }
+    assert compare_tests(outcomes, {"compat": outcomes}) == ("compat 2 of 2", True)
+    assert compare_tests(outcomes, {"backend": {"passes": "passed"}}) == ("backend 1 of 2", False)
+    assert compare_tests({}, {"backend": {}}) == ("backend 0 of 0", False)
+    assert "comes_last did not run, and passes on torch" in capsys.readouterr().err

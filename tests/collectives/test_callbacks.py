@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rpcdist.collectives._group.callbacks import Callbacks, OrderedFuture
+from rpcdist.collectives.work import Work
 from rpcdist.testing import RankPool
 
 LIMIT_S = 10.0
@@ -83,48 +84,55 @@ def test_an_idle_group_calls_back_at_once(callbacks: Callbacks) -> None:
     assert names == [threading.current_thread().name]
 
 
-def test_a_callback_of_a_done_future_has_run_when_it_is_attached_though_another_runs(callbacks: Callbacks) -> None:
-    """As on torch, where it runs at once. Programs change after `then` what the callback reads, torchft for one."""
-    running, leave = threading.Event(), threading.Event()
+def test_a_callback_of_what_the_program_has_waited_for_runs_at_once(callbacks: Callbacks) -> None:
+    """Whatever waits its turn. Programs change after `then` what the callback reads, torchft for one."""
+    work, later = Work("a", [torch.ones(1)], callbacks=callbacks), Work("b", callbacks=callbacks)
+    pending = [each.get_future().then(lambda _: callbacks.runs_here()) for each in (later, work)]
+    work.complete()
+    assert work.wait()
+    seen: list[tuple[bool, bool]] = []
+    for _ in range(2):
+        future = work.get_future()
+        future.add_done_callback(lambda done: seen.append((callbacks.runs_here(), done.value()[0].item() == 1)))
+        derived = future.then(lambda done: done.value()[0] + 1)
+        assert derived.done() and derived.wait() == 2
+        derived.add_done_callback(lambda done: seen.append((callbacks.runs_here(), done.value().item() == 2)))
+    assert seen == [(False, True)] * 4
+    assert not any(each.done() for each in pending)
+    later.complete()
+    assert [each.wait() for each in pending] == [True, True] and callbacks.drain(LIMIT_S)
+
+
+def test_a_callback_of_what_another_thread_has_waited_for_has_its_turn(callbacks: Callbacks) -> None:
     first, second = futures(callbacks, 2)
-
-    def runs(_: object) -> None:
-        running.set()
-        leave.wait(LIMIT_S)
-
-    first.add_done_callback(runs)
-    first.set_result(1)
+    first.add_done_callback(lambda _: None)
     second.set_result(2)
-    assert running.wait(LIMIT_S)
-    threading.Timer(0.05, leave.set).start()
-    seen: list[int] = []
-    second.add_done_callback(lambda done: seen.append(done.value()))
-    assert seen == [2] and leave.is_set()
-    assert callbacks.drain(LIMIT_S)
-
-
-def test_attaching_does_not_wait_for_a_future_that_is_not_done(callbacks: Callbacks) -> None:
-    first, second = futures(callbacks, 2)
-    seen: list[int] = []
-    for future in (first, second):
-        future.add_done_callback(lambda done: seen.append(done.value()))
-        second.set_result(2) if not second.done() else None
-    assert not seen  # the second callback has to wait for the first future, which the program completes later
+    waiting = threading.Thread(target=second.wait)
+    waiting.start()
+    waiting.join(LIMIT_S)
+    answer = second.then(lambda done: done.value())
+    assert not answer.done()
     first.set_result(1)
-    assert callbacks.drain(LIMIT_S) and seen == [1, 2]
+    assert answer.wait() == 2 and callbacks.drain(LIMIT_S)
 
 
-def test_attaching_waits_for_a_limited_time(callbacks: Callbacks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A callback may wait for what the program does after it has attached the next one."""
-    monkeypatch.setattr("rpcdist.collectives._group.callbacks.CALLBACK_TURN_LIMIT_S", 0.05)
-    gone_on = threading.Event()
-    first, second = futures(callbacks, 2)
-    waited = first.then(lambda _: gone_on.wait(LIMIT_S))
-    for future in (first, second):
-        future.set_result(1)
-    after = second.then(lambda done: done.value())
-    gone_on.set()
-    assert waited.wait() and after.wait() == 1
+def test_a_callback_that_raises_at_once_is_logged(callbacks: Callbacks, caplog: pytest.LogCaptureFixture) -> None:
+    [future] = futures(callbacks, 1)
+    future.set_result(1)
+    assert future.wait() == 1
+    future.add_done_callback(lambda _: 1 // 0)  # type: ignore[arg-type]
+    assert "a callback of group 'g' failed" in caplog.text
+
+
+def test_futures_of_a_work_are_done_when_its_wait_ends(callbacks: Callbacks) -> None:
+    """As torch's; a program may read them then."""
+    for _ in range(200):
+        work = Work("a", [torch.zeros(1)], callbacks=callbacks)
+        future = work.get_future()
+        finishing = threading.Thread(target=work.complete)
+        finishing.start()
+        assert work.wait(LIMIT_S) and future.done()
+        finishing.join(LIMIT_S)
 
 
 def test_a_callback_may_attach_another_and_wait_for_it(callbacks: Callbacks) -> None:

@@ -175,7 +175,7 @@ class Request(Work):
     def _block(self, timeout_s: float | None) -> None:
         if timeout_s is None:
             self._driver.drive(self)
-        if not self._done:
+        if not self._settled:
             super()._block(timeout_s)  # another thread may be about to settle it
 
     def _hurry(self) -> None:
