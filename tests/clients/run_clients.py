@@ -179,7 +179,7 @@ def run(client: Client, is_ours: bool) -> Outcome:
 
 
 def run_tests(client: Client, way: str) -> dict[str, str]:
-    """What becomes of each test of a client's own. One that fails runs again; one that hangs, or ends its process, not."""
+    """The outcome of each test of a client's own. One that fails runs again; one that hangs does not."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "record")
         record.touch()

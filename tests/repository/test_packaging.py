@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,16 @@ def test_every_package_is_listed() -> None:
     folders_with_modules = {str(Path(file).parent).replace("/", ".") for file in modules_on_disk()}
     assert folders_with_modules == on_disk, "a folder with modules has no __init__.py"
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == on_disk
+
+
+def test_the_classifiers_name_the_pythons_that_were_run() -> None:
+    """Those of README's table of platforms."""
+    platforms = (ROOT / "README.md").read_text().partition("\n## Platforms\n")[2].partition("\n## ")[0]
+    were_run = set(re.findall(r"^\| (3\.\d+)(?:\.\d+)? \|", platforms, re.MULTILINE))
+    prefix = "Programming Language :: Python :: 3."
+    named = {line.rpartition(" ")[2] for line in PROJECT["project"]["classifiers"] if line.startswith(prefix)}
+    assert named == were_run
+    assert min(named, key=lambda each: int(each.partition(".")[2])) in PROJECT["project"]["requires-python"]
 
 
 @pytest.mark.parametrize("name", MAPPED)
