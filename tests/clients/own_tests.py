@@ -7,6 +7,7 @@ the begin and for the end of each test. Tests that are in it already are left ou
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -75,4 +76,7 @@ if sys.argv[1:2] == ["backend"]:
     use_our_backend()
 
 if __name__ == "__main__":
-    sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[3:]], plugins=[Record(Path(sys.argv[2]))]))
+    record = Path(sys.argv[2])
+    # Without the configuration of this repository, in which a source package may lie.
+    alone = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(record.parent)]
+    sys.exit(pytest.main([*alone, *sys.argv[3:]], plugins=[Record(record)]))

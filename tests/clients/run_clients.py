@@ -214,8 +214,10 @@ def run_tests_once(client: Client, way: str, record: Path) -> dict[str, str]:
         )
         follow(process, record)
     outcomes = dict(line.partition("\t")[::2] for line in record.read_text().splitlines())
-    if failed := [test for test, outcome in outcomes.items() if outcome == "failed"]:
-        print(f"{way}: failed: {', '.join(failed)}\n{log.read_text()[-8000:]}", file=sys.stderr)
+    failed = [test for test, outcome in outcomes.items() if outcome == "failed"]
+    if failed or not outcomes:
+        text = f"failed: {', '.join(failed)}" if outcomes else "no test ran"
+        print(f"{way}: {text}\n{log.read_text()[-8000:]}", file=sys.stderr)
     return outcomes
 
 

@@ -194,6 +194,7 @@ def prepare_late(rank: int, size: int, options: dict[str, Any]) -> list[float]:
         model.reducer._rebuild_buckets()
         model.reducer.prepare_for_backward([])
         losses[1].backward()
+        model.reducer._delay_all_reduce()
         for batch in batches.flatten(0, 1):
             (ddp_models.loss_of(alone(batch)) / size).backward()
         worst.append(difference(ddp_models.gradients(alone), ddp_models.gradients(model)))

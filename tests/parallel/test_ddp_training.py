@@ -49,7 +49,9 @@ def test_no_sync_accumulates(rank_pool: RankPool, view: bool) -> None:
     assert max(max(each) for each in worst) < ROUNDING
 
 
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}, {"static_graph": True}]
+)
 def test_a_pass_averages_that_was_prepared_after_its_forward_pass(
     rank_pool: RankPool, options: dict[str, object]
 ) -> None:

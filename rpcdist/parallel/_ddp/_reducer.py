@@ -185,6 +185,9 @@ class Reducer:
 
     _rebuild_buckets = rebuild
 
+    def _delay_all_reduce(self) -> None:
+        """Lightning calls it after the first pass of a static graph, which torch averages then. Here it is averaged."""
+
     def prepare_for_backward(self, output: object) -> None:
         """Expects the gradients of a backward pass; libraries call it by torch's name after a forward under `no_sync`.
 
