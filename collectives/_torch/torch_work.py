@@ -6,7 +6,7 @@ ever, as nothing ever ends it. C++ code that keeps such an object keeps its own 
 that keeps a Work gets one that owns both halves (`held`). torch makes these itself of what a group's methods return to
 C++. It does not in the functions of `keep_what_torch_holds`, which take what the program passes.
 
-Groups live until they are destroyed, even if no Python code refers to them, but for those of `torch_group`, which a
+Groups live until they are destroyed, even if no Python code refers to them, except those of `torch_group`, which a
 library holds that makes them. A future is ended by C++ code of its own;
 for an error of one, see `fail_future`. Our stores, backends and options have no half in C++.
 """
