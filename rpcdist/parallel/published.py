@@ -31,7 +31,7 @@ from rpcdist.errors import (
 )
 from rpcdist.parallel._published._hosts import MAX_SHARDS, MAX_VERSION, Comparison, Publisher
 from rpcdist.parallel._published._layout import ShardCopies, VersionLayout, copies_for, whole_copies
-from rpcdist.parallel._published._parts import MAX_SEGMENTS, Pieces, TensorPart, Value, pieces_of
+from rpcdist.parallel._published._parts import MAX_SEGMENTS, Pieces, SeenTensors, TensorPart, Value, pieces_of
 from rpcdist.parallel._published._reader import VersionReader
 from rpcdist.parallel._published._shard_connection import ShardConnection, actor_name, follow, known
 from rpcdist.parallel._published._small_tensors import SmallTensors, copy_tensors
@@ -72,6 +72,8 @@ class Published:
         self._shards: list[ShardConnection] = []
         self._is_viewing = False
         self._into: SmallTensors | None = None
+        self._seen_values: SeenTensors = []
+        self._seen_targets: SeenTensors = []
         self._publishing = threading.Lock()
         self._reading = threading.Lock()
 
@@ -149,14 +151,16 @@ class Published:
             raise ConfigError(f"within is a number of versions, 0 or more, not {within!r:.100}")
         if skip_unchanged not in (None, "counter", "value"):
             raise ConfigError(f"skip_unchanged is 'counter' or 'value', not {skip_unchanged!r:.100}")
-        pieces = pieces_of(tensors, f"the values of {self.name!r}")
         with self._publishing:
+            pieces = pieces_of(tensors, f"the values of {self.name!r}", self._seen_values)
             origin = self._origin
             if origin is None:
                 layout = VersionLayout.of(pieces, dtype)
                 origin = self._origin = self._become_publisher(layout, _checked_shard(shard), deadline)
             values = origin.layout.in_order(pieces, self.name)
-            published = origin.publish(values, version, None if within is None else deadline, skip_unchanged)
+            published = origin.publish(
+                values, version, None if within is None else deadline, skip_unchanged, pieces.are_seen
+            )
         self._version = published
         known(self.name).saw(published, origin.shard)
         if within is not None and (behind := origin.all_behind(published - within, deadline)):
@@ -267,25 +271,37 @@ class Published:
             ConfigError: the target's tensors are not those that are published; nothing was copied.
             DeadlineExceeded: nobody has published under this name in time.
         """
-        targets = pieces_of(target, f"the targets for {self.name!r}")
+        with self._reading:
+            targets = pieces_of(target, f"the targets for {self.name!r}", self._seen_targets)
         if not targets.names:
             raise ConfigError(f"there is nothing to pull {self.name!r} into: the module or dictionary is empty")
         plans: dict[int, ShardCopies] = {}
+        planned_for: list[VersionReader | None] = []
+        into: SmallTensors | None = None
 
         def choose(shards: Sequence[ShardConnection]) -> list[ShardConnection]:
-            plans.clear()
-            plans.update(self._copies_into(targets, isinstance(target, nn.Module), shards))
+            nonlocal into
+            readers = [shard.reader for shard in shards]
+            if readers != planned_for:
+                plans.clear()
+                plans.update(self._copies_into(targets, isinstance(target, nn.Module), shards))
+                planned_for[:] = readers
+                is_whole = len(shards) == 1 and plans[0].is_whole
+                into = self._small_targets(readers[0], targets) if is_whole else None
             return [shard for shard in shards if shard.shard in plans]
 
         def copy(views: dict[int, list[Tensor]]) -> None:
             for number, plan in plans.items():
-                reader = self._shards[number].reader
-                if plan.is_whole and reader is not None and reader.small and self._copied_small(reader, plan.targets):
-                    copy_tensors([plan.targets[i] for i in reader.large], [views[number][i] for i in reader.large])
-                    continue
-                theirs = views[number]
-                sources = [theirs[i] if part is None else theirs[i][part] for i, part in plan.sources]
-                copy_tensors(plan.targets, sources)
+                theirs, reader = views[number], planned_for[number]
+                if into is not None and reader is not None:
+                    reader.small_tensors().copy_to(into)
+                    torch.autograd.graph.increment_version(reader.small_of(targets.tensors))  # as a write by torch does
+                    copy_tensors([plan.targets[i] for i in reader.large], [theirs[i] for i in reader.large])
+                elif plan.is_whole:
+                    copy_tensors(plan.targets, theirs)
+                else:
+                    sources = [theirs[i] if part is None else theirs[i][part] for i, part in plan.sources]
+                    copy_tensors(plan.targets, sources)
 
         return self._read(choose, copy, newer_than, wait, timeout) or newer_than
 
@@ -323,17 +339,16 @@ class Published:
 
     view_async = async_form(view)
 
-    def _copied_small(self, reader: VersionReader, targets: Sequence[Tensor]) -> bool:
-        """Copies the small tensors of a version into targets of the same dtypes, if torch need not."""
-        small = [targets[index] for index in reader.small]
-        if any(map(Tensor.is_inference, small)):  # torch does not count writes to those
-            return False
-        into = self._into = SmallTensors.of(small, self._into)
-        if into is None:
-            return False
-        reader.small_tensors().copy_to(into)
-        torch.autograd.graph.increment_version(small)  # as a write by torch does
-        return True
+    def _small_targets(self, reader: VersionReader | None, targets: Pieces) -> SmallTensors | None:
+        """The memory of the small tensors among targets of the published dtypes; None if torch has to copy them."""
+        if reader is None or not reader.small:
+            return None
+        small = reader.small_of(targets.tensors)
+        into = SmallTensors.of(small, self._into, targets.are_seen)
+        if into is None or (not (targets.are_seen and into is self._into) and any(map(Tensor.is_inference, small))):
+            return None  # torch does not count writes to inference tensors
+        self._into = into
+        return into
 
     def _copies_into(
         self, targets: Pieces, is_whole: bool, shards: Sequence[ShardConnection]
@@ -388,6 +403,8 @@ class Published:
                     deadline = Deadline.after(current_agent().caller.timeout_of(timeout))
                 if deadline.expired():
                     raise DeadlineExceeded(self._why_none(shards, newer_than))
+                if all(shard.reader is not None for shard in shards):
+                    choose(shards)  # now, and not while others wait for the processor with the version
                 self._wait_for(shards, floor, deadline)
 
     def _take(

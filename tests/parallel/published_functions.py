@@ -48,7 +48,7 @@ def filled(value: float) -> dict[str, Tensor]:
 
 def layout_bytes() -> int:
     """The size of a version in memory."""
-    return VersionLayout.of(pieces_of(filled(0), "")).offsets()[1]
+    return VersionLayout.of(pieces_of(filled(0), "", [])).offsets()[1]
 
 
 def values_in(tensors: dict[str, Tensor]) -> list[float]:

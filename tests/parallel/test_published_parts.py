@@ -58,9 +58,9 @@ def test_each_index_is_copied_once_or_named_as_missing(
     def part_of(tensor: Tensor, box: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensor:
         return tensor[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))]
 
-    shards = [pieces_of({"w": TensorPart(part_of(whole, box), box[0], (4, 5))}, "values") for box in published]
+    shards = [pieces_of({"w": TensorPart(part_of(whole, box), box[0], (4, 5))}, "values", []) for box in published]
     target = torch.full(wanted[1], -1.0)
-    into = pieces_of({"w": TensorPart(target, wanted[0], (4, 5))}, "targets")
+    into = pieces_of({"w": TensorPart(target, wanted[0], (4, 5))}, "targets", [])
     covered = torch.zeros(4, 5)
     for box in published:
         part_of(covered, box).fill_(1)

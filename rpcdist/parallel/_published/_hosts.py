@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from rpcdist import rpc
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, TransportError
-from rpcdist.parallel._published._layout import PlainLayout, VersionLayout
+from rpcdist.parallel._published._layout import PlainLayout, VersionLayout, have_dtypes
 from rpcdist.parallel._published._parts import MAX_SEGMENTS, NEWEST, unpacked
 from rpcdist.parallel._published._small_tensors import SmallTensors, copy_tensors, small_ones
 from rpcdist.parallel._published._source import CHUNK_BYTES, VersionSource, ask, check_fetcher, worker_of
@@ -96,6 +96,7 @@ class Publisher(VersionSource):
         version: int | None,
         deadline: Deadline | None,
         skip_unchanged: Comparison | None = None,
+        are_seen: bool = False,
     ) -> int:
         """Makes tensors the newest version; returns its number, or the last one if there was no room.
 
@@ -104,6 +105,7 @@ class Publisher(VersionSource):
             version: its number; None for the next one.
             deadline: for the wait for room; None not to wait.
             skip_unchanged: how tensors that did not change are found; None if all count as changed.
+            are_seen: whether they are the tensors of the last call; see `Pieces`.
 
         Raises:
             ConfigError: the number is not newer than the last one.
@@ -129,11 +131,13 @@ class Publisher(VersionSource):
             if skip_unchanged == "counter":
                 counters = [_counter_of(tensor) for tensor in tensors]
             changed = self._changed_tensors(tensors, skip_unchanged, counters)
-            self._write(segment, tensors, changed)
+            self._write(segment, tensors, changed, are_seen)
             with self._changed:
                 number = max(self._next, version or 0)  # now: `start_at` may have been called meanwhile
                 self._next = number + 1
-                for index in range(len(tensors)) if changed is None else changed:
+                if changed is None:
+                    self._changed_in = [number] * len(tensors)
+                for index in changed or ():
                     self._changed_in[index] = number
                 self._counters = [None] * len(tensors) if counters is None else counters
                 self._changes[segment] = None if changed is None else self._changes_of_chunks()
@@ -141,14 +145,14 @@ class Publisher(VersionSource):
             self._tell_hosts(number)
         return number
 
-    def _write(self, segment: int, tensors: list[Tensor], changed: Sequence[int] | None) -> None:
+    def _write(self, segment: int, tensors: list[Tensor], changed: Sequence[int] | None, are_seen: bool) -> None:
         """Copies tensors into a segment: those that it does not have yet from an older version."""
         held, self._contents[segment] = self._contents[segment], 0
         views = self._views_of(segment)
         if (
             (changed is None or not held)
             and self._small
-            and (rest := self._written_small(segment, tensors)) is not None
+            and (rest := self._written_small(segment, tensors, are_seen)) is not None
         ):
             views, tensors = [views[index] for index in rest], [tensors[index] for index in rest]
         elif changed is not None and held:
@@ -157,12 +161,12 @@ class Publisher(VersionSource):
             views, tensors = [views[index] for index in stale], [tensors[index] for index in stale]
         copy_tensors(views, tensors)
 
-    def _written_small(self, segment: int, tensors: list[Tensor]) -> list[int] | None:
+    def _written_small(self, segment: int, tensors: list[Tensor], are_seen: bool) -> list[int] | None:
         """Copies the small tensors, if torch need not; the indices of the others, or None."""
-        small = [tensors[index] for index in self._small]
-        if [tensor.dtype for tensor in small] != self._small_dtypes:
+        small = [tensors[index] for index in self._small] if self._large else tensors
+        if not have_dtypes(small, self._small_dtypes):
             return None
-        sources = self._sources = SmallTensors.of(small, self._sources)
+        sources = self._sources = SmallTensors.of(small, self._sources, are_seen)
         if sources is None:
             return None
         targets = self._small_in[segment]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -21,6 +22,19 @@ PlainLayout = tuple[list[str], list[str], list[list[int]], list[list[list[int]]]
 _DTYPES: Final = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
+
+
+_shape_of, _dtype_of = operator.attrgetter("shape"), operator.attrgetter("dtype")
+
+
+def have_shapes(tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether as many tensors have these shapes. A list of 2,000 shapes would start the garbage collector."""
+    return len(tensors) == len(shapes) and all(map(operator.eq, map(_shape_of, tensors), shapes))
+
+
+def have_dtypes(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether as many tensors have these dtypes."""
+    return len(tensors) == len(dtypes) and all(map(operator.is_, map(_dtype_of, tensors), dtypes))
 
 
 class VersionLayout(NamedTuple):
@@ -125,7 +139,7 @@ class VersionLayout(NamedTuple):
             parts = {at: pieces.parts[index] for at, index in enumerate(indices) if index in pieces.parts}
             pieces = Pieces(self.names, [tensors[index] for index in indices], parts)
             tensors = pieces.tensors
-        if [tensor.shape for tensor in tensors] != self.shapes or pieces.parts != self.parts:
+        if not have_shapes(tensors, self.shapes) or pieces.parts != self.parts:
             for tensor_name, tensor, shape in zip(self.names, tensors, self.shapes, strict=True):
                 if tuple(tensor.shape) != shape:
                     raise ConfigError(
@@ -168,10 +182,10 @@ def whole_copies(layout: VersionLayout, wanted: Pieces) -> ShardCopies | None:
         wanted.names == layout.names
         and not wanted.parts
         and not layout.parts
-        and [tensor.shape for tensor in tensors] == layout.shapes
-        and [tensor.dtype for tensor in tensors] == layout.dtypes
+        and have_shapes(tensors, layout.shapes)
+        and have_dtypes(tensors, layout.dtypes)
     ):
-        return ShardCopies([(index, None) for index in range(len(tensors))], tensors, True)
+        return ShardCopies([], tensors, True)
     return None
 
 

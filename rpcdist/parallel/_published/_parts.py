@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -89,33 +90,51 @@ class Pieces(NamedTuple):
         names: of the tensors; several parts of one tensor have the same name.
         tensors: the values.
         parts: for those that are parts of larger tensors, by their index: the offsets, and the shape of the whole.
+        are_seen: whether they are the same plain tensors as in the last call; only their memory, shapes and dtypes may
+            have changed.
     """
 
     names: list[str]
     tensors: list[Tensor]
     parts: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
+    are_seen: bool = False
 
+
+SeenTensors = list["weakref.ref[Tensor]"]
+"""The plain tensors of the last call, where they are many: the checks of each take longer than copying 4 KiB."""
+
+MANY_TENSORS: Final = 64
 
 _PLAIN: Final = frozenset((Tensor, nn.Parameter))
 _TEXT: Final = frozenset((str,))
 _is_meta, _is_quantized = operator.attrgetter("is_meta"), operator.attrgetter("is_quantized")
 
 
-def pieces_of(what: nn.Module | Mapping[str, Value], purpose: str) -> Pieces:
+def pieces_of(what: nn.Module | Mapping[str, Value], purpose: str, seen: SeenTensors) -> Pieces:
     """The tensors of a module, or of a dictionary.
 
     Args:
         what: a module, whose `state_dict` counts, or tensors and parts of tensors by name.
         purpose: what they are for, for the error.
+        seen: those of the last call, which are replaced; not those of a module, whose `state_dict` makes other objects
+            each time.
 
     Raises:
         ConfigError: it is something else, or has a value that is no dense tensor.
     """
+    is_module = isinstance(what, nn.Module)
     if isinstance(what, nn.Module):
         what = what.state_dict()
     if not isinstance(what, Mapping):
         raise ConfigError(f"{purpose} are a {type(what).__name__}: give a module, or a dictionary of tensors by name")
     names, tensors = list(what), list(what.values())
+    if (
+        len(seen) == len(tensors) > 0
+        and all(map(operator.is_, map(operator.call, seen), tensors))
+        and _TEXT.issuperset(map(type, names))
+    ):
+        return Pieces(names, tensors, {}, are_seen=True)
+    seen.clear()
     if (
         _PLAIN.issuperset(map(type, tensors))
         and all(tensor.layout is torch.strided for tensor in tensors)
@@ -123,6 +142,8 @@ def pieces_of(what: nn.Module | Mapping[str, Value], purpose: str) -> Pieces:
         and not any(map(_is_quantized, tensors))
         and _TEXT.issuperset(map(type, names))
     ):
+        if len(tensors) >= MANY_TENSORS and not is_module:
+            seen.extend(map(weakref.ref, tensors))
         return Pieces(names, tensors, {})
     return _unusual_pieces(what, purpose)
 

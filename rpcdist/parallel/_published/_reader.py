@@ -179,6 +179,10 @@ class VersionReader:
             found = self._small_in[segment] = small
         return found
 
+    def small_of(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Those of the tensors of a version, or of targets for all of them, that are copied without torch."""
+        return [tensors[index] for index in self.small] if self.large else tensors
+
     def end(self, version: int) -> None:
         """The tensors of `begin` are not used any more; `version` has been taken, or 0."""
         self._own[READING] = 0

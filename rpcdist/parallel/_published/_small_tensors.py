@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from rpcdist.parallel._published._layout import VersionLayout
+from rpcdist.parallel._published._parts import MANY_TENSORS
 
 _MAX_BYTES: Final = 16 << 10
-_MIN_TENSORS: Final = 64  # for fewer there is nothing to gain
 _AT_ONCE: Final = 256  # other threads get the interpreter's lock between two steps of this many
 _ALL: Final = slice(None)
 _set_bytes: Final[Any] = operator.setitem
@@ -30,7 +30,7 @@ def small_ones(layout: VersionLayout) -> list[int]:
         for index, (start, stop) in enumerate(zip(starts, (*starts[1:], end), strict=True))
         if start < stop <= start + _MAX_BYTES and not layout.dtypes[index].is_complex
     ]
-    return found if len(found) >= _MIN_TENSORS else []
+    return found if len(found) >= MANY_TENSORS else []
 
 
 class SmallTensors:
@@ -51,14 +51,15 @@ class SmallTensors:
         ]
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], last: SmallTensors | None) -> SmallTensors | None:
+    def of(cls, tensors: Sequence[Tensor], last: SmallTensors | None, are_seen: bool = False) -> SmallTensors | None:
         """The memory of tensors; None if torch has to copy one of them, as it is strided, or on another device.
 
         Args:
             tensors: of the sizes of a layout.
             last: the memory of tensors of the same sizes; mostly they are the same again.
+            are_seen: whether these are the tensors of the last call; see `Pieces`.
         """
-        if not all(map(Tensor.is_contiguous, tensors)) or any(map(Tensor.is_neg, tensors)):
+        if not all(map(Tensor.is_contiguous, tensors)) or not (are_seen or not any(map(Tensor.is_neg, tensors))):
             return None
         addresses = list(map(Tensor.data_ptr, tensors))
         if last is not None and last.addresses == addresses:
