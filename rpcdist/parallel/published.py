@@ -55,18 +55,26 @@ class Published:
         keep: how many versions the publisher, and the first consumer of each other host, have in memory at most beside
             the newest one: older ones that are still read, and the next one while it is written. Memory of those that
             nobody reads is used again.
+        dtype: to which tensors of floating point are converted for this consumer, once for all consumers of a host that
+            ask for it, and before they travel to another host; by default they keep the dtypes that are published.
 
     Raises:
         ConfigError: the arguments cannot be used.
     """
 
-    def __init__(self, name: str, *, keep: int = 2) -> None:
+    def __init__(self, name: str, *, keep: int = 2, dtype: torch.dtype | None = None) -> None:
         if not isinstance(name, str) or not name:
             raise ConfigError(f"the name of published tensors is a text, such as 'policy', not {name!r:.100}")
         if isinstance(keep, bool) or not isinstance(keep, int) or not 1 <= keep < MAX_SEGMENTS:
             raise ConfigError(f"keep is the number of versions to keep, 1 to {MAX_SEGMENTS - 1}, not {keep!r:.100}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigError(
+                f"dtype={dtype!r:.100} of {name!r}: tensors are pulled in their own dtype, or converted to one of "
+                "floating point"
+            )
         self.name = name
         self._keep = keep
+        self._dtype = dtype
         self._version = 0
         self._origin: Publisher | None = None
         self._shards: list[ShardConnection] = []
@@ -303,12 +311,12 @@ class Published:
                     sources = [theirs[i] if part is None else theirs[i][part] for i, part in plan.sources]
                     copy_tensors(plan.targets, sources)
 
-        return self._read(choose, copy, newer_than, wait, timeout) or newer_than
+        return self._read(targets, choose, copy, newer_than, wait, timeout) or newer_than
 
     pull_into_async = async_form(pull_into)
 
     @off_loop("await published.view_async(...)")
-    def view(self, *, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Tensor]:
+    def view(self, *, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Value]:
         """The tensors of the newest version, without a copy; `version` has its number.
 
         They lie in memory that may only be read: writing to them ends the process by SIGSEGV. They are valid until the
@@ -318,23 +326,30 @@ class Published:
             timeout: limit of the wait for the first version in seconds; 0 for none; by default the `rpc_timeout` of
                 `init_rpc`.
 
+        Returns:
+            A tensor for each name, or a `TensorPart` where a part of it was published, or a list of those where several
+            were, in the order of the shards.
+
         Raises:
             DeadlineExceeded: nobody has published under this name in time.
         """
-        found: dict[str, Tensor] = {}
-
-        def choose(shards: Sequence[ShardConnection]) -> Sequence[ShardConnection]:
-            if len(shards) > 1 or self._layout_of(shards[0]).parts:
-                raise ConfigError(
-                    f"{self.name!r} is published in parts, of which there is no view; pull_into takes parts together"
-                )
-            return shards
+        found: dict[str, Value] = {}
 
         def look(views: dict[int, list[Tensor]]) -> None:
-            found.update(zip(self._layout_of(self._shards[0]).names, views[0], strict=True))
+            parts: dict[str, list[TensorPart]] = {}
+            for number, tensors in views.items():
+                layout = self._layout_of(self._shards[number])
+                for index, (name, tensor) in enumerate(zip(layout.names, tensors, strict=True)):
+                    part = layout.parts.get(index)
+                    if part is None:
+                        found[name] = tensor
+                    else:
+                        parts.setdefault(name, []).append(TensorPart(tensor, *part))
+            for name, of_name in parts.items():
+                found.setdefault(name, of_name[0] if len(of_name) == 1 else of_name)
             self._is_viewing = True
 
-        self._read(choose, look, 0, False, timeout)
+        self._read(None, list, look, 0, False, timeout)
         return found
 
     view_async = async_form(view)
@@ -355,10 +370,14 @@ class Published:
     ) -> Mapping[int, ShardCopies]:
         """The copies from each shard that is needed."""
         layouts = [self._layout_of(shard) for shard in shards]
+        publishers = [shard.publisher for shard in shards]
+        me = current_agent().worker_name
+        published = [shard.published for shard in shards if shard.published is not None]
+        if published != layouts:  # parts of them; errors tell of all
+            copies_for(published, targets, is_whole, self.name, publishers, me)
         if len(layouts) == 1 and (copies := whole_copies(layouts[0], targets)) is not None:
             return {0: copies}
-        publishers = [shard.publisher for shard in shards]
-        found = copies_for(layouts, targets, is_whole, self.name, publishers, current_agent().worker_name)
+        found = copies_for(layouts, targets, is_whole, self.name, publishers, me)
         return {number: copies for number, copies in enumerate(found) if copies.targets} or {0: found[0]}
 
     def _layout_of(self, shard: ShardConnection) -> VersionLayout:
@@ -367,6 +386,7 @@ class Published:
 
     def _read(
         self,
+        wanted: Pieces | None,
         choose: Callable[[Sequence[ShardConnection]], Sequence[ShardConnection]],
         take: Callable[[dict[int, list[Tensor]]], None],
         newer_than: int,
@@ -376,6 +396,7 @@ class Published:
         """Takes the newest version, if it is newer; its number, or 0.
 
         Args:
+            wanted: the targets, of which another host needs no more; None for all tensors.
             choose: which shards are needed.
             take: gets their tensors.
             newer_than: a version that is not newer is not taken.
@@ -391,7 +412,7 @@ class Published:
             deadline: Deadline | None = None
             floor = max(newer_than, self._version - 1)
             while True:
-                shards = self._refreshed()
+                shards = self._refreshed(wanted)
                 if all(shard.newest > floor for shard in shards):
                     needed = choose(shards)
                     if version := self._take(needed, take, floor, None if len(shards) == 1 else shards):
@@ -452,19 +473,19 @@ class Published:
             reader.note(version)
         return version
 
-    def _refreshed(self) -> list[ShardConnection]:
+    def _refreshed(self, wanted: Pieces | None) -> list[ShardConnection]:
         """The connections to all shards that are known of; some of them may have no version yet."""
         shards = self._shards
         if not shards:
-            shards.append(ShardConnection(self.name, 0))
-        shards[0].refresh()
+            shards.append(ShardConnection(self.name, 0, self._dtype))
+        shards[0].refresh(wanted, ())
         num = shards[0].num_shards
         while len(shards) > num:
             shards.pop().close()
         for number in range(1, num):
             if number == len(shards):
-                shards.append(ShardConnection(self.name, number))
-            shards[number].refresh()
+                shards.append(ShardConnection(self.name, number, self._dtype))
+            shards[number].refresh(wanted, shards[:number])
         return shards
 
     def _wait_for(self, shards: Sequence[ShardConnection], floor: int, deadline: Deadline) -> None:

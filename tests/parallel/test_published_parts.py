@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from rpcdist.errors import ConfigError, DeadlineExceeded, TransportError
 from rpcdist.parallel import Published, TensorPart
 from rpcdist.parallel._published import _source
-from rpcdist.parallel._published._layout import VersionLayout, copies_for
+from rpcdist.parallel._published._layout import Selection, VersionLayout, copies_for
 from rpcdist.parallel._published._parts import pieces_of
-from rpcdist.testing import LIMIT_S, InProcessCluster, RpcWorld, WorkerPool
+from rpcdist.testing import LIMIT_S, InProcessCluster, RpcWorld, WorkerPool, eventually
 
 WHOLE = (8, 12)
 
@@ -117,6 +117,21 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[InProcessCluster]:
         yield cluster
 
 
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each chunk that a worker gives to another one."""
+    found: list[int] = []
+    original = _source.VersionSource.chunk
+
+    def counted(self: _source.VersionSource, *args: object) -> Tensor:
+        chunk = original(self, *args)  # type: ignore[arg-type]
+        found.append(chunk.nbytes)
+        return chunk
+
+    monkeypatch.setattr(_source.VersionSource, "chunk", counted)
+    return found
+
+
 class Job:
     """The trainers `t0` and `t1` publish a shard each, and the others pull."""
 
@@ -161,7 +176,8 @@ def test_consumers_take_columns_of_rows_that_two_workers_publish(job: Job) -> No
 
 
 def test_a_version_is_there_when_all_shards_have_it(job: Job) -> None:
-    waiting = job.cluster.begin("g0", job.pull, {"w": (first := columns(0))}, timeout=LIMIT_S)
+    first, own = columns(1), torch.zeros(2)
+    waiting = job.cluster.begin("g0", job.pull, {"w": first, "own1": own}, timeout=LIMIT_S)
     job.publish(0, 1)
     job.publish(1, 1)
     assert waiting.result(LIMIT_S) == 1
@@ -176,11 +192,40 @@ def test_a_version_is_there_when_all_shards_have_it(job: Job) -> None:
     job.publish(1, 2)
     assert waiting.result(LIMIT_S) == 2
     assert torch.equal(part.tensor, values_of(2)[:, 3:6])
-    assert torch.equal(first.tensor, values_of(1)[:, :3])
+    assert torch.equal(first.tensor, values_of(1)[:, 3:6])
     only_own = torch.zeros(2)
     job.publish(1, 3)
     assert job.pull({"own1": only_own}, 1) == 2  # a version of the name is one that all have
     assert only_own.eq(2).all()
+
+
+def test_a_view_has_the_parts_of_all_shards(job: Job) -> None:
+    for version in (1, 2):
+        job.publish(0, version)
+        job.publish(1, version)
+    held = job.held["g0"]
+    found = job.cluster.run("g0", held.view)
+    assert held.version == 2
+    assert sorted(found) == ["own0", "own1", "w"]
+    assert isinstance(found["own0"], Tensor) and found["own0"].eq(2).all()
+    assert [(tuple(part.tensor.shape), part.offsets, part.whole) for part in found["w"]] == [
+        ((4, 12), (0, 0), WHOLE),
+        ((4, 12), (4, 0), WHOLE),
+    ]
+    assert torch.equal(torch.cat([part.tensor for part in found["w"]]), values_of(2))
+    job.publish(0, 3)
+    job.publish(1, 3)
+    part = columns(0)
+    other = Published("policy")  # of another consumer of the same worker
+    assert job.cluster.run("g0", lambda: other.pull_into({"w": part}, 2, wait=True)) == 3
+    job.cluster.run("g0", other.close)
+    assert torch.equal(torch.cat([part.tensor for part in found["w"]]), values_of(2))  # it is kept
+    assert job.pull({"w": part}, 2, wait=True) == 3
+    with job.cluster.use("t0"):
+        alone = Published("alone")
+        alone.publish({"w": rows(1, 1)})
+        assert torch.equal(alone.view()["w"].tensor, values_of(1)[4:])
+        alone.close()
 
 
 def test_the_owner_of_a_shard_is_replaced(job: Job) -> None:
@@ -209,8 +254,6 @@ def test_bad_parts_are_errors_that_name_them(job: Job) -> None:
     with pytest.raises(ConfigError, match=r"'t0' publishes under the name 'policy' already"):
         job.cluster.run("t1", lambda: job.held["t1"].publish({"w": rows(1, 1)}, shard=(0, 2)))
     job.publish(1, 1)
-    with pytest.raises(ConfigError, match="of which there is no view"):
-        job.cluster.run("g0", lambda: job.held["g0"].view())
     for target, text in [
         (TensorPart(torch.zeros(2, 2), (7, 0), WHOLE), r"part of shape \(2, 2\) at \(7, 0\), which does not lie in"),
         (TensorPart(torch.zeros(2, 2), (-1, 0), WHOLE), r"at \(-1, 0\), which does not lie in"),
@@ -235,6 +278,138 @@ def test_indices_that_nobody_publishes_are_named(cluster: InProcessCluster) -> N
         ):
             mine.pull_into({"w": columns(0)})
         mine.close()
+
+
+def test_another_host_gets_the_parts_alone_that_it_needs(cluster: InProcessCluster, sent: list[int]) -> None:
+    """Columns of rows that two workers publish, beside tensors that nobody wants."""
+    job = Job(cluster)
+    mine = columns(1)
+    for shard in (0, 1):
+        job.publish(shard, 1)
+    assert job.pull({"w": mine}) == 1
+    for version in (2, 3):
+        sent.clear()
+        for shard in (0, 1):
+            job.publish(shard, version)
+        assert job.pull({"w": mine}, version - 1, wait=True) == version
+        assert torch.equal(mine.tensor, values_of(version)[:, 3:6])
+        assert sum(sent) == mine.tensor.nbytes
+    sent.clear()
+    assert job.pull({"own1": (own := torch.zeros(2))}) == 3  # of one shard, and another selection: all of it comes
+    assert own.eq(3).all()
+    assert sum(sent) > mine.tensor.nbytes
+    job.close()
+
+
+def test_several_hosts_that_want_the_same_parts_form_a_chain(cluster: InProcessCluster, sent: list[int]) -> None:
+    job = Job(cluster)
+    targets = {name: columns(2) for name in ("boss", "g0", "t1")}
+    values = {"w": rows(1, 0), "unwanted": torch.zeros(5000)}
+    for version in (1, 2):
+        sent.clear()
+        cluster.run("t0", lambda: job.held["t0"].publish(values))
+        for name, target in targets.items():
+            top = TensorPart(target.tensor[:4], target.offsets, WHOLE)
+            assert job.pull({"w": top}, version - 1, name=name, wait=version > 1) == version
+            assert torch.equal(top.tensor, values_of(1)[:4, 6:9])
+        assert sum(sent) == 3 * 4 * 3 * 4
+    origin = job.held["t0"]._origin
+    assert origin is not None and len(origin._extracts) == 1
+    job.close()
+
+    def is_dropped() -> bool:
+        cluster.run("t0", lambda: job.held["t0"].publish(values))
+        return not origin._extracts
+
+    eventually(is_dropped, "nobody wants the parts any more")
+
+
+def test_a_dtype_of_consumers_is_made_once_before_it_travels(cluster: InProcessCluster, sent: list[int]) -> None:
+    model = {"w": torch.linspace(-3, 3, 1000), "n": torch.arange(3)}
+    target = {"w": torch.zeros(1000), "n": torch.zeros(3, dtype=torch.int64)}
+    theirs = Published("model")
+    cluster.run("t0", lambda: theirs.publish(model))
+    mine = Published("model", dtype=torch.bfloat16)
+    with cluster.use("g0"):
+        assert mine.pull_into(target) == 1
+        assert torch.equal(target["w"], model["w"].bfloat16().float())
+        assert torch.equal(target["n"], model["n"])
+        assert sum(sent) < 2.1 * 1000
+        view = mine.view()
+        assert view["w"].dtype is torch.bfloat16 and view["n"].dtype is torch.int64
+        assert torch.equal(view["w"], model["w"].bfloat16())
+    with cluster.use("t0"):  # the publisher's own host
+        beside = Published("model", dtype=torch.bfloat16)
+        assert beside.view()["w"].dtype is torch.bfloat16
+        half = Published("model", dtype=torch.float16)
+        assert half.view()["w"].dtype is torch.float16
+        same = Published("model", dtype=torch.float32)
+        assert same.view()["w"].dtype is torch.float32
+        origin = theirs._origin
+        assert origin is not None and [each.dtype for each in origin._extracts] == ["bfloat16", "float16"]
+        half.close()
+        same.close()
+    model["w"].neg_()
+    cluster.run("t0", lambda: theirs.publish(model, skip_unchanged="value"))
+    with cluster.use("t0"):
+        assert eventually(lambda: beside.view()["w"].eq(model["w"].bfloat16()).all(), "the new version is converted")
+        beside.close()
+    pulling = cluster.begin("g0", lambda: mine.pull_into(target, 2, wait=True))
+    model["n"].add_(1)
+    assert cluster.run("t0", lambda: theirs.publish(model, skip_unchanged="value", within=0, timeout=LIMIT_S)) == 3
+    assert pulling.result(LIMIT_S) == 3
+    assert torch.equal(target["w"], model["w"].bfloat16().float())
+    assert torch.equal(target["n"], model["n"])
+    with pytest.raises(DeadlineExceeded, match=r"'g0' \(3\)"):
+        cluster.run("t0", lambda: theirs.publish(model, within=0, timeout=0.2))
+    cluster.run("g0", mine.close)
+
+
+def test_a_consumer_with_a_dtype_goes_on_with_another_publisher(cluster: InProcessCluster) -> None:
+    mine = Published("model", dtype=torch.float16)
+    target = {"w": torch.zeros(100)}
+    cluster.run("t0", lambda: Published("model").publish({"w": torch.ones(100)}))
+    assert cluster.run("g0", lambda: mine.pull_into(target)) == 1
+    cluster.kill("t0")
+    assert cluster.run("t1", lambda: Published("model").publish({"w": torch.full((100,), 2.0)})) == 2
+    assert cluster.run("g0", lambda: mine.pull_into(target, 1, wait=True)) == 2
+    assert target["w"].eq(2).all()
+    cluster.run("g0", mine.close)
+
+
+def test_a_dtype_that_cannot_be_had_is_an_error(cluster: InProcessCluster) -> None:
+    with pytest.raises(ConfigError, match=r"dtype=torch\.int8 of 'model': tensors are pulled in their own dtype, or"):
+        Published("model", dtype=torch.int8)
+    cluster.run("t0", lambda: Published("model").publish({"w": torch.ones(3)}))
+    packed = Published("model", dtype=torch.float4_e2m1fn_x2)
+    with cluster.use("g0"):
+        with pytest.raises(
+            ConfigError, match=r"'g0' wants 'model' of 't0' in another dtype: tensor 'w' is torch.float32, which torch"
+        ):
+            packed.pull_into({"w": torch.zeros(3)})
+        packed.close()
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        None,
+        ("int8", []),
+        ("nothing", []),
+        ("", [[[0], [0]]]),
+        ("", [[[9], [0, 0], [1, 1]]]),
+        ("", [[[0], [0, 0], [5, 12]]]),
+        ("", [[[0], [-1, 0], [1, 1]]]),
+        ("", [[[0], [0, 0], [0, 1]]]),
+        ("", [[[0], [0], [1]]]),
+        ("", [[["0"], [0, 0], [1, 1]]]),
+    ],
+    ids=lambda _: "",
+)
+def test_a_selection_of_a_peer_that_makes_no_sense_is_refused(plain: object) -> None:
+    layout = VersionLayout.of(pieces_of({"w": rows(1, 0)}, "values", []))
+    with pytest.raises(TransportError, match="makes no sense"):
+        Selection.from_plain(plain, layout)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- what did not change

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Final, Literal
@@ -20,8 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rpcdist import rpc
 from rpcdist.deadline import Deadline
-from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, TransportError
-from rpcdist.parallel._published._layout import PlainLayout, VersionLayout, have_dtypes
+from rpcdist.errors import CallRefused, ConfigError, DeadlineExceeded, RpcdistError, TransportError
+from rpcdist.parallel._published._layout import PlainLayout, PlainSelection, Selection, VersionLayout, have_dtypes
 from rpcdist.parallel._published._parts import MAX_SEGMENTS, NEWEST, unpacked
 from rpcdist.parallel._published._small_tensors import SmallTensors, copy_tensors, small_ones
 from rpcdist.parallel._published._source import CHUNK_BYTES, VersionSource, ask, check_fetcher, worker_of
@@ -31,6 +32,10 @@ from rpcdist.time_limits import CHUNK_LIMIT_S
 logger = logging.getLogger(__name__)
 
 CHUNKS_UNDER_WAY: Final = 4
+
+MAX_EXTRACTS: Final = 64
+MAX_EXTRACTS_SHARE: Final = 4
+"""A publisher makes extracts of at most so many times the bytes of a version."""
 
 Description = tuple[str, PlainLayout, int, int, list[str], int]
 """Of an origin: its source's name, the layout, `keep`, how often the list of hosts has changed, where readers of all
@@ -88,6 +93,7 @@ class Publisher(VersionSource):
         self._hosts: dict[str, str] = {}  # addresses by the sources' names, in the order of the chain
         self._num_changes = 0  # of the hosts
         self._fetches: dict[str, rpc.Future[int]] = {}  # by source name: those that may go on
+        self._extracts: dict[Selection, Extract] = {}
         self._publishing = threading.Lock()
 
     def publish(
@@ -143,6 +149,7 @@ class Publisher(VersionSource):
                 self._changes[segment] = None if changed is None else self._changes_of_chunks()
                 self._release(number, segment)
             self._tell_hosts(number)
+            self._update_extracts()
         return number
 
     def _write(self, segment: int, tensors: list[Tensor], changed: Sequence[int] | None, are_seen: bool) -> None:
@@ -223,6 +230,7 @@ class Publisher(VersionSource):
                 self._next += 1
         if newest:
             self._tell_hosts(self.newest)
+            self._update_extracts()
 
     def _tell_hosts(self, version: int) -> None:
         for source in self._living_hosts():
@@ -260,6 +268,9 @@ class Publisher(VersionSource):
         limit_s = deadline.remaining_s()
         asked = {source: ask(source, "behind", version, limit_s, timeout=0) for source in self._living_hosts()}
         found = self.behind(version, limit_s)
+        for extract in list(self._extracts.values()):
+            extract.update(deadline)
+            found.update(extract.all_behind(version, deadline))
         for source, future in asked.items():
             try:
                 found.update(future.wait(deadline.remaining_s() + CHUNK_LIMIT_S))
@@ -269,9 +280,54 @@ class Publisher(VersionSource):
 
     # ------------------------------------------------------------ called by consumers
 
-    def describe(self, have: int) -> Description:
-        """The data for a consumer that connects; `have` is the newest version that it has seen."""
+    def describe(self, have: int, plain_selection: PlainSelection = ("", [])) -> Description:
+        """The data for a consumer that connects.
+
+        Args:
+            have: the newest version that it has seen.
+            plain_selection: the values that it wants, if not all as they are.
+
+        Raises:
+            CallRefused: consumers want too many different selections.
+        """
         self.start_at(have)
+        selection = Selection.from_plain(plain_selection, self.layout)
+        return self.description() if selection == ("", ()) else self.extract(selection).description()
+
+    def extract(self, selection: Selection) -> Extract:
+        """The source of a selection. Raises `CallRefused` if there are too many."""
+        with self._changed:
+            found = self._extracts.get(selection)
+            if found is None:
+                sizes = [each.layout.size_bytes() for each in self._extracts.values()]
+                total = sum(sizes) + selection.layout_of(self.layout).size_bytes()
+                if len(sizes) >= MAX_EXTRACTS or total > MAX_EXTRACTS_SHARE * self.layout.size_bytes():
+                    raise CallRefused(
+                        f"consumers of {self.name!r} want {len(sizes)} other selections or dtypes of its tensors; one "
+                        f"more would take more memory of {self._me!r} than {MAX_EXTRACTS_SHARE} times a version"
+                    )
+                found = self._extracts[selection] = Extract(self, selection)
+        found.update()
+        return found
+
+    def _update_extracts(self) -> None:
+        """Has the extracts follow; the pool does that, and this thread goes on."""
+        for selection, extract in list(self._extracts.items()):
+            if extract.is_unused():
+                del self._extracts[selection]
+                extract.close()
+            else:
+                self._agent.pool.submit(extract.update)
+
+    def close(self) -> None:
+        """See `VersionSource`."""
+        extracts, self._extracts = self._extracts, {}
+        for extract in extracts.values():
+            extract.close()
+        super().close()
+
+    def description(self) -> Description:
+        """See `describe`."""
         hosts = self._living_hosts()
         with self._changed:
             addresses = [address for address in (self.address, *hosts.values()) if address]
@@ -320,6 +376,75 @@ class Publisher(VersionSource):
         return self.source_name if before == failed else before
 
 
+class Extract(Publisher):
+    """Some of a publisher's values, or all of them in another dtype: each version is made once, for all consumers.
+
+    It reads the publisher's versions as a consumer does, on a thread of the pool, and publishes them under the same
+    numbers to the readers and hosts that want this selection.
+
+    Args:
+        origin: the publisher.
+        selection: the values.
+    """
+
+    def __init__(self, origin: Publisher, selection: Selection) -> None:
+        self._extracted_from = weakref.ref(origin)
+        self._selection = selection
+        self._reader = origin.reader()
+        self._is_updating = False
+        self._num_unused = 0
+        layout = selection.layout_of(origin.layout)
+        super().__init__(origin.name, layout.plain(), origin._keep, (origin.shard, origin.num_shards))
+
+    def is_unused(self) -> bool:
+        """Whether two versions came since the last look at which a consumer was connected."""
+        with self._changed:
+            self._forget_ended()
+            is_used = bool(self._connections or self._hosts)
+            self._num_unused = 0 if is_used else self._num_unused + 1
+            return self._num_unused > 2
+
+    def update(self, deadline: Deadline | None = None) -> None:
+        """Makes the newest version of the publisher, unless another thread does so; any thread but those of loops.
+
+        Args:
+            deadline: of the wait for memory that no consumer reads; None to leave the version out.
+        """
+        while True:
+            with self._changed:
+                if self._is_updating or self._reader.newest <= self.newest:
+                    return
+                self._is_updating = True
+            try:
+                views = self._reader.begin()
+                assert views is not None  # of the newest one
+                number = self._reader.beginning
+                try:
+                    made = self.publish(self._selection.taken_from(self._reader.layout, views), number, deadline)
+                finally:
+                    self._reader.end(number)
+                if made < number:
+                    return  # consumers read all of the memory: it is left out
+            finally:
+                with self._changed:
+                    self._is_updating = False
+
+    def _changed_tensors(
+        self, tensors: Sequence[Tensor], how: Comparison | None, counters: Sequence[tuple[object, ...] | None] | None
+    ) -> list[int] | None:
+        origin, made = self._extracted_from(), self.newest
+        if origin is None or not made:
+            return None
+        indices = [index for index, _ in self._selection.boxes] or range(len(tensors))
+        changed = [number for number, index in enumerate(indices) if origin._changed_in[index] > made]
+        return changed if len(changed) < len(tensors) else None
+
+    def close(self) -> None:
+        """See `VersionSource`."""
+        super().close()
+        self._reader.close()
+
+
 class HostCopy(VersionSource):
     """The source of a host that fetches versions from another one; a consumer there has it.
 
@@ -330,12 +455,21 @@ class HostCopy(VersionSource):
         origin: the name of the publisher's source.
         shard: its number.
         num_shards: how many publishers the tensors have.
+        is_extract: whether it fetches an `Extract`; then its consumer asks another publisher for one at its next pull.
     """
 
     def __init__(
-        self, name: str, layout: VersionLayout, keep: int, origin: str, shard: int = 0, num_shards: int = 1
+        self,
+        name: str,
+        layout: VersionLayout,
+        keep: int,
+        origin: str,
+        shard: int = 0,
+        num_shards: int = 1,
+        is_extract: bool = False,
     ) -> None:
         super().__init__(name, layout, keep, num_shards)
+        self.is_extract = is_extract
         self.shard = shard
         self.origin = origin
         self._incarnation = 0

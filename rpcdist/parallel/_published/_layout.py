@@ -19,6 +19,9 @@ _MAX_BYTES: Final = 1 << 46  # more than the address space has room for: a layou
 PlainLayout = tuple[list[str], list[str], list[list[int]], list[list[list[int]]]]
 """A layout as plain values, which travel without pickle: names, dtypes, shapes, parts."""
 
+PlainSelection = tuple[str, list[list[list[int]]]]
+"""A `Selection` as plain values."""
+
 _DTYPES: Final = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
@@ -98,6 +101,10 @@ class VersionLayout(NamedTuple):
             [[[index], list(offsets), list(whole)] for index, (offsets, whole) in self.parts.items()],
         )
 
+    def size_bytes(self) -> int:
+        """The bytes of a version in memory."""
+        return self.offsets()[1]
+
     def offsets(self) -> tuple[list[int], int]:
         """Where each tensor begins, and how many bytes all of them take up."""
         starts, end = [], 0
@@ -159,6 +166,102 @@ class VersionLayout(NamedTuple):
         """The shape of the whole that a tensor is a part of."""
         part = self.parts.get(index)
         return self.shapes[index] if part is None else part[1]
+
+
+class Selection(NamedTuple):
+    """The values of a shard that a consumer wants, where that is not all of them as they are.
+
+    Attributes:
+        dtype: to which tensors of floating point are converted; "" for their own.
+        boxes: parts of published tensors, by their index; empty for all.
+    """
+
+    dtype: str
+    boxes: tuple[tuple[int, Box], ...]
+
+    def layout_of(self, layout: VersionLayout) -> VersionLayout:
+        """The layout of the selected values."""
+        dtypes = [self._dtype_of(dtype) for dtype in layout.dtypes]
+        if not self.boxes:
+            return layout._replace(dtypes=dtypes)
+        selected = VersionLayout([], [], [], {})
+        for index, box in self.boxes:
+            if box.sizes != layout.whole(index):
+                selected.parts[len(selected.names)] = (box.offsets, layout.whole(index))
+            selected.names.append(layout.names[index])
+            selected.dtypes.append(dtypes[index])
+            selected.shapes.append(box.sizes)
+        return selected
+
+    def taken_from(self, layout: VersionLayout, tensors: list[Tensor]) -> list[Tensor]:
+        """The selected parts of the tensors of a version."""
+        if not self.boxes:
+            return tensors
+        return [tensors[index][box.slices_in(layout.box(index))] for index, box in self.boxes]
+
+    def _dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        return _DTYPES[self.dtype] if self.dtype and dtype.is_floating_point else dtype
+
+    def check_dtypes(self, layout: VersionLayout, purpose: str) -> None:
+        """Raises `ConfigError`, which begins with `purpose`, for a tensor that torch cannot convert."""
+        for dtype in dict.fromkeys(layout.dtypes):
+            try:
+                torch.zeros(1, dtype=dtype).to(self._dtype_of(dtype))
+            except (RuntimeError, TypeError) as exc:
+                name = layout.names[layout.dtypes.index(dtype)]
+                raise ConfigError(
+                    f"{purpose}: tensor {name!r} is {dtype}, which torch cannot convert to torch.{self.dtype}"
+                ) from exc
+
+    def plain(self) -> PlainSelection:
+        """The same as plain values."""
+        return self.dtype, [[[index], list(box.offsets), list(box.sizes)] for index, box in self.boxes]
+
+    @classmethod
+    def from_plain(cls, plain: PlainSelection, layout: VersionLayout) -> Selection:
+        """The inverse of `plain`, for a selection from `layout` that a peer has sent.
+
+        Raises:
+            TransportError: it is none.
+        """
+        try:
+            dtype, boxes = plain
+            found = cls(
+                _text(dtype),
+                tuple((_numbers(first)[0], Box(_numbers(start), _numbers(sizes))) for first, start, sizes in boxes),
+            )
+            is_consistent = (not dtype or _DTYPES[dtype].is_floating_point) and all(
+                common(box, layout.box(index)) == box for index, box in found.boxes
+            )
+        except (TypeError, ValueError, KeyError, IndexError) as exc:
+            raise TransportError(f"the selection of published tensors that came makes no sense: {exc!r}") from exc
+        if not is_consistent:
+            raise TransportError("the selection of published tensors that came makes no sense: its numbers do not fit")
+        return found
+
+
+def needed_boxes(layout: VersionLayout, earlier: Sequence[VersionLayout], wanted: Pieces) -> list[tuple[int, Box]]:
+    """The parts of a shard that are copied into targets, each index once: not those that earlier shards have."""
+    of_name: dict[str, list[tuple[bool, int, Box]]] = {}
+    for each in (*earlier, layout):
+        for index, name in enumerate(each.names):
+            of_name.setdefault(name, []).append((each is layout, index, each.box(index)))
+    found = []
+    for number, (name, target) in enumerate(zip(wanted.names, wanted.tensors, strict=True)):
+        offsets, _ = wanted.parts.get(number, ((0,) * target.dim(), ()))
+        left = [Box(offsets, tuple(target.shape))] if target.numel() else []
+        for is_here, index, box in of_name.get(name, ()):
+            rest: list[Box] = []
+            for each_left in left:
+                shared = common(each_left, box) if len(box.sizes) == target.dim() else None
+                if shared is None:
+                    rest.append(each_left)
+                    continue
+                rest.extend(without(each_left, shared))
+                if is_here:
+                    found.append((index, shared))
+            left = rest
+    return found
 
 
 class ShardCopies(NamedTuple):

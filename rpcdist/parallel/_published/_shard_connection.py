@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+import torch
+
 from rpcdist import rpc
 from rpcdist.deadline import Deadline
-from rpcdist.errors import CallRefused, DeadlineExceeded, TransportError, UnknownActor
+from rpcdist.errors import CallRefused, ConfigError, DeadlineExceeded, TransportError, UnknownActor
 from rpcdist.parallel._published._hosts import Description, HostCopy, Publisher, check_description
-from rpcdist.parallel._published._layout import VersionLayout
+from rpcdist.parallel._published._layout import Selection, VersionLayout, needed_boxes
+from rpcdist.parallel._published._parts import Box, Pieces
 from rpcdist.parallel._published._reader import VersionReader
 from rpcdist.parallel._published._source import purpose_of, worker_of
 from rpcdist.rpc._current import current_agent
@@ -22,6 +26,10 @@ from rpcdist.transport.sockets import SocketHub
 
 if TYPE_CHECKING:
     from rpcdist.rpc._agent import Agent
+
+
+_MOST_SELECTED: Final = 0.75
+"""A host that needs more of a shard than this takes all of it: what it has then serves all consumers."""
 
 
 def actor_name(name: str, shard: int) -> str:
@@ -80,7 +88,7 @@ class Known:
         """A publisher of a shard begins, which is described; the newest version that it has to go beyond."""
         check_description(description)
         for copy in list(self.copies):
-            if copy.shard == shard:
+            if copy.shard == shard and not copy.is_extract:
                 copy.follow(description)
         with self._came:
             coming = [copy.newest_coming for copy in self.copies if copy.shard == shard]
@@ -118,8 +126,10 @@ class ShardConnection:
     Args:
         name: under which the tensors are published.
         shard: the number of the shard.
+        dtype: to which tensors of floating point are converted, once for this host; None for their own.
 
     Attributes:
+        published: the layout of what the publisher has; None before the first connection.
         reader: of a source that lives, or else of one that has ended; None if there has been none yet.
         copy: the source itself, if this consumer has it.
         publisher: the worker that publishes the shard.
@@ -127,9 +137,13 @@ class ShardConnection:
         num_publishers: see `Known`; when the connection was made.
     """
 
-    def __init__(self, name: str, shard: int) -> None:
+    def __init__(self, name: str, shard: int, dtype: torch.dtype | None = None) -> None:
         self.name = name
         self.shard = shard
+        self._dtype = "" if dtype is None else str(dtype).removeprefix("torch.")
+        self._boxes: list[tuple[int, Box]] = []  # the selected parts of what is published; all if it is empty
+        self._wants_all = False
+        self.published: VersionLayout | None = None
         self.reader: VersionReader | None = None
         self.copy: HostCopy | None = None
         self.publisher = ""
@@ -142,21 +156,62 @@ class ShardConnection:
         """The newest version that can be read; 0 for none."""
         return 0 if self.reader is None else self.reader.newest
 
-    def refresh(self) -> None:
-        """Connects again if the source has ended, or its publisher has been replaced; now and then."""
+    def refresh(self, wanted: Pieces | None, earlier: Sequence[ShardConnection]) -> None:
+        """Connects again if the source has ended, or its publisher has been replaced; now and then.
+
+        Args:
+            wanted: the targets of a pull, of which another host needs no more; None for all tensors.
+            earlier: the connections to earlier shards, which have some of them.
+        """
         reader, copy = self.reader, self.copy
+        is_short = bool(self._boxes) and not self._has(wanted, earlier)
+        if is_short:  # all from now on: consumers that pull one thing and then another come back to the first
+            self._wants_all = True
+            self._retry_at = 0.0
         if (
             reader is None
+            or is_short
             or reader.has_ended
             or self.num_publishers != known(self.name).num_publishers(self.shard)
             or (copy is not None and not copy.follows_living)
         ) and time.monotonic() >= self._retry_at:
             try:
-                self._connect()
+                self._connect(wanted, earlier)
             except (UnknownActor, TransportError, DeadlineExceeded):
                 self._retry_at = time.monotonic() + CHECK_INTERVAL_S
 
-    def _connect(self) -> None:
+    def _needed(
+        self, layout: VersionLayout, wanted: Pieces, earlier: Sequence[ShardConnection]
+    ) -> list[tuple[int, Box]]:
+        return needed_boxes(layout, [each.published for each in earlier if each.published is not None], wanted)
+
+    def _has(self, wanted: Pieces | None, earlier: Sequence[ShardConnection]) -> bool:
+        """Whether the selected parts contain those that are wanted."""
+        if wanted is None or self.published is None:
+            return False
+        return set(self._needed(self.published, wanted, earlier)) <= set(self._boxes)
+
+    def _selection(
+        self, layout: VersionLayout, wanted: Pieces | None, earlier: Sequence[ShardConnection]
+    ) -> Selection | None:
+        """The values that another host needs of a layout; None for all as they are."""
+        boxes: list[tuple[int, Box]] = []
+        if wanted is not None and not self._wants_all:
+            boxes = self._needed(layout, wanted, earlier)
+            if not boxes:  # one index, for the numbers of the versions
+                sizes = [math.prod(shape) for shape in layout.shapes]
+                index = min(range(len(sizes)), key=lambda at: sizes[at] or math.inf)
+                box = layout.box(index)
+                boxes = [(index, Box(box.offsets, (1,) * len(box.sizes)))]
+        everything, found = Selection(self._dtype, ()), Selection(self._dtype, tuple(boxes))
+        me = current_agent().worker_name
+        found.check_dtypes(layout, f"{me!r} wants {self.name!r} of {self.publisher!r} in another dtype")
+        selected = everything.layout_of(layout)
+        if found.layout_of(layout).size_bytes() > _MOST_SELECTED * selected.size_bytes():
+            found = everything
+        return None if found is everything and selected == layout else found
+
+    def _connect(self, wanted: Pieces | None, earlier: Sequence[ShardConnection]) -> None:
         """Finds the source of this host, or becomes it."""
         state = known(self.name)
         num_publishers = state.num_publishers(self.shard)
@@ -164,35 +219,60 @@ class ShardConnection:
         self.publisher = origin.owner_name()
         if origin.is_owner():
             publisher = origin.local_value()
-            self._use(publisher.reader(), num_publishers)
+            self.published, self._boxes = publisher.layout, []
+            selection = self._selection(publisher.layout, None, ())
+            source = publisher if selection is None else publisher.extract(selection)
+            self._use(source.reader(), num_publishers)
             self.num_shards = publisher.num_shards
             return
         while True:
             seen = state.newest(self.shard)
             description: Description = origin.rpc_sync(timeout=ASK_FOR_NAMES_LIMIT_S).describe(seen)
             check_description(description)
-            source_name, plain, keep, num_changes, addresses, num_shards = description
-            layout = VersionLayout.from_plain(plain)
+            self.num_shards = description[5]
+            self.published = layout = VersionLayout.from_plain(description[1])
+            selection = self._selection(layout, wanted, earlier)
+            reader = None
+            if selection is not None:
+                # The parts of a tensor that lie in the memory of this host are not made once more.
+                reader = None if self._dtype else self._reader_of_host(layout, description[4])
+                if reader is None:
+                    description = self._described(origin, seen, selection)
+                    layout = VersionLayout.from_plain(description[1])
+            source_name, _, keep, num_changes, addresses, _ = description
+            self._boxes = list(selection.boxes) if selection is not None and reader is None else []
             copy = self.copy
-            self.num_shards = num_shards
-            if copy is not None and copy.layout == layout:  # only its publisher has died
+            if copy is not None and reader is None and copy.layout == layout:  # only its publisher has died
                 copy.join(source_name, None)
                 self.num_publishers = num_publishers
                 return
             if copy is not None:
                 self.copy = None
-                copy.close()
-            reader = self._reader_of_host(layout, addresses)
+                copy.leave()
+            reader = reader or self._reader_of_host(layout, addresses)
             if reader is not None:
                 self._use(reader, num_publishers)
                 return
-            copy = HostCopy(self.name, layout, keep, source_name, self.shard, num_shards)
+            is_extract = selection is not None
+            copy = HostCopy(self.name, layout, keep, source_name, self.shard, self.num_shards, is_extract)
             if copy.join(source_name, num_changes):
                 self.copy = copy
                 self._use(copy.reader(), num_publishers)
                 state.copies.add(copy)
                 return
             copy.close()
+
+    def _described(self, origin: rpc.RRef[Publisher], seen: int, selection: Selection) -> Description:
+        """The description of the source of a selection."""
+        describing = origin.rpc_sync(timeout=ASK_FOR_NAMES_LIMIT_S)
+        try:
+            description: Description = describing.describe(seen, selection.plain())
+        except CallRefused as exc:
+            raise ConfigError(f"{self.publisher!r} cannot give {self.name!r} as it is wanted here: {exc}") from exc
+        check_description(description)
+        if self.published is None or VersionLayout.from_plain(description[1]) != selection.layout_of(self.published):
+            raise TransportError(f"{self.publisher!r} described other values of {self.name!r} than were selected")
+        return description
 
     def _use(self, reader: VersionReader, num_publishers: int) -> None:
         before, self.reader = self.reader, reader

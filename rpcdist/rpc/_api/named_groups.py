@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from rpcdist.collectives import PrefixStore, ProcessGroup, TCPStore
@@ -23,9 +25,11 @@ from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
 from rpcdist.rpc._membership.membership_watch import MembershipChange
 from rpcdist.rpc._peers.directory import Directory
+from rpcdist.rpc._peers.network import calling_worker
 from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S, MIN_WAIT_S
 from rpcdist.transport import Node
 from rpcdist.transport.addresses import split_address
+from rpcdist.waiters import wake_threadsafe
 
 if TYPE_CHECKING:
     from rpcdist.rpc._agent import Agent
@@ -40,31 +44,44 @@ class _OwnGroups:
     def __init__(self) -> None:
         self._num_made: dict[Members, int] = {}
         self._addresses: dict[tuple[Members, int], tuple[str, int]] = {}
-        self._changed = threading.Condition()
+        self._questions: list[tuple[tuple[Members, int], Callable[[], object]]] = []  # what wakes those that wait
+        self._lock = threading.Lock()
 
     def next_number(self, members: Members) -> int:
         """Counts the groups of the same members, which all of them make in the same order."""
-        with self._changed:
+        with self._lock:
             number = self._num_made.get(members, 0)
             self._num_made[members] = number + 1
         return number
 
     def lead(self, members: Members, number: int, host: str, port: int) -> None:
         """Tells the others where the store of a group is."""
-        with self._changed:
+        with self._lock:
             self._addresses[members, number] = (host, port)
-            self._changed.notify_all()
+            questions = [wake for group, wake in self._questions if group == (members, number)]
+        for wake in questions:
+            wake()
 
     def end(self, members: Members, number: int) -> None:
         """All of them have come, or one cannot."""
-        with self._changed:
+        with self._lock:
             self._addresses.pop((members, number), None)
 
-    def wait_for(self, members: Members, number: int, limit_s: float) -> tuple[str, int] | None:
+    async def wait_for(self, members: Members, number: int, limit_s: float) -> tuple[str, int] | None:
         """The address of the store of a group, when this worker leads it; None if it does not in time."""
-        with self._changed:
-            self._changed.wait_for(lambda: (members, number) in self._addresses, limit_s)
-            return self._addresses.get((members, number))
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        question = ((members, number), partial(wake_threadsafe, waiter))
+        with self._lock:
+            if question[0] in self._addresses:
+                return self._addresses[question[0]]
+            self._questions.append(question)
+        try:
+            await asyncio.wait([waiter], timeout=limit_s)
+        finally:
+            waiter.cancel()
+            with self._lock:
+                self._questions.remove(question)
+        return self._addresses.get(question[0])
 
 
 _groups: Final[weakref.WeakKeyDictionary[Agent, _OwnGroups]] = weakref.WeakKeyDictionary()
@@ -74,13 +91,19 @@ def _own_groups() -> _OwnGroups:
     return _groups.setdefault(current_agent(), _OwnGroups())
 
 
-def _where_is(members: list[list[Any]], number: int) -> tuple[str, int] | None:
-    """At the first member of a group: where its store is; None if it is not made in a while."""
+async def _where_is(members: list[list[Any]], number: int) -> tuple[str, int] | None:
+    """At the first member of a group: where its store is; None if it is not made in a while.
+
+    A coroutine, as a member that asks a thousand times must not take a thread for each.
+    """
     try:
         key = tuple((str(name), int(incarnation)) for name, incarnation in members)
     except (TypeError, ValueError) as exc:
         raise CallRefused(f"these are no members of a group: {members!r:.200}") from exc
-    return _own_groups().wait_for(key, number, ASK_COORDINATOR_LIMIT_S)
+    asking = calling_worker.get()
+    if asking is None or (asking.name, asking.incarnation) not in key:
+        raise CallRefused(f"the store of a group is told to its members: {members!r:.200}")
+    return await _own_groups().wait_for(key, number, ASK_COORDINATOR_LIMIT_S)
 
 
 @off_loop("await rpc.new_group_async(...)")

@@ -1,0 +1,138 @@
+"""A member floods `new_group` and `call_each`: what others hold for it is bounded, and ends with its session."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rpcdist import collectives, rpc
+from rpcdist.errors import CallRefused, ConfigError, RpcdistError
+from rpcdist.rpc._api.named_groups import _groups, _where_is
+from rpcdist.testing import LIMIT_S, InProcessCluster, WorkerPool, eventually
+
+NUM_CALLS = 1000
+
+
+@pytest.fixture
+def cluster() -> Iterator[InProcessCluster]:
+    with InProcessCluster("a", "b", "evil", elastic=True, allow_pickle=False) as cluster:
+        yield cluster
+
+
+def incarnation_of(cluster: InProcessCluster, name: str) -> int:
+    with cluster.use("a") as agent:
+        found = agent.directory.living_incarnation(name)
+        assert found is not None
+        return found
+
+
+def questions(members: list[list[object]], count: int) -> list[rpc.Future[Any]]:
+    """Asks worker a, as `new_group` does, where the stores of groups are that it does not make."""
+    found = []
+    for number in range(count):
+        asked = rpc.rpc_async("a", _where_is, (members, number), timeout=LIMIT_S)
+        asked.is_quiet = True
+        found.append(asked)
+    return found
+
+
+def test_questions_take_no_thread_each(cluster: InProcessCluster) -> None:
+    """Each took a thread of the pool for a second, of 165 at a time."""
+    members: list[list[object]] = [["a", incarnation_of(cluster, "a")], ["evil", incarnation_of(cluster, "evil")]]
+    with cluster.use("a") as agent:
+        before = agent.pool.stats().threads
+        asked = cluster.run("evil", questions, members, NUM_CALLS)
+        assert cluster.run("b", rpc.rpc_sync, "a", pow, (2, 5), timeout=LIMIT_S) == 32
+        assert [each.exception(LIMIT_S) for each in asked] == [None] * NUM_CALLS
+        assert not any(each.value() for each in asked)
+        assert agent.pool.stats().threads < before + 16
+        assert not _groups[agent]._questions and not _groups[agent]._addresses and not _groups[agent]._num_made
+
+
+def test_questions_end_with_the_session_of_the_member(cluster: InProcessCluster) -> None:
+    members: list[list[object]] = [["a", incarnation_of(cluster, "a")], ["evil", incarnation_of(cluster, "evil")]]
+    cluster.run("evil", questions, members, NUM_CALLS)
+    cluster.kill("evil")
+    with cluster.use("a") as agent:
+        eventually(lambda: not agent.dispatcher.calls, "the calls of the dead member have ended")
+        eventually(lambda: not _groups[agent]._questions, "nothing waits for it")
+
+
+def test_the_store_of_a_group_is_told_to_its_members_alone(cluster: InProcessCluster) -> None:
+    others: list[list[object]] = [["a", incarnation_of(cluster, "a")], ["b", incarnation_of(cluster, "b")]]
+    with cluster.use("evil"):
+        for members in (others, [["evil", 99]], [], [["evil"]], 3, [["evil", "x"]]):
+            with pytest.raises(CallRefused, match="members"):
+                rpc.rpc_sync("a", _where_is, (members, 0), timeout=LIMIT_S)
+
+
+def test_a_member_that_floods_does_not_keep_others_from_a_group(cluster: InProcessCluster) -> None:
+    members: list[list[object]] = [["a", incarnation_of(cluster, "a")], ["evil", incarnation_of(cluster, "evil")]]
+    cluster.run("evil", questions, members, NUM_CALLS)
+    making = cluster.begin("b", rpc.new_group, ["a", "b"])
+    with cluster.use("a"):
+        group = rpc.new_group(["a", "b"])
+    other = making.result(LIMIT_S)
+    assert (group.size(), other.rank()) == (2, 1)
+    with pytest.raises(ConfigError, match="'evil' is not among the workers of this group"):
+        cluster.run("evil", rpc.new_group, ["a", "b"])
+    cluster.run("a", collectives.destroy_process_group, group)
+    cluster.run("b", collectives.destroy_process_group, other)
+
+
+# ---------------------------------------------------------------- call_each between processes of a host
+
+kept: list[torch.Tensor] = []
+
+
+def keep(tensor: torch.Tensor) -> int:
+    """Keeps the memory that all receivers share."""
+    kept.append(tensor)
+    return len(kept)
+
+
+def flood(workers: list[str], count: int) -> int:
+    """Calls all of them, again and again, in several threads; how many calls were answered or refused."""
+    data = torch.ones(300_000)
+    num_ended = 0
+
+    def call() -> None:
+        nonlocal num_ended
+        for _ in range(count):
+            for each in rpc.call_each(workers, torch.sum, data, return_exceptions=True):
+                assert isinstance(each, torch.Tensor | RpcdistError)
+                num_ended += 1
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return num_ended
+
+
+def slowest_call(worker: str, until_calls: int) -> float:
+    found = []
+    for _ in range(until_calls):
+        began = time.monotonic()
+        assert rpc.rpc_sync(worker, pow, (2, 5)) == 32
+        found.append(time.monotonic() - began)
+    return max(found)
+
+
+@pytest.mark.multiproc
+def test_a_flood_of_call_each_leaves_nothing_behind(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("a", "b", "evil", allow_pickle=False, rpc_timeout=LIMIT_S)
+    flooding = world["evil"].begin(flood, ["a", "b"], 50)
+    assert world["b"].run(slowest_call, "a", 200) < LIMIT_S
+    assert flooding.result(4 * LIMIT_S) == 400
+    assert world["a"].run(rpc.call_each, ["evil", "b"], keep, torch.ones(300_000)) == [1, 1]
+    for number in range(2, 20):
+        assert world["a"].run(rpc.call_each, ["evil", "b"], keep, torch.ones(300_000)) == [number, number]
+    world["evil"].kill()
+    assert world["b"].run(slowest_call, "a", 10) < LIMIT_S
