@@ -13,6 +13,7 @@ import torch
 from rpcdist import collectives, rpc
 from rpcdist.errors import CallRefused, ConfigError, RpcdistError
 from rpcdist.rpc._api.named_groups import _groups, _where_is
+from rpcdist.rpc._current import current_agent
 from rpcdist.testing import LIMIT_S, InProcessCluster, WorkerPool, eventually
 
 NUM_CALLS = 1000
@@ -71,23 +72,36 @@ def test_the_store_of_a_group_is_told_to_its_members_alone(cluster: InProcessClu
                 rpc.rpc_sync("a", _where_is, (members, 0), timeout=LIMIT_S)
 
 
-def test_a_member_that_floods_does_not_keep_others_from_a_group(cluster: InProcessCluster) -> None:
-    members: list[list[object]] = [["a", incarnation_of(cluster, "a")], ["evil", incarnation_of(cluster, "evil")]]
-    cluster.run("evil", questions, members, NUM_CALLS)
-    making = cluster.begin("b", rpc.new_group, ["a", "b"])
-    with cluster.use("a"):
-        group = rpc.new_group(["a", "b"])
-    other = making.result(LIMIT_S)
-    assert (group.size(), other.rank()) == (2, 1)
-    with pytest.raises(ConfigError, match="'evil' is not among the workers of this group"):
-        cluster.run("evil", rpc.new_group, ["a", "b"])
-    cluster.run("a", collectives.destroy_process_group, group)
-    cluster.run("b", collectives.destroy_process_group, other)
-
-
 # ---------------------------------------------------------------- call_each between processes of a host
 
 kept: list[torch.Tensor] = []
+made: list[collectives.ProcessGroup] = []
+
+
+def flood_with_questions(count: int) -> int:
+    """As `new_group` asks worker a for groups that it does not make; how many questions it answered."""
+    directory = current_agent().directory
+    members: list[list[object]] = [[name, directory.living_incarnation(name)] for name in ("a", "evil")]
+    return sum(asked.exception(LIMIT_S) is None for asked in questions(members, count))
+
+
+def sum_in_group() -> float:
+    """The sum of both members of a new group."""
+    made.append(rpc.new_group(["a", "b"]))
+    one = torch.ones(())
+    collectives.all_reduce(one, group=made[-1])
+    return float(one)
+
+
+def why_not_a_member() -> str:
+    with pytest.raises(ConfigError) as caught:
+        rpc.new_group(["a", "b"])
+    return str(caught.value)
+
+
+def leave() -> None:
+    while made:
+        collectives.destroy_process_group(made.pop())
 
 
 def keep(tensor: torch.Tensor) -> int:
@@ -123,6 +137,19 @@ def slowest_call(worker: str, until_calls: int) -> float:
         assert rpc.rpc_sync(worker, pow, (2, 5)) == 32
         found.append(time.monotonic() - began)
     return max(found)
+
+
+@pytest.mark.multiproc
+def test_a_member_that_floods_does_not_keep_others_from_a_group(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("a", "b", "evil", allow_pickle=False, rpc_timeout=LIMIT_S)
+    flooding = world["evil"].begin(flood_with_questions, NUM_CALLS)
+    for _ in range(3):
+        making = [world[name].begin(sum_in_group) for name in ("a", "b")]
+        assert [each.result(LIMIT_S) for each in making] == [2.0, 2.0]
+    assert flooding.result(4 * LIMIT_S) == NUM_CALLS
+    assert "'evil' is not among the workers of this group: a, b" in world["evil"].run(why_not_a_member)
+    for name in ("a", "b"):
+        world[name].run(leave)
 
 
 @pytest.mark.multiproc

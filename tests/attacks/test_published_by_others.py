@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rpcdist import rpc
-from rpcdist.errors import CallRefused
-from rpcdist.parallel import Published
-from rpcdist.parallel._published._hosts import HostCopy, Publisher
-from rpcdist.parallel._published._shard_connection import _names, follow, known
+from rpcdist.errors import CallRefused, ConfigError, TransportError
+from rpcdist.parallel import Published, TensorPart
+from rpcdist.parallel._published._hosts import MAX_EXTRACTS, HostCopy, Publisher
+from rpcdist.parallel._published._shard_connection import _names, actor_name, follow, known
 from rpcdist.parallel._published._source import MAX_SOURCES_OF_WORKER, ask
 from rpcdist.testing import InProcessCluster
 
@@ -57,6 +57,43 @@ def test_a_peer_adds_a_bounded_number_of_hosts_to_the_chain(cluster: InProcessCl
         with pytest.raises(CallRefused, match="'evil' has 16 sources"):
             ask(origin.source_name, "join", "evil/x", "", None, timeout=LIMIT_S).wait()
     assert len(origin._hosts) == MAX_SOURCES_OF_WORKER
+
+
+def test_a_peer_makes_a_bounded_number_of_extracts_which_end(cluster: InProcessCluster) -> None:
+    """Each is a copy of what was selected, in memory of the publisher."""
+    with cluster.use("trainer"):
+        weights = Published("policy")
+        weights.publish({"a": torch.ones(4096)})
+        origin = weights._origin
+        assert origin is not None
+    with cluster.use("evil"):
+        there = rpc.get_actor(actor_name("policy", 0), LIMIT_S)
+
+        def describe(dtype: str, size: int) -> object:
+            return there.rpc_sync(timeout=LIMIT_S).describe(0, (dtype, [[[0], [0], [size]]]))
+
+        for size in range(1, MAX_EXTRACTS + 1):
+            describe("", size)
+        with pytest.raises(CallRefused, match="want 64 other selections or dtypes of its tensors; one more"):
+            describe("", MAX_EXTRACTS + 1)
+        for _ in range(10):
+            cluster.run("trainer", weights.publish, {"a": torch.ones(4096)})
+        assert not origin._extracts
+        for size in range(4095, 4091, -1):
+            describe("", size)
+        with pytest.raises(CallRefused, match="more memory of 'trainer' than 4 times a version"):
+            describe("", 100)
+        with pytest.raises(TransportError, match="makes no sense"):
+            describe("int8", 1)
+    with cluster.use("g0"):  # takes all tensors, and is told of the dtype
+        mine, half = Published("policy"), Published("policy", dtype=torch.float16)
+        part = TensorPart(torch.zeros(100), (1,), (4096,))
+        mine.pull_into({"a": part})
+        assert part.tensor.eq(1).all()
+        with pytest.raises(ConfigError, match=r"'trainer' gives 'policy' in no other dtype: .*want 4 other selections"):
+            half.pull_into({"a": part})
+        for each in (mine, half):
+            each.close()
 
 
 def test_a_copy_follows_the_worker_alone_that_has_the_name(cluster: InProcessCluster) -> None:

@@ -237,8 +237,11 @@ class ShardConnection:
                 # The parts of a tensor that lie in the memory of this host are not made once more.
                 reader = None if self._dtype else self._reader_of_host(layout, description[4])
                 if reader is None:
-                    description = self._described(origin, seen, selection)
-                    layout = VersionLayout.from_plain(description[1])
+                    described = self._described(origin, seen, selection)
+                    if described is None:
+                        self._wants_all = True
+                        continue
+                    description, layout = described, selection.layout_of(layout)
             source_name, _, keep, num_changes, addresses, _ = description
             self._boxes = list(selection.boxes) if selection is not None and reader is None else []
             copy = self.copy
@@ -262,13 +265,15 @@ class ShardConnection:
                 return
             copy.close()
 
-    def _described(self, origin: rpc.RRef[Publisher], seen: int, selection: Selection) -> Description:
-        """The description of the source of a selection."""
+    def _described(self, origin: rpc.RRef[Publisher], seen: int, selection: Selection) -> Description | None:
+        """The description of the source of a selection; None if this consumer has to take all tensors."""
         describing = origin.rpc_sync(timeout=ASK_FOR_NAMES_LIMIT_S)
         try:
             description: Description = describing.describe(seen, selection.plain())
         except CallRefused as exc:
-            raise ConfigError(f"{self.publisher!r} cannot give {self.name!r} as it is wanted here: {exc}") from exc
+            if not selection.dtype:
+                return None
+            raise ConfigError(f"{self.publisher!r} gives {self.name!r} in no other dtype: {exc}") from exc
         check_description(description)
         if self.published is None or VersionLayout.from_plain(description[1]) != selection.layout_of(self.published):
             raise TransportError(f"{self.publisher!r} described other values of {self.name!r} than were selected")
