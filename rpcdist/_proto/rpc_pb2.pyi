@@ -134,7 +134,7 @@ class SegmentNews(_message.Message):
     def __init__(self, withdrawn: _Optional[_Iterable[int]] = ..., kept: _Optional[_Iterable[int]] = ..., unread: _Optional[_Iterable[_Union[UnreadLoan, _Mapping]]] = ...) -> None: ...
 
 class Call(_message.Message):
-    __slots__ = ("id", "function", "by_value", "fetch", "arguments", "timeout_us", "result", "autograd_context", "on", "counts_as_idle", "is_nested", "traceparent")
+    __slots__ = ("id", "function", "by_value", "fetch", "arguments", "timeout_us", "result", "autograd_context", "on", "counts_as_idle", "is_nested", "traceparent", "device_map")
     ID_FIELD_NUMBER: _ClassVar[int]
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
     BY_VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +147,7 @@ class Call(_message.Message):
     COUNTS_AS_IDLE_FIELD_NUMBER: _ClassVar[int]
     IS_NESTED_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_MAP_FIELD_NUMBER: _ClassVar[int]
     id: int
     function: str
     by_value: bool
@@ -159,7 +160,8 @@ class Call(_message.Message):
     counts_as_idle: bool
     is_nested: bool
     traceparent: str
-    def __init__(self, id: _Optional[int] = ..., function: _Optional[str] = ..., by_value: bool = ..., fetch: _Optional[_Union[RRefFetch, _Mapping]] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., timeout_us: _Optional[int] = ..., result: _Optional[_Union[_value_pb2.RRefFork, _Mapping]] = ..., autograd_context: _Optional[int] = ..., on: _Optional[_Union[RRefFetch, _Mapping]] = ..., counts_as_idle: bool = ..., is_nested: bool = ..., traceparent: _Optional[str] = ...) -> None: ...
+    device_map: DeviceMap
+    def __init__(self, id: _Optional[int] = ..., function: _Optional[str] = ..., by_value: bool = ..., fetch: _Optional[_Union[RRefFetch, _Mapping]] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., timeout_us: _Optional[int] = ..., result: _Optional[_Union[_value_pb2.RRefFork, _Mapping]] = ..., autograd_context: _Optional[int] = ..., on: _Optional[_Union[RRefFetch, _Mapping]] = ..., counts_as_idle: bool = ..., is_nested: bool = ..., traceparent: _Optional[str] = ..., device_map: _Optional[_Union[DeviceMap, _Mapping]] = ...) -> None: ...
 
 class CallQuestion(_message.Message):
     __slots__ = ("id",)

@@ -11,8 +11,6 @@ from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
 
-import torch
-
 from rpcdist import _upper_layers
 from rpcdist._counters import metrics_are_wanted
 from rpcdist._launch.placement import launcher_variable
@@ -30,6 +28,7 @@ from rpcdist.rpc._agent import ROLE, Agent, UpperParts
 from rpcdist.rpc._current import agent_or_none, context_of
 from rpcdist.rpc._membership.coordinator import Coordinator, serve_membership
 from rpcdist.rpc._membership.membership_messages import members_of
+from rpcdist.rpc._peers.device_maps import check_own_devices
 from rpcdist.rpc._peers.directory import COORDINATOR, Member
 from rpcdist.rpc._peers.network import Network
 from rpcdist.rpc.options import RpcOptions
@@ -298,9 +297,4 @@ def _check_device_maps(me: Identity, members: Sequence[Member], world_size: int 
     for target, device_map in options.device_maps.items():
         if is_complete and target not in known:
             raise ValueError(f"Node {me.name} has invalid target node names in its device maps: {target!r}")
-        for device in device_map:
-            if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-                raise ValueError(
-                    f"Node {me.name} has unexpected source devices in its device map for {target}: {device}, but "
-                    f"{me.name} has {torch.cuda.device_count()} CUDA devices"
-                )
+        check_own_devices(me.name, target, device_map)

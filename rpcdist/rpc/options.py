@@ -206,7 +206,7 @@ class RpcOptions(RpcBackendOptions):
         super().__init__(rpc_timeout, init_method)
         self.num_worker_threads = num_worker_threads
         self.max_worker_threads = _at_least_one("max_worker_threads", max_worker_threads)
-        self._device_maps = {name: _to_device_map(map_) for name, map_ in (device_maps or {}).items()}
+        self._device_maps = {name: to_device_map(map_) for name, map_ in (device_maps or {}).items()}
         self._devices = _to_device_list(devices or ())
         self.init_timeout = None if init_timeout is None else _more_than_zero("init_timeout", init_timeout)
         self.peer_timeout = _more_than_zero("peer_timeout", peer_timeout)
@@ -270,7 +270,7 @@ class RpcOptions(RpcBackendOptions):
 
     @device_maps.setter
     def device_maps(self, device_maps: Mapping[str, Mapping[DeviceType, DeviceType]]) -> None:
-        self._device_maps = {name: _to_device_map(map_) for name, map_ in device_maps.items()}
+        self._device_maps = {name: to_device_map(map_) for name, map_ in device_maps.items()}
 
     @property
     def devices(self) -> list[torch.device]:
@@ -292,7 +292,7 @@ class RpcOptions(RpcBackendOptions):
             ValueError: two of our devices would map to one of the callee's, or one of ours to two.
         """
         merged = dict(self._device_maps.get(to, {}))
-        added = _to_device_map(device_map)
+        added = to_device_map(device_map)
         for source, target in added.items():
             if merged.get(source, target) != target:
                 raise ValueError(
@@ -430,7 +430,8 @@ def _known(kind: str, names: Sequence[str] | None, known: frozenset[str]) -> Non
             raise ConfigError(f"Unknown {kind}: {name}")
 
 
-def _to_device_map(device_map: Mapping[DeviceType, DeviceType]) -> DeviceMap:
+def to_device_map(device_map: Mapping[DeviceType, DeviceType]) -> DeviceMap:
+    """The map that a user has written. Raises `ValueError` where it is not one to one."""
     return _one_to_one((torch.device(source), torch.device(target)) for source, target in device_map.items())
 
 

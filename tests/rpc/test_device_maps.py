@@ -62,7 +62,7 @@ def test_where_arguments_go(world: RpcWorld, sender: str, to: str, device: str, 
     [
         ("alice", "bob", "cuda:3", "cpu"),  # bob has no map for alice
         ("carol", "bob", "cuda:2", "cpu"),  # carol's map, and not bob's
-        ("bob", "alice", "cpu", "cuda:3"),  # bob has none for alice: her own is better than none
+        ("bob", "alice", "cpu", "cpu"),  # bob has none for alice, and her own moves no results from the CPU
         ("alice", "carol", "cpu", None),
     ],
 )

@@ -418,7 +418,7 @@ def test_other_devices_need_a_route() -> None:
     tensor.detach = lambda: tensor.tensor
     with pytest.raises(SerializationError, match=r"tensor on cuda:1 cannot be sent here; send `tensor.cpu"):
         tensors._routed(value, message, tensor, None)
-    to_next = tensors.DeviceRoute(lambda device: torch.device("cuda", device.index + 1))
+    to_next = tensors.DeviceRoute(lambda device: torch.device("cuda", (device.index or 0) + 1))
     there = tensors._routed(value, message, tensor, to_next)
     assert (message.device, message.unmapped, list(value.gpus)) == ("cuda:2", False, [2])
     assert there.tolist() == [1, 1]

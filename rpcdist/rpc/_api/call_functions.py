@@ -19,9 +19,11 @@ from rpcdist.rpc._calling.result_streams import StartingStream, Stream, check_is
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
 from rpcdist.rpc._futures.waiting import note_started
+from rpcdist.rpc._peers.device_maps import check_own_devices
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.functions import is_idempotent
 from rpcdist.rpc.future import Future
+from rpcdist.rpc.options import DeviceMap, DeviceType, to_device_map
 from rpcdist.rpc.rref import Items, Later, RRef
 from rpcdist.time_limits import RREF_DELETION_LIMIT_S
 
@@ -50,7 +52,14 @@ get_actor_async = async_form(get_actor)
 
 @off_loop("await rpc.remote_async(..., name=...)", "rpc.remote(..., name=...)")
 def named_remote(
-    to: Destination, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float, is_serial: bool, name: str
+    to: Destination,
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    timeout: float,
+    is_serial: bool,
+    name: str,
+    device_map: DeviceMap | None,
 ) -> RRef[Any]:
     """`rpc.remote` with a name: waits until the actor exists, and raises what its creation raised."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
@@ -59,7 +68,8 @@ def named_remote(
     owner, names = agent.directory.resolve(to), agent.actor_names
     names.reserve(name, owner, timeout)
     try:
-        rref: RRef[Any] = agent.rref_home.remote(owner, func, args, timeout, kwargs, is_serial=is_serial)
+        home = agent.rref_home
+        rref: RRef[Any] = home.remote(owner, func, args, timeout, kwargs, is_serial=is_serial, device_map=device_map)
         agent.caller.sync(owner, keep_actor, (name, rref), None, timeout)
         names.confirm(name, timeout)
     except BaseException:
@@ -87,6 +97,8 @@ def rpc_sync(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    device_map: Mapping[DeviceType, DeviceType] | None = None,
 ) -> T: ...
 @overload
 def rpc_sync(
@@ -95,6 +107,8 @@ def rpc_sync(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    device_map: Mapping[DeviceType, DeviceType] | None = None,
 ) -> Stream[T]: ...
 @overload
 def rpc_sync(
@@ -103,6 +117,8 @@ def rpc_sync(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    device_map: Mapping[DeviceType, DeviceType] | None = None,
 ) -> T: ...
 def rpc_sync(
     to: Destination,
@@ -110,6 +126,8 @@ def rpc_sync(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    device_map: Mapping[DeviceType, DeviceType] | None = None,
 ) -> Any:
     """Runs a function on another worker and waits for its result.
 
@@ -120,6 +138,8 @@ def rpc_sync(
         args: positional arguments. Tensors are not copied before they are sent.
         kwargs: keyword arguments.
         timeout: limit of the whole call, in seconds; 0 for none; by default the `rpc_timeout` of `init_rpc`.
+        device_map: of this call alone, in the place of that of `RpcOptions.set_device_map`: the callee's device for
+            tensors of each of ours. The results come back by the same map. docs/gpus.md has examples.
 
     Returns:
         What the function returned.
@@ -131,11 +151,12 @@ def rpc_sync(
         UnknownWorker: nobody is called so.
         Exception: what the function raised, with the remote traceback as `__cause__`.
     """
+    own_map = None if device_map is None else _own_map(to, device_map)
     if is_idempotent(func):
         if asyncio._get_running_loop() is not None:
             raise BlockingInLoop("rpc_sync", "await rpc.rpc_async(...)")
-        return current_agent().retries.start(to, func, args, kwargs, timeout).wait()
-    return current_agent().caller.sync(to, func, args, kwargs, timeout)
+        return current_agent().retries.start(to, func, args, kwargs, timeout, own_map).wait()
+    return current_agent().caller.sync(to, func, args, kwargs, timeout, device_map=own_map)
 
 
 @overload
@@ -145,6 +166,8 @@ def rpc_async(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    device_map: Mapping[DeviceType, DeviceType] | None = None,
 ) -> Future[T]: ...
 @overload
 def rpc_async(
@@ -153,6 +176,8 @@ def rpc_async(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    device_map: Mapping[DeviceType, DeviceType] | None = None,
 ) -> Future[Stream[T]]: ...
 @overload
 def rpc_async(
@@ -161,6 +186,8 @@ def rpc_async(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    device_map: Mapping[DeviceType, DeviceType] | None = None,
 ) -> Future[T]: ...
 def rpc_async(
     to: Destination,
@@ -168,6 +195,8 @@ def rpc_async(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    device_map: Mapping[DeviceType, DeviceType] | None = None,
 ) -> Future[Any]:
     """Starts a call and returns its future: wait for it, await it, or cancel it.
 
@@ -176,7 +205,8 @@ def rpc_async(
     """
     agent = current_agent()
     calls = agent.retries if is_idempotent(func) else agent.caller
-    future: Future[Any] = calls.start(to, func, args, kwargs, timeout)
+    own_map = None if device_map is None else _own_map(to, device_map)
+    future: Future[Any] = calls.start(to, func, args, kwargs, timeout, device_map=own_map)
     note_started(future)
     return future
 
@@ -219,6 +249,8 @@ def rpc_stream(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    device_map: Mapping[DeviceType, DeviceType] | None = None,
 ) -> Stream[T]:
     """Runs a generator function (or async generator function) on another worker and returns its items as they come.
 
@@ -231,9 +263,11 @@ def rpc_stream(
     Raises:
         TypeError: the function is no generator function; on an event loop, the first item raises it.
     """
+    caller = current_agent().caller
+    own_map = None if device_map is None else _own_map(to, device_map)
     if asyncio._get_running_loop() is not None:
-        return StartingStream(current_agent().caller.start(to, func, args, kwargs, timeout), func)
-    return check_is_stream(current_agent().caller.sync(to, func, args, kwargs, timeout), func)
+        return StartingStream(caller.start(to, func, args, kwargs, timeout, device_map=own_map), func)
+    return check_is_stream(caller.sync(to, func, args, kwargs, timeout, device_map=own_map), func)
 
 
 @overload
@@ -246,6 +280,7 @@ def remote(
     *,
     serial: bool = False,
     name: str | None = None,
+    device_map: Mapping[DeviceType, DeviceType] | None = None,
 ) -> RRef[T]: ...
 @overload
 def remote(
@@ -257,6 +292,7 @@ def remote(
     *,
     serial: bool = False,
     name: str | None = None,
+    device_map: Mapping[DeviceType, DeviceType] | None = None,
 ) -> RRef[T]: ...
 @overload
 def remote(
@@ -269,6 +305,7 @@ def remote(
     serial: Literal[True],
     max_restarts: int,
     checkpoint_every: int = 1,
+    device_map: Mapping[DeviceType, DeviceType] | None = None,
 ) -> RestartingActor[T]: ...
 def remote(
     to: Destination,
@@ -281,6 +318,7 @@ def remote(
     name: str | None = None,
     max_restarts: int | None = None,
     checkpoint_every: int = 1,
+    device_map: Mapping[DeviceType, DeviceType] | None = None,
 ) -> RRef[Any] | RestartingActor[Any]:
     """Runs a function on another worker, leaves its result there, and returns a reference to it at once.
 
@@ -303,16 +341,33 @@ def remote(
             that one's place, so often at most (-1: always), with the state that its `checkpoint()` returned last; its
             `restore(state)` gets it. The result is a `RestartingActor`, which keeps the state.
         checkpoint_every: the number of calls between checkpoints. Later changes are lost with the worker.
+        device_map: as for `rpc_sync`, for the arguments. The value comes by the map of its owner when it is fetched.
     """
     if max_restarts is not None:
         if not serial or name is not None:
             raise ConfigError("max_restarts= is for an actor without a name: write serial=True, and leave name= out")
+        if device_map is not None:
+            raise ConfigError("max_restarts= and device_map= exclude each other: use RpcOptions.set_device_map")
         kind: Any = func
         return RestartingActor(to, kind, tuple(args or ()), dict(kwargs or {}), timeout, max_restarts, checkpoint_every)
+    own_map = None if device_map is None else _own_map(to, device_map)
     if name is not None:
-        return named_remote(to, func, args, kwargs, timeout, serial, name)
-    rref: RRef[Any] = current_agent().rref_home.remote(to, func, args, timeout, kwargs, is_serial=serial)
+        return named_remote(to, func, args, kwargs, timeout, serial, name, own_map)
+    home = current_agent().rref_home
+    rref: RRef[Any] = home.remote(to, func, args, timeout, kwargs, is_serial=serial, device_map=own_map)
     return rref
+
+
+def _own_map(to: Destination, device_map: Mapping[DeviceType, DeviceType]) -> DeviceMap:
+    """The map of one call, with the checks that `init_rpc` makes of those of options."""
+    if not isinstance(device_map, Mapping):
+        raise TypeError(
+            f"device_map is a dictionary from our devices to those of the callee, such as {{'cuda:0': 'cuda:1'}}, and "
+            f"not a {type(device_map).__name__}"
+        )
+    own_map, directory = to_device_map(device_map), current_agent().directory
+    check_own_devices(directory.me.name, directory.name_of(directory.resolve(to)), own_map)
+    return own_map
 
 
 _remote_off_loop = async_form(remote)
@@ -328,6 +383,7 @@ def remote_async(
     *,
     serial: bool = False,
     name: str | None = None,
+    device_map: Mapping[DeviceType, DeviceType] | None = None,
 ) -> Coroutine[Any, Any, RRef[T]]: ...
 @overload
 def remote_async(
@@ -339,6 +395,7 @@ def remote_async(
     *,
     serial: bool = False,
     name: str | None = None,
+    device_map: Mapping[DeviceType, DeviceType] | None = None,
 ) -> Coroutine[Any, Any, RRef[T]]: ...
 def remote_async(
     to: Destination,
@@ -349,10 +406,13 @@ def remote_async(
     *,
     serial: bool = False,
     name: str | None = None,
+    device_map: Mapping[DeviceType, DeviceType] | None = None,
 ) -> Coroutine[Any, Any, RRef[Any]]:
     """`remote` for coroutines. It waits only where there is a name; then a cancelled task leaves the creation going on.
 
     counter = await rpc.remote_async("worker1", Counter, serial=True, name="counter")
     """
-    made: Coroutine[Any, Any, RRef[Any]] = _remote_off_loop(to, func, args, kwargs, timeout, serial=serial, name=name)
+    made: Coroutine[Any, Any, RRef[Any]] = _remote_off_loop(
+        to, func, args, kwargs, timeout, serial=serial, name=name, device_map=device_map
+    )
     return made

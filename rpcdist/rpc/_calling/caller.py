@@ -25,6 +25,7 @@ from rpcdist.rpc._inspection.call_recorder import CallRecorder
 from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedNone
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.demultiplexer import Lifetime, PoolJob
+from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._peers.router import Router
@@ -104,13 +105,16 @@ class Caller:
         kwargs: Any,
         timeout_s: float,
         on: Handle | None = None,
+        device_map: DeviceMap | None = None,
     ) -> Any:
         """Calls a function, and waits for its result. `on`: see `NewCalls`."""
         if asyncio._get_running_loop() is not None:
             raise BlockingInLoop("rpc_sync", "await rpc.rpc_async(...)")
         reply_sink = SyncReplySink()
         to = self._resolve(to, timeout_s)
-        call, message, large = self._new_calls.of_function(to, func, args, kwargs, timeout_s, reply_sink, on=on)
+        call, message, large = self._new_calls.of_function(
+            to, func, args, kwargs, timeout_s, reply_sink, on=on, device_map=device_map
+        )
         if is_profiling():
             with record_function(call.what()):
                 return self._send_and_wait(call, message, large, reply_sink)
@@ -128,11 +132,18 @@ class Caller:
         return reply_sink.wait(call, self, send, None if large and takes_long(large) else session)
 
     def begin(
-        self, to: int, func: Callable[..., Any], args: Any, timeout_s: float = UNSET_RPC_TIMEOUT
+        self,
+        to: int,
+        func: Callable[..., Any],
+        args: Any,
+        timeout_s: float = UNSET_RPC_TIMEOUT,
+        device_map: DeviceMap | None = None,
     ) -> Callable[[], Any]:
         """`sync` in two parts: makes the call, and returns what waits for its result, for a thread that will do so."""
         reply_sink = SyncReplySink()
-        call, message, large = self._new_calls.of_function(to, func, args, None, timeout_s, reply_sink)
+        call, message, large = self._new_calls.of_function(
+            to, func, args, None, timeout_s, reply_sink, device_map=device_map
+        )
         self._start_in_turn(call, message, large)
         return lambda: reply_sink.wait(call, self)
 
@@ -144,11 +155,14 @@ class Caller:
         kwargs: Any,
         timeout_s: float,
         on: Handle | None = None,
+        device_map: DeviceMap | None = None,
     ) -> Future[Any]:
         """Calls a function; cancelling the future cancels the call. `on`: see `NewCalls`."""
         future = CallFuture()
         to = self._resolve(to, timeout_s)
-        call, message, large = self._new_calls.of_function(to, func, args, kwargs, timeout_s, future, on=on)
+        call, message, large = self._new_calls.of_function(
+            to, func, args, kwargs, timeout_s, future, on=on, device_map=device_map
+        )
         future.expect(call)
         self._start_in_turn(call, message, large)
         return future
@@ -181,11 +195,12 @@ class Caller:
         listener: RRefManager,
         on: Handle | None = None,
         is_serial: bool = False,
+        device_map: DeviceMap | None = None,
     ) -> Creation:
         """Asks a worker to run a function and keep its result under the ids of `share`. The rest: see `NewCalls`."""
         creation = Creation(share, listener, self.submit)
         call, message, large = self._new_calls.of_function(
-            to, func, args, kwargs, timeout_s, creation, share, on, is_serial
+            to, func, args, kwargs, timeout_s, creation, share, on, is_serial, device_map
         )
         self._send_in_turn(call, message, large)
         creation.began(call, call.cancel)

@@ -26,6 +26,7 @@ from rpcdist.rpc._calling.call_table import (
 from rpcdist.rpc._executors.blocking import hooks
 from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._marshal.marshal import Marshal, Written
+from rpcdist.rpc._peers.device_maps import DeviceMap, device_map_to_pb
 from rpcdist.rpc._peers.network import calling_worker
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.identifiers import ReferenceShare
@@ -121,6 +122,7 @@ class NewCalls:
         result: ReferenceShare | None = None,
         on: Handle | None = None,
         is_serial: bool = False,
+        device_map: DeviceMap | None = None,
     ) -> NewCall:
         """A call of a function.
 
@@ -135,6 +137,7 @@ class NewCalls:
             on: a reference to a value of the callee, which becomes the function's first argument there. It is only
                 named, so the owner has nothing to count; the call holds the reference until it ends.
             is_serial: the result is an actor.
+            device_map: of this call.
         """
         if not callable(func):
             kind = type(func).__name__
@@ -166,10 +169,11 @@ class NewCalls:
             pending.span = spans.begin_made(called)
         pending.is_bound = result is not None or on is not None or context is not None
         if name is None:
-            written: Written | None = self._by_value(func, args, kwargs, to)
+            written: Written | None = self._by_value(func, args, kwargs, to, device_map)
         else:
-            written = self._marshal.write((args, kwargs), to) if args or kwargs else None
-        if name is not None and len(name) * 4 <= MAX_NAME_BYTES and not is_serial and pending.span is None:
+            written = self._marshal.write((args, kwargs), to, None, device_map) if args or kwargs else None
+        is_usual = not is_serial and device_map is None and pending.span is None
+        if name is not None and len(name) * 4 <= MAX_NAME_BYTES and is_usual:
             compact = (NOTHING, None) if written is None else self._marshal.compact(written, context)
             if compact is not None:
                 value, history = compact
@@ -184,6 +188,8 @@ class NewCalls:
         message, large = self._in_protobuf(pending, name, written, context_id, result)
         if is_serial:
             message.call.result.is_serial = True
+        if device_map is not None:
+            message.call.device_map.CopyFrom(device_map_to_pb(device_map))
         return pending, message, large
 
     def is_for_all(self, made: NewCall) -> bool:
@@ -195,6 +201,8 @@ class NewCalls:
         """The same call for another worker, without encoding it again; None if parts of it are for one worker alone."""
         call, message, large = made
         if not isinstance(message, CompactCall) or not self.is_for_all(made):
+            return None
+        if message.num_tensors and self._marshal.moves_cpu(to):
             return None
         pending = PendingCall(
             self._owner, self._next_id(), to, call.called, call.deadline, call.timeout_s, reply_sink, USER_CALL
@@ -235,14 +243,16 @@ class NewCalls:
         pending.forks = forks or None
         return pending, message, large
 
-    def _by_value(self, func: Callable[..., Any], args: object, kwargs: object, to: int) -> Written:
+    def _by_value(
+        self, func: Callable[..., Any], args: object, kwargs: object, to: int, device_map: DeviceMap | None
+    ) -> Written:
         """The function behind its arguments: what it holds (tensors, references) travels as they do."""
         if not self._marshal.allow_pickle:
             raise SerializationError(
                 f"{getattr(func, '__qualname__', repr(func))!r} has no name under which the callee finds it, and "
                 "pickle is off here; define it at the top level of a module that both sides can import"
             )
-        return self._marshal.write((args, kwargs, func), to)
+        return self._marshal.write((args, kwargs, func), to, None, device_map)
 
     def _in_protobuf(
         self,

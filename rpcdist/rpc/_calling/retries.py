@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 from rpcdist.backoff import backoff
@@ -12,6 +13,7 @@ from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import OwnerLost, WorkerLost
 from rpcdist.rpc._calling.caller import Caller, Destination
 from rpcdist.rpc._executors.timers import Timer, Timers
+from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, MIN_WAIT_S
@@ -34,9 +36,17 @@ class Retries:
         self._changed = threading.Condition()
         self._open: set[_Retried] = set()
 
-    def start(self, to: Destination, func: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float) -> Future[Any]:
+    def start(
+        self,
+        to: Destination,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        timeout_s: float,
+        device_map: DeviceMap | None = None,
+    ) -> Future[Any]:
         """As `Caller.start`. Errors in the arguments are raised at once, as there."""
-        retried = _Retried(self, to, func, args, kwargs, timeout_s)
+        retried = _Retried(self, to, func, args, kwargs, timeout_s, device_map)
         with self._changed:
             self._open.add(retried)
         try:
@@ -68,11 +78,19 @@ class _Retried:
     """One of these calls. At any time it has a call in flight, or a timer, or has ended."""
 
     def __init__(
-        self, owner: Retries, to: Destination, func: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float
+        self,
+        owner: Retries,
+        to: Destination,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        timeout_s: float,
+        device_map: DeviceMap | None,
     ) -> None:
         self.future: Future[Any] = Future(on_cancel=self._cancel)
         self._owner = owner
         self._call = (to, func, args, kwargs)
+        self._device_map = device_map
         self._deadline = Deadline.after(owner.caller.timeout_of(timeout_s)).earlier(current_deadline.get())
         self._pauses: Iterator[float] = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, self._deadline)
         self._context = copy_context()  # of the thread that makes the call: later attempts see the same
@@ -85,7 +103,8 @@ class _Retried:
         """Makes the call once more."""
         deadline = self._deadline
         left_s = max(deadline.remaining_s(), MIN_WAIT_S) if deadline.is_finite else 0
-        current = self._context.copy().run(self._owner.caller.start, *self._call, left_s)
+        start = partial(self._owner.caller.start, device_map=self._device_map)
+        current = self._context.copy().run(start, *self._call, left_s)
         with self._lock:
             self._timer = None
             self._current = current

@@ -19,6 +19,7 @@ from rpcdist.rpc._calling.caller import Caller, Destination
 from rpcdist.rpc._calling.creations import WITHHELD, Creation
 from rpcdist.rpc._futures.waiting import note_started
 from rpcdist.rpc._peers.demultiplexer import Lifetime
+from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import MessageSink, calling_worker
 from rpcdist.rpc._peers.router import REPLACED
@@ -167,11 +168,13 @@ class RRefCalls:
         kwargs: Any = None,
         on: Handle | None = None,
         is_serial: bool = False,
+        device_map: DeviceMap | None = None,
     ) -> Any:
         """Calls a function whose result stays there; returns a reference to it at once.
 
         Args:
             is_serial: the calls of its methods run one at a time.
+            device_map: of this call.
         """
         owner = self._directory.resolve(to)
         if owner != self.me.worker and not self._is_reachable(owner):
@@ -181,7 +184,7 @@ class RRefCalls:
         rref, share = self._rrefs.create_remote(owner, is_serial or (on is not None and on.state.is_serial))
         try:
             rref._creation = self._caller.remote(
-                owner, share, func, args, kwargs, timeout_s, self._rrefs, on, is_serial
+                owner, share, func, args, kwargs, timeout_s, self._rrefs, on, is_serial, device_map
             )
         except BaseException as exc:
             self._rrefs.on_creation_failed(share, exc)

@@ -23,8 +23,10 @@ from rpcdist.rpc._devices.cuda_memory import GpuMemory, GpuUnavailable, cuda_mem
 from rpcdist.rpc._devices.gpu_arrivals import ValueOnGpus
 from rpcdist.rpc._devices.lent_gpu_memory import LentGpuMemory, LoanFields
 from rpcdist.rpc._peers.demultiplexer import PoolJob
+from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.network import MessageSink, calling_worker
 from rpcdist.rpc._values import DeviceRoute, MapDevice, ReceiveBuffer
+from rpcdist.rpc._values.tensors import moves_cpu
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import GPU_MEMORY_IDLE_S, GPU_PROBE_LIMIT_S
 
@@ -60,7 +62,7 @@ class GpuSharing:
         self,
         me: Identity,
         identity_of: Callable[[int], Identity],
-        find_map: Callable[[int, MessageSink | None], MapDevice | None],
+        find_map: Callable[[int, MessageSink | None, DeviceMap | None], MapDevice | None],
         ask: Callable[[int, str, tuple[Any, ...], float], Future[Any]],
         send: Callable[[int, rpc_pb2.Message], None],
         submit: Callable[..., None],
@@ -89,16 +91,24 @@ class GpuSharing:
     def __repr__(self) -> str:
         return f"<GpuSharing of {self._me.name} [{self._lent!r}, {self.borrowed!r}]>"
 
-    def route(self, to: int, session: MessageSink | None = None, *, back: bool = False) -> DeviceRoute:
+    def route(
+        self, to: int, session: MessageSink | None = None, of_call: DeviceMap | None = None, *, back: bool = False
+    ) -> DeviceRoute:
         """How tensors of GPUs in one value reach a worker.
 
         Args:
             to: the worker.
             session: for the result of a call, the one by which the call came.
+            of_call: see `DeviceMaps.find`.
             back: see `DeviceRoute`.
         """
         lend = partial(self._lend, to, session)
-        return DeviceRoute(None if back else self._find_map(to, session), lend, back=back)
+        return DeviceRoute(None if back else self._find_map(to, session, of_call), lend, back=back)
+
+    def moves_cpu(self, to: int, session: MessageSink | None = None, of_call: DeviceMap | None = None) -> bool:
+        """Whether tensors of the CPU in a value arrive on another device; arguments as for `route`."""
+        map_device = self._find_map(to, session, of_call)
+        return map_device is not None and moves_cpu(map_device)
 
     def arriving(self, value: value_pb2.Value, sender: Identity) -> ValueOnGpus:
         """A value that arrived."""

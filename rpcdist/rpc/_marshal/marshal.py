@@ -19,6 +19,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._devices.gpu_sharing import GpuSharing
 from rpcdist.rpc._marshal.arrived_value import ArrivedCompact, ArrivedFailure, ArrivedValue, OutgoingRRefs
+from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
@@ -47,6 +48,7 @@ class Written(NamedTuple):
         session: for the result of a call, the one by which the call came.
         writer: has written it without pickle; None if that is impossible.
         externals: takes its remote references.
+        device_map: of the call alone, or its inverse for the result.
     """
 
     obj: object
@@ -54,6 +56,7 @@ class Written(NamedTuple):
     session: MessageSink | None
     writer: PlainWriter | None
     externals: OutgoingRRefs
+    device_map: DeviceMap | None = None
 
 
 class Marshal:
@@ -69,6 +72,7 @@ class Marshal:
     Attributes:
         gpu_news: not empty while lenders of memory of GPUs have to hear something.
         tell: tells the one at the other end of a session, with the next message there.
+        moves_cpu: see `GpuSharing`.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class Marshal:
         self._gpus = gpus
         self.gpu_news = gpus.borrowed.news
         self.tell = gpus.tell
+        self.moves_cpu = gpus.moves_cpu
         self._worker_name = worker_name
 
     def encode(
@@ -98,6 +103,7 @@ class Marshal:
         autograd: CallContext | None = None,
         *,
         session: MessageSink | None = None,
+        device_map: DeviceMap | None = None,
     ) -> tuple[list[LargeBuffer], Sequence[Share]]:
         """Encodes an object for a worker.
 
@@ -107,23 +113,29 @@ class Marshal:
             to: the worker's id.
             autograd: records the tensors that require grad, unless it is None.
             session: for the result of a call, the one by which the call came.
+            device_map: of the call alone, or its inverse for the result.
 
         Returns:
             The large buffers, and the shares, for `give_back`.
         """
-        return self.fill(value, self.write(obj, to, session), autograd)
+        return self.fill(value, self.write(obj, to, session, device_map), autograd)
 
-    def write(self, obj: object, to: int, session: MessageSink | None = None) -> Written:
+    def write(
+        self, obj: object, to: int, session: MessageSink | None = None, device_map: DeviceMap | None = None
+    ) -> Written:
         """The first step of encoding an object for a worker; `compact` or `fill` is the next one."""
         incarnation = None if session is None else session.peer.incarnation
         externals = OutgoingRRefs(self._rrefs, self._rref_type, to, incarnation)
-        return Written(obj, to, session, write_plain(obj, externals, plain_only=not self.allow_pickle), externals)
+        writer = write_plain(obj, externals, plain_only=not self.allow_pickle)
+        return Written(obj, to, session, writer, externals, device_map)
 
     def compact(
         self, written: Written, autograd: CallContext | None = None
     ) -> tuple[CompactValue, History | None] | None:
         """The value in compact form, with its history; None if it has none, and needs `fill`. See `encode`."""
         writer = written.writer
+        if writer is not None and writer.tensors and self.moves_cpu(written.to, written.session, written.device_map):
+            return None
         value = None if writer is None else compact_value(writer)
         if writer is None or value is None:
             return None
@@ -137,7 +149,7 @@ class Marshal:
         """See `encode`."""
         externals, to = written.externals, written.to
         record = None if autograd is None else partial(_record, autograd, value, to)
-        route = self._gpus.route(to, written.session)
+        route = self._gpus.route(to, written.session, written.device_map)
         try:
             large = fill_value(
                 value,
@@ -233,7 +245,7 @@ class Marshal:
         return ArrivedCompact(message, buffers, sender)
 
     def failure(
-        self, exc: BaseException, session: MessageSink
+        self, exc: BaseException, session: MessageSink, device_map: DeviceMap | None = None
     ) -> tuple[rpc_pb2.Failure, list[LargeBuffer], Sequence[Share]]:
         """An exception of this worker, for a session's peer: its message, and as in `encode`; raises nothing."""
         to = session.peer.id
@@ -241,7 +253,7 @@ class Marshal:
 
         def fill(value: value_pb2.Value, parts: PickledParts) -> list[LargeBuffer]:
             externals = OutgoingRRefs(self._rrefs, self._rref_type, to, session.peer.incarnation)
-            route = self._gpus.route(to, session)
+            route = self._gpus.route(to, session, device_map)
             try:
                 large = fill_pickled(value, parts, externals, route)
             except BaseException:

@@ -1,7 +1,7 @@
-"""Where tensors of other devices than the CPU go: there by the caller's device map, and back by the same one.
+"""Where tensors go that a device map names: there by the caller's map, and back by the same one.
 
 Each worker says with the first message of a session which map it has for the worker at the other end. Its calls come by
-that session, and their results go by it.
+that session, and their results go by it. A call may bring a map of its own, which takes the place of that.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from rpcdist._proto import rpc_pb2
-from rpcdist.errors import ProtocolViolation, RpcdistError
+from rpcdist.errors import CallRefused, ProtocolViolation, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
@@ -24,6 +24,11 @@ from rpcdist.rpc._values import MapDevice, ReceiveBuffer
 logger = logging.getLogger(__name__)
 
 DeviceMap = Mapping[torch.device, torch.device]
+
+MAX_ENTRIES: Final = 1024
+"""Of a map that a peer sends: no host has that many devices."""
+
+_CPU: Final = torch.device("cpu")
 
 
 @dataclass(slots=True, eq=False)
@@ -42,29 +47,28 @@ class DeviceMaps:
     _back: dict[MessageSink, DeviceMap] = field(default_factory=dict)  # inverse maps of others, by their sessions
     _told: set[MessageSink] = field(default_factory=set)  # the sessions on which a map has come
 
-    def find(self, to: int, session: MessageSink | None) -> MapDevice | None:
+    def find(self, to: int, session: MessageSink | None, of_call: DeviceMap | None = None) -> MapDevice | None:
         """The map for what goes to a worker; None without one.
 
         Args:
             to: the worker.
             session: for the result of a call, the one by which the call came.
+            of_call: the map of the call alone, or its inverse for the result.
         """
+        if of_call is not None:
+            caller = self._me if session is None else session.peer.name
+            return partial(_look_up, of_call, f"the call of {caller!r}", "its argument device_map= can name it")
         if session is not None and (back := self._back.get(session)) is not None:
-            return partial(self._look_up, back, session.peer.name, self._me)
+            return partial(_look_up, back, *_explanation(session.peer.name, self._me))
         if not self._maps:  # asked for with every call
             return None
         name = self._name_of(to)
         there = self._maps.get(name)
-        return None if there is None else partial(self._look_up, there, self._me, name)
-
-    @staticmethod
-    def _look_up(device_map: DeviceMap, whose: str, to: str, device: torch.device) -> torch.device:
-        if device not in device_map:
-            raise RpcdistError(
-                f"a tensor on {device} cannot be sent: it is not among {list(device_map)}, the devices of this worker "
-                f"in the device map of {whose!r} for {to!r}; there, options.set_device_map({to!r}, {{...}}) adds it"
-            )
-        return device_map[device]
+        if there is None:
+            return None
+        if session is not None:  # a result: tensors of the CPU stay there, unless the caller's map says otherwise
+            there = {here: at for here, at in there.items() if here != _CPU}
+        return partial(_look_up, there, *_explanation(self._me, name))
 
     # ------------------------------------------------------------ what workers say to one another, on the I/O loop
 
@@ -73,25 +77,65 @@ class DeviceMaps:
         there = self._maps.get(to.name)
         if not there:
             return None
-        pairs = there.items()
-        return rpc_pb2.Message(
-            device_map=rpc_pb2.DeviceMap(here=[str(here) for here, _ in pairs], there=[str(at) for _, at in pairs])
-        )
+        return rpc_pb2.Message(device_map=device_map_to_pb(there))
 
     def on_message(
         self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
         """A worker introduces itself."""
-        pairs = zip(message.device_map.here, message.device_map.there, strict=False)
         if session in self._told:
             raise ProtocolViolation("a second device map arrived on one session")
         self._told.add(session)
         try:
-            self._back[session] = {torch.device(at): torch.device(here) for here, at in pairs}
-        except RuntimeError as exc:  # of a torch that knows other devices
+            self._back[session] = inverse_of(message.device_map)
+        except CallRefused as exc:  # of a torch that knows other devices
             logger.warning("the device map of %s cannot be read here: %s", session.peer.name, exc)
 
     def forget(self, session: Any, reason: str) -> None:
         """A session has ended."""
         self._back.pop(session, None)
         self._told.discard(session)
+
+
+def check_own_devices(me: str, target: str, device_map: DeviceMap) -> None:
+    """Raises `ValueError` where a map names a device of this worker that is not there."""
+    for device in device_map:
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(
+                f"Node {me} has unexpected source devices in its device map for {target}: {device}, but "
+                f"{me} has {torch.cuda.device_count()} CUDA devices"
+            )
+
+
+def device_map_to_pb(device_map: DeviceMap) -> rpc_pb2.DeviceMap:
+    """The message that says what a map says."""
+    return rpc_pb2.DeviceMap(here=map(str, device_map), there=map(str, device_map.values()))
+
+
+def inverse_of(message: rpc_pb2.DeviceMap) -> DeviceMap:
+    """The map of a peer, the other way round: for what goes back. Raises `CallRefused` if it cannot be read here."""
+    if not len(message.here) == len(message.there) <= MAX_ENTRIES:
+        raise CallRefused(
+            f"a device map arrived with {len(message.here)} devices for {len(message.there)}; at most {MAX_ENTRIES} "
+            "are allowed"
+        )
+    try:
+        return {torch.device(at): torch.device(here) for here, at in zip(message.here, message.there, strict=True)}
+    except RuntimeError as exc:
+        raise CallRefused(f"a device map arrived that cannot be read: {exc}") from exc
+
+
+def _explanation(whose: str, to: str) -> tuple[str, str]:
+    return f"{whose!r} for {to!r}", f"there, options.set_device_map({to!r}, {{...}}) adds it"
+
+
+def _look_up(device_map: DeviceMap, whose: str, advice: str, device: torch.device) -> torch.device:
+    found = device_map.get(device)
+    if found is not None:
+        return found
+    if device.type == "cpu":
+        return device
+    raise RpcdistError(
+        f"a tensor on {device} cannot be sent: it is not among {list(map(str, device_map))}, the devices of this "
+        f"worker in the device map of {whose}; {advice}"
+    )

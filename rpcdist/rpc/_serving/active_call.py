@@ -10,6 +10,7 @@ from rpcdist.deadline import NEVER, Deadline
 from rpcdist.rpc._actors.serial_actor import Turn
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._marshal.arrived_value import Arrived
+from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.handles import OwnerValue
 from rpcdist.rpc._rref.identifiers import ReferenceShare, UniqueId
@@ -47,6 +48,7 @@ class ActiveCall:
         is_by_value: the function has no name, and stands behind its arguments.
         arguments: not decoded yet; None if the function takes none.
         deadline: its caller's.
+        back: the inverse of the device map that the call brought; None where that of its session counts.
         is_nested: a handler of the caller made it.
         weight: what it takes in the account of its caller, in bytes.
         cancelled_at: when its caller said that it does not want the result, on the monotonic clock; infinity for never.
@@ -72,6 +74,7 @@ class ActiveCall:
         "arrived",
         "autograd",
         "awaited",
+        "back",
         "cancelled_at",
         "counts_as_idle",
         "deadline",
@@ -111,6 +114,7 @@ class ActiveCall:
         self.is_by_value = False
         self.arguments = arguments
         self.deadline = deadline
+        self.back: DeviceMap | None = None
         self.result: ReferenceShare | None = None
         self.value: ReferenceShare | None = None
         self.counts_as_idle = False

@@ -166,7 +166,8 @@ class Answers:
         self, active: ActiveCall, result: object
     ) -> tuple[rpc_pb2.Message | CompactReply, Sequence[LargeBuffer], Sequence[Share]]:
         """The reply with a result, its large buffers, and the shares of references that it carries."""
-        written = self._marshal.write(result, active.session.peer.id, active.session)
+        back = None if active.entry is not None else active.back  # a reference's value goes as its later fetches do
+        written = self._marshal.write(result, active.session.peer.id, active.session, back)
         compact = self._marshal.compact(written, active.autograd)
         if compact is not None:
             value, history = compact
@@ -198,7 +199,7 @@ class Answers:
 
     def _send_failure(self, active: ActiveCall, exc: BaseException) -> str:
         """Returns the failure in a few words."""
-        failure, large, forks = self._marshal.failure(exc, active.session)
+        failure, large, forks = self._marshal.failure(exc, active.session, active.back)
         try:
             if active.arguments is not None:
                 active.arguments.discard()

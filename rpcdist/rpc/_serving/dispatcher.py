@@ -42,6 +42,7 @@ from rpcdist.rpc._inspection.call_recorder import CallRecorder
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.demultiplexer import Lifetime, PoolJob, line_of
+from rpcdist.rpc._peers.device_maps import inverse_of
 from rpcdist.rpc._peers.network import MessageSink, calling_session, calling_worker
 from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.manager import RRefManager
@@ -160,6 +161,12 @@ class Dispatcher:
                 error = f"a function's name has at most {MAX_FUNCTION_CHARS} characters, not {len(call.function)}"
                 self._answers.fail(active, CallRefused(error))
                 return
+            if call.HasField("device_map"):
+                try:
+                    active.back = inverse_of(call.device_map)
+                except CallRefused as exc:
+                    self._answers.fail(active, exc)
+                    return
             context_id = call.autograd_context
         if message.large:
             sizes = zip(message.large, buffers, strict=False)
@@ -471,7 +478,7 @@ class Dispatcher:
     def _produce(self, active: ActiveCall, generator: Generator[Any, Any, Any] | AsyncGenerator[Any, Any]) -> None:
         active.session.send(rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.id, stream=True)))
         sender = StreamSender(
-            self._marshal, active.session, active.id, active.autograd, partial(self.calls.remove, active)
+            self._marshal, active.session, active.id, active.autograd, partial(self.calls.remove, active), active.back
         )
         producer: SyncProducer | AsyncProducer
         if isinstance(generator, Generator):

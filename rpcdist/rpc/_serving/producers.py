@@ -20,6 +20,7 @@ from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.torch_state import StateSlot
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._marshal.marshal import Marshal
+from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.network import MessageSink
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class StreamSender:
         id: the call whose result the stream is.
         autograd: the context of the call, or None.
         ended: called before the end is sent.
+        back: see `ActiveCall`.
     """
 
     def __init__(
@@ -56,8 +58,10 @@ class StreamSender:
         id: int,
         autograd: CallContext | None,
         ended: Callable[[], None],
+        back: DeviceMap | None = None,
     ) -> None:
         self.autograd = autograd
+        self._back = back
         self._marshal = marshal
         self._session = session
         self._id = id
@@ -67,7 +71,8 @@ class StreamSender:
         message = rpc_pb2.Message()
         message.stream_item.id = self._id
         peer = self._session.peer.id
-        large, forks = self._marshal.encode(message.stream_item.value, item, peer, self.autograd, session=self._session)
+        value, session = message.stream_item.value, self._session
+        large, forks = self._marshal.encode(value, item, peer, self.autograd, session=session, device_map=self._back)
         self._marshal.check_room(self._session, message, large, forks)
         self._marshal.send(self._session, message, large, forks)
 
@@ -76,7 +81,7 @@ class StreamSender:
         if exc is None:
             self._session.send(rpc_pb2.Message(stream_end=rpc_pb2.StreamEnd(id=self._id)))
             return
-        failure, large, forks = self._marshal.failure(exc, self._session)
+        failure, large, forks = self._marshal.failure(exc, self._session, self._back)
         message = rpc_pb2.Message(stream_end=rpc_pb2.StreamEnd(id=self._id, failure=failure))
         self._marshal.send(self._session, message, large, forks)
 

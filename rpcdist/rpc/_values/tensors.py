@@ -92,11 +92,18 @@ DTYPES: Final[dict[int, DtypeInfo]] = _available()
 DTYPE_CODES: Final[dict[torch.dtype, int]] = {info.dtype: code for code, info in DTYPES.items()}
 
 
+_CPU: Final = torch.device("cpu")
+
 MapDevice = Callable[[torch.device], torch.device]
-"""From a device of the sender to the one at the receiver; raises where the mapping lacks it."""
+"""From a device of the sender to the one at the receiver. Raises where the map lacks it; the CPU then stays the CPU."""
 
 Lend = Callable[[int, Sequence[tuple[int, int]]], tuple[Any, list[int]] | None]
 """Lends memory to the receiver: device, and address and size of each part; see `LentGpuMemory.lend`."""
+
+
+def moves_cpu(map_device: MapDevice) -> bool:
+    """Whether a map sends tensors of the CPU to another device."""
+    return map_device(_CPU).type != "cpu"
 
 
 class DeviceRoute:
@@ -108,13 +115,15 @@ class DeviceRoute:
         back: the tensors are gradients, and belong where the tensors are that they are of.
 
     Attributes:
+        moves_cpu: tensors of the CPU go to another device, too.
         loans: the numbers of what was lent so far, to be taken back if the message is not sent.
     """
 
-    __slots__ = ("back", "lend", "loans", "map_device")
+    __slots__ = ("back", "lend", "loans", "map_device", "moves_cpu")
 
     def __init__(self, map_device: MapDevice | None, lend: Lend | None = None, *, back: bool = False) -> None:
         self.map_device = map_device
+        self.moves_cpu = map_device is not None and moves_cpu(map_device)
         self.lend = lend
         self.back = back
         self.loans: list[int] = []
@@ -174,7 +183,8 @@ def pack_tensors(
             known.
         SerializationError: a tensor on another device, without a route; or the error of its map.
     """
-    runs = find_runs(tensors) if len(tensors) >= RUNS_FROM else None
+    moved = route is not None and route.moves_cpu
+    runs = find_runs(tensors) if len(tensors) >= RUNS_FROM and not moved else None
     if runs is not None:
         _send_runs(value, runs, large)
         return
@@ -199,7 +209,7 @@ def pack_tensors(
             raise UnsupportedTensor
         shape = tensor.shape
         _write_header(message, tensor, code, shape)
-        if not tensor.is_cpu:
+        if moved or not tensor.is_cpu:
             tensor = _routed(value, message, tensor, route)
         if tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):
             tensor = tensor.detach().resolve_conj().resolve_neg()
