@@ -198,7 +198,7 @@ def test_a_device_that_the_map_lacks() -> None:
 
 def test_an_actor_that_is_made_again_has_no_map_of_one_call(cluster: InProcessCluster) -> None:
     with cluster.use("alice"), pytest.raises(ConfigError, match="exclude each other"):
-        rpc.remote("bob", dict, serial=True, max_restarts=1, device_map={})  # type: ignore[call-overload]
+        rpc.remote("bob", dict, serial=True, max_restarts=1, device_map={})
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded, RpcdistError
 from rpcdist.parallel.pipeline._schedules import Action, Kind
 from rpcdist.rpc._current import AgentLocal
+from rpcdist.rpc._devices.handler_streams import ArrivedTensors
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._peers.network import MessageSink, calling_session
 from rpcdist.rpc.functions import runs_on_reader
@@ -41,18 +42,25 @@ class Mailbox:
 
     Args:
         sources: where to read for tensors that are not there yet.
+        on_gpu: tensors may be on a GPU, and not computed yet: the current streams of the thread that takes them wait
+            for them.
     """
 
-    def __init__(self, sources: Mapping[tuple[int, Kind], TensorSource]) -> None:
+    def __init__(self, sources: Mapping[tuple[int, Kind], TensorSource], on_gpu: bool = False) -> None:
         self._sources = sources
+        self._on_gpu = on_gpu
+        self._streams: dict[Action, ArrivedTensors] = {}
         self._condition = threading.Condition()
         self._arrived: dict[Action, Sequence[object]] = {}
         self._failure: BaseException | None = None
         self._reading: tuple[int, TensorSource] | None = None  # the thread that takes, and where it reads
 
     def put(self, action: Action, values: Sequence[object]) -> None:
-        """Stores the tensors that `action` needs."""
+        """Stores the tensors that `action` needs; those on GPUs are in the current streams of this thread."""
+        streams = ArrivedTensors.of(values) if self._on_gpu else None
         with self._condition:
+            if streams is not None:
+                self._streams[action] = streams
             self._arrived[action] = values
             self._condition.notify()
         self._ring()
@@ -93,7 +101,10 @@ class Mailbox:
         with self._condition:
             if action not in self._arrived:
                 raise DeadlineExceeded("what it needs did not arrive in time")
-            return self._arrived.pop(action)
+            values, streams = self._arrived.pop(action), self._streams.pop(action, None)
+        if streams is not None:
+            streams.join_gpus()
+        return values
 
     def _is_over(self, action: Action) -> bool:
         return action in self._arrived or self._failure is not None

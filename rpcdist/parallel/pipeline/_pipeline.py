@@ -109,14 +109,14 @@ class Pipeline:
         self.loss_reduction: Reduction = loss_reduction
         self.timeline: Timeline | None = None
         """The times of the last step that succeeded."""
-        self._config = PipelineConfig(f"pipeline-{secrets.token_hex(8)}", tuple(workers), len(stages), loss_fn)
+        places = tuple(map(_with_index, devices)) if devices else (torch.device("cpu"),) * len(workers)
+        self._config = PipelineConfig(f"pipeline-{secrets.token_hex(8)}", tuple(workers), len(stages), loss_fn, places)
         self._timeout = timeout
         self._busy = threading.Lock()
         self._step = 0
         self._num_optimizers = 0
-        places = [str(device) for device in devices] if devices else ["cpu"] * len(workers)
         rrefs: list[rpc.RRef[StageRunner]] = [
-            rpc.remote(name, StageRunner, args=(self._config, worker, self._of_worker(worker, stages), places[worker]))
+            rpc.remote(name, StageRunner, args=(self._config, worker, self._of_worker(worker, stages)))
             for worker, name in enumerate(workers)
         ]
         self._runners = Runners(rrefs, timeout)
@@ -298,6 +298,12 @@ class Pipeline:
         if self.timeline is None:
             raise RpcdistError("there is no timeline yet: run a step first")
         self.timeline.draw(path, title)
+
+
+def _with_index(device: str | torch.device) -> torch.device:
+    """The device as it is named in a device map."""
+    place = torch.device(device)
+    return torch.device("cuda", 0) if place.type == "cuda" and place.index is None else place
 
 
 def _check(workers: Sequence[str], loss_reduction: str, devices: Sequence[object] | None) -> None:

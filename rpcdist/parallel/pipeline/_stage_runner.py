@@ -27,6 +27,7 @@ from rpcdist.parallel.pipeline._step_messages import (
     StepOrder,
     StepReport,
 )
+from rpcdist.rpc._devices.handler_streams import HandlerStreams
 from rpcdist.rpc._peers.network import MessageSink
 
 
@@ -37,13 +38,12 @@ class StageRunner:
         config: the pipeline.
         worker: index of this worker in the pipeline.
         sources: the modules of this worker's stages, or functions that make them, by stage.
-        device: on which the modules live.
     """
 
-    def __init__(self, config: PipelineConfig, worker: int, sources: Mapping[int, StageSource], device: str) -> None:
+    def __init__(self, config: PipelineConfig, worker: int, sources: Mapping[int, StageSource]) -> None:
         self._config = config
         self._worker = worker
-        place = torch.device(device)
+        self._device = place = config.devices[worker]
         self.stages = {
             index: Stage(index, self._build(index, source).to(place), place) for index, source in sources.items()
         }
@@ -85,7 +85,7 @@ class StageRunner:
                 self._mailbox(step).put(action, values)
 
     def _mailbox(self, step: int) -> Mailbox:
-        return self._mailboxes.setdefault(step, Mailbox(self._sources))
+        return self._mailboxes.setdefault(step, Mailbox(self._sources, self._device.type == "cuda"))
 
     def abort(self, step: int, reason: str) -> None:
         """Ends a step and drops its gradients, whether it runs now, has run, or has not begun."""
@@ -135,7 +135,12 @@ class StageRunner:
             mailbox = self._mailbox(order.step)
         if not self._running.acquire(timeout=deadline.remaining_s() if deadline.is_finite else -1):
             raise PipelineTimeout(*self._whole_step(order.step), "an earlier step still runs")
+        streams: HandlerStreams | None = None
         try:
+            if self._device.type == "cuda":
+                # The default stream waits for all tensors that have arrived, also for those that another GPU has not
+                # computed yet and only a later action needs.
+                streams = HandlerStreams([self._device.index])
             report = StepExecution(self._config, self._name, self.stages, order, mailbox, deadline).run()
             with self._lock:
                 mailbox.check()  # an `abort` that comes later finds the step ended, and clears the gradients itself
@@ -145,6 +150,8 @@ class StageRunner:
             self._clear(order.step)
             raise
         finally:
+            if streams is not None:
+                streams.leave()
             self._running.release()
 
     # ------------------------------------------------------------ modules and optimizers

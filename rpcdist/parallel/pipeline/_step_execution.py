@@ -5,7 +5,9 @@
     I/O loop                                reads while that thread computes, and puts what arrives into the mailbox,
                                             also before `run` was called
 
-The worker that made a tensor pushes it to the next one, so the transfer overlaps with computation on both.
+The worker that made a tensor pushes it to the next one, so the transfer overlaps with computation on both. A tensor on
+a GPU is lent to the other worker as those of all calls are, and copied from there to the GPU of the next stage; neither
+thread waits for a GPU, until losses and outputs are copied for the driver at the end.
 """
 
 from __future__ import annotations
@@ -63,6 +65,8 @@ class StepExecution:
         for action, wait in self._sent:  # their memory must not change before
             with self._blaming(action, "sending the result of the "):
                 wait()
+        if self._report.losses or self._report.outputs:
+            self._wait_for_copies()
         return self._report
 
     def _do(self, action: Action) -> None:
@@ -98,9 +102,9 @@ class StepExecution:
             loss = self._loss(stage, output, self._order.targets[microbatch])
             if self._with_grad:
                 stage.keep(microbatch, [loss])
-            self._report.losses[microbatch] = loss.detach().cpu()
+            self._report.losses[microbatch] = _on_host(loss)
         if self._order.with_outputs:
-            self._report.outputs[microbatch] = _for_sending(output)
+            self._report.outputs[microbatch] = _converted(output, _on_host)
         return None
 
     def _loss(self, stage: Stage, output: object, targets: Sequence[object]) -> Tensor:
@@ -134,7 +138,9 @@ class StepExecution:
             self._mailbox.put(receiver, results)
             return
         worker = self._config.worker_index(receiver.stage)
-        values = [_for_sending(value) for value in results]
+        values = [_converted(value, _without_graph) for value in results]
+        # No map of options counts: the tensors belong where the next stage is.
+        device_map = {device: self._config.devices[worker] for device in _devices_of(values)} or None
         arguments = (
             self._config.key,
             worker,
@@ -147,14 +153,40 @@ class StepExecution:
         timeout_s = self._deadline.remaining_s() if self._deadline.is_finite else 0
         # Not a future, whose completion is a job for the pool: this thread waits for it, unless the step fails anyway.
         receiver_id = self._agent.directory.resolve(self._config.workers[worker])
-        self._sent.append((action, self._agent.caller.begin(receiver_id, push, arguments, timeout_s)))
+        self._sent.append((action, self._agent.caller.begin(receiver_id, push, arguments, timeout_s, device_map)))
+
+    def _wait_for_copies(self) -> None:
+        """Until the copies of losses and outputs are on the CPU."""
+        device = self._stages[self._config.num_stages - 1].device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
 
-def _for_sending(value: object) -> object:
-    """Copies of tensors on the CPU, without their graph; they require gradients where the originals do."""
+def _converted(value: object, convert: Callable[[Tensor], Tensor]) -> object:
+    """The value with each of its tensors converted; they require gradients where the originals do."""
     if isinstance(value, tuple | list):
-        return tuple(_for_sending(item) for item in value)
-    return value.detach().cpu().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+        return tuple(_converted(item, convert) for item in value)
+    return convert(value).requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    return tensor.detach()
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy on the CPU, without its graph; of a tensor on a GPU, it is there when the current stream has made it."""
+    return tensor.detach().to("cpu", non_blocking=True)
+
+
+def _devices_of(values: Sequence[object]) -> set[torch.device]:
+    """The devices of tensors that are not on the CPU."""
+    found: set[torch.device] = set()
+    for value in values:
+        if isinstance(value, tuple | list):
+            found |= _devices_of(value)
+        elif isinstance(value, Tensor) and not value.is_cpu:
+            found.add(value.device)
+    return found
 
 
 class _Blame:

@@ -67,12 +67,14 @@ class PipelineConfig:
         workers: names of the workers; stage `s` lives on `workers[s % len(workers)]`.
         num_stages: number of stages in the whole pipeline.
         loss_fn: called with the output of the last stage, and with the targets.
+        devices: of the stages of each worker.
     """
 
     key: str
     workers: tuple[str, ...]
     num_stages: int
     loss_fn: LossFunction | None
+    devices: tuple[torch.device, ...]
 
     def worker_index(self, stage: int) -> int:
         """Index of the worker on which a stage lives."""

@@ -88,6 +88,9 @@ def _make_current(stream: Any) -> None:
 class ArrivedTensors:
     """Tensors that were copied in a stream which another thread may not have as its current one.
 
+    Streams that use them wait for an event, and not for the stream: that one may have got later copies meanwhile, which
+    wait for GPUs of other workers.
+
     Args:
         tensors: those of one value that lie on GPUs.
     """
@@ -98,7 +101,10 @@ class ArrivedTensors:
         by_device: dict[int, list[torch.Tensor]] = {}
         for tensor in tensors:
             by_device.setdefault(tensor.get_device(), []).append(tensor)
-        self._by_device = [(torch.cuda.current_stream(device), of_one) for device, of_one in by_device.items()]
+        self._by_device = [
+            (stream := torch.cuda.current_stream(device), stream.record_event(), of_one)
+            for device, of_one in by_device.items()
+        ]
 
     @classmethod
     def of(cls, value: object) -> ArrivedTensors:
@@ -111,9 +117,9 @@ class ArrivedTensors:
 
     def join_gpus(self) -> None:
         """Has the current streams of this thread wait for them."""
-        for stream, tensors in self._by_device:
+        for stream, event, tensors in self._by_device:
             current = torch.cuda.current_stream(stream.device)
             if current != stream:
-                current.wait_stream(stream)
+                current.wait_event(event)
                 for tensor in tensors:
                     tensor.record_stream(current)
