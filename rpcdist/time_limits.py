@@ -35,6 +35,9 @@ GPU_MEMORY_IDLE_S: Final = 10.0
 """A worker closes memory of another process's GPU, and frees what it lends itself, when nothing used it for so long."""
 GPU_LOAN_DOUBT_S: Final = 60.0
 """Memory of a GPU that is lent with a message which may not have arrived is used again after this."""
+GPU_WAIT_LIMIT_S: Final = 600.0
+"""A stream waits so long for memory that a worker has lent and its GPU has not written. Then it goes on, the content is
+undefined, the log names the worker, and nothing more is borrowed from it. The borrower looks every few seconds."""
 GPU_POLL_S: Final = 0.001
 """Interval at which a worker that ends looks whether the GPUs of others have computed what was sent to it."""
 GPU_PROBE_LIMIT_S: Final = 30.0

@@ -38,7 +38,7 @@ LIMITS = {
     "files": Limit(508, 400),
     "classes": Limit(1_050, 620),
     "protocols": Limit(63, 30),
-    "time limits": Limit(164, 90),
+    "time limits": Limit(165, 90),
     "environment variables": Limit(30, 20),
     "import circles": Limit(0, 0),
 }

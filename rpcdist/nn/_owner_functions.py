@@ -34,14 +34,17 @@ def forward(
 ) -> Any:
     """Calls the module with its inputs on its device.
 
-    Results are moved to the CPU unless the caller has a device map: without one, only CPU tensors can be sent.
+    Results are moved to the device of the first input, unless the caller has a device map: the caller has that device.
     """
     module = module_rref.local_value()
     place = device_of(module, device)
     if place.type == "cpu":
         return module(*args, **kwargs)
     result = module(*_moved(args, place), **_moved(kwargs, place))
-    return result if has_device_map else _moved(result, torch.device("cpu"))
+    if has_device_map:
+        return result
+    inputs = (leaf.device for leaf in tree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.is_cpu)
+    return _moved(result, next(inputs, torch.device("cpu")))
 
 
 def device_of(module: nn.Module, otherwise: str) -> torch.device:

@@ -6,12 +6,27 @@ this project leaves out, or brings later, says so with its reason; the rule is i
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["CATEGORIES", "COUNTED", "DIFFERENT", "NOT_WATCHED", "TARGET", "Entry", "categorize", "load", "save"]
+__all__ = [
+    "CATEGORIES",
+    "COUNTED",
+    "DIFFERENT",
+    "GPU",
+    "NOT_WATCHED",
+    "TARGET",
+    "WITHOUT_GPUS",
+    "Entry",
+    "categorize",
+    "gpu_tests",
+    "load",
+    "save",
+]
 
 BASELINE = Path(__file__).with_name("torch_baseline.json")
 
@@ -39,12 +54,29 @@ DIFFERENT = {
     "goes through here",
 }
 
+GPU = "gpu"
+GPU_SUITES = {
+    "CudaDistAutogradTest": "rpc/dist_autograd_test.py",
+    "CudaRemoteModuleTest": "nn/api/remote_module_test.py",
+    "CudaRpcTest": "rpc/rpc_test.py",
+    "TensorPipeAgentCudaRpcTest": "rpc/rpc_test.py",
+    "TensorPipeCudaDistAutogradTest": "rpc/dist_autograd_test.py",
+}
+"""The files of the classes whose tests need GPUs, in `torch/testing/_internal/distributed`."""
+
+WITHOUT_GPUS = (
+    "test_cuda_future_device_not_cuda",
+    "test_device_map_cpu",
+)
+"""Tests of `TensorPipeAgentCudaRpcTest` that pass without the GPUs for which they look."""
+
 CATEGORIES = {
     "plain": "counted",
     "autograd": "uses distributed autograd, counted",
     "node names": "asks for the names of torch's C++ graph nodes, optional",
     "profiler": "needs torch's legacy profiler, optional",
     "TorchScript": "sends TorchScript functions or modules, optional",
+    GPU: "needs one GPU or several; run where there is one",
 }
 
 
@@ -85,6 +117,20 @@ def categorize(used: Iterable[str], name: str = "") -> tuple[str, str]:
         if reasons:
             return category, f"calls {', '.join(reasons)}"
     return "plain", ""
+
+
+def gpu_tests() -> list[Entry]:
+    """The tests that need GPUs. torch skips them where the baseline is made, so they are read from its files."""
+    spec = find_spec("torch.testing._internal")
+    assert spec is not None and spec.submodule_search_locations is not None
+    folder = Path(spec.submodule_search_locations[0]) / "distributed"
+    found = []
+    for file in sorted(set(GPU_SUITES.values())):
+        for node in ast.parse((folder / file).read_text()).body:
+            if isinstance(node, ast.ClassDef) and GPU_SUITES.get(node.name) == file:
+                names = [part.name for part in node.body if isinstance(part, ast.FunctionDef)]
+                found += [Entry(f"{node.name}.{name}", GPU) for name in names if name.startswith("test_")]
+    return found
 
 
 def load() -> list[Entry]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rpctest_catalogue import CATEGORIES, COUNTED, DIFFERENT, TARGET, Entry
+from rpctest_catalogue import CATEGORIES, COUNTED, DIFFERENT, GPU, TARGET, Entry
 from rpctest_fleet import Outcome
 
 __all__ = ["reached", "replace_section", "table", "write_page"]
@@ -60,6 +60,10 @@ def table(outcomes: Pairs, num_starts: int) -> str:
     if lost:
         lines += ["", "Counted tests that did not pass:", ""]
         lines += [f"- `{outcome.name}` ({DIFFERENT.get(outcome.name, outcome.status)})" for outcome in lost]
+    on_gpus = [outcome for entry, outcome in outcomes if entry.category == GPU and outcome.status != "passed"]
+    if on_gpus:
+        lines += ["", "Tests on GPUs that did not pass:", ""]
+        lines += [f"- `{outcome.name}` ({outcome.status})" for outcome in on_gpus]
     return "\n".join(lines)
 
 

@@ -6,20 +6,28 @@ imported. The classes are attributes of this module because tests send their own
 
 from __future__ import annotations
 
+from inspect import unwrap
 from typing import Any
 
+from rpctest_catalogue import WITHOUT_GPUS
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 from torch.testing._internal.distributed.nn.api import remote_module_test
 from torch.testing._internal.distributed.rpc import dist_autograd_test, dist_optimizer_test, rpc_test
 from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import TensorPipeRpcAgentTestFixture
 
 __all__ = [
+    "CudaDistAutogradTest",
+    "CudaRemoteModuleTest",
+    "CudaRpcTest",
+    "DeviceMapsWithoutGpusTest",
     "DistAutogradTest",
     "DistOptimizerTest",
     "RemoteModuleTest",
     "RpcTest",
+    "TensorPipeAgentCudaRpcTest",
     "TensorPipeAgentDistAutogradTest",
     "TensorPipeAgentRpcTest",
+    "TensorPipeCudaDistAutogradTest",
     "ThreeWorkersRemoteModuleTest",
 ]
 
@@ -62,3 +70,45 @@ class ThreeWorkersRemoteModuleTest(
 
 class TensorPipeAgentRpcTest(rpc_test.TensorPipeAgentRpcTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase):
     """What torch asks of its default backend: options, timeouts, device maps."""
+
+
+# ---------------------------------------------------------------- GPUs
+
+
+class CudaRpcTest(rpc_test.CudaRpcTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase):
+    """What any RPC backend has to do with a GPU."""
+
+
+class TensorPipeAgentCudaRpcTest(
+    rpc_test.TensorPipeAgentCudaRpcTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase
+):
+    """Device maps, and the order of streams in calls."""
+
+
+class CudaDistAutogradTest(
+    dist_autograd_test.CudaDistAutogradTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase
+):
+    """Distributed autograd with a GPU in each worker."""
+
+
+class TensorPipeCudaDistAutogradTest(
+    dist_autograd_test.TensorPipeCudaDistAutogradTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase
+):
+    """Distributed autograd by device maps."""
+
+
+class CudaRemoteModuleTest(
+    remote_module_test.CudaRemoteModuleTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase
+):
+    """Remote modules on GPUs."""
+
+
+class DeviceMapsWithoutGpusTest(
+    rpc_test.TensorPipeAgentCudaRpcTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase
+):
+    """Those tests of `TensorPipeAgentCudaRpcTest` that look for GPUs first, and then use none."""
+
+
+for _name in WITHOUT_GPUS:
+    # What torch's decorator, which looks for GPUs, has around it.
+    setattr(DeviceMapsWithoutGpusTest, _name, unwrap(getattr(DeviceMapsWithoutGpusTest, _name)))

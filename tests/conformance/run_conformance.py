@@ -85,7 +85,13 @@ def run(fleet: Fleet, options: argparse.Namespace) -> int:
 
 def selected(options: argparse.Namespace) -> Iterator[Entry]:
     """The tests to run: those of the baseline, or all that there are when the baseline itself is measured."""
-    for entry in every_test() if options.peer == "torch" else catalogue.load():
+    listed = catalogue.load()
+    gpu_tests = catalogue.gpu_tests()
+    if torch.cuda.is_available() or options.category == catalogue.GPU:
+        listed += gpu_tests
+    elif options.peer == "rpcdist":
+        print(f"{len(gpu_tests)} tests are skipped: they need a GPU, and this machine has none")
+    for entry in every_test() if options.peer == "torch" else listed:
         if options.words and not any(word in entry.name for word in options.words):
             continue
         if options.category in (None, entry.category):

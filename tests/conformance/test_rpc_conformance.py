@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from rpctest_catalogue import COUNTED, load
+from rpctest_catalogue import COUNTED, GPU_SUITES, WITHOUT_GPUS, gpu_tests, load
 from rpctest_fleet import Fleet
 
 LIMIT_S = 60.0
@@ -80,6 +80,22 @@ def test_cross_section(fleet: Fleet, name: str) -> None:
     suite, _, test = name.partition(".")
     outcome = fleet.run(suite, test, LIMIT_S)
     assert outcome.status == "passed", outcome.details
+
+
+@pytest.mark.timeout(LIMIT_S + 180)
+@pytest.mark.parametrize("test", WITHOUT_GPUS)
+def test_device_maps_without_gpus(fleet: Fleet, test: str) -> None:
+    outcome = fleet.run("DeviceMapsWithoutGpusTest", test, LIMIT_S)
+    assert outcome.status == "passed", outcome.details
+
+
+def test_those_of_gpus_are_known() -> None:
+    """Each class has tests, and none of them counts among those of the CPU."""
+    names = [entry.name for entry in gpu_tests()]
+    assert {name.partition(".")[0] for name in names} == GPU_SUITES.keys()
+    assert len(names) == len(set(names)) > 90
+    assert {f"TensorPipeAgentCudaRpcTest.{name}" for name in WITHOUT_GPUS} <= set(names)
+    assert not set(names) & {entry.name for entry in load()}
 
 
 def test_the_cross_section_is_counted() -> None:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import rpcdist.autograd as dist_autograd
 import rpcdist.rpc as rpc
-from rpcdist.errors import SerializationError
+from rpcdist.errors import RpcdistError, SerializationError
 from rpcdist.nn import RemoteModule
 from rpcdist.optim import DistributedOptimizer
+from rpcdist.parallel.parameter_server import ParameterServer, ShardedEmbedding
 from rpcdist.parallel.pipeline import Pipeline
 
 GPU = torch.device("cuda", 0)
@@ -45,6 +46,10 @@ def twice_each(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 async def twice_later(value: Tensor) -> Tensor:
     return twice(value)
+
+
+def on_the_cpu(length: int) -> Tensor:
+    return torch.ones(length)
 
 
 def make_on_gpu(length: int) -> Tensor:
@@ -116,6 +121,20 @@ def other_streams() -> None:
         value.fill_(7)
         result = rpc.rpc_sync("bob", twice, (value,))
         assert result.eq(14).all()
+
+
+def maps_of_one_call() -> None:
+    value = torch.ones(3)
+    for name, size in (("bob", 3), ("carol", 100_000)):
+        assert rpc.rpc_sync(name, device_of, (value.expand(size),), device_map={"cpu": "cuda:0"}) == "cuda:0"
+        result = rpc.rpc_sync(name, twice, (torch.ones(size),), device_map={"cpu": "cuda:0"})
+        assert result.is_cpu and result.eq(2).all()
+        assert rpc.rpc_sync(name, device_of, (torch.ones(size, device=GPU),), device_map={"cuda:0": "cpu"}) == "cpu"
+        same(rpc.rpc_sync(name, on_the_cpu, (size,), device_map={"cuda:0": "cpu"}), torch.ones(size))
+    with pytest.raises(SerializationError, match="tensor for cuda:7 arrived"):
+        rpc.rpc_sync("bob", device_of, (value,), device_map={"cpu": "cuda:7"})
+    with pytest.raises(RpcdistError, match="tensor on cuda:0 cannot be sent"):
+        rpc.rpc_sync("bob", device_of, (value.to(GPU),), device_map={})
 
 
 def without_a_map() -> None:
@@ -234,3 +253,28 @@ def pipelines() -> None:
             gradient = found[name]
             assert gradient is not None and parameter.grad is not None
             torch.testing.assert_close(gradient.cpu(), parameter.grad.cpu())
+
+
+def parameter_servers() -> None:
+    """Trainer and servers on GPUs, against one process."""
+    model, reference = nn.Linear(8, 4).to(GPU), nn.Linear(8, 4).to(GPU)
+    reference.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    server = ParameterServer(model, ["bob", "carol"], torch.optim.SGD, lr=0.1, device="cuda:0")
+    for _ in range(3):
+        inputs = torch.rand(5, 8, device=GPU)
+        for each in (model, reference):
+            each(inputs).square().mean().backward()
+        server.step(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(model.weight, reference.weight)
+    assert all(value.is_cpu for value in server.pull().values())
+    weight = torch.rand(9, 3)
+    table = ShardedEmbedding(9, 3, ["bob", "carol"], torch.optim.SGD, lr=1.0, weight=weight, device="cuda:0")
+    for device in (GPU, torch.device("cpu")):
+        rows = table(torch.tensor([7, 2, 7], device=device))
+        assert rows.device == device and torch.equal(rows.detach().cpu(), weight[[7, 2, 7]])
+    table(torch.tensor([1], device=GPU)).sum().backward()
+    table.step()
+    torch.testing.assert_close(table(torch.tensor([1])).detach()[0], weight[1] - 1)

@@ -16,12 +16,14 @@ PROGRAMS = [
     "values",
     "other_streams",
     "without_a_map",
+    "maps_of_one_call",
     "references",
     "memory",
     "autograd_smart",
     "autograd_fast",
     "remote_modules",
     "pipelines",
+    "parameter_servers",
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import rpcdist.autograd as autograd
 import rpcdist.nn
 import rpcdist.rpc as rpc
 from rpcdist.errors import ConfigError, SerializationError, UnknownWorker
-from rpcdist.nn import RemoteModule
+from rpcdist.nn import RemoteModule, _owner_functions
 from rpcdist.nn._refused_methods import REFUSED
 from rpcdist.nn.api.remote_module import _REMOTE_MODULE_PICKLED_ATTRIBUTES, _RemoteModule
 from rpcdist.optim import DistributedOptimizer
@@ -274,3 +275,14 @@ def test_functional_is_found_late() -> None:
         getattr(rpcdist.nn.functional, "no_such_function")  # noqa: B009
     with pytest.raises(AttributeError, match="no_such_function"):
         getattr(rpcdist.nn, "no_such_function")  # noqa: B009
+
+
+def test_results_are_where_the_inputs_are() -> None:
+    """Without a device map. The device meta stands for a GPU: nothing can be copied from it to the CPU."""
+    module = nn.Linear(3, 2, device="meta")
+    rref: Any = SimpleNamespace(local_value=lambda: module)
+    inputs = torch.ones(1, 3, device="meta")
+    assert _owner_functions.forward(rref, "meta", False, (inputs,), {}).device.type == "meta"
+    assert _owner_functions.forward(rref, "meta", True, (torch.ones(1, 3),), {}).device.type == "meta"
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta"):
+        _owner_functions.forward(rref, "meta", False, (torch.ones(1, 3),), {})

@@ -164,7 +164,7 @@ def test_the_next_call_has_the_map_of_options(arrivals: Arrivals) -> None:
         (
             {"cuda:77": "cpu"},
             ValueError,
-            r"alice has unexpected source devices .* for bob: cuda:77",
+            r"alice has source devices with invalid indices .* for bob: cuda:77",
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, list | dict | str) else "",

@@ -28,7 +28,7 @@ from rpcdist.rpc._devices.lent_gpu_memory import (
 )
 from rpcdist.rpc._marshal.arrived_value import ArrivedValue
 from rpcdist.rpc._values.tensors import DeviceRoute
-from rpcdist.time_limits import GPU_LOAN_DOUBT_S, GPU_MEMORY_IDLE_S
+from rpcdist.time_limits import GPU_LOAN_DOUBT_S, GPU_MEMORY_IDLE_S, GPU_WAIT_LIMIT_S
 
 ALICE, BOB, CAROL = (Identity(name, id, 100 + id) for id, name in enumerate(("alice", "bob", "carol")))
 
@@ -47,7 +47,7 @@ class World:
         self.borrowed = self.borrower(self.bob)
 
     def borrower(self, memory: FakeGpuMemory, lent: LentGpuMemory | None = None) -> BorrowedGpuMemory:
-        borrowed = BorrowedGpuMemory(lambda: memory, lambda: lent, lambda: self.now)
+        borrowed = BorrowedGpuMemory(lambda: memory, lambda: lent, lambda id: "alice", lambda: self.now)
         borrowed._indices = {UUID: 0}
         return borrowed
 
@@ -207,6 +207,7 @@ def test_memory_that_nobody_uses_is_freed_when_its_readers_have_closed_it() -> N
 def test_what_is_closed_with_a_loan_under_way_is_not_freed() -> None:
     world = World()
     world.copy(world.lend(tensor_of(1)), 1000)
+    assert world.alice.run() and world.bob.run()
     world.tell()
     loan = world.lend(tensor_of(2))
     world.now += GPU_MEMORY_IDLE_S + 1
@@ -234,6 +235,71 @@ def test_a_lender_that_is_lost_holds_nobody_up(caplog: pytest.LogCaptureFixture)
         in caplog.text
     )
     assert not world.host.opened and world.borrowed.release(ALICE.id) is None
+
+
+def test_memory_for_which_a_stream_waits_is_not_closed(caplog: pytest.LogCaptureFixture) -> None:
+    """Closing it would wait for the stream, and a loss of the lender could not end that any more."""
+    world = World()
+    world.copy(world.lend(tensor_of(1)), 1000)
+    world.now += GPU_MEMORY_IDLE_S + 1
+    world.borrowed.clean()
+    assert world.host.opened
+    world.borrowed.on_gone(ALICE.id, "alice")
+    assert world.bob.run() and not world.host.opened
+    assert "worker 'alice' was lost before" in caplog.text
+
+
+def test_a_number_that_never_comes(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    first = world.lend(tensor_of(1))
+    _, copied = world.copy(first, 1000)
+    assert world.alice.run() and world.bob.run() and all_are(copied, 1)
+    forged = value_pb2.GpuLoan()
+    forged.CopyFrom(first)
+    forged.sequence += 7
+    world.copy(forged, 1000)
+    world.bob.enqueue(lambda: copied.fill_(5))  # the next kernel
+    world.now += GPU_WAIT_LIMIT_S - 1
+    world.borrowed.clean()
+    assert not world.bob.run() and "has not written it" not in caplog.text
+    world.now += 2
+    world.borrowed.clean()
+    assert world.bob.run() and all_are(copied, 5)
+    assert caplog.text.count("worker 'alice' has lent memory of a GPU, and has not written it within 600 s") == 1
+    with pytest.raises(SerializationError, match=r"worker 'alice' has lent memory .* nothing more is borrowed"):
+        world.borrowed.begin(world.lend(tensor_of(2)), ALICE.id)
+    world.borrowed.on_gone(ALICE.id, "alice")  # another process in its place
+    world.borrowed.begin(world.lend(tensor_of(2)), ALICE.id)
+
+
+def test_numbers_that_came_late_are_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    _, copied = world.copy(world.lend(tensor_of(1)), 1000)
+    world.now += GPU_WAIT_LIMIT_S - 1
+    assert world.alice.run() and world.bob.run() and all_are(copied, 1)
+    world.now += 100
+    world.borrowed.clean()
+    assert not world.host.opened and not caplog.text
+
+
+def test_garbage_of_a_peer_changes_nothing_of_others() -> None:
+    """Releases of loans that are not its own, of no loan and of memory that it did not open; loans that are none."""
+    world = World()
+    loans = [world.lend(tensor_of(number), to) for number, to in ((1, BOB), (2, CAROL))]
+    readers = [set(each.readers) for each in world.lent._allocations.values()]
+    numbers = [loans[0].number, 0, 1 << 63, loans[0].number, *range(100, 200)]
+    for sender in (CAROL, ALICE):
+        world.lent.release(numbers, numbers, sender, [b"", b"unknown", loans[0].memory])
+    assert world.lent.num_loans == 2 and [set(each.readers) for each in world.lent._allocations.values()] == readers
+    for wrong in ({"memory": b"\xff" * 1000}, {"offset": (1 << 64) - 512}, {"size": (1 << 64) - 1}, {"gpu": b""}):
+        forged = value_pb2.GpuLoan()
+        forged.CopyFrom(loans[0])
+        for name, value in wrong.items():
+            setattr(forged, name, value)
+        with pytest.raises(SerializationError):
+            world.borrowed.begin(forged, ALICE.id)
+    _, copied = world.copy(loans[0], 1000)
+    assert world.alice.run() and world.bob.run() and all_are(copied, 1)
 
 
 def test_a_lender_that_is_lost_when_all_was_computed(caplog: pytest.LogCaptureFixture) -> None:

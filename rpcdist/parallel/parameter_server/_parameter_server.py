@@ -47,7 +47,8 @@ class ParameterServer(ShardedParameters):
         mode: "async" or "sync".
         staleness: steps that a trainer may be ahead; None for any number.
         trainers: names of the workers that take part from the beginning; needed where trainers wait for each other.
-        device: of the servers' tensors. Values and gradients travel on the CPU.
+        device: of the servers' tensors. Gradients travel on the CPU; values go from GPU to GPU where a trainer has one
+            of this index.
         timeout: limit in seconds of each call, the wait for other trainers included; 0 for none, by default that of
             `init_rpc`.
         **defaults: options of `optimizer_class`.
@@ -176,7 +177,7 @@ class ParameterServer(ShardedParameters):
 
     def _merged(self, of_servers: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
         return {
-            name: layout.merge(parts)
+            name: layout.merge([part.cpu() for part in parts])
             for (name, layout), parts in zip(self._layouts.items(), zip(*of_servers, strict=True), strict=True)
         }
 

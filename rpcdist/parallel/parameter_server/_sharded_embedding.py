@@ -119,7 +119,8 @@ class ShardedEmbedding(ShardedParameters):
             wrong = int(needed[0] if needed[0] < 0 else needed[-1])
             raise IndexError(f"there is no row {wrong}: this table has the rows 0 to {self.num_embeddings - 1}")
         needed = needed.long()
-        rows = torch.empty(len(needed), self.embedding_dim, dtype=self._dtype)
+        device = ids.device
+        rows = torch.empty(len(needed), self.embedding_dim, dtype=self._dtype, device=device)
         asked = []
         for index, shard in enumerate(self._shards):
             chosen = needed % len(self._shards) == index
@@ -127,11 +128,10 @@ class ShardedEmbedding(ShardedParameters):
                 local = needed[chosen] // len(self._shards)
                 asked.append((chosen, shard.rpc_async(self._timeout).pull_rows(local)))
         for (chosen, _), found in zip(asked, rpc.wait_all([call for _, call in asked]), strict=True):
-            rows[chosen] = found
-        rows = rows.to(ids.device)
+            rows[chosen.to(device)] = found.to(device)  # it may come on the servers' device
         if torch.is_grad_enabled():
             self._collect_gradient(needed, rows)
-        return embedding(positions.to(ids.device), rows)
+        return embedding(positions.to(device), rows)
 
     async def look_up_async(self, ids: Tensor) -> Tensor:
         """`table(ids)` for coroutines."""

@@ -4,8 +4,8 @@ The copy waits for the lender's number in the current stream of the thread that 
 when it is done: nobody waits on the host. That it is under way, the lender hears with the next message to it, or with
 the next tick. An allocation is opened once, which takes 300 us, and stays open for a while.
 
-If the lender is lost before its number is there, the streams that wait for it go on, and what they copy is undefined;
-the log says so.
+If the lender is lost before its number is there, or does not write it for `GPU_WAIT_LIMIT_S`, the streams that wait for
+it go on, and what they copy is undefined; the log says so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._devices.cuda_memory import GpuMemory, GpuUnavailable
 from rpcdist.rpc._devices.lent_gpu_memory import ALIGNMENT_BYTES, COPIED_AT, LentGpuMemory
-from rpcdist.time_limits import GPU_MEMORY_IDLE_S, GPU_POLL_S
+from rpcdist.time_limits import GPU_MEMORY_IDLE_S, GPU_POLL_S, GPU_WAIT_LIMIT_S
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,8 @@ class _OpenMemory:
 
     Attributes:
         is_own: it is of this process.
-        sequences: by offset, the last number that a stream of this process waits for there.
+        sequences: by offset, the last number that a stream of this process waits for there, and since when; those that
+            are known to have come are left out.
     """
 
     device: int
@@ -42,7 +43,7 @@ class _OpenMemory:
     size: int
     is_own: bool
     used: float = 0.0
-    sequences: dict[int, int] = field(default_factory=dict)
+    sequences: dict[int, tuple[int, float]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +69,7 @@ class BorrowedGpuMemory:
     Args:
         memory: CUDA; called when memory is borrowed first.
         lent: that of this process, whose own loans come back where a worker calls itself, or another of its process.
+        name_of: the name of a worker, for errors.
         now: the monotonic clock.
 
     Attributes:
@@ -78,15 +80,18 @@ class BorrowedGpuMemory:
         self,
         memory: Callable[[], GpuMemory],
         lent: Callable[[], LentGpuMemory | None],
+        name_of: Callable[[int], str],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._memory = memory
         self._lent = lent
+        self._name_of = name_of
         self._now = now
         self._lock = threading.Lock()
         self._opened: dict[tuple[int, bytes], _OpenMemory] = {}  # by lender and handle
         self.news: dict[int, rpc_pb2.GpuRelease] = {}
         self._indices: dict[bytes, int] = {}  # of devices, by UUID
+        self._overdue: set[int] = set()  # lenders whose numbers did not come
 
     def __repr__(self) -> str:
         return f"<BorrowedGpuMemory [{len(self._opened)} allocations open]>"
@@ -127,6 +132,12 @@ class BorrowedGpuMemory:
         """
         home = self.device_of(loan)
         with self._lock:
+            if lender in self._overdue:
+                raise SerializationError(
+                    f"worker {self._name_of(lender)!r} has lent memory of a GPU that it did not write within "
+                    f"{GPU_WAIT_LIMIT_S:g} s, and nothing more is borrowed from it; let it send tensors of the CPU, or "
+                    "start it again"
+                )
             try:
                 opened = self._open(loan, home, lender)
             except GpuUnavailable as exc:
@@ -135,7 +146,8 @@ class BorrowedGpuMemory:
                 raise SerializationError(
                     f"a loan arrived that is said to lie beyond the {opened.size} bytes of its memory"
                 )
-            opened.sequences[loan.offset] = loan.sequence
+            if not opened.is_own:
+                opened.sequences[loan.offset] = loan.sequence, self._now()
             return Borrowed(loan, home, opened.address + loan.offset)
 
     def copy(self, borrowed: Borrowed, offset: int, target: torch.Tensor, size: int) -> None:
@@ -192,18 +204,43 @@ class BorrowedGpuMemory:
     def clean(self) -> None:
         """Closes allocations that nobody used for a while. May take long."""
         now = self._now()
-        with self._lock:
-            idle = [key for key, opened in self._opened.items() if now - opened.used > GPU_MEMORY_IDLE_S]
-            closing = [(*key, self._opened.pop(key)) for key in idle]
+        closing: list[tuple[int, bytes, _OpenMemory]] = []
+        with self._lock:  # nobody else closes them meanwhile
+            for key, opened in list(self._opened.items()):
+                is_idle = now - opened.used > GPU_MEMORY_IDLE_S
+                if is_idle or any(now - since > GPU_WAIT_LIMIT_S for _, since in opened.sequences.values()):
+                    self._end_waits(opened, key[0], now)
+                if is_idle and not opened.sequences:  # else closing would wait with the stream, and for ever
+                    closing.append((*key, self._opened.pop(key)))
         for lender, handle, opened in closing:
             self._close(opened)
             with self._lock:
                 self._news_of(lender).closed.append(handle)
 
+    def _end_waits(self, opened: _OpenMemory, lender: int, now: float) -> None:
+        """Forgets the numbers that have come, and ends the waits that have lasted too long. With the lock."""
+        memory = self._memory()
+        for offset, (sequence, since) in list(opened.sequences.items()):
+            address = opened.address + offset
+            if 0 < (sequence - memory.read(opened.device, address) & 0xFFFFFFFF) < 1 << 31:  # not there yet
+                if now - since <= GPU_WAIT_LIMIT_S:
+                    continue
+                memory.force(opened.device, address, sequence)
+                if lender not in self._overdue:
+                    self._overdue.add(lender)
+                    logger.error(
+                        "worker %r has lent memory of a GPU, and has not written it within %g s: the content of "
+                        "tensors that it sent is undefined, and no more memory is borrowed from it",
+                        self._name_of(lender),
+                        GPU_WAIT_LIMIT_S,
+                    )
+            del opened.sequences[offset]
+
     def on_gone(self, lender: int, name: str) -> None:
         """The process of a worker has ended: streams that wait for it go on. Closes its memory, which may take long."""
         with self._lock:
             self.news.pop(lender, None)
+            self._overdue.discard(lender)
             closing = [self._opened.pop(key) for key in list(self._opened) if key[0] == lender]
         self._end(closing, f"worker {name!r} was lost", Deadline.after(0.0))
 
@@ -222,7 +259,7 @@ class BorrowedGpuMemory:
             if opened.is_own:
                 continue
             memory = self._memory()
-            for offset, sequence in opened.sequences.items():
+            for offset, (sequence, _) in opened.sequences.items():
                 while memory.read(opened.device, opened.address + offset) != sequence:
                     if deadline.expired():
                         memory.force(opened.device, opened.address + offset, sequence)

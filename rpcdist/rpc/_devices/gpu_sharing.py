@@ -85,7 +85,7 @@ class GpuSharing:
         self._lent: LentGpuMemory | None = None  # once a tensor of a GPU was sent
         self._readers: dict[Identity, str] = {}  # empty, or why it cannot read
         self._lock = threading.Lock()
-        self.borrowed = BorrowedGpuMemory(memory, lambda: self._lent)
+        self.borrowed = BorrowedGpuMemory(memory, lambda: self._lent, lambda worker: identity_of(worker).name)
         self.callables: dict[str, Callable[..., Any]] = {PROBE: self._probe}
 
     def __repr__(self) -> str:

@@ -102,7 +102,7 @@ def check_own_devices(me: str, target: str, device_map: DeviceMap) -> None:
     for device in device_map:
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise ValueError(
-                f"Node {me} has unexpected source devices in its device map for {target}: {device}, but "
+                f"Node {me} has source devices with invalid indices in its device map for {target}: {device}, but "
                 f"{me} has {torch.cuda.device_count()} CUDA devices"
             )
 
