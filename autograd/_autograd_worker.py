@@ -17,10 +17,10 @@ from torch.autograd.graph import GradientEdge
 
 from rpcdist._proto import autograd_pb2
 from rpcdist.autograd._autograd_errors import AutogradError
-from rpcdist.autograd._backward_pass import BackwardPass
-from rpcdist.autograd._context import Context, ContextTable, make_id, worker_of
+from rpcdist.autograd._backward_pass import BackwardPass, PassOptions
+from rpcdist.autograd._context import Context, ContextTable, Releases, make_id, worker_of
+from rpcdist.autograd._general_part import make_part
 from rpcdist.autograd._message_nodes import new_edge
-from rpcdist.autograd._pass_events import PassOptions
 from rpcdist.autograd._pass_message import (
     PassMessage,
     UnknownMessages,
@@ -31,7 +31,6 @@ from rpcdist.autograd._pass_message import (
     read_message,
     read_work,
 )
-from rpcdist.autograd._pass_sender import PassSender, Releases
 from rpcdist.autograd._step_part import Outcome, StepPart, do_work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CallRefused, Overloaded, RpcdistError
@@ -61,7 +60,6 @@ class AutogradWorker:
         self.id = host.identity.id
         self.contexts = ContextTable(self.id)
         self.host = host
-        self._sender = PassSender(host)
         self.pass_taps: list[Callable[[int, Sequence[Any], Sequence[Any]], object]] = []
         self._passes: dict[int, BackwardPass] = {}  # those that run, by id
         self._finding = threading.Lock()
@@ -75,8 +73,7 @@ class AutogradWorker:
         self, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool, mode: str, deadline: Deadline
     ) -> None:
         """Runs a pass on this thread and on all workers of the context; blocks."""
-        options = PassOptions(mode == "fast", retain_graph, deadline)
-        begun, first = self._begin(context_id, roots, options, lambda ended: None)
+        begun, first = self._begin(context_id, roots, PassOptions(mode == "fast", retain_graph, deadline))
         begun.run_here(first)
 
     def step(
@@ -99,18 +96,11 @@ class AutogradWorker:
         Returns:
             The outcome, by owner.
         """
-        context = self.contexts.find(context_id)
+        part = StepPart(work, own)
         options = PassOptions(self.host.default_mode == "fast", False, deadline)
-        edges: list[GradientEdge] = []
-        gradients: Sequence[torch.Tensor] = ()
-        if roots is not None:
-            edges = _checked_roots(roots)
-            gradients = [torch.ones_like(root, requires_grad=False) for root in roots]
-        begun = self._make_pass(context, self._new_id(), root_gradients=gradients, options=options)
-        part = begun.then = StepPart(begun, work, own)
-        self._check(begun)
+        begun, first = self._begin(context_id, roots, options, then=part)
         try:
-            begun.run_here(begun.start_step if roots is None else partial(begun.start, edges, context.partners(), None))
+            begun.run_here(first)
         except Exception as exc:
             if part.handed is not None:
                 may = "has" if part.is_stepping else "may have"
@@ -143,17 +133,20 @@ class AutogradWorker:
     def _begin(
         self,
         context_id: int,
-        roots: Sequence[torch.Tensor],
+        roots: Sequence[torch.Tensor] | None,
         options: PassOptions,
-        on_end: Callable[[BackwardPass], object],
+        on_end: Callable[[BackwardPass], object] = lambda ended: None,
+        then: StepPart | None = None,
     ) -> tuple[BackwardPass, Callable[[], object]]:
-        """A new pass, and the function that starts it on the thread of the pass."""
+        """A new pass, and the function that starts it on the thread of the pass: with `then` if there are no roots."""
         context = self.contexts.find(context_id)
-        edges = _checked_roots(roots)
-        gradients = [torch.ones_like(root, requires_grad=False) for root in roots]
-        begun = self._make_pass(context, self._new_id(), on_end, gradients, options)
+        edges = [] if roots is None else _checked_roots(roots)
+        gradients = [torch.ones_like(root, requires_grad=False) for root in roots or ()]
+        # Nobody guesses its id: a worker that knows it was told of the pass.
+        begun = self._make_pass(context, make_id(self.id, secrets.randbits(47)), on_end, gradients, options)
+        begun.then = then
         self._check(begun)
-        return begun, partial(begun.start, edges, context.partners(), None)
+        return begun, begun.start_step if roots is None else partial(begun.start, edges, context.partners(), None)
 
     def _make_pass(
         self,
@@ -182,7 +175,7 @@ class AutogradWorker:
 
         late = partial(self._answer_late, context, id)
         hops: list[tuple[str, int, float, float]] | None = [] if self.pass_taps or spans is not None else None
-        made = BackwardPass(self._sender, context, id, remove, late, root_gradients, options, hops)
+        made = BackwardPass(self.host, context, id, make_part, remove, late, root_gradients, options, hops)
         if spans is not None and span is not None:
             made.traceparent = spans.traceparent(span)
         self._passes[id] = made
@@ -372,11 +365,7 @@ class AutogradWorker:
         elif backward in context.ended_passes:
             answer = PassMessage()
             answer.begins = True
-            self._sender.send(sender, answer.encode(context.id, backward)[0])
-
-    def _new_id(self) -> int:
-        """The id of a pass that begins here. Nobody guesses it: a worker that knows it was told of the pass."""
-        return make_id(self.id, secrets.randbits(47))
+            self.host.send_if_possible(sender, answer.encode(context.id, backward)[0])
 
     def on_message(
         self, sender: Identity, message: autograd_pb2.AutogradMessage, buffers: Sequence[ReceiveBuffer]
@@ -410,7 +399,7 @@ class AutogradWorker:
     def _refuse(self, sender: int, context: int, backward: int, error: BaseException) -> None:
         answer = autograd_pb2.AutogradMessage(context=context, backward=backward)
         encode_error(error, self.id, self.host.identity.name, answer.aborted)
-        self._sender.send(sender, answer)
+        self.host.send_if_possible(sender, answer)
 
 
 def _released(context: Context) -> AutogradError:

@@ -16,10 +16,11 @@ import threading
 import time
 from _thread import RLock
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -27,16 +28,12 @@ from torch.autograd.graph import GradientEdge
 from rpcdist._proto import autograd_pb2
 from rpcdist.autograd._autograd_errors import BackwardError
 from rpcdist.autograd._context import Context, SpanKind, worker_of
-from rpcdist.autograd._direct_part import DirectPart, find_sources
-from rpcdist.autograd._general_part import GeneralPart
-from rpcdist.autograd._graph_analysis import analyse
-from rpcdist.autograd._pass_events import PassOptions
 from rpcdist.autograd._pass_message import PassMessage, encode_error
-from rpcdist.autograd._pass_sender import PassSender
 from rpcdist.autograd._step_part import StepPart, do_work
 from rpcdist.deadline import Deadline
-from rpcdist.errors import DeadlineExceeded
+from rpcdist.errors import DeadlineExceeded, RpcdistError, TransportError, WorkerLost
 from rpcdist.inspection import PassFacts
+from rpcdist.rpc._calling.autograd_links import AutogradLinks
 from rpcdist.rpc._executors.blocking import LastAct, blocking, hooks
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
@@ -46,22 +43,46 @@ from rpcdist.transport.wire_messages import CompactPass
 
 T = TypeVar("T")
 Job = Callable[[], object]
+Packed = tuple[int, CompactPass, Sequence[LargeBuffer], Sequence[int]]
+"""A message that was encoded: its receiver, itself, its large buffers, the loans of memory of GPUs that it brings."""
 
 
-class Packed(NamedTuple):
-    """A message that was encoded.
+class PassOptions(NamedTuple):
+    """The options of a backward pass, equal on all its workers: `fast` counts every send as used, without verdicts."""
+
+    fast: bool = False
+    retain_graph: bool = False
+    deadline: Deadline = Deadline.after(None)
+
+
+class PassPart:
+    """A worker's part in a pass; only on the thread that handles the events of the pass.
 
     Attributes:
-        to: the worker that it is for.
-        part: the message.
-        large: its large buffers.
-        loans: of memory of GPUs that it brings, by number.
+        ready: the runs that became ready, for `run_ready`.
     """
 
-    to: int
-    part: CompactPass
-    large: Sequence[LargeBuffer]
-    loans: Sequence[int]
+    __slots__ = ()
+
+    ready: Sequence[Any] = ()
+
+    def start(self, neighbours: Collection[int], early: Sequence[tuple[int, PassMessage]]) -> None:
+        """Begins, with the messages that came before; `neighbours` are all workers to begin with."""
+        raise NotImplementedError
+
+    def take(self, sender: int, message: PassMessage) -> None:
+        """Handles a neighbour's message."""
+        raise NotImplementedError
+
+    def run_ready(self) -> None:
+        """Executes the runs that are ready, when all that has come is handled."""
+
+    def waits_for(self) -> Mapping[int, str]:
+        """The reasons why the pass has not ended on this worker, by the worker that it waits for; any thread."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends all waits: the pass is over. Any thread."""
 
 
 class BackwardPass:
@@ -71,14 +92,13 @@ class BackwardPass:
 
     Args:
         id: of the pass, the same on all workers; its high bits are the worker where it began.
+        make_part: makes the part of this worker from the edges of the roots. Takes time.
         on_end: called once, when the pass has ended on this worker; on any thread.
         on_late: answers a neighbour that begins when the pass has ended here.
-        root_gradients: the gradients of the roots, on the worker where the pass began.
-        options: of the pass, on the worker where it began.
+        root_gradients, options: of the roots and of the pass, on the worker where the pass began.
 
     Attributes:
         then: what follows when all workers have done their parts, on the worker where the pass began.
-        me: this worker.
         parent: the neighbour that began with this worker; None on the worker where the pass began, and before that.
         lock: around the messages that wait to be sent, and the state of the thread.
         spans: the times of its parts: kind, peer or -1, start, end.
@@ -91,16 +111,17 @@ class BackwardPass:
 
     def __init__(
         self,
-        sender: PassSender,
+        host: AutogradLinks,
         context: Context,
         id: int,
+        make_part: Callable[[BackwardPass, Sequence[GradientEdge]], PassPart],
         on_end: Callable[[BackwardPass], object],
         on_late: Callable[[int], object],
         root_gradients: Sequence[torch.Tensor] = (),
         options: PassOptions | None = None,
         hops: list[tuple[str, int, float, float]] | None = None,
     ) -> None:
-        self.me = sender.id
+        self.me = host.identity.id
         self.context = context
         self.id = id
         self.root_gradients = root_gradients
@@ -111,12 +132,13 @@ class BackwardPass:
         self.error: BaseException | None = None
         self.is_over = False
         self.is_finishing = False
-        self.submit = sender.submit
-        self.name_of = sender.name_of
-        self._sender = sender
+        self.submit = host.submit
+        self.name_of = host.worker_name_of
+        self._host = host
+        self._make_part = make_part
         self._on_end = on_end
         self._on_late = on_late
-        self._part: DirectPart | GeneralPart | StepPart | None = None
+        self._part: PassPart | None = None
         self._early: list[tuple[int, PassMessage]] = []  # messages that came before the pass was begun here
         self._out: dict[int, PassMessage] = {}
         self._follow_up: bytes | None = None  # what this worker does for its parent when its part is done
@@ -142,31 +164,29 @@ class BackwardPass:
         self._involved.update(neighbours)
         if parent is None:
             self._find_links(neighbours)
-        context = self.context
-        sends, recvs = context.snapshot()
-        is_general = self.options.fast or context.was_general
-        found = None if is_general else find_sources(context.id, roots, sends)
-        part: DirectPart | GeneralPart
-        if found is not None:
-            part = DirectPart(self, *found, sends, recvs)
-        else:
-            context.was_general = not self.options.fast
-            part = GeneralPart(self, analyse(context.id, roots, sends, recvs))
+        part = self._part = self._make_part(self, roots)
         self.spans.append(("analysis", -1, began_s, time.time()))
-        self._part = part
         early, self._early = self._early, []
         part.start(neighbours, early)
 
     def start_step(self) -> None:
-        """Begins with `then`: there is no pass before it."""
-        assert self.then is not None
-        self._part = self.then
-        self._find_links(self.then.owners)
-        self.then.start((), ())
+        """Asks the owners of parameters for their steps, and does the share of this process meanwhile."""
+        then = self.then
+        assert then is not None
+        then.is_begun, self._part = True, None
+        self._find_links(then.work)
+        timeout_us = self.timeout_us()
+        for to, work in then.work.items():
+            if to != then.handed or not then.is_stepping:
+                message = self.message_to(to)
+                message.work, message.timeout_us = work, timeout_us
+        self.flush()
+        then.own()
+        self.is_finishing = then.is_done()
 
     def _find_links(self, neighbours: Iterable[int]) -> None:
         for to in neighbours:
-            session = self._sender.standing_session(to)
+            session = self._host.standing_session(to)
             if session is not None:
                 self._links[to] = self._source = session
 
@@ -189,7 +209,7 @@ class BackwardPass:
         if self.then is not None:
             if self.options.deadline.expired():
                 self._expire()  # and nobody steps
-            elif self._part is not self.then:
+            elif not self.then.is_begun:
                 self.context.is_spent = not self.options.retain_graph
                 self.start_step()
         elif not self.is_finishing:
@@ -215,19 +235,8 @@ class BackwardPass:
 
     # ------------------------------------------------------------ what comes
 
-    def went_by(self, to: int, session: MessageSink) -> None:
-        """The session by which a message to a neighbour went. Its answers will come there."""
-        self._links[to] = self._source = session
-
     def receive(self, sender: int, message: PassMessage, via: MessageSink | None, jobs: list[PoolJob]) -> None:
-        """Takes a neighbour's message.
-
-        Args:
-            sender: the neighbour.
-            message: what it says.
-            via: the session by which it came, and by which what this worker says goes.
-            jobs: gets what a thread of the pool has to do.
-        """
+        """Takes a neighbour's message, which came by a session; `jobs` gets what a thread of the pool has to do."""
         if self.is_over:
             if message.begins:
                 self._on_late(sender)
@@ -282,13 +291,14 @@ class BackwardPass:
         if message.is_heavy:
             self.context.is_heavy_elsewhere = True
         if message.messages:
-            sender_of = self._sender.gpus.identity_of
+            gpus = self._host.gpus
             message.read_gradients(
-                self._sender.plain_only, lambda value: self._sender.gpus.arriving(value, sender_of(sender))
+                not self._host.allow_pickle, lambda value: gpus.arriving(value, gpus.identity_of(sender))
             )
-        if self.then is not None and (message.follows or message.outcome is not None):
+        if self.then is not None:
             self.then.take(sender, message)
-            if self._part is self.then:
+            if self.then.is_begun:
+                self.is_finishing = self.then.is_done()
                 return
         if self._part is not None:
             self._part.take(sender, message)
@@ -315,7 +325,7 @@ class BackwardPass:
             if not self.is_over:
                 first()
             while not self.is_over:
-                if self._inbox or type(self._part) is GeneralPart:
+                if self._inbox or (self._part is not None and self._part.ready):
                     self._handle_all()
                 send = self._pack()
                 if self.is_finishing and send is not None:
@@ -361,8 +371,8 @@ class BackwardPass:
                 else:
                     item()  # type: ignore[operator]
                 part = self._part
-            elif type(part) is GeneralPart and (step := part.next_step()) is not None:
-                step()
+            elif part is not None and part.ready:
+                part.run_ready()
             else:
                 return
 
@@ -388,7 +398,7 @@ class BackwardPass:
         with self.lock:
             out, self._out = self._out, {}
         if not out:
-            return self._end_well if self.is_finishing else None
+            return partial(self._end, None) if self.is_finishing else None
         packed: list[Packed] = []
         for to, message in out.items():
             if message.begins:
@@ -397,9 +407,9 @@ class BackwardPass:
                 message.traceparent = self.traceparent
             if message.is_done:
                 message.is_heavy = self.context.is_heavy
-            route = self._sender.gpus.route(to, self._links.get(to), back=True) if message.messages else None
+            route = self._host.gpus.route(to, self._links.get(to), back=True) if message.messages else None
             part, large = message.encode(self.context.id, self.id, route)
-            packed.append(Packed(to, part, large, route.loans if route is not None else ()))
+            packed.append((to, part, large, route.loans if route is not None else ()))
         return partial(self._send_packed, packed, self.is_finishing)
 
     def _send_packed(self, packed: Sequence[Packed], ends: bool) -> None:
@@ -407,27 +417,27 @@ class BackwardPass:
             for to, message, large, loans in packed:
                 if self.error is not None:  # `abort` has told the others
                     for loan in loans:
-                        self._sender.gpus.doubt(loan)
+                        self._host.gpus.doubt(loan)
                     continue
                 if self.hops is not None:
                     began_s = time.time()
                     self.hops.append(("to", to, began_s, began_s))  # before it arrives there
                 session = self._links.get(to)
                 if session is None or session.closed_reason is not None:
-                    self._sender.send(to, message, self, large)
+                    try:
+                        self._host.send(to, message, large, _PassMessageObserver(self, to))
+                    except RpcdistError as exc:
+                        self.lost(to, self.lost_worker(to, str(exc)))
                     continue
                 session.send(message, large)
                 if session.closed_reason is not None:  # before it was known that this pass uses it, perhaps
-                    self.lost(to, self._sender.lost(to, session.closed_reason))
+                    self.lost(to, self.lost_worker(to, session.closed_reason))
         except BaseException as exc:
             self.fail(exc)
             if not issubclass(type(exc), Exception):
                 raise
         if ends:
             self._end(None)
-
-    def _end_well(self) -> None:
-        self._end(None)
 
     def _wait(self, send: Job | None) -> bool:
         """Sends, then waits for an event or for the end of the pass; False when the time is over."""
@@ -452,19 +462,16 @@ class BackwardPass:
         with self.lock:
             if self._changed is None:
                 self._changed = threading.Condition(self.lock)
-            return self._changed.wait_for(self._has_news, deadline.wait_s())
+            return self._changed.wait_for(lambda: not self._is_waiting(), deadline.wait_s())
 
     def _is_waiting(self) -> bool:
         return not self._inbox and not self.is_over
 
-    def _has_news(self) -> bool:
-        return not self._is_waiting()
-
     def facts(self, now: float) -> PassFacts:
         """The workers that it waits for, at a moment of the monotonic clock; any thread."""
-        part, deadline = self._part, self.options.deadline
+        deadline = self.options.deadline
         try:
-            waits = dict(part.waits_for()) if part is not None else {}
+            waits = dict(self._waits_for())
         except RuntimeError:  # a table has changed meanwhile
             waits = {}
         return PassFacts(
@@ -475,6 +482,12 @@ class BackwardPass:
             remaining_s=deadline.at - now if deadline.is_finite else None,
         )
 
+    def _waits_for(self) -> Mapping[int, str]:
+        then, part = self.then, self._part
+        if then is not None and then.is_begun:
+            return {to: "has not said that its step is done" for to in then.work if to not in then.outcomes}
+        return {} if part is None else part.waits_for()
+
     # ------------------------------------------------------------ the end
 
     def expire(self) -> None:
@@ -482,10 +495,8 @@ class BackwardPass:
         self.post(self._expire)
 
     def _expire(self) -> None:
-        part = self._part
-        waits = sorted(part.waits_for().items()) if part is not None else ()
-        texts = "; ".join([f"worker {self.name_of(peer)!r} {why}" for peer, why in waits])
-        what = "step" if type(part) is StepPart else "backward"
+        texts = "; ".join([f"worker {self.name_of(peer)!r} {why}" for peer, why in sorted(self._waits_for().items())])
+        what = "step" if self.then is not None and self.then.is_begun else "backward"
         self.fail(
             DeadlineExceeded(
                 f"RPC ran for more than set timeout and will now be marked with an error: {what} of autograd context "
@@ -499,11 +510,22 @@ class BackwardPass:
 
     def lost(self, worker_id: int, exc: Exception) -> None:
         """A worker is lost, or a message to it; any thread that may run code of users."""
-        part = self._part
-        if type(part) is StepPart:
-            self.post(partial(part.lost, worker_id, exc))
+        then = self.then
+        if then is not None and then.is_begun:
+            self.post(partial(self._owner_lost, then, worker_id, exc))
         else:
             self.fail(exc)
+
+    def _owner_lost(self, then: StepPart, worker_id: int, exc: Exception) -> None:
+        """An owner of parameters will not answer; the others still may."""
+        then.outcomes.setdefault(worker_id, exc)
+        self.is_finishing = then.is_done()
+
+    def lost_worker(self, worker_id: int, reason: str, silence_s: float | None = None) -> WorkerLost:
+        """The error for a message that a worker did not get."""
+        if silence_s is None:
+            silence_s = self._host.silence_s(worker_id)
+        return WorkerLost(self.name_of(worker_id), "a backward pass", silence_s, reason)
 
     def fail(self, exc: BaseException) -> None:
         """Ends the pass on all workers, because of an error on this one; any thread."""
@@ -521,7 +543,8 @@ class BackwardPass:
             return
         message = autograd_pb2.AutogradMessage(context=self.context.id, backward=self.id)
         encode_error(error, self.me, self.name_of(self.me), message.aborted, text)
-        self._sender.spread(self._involved | {worker_of(self.id)}, message)
+        for worker in (self._involved | {worker_of(self.id)}) - {self.me}:
+            self._host.send_if_possible(worker, message)
 
     def _end(self, error: BaseException | None) -> bool:
         with self.lock:
@@ -530,20 +553,50 @@ class BackwardPass:
             self.error = error
             self.is_over = True
             left = list(self._inbox)
-        part, self._part = self._part, None  # it refers to this pass, and to the graph
-        if type(part) is GeneralPart:
+        part, self._part, then = self._part, None, self.then  # the part refers to this pass, and to the graph
+        if part is not None:
             part.close()
         self.wake()
         context = self.context
         context.ended_passes[self.id] = error
         context.spans.extend([(self.id, *span) for span in self.spans])
-        if type(part) is not StepPart:
+        if then is None or not then.is_begun:
             context.is_spent = error is None and not self.options.retain_graph
         self._on_end(self)
         for item in left:
             if type(item) is tuple and item[1].begins:
                 self._on_late(item[0])
         return True
+
+
+@dataclass(slots=True)
+class _PassMessageObserver:
+    """Fails a pass when one of its messages was not sent."""
+
+    _pass: BackwardPass
+    _to: int
+
+    @property
+    def ended(self) -> bool:
+        # A pass that has succeeded on this worker still owes the other workers its last messages.
+        return self._pass.error is not None
+
+    @property
+    def kept_until(self) -> None:
+        """None: another process in that place knows nothing of the pass."""
+        return None
+
+    def on_sent(self, session: MessageSink, transfer: int) -> None:
+        self._pass._links[self._to] = self._pass._source = session  # the answers will come there
+        if session.closed_reason is not None:
+            self._fail(self._pass.lost_worker(self._to, session.closed_reason))
+
+    def on_not_sent(self, silence_s: float, reason: str, is_lost: bool = True) -> None:
+        lost = self._pass.lost_worker(self._to, reason, silence_s)
+        self._fail(lost if is_lost else TransportError(f"{lost.what} was not sent: {reason}"))
+
+    def _fail(self, exc: TransportError) -> None:
+        self._pass.submit(self._pass.lost, self._to, exc)  # observers are called on the I/O loop
 
 
 _UNKNOWN = PassOptions()

@@ -16,10 +16,13 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from torch.autograd.graph import Node
 
+from rpcdist._proto import autograd_pb2
 from rpcdist.autograd._autograd_errors import AutogradError, ContextNotFound
 from rpcdist.autograd._gradients import GradientTable, size_bytes
 from rpcdist.autograd._message_nodes import Gradients, RecordedRecv, RecordedSend, attach
 from rpcdist.errors import CallRefused, SerializationError
+from rpcdist.rpc._calling.autograd_links import AutogradLinks
+from rpcdist.time_limits import CONTEXT_RELEASE_DELAY_S
 from rpcdist.transport.wire_messages import History
 
 SpanKind = Literal["analysis", "run", "wait", "gate"]
@@ -376,6 +379,61 @@ class ContextTable:
 
     def all(self) -> Iterable[Context]:
         return list(self._contexts.values())
+
+
+MAX_PUT_OFF = 256  # contexts
+
+
+class Releases:
+    """The contexts that are over here, and that neighbours have not been told about. Any thread may call any method.
+
+    Those that hold little memory are told together, with a delay: a message for each would cost a training loop more
+    than the rest of a step's end.
+    """
+
+    def __init__(self, host: AutogradLinks) -> None:
+        self._host = host
+        self._lock = threading.Lock()
+        self._put_off: dict[int, list[int]] = {}  # contexts by neighbour
+        self._count = 0
+        self._is_timed = False
+
+    def tell(self, workers: Iterable[int], context_id: int, at_once: bool) -> None:
+        """Tells workers that a context is over; `at_once`: now, and not within `CONTEXT_RELEASE_DELAY_S`."""
+        if at_once:
+            for worker in workers:
+                self._send(worker, [context_id])
+            return
+        with self._lock:
+            for worker in workers:
+                self._put_off.setdefault(worker, []).append(context_id)
+            self._count += 1
+            is_full = self._count >= MAX_PUT_OFF
+            starts_timer = not self._is_timed and not is_full and bool(self._put_off)
+            self._is_timed = self._is_timed or starts_timer
+        if is_full:
+            self.flush()
+        elif starts_timer:
+            self._host.call_later(CONTEXT_RELEASE_DELAY_S, self._time_is_over)
+
+    def flush(self) -> None:
+        """Sends what was put off."""
+        with self._lock:
+            due, self._put_off, self._count = self._put_off, {}, 0
+        for worker, contexts in due.items():
+            self._send(worker, contexts)
+
+    def _time_is_over(self) -> None:
+        with self._lock:
+            self._is_timed = False
+        self.flush()
+
+    def _send(self, worker: int, contexts: list[int]) -> None:
+        if not self._host.is_closed:
+            message = autograd_pb2.AutogradMessage(context=contexts[0])
+            message.release.SetInParent()
+            message.release.others.extend(contexts[1:])
+            self._host.send_control(worker, message)
 
 
 def _check_not_checkpointed() -> None:

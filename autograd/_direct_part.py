@@ -20,10 +20,10 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
+from rpcdist.autograd._backward_pass import BackwardPass, PassPart
 from rpcdist.autograd._graph_analysis import MAX_NODES_BEFORE_SENDING, AccumulateGrad
 from rpcdist.autograd._message_nodes import EngineRun, Gradients, RecordedRecv, RecordedSend, RecvNode, new_edge
 from rpcdist.autograd._pass_message import PassMessage
-from rpcdist.autograd._pass_sender import PassOwner
 
 MAX_HELD_BYTES: Final = 32 << 10
 """Gradients of several messages leave together up to this size; larger ones do not wait for each other."""
@@ -124,7 +124,7 @@ def find_sources(
     return root, sources
 
 
-class DirectPart:
+class DirectPart(PassPart):
     """One worker's part; only on the thread that handles the events of the pass.
 
     Args:
@@ -149,7 +149,7 @@ class DirectPart:
 
     def __init__(
         self,
-        owner: PassOwner,
+        owner: BackwardPass,
         root: GraphSource | None,
         sources: dict[int, GraphSource],
         sends: Sequence[RecordedSend],

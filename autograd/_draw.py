@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from rpcdist.autograd._autograd_worker import AutogradWorker
-from rpcdist.autograd._context import Context, Span
+from rpcdist.autograd._context import Span
 from rpcdist.autograd._graph_analysis import analyse
 from rpcdist.rpc import api
 from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._current import current_agent
 from rpcdist.time_limits import GRAPHVIZ_LIMIT_S
-
-Part = TypeVar("Part")
 
 
 def profile(context_id: int) -> list[Span]:
@@ -36,56 +34,25 @@ def profile(context_id: int) -> list[Span]:
     Raises:
         ContextNotFound: the context is over, or unknown here.
     """
-    parts = ask_workers(context_id, _times_here, lambda part: part.neighbours)
+    parts = ask_workers(context_id, False)
     return sorted((span for part in parts.values() for span in part.spans), key=lambda span: span.start_s)
 
 
-def ask_workers(
-    context_id: int, describe: Callable[[int], Part], neighbours_of: Callable[[Part], tuple[int, ...]]
-) -> dict[int, Part]:
-    """The answers of all workers that took part in a context, by worker id; blocks.
-
-    Args:
-        context_id: of the context.
-        describe: called on each of the workers with the context's id.
-        neighbours_of: the ids of a worker's neighbours, from its answer.
-    """
+def ask_workers(context_id: int, with_graph: bool) -> dict[int, WorkerPart]:
+    """The parts of all workers that took part in a context, by worker id; blocks."""
     here = current_agent().worker_id
-    parts: dict[int, Part] = {here: describe(context_id)}
+    parts = {here: _describe(context_id, with_graph)}
     todo = [here]
     token = current_autograd.set(None)  # these calls must not become part of the context
     try:
         while todo:
-            for worker in neighbours_of(parts[todo.pop()]):
+            for worker in parts[todo.pop()].neighbours:
                 if worker not in parts:
-                    parts[worker] = api.rpc_sync(worker, describe, (context_id,))
+                    parts[worker] = api.rpc_sync(worker, _describe, (context_id, with_graph))
                     todo.append(worker)
     finally:
         current_autograd.reset(token)
     return parts
-
-
-class _Times(NamedTuple):
-    neighbours: tuple[int, ...]
-    spans: list[Span]
-
-
-def _times_here(context_id: int) -> _Times:
-    agent = current_agent()
-    assert isinstance(agent.autograd, AutogradWorker)
-    return _Times(tuple(sorted(agent.autograd.contexts.find(context_id).neighbours())), spans_here(context_id))
-
-
-def spans_here(context_id: int) -> list[Span]:
-    """The spans of a context on this worker."""
-    agent = current_agent()
-    hooks = agent.autograd
-    assert isinstance(hooks, AutogradWorker)
-    name_of = hooks.host.worker_name_of
-    return [
-        Span(agent.worker_name, kind, name_of(peer) if peer >= 0 else "", start_s, end_s - start_s, backward)
-        for backward, kind, peer, start_s, end_s in list(hooks.contexts.find(context_id).spans)
-    ]
 
 
 class WorkerPart(NamedTuple):
@@ -94,18 +61,18 @@ class WorkerPart(NamedTuple):
     Attributes:
         worker: name of the worker.
         neighbours: ids of the workers with which it exchanged calls.
+        spans: the times of the passes that have ended.
         sends: (message, id of the receiver, Lamport stamp, number of tensors, number of leaves in their graph).
         recvs: (message, Lamport stamp).
         flows: (received message, sent message that was computed from it).
-        spans: the times of the passes that have ended.
     """
 
     worker: str
     neighbours: tuple[int, ...]
-    sends: tuple[tuple[int, int, int, int, int], ...]
-    recvs: tuple[tuple[int, int], ...]
-    flows: tuple[tuple[int, int], ...]
-    spans: tuple[Span, ...] = ()
+    spans: tuple[Span, ...]
+    sends: tuple[tuple[int, int, int, int, int], ...] = ()
+    recvs: tuple[tuple[int, int], ...] = ()
+    flows: tuple[tuple[int, int], ...] = ()
 
 
 def draw(context_id: int, path: str | PathLike[str], timings: bool = False) -> str:
@@ -124,7 +91,7 @@ def draw(context_id: int, path: str | PathLike[str], timings: bool = False) -> s
     Raises:
         ContextNotFound: the context is over, or unknown here.
     """
-    parts = ask_workers(context_id, _describe, lambda part: part.neighbours)
+    parts = ask_workers(context_id, True)
     text = graphviz_text(parts, timings)
     target = Path(path)
     source = target.with_suffix(".dot")
@@ -137,25 +104,28 @@ def draw(context_id: int, path: str | PathLike[str], timings: bool = False) -> s
     return text
 
 
-def _describe(context_id: int) -> WorkerPart:
+def _describe(context_id: int, with_graph: bool) -> WorkerPart:
     agent = current_agent()
-    assert isinstance(agent.autograd, AutogradWorker)
-    context: Context = agent.autograd.contexts.find(context_id)
-    sends, recvs = context.snapshot()
-    analysis = analyse(context_id, (), sends, recvs)
-    leaves = {send.id: sum(bool(leaf.sources & send.mask) for leaf in analysis.leaves) for send in analysis.local.sends}
-    return WorkerPart(
-        agent.worker_name,
-        tuple(sorted(context.neighbours())),
-        tuple((send.id, send.to, send.stamp, send.count, leaves[send.id]) for send in analysis.local.sends),
-        tuple((recv.id, recv.stamp) for recv in analysis.local.recvs),
-        tuple(
-            (recv.id, send.id)
-            for recv in analysis.local.recvs
-            for send in analysis.local.sends
-            if recv.reached_by & send.mask
+    hooks = agent.autograd
+    assert isinstance(hooks, AutogradWorker)
+    context = hooks.contexts.find(context_id)
+    name_of = hooks.host.worker_name_of
+    spans = tuple(
+        Span(agent.worker_name, kind, name_of(peer) if peer >= 0 else "", start_s, end_s - start_s, backward)
+        for backward, kind, peer, start_s, end_s in list(context.spans)
+    )
+    part = WorkerPart(agent.worker_name, tuple(sorted(context.neighbours())), spans)
+    if not with_graph:
+        return part
+    analysis = analyse(context_id, (), *context.snapshot())
+    leaves, local = [analysis.masks[leaf] for leaf in analysis.leaves], analysis.local
+    return part._replace(
+        sends=tuple(
+            (send.id, send.to, send.stamp, send.count, sum(bool(leaf & send.mask) for leaf in leaves))
+            for send in local.sends
         ),
-        tuple(spans_here(context_id)),
+        recvs=tuple((recv.id, recv.stamp) for recv in local.recvs),
+        flows=tuple((recv.id, send.id) for recv in local.recvs for send in local.sends if recv.reached_by & send.mask),
     )
 
 

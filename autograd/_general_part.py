@@ -25,124 +25,98 @@ from __future__ import annotations
 import threading
 import time
 from _thread import RLock
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from rpcdist.autograd._direct_part import MAX_HELD_BYTES
-from rpcdist.autograd._graph_analysis import MAX_NODES_BEFORE_SENDING, Analysis
-from rpcdist.autograd._message_nodes import (
-    EngineRun,
-    GateOrder,
-    Gradients,
-    LeafGradients,
-    RecordedRecv,
-    RecordedSend,
-    token_edge,
-)
-from rpcdist.autograd._pass_events import (
-    ChildDone,
-    Decided,
-    Finished,
-    GradientArrived,
-    GroupEnded,
-    PassEvent,
-    PeerBegan,
-    Run,
-    SendBegin,
-    SendDone,
-    Started,
-)
+from rpcdist.autograd._backward_pass import BackwardPass, PassPart
+from rpcdist.autograd._direct_part import MAX_HELD_BYTES, DirectPart, find_sources
+from rpcdist.autograd._graph_analysis import MAX_NODES_BEFORE_SENDING, Analysis, analyse
+from rpcdist.autograd._message_nodes import EngineRun, GateOrder, Gradients, RecordedRecv, RecordedSend
 from rpcdist.autograd._pass_message import PassMessage
-from rpcdist.autograd._pass_sender import PassOwner
-from rpcdist.autograd._verdicts import PassState
-from rpcdist.deadline import Deadline
+from rpcdist.autograd._verdicts import Actions, PassState, Run
 from rpcdist.errors import DeadlineExceeded
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.time_limits import GRADIENT_HOLD_LIMIT_S
 
 
-class GeneralPart:
+def make_part(owner: BackwardPass, roots: Sequence[GradientEdge]) -> PassPart:
+    """The part of this worker in a pass, of the kind that its graph asks for. Takes time."""
+    context = owner.context
+    sends, recvs = context.snapshot()
+    if not (owner.options.fast or context.was_general):
+        found = find_sources(context.id, roots, sends)
+        if found is not None:
+            return DirectPart(owner, *found, sends, recvs)
+        context.was_general = True
+    return GeneralPart(owner, analyse(context.id, roots, sends, recvs))
+
+
+class GeneralPart(PassPart):
     """One worker's part."""
 
-    def __init__(self, owner: PassOwner, analysis: Analysis) -> None:
-        self._owner = owner
+    def __init__(self, owner: BackwardPass, analysis: Analysis) -> None:
+        self.owner = owner
+        self.ready: list[Run] = []  # executed by the thread that handles events
         self._analysis = analysis
         self._state = PassState(owner.me, owner.options.fast)
-        self._gradients = ArrivedGradients()
-        self._ready: list[Run] = []  # executed by the thread that handles events
+        self._lock = RLock()
+        self._changed: threading.Condition | None = None  # made for the first gate; most passes have none
+        self._gradients: dict[int, Gradients] = {}  # those of sends that have arrived
+        self._is_closed = False
         self._held_bytes = 0  # of gradients that wait for the end of the turn
         self._held_since = 0.0
 
     def start(self, neighbours: Collection[int], early: Sequence[tuple[int, PassMessage]]) -> None:
-        """Begins, with the messages that came before; `neighbours` are all workers to begin with."""
         for sender, message in early:  # kept until the start, so that the first messages have its consequences
             self.take(sender, message)
-        self._handle(Started(self._analysis.local, frozenset(neighbours), self._owner.parent))
+        self._act(self._state.start(self._analysis.local, neighbours, self.owner.parent))
 
     def take(self, sender: int, message: PassMessage) -> None:
-        """Handles a neighbour's message; only on the thread that handles the events of the pass."""
-        events: list[PassEvent] = []
-        if message.begins:
-            events.append(PeerBegan(sender, message.is_child, message.named()))
-        elif message.verdicts:
-            events.append(Decided(sender, message.verdicts))
-        if message.messages:
-            events += self._keep_gradients(zip(message.messages, message.gradients, strict=True))
-        if message.is_done:
-            events.append(ChildDone(sender))
-        if events:
-            self._handle(*events)
-
-    def next_step(self) -> Any:
-        """The next step when all events are handled: the runs that they made ready; None if nothing is left."""
-        return self._execute_ready if self._ready else None
+        used = self._keep_gradients(zip(message.messages, message.gradients, strict=True)) if message.messages else {}
+        self._act(self._state.take(sender, message.begins, message.is_child, message.named(), used, message.is_done))
 
     def waits_for(self) -> dict[int, str]:
-        """The reasons why the pass has not ended on this worker, by the worker that it waits for."""
         return self._state.waits_for()
 
     def close(self) -> None:
-        """Ends all waits: the pass is over."""
-        self._gradients.close()
+        with self._lock:
+            self._is_closed = True
+            if self._changed is not None:
+                self._changed.notify_all()
 
     # ------------------------------------------------------------ the state machine
 
-    def _handle(self, *events: PassEvent) -> None:
-        owner = self._owner
-        for action in self._state.handle(*events):
-            if isinstance(action, Run):
-                if action.pending:
-                    owner.flush()  # its gates wait for what other workers do with these messages
-                    owner.submit(partial(owner.guarded, partial(self._execute_blocking, action)))
-                else:
-                    self._ready.append(action)
-            elif isinstance(action, Finished):
-                owner.finish()
-            elif isinstance(action, SendDone):
-                owner.finish()
-            else:
+    def _act(self, actions: Actions) -> None:
+        owner = self.owner
+        for action in actions:
+            if not isinstance(action, Run):
                 with owner.lock:
                     message = owner.message_to(action.to)
-                    if isinstance(action, SendBegin):
-                        message.begins, message.is_child = True, action.child
-                        message.verdicts.update(action.received)
-                    else:
-                        message.verdicts.update(action.verdicts)
+                    if action.begins:
+                        message.begins, message.is_child = True, action.is_child
+                    message.verdicts.update(action.verdicts)
+            elif action.pending:
+                owner.flush()  # its gates wait for what other workers do with these messages
+                owner.submit(partial(owner.guarded, partial(self._execute_blocking, action)))
+            else:
+                self.ready.append(action)
+        if self._state.is_done:
+            owner.finish()
 
-    def _execute_ready(self) -> None:
+    def run_ready(self) -> None:
         """Runs all ready groups in one engine call: a hundred small groups would cost a hundred calls."""
-        ready = self._ready
+        ready = self.ready
         run = ready[0] if len(ready) == 1 else reduce(Run.with_, ready)
         ready.clear()
         takes_long = self._takes_long(run)
         if takes_long:
-            self._owner.flush()
+            self.owner.flush()
         self._execute(run, takes_long)
-        self._handle(*map(GroupEnded, run.groups))
+        self._ended(run)
 
     def _takes_long(self, run: Run) -> bool:
         """Whether the other workers should prepare meanwhile: for large gradients, or while a large graph runs."""
@@ -156,56 +130,63 @@ class GeneralPart:
 
     def _execute_blocking(self, run: Run) -> None:
         self._execute(run, True)
-        self._owner.post(partial(self._handle, *map(GroupEnded, run.groups)))
+        self.owner.post(partial(self._ended, run))
 
     def _execute(self, run: Run, takes_long: bool) -> None:
         began_s = time.time()
-        GroupRun(self, self._analysis, run, takes_long).execute(self._owner.options.retain_graph)
-        self._owner.spans.append(("run", -1, began_s, time.time()))
+        GroupRun(self, self._analysis, run, takes_long).execute()
+        self.owner.spans.append(("run", -1, began_s, time.time()))
 
-    # ------------------------------------------------------------ for runs
+    def _ended(self, run: Run) -> None:
+        self._state.ended(run)
+        self._act([])
 
-    def _keep_gradients(self, arrived: Any) -> list[PassEvent]:
-        at_home = self._owner.context.at_home
+    # ------------------------------------------------------------ gradients of sends and recvs
+
+    def _keep_gradients(self, arrived: Iterable[tuple[int, Gradients]]) -> dict[int, int]:
+        """Keeps gradients of sends; by message, which of its tensors have one."""
+        at_home = self.owner.context.at_home
         gradients = {message: at_home(message, found) for message, found in arrived}
-        self._gradients.add(gradients)
-        return [GradientArrived(message, _mask_of(found)) for message, found in gradients.items()]
-
-    @property
-    def root_gradients(self) -> Sequence[torch.Tensor]:
-        """The gradients of the roots, by their number."""
-        return self._owner.root_gradients
+        with self._lock:
+            self._gradients.update(gradients)
+            if self._changed is not None:
+                self._changed.notify_all()
+        return {
+            message: sum([1 << index for index, one in enumerate(found) if one is not None])
+            for message, found in gradients.items()
+        }
 
     def gradient(self, message: int) -> Gradients:
         """The gradient of a send that has arrived."""
         return self._gradients[message]
 
-    def wait_for_gradient(self, send: RecordedSend) -> Gradients:
-        """The gradient of a send; blocks until it has arrived."""
-        owner = self._owner
+    def wait_for_gradient(self, send: RecordedSend) -> None:
+        """Blocks until the gradient of a send has arrived."""
+        owner = self.owner
         began_s = time.time()
-        arrived = self._gradients.wait(send.id, owner.options.deadline)
+        with self._lock, blocking():
+            if self._changed is None:
+                self._changed = threading.Condition(self._lock)
+            self._changed.wait_for(
+                lambda: send.id in self._gradients or self._is_closed, owner.options.deadline.wait_s()
+            )
         owner.spans.append(("gate", send.to, began_s, time.time()))
-        if arrived is not None:
-            return arrived
+        if send.id in self._gradients:
+            return
         if owner.error is not None:
             raise RuntimeError("the backward pass was ended while a gate waited for a gradient") from owner.error
         raise DeadlineExceeded(
             f"the gradient of what was sent to worker {owner.name_of(send.to)!r} did not come in time"
         )
 
-    def collect(self, captured: LeafGradients) -> None:
-        """Adds the gradients of leaves to the context."""
-        self._owner.context.gradients.add(captured)
-
     def flush(self) -> None:
         """Sends the gradients that wait for more."""
         self._held_since, self._held_bytes = 0.0, 0
-        self._owner.flush()
+        self.owner.flush()
 
     def answer(self, answers: Sequence[tuple[RecordedRecv, Gradients]], at_once: bool) -> None:
         """Sends the gradients of recvs to the senders of their messages; small ones wait for more unless `at_once`."""
-        owner = self._owner
+        owner = self.owner
         own = [(recv.id, gradients) for recv, gradients in answers if recv.sender == owner.me]
         if own:
             owner.post(partial(self._take_own, own))
@@ -222,11 +203,8 @@ class GeneralPart:
 
     def _take_own(self, own: Sequence[tuple[int, Gradients]]) -> None:
         """Handles gradients of messages that this worker sent to itself."""
-        self._handle(
-            *self._keep_gradients(
-                (id, [None if one is None else one.detach() for one in gradients]) for id, gradients in own
-            )
-        )
+        arrived = [(id, [None if one is None else one.detach() for one in gradients]) for id, gradients in own]
+        self._act(self._state.take(self.owner.me, used=self._keep_gradients(arrived)))
 
 
 class GroupRun(EngineRun):
@@ -236,74 +214,46 @@ class GroupRun(EngineRun):
         sends_early: whether others should get gradients before the engine has ended; see the note above.
     """
 
-    def __init__(self, owner: GeneralPart, analysis: Analysis, run: Run, sends_early: bool) -> None:
+    def __init__(self, part: GeneralPart, analysis: Analysis, run: Run, sends_early: bool) -> None:
         super().__init__()
-        self._owner = owner
+        self._part = part
         self._analysis = analysis
         self._run = run
-        self._recvs = [analysis.recvs[id] for id in run.recvs]
-        self._delivers = sends_early or bool(run.pending)
-        for recv in self._recvs:
-            if recv.is_hooked:
-                self._delivers = True
-        self._unanswered = dict.fromkeys(run.recvs)
+        recvs = [analysis.recvs[id] for id in run.recvs]
+        self._delivers = sends_early or bool(run.pending) or any([recv.is_hooked for recv in recvs])
+        self._unanswered = {recv.id: recv for recv in recvs}
 
-    def execute(self, retain_graph: bool) -> None:
+    def execute(self) -> None:
         """Runs, answers every recv, and collects the gradients of leaves. Blocks only if there are gates."""
+        analysis, owner, used = self._analysis, self._part.owner, self._run.used
         edges, gradients = self._starts()
-        captured = self._with_engine(edges, gradients, retain_graph)
-        if captured:
-            self._owner.collect(captured)
-
-    def _with_engine(
-        self, edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], retain_graph: bool
-    ) -> LeafGradients:
-        """Runs the engine, answers every recv, and returns the gradients of leaves."""
-        analysis, used = self._analysis, self._run.used
-        leaves = [leaf for leaf in analysis.leaves if leaf.sources & used] if edges else []
-        wanted = [leaf.edge for leaf in leaves]
-        if edges and self._recvs:
-            if self._delivers:
-                wanted.append(token_edge())
-            else:
-                for recv in self._recvs:
-                    wanted += analysis.outputs[recv.id]
-        results = self._call(edges, gradients, wanted, retain_graph) if wanted else ()
-        self._answer(wanted, results, len(leaves))
-        # The zip is not strict: what the leaves do not have belongs to the recvs.
-        captured = [(leaf.tensor, found) for leaf, found in zip(leaves, results, strict=False) if found is not None]
+        leaves = [leaf for leaf in analysis.leaves if analysis.masks[leaf] & used]
+        received: dict[int, list[torch.Tensor | None]] = {
+            id: [None] * recv.count for id, recv in self._unanswered.items()
+        }
+        outputs = [] if self._delivers else [edge for id in received for edge in analysis.outputs[id]]
+        is_executed = self._delivers and bool(received)
+        captured = self.run_apart(edges, gradients, leaves, outputs, received, owner.options.retain_graph, is_executed)
+        if self._unanswered:
+            answers = [(recv, received[id]) for id, recv in self._unanswered.items()]
+            self._part.answer(answers, bool(self._run.pending))
         if self.callbacks:
-            self._owner.flush()  # they may wait for what other workers do with the gradients
-            return self.called_back(captured)
-        return captured
-
-    def _answer(self, edges: Sequence[GradientEdge], results: Sequence[torch.Tensor | None], at: int) -> None:
-        """Answers the recvs that were not delivered, with the results from the number `at` on, if they have any."""
-        answers: list[tuple[RecordedRecv, Gradients]] = []
-        for recv in self._recvs:
-            gradients: list[torch.Tensor | None] = [None] * recv.count
-            if not self._delivers and results:
-                for _ in self._analysis.outputs[recv.id]:
-                    gradients[edges[at].output_nr] = results[at]
-                    at += 1
-            if recv.id in self._unanswered:
-                answers.append((recv, gradients))
-        if answers:
-            self._owner.answer(answers, bool(self._run.pending))
+            self._part.owner.flush()  # they may wait for what other workers do with the gradients
+            captured = self.called_back(captured)
+        if captured:
+            owner.context.gradients.add(captured)
 
     def _starts(self) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """The edges at which the engine starts, and their gradients."""
+        analysis, used = self._analysis, self._run.used
         edges: list[GradientEdge] = []
         gradients: list[torch.Tensor] = []
-        used = self._run.used
-        for root in range(self._analysis.local.num_roots):
-            if used >> root & 1:
-                edges.append(self._analysis.edges[root])
-                gradients.append(self._owner.root_gradients[root])
-        for id in self._run.arrived:
-            for bit, gradient in enumerate(self._owner.gradient(id), self._analysis.first_edges[id]):
+        found: list[tuple[int, Gradients]] = [(0, self._part.owner.root_gradients)]
+        found += [(analysis.sends[id][1], self._part.gradient(id)) for id in self._run.arrived]
+        for first, of_message in found:
+            for bit, gradient in enumerate(of_message, first):
                 if gradient is not None and used >> bit & 1:
-                    edges.append(self._analysis.edges[bit])
+                    edges.append(analysis.edges[bit])
                     gradients.append(gradient)
         if self._run.pending:
             edges.append(self._gates())
@@ -316,7 +266,7 @@ class GroupRun(EngineRun):
         orders: list[Any] = []  # torch's stubs lack `_set_sequence_nr`
         with torch.enable_grad():
             for id in reversed(self._run.pending):
-                send = self._analysis.sends[id]
+                send, _ = self._analysis.sends[id]
                 chain = GateOrder.apply(send, chain, send.gate)  # type: ignore[no-untyped-call]
                 orders.append(chain.grad_fn)
                 self._raise_sequence(send.node)
@@ -334,57 +284,13 @@ class GroupRun(EngineRun):
 
     # ------------------------------------------------------------ called by nodes
 
-    def wait_for(self, send: RecordedSend) -> Gradients:
-        return self._owner.wait_for_gradient(send)
+    def wait_for(self, send: RecordedSend) -> None:
+        self._part.wait_for_gradient(send)
 
     def gradient_of(self, send: RecordedSend) -> Gradients:
-        return self._owner.gradient(send.id)
+        return self._part.gradient(send.id)
 
     def deliver(self, recv: RecordedRecv, gradients: Gradients) -> None:
-        if recv.id in self._unanswered:
-            del self._unanswered[recv.id]
+        if self._unanswered.pop(recv.id, None) is not None:
             # A run with gates never holds: its gates wait for what others do with the gradient.
-            self._owner.answer([(recv, gradients)], bool(self._run.pending))
-
-
-def _mask_of(gradients: Gradients) -> int:
-    """Which of the tensors of a message have a gradient."""
-    mask = 0
-    for index, gradient in enumerate(gradients):
-        if gradient is not None:
-            mask |= 1 << index
-    return mask
-
-
-class ArrivedGradients:
-    """Gradients by message. Any thread may call any method."""
-
-    def __init__(self) -> None:
-        self._lock = RLock()
-        self._changed: threading.Condition | None = None  # made for the first gate; most passes have none
-        self._gradients: dict[int, Gradients] = {}
-        self._is_closed = False
-
-    def __getitem__(self, message: int) -> Gradients:
-        return self._gradients[message]
-
-    def add(self, gradients: Mapping[int, Gradients]) -> None:
-        with self._lock:
-            self._gradients.update(gradients)
-            if self._changed is not None:
-                self._changed.notify_all()
-
-    def close(self) -> None:
-        """Ends all waits: the pass is over."""
-        with self._lock:
-            self._is_closed = True
-            if self._changed is not None:
-                self._changed.notify_all()
-
-    def wait(self, message: int, deadline: Deadline) -> Gradients | None:
-        """The gradients of a message; blocks until they are there. None when the time or the pass is over."""
-        with self._lock, blocking():
-            if self._changed is None:
-                self._changed = threading.Condition(self._lock)
-            self._changed.wait_for(lambda: message in self._gradients or self._is_closed, deadline.wait_s())
-            return self._gradients.get(message)
+            self._part.answer([(recv, gradients)], bool(self._run.pending))

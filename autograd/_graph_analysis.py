@@ -15,8 +15,7 @@ through it, so it also shows which nodes several sources share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -24,30 +23,12 @@ from torch.autograd.graph import GradientEdge, Node
 
 from rpcdist.autograd._autograd_errors import AutogradError
 from rpcdist.autograd._message_nodes import RecordedRecv, RecordedSend, RecvNode, new_edge
-from rpcdist.autograd._pass_events import LocalGraph, LocalRecv, LocalSend
+from rpcdist.autograd._verdicts import LocalGraph, LocalRecv, LocalSend
 
 MAX_NODES_BEFORE_SENDING: Final = 64
 """A worker with a larger graph lets the others know what it has decided before it runs the graph."""
 
 AccumulateGrad = type(torch.ones((), requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
-
-
-class Leaf(NamedTuple):
-    """A tensor that gets a gradient.
-
-    Attributes:
-        tensor: the leaf.
-        edge: its end in the graph, from which the engine returns the gradient.
-        sources: mask of the sources whose gradients reach it.
-    """
-
-    tensor: torch.Tensor
-    edge: GradientEdge
-    sources: int
-
-
-# As `new_edge`.
-_new_leaf: Callable[[tuple[torch.Tensor, GradientEdge, int]], Leaf] = partial(tuple.__new__, Leaf)
 
 
 class Analysis(NamedTuple):
@@ -56,23 +37,21 @@ class Analysis(NamedTuple):
     Attributes:
         local: the graph as `PassState` needs it.
         edges: the edge of each source, by its number.
-        leaves: the leaves that a source reaches.
+        leaves: the nodes of the leaves that a source reaches.
         recvs: by message.
         outputs: by received message that a source reaches, the edges of its tensors, at which the engine hands over
             their gradients.
-        sends: by message.
-        first_edges: by sent message, the number of the edge of its first tensor.
+        sends: by message, with the number of the edge of its first tensor.
         masks: all nodes, with the mask of the sources that reach each.
         sizes: by the number of a source, how many nodes it reaches; those that others reach, too, may be missing.
     """
 
     local: LocalGraph
     edges: list[GradientEdge]
-    leaves: list[Leaf]
+    leaves: list[Any]
     recvs: dict[int, RecordedRecv]
     outputs: dict[int, list[GradientEdge]]
-    sends: dict[int, RecordedSend]
-    first_edges: dict[int, int]
+    sends: dict[int, tuple[RecordedSend, int]]
     masks: dict[Node, int]
     sizes: list[int]
 
@@ -93,20 +72,12 @@ def analyse(
         edges += [new_edge((node, number, None)) for node, number in tensors]
     walk = _Walk(edges)
     masks = walk.masks
-    unions = _Unions(len(edges))
-    leaves: list[Leaf] = []
+    joined = [masks[node] for node in walk.leaves if node.variable._backward_hooks]
+    joined += [masks[node] for node in walk.meetings]
+    joined += [send.mask for send in numbered]
     feeders: dict[int, list[int]] = {}
     outputs: dict[int, list[GradientEdge]] = {}
     node: Any  # torch's stubs lack what nodes of these kinds have
-    for node in walk.leaves:
-        leaf, mask = node.variable, masks[node]
-        leaves.append(_new_leaf((leaf, new_edge((node, 0, None)), mask)))
-        if leaf._backward_hooks:
-            unions.join(mask)
-    for node in walk.meetings:
-        unions.join(masks[node])
-    for local_send in numbered:
-        unions.join(local_send.mask)
     for edge, mask in walk.outputs.items():
         node = edge.node
         recv = node.recv
@@ -124,18 +95,9 @@ def analyse(
     facts = tuple(
         [LocalRecv(recv.id, recv.sender, recv.stamp, tuple(feeders.get(recv.id, (0,) * recv.count))) for recv in recvs]
     )
-    local = LocalGraph(len(roots), tuple(numbered), facts, unions.groups())
-    return Analysis(
-        local,
-        edges,
-        leaves,
-        {recv.id: recv for recv in recvs},
-        outputs,
-        {send.id: send for send in sends},
-        {send.id: send.first for send in numbered},
-        masks,
-        walk.sizes,
-    )
+    local = LocalGraph(len(roots), tuple(numbered), facts, _groups(len(edges), joined))
+    by_id = {send.id: (send, known.first) for send, known in zip(sends, numbered, strict=True)}
+    return Analysis(local, edges, walk.leaves, {recv.id: recv for recv in recvs}, outputs, by_id, masks, walk.sizes)
 
 
 class _Walk:
@@ -154,7 +116,7 @@ class _Walk:
 
     def __init__(self, edges: Sequence[GradientEdge]) -> None:
         self.masks: dict[Node, int] = {}
-        self.leaves: list[Node] = []
+        self.leaves: list[Any] = []
         self.meetings: Collection[Node] = []
         self.outputs: dict[GradientEdge, int] = {}
         self.sizes: list[int] = []
@@ -240,30 +202,23 @@ class _Walk:
         return following
 
 
-class _Unions:
-    """Disjoint sets of sources (union-find), with a bit mask for each set."""
+def _groups(count: int, joined: Iterable[int]) -> tuple[int, ...]:
+    """The sets into which so many sources fall if those of each mask are in the same one (union-find)."""
+    group_of = list(range(count))
+    masks = [1 << bit for bit in range(count)]
 
-    def __init__(self, count: int) -> None:
-        self._group_of = list(range(count))
-        self._masks = [1 << bit for bit in range(count)]
-
-    def join(self, mask: int) -> None:
-        if not mask & (mask - 1):
-            return  # one source
-        first = self._find((mask & -mask).bit_length() - 1)
-        rest = mask & ~self._masks[first]
-        while rest:
-            other = self._find((rest & -rest).bit_length() - 1)
-            self._group_of[other] = first
-            self._masks[first] |= self._masks[other]
-            rest &= ~self._masks[first]
-
-    def _find(self, bit: int) -> int:
-        group = self._group_of
-        while group[bit] != bit:
-            group[bit] = group[group[bit]]
-            bit = group[bit]
+    def find(bit: int) -> int:
+        while group_of[bit] != bit:
+            group_of[bit] = group_of[group_of[bit]]
+            bit = group_of[bit]
         return bit
 
-    def groups(self) -> tuple[int, ...]:
-        return tuple([self._masks[bit] for bit, first in enumerate(self._group_of) if first == bit])
+    for mask in joined:
+        if not mask & (mask - 1):
+            continue  # one source
+        first = find((mask & -mask).bit_length() - 1)
+        while rest := mask & ~masks[first]:
+            other = find((rest & -rest).bit_length() - 1)
+            group_of[other] = first
+            masks[first] |= masks[other]
+    return tuple([masks[bit] for bit, first in enumerate(group_of) if first == bit])

@@ -9,7 +9,7 @@ torch names the nodes SendRpcBackward and RecvRpcBackward, like the nodes of its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from ctypes import py_object, pythonapi
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -41,7 +41,7 @@ class RecordedSend:
     """A message whose tensors require grad, at its sender.
 
     Attributes:
-        id, to, stamp: as in `LocalSend`.
+        id, to, stamp: as in `LocalSend` of `_verdicts`.
         gate: the output of `SendRpc`, and its `node`, whose next functions are the edges of the tensors.
         devices: of the tensors; None if all are on the CPU.
     """
@@ -212,11 +212,7 @@ for _name, _mark in {
 
 _TOKEN: Final = torch.ones((), requires_grad=True)
 _TOKEN_EDGE: Final = get_gradient_edge(_TOKEN)
-
-
-def token_edge() -> GradientEdge:
-    """Every recv depends on this leaf, so asking for its gradient makes the engine execute recvs."""
-    return _TOKEN_EDGE
+"""Every recv depends on this leaf, so asking for its gradient makes the engine execute recvs."""
 
 
 def attach(recv: RecordedRecv, tensors: Sequence[torch.Tensor]) -> Node:
@@ -254,31 +250,42 @@ class EngineRun:
         self,
         edges: Sequence[GradientEdge],
         gradients: Sequence[torch.Tensor],
-        leaves: Mapping[Any, None],
-        outputs: Mapping[GradientEdge, None],
+        leaves: Collection[Any],
+        outputs: Collection[GradientEdge],
         received: Mapping[int, list[torch.Tensor | None]],
         retain_graph: bool,
+        executes_recvs: bool = False,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Runs what edges reach; returns the gradients of leaves.
 
         Args:
-            edges: where the engine starts.
-            gradients: for each of the edges.
+            edges, gradients: where the engine starts.
             leaves: the nodes of leaves that they reach.
             outputs: the edges of received tensors that they reach.
             received: gets the gradients of those, by message and number.
+            executes_recvs: whether the engine executes the nodes of recvs, too.
             retain_graph: see `backward`.
         """
         wanted = [new_edge((node, 0, None)) for node in leaves]
         if outputs:
             wanted += outputs
-        if not wanted:
+        if executes_recvs:
+            wanted.append(_TOKEN_EDGE)
+        if not wanted or not edges:
             return []
-        results = self._call(edges, gradients, wanted, retain_graph)
-        # The zips are not strict: behind the leaves come the outputs.
+        outer = current_run()
+        stash_run(self)
+        try:
+            # `torch.autograd.grad` calls this after checks that the engine repeats.
+            results: Sequence[torch.Tensor | None] = _engine.run_backward(
+                tuple(edges), tuple(gradients), retain_graph, False, tuple(wanted), True, accumulate_grad=False
+            )
+        finally:
+            stash_run(outer)
+        # The zips are not strict: behind the leaves come the outputs, and then the token.
         captured = [(node.variable, found) for node, found in zip(leaves, results, strict=False) if found is not None]
         node: Any
-        for (node, number, _), found in zip(outputs, results[len(leaves) :], strict=True):
+        for (node, number, _), found in zip(outputs, results[len(leaves) :], strict=False):
             received[node.recv.id][number] = found
         return captured
 
@@ -289,29 +296,10 @@ class EngineRun:
             callback(by_leaf)
         return list(by_leaf.items())
 
-    def _call(
-        self,
-        edges: Sequence[GradientEdge],
-        gradients: Sequence[torch.Tensor],
-        wanted: Sequence[GradientEdge],
-        retain_graph: bool,
-    ) -> Sequence[torch.Tensor | None]:
-        """The gradients at the edges that are wanted."""
-        outer = current_run()
-        stash_run(self)
-        try:
-            # `torch.autograd.grad` calls this after checks that the engine repeats.
-            found: Sequence[torch.Tensor | None] = _engine.run_backward(
-                tuple(edges), tuple(gradients), retain_graph, False, tuple(wanted), True, accumulate_grad=False
-            )
-        finally:
-            stash_run(outer)
-        return found
-
     # ------------------------------------------------------------ called by nodes
 
-    def wait_for(self, send: RecordedSend) -> Gradients:
-        """The gradient of a send; blocks until it is there."""
+    def wait_for(self, send: RecordedSend) -> None:
+        """Blocks until the gradient of a send is there."""
         raise _not_ours()
 
     def gradient_of(self, send: RecordedSend) -> Gradients:

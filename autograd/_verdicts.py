@@ -1,6 +1,10 @@
-"""The state of one worker in a backward pass, as a pure state machine: events in, actions out.
+"""The state of one worker in a backward pass, as a pure state machine: messages in, actions out.
 
-Rules of this file: no sockets, no clock, no torch. `_pass_events` defines the words.
+Rules of this file: no sockets, no clock, no torch.
+
+docs/autograd.md explains the words. In short, a *send* is a message whose tensors require grad, at its sender, and a
+*recv* is the same message at its receiver. Gradients flow from recvs to sends. The *sources* of a worker's pass are the
+roots and the tensors of its sends, numbered; sets of sources are bit masks.
 
 Invariants:
     1. Every send gets exactly one verdict from its receiver: which of its tensors the pass needs gradients for. A send
@@ -17,28 +21,113 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
 
-from rpcdist.autograd._pass_events import (
-    ChildDone,
-    Decided,
-    Finished,
-    GradientArrived,
-    GroupEnded,
-    LocalGraph,
-    LocalRecv,
-    LocalSend,
-    PassAction,
-    PassEvent,
-    PeerBegan,
-    Run,
-    SendBegin,
-    SendDone,
-    SendVerdicts,
-    Started,
-    Verdicts,
-)
+Verdicts = Mapping[int, int | None]
+"""By message: the mask of its tensors that are used, or None while that is undecided."""
+
+NOTHING: Final[Mapping[int, Any]] = {}
+
+
+# Nobody changes the following five. They are not declared to be frozen, which would take four times as long to make.
+
+
+@dataclass(slots=True)
+class LocalSend:
+    """A message that this worker sent; its tensors are the sources `first` to `first + count - 1`.
+
+    `stamp` is the Lamport time at this worker.
+    """
+
+    id: int
+    to: int
+    stamp: int
+    first: int
+    count: int
+
+    @property
+    def mask(self) -> int:
+        return ((1 << self.count) - 1) << self.first
+
+
+class LocalRecv(NamedTuple):
+    """A message that this worker received, with the Lamport time at its sender.
+
+    Attributes:
+        feeders: for each of its tensors, the sources whose gradients reach it.
+    """
+
+    id: int
+    sender: int
+    stamp: int
+    feeders: tuple[int, ...]
+
+    @property
+    def reached_by(self) -> int:
+        mask = 0
+        for feeders in self.feeders:
+            mask |= feeders
+        return mask
+
+
+@dataclass(slots=True)
+class LocalGraph:
+    """One worker's part of the graph.
+
+    Attributes:
+        num_roots: number of roots; sources 0 to num_roots - 1 are roots.
+        groups: the sources of each group; every source is in exactly one group.
+    """
+
+    num_roots: int
+    sends: tuple[LocalSend, ...] = ()
+    recvs: tuple[LocalRecv, ...] = ()
+    groups: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Tell:
+    """An action: tell a neighbour which of its messages are used.
+
+    Attributes:
+        begins: tell it that this worker takes part. `verdicts` are then those on all messages that it sent here.
+        is_child: with `begins`: that it is the parent of this worker.
+    """
+
+    to: int
+    verdicts: Verdicts
+    begins: bool = False
+    is_child: bool = False
+
+
+@dataclass(slots=True)
+class Run:
+    """An action: run a group, or several groups that are ready at the same time.
+
+    Attributes:
+        groups: numbers of the groups.
+        used: the sources from which they run.
+        arrived: the sends whose gradients have arrived.
+        pending: the sends whose gradients arrive during the run, because they depend on recvs of these groups; in the
+            order in which the run waits for them. If there are any, the run blocks.
+        recvs: the messages whose gradients the run must send.
+    """
+
+    groups: tuple[int, ...]
+    used: int
+    arrived: tuple[int, ...]
+    pending: tuple[int, ...]
+    recvs: tuple[int, ...]
+
+    def with_(self, other: Run) -> Run:
+        """Both runs in one; neither has pending sends."""
+        groups, used, arrived = self.groups + other.groups, self.used | other.used, self.arrived + other.arrived
+        return Run(groups, used, arrived, (), self.recvs + other.recvs)
+
+
+Actions = list[Tell | Run]
 
 
 @dataclass(slots=True)
@@ -54,7 +143,7 @@ class _Group:
 
 
 class PassState:
-    """One worker in one pass.
+    """One worker in one pass. It is done, and tells its parent so, as soon as `is_done`.
 
     Args:
         me: this worker.
@@ -67,7 +156,7 @@ class PassState:
         self.parent: int | None = None
         self.is_started = False
         self.is_done = False
-        self._early: list[PassEvent] = []
+        self._early: list[tuple[int, bool, bool, Verdicts, Mapping[int, int], bool]] = []
         self._sends: dict[int, LocalSend] = {}
         self._recvs: tuple[LocalRecv, ...] = ()
         self._roots = 0
@@ -85,46 +174,59 @@ class PassState:
         self._children: set[int] = set()
         self._done_early: set[int] = set()
 
-    def handle(self, *events: PassEvent) -> list[PassAction]:
-        """Takes events, all of them before anything follows; returns the actions that follow, in order.
-
-        `Started` comes alone. Events that came before it are kept until then.
-        """
-        if type(events[0]) is Started:
-            return self._start(events[0])
-        if not self.is_started:
-            self._early += events
-            return []
-        actions: list[PassAction] = []
-        for event in events:
-            self._take(event, actions)
-        if self._dirty:
-            self._advance(actions)
-        else:
-            self._end_if_done(actions)
-        return actions
-
     # ------------------------------------------------------------ events
 
-    def _start(self, event: Started) -> list[PassAction]:
+    def start(self, graph: LocalGraph, neighbours: Iterable[int], parent: int | None = None) -> Actions:
+        """The pass starts on this worker: because `backward` was called (no parent), or because a neighbour began."""
         self.is_started = True
-        self.parent = event.parent
-        self._lay_out(event.graph)
+        self.parent = parent
+        self._lay_out(graph)
         if self.fast:
-            for send in event.graph.sends:
+            for send in graph.sends:
                 self._decide(send, (1 << send.count) - 1)
-        self._told = set(event.neighbours) - {self.me}
+        self._told = set(neighbours) - {self.me}
         self._unheard = set(self._told)
-        actions: list[PassAction] = []
+        actions: Actions = []
         early, self._early = self._early, []
-        for later in early:
-            self._take(later, actions)
+        for said in early:
+            self._take(actions, *said)
         self._hear(self.me, {recv.id: self._verdicts.get(recv.id) for recv in self._recvs if recv.sender == self.me})
-        runs: list[PassAction] = []
+        runs: Actions = []
         self._advance(runs, quiet=True)
-        known = {action.to for action in actions if isinstance(action, SendBegin)}
+        known = {action.to for action in actions if isinstance(action, Tell)}
         actions += [self._begin(to) for to in sorted(self._told - known)]
         return actions + runs
+
+    def take(
+        self,
+        peer: int,
+        begins: bool = False,
+        is_child: bool = False,
+        verdicts: Verdicts = NOTHING,
+        used: Mapping[int, int] = NOTHING,
+        is_done: bool = False,
+    ) -> Actions:
+        """A neighbour says something, all of which is taken in before anything follows. It is kept until `start`.
+
+        Args:
+            peer: the neighbour.
+            begins, is_child: it takes part, and this worker is its parent.
+            verdicts: on messages of this worker; if it begins, on all that it has received.
+            used: by message whose gradient has arrived, the mask of its tensors with a gradient.
+            is_done: a neighbour whose parent is this worker is done.
+        """
+        if not self.is_started:
+            self._early.append((peer, begins, is_child, verdicts, used, is_done))
+            return []
+        actions: Actions = []
+        self._take(actions, peer, begins, is_child, verdicts, used, is_done)
+        self._advance(actions)
+        return actions
+
+    def ended(self, run: Run) -> None:
+        """Groups have run, and the gradients of all their used recvs were sent."""
+        self._unended -= len(run.groups)
+        self._end_if_done()
 
     def _lay_out(self, graph: LocalGraph) -> None:
         self._sends = {send.id: send for send in graph.sends}
@@ -147,41 +249,44 @@ class PassState:
                 self._verdicts[recv.id] = 0
         self._dirty = {group.number: group for group in self._groups}
 
-    def _begin(self, to: int) -> SendBegin:
+    def _begin(self, to: int) -> Tell:
         received: dict[int, int | None] = {}
         for recv in self._recvs:
             if recv.sender == to:
                 verdict = self._verdicts.get(recv.id)
                 received[recv.id] = None if verdict and self._group_of[recv.id].runs_freely else verdict
-        return SendBegin(to, to == self.parent, received)
+        return Tell(to, received, True, to == self.parent)
 
-    def _take(self, event: PassEvent, actions: list[PassAction]) -> None:
-        # By frequency, and without a `match`, which takes several times as long.
-        if type(event) is GroupEnded:
-            self._unended -= 1
-        elif type(event) is GradientArrived:
-            send = self._sends.get(event.id)
-            if send is not None:
-                self._arrived.add(event.id)
-                self._decide(send, event.used)
-                self._touch(event.id)
-        elif type(event) is PeerBegan:
-            peer = event.peer
+    def _take(
+        self,
+        actions: Actions,
+        peer: int,
+        begins: bool,
+        is_child: bool,
+        verdicts: Verdicts,
+        used: Mapping[int, int],
+        is_done: bool,
+    ) -> None:
+        if begins:
             self._unheard.discard(peer)
-            if event.child and peer not in self._done_early:
+            if is_child and peer not in self._done_early:
                 self._children.add(peer)
             if peer not in self._told:
                 self._told.add(peer)
                 actions.append(self._begin(peer))
-            self._hear(peer, event.received)
-        elif type(event) is ChildDone:
-            if event.peer in self._unheard:  # the message overtook that peer's begin
-                self._done_early.add(event.peer)
-            self._children.discard(event.peer)
-        elif type(event) is Decided:
-            self._apply(event.verdicts)
-        else:
-            raise AssertionError("a pass starts once")
+            self._hear(peer, verdicts)
+        elif verdicts:
+            self._apply(verdicts)
+        for id, mask in used.items():
+            send = self._sends.get(id)
+            if send is not None:
+                self._arrived.add(id)
+                self._decide(send, mask)
+                self._touch(id)
+        if is_done:
+            if peer in self._unheard:  # the message overtook that peer's begin
+                self._done_early.add(peer)
+            self._children.discard(peer)
 
     def _hear(self, peer: int, received: Verdicts) -> None:
         """Takes the verdicts on all messages that a neighbour has received; all others are unused (invariant 1)."""
@@ -209,13 +314,8 @@ class PassState:
 
     # ------------------------------------------------------------ consequences
 
-    def _advance(self, actions: list[PassAction], quiet: bool = False) -> None:
-        """Derives all consequences of the latest events.
-
-        Args:
-            actions: to which the resulting actions are appended.
-            quiet: whether to send no verdicts, because the begin messages have them.
-        """
+    def _advance(self, actions: Actions, quiet: bool = False) -> None:
+        """Appends all that follows; without verdicts if it is `quiet`, because the begin messages have them."""
         news: list[LocalRecv] = []
         touched: dict[int, _Group] = {}
         while self._dirty:
@@ -226,7 +326,7 @@ class PassState:
         if news and not quiet:
             actions += self._tell(news)
         actions += runs
-        self._end_if_done(actions)
+        self._end_if_done()
 
     def _settle(self, group: _Group, news: list[LocalRecv]) -> None:
         """Decides the recvs of a group as far as possible."""
@@ -283,20 +383,17 @@ class PassState:
             return False
         return bool(used & self._roots) or max(sends, key=lambda send: send.stamp) is not pending[0]
 
-    def _tell(self, news: list[LocalRecv]) -> list[PassAction]:
+    def _tell(self, news: list[LocalRecv]) -> list[Tell]:
         """The verdicts for other workers, except those that a gradient implies (invariant 4)."""
         by_sender: dict[int, dict[int, int | None]] = {}
         for recv in news:
             verdict = self._verdicts[recv.id]
             if not (verdict and self._group_of[recv.id].runs_freely):
                 by_sender.setdefault(recv.sender, {})[recv.id] = verdict
-        return [SendVerdicts(to, verdicts) for to, verdicts in sorted(by_sender.items())]
+        return [Tell(to, verdicts) for to, verdicts in sorted(by_sender.items())]
 
-    def _end_if_done(self, actions: list[PassAction]) -> None:
-        if self.is_done or self._unended or self._unheard or self._children:
-            return
-        self.is_done = True
-        actions.append(Finished() if self.parent is None else SendDone(self.parent))
+    def _end_if_done(self) -> None:
+        self.is_done = self.is_done or not (self._unended or self._unheard or self._children)
 
     # ------------------------------------------------------------ views
 

@@ -17,32 +17,23 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rpcdist.autograd._pass_events import (
-    ChildDone,
-    Decided,
-    Finished,
-    GradientArrived,
-    GroupEnded,
-    LocalGraph,
-    LocalRecv,
-    LocalSend,
-    PassAction,
-    PassEvent,
-    PeerBegan,
-    Run,
-    SendBegin,
-    SendDone,
-    SendVerdicts,
-    Started,
-)
-from rpcdist.autograd._verdicts import PassState
+from rpcdist.autograd._verdicts import Actions, LocalGraph, LocalRecv, LocalSend, PassState, Run
 
 __all__ = ["Hop", "Step", "World", "build"]
 
 Step = tuple[int, ...]
 """Numbers of messages under way that arrive as one; or the number of one run, counted on behind the messages."""
 
-_ORDER = (PeerBegan, Decided, GradientArrived, ChildDone)  # in which the parts of one message are taken in
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """The arguments of `PassState.take`."""
+
+    begins: bool = False
+    is_child: bool = False
+    verdicts: dict[int, int | None] = field(default_factory=dict)
+    used: dict[int, int] = field(default_factory=dict)
+    is_done: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +71,15 @@ class World:
     graphs: dict[int, LocalGraph]
     states: dict[int, PassState]
     neighbours: dict[int, frozenset[int]]
-    flying: list[tuple[int, int, PassEvent]] = field(default_factory=list)  # sender, receiver, what it says
+    flying: list[tuple[int, int, Said]] = field(default_factory=list)  # sender, receiver, what it says
     running: list[_Running] = field(default_factory=list)
     gradients: dict[int, int] = field(default_factory=dict)  # by message: how often it was sent
     arrived: set[int] = field(default_factory=set)
     ran: set[tuple[int, int]] = field(default_factory=set)
-    finished: bool = False
+    done: frozenset[int] = frozenset()
 
     def begin(self) -> None:
-        self._do(0, self.states[0].handle(Started(self.graphs[0], self.neighbours[0])))
+        self._do(0, self.states[0].start(self.graphs[0], self.neighbours[0]))
 
     def steps(self, in_order: bool = False) -> Iterator[Step]:
         """What may happen now: messages first, then runs. `in_order` is per pair, as sessions keep it."""
@@ -122,7 +113,8 @@ class World:
         if not running.pending:
             self.running.remove(running)
             assert not running.unanswered, "a run ended and owes a gradient"
-            self._do(running.worker, self.states[running.worker].handle(*map(GroupEnded, running.run.groups)))
+            self.states[running.worker].ended(running.run)
+            self._do(running.worker, [])
 
     def key(self) -> object:
         """Equal for equal states."""
@@ -158,30 +150,36 @@ class World:
     def _send(self, worker: int, id: int) -> LocalSend:
         return next(send for send in self.graphs[worker].sends if send.id == id)
 
-    def _deliver(self, sender: int, to: int, merged: list[PassEvent]) -> None:
+    def _deliver(self, sender: int, to: int, merged: list[Said]) -> None:
         state = self.states[to]
-        events = sorted(merged, key=lambda event: _ORDER.index(type(event)))
-        self.arrived |= {event.id for event in events if isinstance(event, GradientArrived)}
-        starts = isinstance(events[0], PeerBegan) and not state.is_started
-        actions = state.handle(*events)
+        verdicts = {id: verdict for said in merged for id, verdict in said.verdicts.items()}
+        used = {id: mask for said in merged for id, mask in said.used.items()}
+        begins, is_child = any(said.begins for said in merged), any(said.is_child for said in merged)
+        self.arrived |= used.keys()
+        starts = begins and not state.is_started
+        actions = state.take(sender, begins, is_child, verdicts, used, any(said.is_done for said in merged))
         if starts:
-            actions += state.handle(Started(self.graphs[to], self.neighbours[to] | {sender}, sender))
+            actions += state.start(self.graphs[to], self.neighbours[to] | {sender}, sender)
         self._do(to, actions)
 
-    def _do(self, worker: int, actions: list[PassAction]) -> None:
+    def _do(self, worker: int, actions: Actions) -> None:
         for action in actions:
-            match action:
-                case SendBegin(to, child, received):
-                    self.flying.append((worker, to, PeerBegan(worker, child, dict(received))))
-                case SendVerdicts(to, verdicts):
-                    self.flying.append((worker, to, Decided(worker, dict(verdicts))))
-                case SendDone(to):
-                    self.flying.append((worker, to, ChildDone(worker)))
-                case Run():
-                    self._run(worker, action)
-                case Finished():
-                    assert worker == 0 and not self.finished
-                    self.finished = True
+            if isinstance(action, Run):
+                self._run(worker, action)
+            else:
+                said = Said(action.begins, action.is_child, dict(action.verdicts))
+                self.flying.append((worker, action.to, said))
+        state = self.states[worker]
+        if state.is_done and worker not in self.done:
+            self.done |= {worker}
+            assert (state.parent is None) == (worker == 0)
+            if state.parent is not None:
+                self.flying.append((worker, state.parent, Said(is_done=True)))
+
+    @property
+    def finished(self) -> bool:
+        """Whether the worker that called `backward` is done."""
+        return 0 in self.done
 
     def _run(self, worker: int, run: Run) -> None:
         graph = self.graphs[worker]
@@ -203,7 +201,7 @@ class World:
                 running.unanswered.remove(recv)
                 mask = sum(1 << n for n, feeders in enumerate(recv.feeders) if feeders & used)
                 self.gradients[recv.id] = self.gradients.get(recv.id, 0) + 1
-                self.flying.append((running.worker, recv.sender, GradientArrived(recv.id, mask)))
+                self.flying.append((running.worker, recv.sender, Said(used={recv.id: mask})))
 
     def used_tensors(self) -> dict[int, int]:
         """What the root depends on, by message: the right verdicts."""

@@ -84,7 +84,7 @@ def test_sources_that_share_a_leaf_run_apart_unless_it_has_hooks(has_hook: bool)
     found = analyse(CONTEXT, roots, [], [first, second])
     assert found.local.groups == ((0b11,) if has_hook else (0b01, 0b10))
     assert [recv.feeders for recv in found.local.recvs] == [(0b01,), (0b10,)]
-    assert [leaf.sources for leaf in found.leaves] == [0b11]
+    assert [found.masks[leaf] for leaf in found.leaves] == [0b11]
 
 
 def test_a_long_graph_needs_no_recursion() -> None:

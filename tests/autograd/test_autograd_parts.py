@@ -16,11 +16,11 @@ from torch import Tensor
 
 import rpcdist.autograd as autograd
 import rpcdist.rpc as rpc
-from rpcdist.autograd import _backward_pass
+from rpcdist.autograd import _general_part
 from rpcdist.autograd._backward_pass import BackwardPass
 from rpcdist.autograd._context import make_id
 from rpcdist.autograd._direct_part import DirectPart, find_sources
-from rpcdist.autograd._general_part import GeneralPart
+from rpcdist.autograd._general_part import GeneralPart, make_part
 from rpcdist.autograd._pass_message import PassMessage
 from rpcdist.testing import LIMIT_S, InProcessCluster
 
@@ -122,7 +122,7 @@ def test_gradients_are_those_of_one_process(cluster: InProcessCluster, share: fl
         leaves = [torch.rand(2, 3, requires_grad=True) for _ in range(3)]
         expected = torch.autograd.grad(run(program, leaves, False), leaves, allow_unused=True)
         with pytest.MonkeyPatch.context() as patch, cluster.use("a"):
-            patch.setattr(_backward_pass, "find_sources", Chooser(seed, share))
+            patch.setattr(_general_part, "find_sources", Chooser(seed, share))
             for repeats in range(2):
                 with autograd.context() as context_id:
                     loss = run(program, leaves, True)
@@ -191,7 +191,7 @@ def test_a_context_remembers_that_it_was_general(
         looked.append(arguments)
         return find_sources(*arguments)
 
-    monkeypatch.setattr(_backward_pass, "find_sources", look)
+    monkeypatch.setattr(_general_part, "find_sources", look)
     x, w = torch.rand(2, 3, requires_grad=True), torch.rand(3, 3, requires_grad=True)
     with cluster.use("a"), autograd.context() as context_id:
         hidden = x.exp()
@@ -275,7 +275,7 @@ def test_a_neighbour_that_begins_while_the_pass_ends_is_answered(cluster: InProc
         hooks: Any = agent.autograd
         context = hooks.contexts.find(context_id)
         answered: list[int] = []
-        made = BackwardPass(hooks._sender, context, 5, lambda ended: None, answered.append)
+        made = BackwardPass(hooks.host, context, 5, make_part, lambda ended: None, answered.append)
         late = PassMessage()
         late.begins = True
         made._inbox.append((1, late, None))

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from rpcdist._proto import autograd_pb2
-from rpcdist.autograd import _pass_sender
-from rpcdist.autograd._pass_sender import Releases
+from rpcdist.autograd import _context
+from rpcdist.autograd._context import Releases
 from rpcdist.rpc._calling.autograd_links import AutogradLinks
 
 
@@ -68,9 +68,9 @@ def test_nobody_to_tell(host: Host, releases: Releases) -> None:
 
 
 def test_many_do_not_wait(host: Host, releases: Releases) -> None:
-    for context_id in range(_pass_sender.MAX_PUT_OFF):
+    for context_id in range(_context.MAX_PUT_OFF):
         releases.tell({1}, context_id, at_once=False)
-    assert host.sent == [(1, list(range(_pass_sender.MAX_PUT_OFF)))]
+    assert host.sent == [(1, list(range(_context.MAX_PUT_OFF)))]
     host.pass_time()
     assert len(host.sent) == 1
 

@@ -8,44 +8,33 @@ from full_sets import FULL_ONLY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpcdist.autograd._pass_events import (
-    Decided,
-    Finished,
-    GradientArrived,
-    GroupEnded,
-    LocalGraph,
-    LocalRecv,
-    LocalSend,
-    PeerBegan,
-    Run,
-    SendBegin,
-    SendDone,
-    SendVerdicts,
-    Started,
-)
-from rpcdist.autograd._verdicts import PassState
+from rpcdist.autograd._verdicts import LocalGraph, LocalRecv, LocalSend, PassState, Run, Tell
 
 
 def test_a_call_and_its_result_as_a_table() -> None:
     """Worker 0 sent message 1 to worker 1, whose result 2 the root needs. No verdict has to be sent."""
     caller = PassState(0)
     graph = LocalGraph(1, (LocalSend(1, 1, 1, 1, 1),), (LocalRecv(2, 1, 2, (0b01,)),), (0b01, 0b10))
-    assert caller.handle(Started(graph, frozenset({1}))) == [
-        SendBegin(1, False, {2: None}),
-        Run((0,), 0b01, (), (), (2,)),
-    ]
-    assert caller.handle(GroupEnded(0)) == []
-    assert caller.handle(PeerBegan(1, True, {1: None})) == []
-    assert caller.handle(GradientArrived(1, 1)) == [Run((1,), 0b10, (1,), (), ())]
-    assert caller.handle(GroupEnded(1)) == []
+    first, second = Run((0,), 0b01, (), (), (2,)), Run((1,), 0b10, (1,), (), ())
+    assert caller.start(graph, {1}) == [Tell(1, {2: None}, True), first]
+    caller.ended(first)
+    assert caller.take(1, True, True, {1: None}) == []
+    assert caller.take(1, used={1: 1}) == [second]
+    caller.ended(second)
+    assert not caller.is_done
+    assert caller.take(1, is_done=True) == []
+    assert caller.is_done
 
 
 def test_what_the_receiver_does_not_name_is_unused() -> None:
     state = PassState(0)
     graph = LocalGraph(1, (LocalSend(7, 1, 3, 1, 2),), (), (0b001, 0b010, 0b100))
-    state.handle(Started(graph, frozenset({1})))
-    state.handle(GroupEnded(0))
-    assert state.handle(PeerBegan(1, False, {})) == [Finished()]
+    [_, run] = state.start(graph, {1})
+    assert isinstance(run, Run)
+    state.ended(run)
+    assert not state.is_done
+    assert state.take(1, True) == []
+    assert state.is_done
 
 
 def test_one_of_two_tensors() -> None:
@@ -53,25 +42,25 @@ def test_one_of_two_tensors() -> None:
     graph = LocalGraph(
         0, (LocalSend(2, 0, 2, 0, 2),), (LocalRecv(1, 0, 1, (0b01,)), LocalRecv(9, 0, 1, (0b10,))), (0b01, 0b10)
     )
-    state.handle(PeerBegan(0, False, {2: 0b01}))
-    assert state.handle(Started(graph, frozenset({0}), 0)) == [SendBegin(0, True, {1: 1, 9: 0})]
-    assert state.handle(GradientArrived(2, 0b01)) == [Run((0,), 0b01, (2,), (), (1,))]
+    state.take(0, True, False, {2: 0b01})
+    assert state.start(graph, {0}, 0) == [Tell(0, {1: 1, 9: 0}, True, True)]
+    assert state.take(0, used={2: 0b01}) == [Run((0,), 0b01, (2,), (), (1,))]
 
 
 def test_a_cycle_through_another_worker_blocks_at_a_gate() -> None:
     """x goes to worker 1 and comes back; the root uses both x and what came back."""
     state = PassState(0)
     graph = LocalGraph(1, (LocalSend(1, 1, 1, 1, 1),), (LocalRecv(2, 1, 2, (0b01,)),), (0b11,))
-    assert state.handle(Started(graph, frozenset({1}))) == [SendBegin(1, False, {2: 1})]
-    assert state.handle(PeerBegan(1, True, {1: 1})) == [Run((0,), 0b11, (), (1,), (2,))]
+    assert state.start(graph, {1}) == [Tell(1, {2: 1}, True)]
+    assert state.take(1, True, True, {1: 1}) == [Run((0,), 0b11, (), (1,), (2,))]
 
 
 def test_gates_wait_in_decreasing_stamp() -> None:
     state = PassState(0)
     sends = tuple(LocalSend(10 + n, 1, 2 * n + 1, n + 1, 1) for n in range(3))
     recvs = tuple(LocalRecv(20 + n, 1, 2 * n + 2, (0b1111,)) for n in range(3))
-    state.handle(PeerBegan(1, True, {10: 1, 11: 1, 12: 1}))
-    actions = state.handle(Started(LocalGraph(1, sends, recvs, (0b1111,)), frozenset({1})))
+    state.take(1, True, True, {10: 1, 11: 1, 12: 1})
+    actions = state.start(LocalGraph(1, sends, recvs, (0b1111,)), {1})
     assert actions[-1] == Run((0,), 0b1111, (), (12, 11, 10), (20, 21, 22))
 
 
@@ -79,9 +68,9 @@ def test_verdicts_run_ahead_of_gradients() -> None:
     """What worker 1 got from worker 2 went on to worker 0; worker 0 says "used" before any gradient moves."""
     state = PassState(1)
     graph = LocalGraph(0, (LocalSend(5, 0, 4, 0, 1),), (LocalRecv(4, 2, 3, (0b1,)),), (0b1,))
-    state.handle(PeerBegan(0, False, {5: None}))
-    state.handle(Started(graph, frozenset({0, 2}), 0))
-    assert state.handle(Decided(0, {5: 1})) == [SendVerdicts(2, {4: 1})]
+    state.take(0, True, False, {5: None})
+    state.start(graph, {0, 2}, 0)
+    assert state.take(0, verdicts={5: 1}) == [Tell(2, {4: 1})]
 
 
 def test_what_came_with_the_first_message_runs_at_once() -> None:
@@ -89,21 +78,24 @@ def test_what_came_with_the_first_message_runs_at_once() -> None:
     state = PassState(1)
     sends = (LocalSend(11, 0, 2, 0, 1), LocalSend(12, 0, 4, 1, 2), LocalSend(13, 0, 6, 3, 1))
     recvs = tuple(LocalRecv(id, 0, 2 * id - 1, (feeders,)) for id, feeders in ((1, 0b1), (2, 0b10), (3, 0b1000)))
-    assert state.handle(PeerBegan(0, False, {11: None, 12: None}), GradientArrived(11, 1), GradientArrived(12, 1)) == []
+    assert state.take(0, True, False, {11: None, 12: None}, {11: 1, 12: 1}) == []
     graph = LocalGraph(0, sends, recvs, (0b0001, 0b0010, 0b0100, 0b1000))
-    begin, *runs = state.handle(Started(graph, frozenset({0}), 0))
-    assert begin == SendBegin(0, True, {1: None, 2: None, 3: 0})
-    assert runs == [Run((0,), 0b01, (11,), (), (1,)), Run((1,), 0b10, (12,), (), (2,))]
+    begin, *runs = state.start(graph, {0}, 0)
+    assert begin == Tell(0, {1: None, 2: None, 3: 0}, True, True)
+    first, second = Run((0,), 0b01, (11,), (), (1,)), Run((1,), 0b10, (12,), (), (2,))
+    assert runs == [first, second]
     assert not state.is_done
-    assert state.handle(GroupEnded(0), GroupEnded(1)) == [SendDone(0)]
-    assert state.handle(Decided(0, {11: 1}), GradientArrived(11, 1)) == []  # what comes later changes nothing
+    state.ended(first.with_(second))
+    assert state.is_done
+    assert state.take(0, verdicts={11: 1}, used={11: 1}) == []  # what comes later changes nothing
 
 
 def test_nothing_used_is_done_at_once() -> None:
     state = PassState(1)
-    state.handle(PeerBegan(0, False, {}))
+    state.take(0, True)
     graph = LocalGraph(0, (LocalSend(2, 0, 2, 0, 1),), (LocalRecv(1, 0, 1, (0b1,)),), (0b1,))
-    assert state.handle(Started(graph, frozenset({0}), 0)) == [SendBegin(0, True, {1: 0}), SendDone(0)]
+    assert state.start(graph, {0}, 0) == [Tell(0, {1: 0}, True, True)]
+    assert state.is_done
 
 
 # Shapes of up to 7 messages on 3 workers; the last hop is the root. Needs are (message, tensor).

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
 from rpcdist._proto import autograd_pb2, rpc_pb2
-from rpcdist.errors import WorkerLost
+from rpcdist.errors import RpcdistError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import AutogradHooks
 from rpcdist.rpc._calling.caller import Caller
@@ -22,6 +23,8 @@ from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.transport.wire_messages import CompactPass
+
+logger = logging.getLogger(__name__)
 
 
 class AutogradLinks:
@@ -84,6 +87,13 @@ class AutogradLinks:
         """
         wrapped = message if isinstance(message, CompactPass) else rpc_pb2.Message(autograd=message)
         self._router.send(to, wrapped, buffers, observer)
+
+    def send_if_possible(self, to: int, message: autograd_pb2.AutogradMessage | CompactPass) -> None:
+        """As `send`, for a message that nobody misses if its receiver is lost."""
+        try:
+            self.send(to, message)
+        except RpcdistError as exc:
+            logger.debug("not sent to worker %s: %s", to, exc)
 
 
 MakeAutograd = Callable[[AutogradLinks], AutogradHooks]
