@@ -86,15 +86,7 @@ class AutogradWorker:
     ) -> dict[int, Outcome]:
         """Has owners of parameters work, after a pass from `roots` if there are any; blocks.
 
-        Args:
-            context_id: of the context.
-            work: by owner, the bytes that it gets.
-            own: what this process does meanwhile.
-            deadline: of all of it.
-            roots: see `backward`.
-
-        Returns:
-            The outcome, by owner.
+        `work` has the bytes that each owner gets; this process calls `own` meanwhile. Returns the outcomes by owner.
         """
         part = StepPart(work, own)
         options = PassOptions(self.host.default_mode == "fast", False, deadline)
@@ -126,7 +118,7 @@ class AutogradWorker:
         begun, first = self._begin(context_id, roots, options, lambda ended: self.host.submit(complete, ended.error))
         future._on_cancel = lambda: begun.fail(AutogradError("the backward pass was cancelled by its caller"))
         if deadline.is_finite:
-            timers.append(self.host.call_later(deadline.remaining_s(), begun.expire))
+            timers.append(self.host.call_later(deadline.remaining_s(), partial(begun.post, begun.expire)))
         begun.post(first)
         return future
 
@@ -185,26 +177,19 @@ class AutogradWorker:
         if made.context.is_released:  # by another thread, whose search for passes may have missed this one
             made.fail(_released(made.context))
 
-    def _passes_in(self, context: Context) -> list[BackwardPass]:
-        return [current for current in list(self._passes.values()) if current.context is context]
-
     # ------------------------------------------------------------ contexts
 
     def release(self, context_id: int, told_by: int | None = None) -> Context | None:
         """Ends a context on this worker, and on all workers that took part; any thread.
 
-        Args:
-            context_id: of the context.
-            told_by: the neighbour that has ended the context, if any.
-
-        Returns:
-            The context, whose graph the caller must drop; None if the context is over or unknown.
+        `told_by` is the neighbour that has ended it, if any. Returns the context, whose graph the caller must drop;
+        None if it is over or unknown.
         """
         context = self.contexts.release(context_id)
         if context is None or not context.end():
             return None
-        for current in self._passes_in(context):
-            if not current.is_finishing:
+        for current in list(self._passes.values()):
+            if current.context is context and not current.is_finishing:
                 current.fail(_released(context))
         at_once = told_by is not None or context.is_heavy or not context.is_spent
         self._releases.tell(context.neighbours() - {told_by, self.id}, context_id, at_once)
@@ -244,10 +229,7 @@ class AutogradWorker:
     # ------------------------------------------------------------ called by the agent (`AutogradHooks`)
 
     def admit(self, context_id: int, sender: Identity) -> Context | None:
-        context = self.contexts.join(context_id, sender.id)
-        if context is not None:
-            context.called_by(sender.id)
-        return context
+        return self.contexts.join(context_id, sender.id)
 
     def counts(self) -> dict[str, str]:
         return {
@@ -259,7 +241,7 @@ class AutogradWorker:
         name_of = self.host.worker_name_of
         contexts = [
             ContextFacts(context.id, tuple(sorted(map(name_of, context.neighbours() - {self.id}))))
-            for context in self.contexts.first(most)
+            for context in self.contexts.oldest(most)
         ]
         return contexts, [current.facts(now) for current in list(self._passes.values())[:most]]
 
@@ -269,7 +251,7 @@ class AutogradWorker:
                 self.host.submit(current.lost, identity.id, exc)
 
     def worker_dead(self, identity: Identity) -> None:
-        for context in self.contexts.all():
+        for context in self.contexts.oldest():
             is_only_caller = context.brought_by == identity.id and context.neighbours() <= {identity.id}
             if worker_of(context.id) == identity.id or is_only_caller:
                 self._released_by(identity.id, context.id)
@@ -280,7 +262,7 @@ class AutogradWorker:
     def close(self) -> None:
         for current in list(self._passes.values()):
             current.fail(RpcdistError("RPC was shut down in this process during the backward pass"))
-        for context in self.contexts.all():
+        for context in self.contexts.oldest():
             self.contexts.release(context.id)
             context.end()
             context.drop()

@@ -105,7 +105,6 @@ class BackwardPass:
         hops: of the messages: "to" or "from", peer, start, end; None while nobody wants to know.
         traceparent: for OpenTelemetry, the header of the span of the pass; empty for none.
         error: the error that ended the pass; None while it runs, and if it succeeded.
-        is_over: whether the pass has ended on this worker.
         is_finishing: whether nothing is left to do here, except for sending the last messages.
     """
 
@@ -125,7 +124,7 @@ class BackwardPass:
         self.context = context
         self.id = id
         self.root_gradients = root_gradients
-        self.options = options or _UNKNOWN
+        self.options = options or PassOptions()
         self.parent: int | None = None
         self.then: StepPart | None = None
         self.lock = RLock()
@@ -182,7 +181,6 @@ class BackwardPass:
                 message.work, message.timeout_us = work, timeout_us
         self.flush()
         then.own()
-        self.is_finishing = then.is_done()
 
     def _find_links(self, neighbours: Iterable[int]) -> None:
         for to in neighbours:
@@ -200,15 +198,11 @@ class BackwardPass:
             self._involved.add(to)
         return message
 
-    def follow_up_of(self, to: int) -> bytes | None:
-        """The work that follows the part of the only neighbour, if there is any."""
-        return None if self.then is None else self.then.hand_over(to)
-
     def finish(self) -> None:
         """Nothing is left to do here, and the children are done."""
         if self.then is not None:
             if self.options.deadline.expired():
-                self._expire()  # and nobody steps
+                self.expire()  # and nobody steps
             elif not self.then.is_begun:
                 self.context.is_spent = not self.options.retain_graph
                 self.start_step()
@@ -298,7 +292,6 @@ class BackwardPass:
         if self.then is not None:
             self.then.take(sender, message)
             if self.then.is_begun:
-                self.is_finishing = self.then.is_done()
                 return
         if self._part is not None:
             self._part.take(sender, message)
@@ -327,11 +320,13 @@ class BackwardPass:
             while not self.is_over:
                 if self._inbox or (self._part is not None and self._part.ready):
                     self._handle_all()
+                if self.then is not None and self.then.is_begun:
+                    self.is_finishing = self.then.is_done()
                 send = self._pack()
                 if self.is_finishing and send is not None:
                     send()
                 elif not self.is_over and not self._wait(send):
-                    self._expire()
+                    self.expire()
         except BaseException as exc:
             self.fail(exc)
             if not issubclass(type(exc), Exception):
@@ -491,10 +486,7 @@ class BackwardPass:
     # ------------------------------------------------------------ the end
 
     def expire(self) -> None:
-        """Fails the pass because its deadline is over; for a pass without a thread that waits for it."""
-        self.post(self._expire)
-
-    def _expire(self) -> None:
+        """Fails the pass because its deadline is over; on its thread."""
         texts = "; ".join([f"worker {self.name_of(peer)!r} {why}" for peer, why in sorted(self._waits_for().items())])
         what = "step" if self.then is not None and self.then.is_begun else "backward"
         self.fail(
@@ -512,14 +504,9 @@ class BackwardPass:
         """A worker is lost, or a message to it; any thread that may run code of users."""
         then = self.then
         if then is not None and then.is_begun:
-            self.post(partial(self._owner_lost, then, worker_id, exc))
+            self.post(partial(then.outcomes.setdefault, worker_id, exc))
         else:
             self.fail(exc)
-
-    def _owner_lost(self, then: StepPart, worker_id: int, exc: Exception) -> None:
-        """An owner of parameters will not answer; the others still may."""
-        then.outcomes.setdefault(worker_id, exc)
-        self.is_finishing = then.is_done()
 
     def lost_worker(self, worker_id: int, reason: str, silence_s: float | None = None) -> WorkerLost:
         """The error for a message that a worker did not get."""
@@ -597,6 +584,3 @@ class _PassMessageObserver:
 
     def _fail(self, exc: TransportError) -> None:
         self._pass.submit(self._pass.lost, self._to, exc)  # observers are called on the I/O loop
-
-
-_UNKNOWN = PassOptions()

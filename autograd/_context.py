@@ -11,7 +11,7 @@ import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, cast
 
 import torch
 from torch.autograd.graph import Node
@@ -23,7 +23,9 @@ from rpcdist.autograd._message_nodes import Gradients, RecordedRecv, RecordedSen
 from rpcdist.errors import CallRefused, SerializationError
 from rpcdist.rpc._calling.autograd_links import AutogradLinks
 from rpcdist.time_limits import CONTEXT_RELEASE_DELAY_S
-from rpcdist.transport.wire_messages import History
+from rpcdist.transport.wire_messages import History, new_history
+
+_top_hooks = cast(Any, torch._C._autograd)._top_saved_tensors_default_hooks
 
 SpanKind = Literal["analysis", "run", "wait", "gate"]
 
@@ -75,11 +77,6 @@ def worker_of(id: int) -> int:
     return (id >> WORKER_SHIFT) & 0xFFFF
 
 
-def id_limit(worker_id: int) -> int:
-    """The greatest id that a worker can make."""
-    return make_id(worker_id, MAX_NUMBER)
-
-
 class Context:
     """A distributed autograd context on one worker. Any thread may call any method.
 
@@ -120,7 +117,6 @@ class Context:
         self._clock = 0
         self._sends: dict[int, RecordedSend] = {}
         self._recvs: dict[int, tuple[RecordedRecv, Node]] = {}
-        self._muted = _Muted(self)
 
     def __repr__(self) -> str:
         state = "released" if self.is_released else f"{len(self._sends)} sends, {len(self._recvs)} recvs"
@@ -128,51 +124,51 @@ class Context:
 
     # ------------------------------------------------------------ for calls (`CallContext`)
 
-    def for_call(self) -> Context | _Muted:
-        return self if torch.is_grad_enabled() else self._muted
-
-    def joined_by(self, worker_id: int) -> int:
-        with self._lock:
-            if self.is_released:
-                return 0
-            if worker_id != self._worker_id:
-                self.known.add(worker_id)
-            return self.id
+    def for_call(self, to: int) -> tuple[Context | _Muted | None, int]:
+        if to not in self.known:
+            with self._lock:
+                if not self.is_released and to != self._worker_id:
+                    self.known.add(to)
+        if self.is_released:
+            return None, 0
+        return (self if torch.is_grad_enabled() else _Muted(self)), self.id
 
     def sending(self, tensors: Sequence[torch.Tensor], to: int) -> History | None:
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
         if not wanted or self.is_released:
             return None
-        _check_not_checkpointed()
+        if _top_hooks(False) is not None:
+            _check_not_checkpointed()
         with self._lock:
-            self._clock += 1
-            stamp = self._clock
-        send = RecordedSend(self._next_message(), to, stamp, wanted)
+            self._clock = stamp = self._clock + 1
+        id = self._next_message()
+        send = RecordedSend(id, to, stamp, wanted)
         with self._lock:
-            self._sends[send.id] = send
-        return History(send.id, stamp)
+            self._sends[id] = send
+        return new_history((id, stamp))
 
     def received(self, history: History | None, tensors: Sequence[torch.Tensor], sender: int) -> None:
         if history is None:
             return
-        if history.stamp > MAX_STAMP or worker_of(history.message) != sender & 0xFFFF:
+        id, stamp = history
+        if stamp > MAX_STAMP or (id >> WORKER_SHIFT) & 0xFFFF != sender & 0xFFFF:
             raise SerializationError(
-                f"tensors that require grad arrived from worker {sender} as message {history.message:#x} at time "
-                f"{history.stamp} of their autograd context, which it cannot have sent"
+                f"tensors that require grad arrived from worker {sender} as message {id:#x} at time {stamp} of their "
+                "autograd context, which it cannot have sent"
             )
         arrived = [tensor for tensor in tensors if tensor.requires_grad]
         with self._lock:
-            self._clock = max(self._clock, history.stamp)
+            if stamp > self._clock:
+                self._clock = stamp
             is_over = self.is_released
         if not arrived or is_over:
             return
-        _check_not_checkpointed()
-        recv = RecordedRecv(
-            self.id, history.message, sender, history.stamp, len(arrived), sum(map(size_bytes, arrived))
-        )
+        if _top_hooks(False) is not None:
+            _check_not_checkpointed()
+        recv = RecordedRecv(self.id, id, sender, stamp, len(arrived), sum(map(size_bytes, arrived)))
         node = attach(recv, arrived)
         with self._lock:
-            self._recvs[recv.id] = recv, node
+            self._recvs[id] = recv, node
 
     # ------------------------------------------------------------ for backward passes
 
@@ -215,11 +211,6 @@ class Context:
             found = {send.to for send in self._sends.values()} | {recv.sender for recv, _ in self._recvs.values()}
         found.discard(self._worker_id)
         return frozenset(found)
-
-    def called_by(self, worker_id: int) -> None:
-        if worker_id != self._worker_id:
-            with self._lock:
-                self.callers.add(worker_id)
 
     def end(self) -> bool:
         """Marks the context as over; False if it was over before. It frees nothing; see `drop`."""
@@ -271,11 +262,8 @@ class _Muted:
     def __init__(self, context: Context) -> None:
         self._context = context
 
-    def for_call(self) -> Context | _Muted:
-        return self._context.for_call()
-
-    def joined_by(self, worker_id: int) -> int:
-        return self._context.joined_by(worker_id)
+    def for_call(self, to: int) -> tuple[Context | _Muted | None, int]:
+        return self._context.for_call(to)
 
     def sending(self, tensors: Sequence[torch.Tensor], to: int) -> None:
         """Records nothing."""
@@ -293,7 +281,7 @@ class ContextTable:
 
     def __init__(self, worker_id: int) -> None:
         self._worker_id = worker_id
-        self._messages = itertools.count(1)
+        self._next_message = itertools.count(make_id(worker_id, 1)).__next__  # the number of each is in its low bits
         self._contexts: dict[int, Context] = {}
         # Ids of contexts that are over: a late call must not bring its context back to life.
         # With a worker: those that it has released before this worker knew them.
@@ -304,18 +292,12 @@ class ContextTable:
     def __len__(self) -> int:
         return len(self._contexts)
 
-    def __repr__(self) -> str:
-        return f"<ContextTable [{len(self._contexts)} alive]>"
-
     def new(self) -> Context:
         """A context of a secret id: a worker that names it takes part in it, or was told of it."""
         while True:
             id = make_id(self._worker_id, secrets.randbelow(MAX_NUMBER) + 1)
             if id not in self._contexts and (context := self.join(id)) is not None:
                 return context
-
-    def next_message(self) -> int:
-        return make_id(self._worker_id, next(self._messages))
 
     def join(self, id: int, peer: int | None = None) -> Context | None:
         """The context; made if this worker does not know it yet, None if it is over.
@@ -327,6 +309,12 @@ class ContextTable:
         Raises:
             CallRefused: it is new, and that worker has brought `MAX_CONTEXTS_OF_PEER` others.
         """
+        context = self._contexts.get(id) or self._make(id, peer)
+        if context is not None and peer is not None and peer != self._worker_id:
+            context.callers.add(peer)
+        return context
+
+    def _make(self, id: int, peer: int | None) -> Context | None:
         with self._lock:
             context = self._contexts.get(id)
             if context is not None or id in self._released or (id, peer) in self._released:
@@ -338,7 +326,7 @@ class ContextTable:
                         "Does each `with autograd.context()` there end?"
                     )
                 self._num_brought[peer] += 1
-            context = self._contexts[id] = Context(id, self._worker_id, self.next_message)
+            context = self._contexts[id] = Context(id, self._worker_id, self._next_message)
             context.brought_by = peer
             return context
 
@@ -373,12 +361,8 @@ class ContextTable:
         if len(self._released) > KEPT_RELEASES:
             self._released.popitem(last=False)
 
-    def first(self, most: int) -> list[Context]:
-        """The oldest contexts."""
-        return list(islice(self._contexts.values(), most))
-
-    def all(self) -> Iterable[Context]:
-        return list(self._contexts.values())
+    def oldest(self, most: int | None = None) -> list[Context]:
+        return list(islice(list(self._contexts.values()), most))
 
 
 MAX_PUT_OFF = 256  # contexts
@@ -438,8 +422,7 @@ class Releases:
 
 def _check_not_checkpointed() -> None:
     """Raises AutogradError in a checkpointed region, whose recomputation would repeat the call during the backward."""
-    autograd: Any = torch._C._autograd
-    hooks = autograd._top_saved_tensors_default_hooks(False)
+    hooks = _top_hooks(False)
     if hooks is not None and "_checkpoint_hook" in getattr(hooks[0], "__qualname__", ""):
         raise AutogradError(
             "an RPC whose tensors require grad was made inside a checkpointed region (torch.utils.checkpoint), which "

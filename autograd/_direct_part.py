@@ -58,12 +58,9 @@ class GraphSource:
         self.runs_code = False
 
     def walk(self, context_id: int, taken: dict[Any, GraphSource], edges: Sequence[GradientEdge] | None = None) -> bool:
-        """Finds what the source reaches; False if its part of the graph is not of the kind that this module is for.
+        """Finds what the source, or some of its edges, reaches; False if this module is not for such a graph.
 
-        Args:
-            context_id: of the context.
-            taken: by node, the source that it belongs to; the nodes that are found are added.
-            edges: from where; all edges of the source if it is None.
+        `taken` has the source that each node belongs to; the nodes that are found are added.
         """
         leaves, outputs = self.leaves, self.outputs
         num_inner = num_bytes = 0
@@ -125,27 +122,14 @@ def find_sources(
 
 
 class DirectPart(PassPart):
-    """One worker's part; only on the thread that handles the events of the pass.
+    """One worker's part: the roots if the pass began here, and the messages that were sent, by id.
 
-    Args:
-        root: the roots, on the worker where the pass began.
-        sources: by id, the messages that were sent; each is taken out when its gradient has come, or it is unused.
-        sends: the same messages.
-        recvs: the messages that were received.
+    A source is taken out when its gradient has come, or it is unused.
     """
 
     __slots__ = (
-        "_children",
-        "_done_early",
-        "_owner",
-        "_recvs",
-        "_root",
-        "_sends",
-        "_sources",
-        "_told",
-        "_unheard",
-        "_untold",
-    )
+        "_children", "_done_early", "_owner", "_recvs", "_root", "_sends", "_sources", "_told", "_unheard", "_untold",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -167,7 +151,6 @@ class DirectPart(PassPart):
         self._done_early: set[int] = set()
 
     def start(self, neighbours: Collection[int], early: Sequence[tuple[int, PassMessage]]) -> None:
-        """Begins, with the messages that came before; `neighbours` are all workers to begin with."""
         owner, root = self._owner, self._root
         self._told.update(neighbours)
         self._unheard.update(neighbours)
@@ -186,7 +169,6 @@ class DirectPart(PassPart):
         self._end_if_done()
 
     def take(self, sender: int, message: PassMessage) -> None:
-        """Handles a neighbour's message."""
         self._take(sender, message)
         self._end_if_done()
 
@@ -204,9 +186,7 @@ class DirectPart(PassPart):
     def _begin(self, neighbours: Iterable[int], runs: Iterable[int]) -> None:
         """Tells neighbours that this worker takes part, and which of their messages are undecided.
 
-        Args:
-            neighbours: the workers that are told.
-            runs: of the messages that they sent, those whose gradients follow at once.
+        Of the messages that they sent, those of `runs` are named, too, as their gradients follow at once.
         """
         parent = self._owner.parent
         undecided = {id: None for source in self._sources.values() for id in source.recvs} if self._sources else {}
@@ -215,8 +195,9 @@ class DirectPart(PassPart):
             message = self._owner.message_to(to)
             message.begins = True
             message.is_child = to == parent
-            if parent is None and self._told == {to} and not any([s.runs_code for s in self._sources.values()]):
-                message.follow_up = self._owner.follow_up_of(to)
+            then = self._owner.then
+            if then is not None and self._told == {to} and not any([s.runs_code for s in self._sources.values()]):
+                message.follow_up = then.hand_over(to)
         if undecided:
             for recv in self._recvs:
                 if recv.id in undecided and recv.sender in neighbours:
@@ -342,7 +323,6 @@ class DirectPart(PassPart):
             self._owner.finish()
 
     def waits_for(self) -> Mapping[int, str]:
-        """The reasons why the pass has not ended on this worker, by the worker that it waits for."""
         found = dict.fromkeys(self._unheard, "has not begun")
         found.update(dict.fromkeys(self._children, "is not done"))
         found.update({send.to: "owes a gradient" for send in self._sends if send.id in self._sources})

@@ -65,7 +65,7 @@ class GeneralPart(PassPart):
         self._state = PassState(owner.me, owner.options.fast)
         self._lock = RLock()
         self._changed: threading.Condition | None = None  # made for the first gate; most passes have none
-        self._gradients: dict[int, Gradients] = {}  # those of sends that have arrived
+        self.gradients: dict[int, Gradients] = {}  # those of sends that have arrived
         self._is_closed = False
         self._held_bytes = 0  # of gradients that wait for the end of the turn
         self._held_since = 0.0
@@ -125,8 +125,8 @@ class GeneralPart(PassPart):
             return True
         if len(analysis.masks) <= MAX_NODES_BEFORE_SENDING:
             return False
-        num_nodes = sum([size for bit, size in enumerate(analysis.sizes) if run.used >> bit & 1])
-        return num_nodes > MAX_NODES_BEFORE_SENDING
+        reached = [mask for mask in analysis.masks.values() if mask & run.used]
+        return len(reached) > MAX_NODES_BEFORE_SENDING
 
     def _execute_blocking(self, run: Run) -> None:
         self._execute(run, True)
@@ -148,17 +148,13 @@ class GeneralPart(PassPart):
         at_home = self.owner.context.at_home
         gradients = {message: at_home(message, found) for message, found in arrived}
         with self._lock:
-            self._gradients.update(gradients)
+            self.gradients.update(gradients)
             if self._changed is not None:
                 self._changed.notify_all()
         return {
             message: sum([1 << index for index, one in enumerate(found) if one is not None])
             for message, found in gradients.items()
         }
-
-    def gradient(self, message: int) -> Gradients:
-        """The gradient of a send that has arrived."""
-        return self._gradients[message]
 
     def wait_for_gradient(self, send: RecordedSend) -> None:
         """Blocks until the gradient of a send has arrived."""
@@ -168,21 +164,16 @@ class GeneralPart(PassPart):
             if self._changed is None:
                 self._changed = threading.Condition(self._lock)
             self._changed.wait_for(
-                lambda: send.id in self._gradients or self._is_closed, owner.options.deadline.wait_s()
+                lambda: send.id in self.gradients or self._is_closed, owner.options.deadline.wait_s()
             )
         owner.spans.append(("gate", send.to, began_s, time.time()))
-        if send.id in self._gradients:
+        if send.id in self.gradients:
             return
         if owner.error is not None:
             raise RuntimeError("the backward pass was ended while a gate waited for a gradient") from owner.error
         raise DeadlineExceeded(
             f"the gradient of what was sent to worker {owner.name_of(send.to)!r} did not come in time"
         )
-
-    def flush(self) -> None:
-        """Sends the gradients that wait for more."""
-        self._held_since, self._held_bytes = 0.0, 0
-        self.owner.flush()
 
     def answer(self, answers: Sequence[tuple[RecordedRecv, Gradients]], at_once: bool) -> None:
         """Sends the gradients of recvs to the senders of their messages; small ones wait for more unless `at_once`."""
@@ -199,7 +190,8 @@ class GeneralPart(PassPart):
                     self._held_bytes += recv.size_bytes
             is_due = self._held_bytes > MAX_HELD_BYTES or now - self._held_since > GRADIENT_HOLD_LIMIT_S
         if at_once or is_due:
-            self.flush()
+            self._held_since, self._held_bytes = 0.0, 0
+            owner.flush()
 
     def _take_own(self, own: Sequence[tuple[int, Gradients]]) -> None:
         """Handles gradients of messages that this worker sent to itself."""
@@ -238,7 +230,7 @@ class GroupRun(EngineRun):
             answers = [(recv, received[id]) for id, recv in self._unanswered.items()]
             self._part.answer(answers, bool(self._run.pending))
         if self.callbacks:
-            self._part.owner.flush()  # they may wait for what other workers do with the gradients
+            owner.flush()  # they may wait for what other workers do with the gradients
             captured = self.called_back(captured)
         if captured:
             owner.context.gradients.add(captured)
@@ -249,7 +241,7 @@ class GroupRun(EngineRun):
         edges: list[GradientEdge] = []
         gradients: list[torch.Tensor] = []
         found: list[tuple[int, Gradients]] = [(0, self._part.owner.root_gradients)]
-        found += [(analysis.sends[id][1], self._part.gradient(id)) for id in self._run.arrived]
+        found += [(analysis.sends[id][1], self._part.gradients[id]) for id in self._run.arrived]
         for first, of_message in found:
             for bit, gradient in enumerate(of_message, first):
                 if gradient is not None and used >> bit & 1:
@@ -288,7 +280,7 @@ class GroupRun(EngineRun):
         self._part.wait_for_gradient(send)
 
     def gradient_of(self, send: RecordedSend) -> Gradients:
-        return self._part.gradient(send.id)
+        return self._part.gradients[send.id]
 
     def deliver(self, recv: RecordedRecv, gradients: Gradients) -> None:
         if self._unanswered.pop(recv.id, None) is not None:

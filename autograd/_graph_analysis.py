@@ -15,7 +15,7 @@ through it, so it also shows which nodes several sources share.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from rpcdist.autograd._message_nodes import RecordedRecv, RecordedSend, RecvNode
 from rpcdist.autograd._verdicts import LocalGraph, LocalRecv, LocalSend
 
 MAX_NODES_BEFORE_SENDING: Final = 64
-"""A worker with a larger graph lets the others know what it has decided before it runs the graph."""
+"""A worker that runs more nodes at once lets the others know what it has decided before it does."""
 
 AccumulateGrad = type(torch.ones((), requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
@@ -43,7 +43,6 @@ class Analysis(NamedTuple):
             their gradients.
         sends: by message, with the number of the edge of its first tensor.
         masks: all nodes, with the mask of the sources that reach each.
-        sizes: by the number of a source, how many nodes it reaches; those that others reach, too, may be missing.
     """
 
     local: LocalGraph
@@ -53,7 +52,6 @@ class Analysis(NamedTuple):
     outputs: dict[int, list[GradientEdge]]
     sends: dict[int, tuple[RecordedSend, int]]
     masks: dict[Node, int]
-    sizes: list[int]
 
 
 def analyse(
@@ -70,15 +68,15 @@ def analyse(
         tensors: Any = send.node.next_functions  # torch's stubs say that a node may be None
         numbered.append(LocalSend(send.id, send.to, send.stamp, len(edges), len(tensors)))
         edges += [new_edge((node, number, None)) for node, number in tensors]
-    walk = _Walk(edges)
-    masks = walk.masks
-    joined = [masks[node] for node in walk.leaves if node.variable._backward_hooks]
-    joined += [masks[node] for node in walk.meetings]
+    masks, reached = _walk(edges)
+    leaves: list[Any] = [node for node in masks if type(node) is AccumulateGrad]
+    joined = [mask for node, mask in masks.items() if type(node) is not AccumulateGrad]
+    joined += [masks[leaf] for leaf in leaves if leaf.variable._backward_hooks]
     joined += [send.mask for send in numbered]
     feeders: dict[int, list[int]] = {}
     outputs: dict[int, list[GradientEdge]] = {}
     node: Any  # torch's stubs lack what nodes of these kinds have
-    for edge, mask in walk.outputs.items():
+    for edge, mask in reached.items():
         node = edge.node
         recv = node.recv
         if recv.context_id != context_id:
@@ -97,109 +95,54 @@ def analyse(
     )
     local = LocalGraph(len(roots), tuple(numbered), facts, _groups(len(edges), joined))
     by_id = {send.id: (send, known.first) for send, known in zip(sends, numbered, strict=True)}
-    return Analysis(local, edges, walk.leaves, {recv.id: recv for recv in recvs}, outputs, by_id, masks, walk.sizes)
+    return Analysis(local, edges, leaves, {recv.id: recv for recv in recvs}, outputs, by_id, masks)
 
 
-class _Walk:
-    """All nodes that edges reach, with the mask of the edges that reach each. The walk ends at recvs and leaves.
+def _walk(edges: Sequence[GradientEdge]) -> tuple[dict[Node, int], dict[GradientEdge, int]]:
+    """The mask of the edges that reach each node, and each received tensor, given as an edge; ends there and at leaves.
 
-    Usually edges share nothing but these ends. Then each edge's nodes are walked over once, in any order. Only where
-    edges meet at an inner node, masks have to be passed on in topological order.
-
-    Attributes:
-        masks: by node.
-        leaves: the nodes at which the walk has ended at leaves.
-        meetings: the other nodes where edges may meet.
-        outputs: by received tensor, given as an edge: the mask of the sources that reach it.
-        sizes: by edge, how many nodes were walked over for it.
+    Each node passes its mask on as soon as all those that lead to it have passed on theirs (Kahn's algorithm).
     """
-
-    def __init__(self, edges: Sequence[GradientEdge]) -> None:
-        self.masks: dict[Node, int] = {}
-        self.leaves: list[Any] = []
-        self.meetings: Collection[Node] = []
-        self.outputs: dict[GradientEdge, int] = {}
-        self.sizes: list[int] = []
-        self._following: dict[Node, Sequence[tuple[Node | None, int]]] = {}
-        if all([self._walk_alone(edge, 1 << bit) for bit, edge in enumerate(edges)]):
-            self.meetings = {edge.node for edge in self.outputs}
-            return
-        self.outputs.clear()
-        self._walk_together(edges)
-        self.sizes = [len(self.masks)] * len(edges)
-        self.leaves = [node for node in self.masks if type(node) is AccumulateGrad]
-        self.meetings = [node for node in self.masks if type(node) is not AccumulateGrad]
-
-    def _walk_alone(self, edge: GradientEdge, mask: int) -> bool:
-        """Walks over what one edge reaches; False if it meets an inner node of another edge."""
-        masks = self.masks
-        num_before = len(masks)
-        todo: list[tuple[Node | None, int]] = [(edge.node, edge.output_nr)]
-        while todo:
-            node, number = todo.pop()
-            if node is None:
-                continue
-            kind = type(node)
-            known = masks.get(node, 0)
-            if kind is AccumulateGrad:
-                if not known:
-                    self.leaves.append(node)
-                masks[node] = known | mask
-            elif kind is RecvNode:
-                masks[node] = known | mask
-                self._reach(node, number, mask)
-            elif not known:
-                masks[node] = mask
-                todo += node.next_functions
-            elif known != mask:
-                return False
-        self.sizes.append(len(masks) - num_before)
-        return True
-
-    def _walk_together(self, edges: Sequence[GradientEdge]) -> None:
-        order = self._topological([edge.node for edge in edges])
-        masks = self.masks = dict.fromkeys(order, 0)
-        for bit, edge in enumerate(edges):
-            masks[edge.node] |= 1 << bit
-            if type(edge.node) is RecvNode:
-                self._reach(edge.node, edge.output_nr, 1 << bit)
-        for node in order:
-            mask = masks[node]
-            for following, number in self._following[node]:
-                if following is not None:
-                    masks[following] |= mask
-                    if type(following) is RecvNode:
-                        self._reach(following, number, mask)
-
-    def _reach(self, node: Node, number: int, mask: int) -> None:
-        key = new_edge((node, number, None))
-        self.outputs[key] = self.outputs.get(key, 0) | mask
-
-    def _topological(self, starts: Sequence[Node]) -> list[Node]:
-        finished: list[Node] = []
-        known = self._following
-        for start in starts:
-            if start in known:
-                continue
-            stack = [(start, iter(self._meet(start)))]
-            while stack:
-                node, rest = stack[-1]
-                for following, _ in rest:
-                    if following is not None and following not in known:
-                        stack.append((following, iter(self._meet(following))))
-                        break
-                else:
-                    stack.pop()
-                    finished.append(node)
-        finished.reverse()
-        return finished
-
-    def _meet(self, node: Node) -> Sequence[tuple[Node | None, int]]:
-        """The next nodes; asked once per node and kept, because torch makes new Python objects each time."""
+    waits_for: dict[Any, int] = {}  # how many edges lead to each node
+    following: dict[Any, Sequence[tuple[Any, int]]] = {}  # kept, because torch makes new Python objects each time
+    masks: dict[Node, int] = {}
+    outputs: dict[GradientEdge, int] = {}
+    for bit, (node, number, *_) in enumerate(edges):
+        waits_for[node] = 0
+        masks[node] = masks.get(node, 0) | 1 << bit
+        if type(node) is RecvNode:
+            _add_mask(outputs, node, number, 1 << bit)
+    todo = list(waits_for)
+    for node in todo:  # it grows meanwhile
         kind = type(node)
-        following = () if kind is RecvNode or kind is AccumulateGrad else node.next_functions
-        self._following[node] = following
-        return following
+        if kind is RecvNode or kind is AccumulateGrad:
+            following[node] = ()
+            continue
+        following[node] = node.next_functions
+        for reached, _ in following[node]:
+            if reached in waits_for:
+                waits_for[reached] += 1
+            elif reached is not None:
+                waits_for[reached] = 1
+                todo.append(reached)
+    ready = [node for node in masks if not waits_for[node]]
+    for node in ready:  # it grows meanwhile
+        mask = masks[node]
+        for reached, number in following[node]:
+            if reached is None:
+                continue
+            masks[reached] = masks.get(reached, 0) | mask
+            if type(reached) is RecvNode:
+                _add_mask(outputs, reached, number, mask)
+            waits_for[reached] -= 1
+            if not waits_for[reached]:
+                ready.append(reached)
+    return masks, outputs
+
+
+def _add_mask(outputs: dict[GradientEdge, int], node: Any, number: int, mask: int) -> None:
+    key = new_edge((node, number, None))
+    outputs[key] = outputs.get(key, 0) | mask
 
 
 def _groups(count: int, joined: Iterable[int]) -> tuple[int, ...]:

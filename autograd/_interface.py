@@ -10,7 +10,7 @@ import torch
 
 from rpcdist.autograd._autograd_errors import AutogradError
 from rpcdist.autograd._autograd_worker import AutogradWorker
-from rpcdist.autograd._context import Context, id_limit
+from rpcdist.autograd._context import MAX_NUMBER, Context, make_id
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import BlockingInLoop, ConfigError
 from rpcdist.rpc._autograd_hooks import current_autograd
@@ -192,7 +192,7 @@ def _is_valid_context(context_id: int) -> bool:
 
 
 def _get_max_id() -> int:
-    return id_limit(_worker().id)
+    return make_id(_worker().id, MAX_NUMBER)
 
 
 def _init(worker_id: int) -> None:

@@ -48,14 +48,18 @@ class RecordedSend:
 
     __slots__ = ("devices", "gate", "id", "node", "stamp", "to")
 
+    devices: list[torch.device] | None
     gate: torch.Tensor
 
     def __init__(self, id: int, to: int, stamp: int, tensors: Sequence[torch.Tensor]) -> None:
         self.id = id
         self.to = to
         self.stamp = stamp
-        on_cpu = all([tensor.is_cpu for tensor in tensors])
-        self.devices = None if on_cpu else [tensor.device for tensor in tensors]
+        self.devices = None
+        for tensor in tensors:
+            if not tensor.is_cpu:
+                self.devices = [tensor.device for tensor in tensors]
+                break
         if torch.is_grad_enabled():  # as nearly always: entering the mode again takes a third of the time
             self.gate = _apply_send(self, *tensors)
         else:
@@ -132,13 +136,16 @@ stash_run: Final[Callable[[object], None]] = (
 )
 
 
-def active_run() -> EngineRun:
+def active_run() -> Any:
+    """The `GroupRun` whose engine call executes on this thread."""
     run = current_run()
     if run is None:
         raise RuntimeError(
             "the graph of a distributed autograd context was used by an ordinary backward; call "
             "rpcdist.autograd.backward(context_id, [loss]) for tensors that depend on RPCs"
         )
+    if type(run) is EngineRun:
+        raise RuntimeError("a hook ran an ordinary backward through the graph of a distributed autograd context")
     return run
 
 
@@ -157,7 +164,7 @@ class RecvRpc(Function):
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, recv: RecordedRecv, tensors: list[torch.Tensor]) -> Any:
         ctx.recv = recv
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False  # as its method does
         # The tensors come in a list, so that these very objects become the outputs: arguments of `apply` would be
         # copied, or become views, which could not be changed in place. The list is emptied, because a tensor that its
         # own node holds would never be freed.
@@ -219,23 +226,18 @@ def attach(recv: RecordedRecv, tensors: Sequence[torch.Tensor]) -> Node:
     """Makes `tensors`, leaves that have just arrived, the outputs of a recv."""
     for tensor in tensors:
         tensor.requires_grad_(False)
-    recv.tensors = [ref(tensor) for tensor in tensors]
-    if (
-        torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    ):  # the usual case: switching modes takes a third of the time
-        return _attach(recv, tensors)
-    with torch.inference_mode(False), torch.enable_grad():
-        return _attach(recv, tensors)
-
-
-def _attach(recv: RecordedRecv, tensors: Sequence[torch.Tensor]) -> Node:
-    outputs = _apply_recv(_TOKEN, recv, list(tensors))
-    node: Node = outputs[0].grad_fn
+    recv.tensors = list(map(ref, tensors))
+    # The usual case: switching modes takes a third of the time.
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        node: Node = _apply_recv(_TOKEN, recv, list(tensors))[0].grad_fn
+    else:
+        with torch.inference_mode(False), torch.enable_grad():
+            node = _apply_recv(_TOKEN, recv, list(tensors))[0].grad_fn
     return node
 
 
 class EngineRun:
-    """A call of torch's engine, as the hooks that it calls see it.
+    """A call of torch's engine, as the hooks that it calls see it. Only a `GroupRun` executes nodes of messages.
 
     Attributes:
         callbacks: see `queue_callback`.
@@ -256,15 +258,10 @@ class EngineRun:
         retain_graph: bool,
         executes_recvs: bool = False,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Runs what edges reach; returns the gradients of leaves.
+        """Runs what edges reach, with a gradient for each; returns the gradients of leaves.
 
-        Args:
-            edges, gradients: where the engine starts.
-            leaves: the nodes of leaves that they reach.
-            outputs: the edges of received tensors that they reach.
-            received: gets the gradients of those, by message and number.
-            executes_recvs: whether the engine executes the nodes of recvs, too.
-            retain_graph: see `backward`.
+        Those at `outputs`, the edges of received tensors, go into `received`, by message and number. The nodes of the
+        messages are only executed if asked for.
         """
         wanted = [new_edge((node, 0, None)) for node in leaves]
         if outputs:
@@ -295,24 +292,6 @@ class EngineRun:
         for callback in self.callbacks:
             callback(by_leaf)
         return list(by_leaf.items())
-
-    # ------------------------------------------------------------ called by nodes
-
-    def wait_for(self, send: RecordedSend) -> None:
-        """Blocks until the gradient of a send is there."""
-        raise _not_ours()
-
-    def gradient_of(self, send: RecordedSend) -> Gradients:
-        """The gradient of a send that has arrived."""
-        raise _not_ours()
-
-    def deliver(self, recv: RecordedRecv, gradients: Gradients) -> None:
-        """Takes the gradient of a recv."""
-        raise _not_ours()
-
-
-def _not_ours() -> RuntimeError:
-    return RuntimeError("a hook ran an ordinary backward through the graph of a distributed autograd context")
 
 
 def queue_callback(callback: Callable[[Captured], object]) -> None:

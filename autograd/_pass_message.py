@@ -21,7 +21,6 @@ here, since the receiver of a gradient never changes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from struct import Struct, pack, unpack_from
 from struct import error as StructError
@@ -94,7 +93,8 @@ class PassMessage:
         self.gradients: list[Gradients] = []
         self.work: bytes | None = None
         self.outcome: bytes | None = None
-        self._rest: _Rest | None = None
+        # The gradients of a message that has arrived: body, counts, absent, number of tensors, buffers, `_VALUE`.
+        self._rest: tuple[bytes, Sequence[int], Sequence[int], int, Sequence[ReceiveBuffer], bool] | None = None
 
     def add_gradients(self, message: int, gradients: Gradients) -> None:
         """Adds the gradients of the tensors of one message of the graph."""
@@ -110,18 +110,14 @@ class PassMessage:
     ) -> tuple[CompactPass, Sequence[LargeBuffer]]:
         """The message as a session takes it, and its large buffers.
 
-        Args:
-            context, backward: the ids of these.
-            route: for gradients on GPUs. They arrive on the GPU where they are, or on the CPU: the receiver knows on
-                which devices the tensors were that it sent.
+        Gradients on GPUs arrive by `route` on the GPU where they are, or on the CPU: the receiver knows on which
+        devices the tensors were that it sent.
         """
         flags = _BEGINS * self.begins | _CHILD * self.is_child | _DONE * self.is_done
         if self.fast or self.retain_graph or self.is_heavy:
             flags |= _FAST * self.fast | _RETAIN * self.retain_graph | _HEAVY * self.is_heavy
-        if self.follow_up is not None:
-            flags |= _FOLLOW_UP
-        if self.follows:
-            flags |= _FOLLOWS
+        if self.follow_up is not None or self.follows:
+            flags |= _FOLLOW_UP * (self.follow_up is not None) | _FOLLOWS * self.follows
         if self.traceparent:
             flags |= _TRACED
         ids: list[int] = []
@@ -191,60 +187,52 @@ class PassMessage:
     def read_gradients(
         self, plain_only: bool, arriving: Callable[[value_pb2.Value], GpuArrivals] | None = None
     ) -> None:
-        """Fills `gradients` of a message that has arrived. Takes time: not on the I/O loop.
-
-        Args:
-            plain_only: see `decode`.
-            arriving: takes gradients to GPUs.
+        """Fills `gradients` of a message that has arrived; `arriving` takes them to GPUs. Not on the I/O loop.
 
         Raises:
             SerializationError: they are damaged, refused, or cannot be rebuilt here.
         """
-        rest, self._rest = self._rest, None
-        if rest is not None:
-            self.gradients = rest.decode(len(self.messages), plain_only, arriving)
-
-
-@dataclass(slots=True)
-class _Rest:
-    """The gradients of a message that has arrived, as they arrived."""
-
-    body: bytes
-    counts: Sequence[int]
-    absent: Sequence[int]
-    num_tensors: int
-    buffers: Sequence[ReceiveBuffer]
-    is_value: bool
-
-    def decode(
-        self, num_messages: int, plain_only: bool, arriving: Callable[[value_pb2.Value], GpuArrivals] | None
-    ) -> list[Gradients]:
-        if self.is_value:
-            try:
-                value = parsed(value_pb2.Value, self.body)
-            except (DecodeError, ProtocolViolation) as exc:
-                raise SerializationError(f"gradients arrived that cannot be read: {exc}") from exc
-            gpus = None if arriving is None else arriving(value)
-            try:
-                tensors = decode(value, self.buffers, None, plain_only=plain_only, gpus=gpus)
-            finally:
-                if gpus is not None:
-                    gpus.done()
-            if (
-                not isinstance(tensors, list)
-                or len(tensors) != self.num_tensors
-                or not all([isinstance(one, torch.Tensor) for one in tensors])
-            ):
-                raise SerializationError(f"a backward pass got something else than {self.num_tensors} gradients")
+        if self._rest is None:
+            return
+        (body, counts, absent, num_tensors, buffers, is_value), self._rest = self._rest, None
+        if is_value:
+            tensors = _read_value(body, num_tensors, buffers, plain_only, arriving)
         else:
-            tensors, end = read_compact_tensors(self.body, self.num_tensors, self.buffers)
-            if end != len(self.body):
-                raise SerializationError(f"gradients arrived with {len(self.body) - end} bytes that are left over")
-        if not self.counts:  # each message has one tensor, as usual
-            return [[tensor] for tensor in tensors]
-        missing, following = set(self.absent), iter(tensors)
-        flat = [None if number in missing else next(following) for number in range(sum(self.counts))]
-        return [flat[start:end] for start, end in pairwise(accumulate(self.counts, initial=0))]
+            tensors, end = read_compact_tensors(body, num_tensors, buffers)
+            if end != len(body):
+                raise SerializationError(f"gradients arrived with {len(body) - end} bytes that are left over")
+        if not counts:  # each message has one tensor, as usual
+            self.gradients = [[tensor] for tensor in tensors]
+            return
+        missing, following = set(absent), iter(tensors)
+        flat = [None if number in missing else next(following) for number in range(sum(counts))]
+        self.gradients = [flat[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
+
+
+def _read_value(
+    body: bytes,
+    num_tensors: int,
+    buffers: Sequence[ReceiveBuffer],
+    plain_only: bool,
+    arriving: Callable[[value_pb2.Value], GpuArrivals] | None,
+) -> list[torch.Tensor]:
+    try:
+        value = parsed(value_pb2.Value, body)
+    except (DecodeError, ProtocolViolation) as exc:
+        raise SerializationError(f"gradients arrived that cannot be read: {exc}") from exc
+    gpus = None if arriving is None else arriving(value)
+    try:
+        tensors = decode(value, buffers, None, plain_only=plain_only, gpus=gpus)
+    finally:
+        if gpus is not None:
+            gpus.done()
+    if (
+        not isinstance(tensors, list)
+        or len(tensors) != num_tensors
+        or not all([isinstance(one, torch.Tensor) for one in tensors])
+    ):
+        raise SerializationError(f"a backward pass got something else than {num_tensors} gradients")
+    return tensors
 
 
 def begins(part: CompactPass, buffers: Sequence[ReceiveBuffer]) -> bool:
@@ -267,12 +255,9 @@ def read_work(part: CompactPass) -> tuple[bytes, Deadline]:
 def read_message(
     part: CompactPass, buffers: Sequence[ReceiveBuffer], sender: int, sends: Mapping[int, RecordedSend]
 ) -> PassMessage:
-    """A message that has arrived, its gradients aside. Nothing is made of a number before it is compared with a limit.
+    """A message that has arrived from a neighbour to which `sends` went, by message; its gradients are read later.
 
-    Args:
-        part, buffers: what arrived.
-        sender: the neighbour.
-        sends: the messages of the graph that were sent here in the context.
+    Nothing is made of a number before it is compared with a limit.
 
     Raises:
         ProtocolViolation: it is damaged, or says something about what was sent to another.
@@ -306,9 +291,7 @@ def read_message(
         made.is_child = bool(flags & _CHILD)
         made.is_done = bool(flags & _DONE)
         if flags & (_FAST | _RETAIN | _HEAVY):
-            made.fast = bool(flags & _FAST)
-            made.retain_graph = bool(flags & _RETAIN)
-            made.is_heavy = bool(flags & _HEAVY)
+            made.fast, made.retain_graph, made.is_heavy = [bool(flags & one) for one in (_FAST, _RETAIN, _HEAVY)]
         made.timeout_us = timeout_us
         counts: Sequence[int] = ()
         absent: Sequence[int] = ()
@@ -354,7 +337,7 @@ def read_message(
         if num_messages:
             made.messages = list(ids[num_ids - num_messages :])
             _check_counts(made.messages, counts, absent, num_tensors, sends)
-            made._rest = _Rest(body[at:], counts, absent, num_tensors, buffers, bool(flags & _VALUE))
+            made._rest = body[at:], counts, absent, num_tensors, buffers, bool(flags & _VALUE)
         elif flags & _OUTCOME:
             made.outcome = body[at:]
         elif num_tensors or buffers or at != len(body):
@@ -387,13 +370,9 @@ def _check_counts(
 def encode_error(
     error: BaseException, worker_id: int, worker_name: str, target: autograd_pb2.BackwardAborted, traceback: str = ""
 ) -> None:
-    """Writes the error that ended a pass into a message.
+    """Writes the error that ended a pass into an empty message: a `BackwardError` as it is, another one as raised here.
 
-    Args:
-        error: a `BackwardError` keeps the worker that it names.
-        worker_id, worker_name: the worker that any other error came from.
-        target: an empty message, to be filled.
-        traceback: where the error was raised, if it has no traceback of its own.
+    `traceback` says where it was raised, if the error has no traceback of its own.
     """
     if isinstance(error, BackwardError):
         target.worker, target.worker_name = error.node, error.worker

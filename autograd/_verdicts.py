@@ -28,6 +28,9 @@ from typing import Any, Final, NamedTuple
 Verdicts = Mapping[int, int | None]
 """By message: the mask of its tensors that are used, or None while that is undecided."""
 
+Masks = Mapping[int, int]
+"""By message whose gradient has arrived: the mask of its tensors that have one."""
+
 NOTHING: Final[Mapping[int, Any]] = {}
 
 
@@ -156,7 +159,7 @@ class PassState:
         self.parent: int | None = None
         self.is_started = False
         self.is_done = False
-        self._early: list[tuple[int, bool, bool, Verdicts, Mapping[int, int], bool]] = []
+        self._early: list[tuple[int, bool, bool, Verdicts, Masks, bool]] = []
         self._sends: dict[int, LocalSend] = {}
         self._recvs: tuple[LocalRecv, ...] = ()
         self._roots = 0
@@ -203,7 +206,7 @@ class PassState:
         begins: bool = False,
         is_child: bool = False,
         verdicts: Verdicts = NOTHING,
-        used: Mapping[int, int] = NOTHING,
+        used: Masks = NOTHING,
         is_done: bool = False,
     ) -> Actions:
         """A neighbour says something, all of which is taken in before anything follows. It is kept until `start`.
@@ -212,7 +215,7 @@ class PassState:
             peer: the neighbour.
             begins, is_child: it takes part, and this worker is its parent.
             verdicts: on messages of this worker; if it begins, on all that it has received.
-            used: by message whose gradient has arrived, the mask of its tensors with a gradient.
+            used: the gradients that arrived.
             is_done: a neighbour whose parent is this worker is done.
         """
         if not self.is_started:
@@ -258,14 +261,7 @@ class PassState:
         return Tell(to, received, True, to == self.parent)
 
     def _take(
-        self,
-        actions: Actions,
-        peer: int,
-        begins: bool,
-        is_child: bool,
-        verdicts: Verdicts,
-        used: Mapping[int, int],
-        is_done: bool,
+        self, actions: Actions, peer: int, begins: bool, is_child: bool, verdicts: Verdicts, used: Masks, is_done: bool
     ) -> None:
         if begins:
             self._unheard.discard(peer)

@@ -32,12 +32,11 @@ from rpcdist.transport.wire_messages import CompactPass, History
 class CallContext(Protocol):
     """An autograd context, as one call sees it. Any thread may call any method."""
 
-    def for_call(self) -> CallContext:
-        """The recorder of a call that is made now; it depends on grad mode."""
-        ...
+    def for_call(self, to: int) -> tuple[CallContext | None, int]:
+        """The recorder of a call that is made now to a worker, which depends on grad mode, and the id to send.
 
-    def joined_by(self, worker_id: int) -> int:
-        """Notes that a worker will hear of the context; returns the id to send, 0 if the context is over."""
+        None and 0 if the context is over.
+        """
         ...
 
     def sending(self, tensors: Sequence[torch.Tensor], to: int) -> History | None:

@@ -7,7 +7,8 @@ common calls and replies, those with plain values, have a compact form, which on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 from rpcdist._proto import rpc_pb2
@@ -32,6 +33,10 @@ class History(NamedTuple):
 
     message: int
     stamp: int
+
+
+# The constructor of a named tuple is a Python function.
+new_history: Callable[[tuple[int, int]], History] = partial(tuple.__new__, History)
 
 
 class Loan(NamedTuple):

@@ -1,16 +1,17 @@
-"""The analysis of torch's graph: both ways to walk over it say the same, and what shares nothing is apart."""
+"""The analysis of torch's graph: masks say what each edge reaches, and what shares nothing is apart."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
-from rpcdist.autograd._graph_analysis import _Walk, analyse
-from rpcdist.autograd._message_nodes import RecordedRecv, attach
+from rpcdist.autograd._graph_analysis import _walk, analyse
+from rpcdist.autograd._message_nodes import RecordedRecv, RecvNode, attach
 
 CONTEXT = 7
 
@@ -57,21 +58,38 @@ def ends_only(w: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
 GRAPHS = [apart, one_recv_twice, inner_shared, inner_shared_late, root_inside_another, the_same_twice, ends_only]
 
 
-class Together(_Walk):
-    """The walk that copes with everything."""
-
-    def _walk_alone(self, edge: GradientEdge, mask: int) -> bool:
-        return False
+def reached_by(tensor: Tensor) -> tuple[set[Any], set[tuple[Any, int]]]:
+    """The nodes and the received tensors that one edge reaches, found by following every path."""
+    start = get_gradient_edge(tensor)
+    nodes: set[Any] = set()
+    outputs: set[tuple[Any, int]] = set()
+    todo: list[tuple[Any, int]] = [(start.node, start.output_nr)]
+    while todo:
+        node, number = todo.pop()
+        if node is None:
+            continue
+        nodes.add(node)
+        if type(node) is RecvNode:
+            outputs.add((node, number))
+        else:
+            todo += node.next_functions
+    return nodes, outputs
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
-def test_both_walks_find_the_same(graph: Callable[..., list[Tensor]]) -> None:
+def test_the_masks_say_what_each_edge_reaches(graph: Callable[..., list[Tensor]]) -> None:
     w = torch.ones((), requires_grad=True)
     _, (a, b) = received(1, 2)
-    edges = [get_gradient_edge(tensor) for tensor in graph(w, a, b)]
-    fast, thorough = _Walk(edges), Together(edges)
-    assert fast.masks == thorough.masks
-    assert fast.outputs == thorough.outputs
+    tensors = graph(w, a, b)
+    masks, outputs = _walk([get_gradient_edge(tensor) for tensor in tensors])
+    alone = [reached_by(tensor) for tensor in tensors]
+    everything: set[Any] = set().union(*[nodes for nodes, _ in alone])
+    assert masks == {
+        node: sum(1 << bit for bit, (nodes, _) in enumerate(alone) if node in nodes) for node in everything
+    }
+    found = {(edge.node, edge.output_nr): mask for edge, mask in outputs.items()}
+    reached: set[Any] = set().union(*[ends for _, ends in alone])
+    assert found == {end: sum(1 << bit for bit, (_, ends) in enumerate(alone) if end in ends) for end in reached}
 
 
 @pytest.mark.parametrize("has_hook", [False, True])
@@ -92,5 +110,5 @@ def test_a_long_graph_needs_no_recursion() -> None:
     value = a
     for _ in range(20_000):
         value = value + 1.0
-    walk = _Walk([get_gradient_edge(value)])
-    assert len(walk.masks) == 20_001
+    masks, _ = _walk([get_gradient_edge(value)])
+    assert len(masks) == 20_001

@@ -12,7 +12,7 @@ import torch
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import NEVER, Deadline, checked_timeout, current_deadline
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
+from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._calling.call_table import (
     FETCH,
     GATHERING,
@@ -156,7 +156,8 @@ class NewCalls:
             name = function_reference(func, by_value=self._marshal.by_value)
             if name is not None and not self._marshal.by_value:
                 self._names.note(func, name)
-        context, context_id = (None, 0) if current_autograd.get() is None else _join_autograd(to)
+        current = current_autograd.get()
+        context, context_id = (None, 0) if current is None else current.for_call(to)
         called = name
         if on is not None and func in CALLS_OF_METHODS:
             called = f"the method {called_method(args)}()"
@@ -214,7 +215,8 @@ class NewCalls:
     def of_fetch(self, owner: int, share: ReferenceShare, timeout_s: float, reply_sink: ReplySink) -> NewCall:
         """A call for the value of a reference, which its caller holds. It may safely be sent twice."""
         timeout_s, deadline = self._limits(timeout_s)
-        context, context_id = _join_autograd(owner)
+        current = current_autograd.get()
+        context, context_id = (None, 0) if current is None else current.for_call(owner)
         pending = PendingCall(self._owner, self._next_id(), owner, share, deadline, timeout_s, reply_sink, REPEATABLE)
         pending.autograd = context
         if (spans := call_spans.exporter) is not None:
@@ -307,13 +309,3 @@ class NewCalls:
 def _is_in_handler() -> bool:
     """Whether this thread, or the task that it runs, serves the call of a worker."""
     return hooks.enter is not None or calling_worker.get() is not None
-
-
-def _join_autograd(to: int) -> tuple[CallContext | None, int]:
-    """The autograd context of this thread or task, which the callee joins, and its id on the wire; 0 for none."""
-    current = current_autograd.get()
-    if current is None:
-        return None, 0
-    context = current.for_call()
-    context_id = context.joined_by(to)
-    return (context, context_id) if context_id else (None, 0)

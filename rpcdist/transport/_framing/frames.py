@@ -50,10 +50,10 @@ from rpcdist.transport.wire_messages import (
     CompactCall,
     CompactPass,
     CompactReply,
-    History,
     Loan,
     NamedReference,
     WireMessage,
+    new_history,
 )
 
 CHUNK_BYTES = 1 << 19
@@ -357,7 +357,7 @@ def _read_history(message: CompactCall | CompactReply, data: bytes | bytearray, 
     after = at + _HISTORY_FORM.size
     if after > end:
         raise ProtocolViolation("a call or a reply arrived whose history is cut off")
-    message.history = History(*_HISTORY_FORM.unpack_from(data, at))
+    message.history = new_history(_HISTORY_FORM.unpack_from(data, at))
     return after
 
 
