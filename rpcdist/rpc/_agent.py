@@ -179,7 +179,9 @@ class Agent:
 
         self.actors = ActorTable(self.pool, self.user_loop)
         self.rrefs = RRefManager(
-            _RRefLinks(self.directory, self.router),
+            self.directory,
+            self.router.send_control,
+            self.router.flush,
             lambda handle: above.make_rref(self.rref_home, handle),
             self.actors.released,
         )
@@ -384,7 +386,7 @@ class Agent:
           calls that are still in flight count as under way.
         - Parts that free or fail gatherings come last: calls that they wake must find the dead worker's values gone.
         """
-        events, references = self.events, self.rref_home
+        events, references = self.events, self.rrefs
         if self.flight_log is not None:
             events.broken.listen(self.flight_log.on_broken)
             events.lost.listen(self.flight_log.on_lost)
@@ -392,7 +394,7 @@ class Agent:
         events.broken.listen(self.caller.on_broken)
         events.broken.listen(self.streams.on_broken)
         events.broken.listen(self.dispatcher.on_broken)
-        events.broken.listen(references.on_broken)
+        events.broken.listen(self.rref_home.on_broken)
         events.broken.listen(self._device_maps.forget)
         events.broken.listen(self._gpus.on_broken)
         events.lost.listen(self._gpus.on_gone)
@@ -422,7 +424,7 @@ class Agent:
         self._control.on_lease_ended(identity, is_member)
         if not is_member:
             self._leases.forget(identity)
-            self.rrefs.forget(identity.id, identity.incarnation)
+            self.rrefs.forget(identity)
 
     # ------------------------------------------------------------ beginning and end
 
@@ -576,15 +578,3 @@ class Agent:
 
     def _get_device_map(self, dst: WorkerInfo) -> dict[torch.device, torch.device]:
         return dict(self.options.device_maps.get(dst.name, {}))
-
-
-class _RRefLinks:
-    """The agent as the manager of references sees it (`RRefHost`)."""
-
-    def __init__(self, directory: Directory, router: Router) -> None:
-        self.me = directory.me
-        self.name_of = directory.name_of
-        self.incarnation_of = directory.incarnation_of
-        self.was_worker = directory.was_worker
-        self.send_control = router.send_control
-        self.flush = router.flush

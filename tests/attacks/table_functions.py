@@ -16,9 +16,9 @@ BOUNDED = (
     "._greetings._known",  # the last connections
     ".recorder._made",  # the last calls
     ".recorder._served",
-    ".protocol.refused_shares._members",  # each remembers the last 4,096
-    ".protocol.owners.refused._members",
-    ".protocol.owners.expired._members",
+    ".protocol.refused_shares",  # each remembers the last 4,096
+    ".protocol.owners.refused",
+    ".protocol.owners.expired",
 )
 """Tables that keep the last entries, or one for each thing of this worker."""
 

@@ -90,7 +90,7 @@ def about(share: ReferenceShare) -> dict[str, Any]:
 
 def entry_of(cluster: InProcessCluster, share: ReferenceShare) -> OwnerEntry | None:
     with cluster.use("owner") as agent:
-        return agent.rrefs._tables.protocol.owners.entries.get(share.rref)
+        return agent.rrefs.protocol.owners.entries.get(share.rref)
 
 
 @pytest.mark.parametrize("use", [fetch, call_method])
@@ -153,7 +153,7 @@ def test_only_its_creator_gives_up_a_creation(cluster: InProcessCluster) -> None
         rref_pb2.RRefMessage(creation_over=rref_pb2.CreationOver(rref=id_to_pb(share.rref))),
     )
     with cluster.use("owner") as agent:
-        assert share.rref not in agent.rrefs._tables.protocol.owners.refused
+        assert share.rref not in agent.rrefs.protocol.owners.refused
     with cluster.use("attacker") as agent, pytest.raises(RRefError, match=REFUSED):
         creates_as_another(agent, share)
     assert entry_of(cluster, share) is None

@@ -23,16 +23,14 @@ from rpcdist.flight_files import FOLDER_VARIABLE
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._membership.gatherings import CONTRIBUTE
 from rpcdist.rpc._rref import owner
-from rpcdist.rpc._rref.events import (
+from rpcdist.rpc._rref.identifiers import Incarnation, UniqueId
+from rpcdist.rpc._rref.messages import (
     ForkRefused,
     ForkRequest,
-    LeaseEnded,
-    MessageArrived,
     RRefAction,
     SendControl,
     UserDeleted,
 )
-from rpcdist.rpc._rref.identifiers import Incarnation, UniqueId
 from rpcdist.rpc._rref.protocol import RRefProtocol
 from rpcdist.rpc._serving.producers import MAX_CREDIT, SyncProducer
 from rpcdist.testing import InProcessCluster, eventually
@@ -151,7 +149,7 @@ def test_references_that_nobody_will_make_are_bounded_and_leave_nothing(monkeypa
 
     def ask(sender: Incarnation, number: int, fork: int) -> list[RRefAction]:
         request = ForkRequest(UniqueId(maker.worker, number, maker.incarnation), UniqueId(sender.worker, fork, 5))
-        return [action for action in protocol.handle(MessageArrived(sender, request)) if is_refusal(action)]
+        return [action for action in protocol.message_arrived(sender, request) if is_refusal(action)]
 
     def is_refusal(action: RRefAction) -> bool:
         return isinstance(action, SendControl) and isinstance(action.message, ForkRefused)
@@ -160,8 +158,8 @@ def test_references_that_nobody_will_make_are_bounded_and_leave_nothing(monkeypa
     assert len(ask(asker, 3, 4)) == len(ask(asker, 1, 5)) == 1
     assert ask(other, 3, 6) == []  # another worker may name more
     deleted = UserDeleted(UniqueId(maker.worker, 2, maker.incarnation), UniqueId(asker.worker, 3, 5))
-    protocol.handle(MessageArrived(asker, deleted))
+    protocol.message_arrived(asker, deleted)
     assert len(protocol.owners.entries) == 2 and ask(asker, 4, 7) == []
-    protocol.handle(LeaseEnded(asker))
-    protocol.handle(LeaseEnded(other))
+    protocol.lease_ended(asker)
+    protocol.lease_ended(other)
     assert not protocol.owners.entries and not protocol.owners.waiting

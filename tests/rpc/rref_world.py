@@ -6,14 +6,26 @@ happen next; `apply` does one of these. Tests walk over them: exhaustively (`tes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Concatenate, ParamSpec
 
-from rpcdist.rpc._rref import events
-from rpcdist.rpc._rref.events import ForkRefused, Message, Reason
 from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, UniqueId
+from rpcdist.rpc._rref.messages import (
+    Fail,
+    ForkRefused,
+    Message,
+    Reason,
+    RefuseCreation,
+    RRefAction,
+    SendControl,
+    Serve,
+)
 from rpcdist.rpc._rref.owner import OwnerEntry, State
 from rpcdist.rpc._rref.protocol import RRefProtocol
 from rpcdist.rpc._rref.users import UserFork
+
+P = ParamSpec("P")
 
 # What is under way: (kind, to, ...), compared and hashed as plain tuples.
 Item = tuple[object, ...]
@@ -123,26 +135,30 @@ class World:
         self.trace += (move,)
         getattr(self, "_" + str(move[0]))(*move[1:])
 
-    def feed(self, worker: int, event: events.RRefEvent) -> bool:
-        """Hands an event to a worker's protocol, and puts what it sends on the way. Returns: it refused a creation."""
+    def feed(
+        self,
+        worker: int,
+        happens: Callable[Concatenate[RRefProtocol, P], list[RRefAction]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> bool:
+        """Calls a method of a worker's protocol, and puts what it sends on the way. Returns: it refused a creation."""
         refused = False
         if worker in self.dead:
             return refused
         protocol = self.protocols[worker]
-        is_served = isinstance(event, events.FetchArrived) and protocol.owners.serves_at_once(
-            event.rref, event.fork, event.sender
-        )
-        todo = protocol.handle(event)
-        assert not is_served or [type(action) for action in todo] == [events.Serve], event
+        is_served = happens == RRefProtocol.fetch_arrived and protocol.owners.serves_at_once(*args)  # type: ignore[arg-type]
+        todo = happens(protocol, *args, **kwargs)
+        assert not is_served or [type(action) for action in todo] == [Serve], args
         for action in todo:
-            if isinstance(action, events.SendControl):
+            if isinstance(action, SendControl):
                 self.send(("control", action.to.worker, worker, action.message))
-            elif isinstance(action, events.Fail):
+            elif isinstance(action, Fail):
                 name = self.name_of(action.handle)
                 self.failed = tuple(sorted({*self.failed, name}))
                 if self.handles.get(name) != "dropped":
                     self.handles[name] = "failed"
-            elif isinstance(action, events.RefuseCreation):
+            elif isinstance(action, RefuseCreation):
                 refused = True
         return refused
 
@@ -165,12 +181,12 @@ class World:
             self.handles[name] = "live"
         elif step.kind == "remote":
             self.handles[name] = "live"
-            self.feed(step.at, events.CreateRemote(self.rref_of(name), self.fork_of(name), node(step.to)))
+            self.feed(step.at, RRefProtocol.create_remote, self.rref_of(name), self.fork_of(name), node(step.to))
             if self.handles[name] == "live":
                 self.carry(step, ("call", step.to, name))
         elif step.kind == "share":
             holder, child = self.fork_of(step.holder), self.fork_of(name)
-            self.feed(step.at, events.Share(self.rref_of(name), holder, child, node(step.to)))
+            self.feed(step.at, RRefProtocol.share, self.rref_of(name), holder, child, node(step.to))
             self.carry(step, ("value", step.to, name))
         elif step.kind == "fetch":
             self.send(("fetch", self.owner_of(step.holder), step.holder))
@@ -183,7 +199,7 @@ class World:
 
     def _drop(self, name: str) -> None:
         self.handles[name] = "dropped"
-        self.feed(self.holder_of(name), events.HandleDropped(self.rref_of(name), self.fork_of(name)))
+        self.feed(self.holder_of(name), RRefProtocol.handle_dropped, self.rref_of(name), self.fork_of(name))
 
     def _duplicate(self, item: Item) -> None:
         self.duplicates -= 1
@@ -206,48 +222,48 @@ class World:
         getattr(self, "_deliver_" + str(item[0]))(*item[1:])
 
     def _deliver_control(self, to: int, sender: int, message: Message) -> None:
-        self.feed(to, events.MessageArrived(node(sender), message))
+        self.feed(to, RRefProtocol.message_arrived, node(sender), message)
 
     def _deliver_call(self, to: int, name: str) -> None:
         sender = self.step_of(name).at
-        refused = self.feed(to, events.CreationAccepted(self.rref_of(name), self.fork_of(name), node(sender)))
+        refused = self.feed(to, RRefProtocol.creation_accepted, self.rref_of(name), self.fork_of(name), node(sender))
         self.send(("failed", sender, name) if refused else ("finish", to, name))
 
     def _deliver_finish(self, to: int, name: str) -> None:
-        self.feed(to, events.CreationFinished(self.rref_of(name)))
+        self.feed(to, RRefProtocol.creation_finished, self.rref_of(name))
         self.send(("reply", self.step_of(name).at, name))
 
     def _deliver_reply(self, to: int, name: str) -> None:
-        self.feed(to, events.Created(self.rref_of(name), self.fork_of(name)))
+        self.feed(to, RRefProtocol.created, self.fork_of(name))
 
     def _deliver_value(self, to: int, name: str) -> None:
         step = self.step_of(name)
         owner = self.owner_of(name)
         parent = None if step.at == owner else self.fork_of(step.holder)
         self.handles[name] = "live"
-        self.feed(to, events.Received(self.rref_of(name), self.fork_of(name), parent, node(owner), node(step.at)))
+        self.feed(to, RRefProtocol.received, self.rref_of(name), self.fork_of(name), parent, node(owner), node(step.at))
 
     def _deliver_failed(self, to: int, name: str) -> None:
         step = self.step_of(name)
         if step.kind == "remote":
-            self.feed(to, events.CreationFailed(self.rref_of(name), self.fork_of(name)))
+            self.feed(to, RRefProtocol.creation_failed, self.rref_of(name), self.fork_of(name))
         else:
-            self.feed(to, events.ShareFailed(self.rref_of(name), self.fork_of(name)))
+            self.feed(to, RRefProtocol.share_failed, self.rref_of(name), self.fork_of(name))
 
     def _deliver_fetch(self, to: int, name: str) -> None:
-        self.feed(to, events.FetchArrived(self.rref_of(name), self.fork_of(name), node(self.holder_of(name))))
+        self.feed(to, RRefProtocol.fetch_arrived, self.rref_of(name), self.fork_of(name), node(self.holder_of(name)))
 
     def _deliver_lost(self, to: int, other: int) -> None:
-        self.feed(to, events.HolderLost(node(other)))
+        self.feed(to, RRefProtocol.holder_lost, node(other))
         self.send(("lease", to, other))
 
     def _deliver_lease(self, to: int, other: int) -> None:
-        self.feed(to, events.LeaseEnded(node(other)))
+        self.feed(to, RRefProtocol.lease_ended, node(other))
         if self.returns:
             self.send(("found", to, other))
 
     def _deliver_found(self, to: int, other: int) -> None:
-        self.feed(to, events.HolderFound(node(other)))
+        self.feed(to, RRefProtocol.holder_found, node(other))
 
     def _die(self, worker: int) -> None:
         """What was on the way to the dead is lost, and so are its own control messages that were not delivered."""
@@ -367,12 +383,9 @@ def clone(protocol: RRefProtocol) -> RRefProtocol:
     copy.lost |= protocol.lost
     copy.owners.waiting.update(protocol.owners.waiting)
     copy.owners.ended |= protocol.owners.ended
-    for expired in protocol.owners.expired:
-        copy.owners.expired.add(expired)
-    for fork in protocol.refused_shares:
-        copy.refused_shares.add(fork)
-    for rref in protocol.owners.refused:
-        copy.owners.refused.add(rref)
+    copy.owners.expired |= protocol.owners.expired
+    copy.refused_shares |= protocol.refused_shares
+    copy.owners.refused |= protocol.owners.refused
     for entry in protocol.owners:
         copied = copy.owners.entries[entry.rref] = OwnerEntry(entry.rref, State(entry.state))
         copied.forks, copied.local = dict(entry.forks), dict(entry.local)

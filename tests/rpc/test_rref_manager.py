@@ -8,29 +8,32 @@ import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.errors import DeadlineExceeded, LeaseExpired, OwnerLost, RRefError, WorkerLost
 from rpcdist.ids import Identity
-from rpcdist.rpc._rref.events import UserDeleted
+from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._rref.handles import HandleState, copy_outcome
 from rpcdist.rpc._rref.identifiers import ReferenceShare, new_number
 from rpcdist.rpc._rref.manager import MOST_AT_ONCE, RRefManager
+from rpcdist.rpc._rref.messages import UserDeleted
 from rpcdist.rpc._rref.protobuf import encode_deletions
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.rref import RRef
 
 
 class Host:
-    """The agent of one worker, in memory (`RRefHost`)."""
+    """The agent of one worker, in memory, and its directory."""
 
     def __init__(self, cluster: Cluster, worker_id: int) -> None:
         self.me = Identity(f"w{worker_id}", worker_id, 100 + worker_id)
         self.cluster = cluster
-        self.manager = RRefManager(self, lambda handle: RRef._of(self.home, handle))
+        self.manager = RRefManager(
+            cast(Directory, self), self.send_control, self.flush, lambda handle: RRef._of(self.home, handle)
+        )
         self.home: Any = Home(self)
 
     def send_control(self, to: int, message: rref_pb2.RRefMessage) -> None:
@@ -120,10 +123,8 @@ class Cluster:
     def assert_empty(self) -> None:
         self.run()
         for host in self.hosts:
-            assert host.manager._tables.protocol.is_empty, host.manager
-            assert (
-                not host.manager._tables.values and not host.manager._tables.fetches and not host.manager._tables.states
-            )
+            assert host.manager.protocol.is_empty, host.manager
+            assert not host.manager.values and not host.manager.fetches and not host.manager.states
 
 
 @pytest.fixture
@@ -291,7 +292,7 @@ def test_lost_share(cluster: Cluster) -> None:
 def test_lease(cluster: Cluster) -> None:
     rref = cluster.hosts[1].own(1)
     first, second = cluster.send(rref, 1, 0), cluster.send(rref, 1, 0)
-    cluster.hosts[1].manager.lease_ended(0)
+    cluster.hosts[1].manager.on_lease_ended(cluster.hosts[0].me)
     assert cluster.info(1) == (0, 0, 0, 0)
     with pytest.raises(RRefError, match="dropped its references"):
         first.to_here()
@@ -308,7 +309,7 @@ def test_lost_owner(cluster: Cluster) -> None:
     rref = cluster.hosts[1].own(1)
     at_0 = cluster.send(rref, 1, 0)
     pending, _ = cluster.remote(0, 1)
-    cluster.hosts[0].manager.worker_lost(1, WorkerLost("w1", "a connection", 3.0, "it was killed"))
+    cluster.hosts[0].manager.on_lost(cluster.hosts[1].me, WorkerLost("w1", "a connection", 3.0, "it was killed"))
     for user in (at_0, pending):
         with pytest.raises(OwnerLost, match=r"'w1' .*it was killed"):
             user.to_here()
@@ -373,7 +374,7 @@ def test_shutdown_does_not_wait_for_what_lost_workers_hold(cluster: Cluster) -> 
     manager = cluster.hosts[1].manager
     cluster.send(cluster.hosts[1].own(1), 1, 0)
     assert not manager.delete_all_user_and_unforked_owner_rrefs(0.0)
-    manager.worker_lost(0, WorkerLost("w0", "a connection", 3.0, "it was killed"))
+    manager.on_lost(cluster.hosts[0].me, WorkerLost("w0", "a connection", 3.0, "it was killed"))
     assert manager.delete_all_user_and_unforked_owner_rrefs(0.0)
     manager.check_leaks()
 
@@ -385,7 +386,7 @@ async def test_await(cluster: Cluster) -> None:
     deliver_here()
     assert await rref == 3 and await here == 4
     lost = cluster.send(cluster.hosts[1].own(1), 1, 0)
-    cluster.hosts[0].manager.worker_lost(1, WorkerLost("w1", "a connection", 3.0, "it was killed"))
+    cluster.hosts[0].manager.on_lost(cluster.hosts[1].me, WorkerLost("w1", "a connection", 3.0, "it was killed"))
     with pytest.raises(OwnerLost):
         await lost
 
@@ -423,7 +424,7 @@ def test_a_drop_that_another_thread_notices_meanwhile_is_no_error(cluster: Clust
             return True
 
     manager = cluster.hosts[0].manager
-    manager._tables.dropped = TakenMeanwhile()
+    manager.dropped = TakenMeanwhile()
     manager.drain()
     assert manager.debug_info()["num_pending_users"] == "0"
 

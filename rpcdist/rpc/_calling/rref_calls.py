@@ -9,8 +9,7 @@ import torch
 
 from rpcdist._proto import value_pb2
 from rpcdist.deadline import Deadline, current_deadline
-from rpcdist.errors import CallRefused, RpcdistError, RRefError, WorkerLost
-from rpcdist.ids import Identity
+from rpcdist.errors import CallRefused, RpcdistError, RRefError
 from rpcdist.rpc._actors.actor_table import ActorTable
 from rpcdist.rpc._actors.serial_actor import running_actor
 from rpcdist.rpc._actors.serial_calls import SerialCalls
@@ -22,7 +21,6 @@ from rpcdist.rpc._peers.demultiplexer import Lifetime
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import MessageSink, calling_worker
-from rpcdist.rpc._peers.router import REPLACED
 from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import Handle, HandleState
 from rpcdist.rpc._rref.identifiers import Incarnation, ReferenceShare
@@ -199,8 +197,6 @@ class RRefCalls:
         deadline = Deadline.after(timeout_s).earlier(current_deadline.get())
         self._autograd.backward(context_id, [root], retain_graph, self._autograd_mode, deadline)
 
-    # ------------------------------------------------------------ what happens to workers (I/O loop)
-
     def on_broken(self, session: MessageSink, reason: str) -> None:
         """Messages to a worker may be lost, and shares of references with them: ask for those that did not arrive.
 
@@ -216,19 +212,3 @@ class RRefCalls:
                 if isinstance(share, value_pb2.RRefFork)
             ]
             self._rrefs.connection_broken(peer, in_flight)
-
-    def on_lost(self, identity: Identity, error: WorkerLost) -> None:
-        """A worker is declared dead: its values are gone, and so are the references that it held."""
-        self._rrefs.worker_lost(identity.id, error, identity.incarnation)
-
-    def on_found(self, identity: Identity) -> None:
-        """A worker is connected, even if it was declared lost before."""
-        self._rrefs.worker_found(identity.id, identity.incarnation)
-
-    def on_replaced(self, identity: Identity) -> None:
-        """Another process has the place of a worker, which may never have been connected."""
-        self.on_lost(identity, WorkerLost(identity.name, "a connection", 0.0, REPLACED))
-
-    def on_lease_ended(self, identity: Identity) -> None:
-        """Nothing was heard of a worker for too long: its references are dropped."""
-        self._rrefs.lease_ended(identity.id, identity.incarnation)

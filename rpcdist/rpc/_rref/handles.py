@@ -1,4 +1,4 @@
-"""Handles, which Python `RRef` objects hold, and the state that the manager keeps for each.
+"""Handles, which Python `RRef` objects hold, the state that the manager keeps for each, and the errors of their use.
 
 A *handle* lives as long as Python objects hold it; its end is noted in a queue. Its *state* stays in the manager's
 tables until the manager has read that. An `OwnerValue` is the value itself.
@@ -10,12 +10,21 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from rpcdist.at_exit import AtEnd
-from rpcdist.errors import BlockingInLoop, DeadlineExceeded, RRefError
+from rpcdist.errors import (
+    BlockingInLoop,
+    Cancelled,
+    DeadlineExceeded,
+    LeaseExpired,
+    OwnerLost,
+    RRefError,
+    WorkerLost,
+)
 from rpcdist.rpc._rref.identifiers import Incarnation, RRefId, UniqueId
-from rpcdist.rpc._values.exceptions import copied
+from rpcdist.rpc._rref.messages import Reason
+from rpcdist.rpc._values.exceptions import copied, text_of
 from rpcdist.rpc.future import Future
 
 Dropped = deque[tuple[RRefId, UniqueId]]
@@ -145,3 +154,70 @@ class Token:
     state: HandleState
     handle: Handle | None
     rref: object = None
+
+
+GONE = "RPC was shut down in this process, and its remote references with it"
+FORK_AFTER_DELETION = "Cannot call fork an UserRRef after deletion."
+
+
+def owner_lost(exc: WorkerLost, what: str) -> OwnerLost:
+    """The loss of a worker, as an error for users of its values."""
+    if isinstance(exc, OwnerLost):
+        return exc
+    error = OwnerLost(exc.worker, what, exc.last_seen_s, exc.reason)
+    error.__cause__ = copied(exc)
+    return error
+
+
+def replaced(name: str) -> WorkerLost:
+    """For a process that is gone, and was not declared dead."""
+    return WorkerLost(name, "a remote reference", 0.0, "the process left, or another one took its place")
+
+
+def describe(reason: Reason, what: str, owner: str) -> Exception:
+    """The error for a reason that the protocol gives; `what` names the reference."""
+    if reason is Reason.LEASE_EXPIRED:
+        return LeaseExpired(
+            f"{what}: its owner {owner!r} has not heard of this process for too long, and dropped its references. "
+            "Create a new one, or ask a worker that holds it to send it again."
+        )
+    if reason is Reason.OWNER_LOST:
+        return OwnerLost(owner, f"use of {what}", 0.0, "it is declared dead")
+    if reason is Reason.CREATION_FAILED:
+        return RRefError(
+            f"RRef creation via rpc.remote() failed: the call never reached {owner!r}, so {what} has no value."
+        )
+    if reason is Reason.SHARE_LOST:
+        return RRefError(f"{what} is unusable: its sender gave up the message that carried it. Ask for it again.")
+    if reason is Reason.NOT_HELD:
+        return RRefError(
+            f"{what} is refused by its owner {owner!r}: the worker that asked does not hold the share that it named, "
+            "which was released, or is another worker's. Use a reference that was sent to this worker."
+        )
+    return RRefError(
+        f"{what} is unknown to its owner {owner!r}: the worker that shared it died before the owner knew of the share, "
+        "or all references to it were dropped."
+    )
+
+
+def creation_error(exc: BaseException, owner: str) -> Exception:
+    """The error of every use of the reference after its `remote()` failed with `exc`.
+
+    An error that the owner reported is raised as it is. If the call itself failed, it is unknown whether the value
+    exists.
+    """
+    kind = type(exc)  # a user's exception may break `isinstance`
+    if issubclass(kind, WorkerLost):
+        assert isinstance(exc, WorkerLost)
+        error: Exception = OwnerLost(exc.worker, "RRef creation via rpc.remote()", exc.last_seen_s, exc.reason)
+    elif issubclass(kind, DeadlineExceeded):
+        error = RRefError(
+            "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node "
+            f"{owner!r} does not exist: {text_of(exc)}"
+        )
+    elif issubclass(kind, Cancelled) or not issubclass(kind, Exception):
+        error = RRefError(f"RRef creation via rpc.remote() on {owner!r} failed: {text_of(exc)}")
+    else:
+        return cast(Exception, exc)
+    error.__cause__ = copied(exc)
+    return error

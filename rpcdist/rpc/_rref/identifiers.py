@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterator
-from typing import Final, Generic, NamedTuple, TypeVar
+from collections.abc import Hashable
+from typing import Final, NamedTuple, TypeVar
 
 _COUNT_BITS: Final = 24
 _MAX_COUNT: Final = (1 << _COUNT_BITS) - 1
@@ -66,28 +66,8 @@ class ReferenceShare(NamedTuple):
 T = TypeVar("T", bound=Hashable)
 
 
-class BoundedSet(Generic[T]):
-    """At most `limit` members; adding one more forgets the oldest."""
-
-    __slots__ = ("_limit", "_members")
-
-    def __init__(self, limit: int = 4096) -> None:
-        self._limit = limit
-        self._members: dict[T, None] = {}
-
-    def add(self, member: T) -> None:
-        self._members[member] = None
-        if len(self._members) > self._limit:
-            del self._members[next(iter(self._members))]
-
-    def __contains__(self, member: object) -> bool:
-        return member in self._members
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(self._members)
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def __repr__(self) -> str:
-        return f"BoundedSet({list(self._members)!r})"
+def remember(members: dict[T, None], member: T, limit: int = 4096) -> None:
+    """Adds one to a bounded set, which forgets its oldest member."""
+    members[member] = None
+    if len(members) > limit:
+        del members[next(iter(members))]

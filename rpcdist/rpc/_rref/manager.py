@@ -1,72 +1,120 @@
 """The shell around the reference counting of one worker: Python objects, and the agent's connections.
 
 Threads: every method may be called on any thread and never waits for the network, except
-`delete_all_user_and_unforked_owner_rrefs`. `RRefTables` says what its lock is held for.
+`delete_all_user_and_unforked_owner_rrefs` and `check_leaks`.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.errors import NotInitialized, ProtocolViolation, RRefError, WorkerLost
+from rpcdist.ids import Identity
 from rpcdist.inspection import ReferenceFacts
-from rpcdist.rpc._rref import events
-from rpcdist.rpc._rref.handles import Handle, HandleState, OwnerValue, Token, failed_future
-from rpcdist.rpc._rref.identifiers import (
-    ForkId,
-    Incarnation,
-    ReferenceShare,
-    RRefId,
-    UniqueId,
-    new_number,
-)
-from rpcdist.rpc._rref.protobuf import decode_messages, id_from_pb, id_to_pb
-from rpcdist.rpc._rref.report import LiveRRef, counts, is_held, leaks, live_rrefs, reference_facts
-from rpcdist.rpc._rref.tables import (
+from rpcdist.rpc._peers.directory import Directory
+from rpcdist.rpc._peers.router import REPLACED
+from rpcdist.rpc._rref.handles import (
     FORK_AFTER_DELETION,
     GONE,
-    RRefHost,
-    RRefTables,
-    WhenThere,
+    Dropped,
+    Handle,
+    HandleState,
+    OwnerValue,
+    Token,
     creation_error,
+    describe,
+    failed_future,
     owner_lost,
     replaced,
 )
+from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, ReferenceShare, RRefId, UniqueId, new_number
+from rpcdist.rpc._rref.messages import (
+    Confirm,
+    Fail,
+    FailValue,
+    Reason,
+    RefuseCreation,
+    RefuseFetch,
+    ReleaseValue,
+    RRefAction,
+    SendControl,
+    Serve,
+    UserDeleted,
+)
+from rpcdist.rpc._rref.protobuf import decode_messages, encode_deletions, encode_message, id_from_pb, id_to_pb
+from rpcdist.rpc._rref.protocol import RRefProtocol
+from rpcdist.rpc._rref.report import LiveRRef, counts, is_held, leaks, live_rrefs, reference_facts
 from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import RREF_RELEASE_LIMIT_S
 from rpcdist.transport.fork import check_not_forked
+
+WhenThere = Callable[[Future[Any]], object]
 
 MOST_AT_ONCE: Final = 64
 """So many references end in one step, and in one message: the lock is not held longer by a hundred thousand of them."""
 
 
 class RRefManager:
-    """All remote references of one worker.
+    """All remote references of one worker: handles, values, waiting fetches, and what the protocol knows of them.
+
+    The lock is held while tables change, and never while messages are handed to the agent, futures are completed or
+    user objects die: those may come back here.
 
     Args:
+        directory: names of other workers, and their processes.
+        send_control: delivers a message to a worker at least once, unless the worker dies; any thread, never blocks.
+        flush: has what lingers on its way to a worker sent now; any thread, never blocks.
         wrap: makes the public object of a handle.
-        on_released: see `RRefTables`.
+        on_released: called when no reference to a value of this worker is left, with a list of which the value is the
+            only item: the value ends with the list, or when the list is emptied; any thread.
+
+    Attributes:
+        protocol: decides; only `_feed` and `_feed_deletions` tell it what happens.
+        states: of the handles of this worker, by fork.
+        values: that this worker owns.
+        fetches: by share, and the worker that names it: the functions to call when the value is there.
+        losses: why other workers were declared dead; one for each process that died during ours.
+        dropped: the handles that were collected, and not noticed yet.
     """
 
     def __init__(
         self,
-        host: RRefHost,
+        directory: Directory,
+        send_control: Callable[[int, rref_pb2.RRefMessage], object],
+        flush: Callable[[int], object],
         wrap: Callable[[Handle], Any],
         on_released: Callable[[RRefId, list[object]], object] = lambda rref, held: None,
     ) -> None:
-        self._host = host
+        self._directory = directory
+        self._send_control = send_control
+        self._flush = flush
         self._wrap = wrap
-        self.me = Incarnation(host.me.id, host.me.incarnation)
-        self.my_name = host.me.name
-        self._tables = RRefTables(self.me, host, on_released)
+        self._on_released = on_released
+        self.me = Incarnation(directory.me.id, directory.me.incarnation)
+        self.my_name = directory.me.name
         self._numbers = itertools.count()
+        self._lock = threading.Lock()  # around everything below
+        self._changed = threading.Condition(self._lock)  # notified of each change while threads wait
+        self._num_waiting = 0  # threads
+        self.protocol = RRefProtocol(self.me)
+        self.states: dict[UniqueId, HandleState] = {}
+        self.values: dict[RRefId, OwnerValue] = {}
+        self.fetches: dict[tuple[ReferenceShare, Incarnation], list[WhenThere]] = {}
+        self.losses: dict[Incarnation, WorkerLost] = {}
+        # Processes of unknown workers that messages were sent to, by id, until one of them is found or lost.
+        self._strangers: dict[int, set[Incarnation]] = {}
+        self.dropped: Dropped = deque()
+        self._is_closed = False  # after shutdown: the protocol is told nothing more
 
     # ------------------------------------------------------------ references that are made here
 
@@ -75,7 +123,11 @@ class RRefManager:
         rref = self._new_id()
         owned = OwnerValue(rref)
         owned.set(value)
-        return self._tables.add_handle(rref, rref, self.me, self.my_name, owned)
+        state = HandleState(rref, rref, self.me, self.my_name, owned)
+        handle = Handle(state, self.dropped)  # before its state is in the table, which only its end takes out
+        with self._lock:
+            self.states[rref] = state
+        return handle
 
     def create_remote(self, owner: int, is_serial: bool = False) -> tuple[Any, ReferenceShare]:
         """Begins a `remote()`: the reference, and the share that the call must name for its result.
@@ -85,12 +137,12 @@ class RRefManager:
         Raises:
             OwnerLost: the owner is declared dead.
         """
-        node = self._tables.node(owner, None)
+        node = self._node(owner, None)
         rref, fork = self._new_id(), self._new_id()
-        if self._tables.closed:
+        if self._is_closed:
             raise NotInitialized
-        event = events.CreateRemote(rref, fork, node)
-        handle = self._tables.feed_new(event, rref, fork, node, self._host.name_of(owner))
+        begin = partial(self.protocol.create_remote, rref, fork, node)
+        handle = self._feed_new(begin, rref, fork, node, self._name(node))
         if handle.state.error is not None:
             raise copied(handle.state.error)
         handle.state.is_serial = is_serial
@@ -98,16 +150,16 @@ class RRefManager:
 
     def on_created(self, share: ReferenceShare) -> None:
         """The reply to `remote()` says that the owner holds the result."""
-        self._tables.feed(events.Created(share.rref, share.fork))
+        self._feed(partial(self.protocol.created, share.fork))
 
     def on_creation_failed(self, share: ReferenceShare, exc: BaseException) -> None:
         """`remote()` failed. The error surfaces where the reference is used."""
-        with self._tables.lock:
-            state = self._tables.states.get(share.fork)
-            waiters = [] if state is None else self._tables.set_error(state, creation_error(exc, state.owner_name))
+        with self._lock:
+            state = self.states.get(share.fork)
+            waiters = [] if state is None else self._set_error(state, creation_error(exc, state.owner_name))
         for waiter in waiters:
             waiter()
-        self._tables.feed(events.CreationFailed(share.rref, share.fork))
+        self._feed(partial(self.protocol.creation_failed, *share))
 
     # ------------------------------------------------------------ remote() at the owner
 
@@ -117,38 +169,37 @@ class RRefManager:
         Raises:
             LeaseExpired, RRefError: the creator has given this call up, or is declared dead: do not run it.
         """
-        if self._tables.closed:
+        if self._is_closed:
             raise RRefError(GONE)
         rref, fork = share
-        event = events.CreationAccepted(rref, fork, self._tables.node(creator, incarnation))
+        accept = partial(self.protocol.creation_accepted, rref, fork, self._node(creator, incarnation))
         value = OwnerValue(rref)
 
         def prepare() -> None:
             nonlocal value
-            value = self._tables.values.setdefault(rref, value)
+            value = self.values.setdefault(rref, value)
 
-        for action in self._tables.feed(event, prepare, owned=rref):
-            if isinstance(action, events.RefuseCreation):
-                raise self._tables.error(action.reason, f"remote() of {rref}", self.me)
+        for action in self._feed(accept, prepare, owned=rref):
+            if isinstance(action, RefuseCreation):
+                raise self._error(action.reason, f"remote() of {rref}", self.me)
         return value
 
     def set_value(self, entry: OwnerValue, value: object) -> None:
         """Runs callbacks that wait for the value: not on the I/O loop."""
         entry.set(value)
-        self._tables.feed(events.CreationFinished(entry.rref))
+        self._feed(partial(self.protocol.creation_finished, entry.rref))
 
     def set_error(self, entry: OwnerValue, exc: Exception) -> None:
         entry.fail(exc)
-        self._tables.feed(events.CreationFinished(entry.rref))
+        self._feed(partial(self.protocol.creation_finished, entry.rref))
 
     def value_there(self, share: ReferenceShare, requester: int, incarnation: int) -> Future[Any] | None:
         """The future with which `when_there` would call `then` at once, found with less work; None if it would not."""
         check_not_forked()
-        tables = self._tables
-        with tables.lock:
-            if tables.closed or not tables.protocol.owners.serves_at_once(*share, Incarnation(requester, incarnation)):
+        with self._lock:
+            if self._is_closed or not self.protocol.owners.serves_at_once(*share, Incarnation(requester, incarnation)):
                 return None
-            future = tables.values[share.rref].future
+            future = self.values[share.rref].future
         return future if future.done() else None
 
     def when_there(
@@ -159,12 +210,12 @@ class RRefManager:
         It is called at once, or on the thread that makes the value, with a future that is done: of the value, or of why
         there will be none. Others use the same future: raise only a `copied` of its error.
         """
-        if self._tables.closed:
+        if self._is_closed:
             then(failed_future(RRefError(GONE)))
             return
-        sender = self._tables.node(requester, incarnation)
-        event = events.FetchArrived(*share, sender)
-        self._tables.feed(event, lambda: self._tables.fetches.setdefault((share, sender), []).append(then))
+        sender = self._node(requester, incarnation)
+        fetch = partial(self.protocol.fetch_arrived, *share, sender)
+        self._feed(fetch, lambda: self.fetches.setdefault((share, sender), []).append(then))
 
     # ------------------------------------------------------------ references in messages
 
@@ -182,19 +233,19 @@ class RRefManager:
         state = self.check_sharable(rref)
         child = self._new_id()
         if not state.confirmed:  # the receiver may ask the owner before a creation that lingers is there
-            self._host.flush(state.owner.worker)
-        event = events.Share(state.rref, state.id, child, self._tables.node(to, incarnation))
+            self._flush(state.owner.worker)
+        count = partial(self.protocol.share, state.rref, state.id, child, self._node(to, incarnation))
         if (value := state.value) is not None:
-            self._tables.feed(event, lambda: self._tables.values.setdefault(state.rref, value), owned=state.rref)
+            self._feed(count, lambda: self.values.setdefault(state.rref, value), owned=state.rref)
         else:
-            self._tables.feed(event)
+            self._feed(count)
         return self._fork_pb(state, child, None if state.value is not None else state.id)
 
     def check_sharable(self, rref: Any) -> HandleState:
         """Raises `RRefError` if the reference cannot be shared."""
         state: HandleState = rref._handle.state
         state.check(FORK_AFTER_DELETION)
-        if self._tables.closed:
+        if self._is_closed:
             raise RRefError(FORK_AFTER_DELETION)
         if rref._home.me != self.me:
             raise RRefError(
@@ -210,12 +261,12 @@ class RRefManager:
             ProtocolViolation: it is here already, and the end of this message would drop it for its holder.
         """
         rref, id = id_from_pb(fork.rref), id_from_pb(fork.fork)
-        if id in self._tables.states:
+        if id in self.states:
             raise ProtocolViolation(f"share {id} of {rref} arrived, which this worker has already")
         owner = Incarnation(fork.owner, fork.owner_incarnation)
         parent = id_from_pb(fork.parent) if fork.HasField("parent") else None
-        event = events.Received(rref, id, parent, owner, self._tables.node(sender, incarnation))
-        handle = self._tables.feed_new(event, rref, id, owner, fork.owner_name)
+        arrive = partial(self.protocol.received, rref, id, parent, owner, self._node(sender, incarnation))
+        handle = self._feed_new(arrive, rref, id, owner, fork.owner_name)
         handle.state.is_serial = fork.is_serial
         return Token(handle.state, handle)
 
@@ -235,11 +286,11 @@ class RRefManager:
     def confirmation(self, tokens: Iterable[Token]) -> Future[None] | None:
         """A future that is done when the owners have counted (or refused) these forks; None if they have already."""
         done: Future[None] = Future()
-        with self._tables.lock:
+        with self._lock:
             remaining = [0]
 
             def settled() -> None:
-                with self._tables.lock:
+                with self._lock:
                     remaining[0] -= 1
                     last = remaining[0] == 0
                 if last:
@@ -250,58 +301,79 @@ class RRefManager:
 
     def share_failed(self, fork: value_pb2.RRefFork) -> None:
         """The message with this fork is lost, or may be."""
-        self._tables.feed(events.ShareFailed(id_from_pb(fork.rref), id_from_pb(fork.fork)))
+        self._feed(partial(self.protocol.share_failed, id_from_pb(fork.rref), id_from_pb(fork.fork)))
 
     def connection_broken(self, worker_id: int, on_the_way: Iterable[value_pb2.RRefFork] = ()) -> None:
         """Messages to a worker may be lost; the forks in `on_the_way` travel in messages that are still being sent."""
         children = frozenset(id_from_pb(fork.fork) for fork in on_the_way)
-        self._tables.feed(events.ConnectionBroken(self._tables.node(worker_id, None), children))
+        self._feed(partial(self.protocol.connection_broken, self._node(worker_id, None), children))
 
     def on_message(self, sender: int, incarnation: int, message: rref_pb2.RRefMessage) -> None:
         """A control message arrived."""
         node = Incarnation(sender, incarnation)
-        decoded = decode_messages(message, self._tables.protocol.owners.counts)
-        arrived = [events.MessageArrived(node, each) for each in decoded]
+        decoded = decode_messages(message, self.protocol.owners.counts)
+        arrived = [partial(self.protocol.message_arrived, node, each) for each in decoded]
         if len(arrived) == 1:
-            self._tables.feed(arrived[0])
+            self._feed(arrived[0])
         else:
             for at in range(0, len(arrived), MOST_AT_ONCE):
-                self._tables.feed_deletions(arrived[at : at + MOST_AT_ONCE])
+                self._feed_deletions(arrived[at : at + MOST_AT_ONCE])
 
-    # ------------------------------------------------------------ death of others
+    # ------------------------------------------------------------ what happens to workers (I/O loop)
 
-    def worker_lost(self, worker_id: int, exc: WorkerLost, incarnation: int | None = None) -> None:
+    def on_lost(self, worker: Identity, exc: WorkerLost) -> None:
         """A worker is declared dead: its values are gone."""
-        self._tables.lose(self._tables.node(worker_id, incarnation), exc)
-        for stranger in self._tables.take_strangers(worker_id):  # nobody knows which process a message meant
-            self._tables.lose(stranger, exc)
-            self._tables.forget(stranger)
+        self._lose(Incarnation(worker.id, worker.incarnation), exc)
+        for stranger in self._take_strangers(worker.id):  # nobody knows which process a message meant
+            self._lose(stranger, exc)
+            self._forget(stranger)
 
-    def lease_ended(self, worker_id: int, incarnation: int | None = None) -> None:
+    def on_replaced(self, worker: Identity) -> None:
+        """Another process has the place of a worker, which may never have been connected."""
+        self.on_lost(worker, WorkerLost(worker.name, "a connection", 0.0, REPLACED))
+
+    def on_lease_ended(self, worker: Identity) -> None:
         """Nothing was heard of a worker for the length of a lease: its references are dropped."""
-        self._tables.feed(events.LeaseEnded(self._tables.node(worker_id, incarnation)))
+        self._feed(partial(self.protocol.lease_ended, Incarnation(worker.id, worker.incarnation)))
 
-    def worker_found(self, worker_id: int, incarnation: int) -> None:
+    def on_found(self, worker: Identity) -> None:
         """A worker is connected. If it was declared dead, its new values can be referred to again."""
-        node = Incarnation(worker_id, incarnation)
-        with self._tables.lock:
-            self._tables.losses.pop(node, None)
-        self._tables.take_strangers(worker_id)
-        self._tables.feed(events.HolderFound(node))
+        node = Incarnation(worker.id, worker.incarnation)
+        with self._lock:
+            self.losses.pop(node, None)
+        self._take_strangers(worker.id)
+        self._feed(partial(self.protocol.holder_found, node))
 
-    def forget(self, worker_id: int, incarnation: int) -> None:
+    def forget(self, worker: Identity) -> None:
         """The lease of a process that was never a worker has ended."""
-        self._tables.forget(Incarnation(worker_id, incarnation))
+        self._forget(Incarnation(worker.id, worker.incarnation))
 
     def is_lost(self, worker_id: int) -> bool:
-        return self._tables.node(worker_id, None) in self._tables.protocol.lost
+        return self._node(worker_id, None) in self.protocol.lost
+
+    def _lose(self, node: Incarnation, exc: WorkerLost) -> None:
+        """A process is declared dead, because of `exc`."""
+        with self._lock:
+            self.losses.setdefault(node, exc)
+        self._feed(partial(self.protocol.holder_lost, node))
+
+    def _take_strangers(self, worker_id: int) -> Iterable[Incarnation]:
+        """The processes of an unknown worker that messages were sent to, each once."""
+        with self._lock:
+            return self._strangers.pop(worker_id, ())
+
+    def _forget(self, node: Incarnation) -> None:
+        """Keeps nothing of a process that was never a worker: peers may make up any number of them."""
+        with self._lock:
+            self.losses.pop(node, None)
+            self.protocol.forget(node)
 
     # ------------------------------------------------------------ use by a user
 
     def owner_of(self, state: HandleState) -> int:
         """The owner's id, if it is still the same process; raises `OwnerLost` otherwise."""
-        if self._tables.is_replaced(state.owner):
-            self._tables.lose(state.owner, replaced(state.owner_name))
+        if self._is_replaced(state.owner):
+            self._lose(state.owner, replaced(state.owner_name))
             state.check("")
         return state.owner.worker
 
@@ -315,18 +387,18 @@ class RRefManager:
 
     def drain(self) -> None:
         """Notices the handles that were collected. Called often, on any thread: by a timer, before messages go out."""
-        self._tables.protocol.owners.now = time.monotonic()
+        self.protocol.owners.now = time.monotonic()
         while ended := self._take_dropped():
-            with self._tables.lock:
-                states = [self._tables.states.pop(event.handle, None) for event in ended]
-            self._tables.feed_deletions(ended)
+            with self._lock:
+                states = [self.states.pop(handle, None) for _, handle in ended]
+            self._feed_deletions([partial(self.protocol.handle_dropped, *each) for each in ended])
             del states  # they may be the last to hold the values, whose end runs user code: not under the lock
 
-    def _take_dropped(self) -> list[events.HandleDropped]:
-        dropped, ended = self._tables.dropped, list[events.HandleDropped]()
+    def _take_dropped(self) -> list[tuple[RRefId, UniqueId]]:
+        dropped, ended = self.dropped, list[tuple[RRefId, UniqueId]]()
         with suppress(IndexError):  # another thread has taken the last one
             while dropped and len(ended) < MOST_AT_ONCE:
-                ended.append(events.HandleDropped(*dropped.popleft()))
+                ended.append(dropped.popleft())
         return ended
 
     def delete_all_user_and_unforked_owner_rrefs(self, timeout_s: float, others: bool = True) -> bool:
@@ -340,35 +412,35 @@ class RRefManager:
             Whether all of that happened in time.
         """
         self.drain()
-        with self._tables.lock:
-            for state in self._tables.states.values():
+        with self._lock:
+            for state in self.states.values():
                 state.deleted = state.value is None
-        self._tables.feed(events.DropAll())
+        self._feed(self.protocol.drop_all)
         return self._wait_for(lambda: self._is_idle(others), timeout_s)
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         deadline = Deadline.after(timeout_s)
-        with self._tables.changed:
-            self._tables.num_waiting += 1
+        with self._changed:
+            self._num_waiting += 1
             try:
-                return self._tables.changed.wait_for(condition, deadline.wait_s())
+                return self._changed.wait_for(condition, deadline.wait_s())
             finally:
-                self._tables.num_waiting -= 1
+                self._num_waiting -= 1
 
     def _is_idle(self, others: bool) -> bool:
-        tables = self._tables.protocol
-        return not tables.users.forks and not tables.users.parked and not (others and is_held(tables))
+        users = self.protocol.users
+        return not users.forks and not users.parked and not (others and is_held(self.protocol))
 
     def close(self) -> None:
         """After shutdown: users can do nothing any more; local values stay readable. Idempotent."""
-        with self._tables.lock:
-            self._tables.closed = True
-            for state in self._tables.states.values():
+        with self._lock:
+            self._is_closed = True
+            for state in self.states.values():
                 state.deleted = state.value is None
-            fetches = [then for waiting in self._tables.fetches.values() for then in waiting]
-            values = list(self._tables.values.values())
-            self._tables.fetches.clear()
-            self._tables.values.clear()
+            fetches = [then for waiting in self.fetches.values() for then in waiting]
+            values = list(self.values.values())
+            self.fetches.clear()
+            self.values.clear()
         gone = RRefError(GONE)
         for then in fetches:
             then(failed_future(gone))
@@ -381,9 +453,9 @@ class RRefManager:
         The last releases may arrive a moment after the last work has ended.
         """
         self.drain()
-        self._wait_for(lambda: not leaks(self._tables.protocol), RREF_RELEASE_LIMIT_S)
-        with self._tables.lock:
-            text = leaks(self._tables.protocol)
+        self._wait_for(lambda: not leaks(self.protocol), RREF_RELEASE_LIMIT_S)
+        with self._lock:
+            text = leaks(self.protocol)
         if text:
             raise RRefError(text)
 
@@ -392,12 +464,12 @@ class RRefManager:
     def debug_info(self) -> dict[str, str]:
         """torch's counters, as text."""
         self.drain()
-        with self._tables.lock:
-            return counts(self._tables.protocol)
+        with self._lock:
+            return counts(self.protocol)
 
     def facts(self, now: float, most: int) -> tuple[list[ReferenceFacts], int]:
         """The references that this worker owns and holds, `most` of either, and the number left out; takes no lock."""
-        protocol, values = self._tables.protocol, self._tables.values
+        protocol, values = self.protocol, self.values
         left_out = sum(max(0, len(table) - most) for table in (protocol.owners.entries, protocol.users.forks))
 
         def value_of(rref: RRefId) -> str:
@@ -405,16 +477,162 @@ class RRefManager:
             is_there = owned is not None and owned.future.done() and owned.future._error is None
             return type(owned.future._result).__qualname__ if owned is not None and is_there else ""
 
-        return reference_facts(protocol, self._tables.name, value_of, now, most), left_out
+        return reference_facts(protocol, self._name, value_of, now, most), left_out
 
     def debug_rrefs(self) -> list[LiveRRef]:
         """Every reference that this worker owns or holds, and its holders."""
         self.drain()
-        with self._tables.lock:
-            names = {state.owner: state.owner_name for state in self._tables.states.values()}
-            return live_rrefs(self._tables.protocol, lambda node: names.get(node) or self._tables.name(node))
+        with self._lock:
+            names = {state.owner: state.owner_name for state in self.states.values()}
+            return live_rrefs(self.protocol, lambda node: names.get(node) or self._name(node))
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ the doorway
+
+    def _feed_new(
+        self, decide: Callable[[], list[RRefAction]], rref: RRefId, id: UniqueId, owner: Incarnation, owner_name: str
+    ) -> Handle:
+        """`_feed` for what makes a handle. Handle and value are in the tables before the protocol speaks of them."""
+        state = HandleState(rref, id, owner, owner_name, OwnerValue(rref) if owner == self.me else None)
+
+        def prepare() -> None:
+            self.states[id] = state
+            if state.value is not None:
+                state.value = self.values.setdefault(rref, state.value)
+
+        handle = Handle(state, self.dropped)
+        self._feed(decide, prepare, owned=rref if owner == self.me else None)
+        return handle
+
+    def _feed(
+        self,
+        decide: Callable[[], list[RRefAction]],
+        prepare: Callable[[], object] | None = None,
+        owned: RRefId | None = None,
+    ) -> Sequence[RRefAction]:
+        """The doorway: the protocol decides under the lock, its actions are carried out without it.
+
+        Args:
+            decide: a method of the protocol, with its arguments.
+            prepare: changes the tables in the same step, before.
+            owned: a value that `prepare` put into the table; it stays only if the protocol has an entry for it.
+        """
+        check_not_forked()  # the lock may be held for ever there
+        effects: list[Callable[[], object]] = []
+        with self._lock:
+            if prepare is not None:
+                prepare()
+            if self._is_closed:
+                return ()
+            todo = decide()
+            for action in todo:
+                _ACTIONS[type(action)](self, action, effects)
+            if owned is not None and owned not in self.protocol.owners.entries:
+                self._release_value(ReleaseValue(owned), effects)
+            if self._num_waiting:
+                self._changed.notify_all()
+        for effect in effects:
+            effect()
+        return todo
+
+    def _feed_deletions(self, decisions: Iterable[Callable[[], list[RRefAction]]]) -> None:
+        """`_feed` for several ends of references: those of this worker, or those that users hold to its values.
+
+        The protocol answers those with nothing but deletions, of which an owner gets one message, and values that go.
+        """
+        check_not_forked()
+        effects: list[Callable[[], object]] = []
+        deleted: dict[Incarnation, list[UserDeleted]] = {}
+        with self._lock:
+            if self._is_closed:
+                return
+            for decide in decisions:
+                for action in decide():
+                    if isinstance(action, SendControl) and isinstance(action.message, UserDeleted):
+                        deleted.setdefault(action.to, []).append(action.message)
+                    else:
+                        _ACTIONS[type(action)](self, action, effects)
+            if self._num_waiting:
+                self._changed.notify_all()
+        for effect in effects:
+            effect()
+        for owner, messages in deleted.items():
+            self._send_now(owner, encode_deletions(messages))
+
+    def _send(self, action: SendControl, effects: list[Callable[[], object]]) -> None:
+        effects.append(lambda: self._send_now(action.to, encode_message(action.message)))
+
+    def _send_now(self, to: Incarnation, message: rref_pb2.RRefMessage) -> None:
+        if not self._is_replaced(to):
+            if not self._directory.incarnation_of(to.worker):
+                with self._lock:
+                    self._strangers.setdefault(to.worker, set()).add(to)
+            self._send_control(to.worker, message)
+        elif to not in self.losses:
+            self._lose(to, replaced(self._name(to)))
+            if not self._directory.was_worker(to.worker, to.incarnation):  # a peer made it up
+                self._forget(to)
+
+    def _confirm(self, action: Confirm, effects: list[Callable[[], object]]) -> None:
+        state = self.states.get(action.handle)
+        if state is not None:
+            state.confirmed = True
+            effects.extend(state.take_waiters())
+
+    def _fail(self, action: Fail, effects: list[Callable[[], object]]) -> None:
+        state = self.states.get(action.handle)
+        if state is not None:
+            effects.extend(self._set_error(state, self._error(action.reason, str(state), state.owner)))
+
+    def _set_error(self, state: HandleState, error: Exception) -> list[Callable[[], object]]:
+        """The first error stays; returns the functions to call without the lock. [Note: kept errors]"""
+        if state.error is None:
+            state.error = copied(error)
+        return state.take_waiters()
+
+    def _fail_value(self, action: FailValue, effects: list[Callable[[], object]]) -> None:
+        value = self.values.get(action.rref)
+        if value is not None:
+            error = self._error(action.reason, str(action.rref), self.me)
+            effects.append(lambda: value.fail(error))
+
+    def _serve(self, action: Serve, effects: list[Callable[[], object]]) -> None:
+        value = self.values[action.rref]
+        for then in self._take_fetches(action):
+            effects.append(partial(value.future._when_done, then))
+
+    def _refuse_fetch(self, action: RefuseFetch, effects: list[Callable[[], object]]) -> None:
+        error = self._error(action.reason, str(action.rref), self.me)
+        for then in self._take_fetches(action):
+            effects.append(partial(then, failed_future(error)))
+
+    def _take_fetches(self, action: Serve | RefuseFetch) -> Sequence[WhenThere]:
+        return self.fetches.pop((ReferenceShare(action.rref, action.fork), action.sender), ())
+
+    def _refuse_creation(self, action: RefuseCreation, effects: list[Callable[[], object]]) -> None:
+        """`accept_creation` looks for it."""
+
+    def _release_value(self, action: ReleaseValue, effects: list[Callable[[], object]]) -> None:
+        value = self.values.pop(action.rref, None)
+        held: list[object] = [value]  # dies after the lock: user code may run
+        effects.append(partial(self._on_released, action.rref, held))
+
+    def _error(self, reason: Reason, what: str, owner: Incarnation) -> Exception:
+        """The error that a user sees for a reason that the protocol gave; `what` names the reference."""
+        if reason is Reason.OWNER_LOST and owner in self.losses:
+            return owner_lost(self.losses[owner], f"use of {what}")
+        return describe(reason, what, self._name(owner))
+
+    def _node(self, worker_id: int, incarnation: int | None) -> Incarnation:
+        """A process of a worker; None for the one that has the id now."""
+        return Incarnation(worker_id, self._directory.incarnation_of(worker_id) if incarnation is None else incarnation)
+
+    def _name(self, node: Incarnation) -> str:
+        """A worker's name, or a text with its id."""
+        return self._directory.name_of(node.worker)
+
+    def _is_replaced(self, node: Incarnation) -> bool:
+        """Whether another process has its id now."""
+        return self._directory.incarnation_of(node.worker) not in (0, node.incarnation)
 
     def _new_id(self) -> UniqueId:
         return UniqueId(self.me.worker, new_number(next(self._numbers)), self.me.incarnation)
@@ -429,3 +647,15 @@ class RRefManager:
             owner_name=state.owner_name,
             is_serial=state.is_serial,
         )
+
+
+_ACTIONS: dict[type[RRefAction], Callable[[RRefManager, Any, list[Callable[[], object]]], None]] = {
+    SendControl: RRefManager._send,
+    Confirm: RRefManager._confirm,
+    Fail: RRefManager._fail,
+    FailValue: RRefManager._fail_value,
+    Serve: RRefManager._serve,
+    RefuseFetch: RRefManager._refuse_fetch,
+    RefuseCreation: RRefManager._refuse_creation,
+    ReleaseValue: RRefManager._release_value,
+}

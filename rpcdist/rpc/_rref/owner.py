@@ -1,6 +1,6 @@
 """The owner's half of the reference counting: the forks of our values, and their holders.
 
-Pure: no clock, no sockets, no threads. `protocol.py` states the guarantees and routes the events.
+Pure: no clock, no sockets, no threads. `protocol.py` states the guarantees and routes what happens.
 
 An entry is *expected* when a worker named a reference whose `remote()` has not arrived (messages have no order),
 *creating* while its function runs, and *ready* after that. It ends when it is ready and nothing refers to it. An
@@ -16,29 +16,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from rpcdist.rpc._rref.events import (
+from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, UniqueId, remember
+from rpcdist.rpc._rref.messages import (
     ChildConfirmed,
     Confirm,
-    CreationAccepted,
     CreationProbe,
     Fail,
     FailValue,
-    FetchArrived,
     ForkConfirmed,
     ForkRefused,
     Reason,
-    Received,
     RefuseCreation,
     RefuseFetch,
     ReleaseValue,
     RRefAction,
     SendControl,
     Serve,
-    Share,
-    ShareFailed,
     ShareQuery,
 )
-from rpcdist.rpc._rref.identifiers import BoundedSet, ForkId, Incarnation, RRefId, UniqueId
 
 MAX_WAITING: Final = 1 << 16
 """Forks of one process that may wait for the creations of their values; more are refused as unknown."""
@@ -83,8 +78,10 @@ class OwnerTable:
         self.since: dict[ForkId, float] = {}
         self.waiting: Counter[Incarnation] = Counter()
         self.ended: set[Incarnation] = set()  # whose lease is over: the processes that died during ours, or are silent
-        self.expired = BoundedSet[tuple[Incarnation, RRefId, ForkId]]()  # what they held: said to those that come back
-        self.refused = BoundedSet[RRefId]()  # creations that their creator gave up before they came
+        # The two below are bounded: what such processes held, said to those that come back, and creations that their
+        # creator gave up before they came.
+        self.expired: dict[tuple[Incarnation, RRefId, ForkId], None] = {}
+        self.refused: dict[RRefId, None] = {}
 
     def __iter__(self) -> Iterator[OwnerEntry]:
         return iter(self.entries.values())
@@ -96,21 +93,21 @@ class OwnerTable:
         entry = self.entries[rref] = OwnerEntry(rref, State.EXPECTED)
         entry.local[fork] = None
 
-    def accept(self, event: CreationAccepted) -> None:
-        entry = self.entries.get(event.rref)
-        if event.rref.creator != event.creator or event.fork.creator != event.creator:
-            self._emit(RefuseCreation(event.rref, event.fork, Reason.NOT_HELD))
-        elif event.creator in self.ended:
-            self._emit(RefuseCreation(event.rref, event.fork, Reason.LEASE_EXPIRED))
-        elif event.rref in self.refused:
-            self._emit(RefuseCreation(event.rref, event.fork, Reason.CREATION_FAILED))
+    def accept(self, rref: RRefId, fork: ForkId, creator: Incarnation) -> None:
+        entry = self.entries.get(rref)
+        if rref.creator != creator or fork.creator != creator:
+            self._emit(RefuseCreation(rref, fork, Reason.NOT_HELD))
+        elif creator in self.ended:
+            self._emit(RefuseCreation(rref, fork, Reason.LEASE_EXPIRED))
+        elif rref in self.refused:
+            self._emit(RefuseCreation(rref, fork, Reason.CREATION_FAILED))
         elif entry is None:
-            entry = self.entries[event.rref] = OwnerEntry(event.rref, State.CREATING)
-            self._count(entry, event.fork, event.creator)
+            entry = self.entries[rref] = OwnerEntry(rref, State.CREATING)
+            self._count(entry, fork, creator)
         elif entry.state is State.EXPECTED:
             entry.state = State.CREATING
-            if event.creator != self._me:
-                self._count(entry, event.fork, event.creator)
+            if creator != self._me:
+                self._count(entry, fork, creator)
             self._answer_the_waiting(entry)
 
     def finished(self, rref: RRefId) -> None:
@@ -134,7 +131,7 @@ class OwnerTable:
             self._emit(SendControl(sender, ForkConfirmed(rref, fork)))
             return
         if entry is None:
-            self.refused.add(rref)
+            remember(self.refused, rref)
         self._emit(SendControl(sender, ForkRefused(rref, fork, Reason.CREATION_FAILED)))
         self.creation_over(rref, Reason.CREATION_FAILED)
 
@@ -143,7 +140,7 @@ class OwnerTable:
         entry = self.entries.get(rref)
         if entry is not None and entry.state is State.EXPECTED:
             entry.state = State.READY
-            self.refused.add(rref)
+            remember(self.refused, rref)
             self._emit(FailValue(rref, reason))
             self._refuse_the_waiting(entry, reason)
             self._settle(entry)
@@ -179,25 +176,25 @@ class OwnerTable:
         entry = self.entries.get(rref)  # type: ignore[call-overload]  # a tuple is equal to the id with its fields
         return entry is not None and (fork in entry.forks or fork in entry.askers)
 
-    def share(self, event: Share) -> None:
+    def share(self, rref: RRefId, holder: UniqueId, child: ForkId, to: Incarnation) -> None:
         """The child is counted from now on, so that its receiver needs no confirmation."""
-        entry = self.entries.get(event.rref)
+        entry = self.entries.get(rref)
         if entry is None:  # a value of ours that nobody else knew until now
-            entry = self.entries[event.rref] = OwnerEntry(event.rref, State.READY)
-        entry.local[event.holder] = None
-        self._count(entry, event.child, event.to)
+            entry = self.entries[rref] = OwnerEntry(rref, State.READY)
+        entry.local[holder] = None
+        self._count(entry, child, to)
 
-    def share_failed(self, event: ShareFailed) -> None:
+    def share_failed(self, rref: RRefId, child: ForkId) -> None:
         """A receiver that is declared dead may have the fork all the same: until its lease ends, it is asked."""
-        entry = self.entries.get(event.rref)
-        if entry is None or event.child not in entry.forks:
+        entry = self.entries.get(rref)
+        if entry is None or child not in entry.forks:
             return
-        to = entry.forks[event.child]  # it may not have its id any more
+        to = entry.forks[child]  # it may not have its id any more
         if to in self.ended:
-            self.expired.add((to, event.rref, event.child))
-            self.delete(event.rref, event.child, to)
+            remember(self.expired, (to, rref, child))
+            self.delete(rref, child, to)
         else:
-            self._emit(SendControl(to, ShareQuery(event.rref, event.child)))
+            self._emit(SendControl(to, ShareQuery(rref, child)))
 
     def shared_with(self, node: Incarnation) -> list[tuple[RRefId, ForkId]]:
         """Forks that this worker handed to the node itself: counted since then, perhaps never received."""
@@ -205,20 +202,22 @@ class OwnerTable:
             (entry.rref, fork) for entry in self for fork in _forks_of(entry.forks, node) if fork.creator == self._me
         ]
 
-    def receive(self, event: Received, creator_is_gone: bool) -> None:
+    def receive(
+        self, rref: RRefId, fork: ForkId, parent: ForkId | None, sender: Incarnation, creator_is_gone: bool
+    ) -> None:
         """A fork came back to the owner: it becomes a local handle, and its sender need not wait."""
-        if event.parent is not None:
-            self._emit(SendControl(event.sender, ChildConfirmed(event.rref, event.fork)))
-        entry = self._entry_or_expect(event.rref, creator_is_gone)
+        if parent is not None:
+            self._emit(SendControl(sender, ChildConfirmed(rref, fork)))
+        entry = self._entry_or_expect(rref, creator_is_gone)
         if entry is None:
-            reason = Reason.LEASE_EXPIRED if event.sender in self.ended else Reason.UNKNOWN
-            self._emit(Fail(event.rref, event.fork, reason))
+            reason = Reason.LEASE_EXPIRED if sender in self.ended else Reason.UNKNOWN
+            self._emit(Fail(rref, fork, reason))
             return
-        if entry.forks.get(event.fork) == self._me:  # it was counted, as we sent it to ourselves
-            del entry.forks[event.fork]
-            self.since.pop(event.fork, None)
-        entry.local[event.fork] = None
-        self._emit(Confirm(event.rref, event.fork))
+        if entry.forks.get(fork) == self._me:  # it was counted, as we sent it to ourselves
+            del entry.forks[fork]
+            self.since.pop(fork, None)
+        entry.local[fork] = None
+        self._emit(Confirm(rref, fork))
 
     def holds(self, rref: RRefId, handle: UniqueId) -> bool:
         entry = self.entries.get(rref)
@@ -235,8 +234,7 @@ class OwnerTable:
             entry.local.clear()
             self._settle(entry)
 
-    def fetch(self, event: FetchArrived, creator_is_gone: bool) -> None:
-        rref, fork, sender = event.rref, event.fork, event.sender
+    def fetch(self, rref: RRefId, fork: ForkId, sender: Incarnation, creator_is_gone: bool) -> None:
         if sender in self.ended or (sender, rref, fork) in self.expired:
             self._emit(RefuseFetch(rref, fork, sender, Reason.LEASE_EXPIRED))
             self._emit(SendControl(sender, ForkRefused(rref, fork, Reason.LEASE_EXPIRED)))
@@ -305,7 +303,7 @@ class OwnerTable:
         for fork in _forks_of(entry.forks, node):
             del entry.forks[fork]
             self.since.pop(fork, None)
-            self.expired.add((node, entry.rref, fork))
+            remember(self.expired, (node, entry.rref, fork))
         for fork in _forks_of(entry.askers, node):
             self._end_wait(entry.askers, fork)
             self._emit(SendControl(node, ForkRefused(entry.rref, fork, Reason.LEASE_EXPIRED)))

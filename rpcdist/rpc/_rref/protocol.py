@@ -1,4 +1,4 @@
-"""The reference counting of one worker: events in, actions out.
+"""The reference counting of one worker: what happens comes in as calls of methods, which return actions.
 
 This file only decides: no socket, clock, thread, coroutine, logging or torch. `manager.py` is the shell that executes
 the actions. `docs/rref.md` draws the message flows, and explains why each rule is enough.
@@ -7,10 +7,10 @@ Assumptions about the shell (A1 to A5):
 
 - A1. A control message is delivered at least once, in any order, unless the receiver dies.
 - A2. A message that carries forks (an argument, a result, the call of `remote()`) is delivered at most once. If it is
-  lost, or may be, the sender reports `ShareFailed` (`CreationFailed` for the call of a `remote()`).
-- A3. Each fork of a message is reported (`Received`) when the message arrives, whether or not its value can be decoded.
-- A4. If a worker dies, every other one that knows of it reports `HolderLost`, and `LeaseEnded` when its lease is over.
-  A living worker may be reported too: that costs its references, and leaks nothing. After `HolderFound` it may
+  lost, or may be, the sender reports `share_failed` (`creation_failed` for the call of a `remote()`).
+- A3. Each fork of a message is reported (`received`) when the message arrives, whether or not its value can be decoded.
+- A4. If a worker dies, every other one that knows of it reports `holder_lost`, and `lease_ended` when its lease is
+  over. A living worker may be reported too: that costs its references, and leaks nothing. After `holder_found` it may
   own and hold new ones, and its lease starts again.
 - A5. Identifiers are never used twice in a job, and a worker knows only those that it was told.
 - A6. A fetch arrives after the request for its fork, and before the fork is deleted. Any other fetch is refused.
@@ -33,50 +33,33 @@ its creator answers the probe with `CreationOver`, which removes it. So duplicat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
-from rpcdist.rpc._rref.events import (
+from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, UniqueId, remember
+from rpcdist.rpc._rref.messages import (
     ChildConfirmed,
-    ConnectionBroken,
-    Created,
-    CreateRemote,
-    CreationAccepted,
-    CreationFailed,
-    CreationFinished,
     CreationOver,
     CreationProbe,
     CreationQuery,
-    DropAll,
     Fail,
-    FetchArrived,
     ForkConfirmed,
     ForkRefused,
     ForkRequest,
-    HandleDropped,
-    HolderFound,
-    HolderLost,
-    LeaseEnded,
     Message,
-    MessageArrived,
     Reason,
-    Received,
     RRefAction,
-    RRefEvent,
     SendControl,
-    Share,
-    ShareFailed,
     ShareLost,
     ShareQuery,
     UserDeleted,
 )
-from rpcdist.rpc._rref.identifiers import BoundedSet, ForkId, Incarnation
 from rpcdist.rpc._rref.owner import OwnerTable
 from rpcdist.rpc._rref.users import UserTable
 
 
 class RRefProtocol:
-    """The tables of one worker. Not thread-safe: the shell holds a lock around `handle`."""
+    """The tables of one worker. Not thread-safe: the shell holds a lock around each method."""
 
     def __init__(self, me: Incarnation) -> None:
         self.me = me
@@ -85,15 +68,7 @@ class RRefProtocol:
         self.owners = OwnerTable(me, self._emit)
         self.users = UserTable(self._emit)
         self.lost: set[Incarnation] = set()  # declared dead, and not heard of since
-        self.refused_shares = BoundedSet[ForkId]()  # asked about before they came; refused if they come
-
-    def handle(self, event: RRefEvent) -> list[RRefAction]:
-        """Applies one event; returns what the shell has to do, in order."""
-        _EVENTS[type(event)](self, event)
-        while self._to_myself:
-            self._arrived(MessageArrived(self.me, self._to_myself.pop(0)))
-        actions, self._actions = self._actions, []
-        return actions
+        self.refused_shares: dict[ForkId, None] = {}  # bounded; asked about before they came; refused if they come
 
     @property
     def is_empty(self) -> bool:
@@ -110,6 +85,13 @@ class RRefProtocol:
         else:
             self._actions.append(action)
 
+    def _decided(self) -> list[RRefAction]:
+        """The actions for the shell, in order."""
+        while self._to_myself:
+            self._arrived(self.me, self._to_myself.pop(0))
+        actions, self._actions = self._actions, []
+        return actions
+
     def _is_gone(self, node: Incarnation) -> bool:
         return node in self.lost or node in self.owners.ended
 
@@ -118,88 +100,134 @@ class RRefProtocol:
         self.lost.discard(node)
         self.owners.ended.discard(node)
 
-    # Events.
+    # Creations, shares, handles and fetches.
 
-    def _create_remote(self, event: CreateRemote) -> None:
-        if event.owner == self.me:
-            self.owners.create_here(event.rref, event.fork)
-        elif event.owner in self.lost:
-            self._emit(Fail(event.rref, event.fork, Reason.OWNER_LOST))  # the shell does not send the call
+    def create_remote(self, rref: RRefId, fork: ForkId, owner: Incarnation) -> list[RRefAction]:
+        """`remote()` begins here: the call that carries `fork` is about to leave for `owner` (perhaps this worker)."""
+        if owner == self.me:
+            self.owners.create_here(rref, fork)
+        elif owner in self.lost:
+            self._emit(Fail(rref, fork, Reason.OWNER_LOST))  # the shell does not send the call
         else:
-            self.users.create(event)
+            self.users.create(rref, fork, owner)
+        return self._decided()
 
-    def _created(self, event: Created) -> None:
-        user = self.users.forks.get(event.fork)
+    def created(self, fork: ForkId) -> list[RRefAction]:
+        """The reply to the `remote()` that carried `fork` arrived: the owner has the value."""
+        user = self.users.forks.get(fork)
         if user is not None:
             self.users.confirm(user)
+        return self._decided()
 
-    def _creation_failed(self, event: CreationFailed) -> None:
-        self.users.creation_failed(event.fork)
-        self.owners.failed_here(event.rref)
+    def creation_failed(self, rref: RRefId, fork: ForkId) -> list[RRefAction]:
+        """`remote()` failed for its caller; whether the call reached the owner is unknown."""
+        self.users.creation_failed(fork)
+        self.owners.failed_here(rref)
+        return self._decided()
 
-    def _creation_accepted(self, event: CreationAccepted) -> None:
-        self.owners.accept(event)
+    def creation_accepted(self, rref: RRefId, fork: ForkId, creator: Incarnation) -> list[RRefAction]:
+        """At the owner: the call of a `remote()` arrived."""
+        self.owners.accept(rref, fork, creator)
+        return self._decided()
 
-    def _creation_finished(self, event: CreationFinished) -> None:
-        self.owners.finished(event.rref)
+    def creation_finished(self, rref: RRefId) -> list[RRefAction]:
+        """At the owner: the function of a `remote()` ended, by value or error."""
+        self.owners.finished(rref)
+        return self._decided()
 
-    def _share(self, event: Share) -> None:
-        if event.holder in self.users.forks:
-            self.users.share(event)
+    def share(self, rref: RRefId, holder: UniqueId, child: ForkId, to: Incarnation) -> list[RRefAction]:
+        """A message to `to` is about to carry `child`, a new fork of the local handle `holder`."""
+        user = self.users.forks.get(holder)
+        if user is not None:
+            self.users.share(user, child, to)
         else:
-            self.owners.share(event)
+            self.owners.share(rref, holder, child, to)
+        return self._decided()
 
-    def _share_failed(self, event: ShareFailed) -> None:
-        self.users.share_failed(event, self._is_gone)
-        self.owners.share_failed(event)
+    def share_failed(self, rref: RRefId, child: ForkId) -> list[RRefAction]:
+        """The message that carried `child` is lost, or may be."""
+        self._ask_for_share(rref, child)
+        return self._decided()
 
-    def _connection_broken(self, event: ConnectionBroken) -> None:
-        """Every share that may have been lost is asked for. A receiver that has it is silent."""
-        for rref, child in (*self.users.shared_with(event.node), *self.owners.shared_with(event.node)):
-            if child not in event.on_the_way:
-                self._share_failed(ShareFailed(rref, child))
+    def _ask_for_share(self, rref: RRefId, child: ForkId) -> None:
+        self.users.share_failed(rref, child, self._is_gone)
+        self.owners.share_failed(rref, child)
 
-    def _received(self, event: Received) -> None:
-        if event.fork in self.refused_shares:
-            self._emit(Fail(event.rref, event.fork, Reason.SHARE_LOST))
-        elif event.owner == self.me:
-            self.owners.receive(event, self._is_gone(event.rref.creator))
+    def connection_broken(self, node: Incarnation, on_the_way: Collection[ForkId] = ()) -> list[RRefAction]:
+        """Messages to a worker may be lost: every share in them is asked for. A receiver that has it is silent.
+
+        `on_the_way` are children whose messages have not been given up.
+        """
+        for rref, child in (*self.users.shared_with(node), *self.owners.shared_with(node)):
+            if child not in on_the_way:
+                self._ask_for_share(rref, child)
+        return self._decided()
+
+    def received(
+        self, rref: RRefId, fork: ForkId, parent: ForkId | None, owner: Incarnation, sender: Incarnation
+    ) -> list[RRefAction]:
+        """A message of `sender` carried `fork`. `parent` is the sender's own fork; None if the sender is the owner."""
+        if fork in self.refused_shares:
+            self._emit(Fail(rref, fork, Reason.SHARE_LOST))
+        elif owner == self.me:
+            self.owners.receive(rref, fork, parent, sender, self._is_gone(rref.creator))
         else:
-            self.users.receive(event, event.owner in self.lost)
+            self.users.receive(rref, fork, owner, None if parent is None else sender, owner in self.lost)
+        return self._decided()
 
-    def _handle_dropped(self, event: HandleDropped) -> None:
-        self.users.drop(event.handle)
-        self.owners.drop(event.rref, event.handle)
+    def handle_dropped(self, rref: RRefId, handle: UniqueId) -> list[RRefAction]:
+        """No Python object holds this handle any more."""
+        self.users.drop(handle)
+        self.owners.drop(rref, handle)
+        return self._decided()
 
-    def _fetch_arrived(self, event: FetchArrived) -> None:
-        self.owners.fetch(event, self._is_gone(event.rref.creator))
-
-    def _worker_lost(self, event: HolderLost) -> None:
-        """Its forks of our values stay until its lease ends: the declaration may be wrong."""
-        self.lost.add(event.node)
-        self.users.owner_lost(event.node)
-        self.users.receiver_lost(event.node)
-        self.owners.creator_gone(event.node)
-
-    def _worker_found(self, event: HolderFound) -> None:
-        """New references are like any others, in both directions. Those of before have failed, for good."""
-        self.lost.discard(event.node)
-        self.owners.holder_found(event.node)
-
-    def _lease_ended(self, event: LeaseEnded) -> None:
-        self.owners.lease_ended(event.node)
-        self.users.receiver_lost(event.node)
-
-    def _drop_all(self, event: DropAll) -> None:
+    def drop_all(self) -> list[RRefAction]:
+        """Shutdown: every handle of this worker counts as dropped."""
         self.users.drop_all()
         self.owners.drop_all()
+        return self._decided()
 
-    def _arrived(self, event: MessageArrived) -> None:
-        message = event.message
-        if event.sender in self.owners.ended and isinstance(message, ForkRequest):
-            self._emit(SendControl(event.sender, ForkRefused(message.rref, message.fork, Reason.LEASE_EXPIRED)))
+    def fetch_arrived(self, rref: RRefId, fork: ForkId, sender: Incarnation) -> list[RRefAction]:
+        """At the owner: `sender` asks for the value on behalf of its fork."""
+        self.owners.fetch(rref, fork, sender, self._is_gone(rref.creator))
+        return self._decided()
+
+    # Losses and returns of workers.
+
+    def holder_lost(self, node: Incarnation) -> list[RRefAction]:
+        """A worker is declared dead. Its forks of our values stay until its lease ends: it may live all the same."""
+        self.lost.add(node)
+        self.users.owner_lost(node)
+        self.users.receiver_lost(node)
+        self.owners.creator_gone(node)
+        return self._decided()
+
+    def holder_found(self, node: Incarnation) -> list[RRefAction]:
+        """A worker is connected that may have been declared dead. New references are like any others, in both
+        directions. Those of before have failed, for good.
+        """
+        self.lost.discard(node)
+        self.owners.holder_found(node)
+        return self._decided()
+
+    def lease_ended(self, node: Incarnation) -> list[RRefAction]:
+        """Nothing was heard of a worker for as long as its lease lasts."""
+        self.owners.lease_ended(node)
+        self.users.receiver_lost(node)
+        return self._decided()
+
+    # Control messages.
+
+    def message_arrived(self, sender: Incarnation, message: Message) -> list[RRefAction]:
+        """A control message."""
+        self._arrived(sender, message)
+        return self._decided()
+
+    def _arrived(self, sender: Incarnation, message: Message) -> None:
+        if sender in self.owners.ended and isinstance(message, ForkRequest):
+            self._emit(SendControl(sender, ForkRefused(message.rref, message.fork, Reason.LEASE_EXPIRED)))
             return
-        _MESSAGES[type(message)](self, message, event.sender)
+        _MESSAGES[type(message)](self, message, sender)
 
     # Messages to the owner.
 
@@ -234,7 +262,7 @@ class RRefProtocol:
             self.users.refuse(message.fork, message.reason)
             return
         if not self.users.expire(message.fork) and message.fork.creator == sender:
-            self.refused_shares.add(message.fork)  # it may have overtaken the fork
+            remember(self.refused_shares, message.fork)  # it may have overtaken the fork
         if message.rref.creator == self.me:  # a probe for what was dropped may have come while we were silent
             self._emit(SendControl(sender, CreationOver(message.rref)))
 
@@ -254,7 +282,7 @@ class RRefProtocol:
             return
         if message.fork in self.users.forks or self.owners.holds(message.rref, message.fork):
             return
-        self.refused_shares.add(message.fork)
+        remember(self.refused_shares, message.fork)
         self._emit(SendControl(sender, ShareLost(message.rref, message.fork)))
 
     def _on_share_lost(self, message: ShareLost, sender: Incarnation) -> None:
@@ -263,24 +291,6 @@ class RRefProtocol:
 
 
 # Each handler takes its own class, which a table of them cannot say.
-_EVENTS: dict[type[RRefEvent], Callable[[RRefProtocol, Any], None]] = {
-    CreateRemote: RRefProtocol._create_remote,
-    Created: RRefProtocol._created,
-    CreationFailed: RRefProtocol._creation_failed,
-    CreationAccepted: RRefProtocol._creation_accepted,
-    CreationFinished: RRefProtocol._creation_finished,
-    Share: RRefProtocol._share,
-    ConnectionBroken: RRefProtocol._connection_broken,
-    ShareFailed: RRefProtocol._share_failed,
-    Received: RRefProtocol._received,
-    HandleDropped: RRefProtocol._handle_dropped,
-    FetchArrived: RRefProtocol._fetch_arrived,
-    HolderLost: RRefProtocol._worker_lost,
-    HolderFound: RRefProtocol._worker_found,
-    LeaseEnded: RRefProtocol._lease_ended,
-    DropAll: RRefProtocol._drop_all,
-    MessageArrived: RRefProtocol._arrived,
-}
 _MESSAGES: dict[type[Message], Callable[[RRefProtocol, Any, Incarnation], None]] = {
     ForkRequest: RRefProtocol._on_fork_request,
     UserDeleted: RRefProtocol._on_user_deleted,

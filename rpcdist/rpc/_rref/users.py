@@ -1,6 +1,6 @@
 """The user's half of the reference counting: forks that this worker holds of values elsewhere, and shares it gave away.
 
-Pure: no clock, no sockets, no threads. `protocol.py` states the guarantees and routes the events.
+Pure: no clock, no sockets, no threads. `protocol.py` states the guarantees and routes what happens.
 
 A fork is *pending* until the owner confirms it. A fork is *parked* while a child of it is unsettled: its user cannot be
 deleted (G2). Its life ends when it is dropped, confirmed and has no parked children; then the owner is told (G1).
@@ -11,23 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from rpcdist.rpc._rref.events import (
+from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId
+from rpcdist.rpc._rref.messages import (
     ChildConfirmed,
     Confirm,
-    CreateRemote,
     CreationQuery,
     Fail,
     ForkRequest,
     Reason,
-    Received,
     RRefAction,
     SendControl,
-    Share,
-    ShareFailed,
     ShareQuery,
     UserDeleted,
 )
-from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId
 
 
 @dataclass(slots=True, eq=False)
@@ -63,9 +59,9 @@ class UserTable:
 
     # Events of the shell.
 
-    def create(self, event: CreateRemote) -> None:
-        self.forks[event.fork] = UserFork(event.rref, event.fork, event.owner, creating=True, parent_worker=None)
-        self.creating[event.rref] = event.fork
+    def create(self, rref: RRefId, fork: ForkId, owner: Incarnation) -> None:
+        self.forks[fork] = UserFork(rref, fork, owner, creating=True, parent_worker=None)
+        self.creating[rref] = fork
 
     def creation_failed(self, fork: ForkId) -> None:
         """Whether the owner got the call is unknown, so it is asked; until it answers the fork stays pending."""
@@ -73,38 +69,33 @@ class UserTable:
         if user is not None and not user.confirmed:
             self._emit(SendControl(user.owner, CreationQuery(user.rref, fork)))
 
-    def share(self, event: Share) -> None:
-        user = self.forks.get(event.holder)
-        if user is None:
-            return  # it failed a moment ago; the receiver will be refused by the owner
-        user.children[event.child] = event.to
-        self.parked[event.child] = event.holder
+    def share(self, user: UserFork, child: ForkId, to: Incarnation) -> None:
+        user.children[child] = to
+        self.parked[child] = user.fork
 
-    def share_failed(self, event: ShareFailed, is_gone: Callable[[Incarnation], bool]) -> None:
+    def share_failed(self, rref: RRefId, child: ForkId, is_gone: Callable[[Incarnation], bool]) -> None:
         """Asks the process that it was sent to, and not one that has the id by now."""
-        if event.child not in self.parked:
+        if child not in self.parked:
             return
-        to = self.forks[self.parked[event.child]].children[event.child]
+        to = self.forks[self.parked[child]].children[child]
         if is_gone(to):
-            self.release(event.child)
+            self.release(child)
         else:
-            self._emit(SendControl(to, ShareQuery(event.rref, event.child)))
+            self._emit(SendControl(to, ShareQuery(rref, child)))
 
-    def receive(self, event: Received, owner_is_lost: bool) -> None:
-        if (
-            event.fork in self.forks
-        ):  # a share that was dropped before its owner answered; no honest worker sends it again
-            self._emit(Fail(event.rref, event.fork, Reason.UNKNOWN))
+    def receive(
+        self, rref: RRefId, fork: ForkId, owner: Incarnation, parent_worker: Incarnation | None, owner_is_lost: bool
+    ) -> None:
+        if fork in self.forks:  # a share that was dropped before its owner answered; no honest worker sends it again
+            self._emit(Fail(rref, fork, Reason.UNKNOWN))
             return
-        parent_worker = event.sender if event.parent is not None else None
-        user = UserFork(event.rref, event.fork, event.owner, creating=False, parent_worker=parent_worker)
-        self.forks[event.fork] = user
+        user = self.forks[fork] = UserFork(rref, fork, owner, creating=False, parent_worker=parent_worker)
         if owner_is_lost:
             self._abandon(user, Reason.OWNER_LOST)
         elif parent_worker is None:
             self.confirm(user)
         else:
-            self._emit(SendControl(event.owner, ForkRequest(event.rref, event.fork)))
+            self._emit(SendControl(owner, ForkRequest(rref, fork)))
 
     def drop(self, fork: ForkId) -> None:
         user = self.forks.get(fork)

@@ -1,7 +1,7 @@
-"""The events, actions and messages of the reference counting: plain data.
+"""The messages and actions of the reference counting: plain data.
 
-The shell reports events, the protocol answers with actions, and workers exchange messages. `proto/rref.proto` has the
-same messages on the wire; `protobuf.py` translates.
+Workers exchange messages; the protocol tells its shell what to do by actions. `proto/rref.proto` has the same messages
+on the wire; `protobuf.py` translates.
 """
 
 from __future__ import annotations
@@ -90,146 +90,7 @@ class CreationOver(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class RRefEvent:
-    """Base of all events."""
-
-
-@dataclass(frozen=True, slots=True)
-class CreateRemote(RRefEvent):
-    """`remote()` begins here: the call that carries `fork` is about to leave for `owner` (which may be this worker)."""
-
-    rref: RRefId
-    fork: ForkId
-    owner: Incarnation
-
-
-@dataclass(frozen=True, slots=True)
-class Created(RRefEvent):
-    """The reply to `remote()` arrived: the owner has it."""
-
-    rref: RRefId
-    fork: ForkId
-
-
-@dataclass(frozen=True, slots=True)
-class CreationFailed(RRefEvent):
-    """`remote()` failed for its caller; whether the call reached the owner is unknown."""
-
-    rref: RRefId
-    fork: ForkId
-
-
-@dataclass(frozen=True, slots=True)
-class CreationAccepted(RRefEvent):
-    """At the owner: the call of a `remote()` arrived."""
-
-    rref: RRefId
-    fork: ForkId
-    creator: Incarnation
-
-
-@dataclass(frozen=True, slots=True)
-class CreationFinished(RRefEvent):
-    """At the owner: the function of a `remote()` ended, by value or error."""
-
-    rref: RRefId
-
-
-@dataclass(frozen=True, slots=True)
-class Share(RRefEvent):
-    """A message to `to` is about to carry `child`, a new fork of the local handle `holder`."""
-
-    rref: RRefId
-    holder: UniqueId
-    child: ForkId
-    to: Incarnation
-
-
-@dataclass(frozen=True, slots=True)
-class ShareFailed(RRefEvent):
-    """The message that carried `child` is lost, or may be."""
-
-    rref: RRefId
-    child: ForkId
-
-
-@dataclass(frozen=True, slots=True)
-class Received(RRefEvent):
-    """A message from `sender` carried `fork`. `parent` is the sender's own fork; None where the sender is the owner."""
-
-    rref: RRefId
-    fork: ForkId
-    parent: ForkId | None
-    owner: Incarnation
-    sender: Incarnation
-
-
-@dataclass(frozen=True, slots=True)
-class HandleDropped(RRefEvent):
-    """No Python object holds this handle any more."""
-
-    rref: RRefId
-    handle: UniqueId
-
-
-@dataclass(frozen=True, slots=True)
-class FetchArrived(RRefEvent):
-    """At the owner: `sender` asks for the value on behalf of its fork."""
-
-    rref: RRefId
-    fork: ForkId
-    sender: Incarnation
-
-
-@dataclass(frozen=True, slots=True)
-class MessageArrived(RRefEvent):
-    """A control message."""
-
-    sender: Incarnation
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class HolderLost(RRefEvent):
-    """A worker is declared dead."""
-
-    node: Incarnation
-
-
-@dataclass(frozen=True, slots=True)
-class HolderFound(RRefEvent):
-    """A worker is connected that may have been declared dead."""
-
-    node: Incarnation
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseEnded(RRefEvent):
-    """Nothing was heard of a worker for as long as its lease lasts."""
-
-    node: Incarnation
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionBroken(RRefEvent):
-    """Messages to a worker may be lost. `on_the_way` are children whose messages have not been given up."""
-
-    node: Incarnation
-    on_the_way: frozenset[ForkId] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class DropAll(RRefEvent):
-    """Shutdown: every handle of this worker counts as dropped."""
-
-
-@dataclass(frozen=True, slots=True)
-class RRefAction:
-    """Base of all actions."""
-
-
-@dataclass(frozen=True, slots=True)
-class SendControl(RRefAction):
+class SendControl:
     """Hand a control message to the reliable channel. Never to this worker itself."""
 
     to: Incarnation
@@ -237,7 +98,7 @@ class SendControl(RRefAction):
 
 
 @dataclass(frozen=True, slots=True)
-class Confirm(RRefAction):
+class Confirm:
     """The owner counts this handle."""
 
     rref: RRefId
@@ -245,7 +106,7 @@ class Confirm(RRefAction):
 
 
 @dataclass(frozen=True, slots=True)
-class Fail(RRefAction):
+class Fail:
     """Every use of this handle raises from now on. The protocol has forgotten it."""
 
     rref: RRefId
@@ -254,7 +115,7 @@ class Fail(RRefAction):
 
 
 @dataclass(frozen=True, slots=True)
-class Serve(RRefAction):
+class Serve:
     """Answer the sender's fetches of this fork with the value (as soon as it is there)."""
 
     rref: RRefId
@@ -263,7 +124,7 @@ class Serve(RRefAction):
 
 
 @dataclass(frozen=True, slots=True)
-class RefuseFetch(RRefAction):
+class RefuseFetch:
     """Answer the sender's fetches of this fork with an error."""
 
     rref: RRefId
@@ -273,7 +134,7 @@ class RefuseFetch(RRefAction):
 
 
 @dataclass(frozen=True, slots=True)
-class RefuseCreation(RRefAction):
+class RefuseCreation:
     """Do not run the call of this `remote()`."""
 
     rref: RRefId
@@ -282,7 +143,7 @@ class RefuseCreation(RRefAction):
 
 
 @dataclass(frozen=True, slots=True)
-class FailValue(RRefAction):
+class FailValue:
     """The `remote()` of this value will never come: threads that wait for the value get an error."""
 
     rref: RRefId
@@ -290,7 +151,10 @@ class FailValue(RRefAction):
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseValue(RRefAction):
+class ReleaseValue:
     """The owner's table has no entry for it any more: forget the value."""
 
     rref: RRefId
+
+
+RRefAction = SendControl | Confirm | Fail | Serve | RefuseFetch | RefuseCreation | FailValue | ReleaseValue
