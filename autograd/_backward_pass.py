@@ -34,7 +34,7 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded, RpcdistError, TransportError, WorkerLost
 from rpcdist.inspection import PassFacts
 from rpcdist.rpc._calling.autograd_links import AutogradLinks
-from rpcdist.rpc._executors.blocking import LastAct, blocking, hooks
+from rpcdist.rpc._executors.blocking import DeferredReply, blocking, hooks
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values import LargeBuffer
@@ -334,8 +334,8 @@ class BackwardPass:
         if self.error is not None:
             raise self.error
 
-    def _drain(self) -> None:
-        """A turn on a thread of the pool."""
+    def _drain(self) -> DeferredReply | None:
+        """A turn on a thread of the pool, which sends what is left of it."""
         while True:
             self.guarded(self._handle_all)
             send = self.guarded(self._pack)
@@ -350,11 +350,12 @@ class BackwardPass:
             send()
             if self.error is None and self.parent is not None:
                 via = self._links[self.parent]
-                do_work(self._follow_up, self.options.deadline, self.context.id, self.id, via)
+                return do_work(self._follow_up, self.options.deadline, self.context.id, self.id, via)
         elif hooks.enter is not None and self._source is not None:
-            hooks.last_act = LastAct([] if send is None else [send], self._source)
+            return DeferredReply([] if send is None else [send], self._source)
         elif send is not None:
             send()
+        return None
 
     def _handle_all(self) -> None:
         inbox, part = self._inbox, self._part

@@ -15,7 +15,7 @@ from typing import Final
 
 from rpcdist.autograd._pass_message import PassMessage
 from rpcdist.deadline import Deadline, current_deadline
-from rpcdist.rpc._executors.blocking import LastAct, hooks
+from rpcdist.rpc._executors.blocking import DeferredReply, hooks
 from rpcdist.rpc._peers.network import MessageSink
 
 Outcome = bytes | Exception
@@ -70,7 +70,7 @@ class StepPart:
 
 def do_work(
     work: bytes, deadline: Deadline, context_id: int, backward: int, via: MessageSink, num_counted: int = 0
-) -> None:
+) -> DeferredReply | None:
     """Does what a worker asks for (see `workers`), and answers by `via`; on a thread of the pool.
 
     `num_counted` bytes count in the account of that worker until the work is done.
@@ -85,5 +85,5 @@ def do_work(
         via.account.subtract(num_counted)
     if hooks.enter is None:
         via.send(encoded)
-    else:
-        hooks.last_act = LastAct([lambda: via.send(encoded)], via)
+        return None
+    return DeferredReply([lambda: via.send(encoded)], via)

@@ -10,16 +10,18 @@ from functools import partial
 import pytest
 
 from rpcdist.errors import TransportError
+from rpcdist.ids import Identity
 from rpcdist.rpc._executors import held_answers
-from rpcdist.rpc._executors.blocking import LastAct, blocking, hooks
+from rpcdist.rpc._executors.blocking import DeferredReply, blocking
 from rpcdist.rpc._executors.held_answers import MAX_HELD, HeldAnswers
 from rpcdist.rpc._executors.thread_pool import ThreadPool
+from rpcdist.rpc._peers.demultiplexer import Loopback
 
 LIMIT_S = 30.0
 
 
-class Connection:
-    """Stands for a session: answers are queued by `send` and written by `flush`.
+class Connection(Loopback):
+    """Stands for a session: answers are queued by `queue` and written by `flush`.
 
     Attributes:
         writes: the answers of each write.
@@ -27,19 +29,14 @@ class Connection:
     """
 
     def __init__(self, error: Exception | None = None) -> None:
+        super().__init__(Identity("a", 0, 1), lambda session, messages: None)
         self.writes: list[list[int]] = []
         self.written = threading.Event()
         self._queued: list[int] = []
         self._error = error
 
-    def send(self, answer: int) -> None:
+    def queue(self, answer: int) -> None:
         self._queued.append(answer)
-
-    def hold_back(self, send: Callable[[], object]) -> None:
-        send()
-
-    def ring(self) -> None:
-        pass  # nobody reads
 
     def flush(self) -> None:
         if self._error is not None:
@@ -49,8 +46,13 @@ class Connection:
         self.written.set()
 
     def lead(
-        self, is_waiting: Callable[[], bool], timeout_s: float | None, sleep: object, first: Callable[[], object]
+        self,
+        is_waiting: Callable[[], bool],
+        timeout_s: float | None,
+        sleep: object = None,
+        first: Callable[[], object] | None = None,
     ) -> bool:
+        assert first is not None
         first()
         self.flush()
         return False
@@ -74,8 +76,8 @@ def held(errors: list[BaseException], monkeypatch: pytest.MonkeyPatch) -> HeldAn
 def test_answers_are_written_together_and_once(held: HeldAnswers) -> None:
     one, other = Connection(), Connection()
     for number in range(3):
-        held.hold(one, partial(one.send, number))
-    held.hold(other, partial(other.send, 9))
+        held.hold(one, partial(one.queue, number))
+    held.hold(other, partial(other.queue, 9))
     assert one.writes == other.writes == [] and held
     held.write()
     held.write()
@@ -85,7 +87,7 @@ def test_answers_are_written_together_and_once(held: HeldAnswers) -> None:
 def test_when_enough_answers_wait_they_are_written(held: HeldAnswers) -> None:
     connection = Connection()
     for number in range(2 * MAX_HELD):
-        held.hold(connection, partial(connection.send, number))
+        held.hold(connection, partial(connection.queue, number))
     assert [len(write) for write in connection.writes] == [MAX_HELD, MAX_HELD]
 
 
@@ -94,7 +96,7 @@ def test_an_answer_that_waits_too_long_is_written_with_the_next_one(
 ) -> None:
     monkeypatch.setattr(held_answers, "ANSWER_HOLD_S", 0.0)
     connection = Connection()
-    held.hold(connection, partial(connection.send, 1))
+    held.hold(connection, partial(connection.queue, 1))
     assert connection.writes == [[1]]
 
 
@@ -104,8 +106,8 @@ def test_an_error_of_one_connection_keeps_no_answer_of_another(held: HeldAnswers
 
     broken, sound = Connection(TransportError("gone")), Connection()
     held.hold(sound, unsendable)
-    held.hold(broken, partial(broken.send, 1))
-    held.hold(sound, partial(sound.send, 2))
+    held.hold(broken, partial(broken.queue, 1))
+    held.hold(sound, partial(sound.queue, 2))
     held.write()
     assert sound.writes == [[2]]
     assert sorted(type(error).__name__ for error in errors) == ["TransportError", "ValueError"]
@@ -116,11 +118,11 @@ def test_any_number_of_answers_that_one_job_makes_ready_are_sent_though_one_fail
         raise ValueError("it cannot be sent")
 
     connection, num_answers = Connection(), 2 * sys.getrecursionlimit()
-    answers: list[Callable[[], object]] = [partial(connection.send, number) for number in range(num_answers)]
-    last_act = LastAct([unsendable, *answers], connection)
+    answers: list[Callable[[], object]] = [partial(connection.queue, number) for number in range(num_answers)]
+    reply = DeferredReply([unsendable, *answers], connection)
     with pytest.raises(ValueError, match="cannot be sent"):
-        last_act.answer()
-    last_act.answer()
+        reply.send()
+    reply.send()
     connection.flush()
     assert connection.answers == list(range(num_answers))
 
@@ -138,9 +140,9 @@ def pool(errors: list[BaseException], monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def answering(connection: Connection, number: int, do: Callable[[], object] = lambda: None) -> Callable[[], object]:
-    def job() -> None:
+    def job() -> DeferredReply:
         do()
-        hooks.last_act = LastAct([partial(connection.send, number)], connection)
+        return DeferredReply([partial(connection.queue, number)], connection)
 
     return job
 

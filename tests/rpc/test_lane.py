@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from rpcdist.errors import PoolExhausted
-from rpcdist.rpc._executors.blocking import LastAct, hooks
+from rpcdist.ids import Identity
+from rpcdist.rpc._executors.blocking import DeferredReply
 from rpcdist.rpc._executors.lane import Lane
 from rpcdist.rpc._executors.thread_pool import ThreadPool
+from rpcdist.rpc._peers.demultiplexer import Loopback
 from rpcdist.testing import eventually
 
 LIMIT_S = 30.0
@@ -23,15 +25,21 @@ def pool() -> Iterator[ThreadPool]:
     assert pool.close(LIMIT_S) == []
 
 
-class Source:
+class Source(Loopback):
     """Where the thread of a lane reads, until somebody rings."""
 
     def __init__(self) -> None:
+        super().__init__(Identity("a", 0, 1), lambda session, messages: None)
         self.reads, self.rung = threading.Event(), threading.Event()
 
     def lead(
-        self, is_waiting: Callable[[], bool], timeout_s: float | None, sleep: object, first: Callable[[], object]
+        self,
+        is_waiting: Callable[[], bool],
+        timeout_s: float | None,
+        sleep: object = None,
+        first: Callable[[], object] | None = None,
     ) -> bool:
+        assert first is not None
         first()
         self.reads.set()
         while is_waiting():
@@ -41,12 +49,6 @@ class Source:
 
     def ring(self) -> None:
         self.rung.set()
-
-    def hold_back(self, send: Callable[[], object]) -> None:
-        send()
-
-    def flush(self) -> None:
-        pass  # nothing is held
 
 
 def test_jobs_of_several_threads_run_in_order_on_one(pool: ThreadPool) -> None:
@@ -86,7 +88,7 @@ def test_a_job_of_a_lane_may_submit_more_and_wait_for_other_lanes(pool: ThreadPo
 
 def test_a_job_that_comes_while_the_thread_reads(pool: ThreadPool) -> None:
     lane, source, sent, ran = Lane(pool), Source(), threading.Event(), threading.Event()
-    lane.submit(lambda: setattr(hooks, "last_act", LastAct([sent.set], source)))
+    lane.submit(lambda: DeferredReply([sent.set], source))
     assert source.reads.wait(LIMIT_S) and sent.is_set() and lane.is_free
     lane.submit(ran.set)
     assert ran.wait(LIMIT_S)
@@ -99,7 +101,7 @@ def test_a_closed_lane_gives_its_thread_back_and_what_comes_then_runs_in_the_poo
 ) -> None:
     lane, source, ran, late = Lane(pool), Source(), threading.Event(), threading.Event()
     if is_reading:
-        lane.submit(lambda: setattr(hooks, "last_act", LastAct([ran.set], source)))
+        lane.submit(lambda: DeferredReply([ran.set], source))
         assert source.reads.wait(LIMIT_S)
     else:
         lane.submit(ran.set)

@@ -22,6 +22,7 @@ from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import DeadlineExceeded, Overloaded
 from rpcdist.inspection import ActorFacts
 from rpcdist.rpc._actors.turn_queue import CallNumber, TurnQueue
+from rpcdist.rpc._executors.blocking import DeferredReply
 from rpcdist.rpc._executors.generators import is_generator
 from rpcdist.rpc._executors.lane import Lane
 from rpcdist.rpc._executors.user_loop import UserLoop
@@ -45,6 +46,7 @@ class Turn(Future[Any]):
     Attributes:
         began: when its turn came, in seconds of the monotonic clock; 0 before.
         thread: the one that completes it, and has nothing else to do for the call; 0 while that is unknown.
+        reply: of the call, for that thread to return from its job.
     """
 
     __slots__ = (
@@ -57,6 +59,7 @@ class Turn(Future[Any]):
         "kwargs",
         "method",
         "number",
+        "reply",
         "target",
         "thread",
         "who",
@@ -85,15 +88,21 @@ class Turn(Future[Any]):
         self.context: Context = copy_context()  # with deadline and autograd context of the call
         self.began = 0.0
         self.thread = 0
+        self.reply: DeferredReply | None = None
         self.coroutine: Callable[[], object] | None = None  # cancels it, while it runs
 
     def __repr__(self) -> str:
         number = "without a number" if self.number is None else self.number.number
         return f"<Turn {number} of {self.who!r}: {self.method}>"
 
-    def enter(self) -> None:
-        """Waits for its turn, without a thread."""
-        self.host.enter(self)
+    def enter(self) -> DeferredReply | None:
+        """Waits for its turn, without a thread; returns the reply if it is over at once."""
+        return self.host.enter(self)
+
+    def take_reply(self) -> DeferredReply | None:
+        """Lets go of it, since it holds the call, and that holds the turn."""
+        reply, self.reply = self.reply, None
+        return reply
 
     def forget_arguments(self) -> None:
         self.target, self.args, self.kwargs = None, (), {}
@@ -149,8 +158,8 @@ class SerialActor:
         running_s = now - running.began if running is not None and running.began else None
         return ActorFacts(repr(self.rref), method, running_s, len(self._queue), self.kind[:200], self.num_restarts)
 
-    def enter(self, turn: Turn) -> None:
-        """See `TurnHost`. A call that finds the actor free runs at once, if this is the thread of the actor."""
+    def enter(self, turn: Turn) -> DeferredReply | None:
+        """See `Turn.enter`. A call that finds the actor free runs at once, if this is the thread of the actor."""
         refusal: Exception | None = None
         first: Turn | None
         number = turn.number
@@ -169,9 +178,10 @@ class SerialActor:
         if refusal is not None:
             turn._fail(refusal)
         if first is turn and self.lane.is_here:
-            self._run(turn)
-        elif first is not None:
+            return self._run(turn)
+        if first is not None:
             self._submit(first)
+        return None
 
     def over(self, who: ActorCaller, stream: int, numbers: tuple[int, ...]) -> None:
         """These calls have ended for their caller, and may never come."""
@@ -192,7 +202,7 @@ class SerialActor:
             self._submit(first)
 
     def on_cancelled(self, turn: Turn) -> None:
-        """See `TurnHost`. One that waits keeps its place, so that the order of the others holds, and nothing else."""
+        """One that waits keeps its place, so that the order of the others holds, and nothing else."""
         cancel = turn.coroutine
         if cancel is not None:
             cancel()
@@ -216,8 +226,8 @@ class SerialActor:
     def _submit(self, turn: Turn) -> None:
         self.lane.submit(turn.context.run, self._run, turn)
 
-    def _run(self, turn: Turn) -> None:
-        """Runs a method; on the thread of the actor, in the context of the call."""
+    def _run(self, turn: Turn) -> DeferredReply | None:
+        """Runs a method; on the thread of the actor, in the context of the call. Returns the reply, if it is ready."""
         token = running_actor.set(self.rref)
         turn.thread = get_ident()
         lasts = False
@@ -235,6 +245,7 @@ class SerialActor:
             running_actor.reset(token)
             if not lasts:
                 self._end(turn)
+        return turn.take_reply()
 
     def _call(self, turn: Turn) -> bool:
         """Calls the method; True if the turn goes on as a coroutine."""
@@ -282,7 +293,7 @@ class SerialActor:
         if turn.done():  # cancelled between the check and here
             call.cancel()
 
-    def _conclude(self, turn: Turn, outcome: object, error: BaseException | None) -> None:
+    def _conclude(self, turn: Turn, outcome: object, error: BaseException | None) -> DeferredReply | None:
         turn.thread = get_ident()
         try:
             if error is None:
@@ -291,6 +302,7 @@ class SerialActor:
                 turn._fail(error)
         finally:
             self._end(turn)
+        return turn.take_reply()
 
     def _end(self, turn: Turn) -> None:
         """The turn is over, and its result is encoded; the next begins."""

@@ -11,21 +11,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
+from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.time_limits import ANSWER_HOLD_S
 
 MAX_HELD: Final = 16
-
-
-class AnswerSink(Protocol):
-    """Where answers are sent."""
-
-    def hold_back(self, send: Callable[[], object]) -> None:
-        """Calls `send`; its messages stay queued until the next `flush`."""
-
-    def flush(self) -> None:
-        """Writes what is queued, or has it written; any thread, never blocks."""
 
 
 class HeldAnswers:
@@ -44,7 +35,7 @@ class HeldAnswers:
     ) -> None:
         self._on_held = on_held
         self._on_error = on_error
-        self._sinks: set[AnswerSink] = set()  # changed by single operations, which are atomic in CPython
+        self._sinks: set[MessageSink] = set()  # changed by single operations, which are atomic in CPython
         self._num_held = 0  # roughly: threads that count at once may miss one
         self._since = 0.0
 
@@ -54,7 +45,7 @@ class HeldAnswers:
     def __repr__(self) -> str:
         return f"<HeldAnswers for {len(self._sinks)} sessions>"
 
-    def hold(self, sink: AnswerSink, answer: Callable[[], object]) -> None:
+    def hold(self, sink: MessageSink, answer: Callable[[], object]) -> None:
         """Sends an answer; it is written now, or with the next ones."""
         try:
             sink.hold_back(answer)

@@ -12,9 +12,10 @@ from _thread import get_ident
 from collections import deque
 from collections.abc import Callable
 
-from rpcdist.rpc._executors.blocking import JobSource, LastAct
+from rpcdist.rpc._executors.blocking import DeferredReply
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.worker_thread import new_baton
+from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.time_limits import POOL_LEAD_S
 
 
@@ -34,7 +35,7 @@ class Lane:
         self._is_closed = False
         self._baton = new_baton()
         self._thread = 0
-        self._led: JobSource | None = None  # where the thread may be reading
+        self._led: MessageSink | None = None  # where the thread may be reading
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "idle" if self._is_parked else "busy" if self._is_started else "new"
@@ -100,11 +101,11 @@ class Lane:
         try:
             with self._pool.lent():
                 while (job := self._next()) is not None:
-                    last_act = self._pool.run_here(*job)
+                    deferred = self._pool.run_here(*job)
                     del job
-                    if last_act is not None:
-                        self._answer(last_act)
-                        del last_act
+                    if deferred is not None:
+                        self._answer(deferred)
+                        del deferred
         finally:
             self._thread = 0
             self._pool.give_back()
@@ -121,16 +122,16 @@ class Lane:
                 self._is_parked = True
             self._baton.acquire()
 
-    def _answer(self, last_act: LastAct) -> None:
+    def _answer(self, deferred: DeferredReply) -> None:
         """Sends an answer, and reads the next job where the last one came from, unless there is one."""
-        if last_act.is_long or not self._has_nothing_to_do():
-            self._pool.answer_now(last_act)
+        if deferred.is_long or not self._has_nothing_to_do():
+            self._pool.answer_now(deferred)
             return
-        self._led = last_act.source
+        self._led = deferred.session
         try:
-            last_act.source.lead(self._has_nothing_to_do, POOL_LEAD_S, None, last_act.answer)
+            deferred.session.lead(self._has_nothing_to_do, POOL_LEAD_S, None, deferred.send)
         except BaseException as error:
-            self._pool.report(error, last_act.answer)
+            self._pool.report(error, deferred.send)
         finally:
             self._led = None
 

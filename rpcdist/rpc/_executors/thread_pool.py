@@ -8,7 +8,7 @@ Rules:
  3. Other waits of a job (`torch.futures.wait_all` waits in C++) cannot be seen from inside. A monitor samples while
     jobs are queued, and `threads_to_start` decides: up to one thread a core when the oldest job has waited for 1 ms;
     beyond that one more whenever no job has ended for 5 ms, in doubling bursts while the threads use no processor time.
- 4. A job may leave its `LastAct` to the thread: to answer, and then to read from where the job came, for a moment. The
+ 4. A job may return a `DeferredReply`: the thread answers, and then reads from where the job came, for a moment. The
     thread counts as blocked while it sleeps there. It runs calls that it reads, so a call costs no change of thread.
     While more jobs wait, answers are held back for a moment and written together (`HeldAnswers`).
  5. At the cap, with nothing ending for `stall_limit_s`, an error is logged that names the option, and the jobs that
@@ -42,12 +42,13 @@ from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ForkedProcess, NotInitialized, PoolExhausted
 from rpcdist.inspection import PoolFacts
-from rpcdist.rpc._executors import blocking
+from rpcdist.rpc._executors.blocking import DeferredReply, forget_hooks, hooks, set_hooks
 from rpcdist.rpc._executors.held_answers import HeldAnswers
 from rpcdist.rpc._executors.job_line import Job, JobLine
 from rpcdist.rpc._executors.pool_load import LoadHistory, PoolSample
 from rpcdist.rpc._executors.pool_monitor import PoolMonitor
 from rpcdist.rpc._executors.worker_thread import HAS_THREAD_CLOCK, WorkerThread
+from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.exceptions import traceback_of
 from rpcdist.time_limits import (
     LOOP_CLOSE_LIMIT_S,
@@ -193,7 +194,7 @@ class ThreadPool:
         # One that is about to park looks at the queue again, so a running thread is enough.
         if len(self._workers) - len(self._idle) - len(self._blocked) <= 0:
             self.start_one()
-        elif self._monitor.sleeping and not blocking.hooks.reads_jobs:  # such a thread takes the job itself, at once
+        elif self._monitor.sleeping and not hooks.reads_jobs:  # such a thread takes the job itself, at once
             self._monitor.wake()
 
     def _new_line(self, owner: Hashable) -> JobLine:
@@ -320,8 +321,8 @@ class ThreadPool:
     def _work(self, worker: WorkerThread) -> None:
         worker.begin()
         sleep = partial(self._enter_blocking, worker), partial(self._leave_blocking, worker)
-        blocking.set_hooks(*sleep)
-        blocking.hooks.worker = worker
+        set_hooks(*sleep)
+        hooks.worker = worker
         self._prepare()
         turns, held = self._turns, self._held
         while True:
@@ -341,38 +342,37 @@ class ThreadPool:
                 return
             if turns and self._monitor.sleeping:
                 self._monitor.wake()  # more than one job came for the one thread that was woken
-            last_act = self._run(worker, function, arguments)
+            deferred = self._run(worker, function, arguments)
             del function, arguments  # an idle thread must not keep values alive
-            if last_act is not None:
-                answer: Function = last_act.answer
-                if last_act.is_long:
-                    self._answer_long(worker, last_act)
+            if deferred is not None:
+                answer: Function = deferred.send
+                if deferred.is_long:
+                    self._answer_long(worker, deferred)
                     answer = _do_nothing
                 if not turns and not self._stopping:
-                    self._lead(last_act.source, answer, sleep)
-                elif not last_act.is_long:
-                    held.hold(last_act.source, answer)
-                del last_act, answer
+                    self._lead(deferred.session, answer, sleep)
+                elif not deferred.is_long:
+                    held.hold(deferred.session, answer)
+                del deferred, answer
             self._progress = True  # after the cleanup: a job counts as ended when its thread takes the next one
 
-    def _run(self, worker: WorkerThread, function: Function, arguments: tuple[object, ...]) -> blocking.LastAct | None:
-        """Runs one job on its thread; returns what it left to the thread."""
+    def _run(self, worker: WorkerThread, function: Function, arguments: tuple[object, ...]) -> DeferredReply | None:
+        """Runs one job on its thread; returns the reply that it has left to the thread."""
+        result: object = None
         worker.arguments = arguments
         worker.job = function
         try:
             # A fresh context for each job: a deadline or an autograd context that one leaves set must not be seen by
             # the next one on this thread.
-            self._new_context().run(function, *arguments)
+            result = self._new_context().run(function, *arguments)
         except BaseException as error:  # `SystemExit` of a user function ends the job, not a thread of the pool
             self.report(error, function)
         worker.arguments = ()
         del arguments
         if self._cleanup is not None:
             self._cleanup()
-        last_act = blocking.hooks.last_act
-        blocking.hooks.last_act = None
         worker.job = None
-        return last_act
+        return result if type(result) is DeferredReply else None
 
     # -- lent threads --------------------------------------------------------------------------------------------------
 
@@ -399,9 +399,9 @@ class ThreadPool:
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
         """While it lasts, the thread that runs this job does not belong to the pool (rule 6)."""
-        worker = blocking.hooks.worker
+        worker = hooks.worker
         if worker is None:  # a thread beside an exhausted pool
-            worker = blocking.hooks.worker = WorkerThread(self._work, threading.current_thread().name)
+            worker = hooks.worker = WorkerThread(self._work, threading.current_thread().name)
         assert not worker.is_lent
         self._held.write()
         worker.is_lent = True
@@ -419,44 +419,44 @@ class ThreadPool:
             self._lent.discard(worker)
             worker.is_lent = False
 
-    def run_here(self, function: Function, arguments: tuple[object, ...]) -> blocking.LastAct | None:
-        """Runs a job on this thread, which is lent, as the pool does; returns what the job left to the thread."""
-        worker = blocking.hooks.worker
+    def run_here(self, function: Function, arguments: tuple[object, ...]) -> DeferredReply | None:
+        """Runs a job on this thread, which is lent, as the pool does; returns the reply that it has left."""
+        worker = hooks.worker
         assert worker is not None, "this is no thread of a pool"
         return self._run(worker, function, arguments)
 
-    def answer_now(self, last_act: blocking.LastAct) -> None:
-        """Sends what a job has left to its thread, on any thread."""
+    def answer_now(self, deferred: DeferredReply) -> None:
+        """Sends the reply that a job has left to its thread, on any thread."""
         try:
-            last_act.answer()
+            deferred.send()
         except BaseException as error:
-            self.report(error, last_act.answer)
+            self.report(error, deferred.send)
 
     def _all_workers(self) -> list[WorkerThread]:
         return [*self._workers, *self._lent]
 
-    def _answer_long(self, worker: WorkerThread, last_act: blocking.LastAct) -> None:
+    def _answer_long(self, worker: WorkerThread, deferred: DeferredReply) -> None:
         """Sends an answer that takes long: others read meanwhile, and run the jobs that come (rules 2 and 4)."""
         self._enter_blocking(worker)
         try:
-            last_act.source.hold_back(last_act.answer)
-            last_act.source.flush()
+            deferred.session.hold_back(deferred.send)
+            deferred.session.flush()
         except BaseException as error:
-            self.report(error, last_act.answer)
+            self.report(error, deferred.send)
         finally:
             self._leave_blocking(worker)
 
     def _lead(
-        self, source: blocking.JobSource, answer: Function, sleep: tuple[Callable[[], object], Callable[[], object]]
+        self, session: MessageSink, answer: Function, sleep: tuple[Callable[[], object], Callable[[], object]]
     ) -> None:
         """Sends a job's answer, and reads the next job (rule 4)."""
         try:
-            blocking.hooks.reads_jobs = True
-            source.lead(self._has_nothing_to_do, POOL_LEAD_S, sleep, answer)
+            hooks.reads_jobs = True
+            session.lead(self._has_nothing_to_do, POOL_LEAD_S, sleep, answer)
         except BaseException as error:
             self.report(error, answer)
         finally:
-            blocking.hooks.reads_jobs = False
+            hooks.reads_jobs = False
 
     def _watch_held_answers(self) -> None:
         if self._monitor.sleeping:
@@ -598,7 +598,7 @@ class ThreadPool:
 
     def after_fork_in_child(self) -> None:
         """The threads stayed in the parent, and run the queued jobs there."""
-        blocking.forget_hooks()
+        forget_hooks()
         self._refusal = ForkedProcess
         self._stopping = True
         self._workers, self._idle, self._blocked, self._lent = set(), [], set(), set()

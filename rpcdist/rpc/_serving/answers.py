@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from _thread import get_ident
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Final, cast
@@ -11,7 +12,7 @@ from typing import Any, Final, cast
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import Cancelled, DeadlineExceeded
 from rpcdist.ids import Identity
-from rpcdist.rpc._executors.blocking import LastAct, hooks
+from rpcdist.rpc._executors.blocking import DeferredReply
 from rpcdist.rpc._executors.generators import is_generator
 from rpcdist.rpc._marshal.marshal import Marshal, Share
 from rpcdist.rpc._peers.demultiplexer import Lifetime
@@ -69,63 +70,73 @@ class Answers:
         self._on_born = on_born
         self._me = me
         self._lifetime = lifetime
+        # By thread that keeps a result now: the answers of fetches that waited for it, which the thread's job returns.
+        self._fetches: dict[int, DeferredReply] = {}
         self._logged: dict[AnnouncedBytes, tuple[float, int]] = {}  # by account: since when, and how many
 
     def __repr__(self) -> str:
         return f"<Answers of {self._me.name}>"
 
-    def finish(self, active: ActiveCall, result: object, is_last: bool = False) -> None:
+    def finish(self, active: ActiveCall, result: object, is_last: bool = False) -> DeferredReply | None:
         """Answers a call; anything that goes wrong with the answer becomes its failure.
 
         Args:
-            is_last: this thread of the pool has nothing else to do for the call. Then the answer is sent when all that
-                the function has used is freed, and the thread may wait for the next call where this one came from.
+            is_last: this thread of the pool has nothing else to do for the call.
+
+        Returns:
+            The answer, for a job that is the last: the pool's thread sends it when all that the function has used is
+            freed, and may wait for the next call where this one came from. None if nothing is left to send.
         """
         try:
             if result is not None and is_generator(result) and active.entry is None:
                 if active.deadline.expired():  # the caller has given up and will never take an item, nor cancel
                     raise DeadlineExceeded("RPC ran for more than set timeout: it was over before the stream began")
                 self._produce(active, result)
-                return
+                return None
             large: Sequence[LargeBuffer] = ()
             forks: Sequence[Share] = ()
             message: rpc_pb2.Message | CompactReply
             if active.entry is not None:
-                self._keep(active, active.entry, result, is_last)
-                return
+                return self._keep(active, active.entry, result, is_last)
             if result is None:  # as most functions return: a reply without an outcome
                 message = CompactReply(active.id)
             else:
                 message, large, forks = self._encode(active, result)
         except BaseException as exc:
             self.fail(active, exc)
-            return
+            return None
         answer = partial(self._answer, active, message, large, forks)
         if is_last:
-            hooks.last_act = LastAct([answer], active.session, bool(large) and takes_long(large))
-        elif (last_act := hooks.last_act) is not None and last_act.source is active.session:
-            last_act.answers.append(answer)  # of a fetch that waited for what this thread has just created
+            return DeferredReply([answer], active.session, bool(large) and takes_long(large))
+        fetches = self._fetches.get(get_ident()) if active.is_fetch else None
+        if fetches is not None and fetches.session is active.session:
+            fetches.answers.append(answer)
             if takes_long(large):
-                hooks.last_act = last_act._replace(is_long=True)
+                self._fetches[get_ident()] = fetches._replace(is_long=True)
         else:
             answer()
+        return None
 
-    def _keep(self, active: ActiveCall, entry: OwnerValue, result: object, is_last: bool) -> None:
+    def _keep(self, active: ActiveCall, entry: OwnerValue, result: object, is_last: bool) -> DeferredReply | None:
         """Keeps the result of a `remote()`. Those of its worker's fetches that waited for it are answered with it."""
-        if is_last:
-            hooks.last_act = LastAct([], active.session)
         if active.is_serial:
             self._on_born(entry.rref, result)
-        self._rrefs.set_value(entry, result)
-        message, large, forks = self._created(active, result)
-        answer = partial(self._answer, active, message, large, forks)
-        last_act = hooks.last_act if is_last else None
-        if last_act is None:
-            answer()
-            return
-        last_act.answers.insert(0, answer)
-        if large and takes_long(large):
-            hooks.last_act = last_act._replace(is_long=True)
+        if not is_last:
+            self._rrefs.set_value(entry, result)
+            self._answer(active, *self._created(active, result))
+            return None
+        self._fetches[get_ident()] = DeferredReply([], active.session)
+        try:
+            try:
+                self._rrefs.set_value(entry, result)
+            finally:
+                fetches = self._fetches.pop(get_ident())
+            message, large, forks = self._created(active, result)
+        except BaseException:
+            fetches.send()
+            raise
+        fetches.answers.insert(0, partial(self._answer, active, message, large, forks))
+        return fetches._replace(is_long=True) if large and takes_long(large) else fetches
 
     def _created(
         self, active: ActiveCall, result: object

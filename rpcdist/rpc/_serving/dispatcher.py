@@ -32,7 +32,7 @@ from rpcdist.rpc._actors.serial_actor import Turn
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
 from rpcdist.rpc._devices.handler_streams import HandlerStreams
-from rpcdist.rpc._executors.blocking import hooks
+from rpcdist.rpc._executors.blocking import DeferredReply, hooks
 from rpcdist.rpc._executors.gil_wait import GilWait
 from rpcdist.rpc._executors.lane import Lane
 from rpcdist.rpc._executors.thread_pool import ThreadPool
@@ -293,8 +293,8 @@ class Dispatcher:
 
     # ------------------------------------------------------------ pool
 
-    def run(self, active: ActiveCall, is_last: bool | None = None) -> None:
-        """Runs a call on this thread.
+    def run(self, active: ActiveCall, is_last: bool | None = None) -> DeferredReply | None:
+        """Runs a call on this thread; returns as `Answers.finish` does.
 
         Args:
             is_last: see `Answers.finish`; by default, whether this is a thread of the pool.
@@ -307,18 +307,16 @@ class Dispatcher:
             now = time.monotonic()
             if now >= active.cancelled_at or now >= active.deadline.at:
                 self._refuse(active)
-                return
+                return None
             active.started = now
             if self.gil_wait is not None:
                 self.gil_wait.sample()
             if is_last is None:
                 is_last = hooks.enter is not None
-            if active.is_fetch:
-                self._finish_fetch(active, is_last)
-            else:
-                self._invoke(active, is_last)
+            return self._finish_fetch(active, is_last) if active.is_fetch else self._invoke(active, is_last)
         except BaseException as exc:  # SystemExit and KeyboardInterrupt of a handler are its caller's business
             self._answers.fail(active, exc)
+            return None
         finally:
             current_deadline.reset(token)
             current_autograd.reset(outer)
@@ -349,25 +347,27 @@ class Dispatcher:
             error = Cancelled("the call was cancelled before it ran")
         self._answers.fail(active, error)
 
-    def _finish_fetch(self, active: ActiveCall, is_last: bool = False) -> None:
-        """Answers with the value, which is there; `is_last` as in `Answers.finish`."""
+    def _finish_fetch(self, active: ActiveCall, is_last: bool = False) -> DeferredReply | None:
+        """Answers with the value, which is there, as `Answers.finish` does."""
         try:
             value = active.target_value()
         except BaseException as exc:
             self._answers.fail(active, exc)
-        else:
-            self._answers.finish(active, value, is_last)
+            return None
+        return self._answers.finish(active, value, is_last)
 
-    def _invoke(self, active: ActiveCall, is_last: bool) -> None:
+    def _invoke(self, active: ActiveCall, is_last: bool) -> DeferredReply | None:
         gpus = () if active.arguments is None else active.arguments.gpus()
         streams = HandlerStreams(gpus) if gpus else None
         try:
-            self._decode_and_invoke(active, is_last, streams)
+            return self._decode_and_invoke(active, is_last, streams)
         finally:
             if streams is not None:
                 streams.leave()
 
-    def _decode_and_invoke(self, active: ActiveCall, is_last: bool, streams: HandlerStreams | None) -> None:
+    def _decode_and_invoke(
+        self, active: ActiveCall, is_last: bool, streams: HandlerStreams | None
+    ) -> DeferredReply | None:
         function, args, kwargs = decoded_call(active, self._callables)
         name = active.function
         if function in CALLS_OF_METHODS:  # what the value and its method are decides how it runs
@@ -381,8 +381,7 @@ class Dispatcher:
             if turn is not None:
                 if streams is not None:  # the method may run on another thread
                     streams.leave()
-                self._chain(active, turn)
-                return
+                return self._chain(active, turn)
             function, args, kwargs = method_of(value, method, args, kwargs)
             name = ""
         if active.counts_as_idle:  # some functions of ours ask
@@ -398,14 +397,14 @@ class Dispatcher:
             if inspect.iscoroutinefunction(function):
                 self._remember(self._coroutine_functions, name)
             self._start_coroutine(active, result)
-        elif hasattr(function, ASYNC_MARK):
-            self._chain(active, result)
-        else:
-            if result is None and runs_where_read(function):
-                self._remember(self._reader_functions, name)
-            self._answers.finish(active, result, is_last)
+            return None
+        if hasattr(function, ASYNC_MARK):
+            return self._chain(active, result)
+        if result is None and runs_where_read(function):
+            self._remember(self._reader_functions, name)
+        return self._answers.finish(active, result, is_last)
 
-    def _chain(self, active: ActiveCall, future: object) -> None:
+    def _chain(self, active: ActiveCall, future: object) -> DeferredReply | None:
         if not isinstance(future, torch._C.Future):
             raise RuntimeError(
                 "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
@@ -420,9 +419,11 @@ class Dispatcher:
             else:
                 # The turn of an actor may have come at once, or later as a job of its own: then nothing is left to do,
                 # unless other jobs wait here. They may be the next turns, behind which the answer must not wait.
-                is_turn_here = isinstance(future, Turn) and future.thread == get_ident() and hooks.last_act is None
+                is_turn_here = isinstance(future, Turn) and future.thread == get_ident()
                 is_last = is_turn_here and hooks.enter is not None and not self._pool.has_queue
-                self._answers.finish(active, result, is_last)
+                reply = self._answers.finish(active, result, is_last)
+                if isinstance(future, Turn):
+                    future.reply = reply
 
         active.is_chained = True
         active.awaited = future
@@ -431,7 +432,8 @@ class Dispatcher:
             active.handle = future
             if active.cancelled:  # between the check and here
                 future.cancel()
-            future.enter()
+            return future.enter()
+        return None
 
     # ------------------------------------------------------------ user loop
 
