@@ -37,7 +37,7 @@ from rpcdist.errors import CallRefused, Overloaded, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.inspection import ContextFacts, PassFacts
 from rpcdist.rpc._calling.autograd_links import AutogradLinks
-from rpcdist.rpc._executors.timers import Timer
+from rpcdist.rpc._executors.io_thread import Timer
 from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextvars import Context
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,9 +43,8 @@ from rpcdist.rpc._calling.retries import Retries
 from rpcdist.rpc._calling.rref_calls import RRefCalls
 from rpcdist.rpc._devices.gpu_sharing import GpuSharing
 from rpcdist.rpc._executors import torch_state
-from rpcdist.rpc._executors.gil_wait import GilWait
+from rpcdist.rpc._executors.io_thread import Timer
 from rpcdist.rpc._executors.thread_pool import ThreadPool
-from rpcdist.rpc._executors.timers import Timers
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._futures.interrupt import InterruptWatch
 from rpcdist.rpc._futures.waiting import replace_torch_functions
@@ -71,7 +71,7 @@ from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._serving.callables import Callables
-from rpcdist.rpc._serving.dispatcher import Dispatcher, describe_job
+from rpcdist.rpc._serving.dispatcher import Dispatcher, GilWait, describe_job
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.time_limits import ADD_SERVICE_LIMIT_S, AGENT_TICK_S, RPC_CLOSE_LIMIT_S
@@ -219,7 +219,7 @@ class Agent:
         )
         links = AutogradLinks(self.directory, self.router, self.caller, self.pool, io, lifetime, options, self._gpus)
         self.autograd = above.make_autograd(links)
-        self.retries = Retries(self.caller, self.directory, Timers(io), self.pool.submit)
+        self.retries = Retries(self.caller, self.directory, partial(Timer, io), self.pool.submit)
         serial = SerialCalls(self.rrefs, self.caller, self.retries)
         self.rref_home = RRefCalls(
             self.rrefs,

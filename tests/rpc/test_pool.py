@@ -13,15 +13,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from rpcdist.errors import NotInitialized, PoolExhausted
 from rpcdist.rpc._executors.blocking import blocking
-from rpcdist.rpc._executors.job_line import JobLine
-from rpcdist.rpc._executors.pool_load import Load, LoadHistory, PoolSample, threads_to_start
-from rpcdist.rpc._executors.thread_pool import MAX_EMPTY_LINES, ThreadPool
+from rpcdist.rpc._executors.pool_monitor import LoadHistory, PoolSample, threads_to_start
+from rpcdist.rpc._executors.thread_pool import MAX_EMPTY_LINES, JobLine, ThreadPool
 from rpcdist.testing import eventually
 from rpcdist.time_limits import POOL_STALL_S
 
@@ -37,8 +37,15 @@ def pool() -> Iterator[ThreadPool]:
 
 def load(
     queued: int = 1, oldest_ms: float = 0, running: int = 1, stalled_ms: float = 0, burst: int = 1, num_cores: int = 2
-) -> Load:
-    return Load(queued, oldest_ms / 1000, running, stalled_ms / 1000, burst, num_cores)
+) -> dict[str, Any]:
+    return {
+        "queued": queued,
+        "oldest_s": oldest_ms / 1000,
+        "running": running,
+        "stalled_s": stalled_ms / 1000,
+        "burst": burst,
+        "num_cores": num_cores,
+    }
 
 
 @pytest.mark.parametrize(
@@ -56,8 +63,8 @@ def load(
         (load(queued=3, oldest_ms=0.1, running=2, stalled_ms=50), 0),  # stalled, but nobody waits
     ],
 )
-def test_when_another_thread_is_started(seen: Load, expected: int) -> None:
-    assert threads_to_start(seen) == expected
+def test_when_another_thread_is_started(seen: dict[str, Any], expected: int) -> None:
+    assert threads_to_start(**seen) == expected
 
 
 def test_bursts_double_while_the_threads_only_wait_and_begin_anew_when_a_job_ends() -> None:

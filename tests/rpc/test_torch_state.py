@@ -18,8 +18,7 @@ from user_loop_helpers import loop as loop
 from rpcdist.deadline import NEVER, Deadline
 from rpcdist.errors import Cancelled, DeadlineExceeded
 from rpcdist.rpc._executors import torch_state
-from rpcdist.rpc._executors.stateful_coroutine import StatefulCoroutine
-from rpcdist.rpc._executors.torch_state import StateSlot
+from rpcdist.rpc._executors.torch_state import StatefulCoroutine, StateSlot
 from rpcdist.rpc._executors.user_loop import UserLoop
 
 

@@ -32,19 +32,14 @@ class ActorTable:
     """
 
     def __init__(self, pool: ThreadPool, user_loop: UserLoop) -> None:
-        self.submit = pool.submit
-        self.user_loop = user_loop
         self._pool = pool
+        self._user_loop = user_loop
         self._lock = threading.Lock()  # around changes of the two below
         self._by_rref: dict[RRefId, SerialActor] = {}
         self._by_object: dict[int, tuple[object, SerialActor]] = {}  # by `id`; the object lives as long as its entry
 
     def __len__(self) -> int:
         return len(self._by_rref)
-
-    def new_lane(self) -> Lane:
-        """See `Executors`."""
-        return Lane(self._pool)
 
     def facts(self, now: float, most: int) -> list[ActorFacts]:
         """The actors; any thread, without a lock."""
@@ -55,7 +50,7 @@ class ActorTable:
 
     def begin(self, rref: RRefId) -> Lane:
         """The creation of an actor has come; returns where it runs."""
-        actor = SerialActor(rref, self)
+        actor = SerialActor(rref, self._pool, self._user_loop)
         with self._lock:
             self._by_rref[rref] = actor
         return actor.lane
@@ -108,7 +103,7 @@ class ActorTable:
         with self._lock:
             actors = list(self._by_rref.values())
         if actors:
-            self.submit(_gone, actors, Incarnation(identity.id, identity.incarnation))
+            self._pool.submit(_gone, actors, Incarnation(identity.id, identity.incarnation))
 
     # ------------------------------------------------------------ calls
 

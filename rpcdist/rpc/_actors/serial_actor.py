@@ -14,7 +14,7 @@ from _thread import get_ident
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,6 +25,7 @@ from rpcdist.rpc._actors.turn_queue import CallNumber, TurnQueue
 from rpcdist.rpc._executors.blocking import DeferredReply
 from rpcdist.rpc._executors.generators import is_generator
 from rpcdist.rpc._executors.lane import Lane
+from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._rref.identifiers import Incarnation, RRefId
 from rpcdist.rpc.functions import is_async_execution
@@ -115,20 +116,6 @@ running_actor: ContextVar[RRefId | None] = ContextVar("rpcdist_running_actor", d
 """The actor one of whose methods runs here."""
 
 
-class Executors(Protocol):
-    """The threads and the loop that all actors of a worker share."""
-
-    def submit(self, function: Callable[..., object], *arguments: object) -> None:
-        """In the pool."""
-
-    def new_lane(self) -> Lane:
-        """A thread for plain methods."""
-
-    @property
-    def user_loop(self) -> UserLoop:
-        """For coroutines."""
-
-
 class SerialActor:
     """Any thread may call any method.
 
@@ -139,14 +126,15 @@ class SerialActor:
         kind, num_restarts: the class of the object, and how often it was made again; of the same.
     """
 
-    def __init__(self, rref: RRefId, executors: Executors) -> None:
+    def __init__(self, rref: RRefId, pool: ThreadPool, user_loop: UserLoop) -> None:
         self.rref = rref
-        self.lane = executors.new_lane()
+        self.lane = Lane(pool)
         self.num_references = 1
         self.object_ids: tuple[int, ...] = ()
         self.kind = ""
         self.num_restarts = 0
-        self._executors = executors
+        self._pool = pool
+        self._user_loop = user_loop
         self._lock = threading.Lock()  # around the two below
         self._queue: TurnQueue[ActorCaller, Turn] = TurnQueue()
         self._running: Turn | None = None
@@ -278,14 +266,13 @@ class SerialActor:
 
     def _start(self, turn: Turn, coroutine: Coroutine[Any, Any, Any]) -> None:
         def done(outcome: object, error: BaseException | None) -> None:
-            self._executors.submit(self._conclude, turn, outcome, error)  # encoding a result may be slow
+            self._pool.submit(self._conclude, turn, outcome, error)  # encoding a result may be slow
 
         async def run() -> object:
             return await coroutine
 
-        loop = self._executors.user_loop
         try:
-            call = loop.submit(run, done, deadline=turn.deadline, context=copy_context(), name=turn.method)
+            call = self._user_loop.submit(run, done, deadline=turn.deadline, context=copy_context(), name=turn.method)
         except BaseException:
             coroutine.close()
             raise

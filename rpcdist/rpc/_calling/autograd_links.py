@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from rpcdist._proto import autograd_pb2, rpc_pb2
 from rpcdist.errors import RpcdistError, WorkerLost
@@ -12,9 +13,8 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import AutogradHooks
 from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._devices.gpu_sharing import GpuSharing
-from rpcdist.rpc._executors.io_thread import IoThread
+from rpcdist.rpc._executors.io_thread import IoThread, Timer
 from rpcdist.rpc._executors.thread_pool import ThreadPool
-from rpcdist.rpc._executors.timers import Timers
 from rpcdist.rpc._peers.control import ControlReceiver
 from rpcdist.rpc._peers.demultiplexer import Handler, Lifetime, PoolJob
 from rpcdist.rpc._peers.directory import Directory, PeerEvents
@@ -63,7 +63,7 @@ class AutogradLinks:
         self.standing_session = router.standing_session
         self.submit = pool.submit
         self.gpus = gpus
-        self.call_later = Timers(io).call_later
+        self.call_later = partial(Timer, io)
         self.send_control = router.send_control
         self._router = router
         self._lifetime = lifetime

@@ -12,7 +12,7 @@ from rpcdist.backoff import backoff
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import OwnerLost, WorkerLost
 from rpcdist.rpc._calling.caller import Caller, Destination
-from rpcdist.rpc._executors.timers import Timer, Timers
+from rpcdist.rpc._executors.io_thread import Timer
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc.future import Future
@@ -27,11 +27,15 @@ class Retries:
     """
 
     def __init__(
-        self, caller: Caller, directory: Directory, timers: Timers, submit: Callable[[Callable[[], None]], object]
+        self,
+        caller: Caller,
+        directory: Directory,
+        call_later: Callable[[float, Callable[[], object]], Timer],
+        submit: Callable[[Callable[[], None]], object],
     ) -> None:
         self.caller = caller
         self.directory = directory
-        self.timers = timers
+        self.call_later = call_later
         self.submit = submit
         self._changed = threading.Condition()
         self._open: set[_Retried] = set()
@@ -129,7 +133,7 @@ class _Retried:
                 if not self._ended:
                     again = self._owner.submit
                     self._current = None
-                    self._timer = self._owner.timers.call_later(next(self._pauses), lambda: again(self._attempt_again))
+                    self._timer = self._owner.call_later(next(self._pauses), lambda: again(self._attempt_again))
         else:
             self.end(error)
 

@@ -32,7 +32,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextvars import Context
 from functools import partial
@@ -44,9 +44,7 @@ from rpcdist.errors import ForkedProcess, NotInitialized, PoolExhausted
 from rpcdist.inspection import PoolFacts
 from rpcdist.rpc._executors.blocking import DeferredReply, forget_hooks, hooks, set_hooks
 from rpcdist.rpc._executors.held_answers import HeldAnswers
-from rpcdist.rpc._executors.job_line import Job, JobLine
-from rpcdist.rpc._executors.pool_load import LoadHistory, PoolSample
-from rpcdist.rpc._executors.pool_monitor import PoolMonitor
+from rpcdist.rpc._executors.pool_monitor import LoadHistory, PoolMonitor, PoolSample
 from rpcdist.rpc._executors.worker_thread import HAS_THREAD_CLOCK, WorkerThread
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.exceptions import traceback_of
@@ -63,6 +61,29 @@ logger = logging.getLogger(__name__)
 
 Function = Callable[..., object]
 MAX_EMPTY_LINES: Final = 256
+
+
+Job = tuple[Callable[..., object], tuple[object, ...], float]
+"""The function, its arguments, and the time of its submission (monotonic seconds)."""
+
+
+class JobLine(deque[Job]):
+    """Jobs that wait for a thread on behalf of one owner, in their order.
+
+    It can be a key: a line is equal to itself alone, whatever is in it.
+    """
+
+    __slots__ = ()
+    __hash__ = object.__hash__  # type: ignore[assignment]  # of C, as is `__eq__`: no other thread comes in between
+    __eq__ = object.__eq__
+
+    @property
+    def oldest_at(self) -> float | None:
+        """When the first job was submitted; None if there is none."""
+        try:
+            return self[0][2]
+        except IndexError:
+            return None
 
 
 class PoolStats(NamedTuple):

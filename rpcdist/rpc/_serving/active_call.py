@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import NEVER, Deadline
 from rpcdist.rpc._actors.serial_actor import Turn
 from rpcdist.rpc._autograd_hooks import CallContext
+from rpcdist.rpc._executors.user_loop import UserCall
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.network import MessageSink
@@ -28,13 +29,6 @@ CALL_BYTES: Final = 5 << 10
 a coroutine."""
 
 _CALLS_OF_METHODS: Final = frozenset(function_name(function) for function in CALLS_OF_METHODS)
-
-
-class Cancellable(Protocol):
-    """Running code of a call."""
-
-    def cancel(self) -> object:
-        """Ends it soon; any thread."""
 
 
 class ActiveCall:
@@ -119,7 +113,7 @@ class ActiveCall:
         self.value: ReferenceShare | None = None
         self.counts_as_idle = False
         self.cancelled_at = NEVER.at
-        self.handle: Cancellable | None = None
+        self.handle: UserCall | Turn | None = None
         self.producer: Producer | None = None
         self.entry: OwnerValue | None = None
         self.autograd: CallContext | None = None

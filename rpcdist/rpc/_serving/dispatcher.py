@@ -33,7 +33,6 @@ from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
 from rpcdist.rpc._devices.handler_streams import HandlerStreams
 from rpcdist.rpc._executors.blocking import DeferredReply, hooks
-from rpcdist.rpc._executors.gil_wait import GilWait
 from rpcdist.rpc._executors.lane import Lane
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
@@ -70,6 +69,26 @@ from rpcdist.transport.wire_messages import CompactCall
 MAX_KNOWN_NAMES: Final = 4096
 MAX_FUNCTION_CHARS: Final = 2000
 _IN_TURN: Final = function_name(_invoke_in_turn)
+
+
+class GilWait:
+    """How long handlers wait for the interpreter lock: a running mean.
+
+    `sample` gives the lock away and takes it back, which is the wait that is measured.
+    """
+
+    def __init__(self) -> None:
+        self._total_s = 0.0
+        self._num = 0
+
+    def sample(self) -> None:
+        started = time.perf_counter()
+        time.sleep(0)
+        self._total_s += time.perf_counter() - started
+        self._num += 1
+
+    def average_us(self) -> float:
+        return self._total_s / self._num * 1e6 if self._num else 0.0
 
 
 class Dispatcher:
