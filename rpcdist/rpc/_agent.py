@@ -54,8 +54,8 @@ from rpcdist.rpc._inspection.inspector import SERVICE, InspectedParts, Inspector
 from rpcdist.rpc._inspection.live_notes import NoteTaker
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._membership.coordinator import Coordinator
-from rpcdist.rpc._membership.coordinator_return import CoordinatorReturn
-from rpcdist.rpc._membership.gatherings import GatheringHost, Gatherings
+from rpcdist.rpc._membership.coordinator_search import CoordinatorSearch
+from rpcdist.rpc._membership.gatherings import Gatherings
 from rpcdist.rpc._membership.membership_news import MembershipNews
 from rpcdist.rpc._membership.membership_watch import MembershipWatch
 from rpcdist.rpc._membership.serving import STOP, StopRequests
@@ -64,7 +64,7 @@ from rpcdist.rpc._peers.connections import Connections, LeaseWatch
 from rpcdist.rpc._peers.control import ControlReceiver
 from rpcdist.rpc._peers.demultiplexer import Demultiplexer, Lifetime
 from rpcdist.rpc._peers.device_maps import DeviceMaps
-from rpcdist.rpc._peers.directory import CoordinatorSearch, Directory, PeerEvents, Roster
+from rpcdist.rpc._peers.directory import Directory, PeerEvents, Roster
 from rpcdist.rpc._peers.inbound import PROBE_ROLE, Inbound, ProbeTaker
 from rpcdist.rpc._peers.network import Announcements, Network
 from rpcdist.rpc._peers.router import Router
@@ -156,7 +156,6 @@ class Agent:
         self._device_maps = DeviceMaps(me.name, options.device_maps, self.directory.name_of)
         self._demultiplexer = Demultiplexer(self.pool.submit_many, lifetime)
         self._control = ControlReceiver(io, lifetime)
-        search = CoordinatorSearch()
         announced = Announcements(options.max_incoming_bytes, self.directory.holder_of)
         self.router = Router(
             network,
@@ -167,7 +166,7 @@ class Agent:
             lifetime,
             options,
             announced,
-            search,
+            lambda deadline: self._search.attempt(deadline),
             self._device_maps.introduction,
             self.pool.submit,
         )
@@ -238,14 +237,13 @@ class Agent:
         self.actor_names = ActorNames(
             me, self.directory, self.caller, lambda: service is not None and service.has_predecessor
         )
-        self.gathering_host = GatheringHost(me, self.directory, self.router.watch)
+        self.gatherings = Gatherings(self.caller, self.directory, self.router.watch, is_static)
         self._rounds = ShutdownRounds(self.directory, self.router.watch)
         self.serving = StopRequests()
-        self._return = CoordinatorReturn(
+        self._search = CoordinatorSearch(
             coordinator=coordinator,
             directory=self.directory,
             router=self.router,
-            search=search,
             submit=self.pool.submit,
             look_up=look_up,
             world_size=world_size,
@@ -261,12 +259,12 @@ class Agent:
             self.router.send_control,
             self.router.watch,
             lifetime,
-            self._return.is_coordinator,
+            self._search.is_coordinator,
         )
         self.watch = MembershipWatch(self.pool.submit)
         always = {
             **self.actor_names.callables,
-            **self.gathering_host.callables,
+            **self.gatherings.callables,
             **self._rounds.callables,
             **self.serving.callables,
             **self._gpus.callables,
@@ -287,7 +285,6 @@ class Agent:
             lifetime=lifetime,
             recorder=recorder,
         )
-        self.gatherings = Gatherings(self.caller, self.directory, is_static)
         self.leaving = Leaving(
             network=network,
             connections=self._connections,
@@ -299,7 +296,7 @@ class Agent:
             active_calls=self.dispatcher.calls,
             rrefs=self.rrefs,
             streams=self.streams,
-            gathering_host=self.gathering_host,
+            gatherings=self.gatherings,
             rounds=self._rounds,
             lifetime=lifetime,
             silence_out_of_reach=self.router.silence_out_of_reach,
@@ -326,7 +323,7 @@ class Agent:
                 rrefs=self.rrefs,
                 autograd=self.autograd,
                 actors=self.actors,
-                gathering_host=self.gathering_host,
+                gatherings=self.gatherings,
                 rounds=self._rounds,
                 world=world,
                 recorder=recorder,
@@ -409,8 +406,8 @@ class Agent:
         events.lost.listen(lambda identity, error: self.actors.lost(identity))
         events.lost.listen(self.directory.on_lost)
         events.lost.listen(self._coordinator.on_lost)
-        events.lost.listen(self.gathering_host.on_lost)
-        events.lost.listen(self._return.on_lost)
+        events.lost.listen(self.gatherings.on_lost)
+        events.lost.listen(self._search.on_lost)
         events.found.listen(references.on_found)
         events.found.listen(self.directory.on_found)
         events.found.listen(self._coordinator.on_found)
@@ -446,9 +443,9 @@ class Agent:
         network.add_service(SERVICE, self.inspector.methods)
         let_others_look()
         network.handle_role(ROLE, self._inbound, self._inbound.refusal)
-        network.handle_role(PROBE_ROLE, ProbeTaker(self._return.on_probe))
+        network.handle_role(PROBE_ROLE, ProbeTaker(self._search.on_probe))
         network.run(self._news.start(), ADD_SERVICE_LIMIT_S)
-        network.io.call_soon(self._return.start)
+        network.io.call_soon(self._search.start)
         network.io.call_soon(self._tick)
 
     def _tick(self) -> None:
@@ -509,7 +506,7 @@ class Agent:
 
     async def _close_connections(self) -> None:
         self.caller.stop_timer()
-        self._return.close()
+        self._search.close()
         self._news.close()
         if self._tick_handle is not None:
             self._tick_handle.cancel()

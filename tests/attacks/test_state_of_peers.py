@@ -102,7 +102,7 @@ def test_a_gathering_of_unknown_names_leaves_nothing_behind() -> None:
                 with pytest.raises(UnknownWorker, match="nobody"):
                     agent.caller.gather(0, CONTRIBUTE, (["b", f"nobody{number}"], "b", 1, True), LIMIT_S)
         with cluster.use("a") as agent:
-            assert agent.gathering_host._rounds == {} and agent.gathering_host._last_came == {}
+            assert agent.gatherings._rounds == {} and agent.gatherings._last_came == {}
 
 
 def test_a_producer_makes_no_more_items_ahead_than_its_limit() -> None:

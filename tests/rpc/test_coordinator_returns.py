@@ -24,7 +24,7 @@ from rpcdist.errors import ActorNameTaken, CallRefused, CoordinatorLost, Duplica
 from rpcdist.rpc import _start
 from rpcdist.rpc._actors.actor_names import KEPT
 from rpcdist.rpc._agent import Agent
-from rpcdist.rpc._membership import coordinator_return
+from rpcdist.rpc._membership import coordinator_search
 from rpcdist.rpc._peers.peer import PeerState
 from rpcdist.testing import UNIT_S as SHORT_S
 from rpcdist.testing import InProcessCluster, Program, WorkerPool, eventually, free_port
@@ -37,8 +37,8 @@ RETURN_S = 2 * UNIT_S
 @pytest.fixture(autouse=True)
 def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Survivors look for the next coordinator well within `RETURN_S`, which is much shorter than users' 10 s."""
-    monkeypatch.setattr(coordinator_return, "RETURN_FIRST_PAUSE_S", SHORT_S / 2)
-    monkeypatch.setattr(coordinator_return, "RETURN_LONGEST_PAUSE_S", SHORT_S)
+    monkeypatch.setattr(coordinator_search, "RETURN_FIRST_PAUSE_S", SHORT_S / 2)
+    monkeypatch.setattr(coordinator_search, "RETURN_LONGEST_PAUSE_S", SHORT_S)
 
 
 class Value:
@@ -111,11 +111,11 @@ def test_a_worker_that_was_taken_back_goes_on_serving() -> None:
         for _ in range(2):
             cluster.kill("a")
             with cluster.use("b") as agent:
-                eventually(lambda: agent._return._orphan_handle is not None, "b counts the time")
+                eventually(lambda: agent._search._orphan_handle is not None, "b counts the time")
             cluster.restart("a")
             wait_until_taken_back(cluster, "a")
             with cluster.use("b") as agent:
-                eventually(lambda: agent._return._orphan_handle is None, "b counts no longer")
+                eventually(lambda: agent._search._orphan_handle is None, "b counts no longer")
         cluster.run("a", rpc.stop_serving, "b")
         assert serving.result(LIMIT_S) == "worker 'a' asked for it"
 
@@ -129,7 +129,9 @@ def test_who_has_not_noticed_is_asked_and_comes(elastic: bool, monkeypatch: pyte
             eventually(lambda: agent.directory.knows(2), "b has heard of c")  # a joiner waits, but not for long
             rpc.on_membership_change(lambda change: changes.append(f"{change.worker.name} {change.kind}"))
         with cluster.use("c") as agent:
-            monkeypatch.setattr(agent._return, "_look", lambda: None)  # until somebody asks for it
+            search, look = agent._search, agent._search._look
+            # Its own detector changes nothing: it looks when somebody asks for it.
+            monkeypatch.setattr(search, "_look", lambda: look() if search._wanted.is_set() else None)
         cluster.kill("a")
         with pytest.raises(WorkerLost):
             cluster.run("b", rpc.rpc_sync, "a", add, (1, 2))
@@ -171,8 +173,8 @@ def test_the_first_call_reaches_the_new_coordinator(
 ) -> None:
     """It failed with `WorkerLost` until the caller had found the new process by itself, up to 2 s later."""
     if elastic:  # where `init_rpc` of the new one does not wait for those who look, they do not look by themselves here
-        monkeypatch.setattr(coordinator_return, "RETURN_FIRST_PAUSE_S", CALM_S)
-        monkeypatch.setattr(coordinator_return, "RETURN_LONGEST_PAUSE_S", CALM_S)
+        monkeypatch.setattr(coordinator_search, "RETURN_FIRST_PAUSE_S", CALM_S)
+        monkeypatch.setattr(coordinator_search, "RETURN_LONGEST_PAUSE_S", CALM_S)
     with InProcessCluster("a", "b", "c", "d", "e", elastic=elastic, peer_timeout=RETURN_S) as cluster:
         cluster.kill("a")
         if noticed:

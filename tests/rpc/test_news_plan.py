@@ -17,7 +17,7 @@ from rpcdist.errors import ProtocolViolation
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership import membership_table
 from rpcdist.rpc._membership.membership_messages import members_from_bytes, members_to_bytes, news_message, news_of
-from rpcdist.rpc._membership.membership_table import MembershipTable, NewsPlan
+from rpcdist.rpc._membership.membership_table import MembershipTable
 from rpcdist.rpc._peers.directory import Directory, MemberEvent, Roster
 
 
@@ -40,7 +40,6 @@ class Job:
 
     def __init__(self) -> None:
         self.table = MembershipTable()
-        self.plan = NewsPlan(self.table)
         self.members: dict[Identity, tuple[Directory, Asked]] = {}
         self.to_members: list[tuple[Identity, pb.MembershipMessage]] = []
         self.to_coordinator: list[tuple[Identity, int]] = []
@@ -55,7 +54,7 @@ class Job:
         roster = Roster(self.table.version, members_from_bytes(members_to_bytes(self.table.members)))
         source: Any = SimpleNamespace()
         self.members[who] = (Directory(who, roster, source, asked, lambda gone: None, asked.events.append), asked)
-        self.plan.heard(who, self.table.version)
+        self.table.heard(who, self.table.version)
 
     def go(self, number: int, how: str) -> None:
         living = self.table.members
@@ -63,16 +62,15 @@ class Job:
             return
         who = living[number % len(living)].identity
         assert self.table.leave(who) if how == "leave" else self.table.lost(who, "silent")
-        self.plan.is_gone(who)
 
     def found(self, number: int) -> None:
         """One that was declared lost shows that it lives: it gets the whole list."""
         lost = [who for who in self.members if who not in self.table]
         if lost and self.table.found(who := lost[number % len(lost)]):
-            self.plan.heard(who, 0)
+            self.table.heard(who, 0)
 
     def tell(self) -> None:
-        for who, known in self.plan.due():
+        for who, known in self.table.due():
             self.to_members.append((who, news_message(self.table.since(known))))
 
     def hear(self, number: int) -> None:
@@ -88,7 +86,7 @@ class Job:
     def confirm(self, number: int) -> None:
         if self.to_coordinator:
             who, version = self.to_coordinator.pop(number % len(self.to_coordinator))
-            self.plan.heard(who, version)
+            self.table.heard(who, version)
 
     def miss(self, number: int) -> None:
         """A member takes no notice of a message, as it does not believe the sender yet, and asks for the list later."""
@@ -99,7 +97,7 @@ class Job:
     def refresh(self, who: Identity) -> None:
         if who in self.table:
             self.members[who][0].update(Roster(self.table.version, self.table.members))
-            self.plan.heard(who, self.table.version)
+            self.table.heard(who, self.table.version)
 
     def settle(self) -> None:
         """No more changes; the messages arrive, and those that have asked for the list get it."""
@@ -184,32 +182,30 @@ def test_a_version_that_is_too_old_gets_the_whole_list(monkeypatch: pytest.Monke
 
 def test_one_message_is_under_way_and_the_next_has_all_that_came_meanwhile() -> None:
     table = table_of(A)
-    plan = NewsPlan(table)
-    plan.heard(A, table.version)
+    table.heard(A, table.version)
     known = table.version
-    assert plan.due() == []
+    assert table.due() == []
     table.join(record(B), 0)
-    plan.joins(B)
-    assert plan.due() == [(A, known)] and plan.due() == []
-    plan.heard(B, table.version)
-    plan.has_joined(B)
+    table.joins(B)
+    assert table.due() == [(A, known)] and table.due() == []
+    table.heard(B, table.version)
+    table.has_joined(B)
     table.join(record(C), 0)
-    plan.joins(C)
-    assert plan.due() == [(B, known + 1)]
-    assert plan.unaware_of(table.version) == {A, B}
-    plan.heard(A, known + 1)
-    assert plan.due() == [(A, known + 1)]
-    plan.heard(A, known)  # it says that it knows less: the next one begins there
-    assert plan.due() == [(A, known)]
-    plan.is_gone(A)
-    assert plan.unaware_of(table.version) == {B}
+    table.joins(C)
+    assert table.due() == [(B, known + 1)]
+    assert table.unaware_of(table.version) == {A, B}
+    table.heard(A, known + 1)
+    assert table.due() == [(A, known + 1)]
+    table.heard(A, known)  # it says that it knows less: the next one begins there
+    assert table.due() == [(A, known)]
+    assert table.leave(A)
+    assert table.unaware_of(table.version) == {B}
 
 
 def test_what_a_member_claims_is_compared_with_what_there_is() -> None:
     table = table_of(A, B)
-    plan = NewsPlan(table)
-    assert not plan.heard(A, table.version + 1) and not plan.heard(worker("z", 9), 1)
-    assert plan.due() == [(A, 0), (B, 0)]
+    assert not table.heard(A, table.version + 1) and not table.heard(worker("z", 9), 1)
+    assert table.due() == [(A, 0), (B, 0)]
 
 
 def test_a_list_that_is_none_is_refused() -> None:

@@ -47,7 +47,7 @@ from rpcdist.rpc._executors.user_loop import UserCall, UserLoop
 from rpcdist.rpc._inspection.call_recorder import CallRecorder
 from rpcdist.rpc._inspection.live_notes import NoteTaker
 from rpcdist.rpc._inspection.stacks import call_of_future, coroutine_stack, thread_states
-from rpcdist.rpc._membership.gatherings import GatheringHost
+from rpcdist.rpc._membership.gatherings import Gatherings
 from rpcdist.rpc._membership.shutdown import ShutdownRounds
 from rpcdist.rpc._peers.connections import Connections
 from rpcdist.rpc._peers.directory import Directory
@@ -91,7 +91,7 @@ class InspectedParts(NamedTuple):
     rrefs: RRefManager
     autograd: AutogradHooks
     actors: ActorTable
-    gathering_host: GatheringHost
+    gatherings: Gatherings
     rounds: ShutdownRounds
     world: World
     recorder: CallRecorder | None
@@ -210,7 +210,7 @@ class Inspector:
             autograd_contexts=tuple(contexts),
             backward_passes=tuple(passes),
             groups=tuple(parts.world.facts(time_ns)),
-            gatherings=(*parts.gathering_host.facts(), *parts.rounds.facts()),
+            gatherings=(*parts.gatherings.facts(), *parts.rounds.facts()),
             actors=tuple(parts.actors.facts(now, MAX_LISTED)),
             pool=parts.pool.facts(now),
             channels=tuple(session.facts(now) for session in sessions),

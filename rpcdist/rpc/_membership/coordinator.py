@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from rpcdist._proto import membership_pb2
 from rpcdist.backoff import backoff
@@ -69,13 +68,6 @@ def serve_membership(network: Network, me: Identity, peer_timeout_s: float) -> M
     service = MembershipService(answers, job_attempt(), peer_timeout_s, me.id)
     network.add_service(SERVICE, {"Join": service.join, "Leave": service.leave, "Members": service.members})
     return service
-
-
-class Found(NamedTuple):
-    """The process at a coordinator's address, and its verdict; None if this worker did not announce itself there."""
-
-    peer: Identity
-    reply: membership_pb2.JoinReply | None
 
 
 @dataclass(slots=True, eq=False)
@@ -173,7 +165,7 @@ class Coordinator:
         before: Identity | None,
         limit_s: float,
         on_answer: Callable[[], object],
-    ) -> Found:
+    ) -> tuple[Identity, membership_pb2.JoinReply | None]:
         """Tells the process at an address, if it is another coordinator than the one before, that this worker lives.
 
         Args:
@@ -195,7 +187,7 @@ class Coordinator:
         try:
             peer = link.session.peer
             if peer.id != self.rank or peer == before:
-                return Found(peer, None)
+                return peer, None
             on_answer()
             request = return_request(me, world_size, limit_s, roster, job_attempt())
             limit_s += COORDINATOR_GRACE_S
@@ -204,7 +196,7 @@ class Coordinator:
             await link.close()
         if reply.outcome == membership_pb2.JoinReply.Outcome.OK:
             self.address = address
-        return Found(peer, reply)
+        return peer, reply
 
     def leave(self) -> None:
         """Says goodbye; blocks."""

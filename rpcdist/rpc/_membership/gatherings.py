@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rpcdist.errors import CallRefused, ConfigError, DeadlineExceeded, RpcdistError, WorkerLost
@@ -65,24 +64,89 @@ class _GatherRound:
         self.ended.set()
 
 
-class GatheringHost:
-    """The rounds that one worker hosts. One per agent; lives on the user loop.
+class Gatherings:
+    """Both sides of it; one per agent. Workers take part on threads that block; rounds live on their host's user loop.
 
     Rounds have no numbers: a contribution goes to the oldest open round of its names in which its worker does not take
     part. So a worker that gave up may try again, and a replacement, which knows nothing of earlier rounds, fits in.
 
     Args:
-        me: this worker.
         watch: connects to a worker, and returns an error if it is lost already.
+        is_static: whether the members are the same from beginning to end.
     """
 
-    def __init__(self, me: Identity, directory: Directory, watch: Callable[[int, str], WorkerLost | None]) -> None:
-        self._me = me
+    def __init__(
+        self, caller: Caller, directory: Directory, watch: Callable[[int, str], WorkerLost | None], is_static: bool
+    ) -> None:
+        self._me = directory.me
+        self._caller = caller
         self._directory = directory
+        self._is_static = is_static
         self._watch_worker = watch
         self._rounds: dict[Group, list[_GatherRound]] = {}
         self._last_came: dict[Group, set[str]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    # ------------------------------------------------------------ taking part
+
+    def all_gather(self, obj: Any, names: Iterable[str] | None, timeout_s: float) -> dict[str, Any]:
+        """Exchanges one object per worker; blocks.
+
+        Args:
+            obj: what the others get from here.
+            names: the participants; None for all workers, or, where workers come and go, for all present ones. Every
+                participant must pass the same set, this worker included, and call in the same order.
+            timeout_s: limit in seconds; infinity waits as long as the missing workers live.
+
+        Returns:
+            The objects by worker name.
+
+        Raises:
+            RuntimeError: the time is over; the text names the missing workers.
+            WorkerLost: a participant died.
+        """
+        chosen, result = self._gather(obj, names, timeout_s, True)
+        return {name: result[name] for name in chosen}
+
+    def barrier(self, names: Iterable[str] | None, timeout_s: float) -> None:
+        """Waits until all have come; as `all_gather`, without objects."""
+        self._gather(None, names, timeout_s, False)
+
+    def _gather(
+        self, obj: Any, names: Iterable[str] | None, timeout_s: float, wants_objects: bool
+    ) -> tuple[list[str], Any]:
+        me = self._me.name
+        chosen = sorted(self._everybody() if names is None else set(names))
+        if me not in chosen:
+            raise ConfigError(f"worker {me!r} is not expected in a gathering of {chosen}; add it to the names")
+        leader = self._directory.resolve(chosen[0])
+        limit = 0 if timeout_s == float("inf") else timeout_s
+        group = chosen if me == chosen[0] else names_for(chosen)
+        try:
+            return chosen, self._caller.gather(leader, CONTRIBUTE, (group, me, obj, wants_objects), limit)
+        except DeadlineExceeded as exc:
+            raise self._late(exc, chosen, timeout_s) from exc
+
+    def _everybody(self) -> set[str]:
+        if not self._is_static:
+            self._directory.refresh()
+        return {info.name for info in self._directory.infos(present=not self._is_static)}
+
+    def _late(self, exc: DeadlineExceeded, names: list[str], timeout_s: float) -> DeadlineExceeded:
+        who = self._who_is_missing(names)
+        if names[0] != self._me.name:
+            return DeadlineExceeded(f"{exc}. {who}")
+        return DeadlineExceeded(f"{names[0]} timed out in _all_gather after {timeout_s:.2f} seconds. {who}")
+
+    def _who_is_missing(self, names: list[str]) -> str:
+        leader = names[0]
+        try:
+            missing = self._caller.gather(self._directory.resolve(leader), MISSING, (names,), MISSING_NAMES_LIMIT_S)
+        except RpcdistError as exc:
+            return f"Worker {leader!r}, where the others gather, did not say who is missing: {exc}"
+        return f"These workers did not arrive at {leader!r} in time: {missing}"
+
+    # ------------------------------------------------------------ the host
 
     def facts(self) -> list[GatheringFacts]:
         """The rounds that are open; any thread."""
@@ -213,73 +277,3 @@ class GatheringHost:
 
     async def _on_missing(self, names: list[str]) -> list[str]:
         return self.missing(names)
-
-
-@dataclass(slots=True, eq=False)
-class Gatherings:
-    """The participating side; one per agent.
-
-    Args:
-        is_static: whether the members are the same from beginning to end.
-    """
-
-    _caller: Caller
-    _directory: Directory
-    _is_static: bool
-
-    def all_gather(self, obj: Any, names: Iterable[str] | None, timeout_s: float) -> dict[str, Any]:
-        """Exchanges one object per worker; blocks.
-
-        Args:
-            obj: what the others get from here.
-            names: the participants; None for all workers, or, where workers come and go, for all present ones. Every
-                participant must pass the same set, this worker included, and call in the same order.
-            timeout_s: limit in seconds; infinity waits as long as the missing workers live.
-
-        Returns:
-            The objects by worker name.
-
-        Raises:
-            RuntimeError: the time is over; the text names the missing workers.
-            WorkerLost: a participant died.
-        """
-        chosen, result = self._gather(obj, names, timeout_s, True)
-        return {name: result[name] for name in chosen}
-
-    def barrier(self, names: Iterable[str] | None, timeout_s: float) -> None:
-        """Waits until all have come; as `all_gather`, without objects."""
-        self._gather(None, names, timeout_s, False)
-
-    def _gather(
-        self, obj: Any, names: Iterable[str] | None, timeout_s: float, wants_objects: bool
-    ) -> tuple[list[str], Any]:
-        me = self._directory.me.name
-        chosen = sorted(self._everybody() if names is None else set(names))
-        if me not in chosen:
-            raise ConfigError(f"worker {me!r} is not expected in a gathering of {chosen}; add it to the names")
-        leader = self._directory.resolve(chosen[0])
-        limit = 0 if timeout_s == float("inf") else timeout_s
-        group = chosen if me == chosen[0] else names_for(chosen)
-        try:
-            return chosen, self._caller.gather(leader, CONTRIBUTE, (group, me, obj, wants_objects), limit)
-        except DeadlineExceeded as exc:
-            raise self._late(exc, chosen, timeout_s) from exc
-
-    def _everybody(self) -> set[str]:
-        if not self._is_static:
-            self._directory.refresh()
-        return {info.name for info in self._directory.infos(present=not self._is_static)}
-
-    def _late(self, exc: DeadlineExceeded, names: list[str], timeout_s: float) -> DeadlineExceeded:
-        who = self._who_is_missing(names)
-        if names[0] != self._directory.me.name:
-            return DeadlineExceeded(f"{exc}. {who}")
-        return DeadlineExceeded(f"{names[0]} timed out in _all_gather after {timeout_s:.2f} seconds. {who}")
-
-    def _who_is_missing(self, names: list[str]) -> str:
-        leader = names[0]
-        try:
-            missing = self._caller.gather(self._directory.resolve(leader), MISSING, (names,), MISSING_NAMES_LIMIT_S)
-        except RpcdistError as exc:
-            return f"Worker {leader!r}, where the others gather, did not say who is missing: {exc}"
-        return f"These workers did not arrive at {leader!r} in time: {missing}"

@@ -93,7 +93,7 @@ class MembershipNews:
             return
         self._told_at = time.monotonic()
         messages: dict[int, pb.MembershipMessage] = {}  # most members know the same version
-        for identity, known in service.plan.due():
+        for identity, known in service.table.due():
             if (message := messages.get(known)) is None:
                 message = messages[known] = news_message(service.table.since(known))
             self._send(identity.id, message)

@@ -15,7 +15,7 @@ from rpcdist.errors import CallRefused, listed
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership.membership_messages import departures_to_proto, member_from_proto, members_to_bytes
 from rpcdist.rpc._membership.membership_recovery import Probe, Recovery, SurvivorQuestions
-from rpcdist.rpc._membership.membership_table import MembershipTable, NewsPlan, Verdict
+from rpcdist.rpc._membership.membership_table import MembershipTable, Verdict
 from rpcdist.rpc._peers.directory import COORDINATOR, Event, Member
 from rpcdist.time_limits import ANNOUNCE_LIMIT_S, PARKED_LIMIT_S, PEER_TIMEOUT_S, SURVIVOR_PROBE_SHARE
 from rpcdist.transport.identities import identity_from_proto
@@ -46,7 +46,6 @@ class MembershipService:
 
     Attributes:
         table: the list of workers; read it, and change it through this service.
-        plan: which members have to be told of changes.
         changed: the list has changed; whether that is urgent, as a loss or a replacement is.
         is_closed: nobody is taken in any more; workers that come look again who coordinates.
     """
@@ -55,7 +54,6 @@ class MembershipService:
         self, probe: Probe = _is_alive, attempt: str = "", recovery_s: float = PEER_TIMEOUT_S, rank: int = COORDINATOR
     ) -> None:
         self.table = MembershipTable()
-        self.plan = NewsPlan(self.table)
         self.changed: Event[[bool]] = Event()
         self.is_closed = False
         self._probe = probe
@@ -104,7 +102,7 @@ class MembershipService:
         if identity != peer:
             raise CallRefused(f"{peer.name!r} cannot join as worker {identity.name!r}: each process joins as itself")
         takes_place = self.table.had_place(identity)
-        self.plan.joins(identity)
+        self.table.joins(identity)
         try:
             reply = await self._join(identity, request)
             if reply.outcome in (Outcome.DUPLICATE_NAME, Outcome.DUPLICATE_ID) and await self._free_place(request):
@@ -115,7 +113,7 @@ class MembershipService:
                 reply = self._reply(Verdict(Outcome.OK))
                 self.note_known(identity, reply.version)
         finally:
-            self.plan.has_joined(identity)
+            self.table.has_joined(identity)
         if reply.outcome != Outcome.OK:  # not before: the coordinator ends when everybody has been answered
             self._answered.add(identity.incarnation)
             self._answer_came.set()
@@ -123,7 +121,7 @@ class MembershipService:
 
     async def _until_known(self, version: int) -> None:
         """Waits until every member has heard of this version of the list, except those that are joining."""
-        if not self._announces or not (unaware := self.plan.unaware_of(version)):
+        if not self._announces or not (unaware := self.table.unaware_of(version)):
             return
         waits = version, unaware, asyncio.Event()
         self._unaware.append(waits)
@@ -137,14 +135,14 @@ class MembershipService:
             self._unaware.remove(waits)
 
     def announce_to(self, listener: Callable[[bool], object], me: Identity) -> None:
-        """From now on a listener tells the members of every change, as the plan says, and what they have heard."""
+        """From now on a listener tells the members of every change, as the table says, and what they have heard."""
         self.changed.listen(listener)
         self._announces = True
         self.note_known(me, self.table.version)
 
     def note_known(self, identity: Identity, version: int) -> None:
         """A member knows this version of the list."""
-        if self.plan.heard(identity, version):
+        if self.table.heard(identity, version):
             self._is_aware(identity, version)
 
     def _is_aware(self, identity: Identity, version: int) -> None:
@@ -156,7 +154,6 @@ class MembershipService:
 
     def _has_changed(self, *gone: Identity, is_urgent: bool = True) -> None:
         for identity in gone:
-            self.plan.is_gone(identity)
             self._is_aware(identity, self.table.version)
         self._changed.set()
         self.changed.publish(is_urgent)
@@ -355,7 +352,7 @@ class MembershipService:
     def found(self, identity: Identity) -> None:
         """A worker shows that it lives; if it was declared lost, and its place is free, it is in the list again."""
         if self.table.found(identity):
-            self.plan.heard(identity, 0)
+            self.table.heard(identity, 0)
             self._has_changed()
 
     def others(self, me: Identity) -> list[Member]:

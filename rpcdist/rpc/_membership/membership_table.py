@@ -17,7 +17,7 @@ The first worker decides. Rules:
     itself or answers. When all have, or their time is over, the world has formed, even if workers are missing. Their
     places are free for workers of any name then, since the names of the missing may be unknown.
 
-Members hear of changes by these rules (`NewsPlan`; `membership_news.py` sends):
+Members hear of changes by these rules (`membership_news.py` sends):
 
  1. A member knows a version: that of the answer to its joining, or the one that it has confirmed. Nothing else counts.
  2. One difference is under way to a member at a time, from the version that it knows. Changes that come meanwhile go
@@ -89,6 +89,9 @@ class MembershipTable:
         self._lost: dict[int, Member] = {}  # by incarnation
         self._was_restored = False
         self._gave_up: set[int] = set()  # ranks that came, but are gone before the world has formed
+        self._known: dict[Identity, int] = {}  # the version that each member knows
+        self._under_way: dict[Identity, int] = {}  # up to which version
+        self._joining: set[Identity] = set()
 
     def __repr__(self) -> str:
         size = "?" if self.world_size is None else "any" if self.world_size == 0 else self.world_size
@@ -132,6 +135,41 @@ class MembershipTable:
                 break
             went[identity] = reason
         return Roster(self.version, came[::-1], dict(reversed(went.items())), version)
+
+    # ------------------------------------------------------------ the versions that members know
+
+    def joins(self, identity: Identity) -> None:
+        """A worker has asked to be taken in, and waits for the answer (rule 3 of the news)."""
+        self._joining.add(identity)
+
+    def has_joined(self, identity: Identity) -> None:
+        """It has been answered."""
+        self._joining.discard(identity)
+
+    def heard(self, identity: Identity, version: int) -> bool:
+        """A member knows a version (rule 4). False if it is no member, or claims one that there has not been."""
+        if identity not in self or version > self.version:
+            return False
+        self._known[identity] = version
+        self._under_way.pop(identity, None)
+        return True
+
+    def unaware_of(self, version: int) -> set[Identity]:
+        """Members that have been answered, and do not know this version yet."""
+        return {identity for identity, known in self._known.items() if known < version} - self._joining
+
+    def due(self) -> list[tuple[Identity, int]]:
+        """The members to tell of changes now, and from which version on; they count as told."""
+        found = []
+        for member in self.members:
+            identity = member.identity
+            known = self._known.get(identity, 0)
+            if known < self.version and identity not in self._joining and identity not in self._under_way:
+                self._under_way[identity] = self.version
+                found.append((identity, known))
+        return found
+
+    # ------------------------------------------------------------ workers that come and go
 
     @property
     def missing(self) -> list[int]:
@@ -337,6 +375,8 @@ class MembershipTable:
         self._sorted = None
         self.version += 1
         self._gone[identity] = self.version, reason
+        self._known.pop(identity, None)
+        self._under_way.pop(identity, None)
         if len(self._gone) > MAX_DEPARTURES:
             self._whole_before, _ = self._gone.pop(next(iter(self._gone)))
         if self.formed:
@@ -348,49 +388,3 @@ class MembershipTable:
             self._gave_up.clear()
             self._places.clear()
         return True
-
-
-class NewsPlan:
-    """One per coordinator."""
-
-    def __init__(self, table: MembershipTable) -> None:
-        self._table = table
-        self._known: dict[Identity, int] = {}
-        self._under_way: dict[Identity, int] = {}  # up to which version
-        self._joining: set[Identity] = set()
-
-    def joins(self, identity: Identity) -> None:
-        """A worker has asked to be taken in, and waits for the answer (rule 3)."""
-        self._joining.add(identity)
-
-    def has_joined(self, identity: Identity) -> None:
-        """It has been answered."""
-        self._joining.discard(identity)
-
-    def heard(self, identity: Identity, version: int) -> bool:
-        """A member knows a version (rule 4). False if it is no member, or claims one that there has not been."""
-        if identity not in self._table or version > self._table.version:
-            return False
-        self._known[identity] = version
-        self._under_way.pop(identity, None)
-        return True
-
-    def is_gone(self, identity: Identity) -> None:
-        """A worker is not in the list any more."""
-        self._known.pop(identity, None)
-        self._under_way.pop(identity, None)
-
-    def unaware_of(self, version: int) -> set[Identity]:
-        """Members that have been answered, and do not know this version yet."""
-        return {identity for identity, known in self._known.items() if known < version} - self._joining
-
-    def due(self) -> list[tuple[Identity, int]]:
-        """The members to tell of changes now, and from which version on; they count as told."""
-        version, found = self._table.version, []
-        for member in self._table.members:
-            identity = member.identity
-            known = self._known.get(identity, 0)
-            if known < version and identity not in self._joining and identity not in self._under_way:
-                self._under_way[identity] = version
-                found.append((identity, known))
-        return found

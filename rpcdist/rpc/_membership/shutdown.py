@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from rpcdist.backoff import backoff
 from rpcdist.deadline import Deadline
@@ -27,7 +27,7 @@ from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._calling.retries import Retries
 from rpcdist.rpc._membership.coordinator import Coordinator
-from rpcdist.rpc._membership.gatherings import GatheringHost
+from rpcdist.rpc._membership.gatherings import Gatherings
 from rpcdist.rpc._membership.membership_watch import MembershipWatch
 from rpcdist.rpc._peers.connections import Connections
 from rpcdist.rpc._peers.demultiplexer import Lifetime
@@ -196,20 +196,6 @@ class ShutdownRounds:
         return self._absent(self._rounds[0]) if self._rounds else self._last_missing
 
 
-class RoundOutcome(NamedTuple):
-    """How a round has ended.
-
-    Attributes:
-        had_work: whether a worker had work, or the round was restarted under another leader.
-        losses: the lost workers, which were not waited for, and why, by name.
-        led_here: whether this worker led it.
-    """
-
-    had_work: bool
-    losses: Mapping[str, str]
-    led_here: bool
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Leaving:
     """One per agent; its methods block.
@@ -232,7 +218,7 @@ class Leaving:
     active_calls: ActiveCalls
     rrefs: RRefManager
     streams: StreamTable
-    gathering_host: GatheringHost
+    gatherings: Gatherings
     rounds: ShutdownRounds
     watch: MembershipWatch
     lifetime: Lifetime
@@ -276,11 +262,10 @@ class Leaving:
             made = self.caller.calls.num_work
             had_work, seen = made != seen, made
             # All must be idle for a whole round: a call may make others on any worker.
-            outcome = self._take_part(had_work, deadline)
-            if not outcome.had_work:
-                self.watch.all_leave(outcome.losses)
-                self.led_last = outcome.led_here
-                return dict(outcome.losses)
+            had_work, losses = self._take_part(had_work, deadline)
+            if not had_work:
+                self.watch.all_leave(losses)
+                return losses
 
     def _leave_elastic(self, deadline: Deadline) -> None:
         """Waits, at the coordinator, until the others have left: they find each other through it."""
@@ -318,8 +303,12 @@ class Leaving:
                 reported = time.monotonic()
                 logger.warning("shutdown of %s waits for %s\n%s", self._me.name, left, self.explain())
 
-    def _take_part(self, had_work: bool, deadline: Deadline) -> RoundOutcome:
+    def _take_part(self, had_work: bool, deadline: Deadline) -> tuple[bool, dict[str, str]]:
         """Reports whether this worker had work since the last round, and waits for the reports of all living workers.
+
+        Returns:
+            Whether a worker had work, or the round was restarted under another leader; and the lost workers, which were
+            not waited for, and why, by name.
 
         Raises:
             DeadlineExceeded: the time is over; the text names the missing workers.
@@ -350,7 +339,8 @@ class Leaving:
                 answer = [None]
             match answer:
                 case [kind, bool(any_work), dict(losses)] if kind == ENDED:
-                    return RoundOutcome(any_work or is_new, losses, leader == me.id)
+                    self.led_last = leader == me.id
+                    return any_work or is_new, losses
                 case [kind, int(other)] if kind == POINTS:
                     pointed_to = other
                 case [kind, list(names)] if kind == LEAVES:
@@ -383,7 +373,7 @@ class Leaving:
         Args:
             together: all the others leave at this moment, too.
         """
-        self.gathering_host.give_up()
+        self.gatherings.give_up()
         self.rounds.give_up()
         self.active_calls.wait_gathered(LAST_REPLIES_LIMIT_S)
         # The leader of the last round still sends replies, which the end of its sessions would drop: it leaves last.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, Literal, NamedTuple, ParamSpec, Protocol
@@ -20,7 +19,6 @@ from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._futures.interrupt import longest_sleep_s
 from rpcdist.rpc._peers.network import MessageSink, PeerSession
 from rpcdist.rpc.worker_info import WorkerInfo
-from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S
 
 logger = logging.getLogger(__name__)
 
@@ -452,83 +450,3 @@ class PeerEvents:
         self.replaced: Event[[Identity]] = Event()
         self.found: Event[[Identity]] = Event()
         self.member: Event[[MemberEvent]] = Event()
-
-
-class CoordinatorSearch:
-    """One per agent, on the I/O loop.
-
-    `CoordinatorReturn` makes attempts, with pauses between them. A call to the lost coordinator cuts the pause short,
-    and waits for the next attempt: the next coordinator may be there already.
-
-    Attributes:
-        requested: a call waits for an attempt.
-    """
-
-    def __init__(self) -> None:
-        self.requested: Event[[]] = Event()
-        self._wanted = asyncio.Event()
-        self._changed = asyncio.Event()
-        self._num_begun = 0
-        self._num_ended = 0
-        self._num_found = 0
-        self._is_answered = False
-
-    # ------------------------------------------------------------ for the search
-
-    def begin(self) -> None:
-        """An attempt begins."""
-        self._wanted.clear()
-        self._num_begun += 1
-
-    def answered(self) -> None:
-        """Another coordinator is there; it may still have to wait for others before it takes this worker back."""
-        self._is_answered = True
-        self._changed.set()
-
-    def end(self, found: bool) -> None:
-        """The attempt is over."""
-        self._is_answered = False
-        self._num_ended = self._num_begun
-        self._num_found += found
-        self._changed.set()
-
-    async def pause(self, pause_s: float) -> None:
-        """Between two attempts."""
-        try:
-            async with asyncio.timeout(pause_s):
-                await self._wanted.wait()
-        except TimeoutError:
-            pass  # no call was waiting
-
-    # ------------------------------------------------------------ for calls
-
-    def hurry(self) -> None:
-        """Has an attempt made now."""
-        self._wanted.set()
-        self.requested.publish()
-
-    async def attempt(self, deadline: Deadline) -> bool:
-        """Waits until the coordinator is found, or one attempt that begins now or later has failed.
-
-        Without an answer it waits for `ASK_COORDINATOR_LIMIT_S` at most; but once another coordinator has answered, it
-        waits until that one has taken this worker back, at most until the deadline.
-
-        Returns:
-            Whether it was found.
-        """
-        goal, found = self._num_begun + 1, self._num_found
-        silent_until = time.monotonic() + ASK_COORDINATOR_LIMIT_S
-        self.hurry()
-        while self._num_found == found and self._num_ended < goal:
-            limit_s = deadline.remaining_s()
-            if not self._is_answered:
-                limit_s = min(limit_s, silent_until - time.monotonic())
-            if limit_s <= 0:
-                break
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(None if limit_s == float("inf") else limit_s):
-                    await self._changed.wait()
-            except TimeoutError:
-                pass  # the loop condition decides
-        return self._num_found != found

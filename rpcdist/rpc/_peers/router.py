@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from rpcdist._proto import rpc_pb2
@@ -19,7 +19,7 @@ from rpcdist.errors import RpcdistError, TransportError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlBody, ControlReceiver, kind_of
 from rpcdist.rpc._peers.demultiplexer import Demultiplexer, Lifetime, Loopback, PoolJob
-from rpcdist.rpc._peers.directory import CoordinatorSearch, Directory, PeerEvents
+from rpcdist.rpc._peers.directory import Directory, PeerEvents
 from rpcdist.rpc._peers.network import Announcements, MessageSink, Network, PeerSession, SendObserver
 from rpcdist.rpc._peers.peer import Peer, PeerState, Unsent
 from rpcdist.rpc._values.buffers import CopiedBuffer, LargeBuffer, ReceiveBuffer
@@ -37,6 +37,7 @@ class Router:
     """One per agent. Any thread may use it, except for methods that run on the I/O loop.
 
     Args:
+        find_next: waits until the coordinator that takes the place of a lost one is found, or one attempt has failed.
         introduction: makes the first message of each connection to a worker, or None.
     """
 
@@ -50,7 +51,7 @@ class Router:
         lifetime: Lifetime,
         options: RpcOptions,
         announcements: Announcements,
-        search: CoordinatorSearch,
+        find_next: Callable[[Deadline], Awaitable[object]],
         introduction: Callable[[Identity], rpc_pb2.Message | None],
         submit: Callable[..., object],
     ) -> None:
@@ -59,7 +60,7 @@ class Router:
         self._control = control
         self._events = events
         self._lifetime = lifetime
-        self._search = search
+        self._find_next = find_next
         self._peer_timeout_s = options.peer_timeout
         self.shares_payloads = options.share_payloads
         # A peer that may not send pickles is trusted with values only, and must not change them while they are used.
@@ -294,7 +295,7 @@ class Router:
     async def _find_coordinator(self, deadline: Deadline) -> None:
         await self.peer(self._directory.coordinator).settled(min(ASK_COORDINATOR_LIMIT_S, deadline.remaining_s()))
         if not self._directory.is_living(self._directory.coordinator):
-            await self._search.attempt(deadline)
+            await self._find_next(deadline)
 
     def _keep_for_next(self, to: int, observer: SendObserver) -> bool:
         return to == self._directory.coordinator and observer.kept_until is not None and not self._lifetime.is_closed
@@ -306,7 +307,7 @@ class Router:
         """Sends calls, which the lost coordinator has not got, to the one that has its place, if it is there."""
         lost = self._directory.member(self._directory.coordinator).identity
         limits = [limit for _, _, sent in kept if (limit := sent.kept_until) is not None]
-        await self._search.attempt(max(limits, key=lambda limit: limit.at))
+        await self._find_next(max(limits, key=lambda limit: limit.at))
         for message, buffers, sent in kept:
             if sent.ended:
                 continue  # its deadline passed meanwhile, or it was cancelled

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from rpcdist.backoff import backoff
 from rpcdist.deadline import Deadline
@@ -17,16 +19,19 @@ from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._membership.coordinator import Coordinator
 from rpcdist.rpc._membership.membership_messages import Outcome, members_of
 from rpcdist.rpc._peers.demultiplexer import Lifetime
-from rpcdist.rpc._peers.directory import CoordinatorSearch, Directory
+from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc.future import Future
-from rpcdist.time_limits import RETURN_FIRST_PAUSE_S, RETURN_LONGEST_PAUSE_S
+from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S, RETURN_FIRST_PAUSE_S, RETURN_LONGEST_PAUSE_S
 
 logger = logging.getLogger(__name__)
 
 
-class CoordinatorReturn:
+class CoordinatorSearch:
     """One per agent, on the I/O loop; at the coordinator itself it does nothing.
+
+    It makes attempts, with pauses between them. A call to the lost coordinator cuts the pause short, and waits for the
+    next attempt: the next coordinator may be there already.
 
     Args:
         submit: runs functions that block on a thread of their own.
@@ -43,7 +48,6 @@ class CoordinatorReturn:
         coordinator: Coordinator,
         directory: Directory,
         router: Router,
-        search: CoordinatorSearch,
         submit: Callable[[Callable[[], object]], object],
         look_up: Callable[[], str],
         world_size: int | None,
@@ -56,7 +60,6 @@ class CoordinatorReturn:
         self._coordinator = coordinator
         self._directory = directory
         self._router = router
-        self._search = search
         self._submit = submit
         self._look_up = look_up
         self._world_size = world_size
@@ -72,7 +75,12 @@ class CoordinatorReturn:
         self._missed_news = False
         self._check_handle: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
-        search.requested.listen(self._look)
+        self._wanted = asyncio.Event()  # a call waits for an attempt
+        self._changed = asyncio.Event()
+        self._num_begun = 0  # attempts
+        self._num_ended = 0
+        self._num_found = 0
+        self._is_answered = False
 
     @property
     def _is_looking(self) -> bool:
@@ -128,11 +136,45 @@ class CoordinatorReturn:
         """Somebody asked whether this worker lives; the next coordinator, if it waits for this worker to come."""
         is_another = identity.id == self._directory.coordinator and identity != self._joined
         if is_another and not self._directory.was_replaced(identity):
-            self._search.hurry()
+            self._hurry()
 
     def _look(self) -> None:
         if self._coordinator.service is None and not self._is_looking and not self._lifetime.is_closed:
             self._task = self._io.spawn(self._run(), "rpcdist look for the coordinator")
+
+    def _hurry(self) -> None:
+        """Has an attempt made now."""
+        self._wanted.set()
+        self._look()
+
+    def _on_answer(self) -> None:
+        """Another coordinator is there; it may still have to wait for others before it takes this worker back."""
+        self._is_answered = True
+        self._changed.set()
+
+    async def attempt(self, deadline: Deadline) -> bool:
+        """Waits until the coordinator is found, or one attempt that begins now or later has failed.
+
+        Without an answer it waits for `ASK_COORDINATOR_LIMIT_S` at most; but once another coordinator has answered, it
+        waits until that one has taken this worker back, at most until the deadline.
+
+        Returns:
+            Whether it was found.
+        """
+        goal, found = self._num_begun + 1, self._num_found
+        silent_until = time.monotonic() + ASK_COORDINATOR_LIMIT_S
+        self._hurry()
+        while self._num_found == found and self._num_ended < goal:
+            limit_s = deadline.remaining_s()
+            if not self._is_answered:
+                limit_s = min(limit_s, silent_until - time.monotonic())
+            if limit_s <= 0:
+                break
+            self._changed.clear()
+            with suppress(TimeoutError):  # the loop condition decides
+                async with asyncio.timeout(None if limit_s == float("inf") else limit_s):
+                    await self._changed.wait()
+        return self._num_found != found
 
     def close(self) -> None:
         """Ends the search."""
@@ -147,19 +189,25 @@ class CoordinatorReturn:
         pauses = backoff(RETURN_FIRST_PAUSE_S, RETURN_LONGEST_PAUSE_S, deadline)
         while not self._lifetime.is_closed and not deadline.expired():
             self._missed_news = False
-            self._search.begin()
+            self._wanted.clear()
+            self._num_begun += 1
             is_over = False
             try:
                 is_over = await self._attempt(await self._address())
             except RpcdistError as exc:  # nobody is there yet, or it has just ended
                 logger.debug("%s has not found the coordinator: %s", self._directory.me.name, exc)
             finally:
-                self._search.end(is_over)
+                self._is_answered = False
+                self._num_ended = self._num_begun
+                self._num_found += is_over
+                self._changed.set()
             if is_over:
                 if self._missed_news:  # sent before the answer to the announcement had come
                     await self._directory.refresh_async()
                 return
-            await self._search.pause(next(pauses))
+            with suppress(TimeoutError):  # no call was waiting
+                async with asyncio.timeout(next(pauses)):
+                    await self._wanted.wait()
         if not self._lifetime.is_closed:
             logger.error(
                 "%s has not found the coordinator for %.0f s, and looks no longer; it goes on with the workers that it "
@@ -189,7 +237,7 @@ class CoordinatorReturn:
         me = directory.member(directory.me.id)
         limit_s = 3 * self._recovery_s  # it decides after twice that time at most
         peer, reply = await self._coordinator.announce(
-            address, me, self._world_size, roster, self._joined, limit_s, self._search.answered
+            address, me, self._world_size, roster, self._joined, limit_s, self._on_answer
         )
         if reply is None:
             rank = directory.coordinator
