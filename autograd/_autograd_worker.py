@@ -41,7 +41,7 @@ from rpcdist.rpc._executors.io_thread import Timer
 from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
-from rpcdist.rpc._serving.active_call import CALL_BYTES
+from rpcdist.rpc._serving.active_calls import CALL_BYTES
 from rpcdist.rpc._values import ReceiveBuffer
 from rpcdist.rpc._values.exceptions import add_note
 from rpcdist.rpc.future import Future

@@ -34,7 +34,8 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded, RpcdistError, TransportError, WorkerLost
 from rpcdist.inspection import PassFacts
 from rpcdist.rpc._calling.autograd_links import AutogradLinks
-from rpcdist.rpc._executors.blocking import DeferredReply, blocking, hooks
+from rpcdist.rpc._executors.blocking import blocking, hooks
+from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values import LargeBuffer

@@ -15,7 +15,8 @@ from typing import Final
 
 from rpcdist.autograd._pass_message import PassMessage
 from rpcdist.deadline import Deadline, current_deadline
-from rpcdist.rpc._executors.blocking import DeferredReply, hooks
+from rpcdist.rpc._executors.blocking import hooks
+from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._peers.network import MessageSink
 
 Outcome = bytes | Exception

@@ -151,7 +151,14 @@ class Agent:
 
         self.events = events = PeerEvents()
         self.directory = Directory(
-            me, roster, coordinator, io, events.replaced.publish, events.member.publish, coordinator.rank
+            me,
+            roster,
+            coordinator.members,
+            coordinator.members_async,
+            io,
+            events.replaced.publish,
+            events.member.publish,
+            coordinator.rank,
         )
         self._device_maps = DeviceMaps(me.name, options.device_maps, self.directory.name_of)
         self._demultiplexer = Demultiplexer(self.pool.submit_many, lifetime)

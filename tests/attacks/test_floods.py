@@ -20,8 +20,7 @@ from rpcdist.errors import Overloaded, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._serving import active_calls, answers
-from rpcdist.rpc._serving.active_call import CALL_BYTES, ActiveCall
-from rpcdist.rpc._serving.active_calls import NUM_UNCOUNTED, ActiveCalls
+from rpcdist.rpc._serving.active_calls import CALL_BYTES, NUM_UNCOUNTED, ActiveCall, ActiveCalls
 from rpcdist.rpc._serving.dispatcher import MAX_FUNCTION_CHARS
 from rpcdist.testing import InProcessCluster, eventually
 from rpcdist.transport.announced_bytes import AnnouncedBytes

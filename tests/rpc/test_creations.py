@@ -123,7 +123,7 @@ def outcome(value_sink: ValueSink, call: PendingCall) -> object:
     """What it got already; a wait ends at once."""
     call.deadline = Deadline(0.0)
     call.session = None
-    return value_sink.wait(call, value_sink)
+    return value_sink.wait(call)
 
 
 class Value(Arrived):

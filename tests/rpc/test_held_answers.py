@@ -11,9 +11,9 @@ import pytest
 
 from rpcdist.errors import TransportError
 from rpcdist.ids import Identity
-from rpcdist.rpc._executors import held_answers
-from rpcdist.rpc._executors.blocking import DeferredReply, blocking
-from rpcdist.rpc._executors.held_answers import MAX_HELD, HeldAnswers
+from rpcdist.rpc._executors import deferred_replies
+from rpcdist.rpc._executors.blocking import blocking
+from rpcdist.rpc._executors.deferred_replies import MAX_HELD, DeferredReply, HeldAnswers
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._peers.demultiplexer import Loopback
 
@@ -69,7 +69,7 @@ def errors() -> list[BaseException]:
 
 @pytest.fixture
 def held(errors: list[BaseException], monkeypatch: pytest.MonkeyPatch) -> HeldAnswers:
-    monkeypatch.setattr(held_answers, "ANSWER_HOLD_S", LIMIT_S)
+    monkeypatch.setattr(deferred_replies, "ANSWER_HOLD_S", LIMIT_S)
     return HeldAnswers(lambda: None, lambda error, function: errors.append(error))
 
 
@@ -94,7 +94,7 @@ def test_when_enough_answers_wait_they_are_written(held: HeldAnswers) -> None:
 def test_an_answer_that_waits_too_long_is_written_with_the_next_one(
     held: HeldAnswers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held_answers, "ANSWER_HOLD_S", 0.0)
+    monkeypatch.setattr(deferred_replies, "ANSWER_HOLD_S", 0.0)
     connection = Connection()
     held.hold(connection, partial(connection.queue, 1))
     assert connection.writes == [[1]]
@@ -132,7 +132,7 @@ def test_any_number_of_answers_that_one_job_makes_ready_are_sent_though_one_fail
 
 @pytest.fixture
 def pool(errors: list[BaseException], monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadPool]:
-    monkeypatch.setattr(held_answers, "ANSWER_HOLD_S", LIMIT_S)
+    monkeypatch.setattr(deferred_replies, "ANSWER_HOLD_S", LIMIT_S)
     pool = ThreadPool(max_threads=1, on_error=lambda error, function: errors.append(error))
     yield pool
     assert pool.close(LIMIT_S) == []

@@ -9,7 +9,7 @@ import pytest
 
 from rpcdist.errors import PoolExhausted
 from rpcdist.ids import Identity
-from rpcdist.rpc._executors.blocking import DeferredReply
+from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._executors.lane import Lane
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._peers.demultiplexer import Loopback

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,8 +51,11 @@ class Job:
             return
         asked: Any = Asked()
         roster = Roster(self.table.version, members_from_bytes(members_to_bytes(self.table.members)))
-        source: Any = SimpleNamespace()
-        self.members[who] = (Directory(who, roster, source, asked, lambda gone: None, asked.events.append), asked)
+        refuse: Any = None  # nobody asks
+        self.members[who] = (
+            Directory(who, roster, refuse, refuse, asked, lambda gone: None, asked.events.append),
+            asked,
+        )
         self.table.heard(who, self.table.version)
 
     def go(self, number: int, how: str) -> None:

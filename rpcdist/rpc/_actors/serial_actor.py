@@ -22,7 +22,7 @@ from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import DeadlineExceeded, Overloaded
 from rpcdist.inspection import ActorFacts
 from rpcdist.rpc._actors.turn_queue import CallNumber, TurnQueue
-from rpcdist.rpc._executors.blocking import DeferredReply
+from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._executors.generators import is_generator
 from rpcdist.rpc._executors.lane import Lane
 from rpcdist.rpc._executors.thread_pool import ThreadPool

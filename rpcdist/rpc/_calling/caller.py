@@ -129,7 +129,7 @@ class Caller:
         send = partial(self._send, call, message, large, session)
         # The session is given only if this thread may read while it sends: a message that takes long to send would keep
         # other threads from reading.
-        return reply_sink.wait(call, self, send, None if large and takes_long(large) else session)
+        return reply_sink.wait(call, send, None if large and takes_long(large) else session)
 
     def begin(
         self,
@@ -145,7 +145,7 @@ class Caller:
             to, func, args, None, timeout_s, reply_sink, device_map=device_map
         )
         self._start_in_turn(call, message, large)
-        return lambda: reply_sink.wait(call, self)
+        return lambda: reply_sink.wait(call)
 
     def start(
         self,
@@ -216,7 +216,7 @@ class Caller:
         except BaseException:  # Ctrl-C
             creation.forget(value_sink)
             raise
-        return WITHHELD if call is None else value_sink.wait(call, value_sink, None, call.session)
+        return WITHHELD if call is None else value_sink.wait(call, None, call.session)
 
     def fetch(self, owner: int, share: ReferenceShare, timeout_s: float) -> Any:
         """The value of a remote reference, from its owner; waits for it."""
@@ -225,7 +225,7 @@ class Caller:
         reply_sink = SyncReplySink()
         call, message, large = self._new_calls.of_fetch(owner, share, timeout_s, reply_sink)
         session = self._router.session_for_call(owner)
-        return reply_sink.wait(call, self, partial(self._send, call, message, large, session), session)
+        return reply_sink.wait(call, partial(self._send, call, message, large, session), session)
 
     def start_fetch(self, owner: int, share: ReferenceShare, timeout_s: float) -> Future[Any]:
         """`fetch` without waiting."""
@@ -239,7 +239,7 @@ class Caller:
         """Calls a function that every worker serves under this name, and that waits for other workers; blocks."""
         reply_sink = SyncReplySink()
         call, message, large = self._new_calls.of_gathering(to, name, args, timeout_s, reply_sink)
-        return reply_sink.wait(call, self, partial(self._send, call, message, large))
+        return reply_sink.wait(call, partial(self._send, call, message, large))
 
     def start_gathering(self, to: int, name: str, args: tuple[Any, ...], timeout_s: float) -> Future[Any]:
         """`gather` without waiting."""

@@ -175,5 +175,5 @@ class ValueSink(SyncReplySink):
         super().__init__()
         self._creation = creation
 
-    def cancel(self, call: PendingCall, exc: BaseException | None) -> bool:
+    def _cancel(self, call: PendingCall, exc: BaseException | None) -> bool:
         return self._creation.forget(self)

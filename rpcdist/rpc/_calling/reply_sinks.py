@@ -6,7 +6,7 @@ import logging
 from _thread import allocate_lock, get_ident
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from rpcdist.errors import Cancelled
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
@@ -20,13 +20,6 @@ from rpcdist.rpc.future import Future
 from rpcdist.time_limits import THREAD_GRACE_S
 
 logger = logging.getLogger(__name__)
-
-
-class Canceller(Protocol):
-    """Ends calls before their time."""
-
-    def cancel(self, call: PendingCall, exc: BaseException | None) -> bool:
-        """See `Caller.cancel`."""
 
 
 Submit = Callable[..., None]
@@ -89,7 +82,6 @@ class SyncReplySink:
     def wait(
         self,
         call: PendingCall,
-        canceller: Canceller,
         send: Callable[[], object] | None = None,
         session: MessageSink | None = None,
     ) -> object:
@@ -97,7 +89,6 @@ class SyncReplySink:
 
         Args:
             call: the call.
-            canceller: ends it when it was interrupted, or its deadline is over.
             send: sends it; None if it was sent already.
             session: by which it will go, if there is one.
 
@@ -111,11 +102,11 @@ class SyncReplySink:
                 with blocking():
                     ended = self._wait(call, send, session)
         except BaseException:  # Ctrl-C in the main thread
-            canceller.cancel(call, Cancelled(f"{call.what()} was interrupted"))
+            self._cancel(call, Cancelled(f"{call.what()} was interrupted"))
             raise
         if not ended:
             overdue = call.deadline_error()
-            if canceller.cancel(call, None):
+            if self._cancel(call, None):
                 raise overdue
             self._lock.acquire(timeout=THREAD_GRACE_S)  # the outcome arrived in this very moment
         if (error := self._error) is not None:
@@ -125,6 +116,10 @@ class SyncReplySink:
             finally:
                 del error  # it holds this frame, and with it the arguments: a cycle, in which references would live on
         return result_of(self._failure, self._payload)
+
+    def _cancel(self, call: PendingCall, exc: BaseException | None) -> bool:
+        """Ends a call that was interrupted, or whose deadline is over; False if it has ended already."""
+        return call.owner.cancel(call, exc)
 
     def _wait(self, call: PendingCall, send: Callable[[], object] | None, session: MessageSink | None) -> bool:
         if session is None and send is not None:

@@ -1,41 +1,69 @@
-"""Lets code that is about to wait say so, wherever it runs: the pool then counts its thread as free to be replaced."""
+"""A thread of the worker pool, and how code that is about to wait says so, wherever it runs.
+
+The pool then counts the thread as free to be replaced.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
+from _thread import LockType, allocate_lock
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
-
-from rpcdist.rpc._executors.worker_thread import WorkerThread
-from rpcdist.rpc._peers.network import MessageSink
+from typing import Final
 
 Hook = Callable[[], object]
+HAS_THREAD_CLOCK: Final = hasattr(time, "pthread_getcpuclockid")
 
 
-class DeferredReply(NamedTuple):
-    """What a job returns that leaves its answer to the pool's thread that runs it.
+def new_baton() -> LockType:
+    """A lock that is held from the beginning: a thread parks by acquiring it, and a release wakes the thread.
+
+    One per thread: a condition that all share would wake several for one job, and each wake-up would contend for it.
+    """
+    baton = allocate_lock()
+    baton.acquire()
+    return baton
+
+
+class WorkerThread:
+    """The state of one thread of the pool.
 
     Attributes:
-        answers: the functions that send the job's answer, and others that were ready by it.
-        session: where they go, and where the next job will probably come from.
-        is_long: sending takes a while, in which the thread runs no code of users.
+        thread: the thread; `work` is what it runs, and gets this object.
+        baton: the thread parks on it.
+        ended: held until the thread has left the pool.
+        job: what it runs now, or None.
+        arguments: arguments of the job.
+        blocked: how many `blocking` blocks it is in.
+        is_lent: it does not belong to the pool for now.
     """
 
-    answers: list[Hook]
-    session: MessageSink
-    is_long: bool = False
+    __slots__ = ("_clock", "arguments", "baton", "blocked", "ended", "is_lent", "job", "thread")
 
-    def send(self) -> None:
-        """Sends all of them, also those after one that raises; called once, whatever happens."""
-        problem: BaseException | None = None
-        while self.answers:
-            try:
-                self.answers.pop(0)()
-            except BaseException as error:
-                problem = error
-        if problem is not None:
-            raise problem
+    def __init__(self, work: Callable[[WorkerThread], object], name: str) -> None:
+        self.baton = new_baton()
+        self.ended = new_baton()
+        self.job: Callable[..., object] | None = None
+        self.arguments: tuple[object, ...] = ()
+        self.blocked = 0
+        self.is_lent = False
+        self._clock: int | None = None
+        self.thread = threading.Thread(target=work, args=(self,), name=name, daemon=True)
+
+    def begin(self) -> None:
+        """The thread calls it first, itself: asking for the clock of a thread that has ended may crash the process."""
+        if HAS_THREAD_CLOCK:
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
+
+    def cpu_s(self) -> float:
+        """Processor time that the thread has used, in seconds; 0 where the system does not tell."""
+        if self._clock is None:
+            return 0.0
+        try:
+            return time.clock_gettime(self._clock)
+        except OSError:  # the thread has ended
+            return 0.0
 
 
 class _ThreadHooks(threading.local):

@@ -12,9 +12,9 @@ from _thread import get_ident
 from collections import deque
 from collections.abc import Callable
 
-from rpcdist.rpc._executors.blocking import DeferredReply
+from rpcdist.rpc._executors.blocking import new_baton
+from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._executors.thread_pool import ThreadPool
-from rpcdist.rpc._executors.worker_thread import new_baton
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.time_limits import POOL_LEAD_S
 

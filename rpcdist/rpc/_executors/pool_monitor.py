@@ -11,7 +11,7 @@ from _thread import LockType
 from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
-from rpcdist.rpc._executors.worker_thread import new_baton
+from rpcdist.rpc._executors.blocking import new_baton
 from rpcdist.time_limits import POOL_CORE_DELAY_S, POOL_STALL_S, POOL_TICK_S
 
 MAX_BURST: Final = 64

@@ -42,10 +42,9 @@ from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ForkedProcess, NotInitialized, PoolExhausted
 from rpcdist.inspection import PoolFacts
-from rpcdist.rpc._executors.blocking import DeferredReply, forget_hooks, hooks, set_hooks
-from rpcdist.rpc._executors.held_answers import HeldAnswers
+from rpcdist.rpc._executors.blocking import HAS_THREAD_CLOCK, WorkerThread, forget_hooks, hooks, set_hooks
+from rpcdist.rpc._executors.deferred_replies import DeferredReply, HeldAnswers
 from rpcdist.rpc._executors.pool_monitor import LoadHistory, PoolMonitor, PoolSample
-from rpcdist.rpc._executors.worker_thread import HAS_THREAD_CLOCK, WorkerThread
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.exceptions import traceback_of
 from rpcdist.time_limits import (

@@ -19,8 +19,9 @@ profiler's state, and the current CUDA device and stream.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Final, Protocol, TypeVar, cast, overload
+from typing import Any, Final, TypeVar, cast, overload
 
 import torch
 import torch.utils._device as torch_device
@@ -43,15 +44,8 @@ _hooks_disabled_text = _autograd._saved_tensors_hooks_get_disabled_error_message
 Hook = Callable[..., object]
 
 
-class _Guard(Protocol):
-    def __enter__(self) -> object: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> object: ...
-
-
-def _new_guard() -> _Guard:
-    guard: _Guard = _C._InferenceMode(False)
+def _new_guard() -> AbstractContextManager[object]:
+    guard: AbstractContextManager[object] = _C._InferenceMode(False)
     guard.__enter__()
     return guard
 
@@ -145,7 +139,7 @@ class StateSlot:
     )
 
     def __init__(self) -> None:
-        self._guard: _Guard | None = None
+        self._guard: AbstractContextManager[object] | None = None
         self._autocast: _Autocast | None = None
         self._hooks: list[tuple[Hook, Hook]] = []  # the innermost last
         self._hooks_disabled: str | None = None
@@ -226,7 +220,7 @@ class StateSlot:
         original.swap_out()
         try:
             # A guard can be closed once only, so the copy is made by building the same state again and leaving that.
-            scaffold: _Guard = _C._InferenceMode(inference)
+            scaffold: AbstractContextManager[object] = _C._InferenceMode(inference)
             scaffold.__enter__()
             torch._C._set_grad_enabled(grad)
             _C._set_fwd_grad_enabled(forward_grad)

@@ -53,8 +53,7 @@ from rpcdist.rpc._peers.connections import Connections
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import Network
 from rpcdist.rpc._rref.manager import RRefManager
-from rpcdist.rpc._serving.active_call import ActiveCall
-from rpcdist.rpc._serving.active_calls import ActiveCalls
+from rpcdist.rpc._serving.active_calls import ActiveCall, ActiveCalls
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.time_limits import LONG_WAIT_S, LOOK_LIMIT_S, LOOK_PERIOD_S, OLD_CALLS_LOOK_S
 from rpcdist.transport.unix_sockets import INSPECTION_ROLE, process_at

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Generic, Literal, NamedTuple, ParamSpec, Protocol
+from typing import Final, Generic, Literal, NamedTuple, ParamSpec
 
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, UnknownWorker, WorkerLost
@@ -68,16 +68,6 @@ class MemberEvent(NamedTuple):
     reason: str = ""
 
 
-class MemberSource(Protocol):
-    """Knows the current members of the job: the coordinator."""
-
-    def members(self, limit_s: float | None = None) -> Roster:
-        """Asks, and waits; bounded, by a limit of its own if none is given."""
-
-    async def members_async(self) -> Roster:
-        """The same on the I/O loop."""
-
-
 class Directory:
     """The members of the job. Any thread may use it.
 
@@ -88,6 +78,8 @@ class Directory:
 
     Args:
         me: this worker.
+        ask: asks the coordinator for the members, and waits; bounded, by a limit of its own for None.
+        ask_async: the same on the I/O loop.
         on_replaced: called on the I/O loop when another process has taken the place of a member.
         on_event: called on the I/O loop when a worker came or went.
         coordinator: the rank of the worker that keeps the list: 0, unless rank 0 had left before, and another worker
@@ -98,7 +90,8 @@ class Directory:
         self,
         me: Identity,
         roster: Roster,
-        source: MemberSource,
+        ask: Callable[[float | None], Roster],
+        ask_async: Callable[[], Awaitable[Roster]],
         io: IoThread,
         on_replaced: Callable[[Identity], object],
         on_event: Callable[[MemberEvent], object],
@@ -106,7 +99,8 @@ class Directory:
     ) -> None:
         self.me = me
         self.coordinator = coordinator
-        self._source = source
+        self._ask = ask
+        self._ask_async = ask_async
         self._io = io
         self._on_replaced = on_replaced
         self._on_event = on_event
@@ -238,7 +232,7 @@ class Directory:
 
     def refresh(self, limit_s: float | None = None) -> None:
         """Asks the coordinator; blocks, bounded; `limit_s` may be shorter than the time that it usually has."""
-        self.update(self._source.members(limit_s))
+        self.update(self._ask(limit_s))
 
     def refresh_soon(self) -> None:
         """Asks the coordinator in the background; any thread."""
@@ -250,7 +244,7 @@ class Directory:
     async def refresh_async(self) -> None:
         """Asks the coordinator, on the I/O loop. A missing answer is only logged."""
         try:
-            self.update(await self._source.members_async())
+            self.update(await self._ask_async())
         except RpcdistError as exc:
             logger.warning("the coordinator did not send the list of workers: %s", exc)
 

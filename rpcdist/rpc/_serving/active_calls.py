@@ -1,18 +1,256 @@
-"""The calls that a worker is handling: to find one again, to wait for their end, to cancel them."""
+"""The calls that a worker is handling: each from its arrival to its reply, and the table of them."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Any, Final
 
 from rpcdist._counters import OK
+from rpcdist._proto import rpc_pb2
+from rpcdist.deadline import NEVER, Deadline
 from rpcdist.errors import ProtocolViolation
+from rpcdist.rpc._actors.serial_actor import Turn
+from rpcdist.rpc._autograd_hooks import CallContext
+from rpcdist.rpc._executors.user_loop import UserCall
 from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._inspection.call_recorder import CallRecorder, EndedCalls
+from rpcdist.rpc._marshal.arrived_value import Arrived
+from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.network import MessageSink
-from rpcdist.rpc._serving.active_call import CALL_BYTES, ActiveCall
+from rpcdist.rpc._rref.handles import OwnerValue
+from rpcdist.rpc._rref.identifiers import ReferenceShare, UniqueId
+from rpcdist.rpc._rref.protobuf import id_from_pb
+from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS
+from rpcdist.rpc._serving.producers import AsyncProducer, SyncProducer
+from rpcdist.rpc._values.exceptions import copied
+from rpcdist.rpc._values.function_names import function_name
+from rpcdist.rpc.future import Future
+from rpcdist.time_limits import LONGEST_TIMEOUT_S
+from rpcdist.transport.wire_messages import CompactCall, NamedReference
+
+CALL_BYTES: Final = 5 << 10
+"""The memory of a call until it has ended, without its arguments. Measured: 1.7 KiB while it waits for a thread, 4.7 as
+a coroutine."""
+
+_CALLS_OF_METHODS: Final = frozenset(function_name(function) for function in CALLS_OF_METHODS)
+
+
+class ActiveCall:
+    """One call, from its arrival to its reply.
+
+    Attributes:
+        session: where it came from, and where the reply goes.
+        id: the caller's number of it.
+        function: its name; empty for one by value, and where only a value is fetched.
+        method: class and name of the method, for a call through a reference, once its value is there; for views.
+        is_by_value: the function has no name, and stands behind its arguments.
+        arguments: not decoded yet; None if the function takes none.
+        deadline: its caller's.
+        back: the inverse of the device map that the call brought; None where that of its session counts.
+        is_nested: a handler of the caller made it.
+        weight: what it takes in the account of its caller, in bytes.
+        cancelled_at: when its caller said that it does not want the result, on the monotonic clock; infinity for never.
+        handle: of the user loop, while a coroutine runs; of an actor, while the call waits for its turn or runs there.
+        producer: of the stream that is its result.
+        result: for `remote()`: the share that its caller has of the result.
+        entry: for `remote()`: where the result is kept.
+        autograd: the caller's context, in which the function runs.
+        value: the share of the reference whose method is called, or whose value is fetched.
+        wants_value: for `remote()`: its caller waits for the result, too.
+        target: the value that is fetched, or that a method is called on, which may not be there yet.
+        counts_as_idle: it waits for other workers; a shutdown of this one does not wait for it.
+        is_serial: for `remote()`: the result is an actor.
+        awaited: the future that the function has returned, while that is waited for.
+        is_chained: the function has returned a future, and that is waited for.
+        arrived: when it came, in seconds of the monotonic clock.
+        span: of OpenTelemetry, if the program wants spans.
+        started: when its function was called, in seconds of the monotonic clock; 0 before.
+    """
+
+    __slots__ = (
+        "arguments",
+        "arrived",
+        "autograd",
+        "awaited",
+        "back",
+        "cancelled_at",
+        "counts_as_idle",
+        "deadline",
+        "entry",
+        "function",
+        "handle",
+        "id",
+        "is_by_value",
+        "is_chained",
+        "is_nested",
+        "is_serial",
+        "method",
+        "producer",
+        "result",
+        "session",
+        "span",
+        "started",
+        "target",
+        "value",
+        "wants_value",
+        "weight",
+    )
+
+    def __init__(
+        self,
+        session: MessageSink,
+        id: int,
+        function: str,
+        arguments: Arrived | None,
+        deadline: Deadline,
+        arrived: float,
+    ) -> None:
+        self.session = session
+        self.id = id
+        self.function = function
+        self.method = ""
+        self.is_by_value = False
+        self.arguments = arguments
+        self.deadline = deadline
+        self.back: DeviceMap | None = None
+        self.result: ReferenceShare | None = None
+        self.value: ReferenceShare | None = None
+        self.counts_as_idle = False
+        self.cancelled_at = NEVER.at
+        self.handle: UserCall | Turn | None = None
+        self.producer: SyncProducer | AsyncProducer | None = None
+        self.entry: OwnerValue | None = None
+        self.autograd: CallContext | None = None
+        self.target: Future[Any] | None = None
+        self.is_chained = False
+        self.awaited: object = None
+        self.is_serial = False
+        self.wants_value = False
+        self.is_nested = False
+        self.span: Any = None
+        self.weight = CALL_BYTES
+        self.arrived = arrived
+        self.started = 0.0
+
+    def __repr__(self) -> str:
+        return f"<call {self.id} from {self.session.peer.name}: {self.what}, {self.deadline!r}>"
+
+    @classmethod
+    def of_compact(cls, session: MessageSink, call: CompactCall, arguments: Arrived | None) -> ActiveCall:
+        """A call that came in compact form."""
+        now, timeout_s = time.monotonic(), call.timeout_us / 1e6
+        is_limited = 0.0 < timeout_s <= LONGEST_TIMEOUT_S
+        deadline = Deadline(now + timeout_s) if is_limited else NEVER
+        active = cls(session, call.id, call.function, arguments, deadline, now)
+        active.is_nested = call.is_nested
+        active.weight += len(call.body)
+        if call.result is not None:
+            active.result = _share_of(call.result)
+            active.wants_value = call.wants_value
+        if call.target is not None:
+            active.value = _share_of(call.target)
+        return active
+
+    @classmethod
+    def of_protobuf(cls, session: MessageSink, call: rpc_pb2.Call, arguments: Arrived | None) -> ActiveCall:
+        """A call that came in a protobuf message."""
+        deadline = Deadline.after(call.timeout_us / 1e6) if call.timeout_us else NEVER
+        active = cls(session, call.id, call.function, arguments, deadline, time.monotonic())
+        active.counts_as_idle = call.counts_as_idle
+        active.is_nested = call.is_nested
+        active.weight += call.ByteSize()
+        active.is_by_value = call.by_value
+        if call.HasField("result"):
+            active.result = ReferenceShare(id_from_pb(call.result.rref), id_from_pb(call.result.fork))
+            active.is_serial = call.result.is_serial
+        for named in ("fetch", "on"):
+            if call.HasField(named):
+                value = getattr(call, named)
+                active.value = ReferenceShare(id_from_pb(value.rref), id_from_pb(value.fork))
+        return active
+
+    def target_value(self) -> Any:
+        """The value of `target`, which is done; raises a copy of its error, which others raise, too."""
+        assert self.target is not None
+        error = self.target.exception()
+        if error is not None:
+            raise copied(error)
+        return self.target.value()
+
+    @property
+    def is_fetch(self) -> bool:
+        """Whether nothing is called, and the value of a reference is the result."""
+        return self.value is not None and not self.function and not self.is_by_value
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it neither makes nor uses a remote reference."""
+        return self.result is None and self.value is None
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Nothing runs, and nobody waits: its caller gave up, and the future may never be completed."""
+        return self.is_chained and (self.cancelled or self.deadline.expired())
+
+    @property
+    def counts_as_work(self) -> bool:
+        """Whether a shutdown of this worker waits for it."""
+        return not self.counts_as_idle and not self.is_abandoned
+
+    @property
+    def cancelled(self) -> bool:
+        """Its caller does not want the result any more."""
+        return self.cancelled_at < NEVER.at
+
+    @property
+    def unwanted_since(self) -> float:
+        """When its caller gave up, or will, on the monotonic clock; infinity for never."""
+        return min(self.cancelled_at, self.deadline.at)
+
+    @property
+    def what(self) -> str:
+        if self.method:
+            return self.method
+        if self.function:
+            is_method = self.function in _CALLS_OF_METHODS  # its name is among the arguments, which are not decoded yet
+            return "a method (name not read yet)" if is_method else self.function
+        return "a function by value" if self.is_by_value else "fetch" if self.value is not None else "?"
+
+    @property
+    def run_began(self) -> float:
+        """When the function was called, or the turn of the call at its actor began; 0 before."""
+        return self.handle.began if isinstance(self.handle, Turn) else self.started
+
+    def state(self) -> rpc_pb2.CallState:
+        """How far the call is."""
+        phases = rpc_pb2.CallState.Phase
+        turn = self.handle if isinstance(self.handle, Turn) else None
+        started = self.run_began
+        running_us = int((time.monotonic() - started) * 1e6) if started else 0
+        if self.producer is not None:
+            phase = phases.STREAMING
+        elif turn is not None:
+            phase = phases.RUNNING if started else phases.IN_LINE
+        elif self.is_chained:
+            phase = phases.WAITING
+        else:
+            phase = phases.RUNNING if started else phases.QUEUED
+        return rpc_pb2.CallState(phase=phase, running_us=running_us)
+
+    def cancel(self) -> None:
+        """Stops what runs; any thread."""
+        self.cancelled_at = min(self.cancelled_at, time.monotonic())
+        if self.producer is not None:
+            self.producer.cancel()
+        if self.handle is not None:
+            self.handle.cancel()
+
+
+def _share_of(ids: NamedReference) -> ReferenceShare:
+    return ReferenceShare(UniqueId(*ids[:3]), UniqueId(*ids[3:]))
+
 
 NUM_UNCOUNTED: Final = 64
 """While a worker serves fewer calls than that, a small one counts in no account, which saves it two locks."""

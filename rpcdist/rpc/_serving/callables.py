@@ -6,7 +6,9 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from rpcdist.errors import CallRefused
+from rpcdist.errors import CallRefused, RpcdistError, SerializationError
+from rpcdist.rpc._rref.proxied import ValueAtOwner
+from rpcdist.rpc._serving.active_calls import ActiveCall
 from rpcdist.rpc._values.function_names import decode_function, function_name, loaded_function, names_itself
 from rpcdist.rpc.options import RpcOptions
 
@@ -90,3 +92,33 @@ class Callables:
                 "RpcOptions(allow_functions=...) there, without wildcards"
             )
         return function
+
+
+def decoded_call(
+    active: ActiveCall, callables: Callables
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The function, and its positional and keyword arguments; decoding runs code of users.
+
+    Whether the function may be called is decided before anything is decoded.
+    """
+    if active.is_by_value:
+        callables.check_by_value()
+        args, kwargs, function = _parts(active, 3)
+        if not callable(function):
+            raise SerializationError(
+                f"what arrived as a function is a {type(function).__name__}, which cannot be called"
+            )
+    else:
+        function = callables.find(active.function)
+        args, kwargs = ((), {}) if active.arguments is None else _parts(active, 2)
+    args = tuple(args)
+    if active.target is not None:
+        args = (ValueAtOwner(active.target_value()), *args)
+    return function, args, kwargs
+
+
+def _parts(active: ActiveCall, count: int) -> tuple[Any, ...]:
+    parts = active.arguments.decode() if active.arguments is not None else None
+    if not (isinstance(parts, tuple) and len(parts) == count and isinstance(parts[1], dict)):
+        raise RpcdistError("the arguments of the call are not a tuple and a dict, with the function if that is a value")
+    return parts

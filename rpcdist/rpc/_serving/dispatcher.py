@@ -32,7 +32,8 @@ from rpcdist.rpc._actors.serial_actor import Turn
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
 from rpcdist.rpc._devices.handler_streams import HandlerStreams
-from rpcdist.rpc._executors.blocking import DeferredReply, hooks
+from rpcdist.rpc._executors.blocking import hooks
+from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._executors.lane import Lane
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
@@ -52,11 +53,9 @@ from rpcdist.rpc._rref.proxied import (
     called_method,
     method_of,
 )
-from rpcdist.rpc._serving.active_call import ActiveCall
-from rpcdist.rpc._serving.active_calls import ActiveCalls
+from rpcdist.rpc._serving.active_calls import ActiveCall, ActiveCalls
 from rpcdist.rpc._serving.answers import Answers
-from rpcdist.rpc._serving.callables import Callables
-from rpcdist.rpc._serving.decoded_call import decoded_call
+from rpcdist.rpc._serving.callables import Callables, decoded_call
 from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer
 from rpcdist.rpc._values import ReceiveBuffer
 from rpcdist.rpc._values.exceptions import described

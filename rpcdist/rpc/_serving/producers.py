@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextvars import Context
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import NEVER
@@ -27,16 +27,6 @@ logger = logging.getLogger(__name__)
 
 MAX_CREDIT: Final = 1024
 """Items that a producer makes ahead of its consumer at most, whatever the consumer grants: they wait in memory here."""
-
-
-class Producer(Protocol):
-    """A stream, as the dispatcher sees it. Any thread may call both methods; they do not block."""
-
-    def credit(self, items: int) -> None:
-        """The consumer can take that many more items."""
-
-    def cancel(self) -> None:
-        """The consumer wants no more; the generator is closed."""
 
 
 class StreamSender:

@@ -1,4 +1,4 @@
-"""Answers that wait for those of the next jobs, so that one write takes them all.
+"""Replies that jobs leave to the thread that runs them, and those that wait so that one write takes them all.
 
 In a burst, a write for each answer costs more than the calls: its system call wakes the caller for one answer, and
 gives the interpreter's lock away in the middle of the work. So a thread with more jobs before it leaves its answer in
@@ -11,12 +11,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.time_limits import ANSWER_HOLD_S
 
 MAX_HELD: Final = 16
+
+
+class DeferredReply(NamedTuple):
+    """What a job returns that leaves its answer to the pool's thread that runs it.
+
+    Attributes:
+        answers: the functions that send the job's answer, and others that were ready by it.
+        session: where they go, and where the next job will probably come from.
+        is_long: sending takes a while, in which the thread runs no code of users.
+    """
+
+    answers: list[Callable[[], object]]
+    session: MessageSink
+    is_long: bool = False
+
+    def send(self) -> None:
+        """Sends all of them, also those after one that raises; called once, whatever happens."""
+        problem: BaseException | None = None
+        while self.answers:
+            try:
+                self.answers.pop(0)()
+            except BaseException as error:
+                problem = error
+        if problem is not None:
+            raise problem
 
 
 class HeldAnswers:
