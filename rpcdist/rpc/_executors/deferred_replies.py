@@ -20,7 +20,7 @@ MAX_HELD: Final = 16
 
 
 class DeferredReply(NamedTuple):
-    """What a job returns that leaves its answer to the pool's thread that runs it.
+    """The value by which a job leaves its answer to the thread of the pool that runs it.
 
     Attributes:
         answers: the functions that send the job's answer, and others that were ready by it.
