@@ -201,7 +201,7 @@ def _of_calls(counts: _WorkerCounts) -> Iterator[Family]:
 
 def _of_worker(agent: Agent) -> Iterator[Family]:
     counts: _WorkerCounts = agent.counts
-    stats, info = agent.pool.stats(), agent.get_debug_info()
+    stats, info = agent.pool.facts(), agent.get_debug_info()
     yield _family("rpcdist.worker", ({"rpcdist.name": agent.worker_name, "rpcdist.rank": str(agent.worker_id)}, 1))
     yield _family(
         "rpcdist.active_calls",

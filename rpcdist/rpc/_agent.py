@@ -60,12 +60,11 @@ from rpcdist.rpc._membership.membership_news import MembershipNews
 from rpcdist.rpc._membership.membership_watch import MembershipWatch
 from rpcdist.rpc._membership.serving import STOP, StopRequests
 from rpcdist.rpc._membership.shutdown import Leaving, ShutdownRounds
-from rpcdist.rpc._peers.connections import Connections, LeaseWatch
+from rpcdist.rpc._peers.connections import PROBE_ROLE, Connections, Inbound, LeaseWatch, ProbeTaker
 from rpcdist.rpc._peers.control import ControlReceiver
 from rpcdist.rpc._peers.demultiplexer import Demultiplexer, Lifetime
 from rpcdist.rpc._peers.device_maps import DeviceMaps
 from rpcdist.rpc._peers.directory import Directory, PeerEvents, Roster
-from rpcdist.rpc._peers.inbound import PROBE_ROLE, Inbound, ProbeTaker
 from rpcdist.rpc._peers.network import Announcements, Network
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import Handle
@@ -236,9 +235,7 @@ class Agent:
             self.autograd,
             options.autograd_mode,
             lifetime,
-            self.router.flush,
-            self.router.is_reachable,
-            self.router.reach,
+            self.router,
         )
         service = coordinator.service
         self.actor_names = ActorNames(
@@ -538,7 +535,7 @@ class Agent:
             **self.rrefs.debug_info(),
             **self.autograd.counts(),
             "agent.thread_pool_size": str(self.options.num_worker_threads),
-            "agent.num_idle_threads": str(self.pool.stats().idle),
+            "agent.num_idle_threads": str(self.pool.facts().idle),
             "agent.server_active_calls": str(len(self.dispatcher.calls)),
             "agent.server_active_async_calls": str(len(self.dispatcher.calls)),
             "agent.client_active_calls": str(len(self.caller.calls)),

@@ -93,7 +93,7 @@ def test_the_call_of_another_worker_passes_a_flood() -> None:
             eventually(lambda: len(agent.dispatcher.calls) > NUM_CALLS // 2)
         begun, answered = next(Work.num_done), cluster.run("c", ask, "b")
         assert answered - begun < NUM_CALLS // 10
-        assert agent.pool.stats().queued > NUM_CALLS // 4
+        assert agent.pool.facts().queued > NUM_CALLS // 4
         Work.is_over.set()
         rpc.wait_all(calls)
         assert held_by(agent, "a") == 0
@@ -106,7 +106,7 @@ def test_a_call_of_a_handler_passes_the_flood_of_its_own_worker() -> None:
             eventually(lambda: len(agent.dispatcher.calls) > NUM_CALLS // 2)
         begun, answered = next(Work.num_done), cluster.run("c", rpc.rpc_sync, "a", ask, ("b",), timeout=LIMIT_S)
         assert answered - begun < NUM_CALLS // 10
-        assert agent.pool.stats().queued > NUM_CALLS // 4
+        assert agent.pool.facts().queued > NUM_CALLS // 4
         Work.is_over.set()
         rpc.wait_all(calls)
 
@@ -170,7 +170,7 @@ def test_a_flood_whose_caller_dies_leaves_nothing() -> None:
         account = account_of(agent, "a")
         assert (
             account._num_bytes >= (NUM_CALLS - NUM_UNCOUNTED) * CALL_BYTES
-            and agent.pool.stats().queued > NUM_CALLS - 100
+            and agent.pool.facts().queued > NUM_CALLS - 100
         )
         cluster.kill("a")
         eventually(lambda: not agent._inbound.sessions)

@@ -228,7 +228,7 @@ def test_many_idle_actors_leave_the_pool_to_others(cluster: InProcessCluster) ->
         actors = [rpc.remote("b", Link, serial=True) for _ in range(100)]
         rpc.wait_all([actor.rpc_async().depth() for actor in actors])
         assert agent.pool.num_reserved == 100
-        assert agent.pool.stats().threads < 20
+        assert agent.pool.facts().threads < 20
         assert rpc.rpc_sync("b", pow, (2, 3)) == 8
         del actors
         current_agent().rrefs.drain()
@@ -281,7 +281,7 @@ def test_a_generator_that_is_given_up_ends_on_its_thread(cluster: InProcessClust
         stream = rpc.rpc_stream("b", there.rows, (100_000,))
         assert [next(stream) for _ in range(100)] == list(range(100))
         eventually(lambda: agent.pool.num_reserved == 1)  # it waits for its consumer, and the pool does not count it
-        assert agent.pool.stats().threads < 10
+        assert agent.pool.facts().threads < 10
         stream.close()
         eventually(lambda: there.ends == [(1, True)])
         eventually(lambda: agent.pool.num_reserved == 0)

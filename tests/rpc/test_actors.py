@@ -102,8 +102,8 @@ def test_an_actor_that_blocks_holds_up_nobody_else(cluster: InProcessCluster) ->
         assert other.rpc_sync().note("free") == 1
         assert rpc.rpc_sync("b", pow, (2, 3)) == 8
         with cluster.use("b"):
-            eventually(lambda: current_agent().pool.stats().queued == 0)
-            stats = current_agent().pool.stats()
+            eventually(lambda: current_agent().pool.facts().queued == 0)
+            stats = current_agent().pool.facts()
         assert stats.threads < 50, stats  # those that wait hold no thread
         assert not any(call.done() for call in waiting)
         gate.set()

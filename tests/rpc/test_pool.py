@@ -122,7 +122,7 @@ def test_the_lines_of_owners_take_turns(pool: ThreadPool) -> None:
     for owner, num_jobs in (("flooding", 1000), ("other", 3), ("third", 2)):
         pool._lines[owner] = line = JobLine((seen.append, (owner,), 0.0) for _ in range(num_jobs))
         pool._turns[line] = None
-    assert pool.stats().queued == 1005 and pool.has_queue
+    assert pool.facts().queued == 1005 and pool.has_queue
     pool.submit(seen.append, "own")
     eventually(lambda: len(seen) == 1006)
     assert seen.index("own") <= 8  # two threads may have begun
@@ -234,7 +234,7 @@ def test_idle_threads_end() -> None:
     for thread in threading.enumerate():
         if thread.name == "rpcdist-worker-0":
             thread.join(LIMIT_S)
-    assert pool.stats().threads == 0
+    assert pool.facts().threads == 0
     pool.submit(done.set)  # and it starts again
     assert pool.close(LIMIT_S) == []
 
@@ -284,7 +284,7 @@ def test_an_idle_thread_keeps_nothing_alive(pool: ThreadPool) -> None:
     pool.submit(thing.use)
     del thing
     deadline = time.monotonic() + LIMIT_S
-    while pool.stats().idle != pool.stats().threads or pool.stats().queued:
+    while pool.facts().idle != pool.facts().threads or pool.facts().queued:
         assert time.monotonic() < deadline
         os.sched_yield()
     gc.collect()
@@ -335,7 +335,7 @@ def test_the_cap_is_kept(pool: ThreadPool) -> None:
     for _ in range(4):
         assert started.acquire(timeout=LIMIT_S)
     assert not started.acquire(timeout=0.05)
-    assert pool.stats().threads == 4
+    assert pool.facts().threads == 4
     gate.set()
 
 

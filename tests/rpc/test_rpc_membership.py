@@ -25,7 +25,7 @@ from rpcdist.errors import (
     WorldMismatch,
 )
 from rpcdist.rpc._agent import Agent
-from rpcdist.rpc._peers.inbound import PROBE_ROLE
+from rpcdist.rpc._peers.connections import PROBE_ROLE
 from rpcdist.testing import InProcessCluster, WorkerPool, eventually, free_port
 from rpcdist.testing.rpc_world import join
 

@@ -271,7 +271,7 @@ def test_a_method_waits_for_the_value_and_no_thread_waits_with_it(agents: tuple[
         counter = rpc.remote(NAMES[1], slow_counter, ("late",))
         calls = [counter.rpc_async().add() for _ in range(50)]
         assert rpc.rpc_sync(NAMES[1], who) == NAMES[1]
-        assert agents[1].pool.stats().threads < 20
+        assert agents[1].pool.facts().threads < 20
         GATES["late"].set()
         assert sorted(call.wait()[1] for call in calls) == list(range(1, 51))
 

@@ -11,7 +11,7 @@ import pytest
 
 from rpcdist.errors import Overloaded, RpcdistError
 from rpcdist.rpc._actors import turn_queue
-from rpcdist.rpc._actors.serial_calls import CallOrder, CallOrders
+from rpcdist.rpc._actors.serial_calls import CallOrder, SerialCalls
 from rpcdist.rpc._actors.turn_queue import CallNumber, TurnQueue
 from rpcdist.rpc._rref.identifiers import RRefId
 from rpcdist.rpc.future import Future
@@ -142,13 +142,14 @@ def test_a_caller_says_what_is_over_only_where_somebody_may_wait_for_it() -> Non
 
 
 def test_all_references_of_a_process_share_an_order_while_one_lives() -> None:
-    orders = CallOrders()
+    nothing: Any = None  # no call is made
+    order_of = SerialCalls(nothing, nothing, nothing).order_of
     rref = RRefId(1, 2, 3)
-    order = orders.of(rref)
-    assert orders.of(rref) is order
+    order = order_of(rref)
+    assert order_of(rref) is order
     order.begin()
     del order
-    assert orders.of(rref).begin() == (1, 0, 0)
+    assert order_of(rref).begin() == (1, 0, 0)
 
 
 def tell(

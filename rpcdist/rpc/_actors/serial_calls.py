@@ -87,24 +87,6 @@ class CallOrder:
         told._when_done(lambda _: self._tell(tell))
 
 
-class CallOrders:
-    """The orders of one process, by actor. All references to an actor share one, as long as any of them, or a call,
-    lives.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._streams = itertools.count()
-        self._orders: weakref.WeakValueDictionary[RRefId, CallOrder] = weakref.WeakValueDictionary()
-
-    def of(self, rref: RRefId) -> CallOrder:
-        with self._lock:
-            order = self._orders.get(rref)
-            if order is None:
-                order = self._orders[rref] = CallOrder(next(self._streams))
-            return order
-
-
 class SerialCalls:
     """One per agent; any thread may use it."""
 
@@ -112,7 +94,17 @@ class SerialCalls:
         self._rrefs = rrefs
         self._caller = caller
         self._retries = retries
-        self._orders = CallOrders()
+        self._lock = threading.Lock()
+        self._streams = itertools.count()
+        self._orders: weakref.WeakValueDictionary[RRefId, CallOrder] = weakref.WeakValueDictionary()
+
+    def order_of(self, rref: RRefId) -> CallOrder:
+        """Of an actor's calls. All references to the actor share it, as long as any of them, or a call, lives."""
+        with self._lock:
+            order = self._orders.get(rref)
+            if order is None:
+                order = self._orders[rref] = CallOrder(next(self._streams))
+            return order
 
     def call(
         self,
@@ -135,7 +127,7 @@ class SerialCalls:
         """
         state = self._rrefs.check_sharable(rref)
         owner = self._rrefs.owner_of(state)
-        order: CallOrder = rref._order or self._orders.of(state.rref)
+        order: CallOrder = rref._order or self.order_of(state.rref)
         rref._order = order
         number = order.begin()
         arguments: tuple[Any, ...] = (tuple(number), method, args, kwargs)

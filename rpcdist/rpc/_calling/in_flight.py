@@ -32,11 +32,8 @@ COUNTED_FROM_BYTES: Final = 4096
 """Calls with fewer bytes of arguments do not count, and cost nothing here."""
 
 
-@dataclass(slots=True, eq=False)
-class _WaitingCall:
-    call: int
-    num_bytes: int
-    admitted: Callable[[], object]
+_Waiter = tuple[int, Callable[[], object]]
+"""The bytes of a call that waits, and the function to call when it is admitted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +41,7 @@ class _Line:
     """The calls to one worker."""
 
     num_bytes: int = 0
-    waiters: OrderedDict[int, _WaitingCall] = field(default_factory=OrderedDict)  # by call, in the order of arrival
+    waiters: OrderedDict[int, _Waiter] = field(default_factory=OrderedDict)  # by call, in the order of arrival
 
 
 class InFlightBytes:
@@ -82,8 +79,7 @@ class InFlightBytes:
         """Admits a call to a worker, sooner or later; False if its deadline came first."""
         there_is_room = threading.Lock()
         there_is_room.acquire()
-        waiter = _WaitingCall(call, num_bytes, there_is_room.release)
-        if self._enter(to, waiter):
+        if self._enter(to, call, (num_bytes, there_is_room.release)):
             return True
         try:
             admitted = acquire(there_is_room, deadline.wait_s())
@@ -99,7 +95,7 @@ class InFlightBytes:
 
         It is called on the thread that ends another call; not if `end` comes first.
         """
-        return self._enter(to, _WaitingCall(call, num_bytes, admitted))
+        return self._enter(to, call, (num_bytes, admitted))
 
     def take_anyway(self, to: int, call: int, num_bytes: int) -> None:
         """Admits a call, room or not."""
@@ -119,24 +115,25 @@ class InFlightBytes:
                 line.waiters.pop(call, None)
             admitted = []
             while line.waiters:
-                waiter = next(iter(line.waiters.values()))
-                if not self._has_room(line, waiter.num_bytes):
+                first, (num_bytes, tell) = next(iter(line.waiters.items()))
+                if not self._has_room(line, num_bytes):
                     break
-                line.waiters.popitem(last=False)
-                self._admit(line, waiter.call, waiter.num_bytes)
-                admitted.append(waiter)
+                del line.waiters[first]
+                self._admit(line, first, num_bytes)
+                admitted.append(tell)
             if not line.num_bytes and not line.waiters:
                 del self._lines[to]
-        for waiter in admitted:
-            waiter.admitted()
+        for tell in admitted:
+            tell()
 
-    def _enter(self, to: int, waiter: _WaitingCall) -> bool:
+    def _enter(self, to: int, call: int, waiter: _Waiter) -> bool:
+        num_bytes = waiter[0]
         with self._lock:
             line = self._line(to)
-            if line.waiters or not self._has_room(line, waiter.num_bytes):
-                line.waiters[waiter.call] = waiter
+            if line.waiters or not self._has_room(line, num_bytes):
+                line.waiters[call] = waiter
                 return False
-            self._admit(line, waiter.call, waiter.num_bytes)
+            self._admit(line, call, num_bytes)
             return True
 
     def _line(self, to: int) -> _Line:

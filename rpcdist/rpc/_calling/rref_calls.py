@@ -21,6 +21,7 @@ from rpcdist.rpc._peers.demultiplexer import Lifetime
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import MessageSink, calling_worker
+from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import Handle, HandleState
 from rpcdist.rpc._rref.identifiers import Incarnation, ReferenceShare
@@ -35,9 +36,6 @@ class RRefCalls:
 
     Args:
         autograd_mode: of backward passes that begin at a reference.
-        flush: sends the creations that linger on their way to a worker now.
-        is_reachable: whether a worker lives, as far as is known, and has not just gone silent.
-        reach: tries a worker again that is not.
     """
 
     def __init__(
@@ -50,17 +48,14 @@ class RRefCalls:
         autograd: AutogradHooks,
         autograd_mode: str,
         lifetime: Lifetime,
-        flush: Callable[[int], None],
-        is_reachable: Callable[[int], bool],
-        reach: Callable[[int, Callable[[], bool], Deadline], None],
+        router: Router,
     ) -> None:
         self.me = rrefs.me
         self.my_name = rrefs.my_name
         self.check_sharable = rrefs.check_sharable
         self.fetch_error = rrefs.fetch_error
-        self.flush = flush
-        self._is_reachable = is_reachable
-        self._reach = reach
+        self.flush = router.flush
+        self._router = router
         self._rrefs = rrefs
         self._caller = caller
         self._serial = serial
@@ -175,9 +170,9 @@ class RRefCalls:
             device_map: of this call.
         """
         owner = self._directory.resolve(to)
-        if owner != self.me.worker and not self._is_reachable(owner):
+        if owner != self.me.worker and not self._router.is_reachable(owner):
             deadline = Deadline.after(self._caller.timeout_of(timeout_s)).earlier(current_deadline.get())
-            self._reach(owner, lambda: self._rrefs.is_lost(owner), deadline)
+            self._router.reach(owner, lambda: self._rrefs.is_lost(owner), deadline)
         # A method of an actor may return that actor: calls of the result have numbers, too.
         rref, share = self._rrefs.create_remote(owner, is_serial or (on is not None and on.state.is_serial))
         try:

@@ -36,7 +36,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextvars import Context
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.deadline import Deadline
@@ -83,14 +83,6 @@ class JobLine(deque[Job]):
             return self[0][2]
         except IndexError:
             return None
-
-
-class PoolStats(NamedTuple):
-    threads: int
-    idle: int
-    running: int
-    blocked: int
-    queued: int
 
 
 def _log_error(error: BaseException, function: Function) -> None:
@@ -231,20 +223,16 @@ class ThreadPool:
         """Whether jobs wait for a thread."""
         return bool(self._turns)
 
-    def stats(self) -> PoolStats:
-        threads, idle, blocked = len(self._workers), len(self._idle), len(self._blocked)
-        queued = sum(map(len, list(self._turns)))
-        return PoolStats(threads, idle, max(0, threads - idle - blocked), blocked, queued)
-
     def _oldest_at(self) -> float | None:
         """When the job that has waited longest was submitted; None if none waits."""
         return min((at for line in list(self._turns) if (at := line.oldest_at) is not None), default=None)
 
-    def facts(self, now: float) -> PoolFacts:
-        """The threads, and the queue, at a moment of the monotonic clock; any thread."""
-        threads, idle, running, blocked, queued = self.stats()
+    def facts(self) -> PoolFacts:
+        """The threads, and the queue; any thread."""
+        threads, idle, blocked = len(self._workers), len(self._idle), len(self._blocked)
+        running, queued = max(0, threads - idle - blocked), sum(map(len, list(self._turns)))
         oldest_at = self._oldest_at()
-        oldest_s = None if oldest_at is None else now - oldest_at
+        oldest_s = None if oldest_at is None else time.monotonic() - oldest_at
         return PoolFacts(threads, idle, running, blocked, queued, len(self._lent), self.max_threads, oldest_s)
 
     def jobs(self) -> list[tuple[int, Function, tuple[object, ...]]]:
@@ -253,8 +241,8 @@ class ThreadPool:
         return [(ident, job, arguments) for ident, job, arguments in found if ident is not None and job is not None]
 
     def __repr__(self) -> str:
-        stats = self.stats()
-        counts = f"{stats.running} running, {stats.blocked} blocked, {stats.idle} idle, {stats.queued} queued"
+        facts = self.facts()
+        counts = f"{facts.running} running, {facts.blocked} blocked, {facts.idle} idle, {facts.queued} queued"
         return f"<ThreadPool [{counts}]>"
 
     def close(self, timeout_s: float = LOOP_CLOSE_LIMIT_S) -> list[str]:
@@ -541,12 +529,12 @@ class ThreadPool:
 
     def sample(self) -> PoolSample | None:
         """See `MonitoredPool`."""
-        stats = self.stats()
-        oldest_at = self._oldest_at()
-        if oldest_at is None:
+        facts = self.facts()
+        if facts.oldest_s is None:
             return None
         has_progress, self._progress = self._progress, False
-        return PoolSample(time.monotonic(), stats.queued, oldest_at, stats.running, stats.threads, has_progress)
+        now = time.monotonic()
+        return PoolSample(now, facts.queued, now - facts.oldest_s, facts.running, facts.threads, has_progress)
 
     def needs_monitor(self) -> bool:
         """See `MonitoredPool`."""
@@ -592,7 +580,7 @@ class ThreadPool:
     def _exhaustion(self) -> PoolExhausted:
         return PoolExhausted(
             f"all {self.max_threads} worker threads wait, none has finished for {self._stall_limit_s:g} s, and "
-            f"{self.stats().queued} calls are queued. Raise the option max_worker_threads, or make the handlers "
+            f"{self.facts().queued} calls are queued. Raise the option max_worker_threads, or make the handlers "
             "`async def`, which need no thread while they wait."
         )
 

@@ -211,7 +211,7 @@ class Inspector:
             groups=tuple(parts.world.facts(time_ns)),
             gatherings=(*parts.gatherings.facts(), *parts.rounds.facts()),
             actors=tuple(parts.actors.facts(now, MAX_LISTED)),
-            pool=parts.pool.facts(now),
+            pool=parts.pool.facts(),
             channels=tuple(session.facts(now) for session in sessions),
             lent_memory=tuple(lent for session in sessions if (lent := session.lent_memory) is not None),
             limits=self._limits(),
@@ -314,11 +314,9 @@ class Inspector:
 
     def _limits(self) -> tuple[Limit, ...]:
         parts = self._parts
-        stats = parts.pool.stats()
+        pool = parts.pool.facts()
         found = [
-            Limit(
-                "worker threads", stats.threads - stats.idle, parts.pool.max_threads, stats.queued, "max_worker_threads"
-            ),
+            Limit("worker threads", pool.threads - pool.idle, pool.max_threads, pool.queued, "max_worker_threads"),
             Limit("lent threads", parts.pool.num_reserved, parts.pool.max_threads, 0, "max_worker_threads"),
         ]
         for worker, (num_bytes, num_waiting) in parts.caller.in_flight.usage().items():

@@ -15,8 +15,8 @@ from rpcdist.errors import AuthenticationFailed, RpcdistError, TransportError, W
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership.membership_messages import join_request, members_of, return_request
 from rpcdist.rpc._membership.membership_service import MembershipService
+from rpcdist.rpc._peers.connections import PROBE_ROLE
 from rpcdist.rpc._peers.directory import COORDINATOR, Member, Roster
-from rpcdist.rpc._peers.inbound import PROBE_ROLE
 from rpcdist.rpc._peers.network import Network
 from rpcdist.rpc._peers.reach_limit import ReachLimit
 from rpcdist.time_limits import (
