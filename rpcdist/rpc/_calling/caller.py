@@ -14,11 +14,18 @@ from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import BlockingInLoop, Cancelled, RpcdistError, TransportError, WorkerLost
 from rpcdist.profile_ranges import is_profiling, record_function
 from rpcdist.rpc._autograd_hooks import current_autograd
-from rpcdist.rpc._calling.call_table import INFINITE, CallTable, CallTimer, PendingCall
+from rpcdist.rpc._calling.call_table import (
+    INFINITE,
+    CallFuture,
+    CallTable,
+    CallTimer,
+    PendingCall,
+    Submit,
+    SyncReplySink,
+)
 from rpcdist.rpc._calling.creations import WITHHELD, Creation, ValueSink
 from rpcdist.rpc._calling.in_flight import COUNTED_FROM_BYTES, CallAdmission, InFlightBytes
 from rpcdist.rpc._calling.new_calls import CallMessage, NewCall, NewCalls, num_bytes_of
-from rpcdist.rpc._calling.reply_sinks import CallFuture, Submit, SyncReplySink
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._inspection.call_recorder import CallRecorder

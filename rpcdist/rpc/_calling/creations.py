@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any, Final
 
 from rpcdist.errors import Cancelled
-from rpcdist.rpc._calling.call_table import PendingCall
-from rpcdist.rpc._calling.reply_sinks import Submit, SyncReplySink
+from rpcdist.rpc._calling.call_table import PendingCall, Submit, SyncReplySink
 from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedFailure
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._rref.identifiers import ReferenceShare

@@ -14,8 +14,7 @@ from types import FrameType
 from typing import Any, Final
 
 from rpcdist.inspection import Frame, ThreadState
-from rpcdist.rpc._calling.call_table import PendingCall
-from rpcdist.rpc._calling.reply_sinks import SyncReplySink
+from rpcdist.rpc._calling.call_table import PendingCall, SyncReplySink
 from rpcdist.rpc._calling.result_streams import StreamState
 from rpcdist.rpc._futures.waiting import Completions
 from rpcdist.rpc._inspection.locks import awaited_lock, holds_lock
