@@ -46,12 +46,12 @@ def test_questions_take_no_thread_each(cluster: InProcessCluster) -> None:
     """Each took a thread of the pool for a second, of 165 at a time."""
     members: list[list[object]] = [["a", incarnation_of(cluster, "a")], ["evil", incarnation_of(cluster, "evil")]]
     with cluster.use("a") as agent:
-        before = agent.pool.stats().threads
+        before = agent.pool.facts().threads
         asked = cluster.run("evil", questions, members, NUM_CALLS)
         assert cluster.run("b", rpc.rpc_sync, "a", pow, (2, 5), timeout=LIMIT_S) == 32
         assert [each.exception(LIMIT_S) for each in asked] == [None] * NUM_CALLS
         assert not any(each.value() for each in asked)
-        assert agent.pool.stats().threads < before + 16
+        assert agent.pool.facts().threads < before + 16
         assert not _groups[agent]._questions and not _groups[agent]._addresses and not _groups[agent]._num_made
 
 
