@@ -22,7 +22,7 @@ from rpcdist.autograd._gradients import GradientTable, size_bytes
 from rpcdist.autograd._message_nodes import Gradients, RecordedRecv, RecordedSend, attach
 from rpcdist.errors import CallRefused, SerializationError
 from rpcdist.rpc._calling.autograd_links import AutogradLinks
-from rpcdist.time_limits import CONTEXT_RELEASE_DELAY_S
+from rpcdist.time_limits import CONTEXT_DROP_DELAY_S
 from rpcdist.transport.wire_messages import History, new_history
 
 _top_hooks = cast(Any, torch._C._autograd)._top_saved_tensors_default_hooks
@@ -383,7 +383,7 @@ class Releases:
         self._is_timed = False
 
     def tell(self, workers: Iterable[int], context_id: int, at_once: bool) -> None:
-        """Tells workers that a context is over; `at_once`: now, and not within `CONTEXT_RELEASE_DELAY_S`."""
+        """Tells workers that a context is over; `at_once`: now, and not within `CONTEXT_DROP_DELAY_S`."""
         if at_once:
             for worker in workers:
                 self._send(worker, [context_id])
@@ -398,7 +398,7 @@ class Releases:
         if is_full:
             self.flush()
         elif starts_timer:
-            self._host.call_later(CONTEXT_RELEASE_DELAY_S, self._time_is_over)
+            self._host.call_later(CONTEXT_DROP_DELAY_S, self._time_is_over)
 
     def flush(self) -> None:
         """Sends what was put off."""

@@ -18,7 +18,7 @@ from rpcdist.autograd._graph_analysis import analyse
 from rpcdist.rpc import api
 from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._current import current_agent
-from rpcdist.time_limits import GRAPHVIZ_LIMIT_S
+from rpcdist.time_limits import SLOW_WORK_LIMIT_S
 
 
 def profile(context_id: int) -> list[Span]:
@@ -100,7 +100,7 @@ def draw(context_id: int, path: str | PathLike[str], timings: bool = False) -> s
     if program is not None and target.suffix != ".dot":
         kind = target.suffix.removeprefix(".") or "svg"
         command = [program, f"-T{kind}", str(source), "-o", str(target)]
-        subprocess.run(command, check=True, timeout=GRAPHVIZ_LIMIT_S)
+        subprocess.run(command, check=True, timeout=SLOW_WORK_LIMIT_S)
     return text
 
 

@@ -40,7 +40,7 @@ from rpcdist.autograd._pass_message import PassMessage
 from rpcdist.autograd._verdicts import Actions, PassState, Run
 from rpcdist.errors import DeadlineExceeded
 from rpcdist.rpc._executors.blocking import blocking
-from rpcdist.time_limits import GRADIENT_HOLD_LIMIT_S
+from rpcdist.time_limits import BATCH_DELAY_S
 
 
 def make_part(owner: BackwardPass, roots: Sequence[GradientEdge]) -> PassPart:
@@ -188,7 +188,7 @@ class GeneralPart(PassPart):
                 if recv.sender != owner.me:
                     owner.message_to(recv.sender).add_gradients(recv.id, gradients)
                     self._held_bytes += recv.size_bytes
-            is_due = self._held_bytes > MAX_HELD_BYTES or now - self._held_since > GRADIENT_HOLD_LIMIT_S
+            is_due = self._held_bytes > MAX_HELD_BYTES or now - self._held_since > BATCH_DELAY_S
         if at_once or is_due:
             self._held_since, self._held_bytes = 0.0, 0
             owner.flush()

@@ -62,7 +62,7 @@ class Peer:
 
         torch.set_num_threads(1)
         os.environ.update(MASTER_ADDR=ADDRESSES[0], MASTER_PORT=str(self.port), RANK=str(self.rank), WORLD_SIZE="2")
-        os.environ.update(RPCDIST_SHARED_MEMORY="0", RPCDIST_CHANNELS="tcp")  # namespaces share what hosts do not
+        os.environ["RPCDIST_CHANNELS"] = "tcp"  # namespaces share Unix sockets, which hosts do not
         if self.library == PLAIN:
             os.environ["RPCDIST_TRUSTED_NETWORKS"] = NETWORK
         self.rpc, self.collectives = self.start_peer() if self.library == PEER else self.start_ours()
@@ -70,9 +70,10 @@ class Peer:
 
     def start_ours(self) -> tuple[Any, Any]:
         from rpcdist import collectives, rpc
+        from rpcdist.collectives.tcp import TcpOptions
 
         rpc.init_rpc(NAMES[self.rank])
-        collectives.init_process_group("tcp")
+        collectives.init_process_group("tcp", pg_options=TcpOptions(shared_memory=False))
         return rpc, collectives
 
     def start_peer(self) -> tuple[Any, Any]:

@@ -48,12 +48,13 @@ class Peer:
         import torch
 
         from rpcdist import collectives
+        from rpcdist.collectives.tcp import TcpOptions
 
         torch.set_num_threads(1)
         os.environ.update(MASTER_ADDR=ADDRESSES[0], MASTER_PORT=str(self.port), RANK=str(self.rank), WORLD_SIZE="2")
         # The namespaces share memory, which hosts do not. Encryption is left out: on two cores it would be measured.
-        os.environ.update(RPCDIST_SHARED_MEMORY="0", RPCDIST_TRUSTED_NETWORKS=NETWORK)
-        collectives.init_process_group("tcp")
+        os.environ["RPCDIST_TRUSTED_NETWORKS"] = NETWORK
+        collectives.init_process_group("tcp", pg_options=TcpOptions(shared_memory=False))
         collectives.barrier()
 
     def prepare(self, hook: str) -> None:

@@ -52,11 +52,11 @@ from rpcdist.errors import (
 )
 from rpcdist.time_limits import (
     CHECK_INTERVAL_S,
-    CONNECT_FIRST_PAUSE_S,
-    CONNECT_LONGEST_PAUSE_S,
-    ELASTIC_FORM_LIMIT_S,
-    ELASTIC_PROBE_LIMIT_S,
     ELASTIC_TIMEOUT_S,
+    FIRST_PAUSE_S,
+    GROUP_TIMEOUT_S,
+    LONGEST_PAUSE_S,
+    QUICK_ANSWER_LIMIT_S,
 )
 from rpcdist.transport._socket_hub.hub_connector import HubAddress
 
@@ -137,8 +137,8 @@ class ElasticGroup:
             DistStoreError: the store is gone.
         """
         self._leave_group()
-        deadline = Deadline.after(ELASTIC_FORM_LIMIT_S)
-        pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, deadline)
+        deadline = Deadline.after(GROUP_TIMEOUT_S)
+        pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, deadline)
         own = Candidate(self._identity, self._address, progress, is_new, self._description)
         while True:
             number = self._records.first_open_round(self._number)
@@ -156,7 +156,7 @@ class ElasticGroup:
                 if deadline.expired():
                     raise RendezvousError(
                         f"round {number} was closed without this process, and so were those before it, for "
-                        f"{ELASTIC_FORM_LIMIT_S:g} s"
+                        f"{GROUP_TIMEOUT_S:g} s"
                     )
                 continue
             try:
@@ -193,7 +193,7 @@ class ElasticGroup:
                 return self._records.close_round(number, close(candidates, previous))
             if deadline.expired():
                 raise RendezvousError(
-                    f"only {len(candidates)} processes have come to round {number} within {ELASTIC_FORM_LIMIT_S:g} s; "
+                    f"only {len(candidates)} processes have come to round {number} within {GROUP_TIMEOUT_S:g} s; "
                     f"{self._num_ranks} are needed at the start, and {self._min_ranks} later"
                 )
             with suppress(StoreTimeout):
@@ -230,7 +230,7 @@ class ElasticGroup:
             return True
         place = HubAddress.parse(member.address)
         try:
-            socket.create_connection((place.host, place.port), ELASTIC_PROBE_LIMIT_S).close()
+            socket.create_connection((place.host, place.port), QUICK_ANSWER_LIMIT_S).close()
         except ConnectionRefusedError:
             return True
         except OSError:

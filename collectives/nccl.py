@@ -6,7 +6,6 @@ one; `docs/nccl.md` says what that means for programs.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -32,24 +31,22 @@ from rpcdist.errors import ConfigError
 
 __all__ = ["NcclBackend", "NcclOptions"]
 
-BLOCKING_VARIABLE: Final = "RPCDIST_NCCL_BLOCKING_WAIT"
-CHECK_VARIABLE: Final = "RPCDIST_NCCL_CHECK"
 _NO_COLOR: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
 class NcclOptions:
-    """`pg_options` of the `nccl` backend; by default each is what its environment variable says (0 or 1), else False.
+    """`pg_options` of the `nccl` backend.
 
     Attributes:
-        blocking_wait: whether `Work.wait()` blocks the host until the device is done (`RPCDIST_NCCL_BLOCKING_WAIT`).
+        blocking_wait: whether `Work.wait()` blocks the host until the device is done.
         check: whether the ranks compare what they are about to do before every collective, through the store, which is
-            slow (`RPCDIST_NCCL_CHECK`). Without it, a mismatch ends in a timeout or in wrong numbers: NCCL does not
+            slow. Without it, a mismatch ends in a timeout or in wrong numbers: NCCL does not
             notice.
     """
 
-    blocking_wait: bool | None = None
-    check: bool | None = None
+    blocking_wait: bool = False
+    check: bool = False
 
 
 @dataclass(slots=True)
@@ -94,8 +91,8 @@ class NcclBackend(GroupBackend):
     ) -> None:
         self.context = context
         options = context.options if isinstance(context.options, NcclOptions) else NcclOptions()
-        self._blocking_wait = _flag(options.blocking_wait, BLOCKING_VARIABLE)
-        self._check = _flag(options.check, CHECK_VARIABLE)
+        self._blocking_wait = options.blocking_wait
+        self._check = options.check
         self._runtime: Runtime = CudaRuntime(default_device(context)) if runtime is None else runtime
         state = GroupState(context.name, context.rank, context.ranks)
         deadline = Deadline.after(context.timeout_s)
@@ -397,12 +394,3 @@ def default_device(context: GroupContext) -> torch.device:
     local_rank = launcher_variable("LOCAL_RANK")
     number = int(local_rank) if local_rank.isdigit() else context.ranks[context.rank]
     return torch.device("cuda", number % count if count else 0)
-
-
-def _flag(chosen: bool | None, variable: str) -> bool:
-    if chosen is not None:
-        return chosen
-    text = os.environ.get(variable, "0")
-    if text not in ("0", "1"):
-        raise ConfigError(f"{variable} is 0 or 1, not {text!r}")
-    return text == "1"

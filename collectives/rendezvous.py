@@ -17,9 +17,9 @@ from rpcdist.collectives.constants import default_pg_timeout
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, ConnectFailed, RendezvousError, RpcdistError
 from rpcdist.time_limits import (
-    AGENT_STORE_CONNECT_LIMIT_S,
-    CONNECT_FIRST_PAUSE_S,
-    CONNECT_LONGEST_PAUSE_S,
+    ATTEMPT_LIMIT_S,
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
     MIN_ATTEMPT_S,
 )
 
@@ -221,11 +221,11 @@ def _agent_store(host: str, port: int, world_size: int, timeout: Timeout) -> Sto
 
 def _wait_for_listener(host: str, port: int, timeout_s: float) -> None:
     deadline = Deadline.after(timeout_s)
-    pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, deadline)
+    pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, deadline)
     while True:
         try:
             socket.create_connection(
-                (host, port), timeout=max(MIN_ATTEMPT_S, min(AGENT_STORE_CONNECT_LIMIT_S, deadline.remaining_s()))
+                (host, port), timeout=max(MIN_ATTEMPT_S, min(ATTEMPT_LIMIT_S, deadline.remaining_s()))
             ).close()
             return
         except OSError as exc:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
@@ -25,14 +24,11 @@ from rpcdist.collectives._transports.shm.shm_transport import ShmTransport
 from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport
 from rpcdist.collectives._transports.transport_base import SingleRankTransport, Transport
 from rpcdist.deadline import Deadline
-from rpcdist.errors import ConfigError
 from rpcdist.transport.sockets import SocketHub
 
 __all__ = ["TcpBackend", "TcpOptions"]
 
 logger = logging.getLogger(__name__)
-
-SHARED_MEMORY_VARIABLE = "RPCDIST_SHARED_MEMORY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +36,15 @@ class TcpOptions:
     """`pg_options` of the `tcp` backend.
 
     Attributes:
-        shared_memory: whether ranks of one host may use shared memory; the default is what `RPCDIST_SHARED_MEMORY` says
-            (0 or 1), and 1 without it. A rank that says no takes part through sockets.
+        shared_memory: whether ranks of one host may use shared memory. A rank that says no takes part through sockets.
         unix_sockets: whether ranks of one host may reach this one through Unix sockets; without them only TCP is left.
     """
 
-    shared_memory: bool | None = None
+    shared_memory: bool = True
     unix_sockets: bool = True
 
     def allows_shared_memory(self) -> bool:
-        if not self.unix_sockets:
-            return False  # the memory is handed over through them
-        if self.shared_memory is not None:
-            return self.shared_memory
-        text = os.environ.get(SHARED_MEMORY_VARIABLE, "1")
-        if text not in ("0", "1"):
-            raise ConfigError(f"{SHARED_MEMORY_VARIABLE} is 0 or 1, not {text!r}")
-        return text == "1"
+        return self.shared_memory and self.unix_sockets  # the memory is handed over through the sockets
 
 
 class TcpBackend(EngineBackend):

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from rpcdist.time_limits import CHECK_INTERVAL_S, FROZEN_STACKS_LIMIT_S
+from rpcdist.time_limits import CHECK_INTERVAL_S, QUICK_ANSWER_LIMIT_S
 
 MAX_STACKS_BYTES: Final = 256 << 10
 _NAME: Final = "rpcdist-stacks"
@@ -97,7 +97,7 @@ def _is_free(number: int) -> bool:
 
 
 def look_at_process(pid: int) -> FrozenProcess:
-    """Looks at a process of this user; takes `FROZEN_STACKS_LIMIT_S` at most."""
+    """Looks at a process of this user; takes `QUICK_ANSWER_LIMIT_S` at most."""
     state, waits_in = _state_of(pid)
     if state in ("", "Z", "X"):
         return FrozenProcess("ended", f"process {pid} has ended")
@@ -158,7 +158,7 @@ def _stacks_of(pid: int) -> str:
         with open(path, "r+b", buffering=0) as file:
             file.truncate(0)
             os.kill(pid, number)
-            ends_at, size = time.monotonic() + FROZEN_STACKS_LIMIT_S, -1
+            ends_at, size = time.monotonic() + QUICK_ANSWER_LIMIT_S, -1
             while time.monotonic() < ends_at:
                 time.sleep(CHECK_INTERVAL_S)  # nobody tells when it has written all
                 before, size = size, os.fstat(file.fileno()).st_size

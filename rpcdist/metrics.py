@@ -33,7 +33,7 @@ from rpcdist.collectives._group.world import current_world
 from rpcdist.errors import ConfigError, TransportError
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._current import agent_or_none
-from rpcdist.time_limits import METRICS_READ_LIMIT_S
+from rpcdist.time_limits import ANSWER_LIMIT_S
 from rpcdist.transport.addresses import PortRange
 from rpcdist.transport.node import Node
 
@@ -223,7 +223,7 @@ def _of_network(agent: Agent) -> Iterator[Family]:
     node = agent.network
     if not isinstance(node, Node):  # workers of one process, without a network
         return
-    traffic, kinds, num_queued = node.run(_traffic(node), METRICS_READ_LIMIT_S)
+    traffic, kinds, num_queued = node.run(_traffic(node), ANSWER_LIMIT_S)
     yield _family(
         "rpcdist.network.io",
         *(

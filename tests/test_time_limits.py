@@ -97,7 +97,6 @@ def test_a_violated_dependency_is_named(longer: str, shorter: tuple[str, ...], w
         ("HEARTBEATS_PER_PEER_TIMEOUT", 1),
         ("LAST_ATTEMPT_SHARE", 0.0),
         ("LAST_ATTEMPT_SHARE", 1.0),
-        ("SURVIVOR_PROBE_SHARE", 0.0),
     ],
 )
 def test_a_factor_out_of_bounds_is_named(name: str, value: float) -> None:

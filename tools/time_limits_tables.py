@@ -28,58 +28,49 @@ HEADING = re.compile(r"^# -{20,} (.+)$")
 DEPENDENCIES: Final = (
     ("RPC_TIMEOUT_S", ("PEER_TIMEOUT_S",), "a call to a dead worker ends as WorkerLost, not by its own timeout"),
     ("PEER_TIMEOUT_S", ("REFUSED_GRACE_S",), "refused connections are the quick sign of a dead worker"),
-    ("PEER_TIMEOUT_S", ("AGENT_TICK_S",), "leases, which last longer, end at ticks"),
-    ("HANDSHAKE_LIMIT_S", ("LOCAL_HANDSHAKE_LIMIT_S",), "the connecting side gives up the local channel first"),
-    ("HANDSHAKE_LIMIT_S", ("TCP_CHANNEL_LIMIT_S",), "the handshake on gRPC goes on if the TCP channel fails"),
+    ("PEER_TIMEOUT_S", ("TICK_S",), "leases, which last longer, end at ticks"),
+    ("HANDSHAKE_LIMIT_S", ("ATTEMPT_LIMIT_S",), "the connecting side gives up the local channel first"),
+    ("HANDSHAKE_LIMIT_S", ("SIDE_ATTEMPT_LIMIT_S",), "the handshake on gRPC goes on if the TCP channel fails"),
     ("GROUP_CONNECT_LIMIT_S", ("HANDSHAKE_LIMIT_S",), "a slow handshake must not look like a rank that is gone"),
     (
         "GROUP_VERDICT_LIMIT_S",
         ("GROUP_ANSWER_LIMIT_S", "CHECK_INTERVAL_S"),
         "rank 0 collects answers first, and messages take time",
     ),
-    ("GROUP_FAREWELL_LIMIT_S", ("GROUP_SEND_LIMIT_S", "CANCELLED_TASKS_LIMIT_S"), "these are its two parts"),
-    ("ELASTIC_FORM_LIMIT_S", ("ELASTIC_TIMEOUT_S",), "a rank that does not come is left behind before forming fails"),
+    ("GROUP_TIMEOUT_S", ("ELASTIC_TIMEOUT_S",), "a rank that does not come is left behind before forming fails"),
     (
         "ELASTIC_TIMEOUT_S",
-        ("ELASTIC_PROBE_LIMIT_S", "CHECK_INTERVAL_S"),
+        ("QUICK_ANSWER_LIMIT_S", "CHECK_INTERVAL_S"),
         "a rank that is late is probed more than once",
     ),
     ("STORE_TIMEOUT_S", ("STORE_GRACE_S",), "the grace extends a wait and does not replace it"),
-    ("STORE_GRACE_S", ("LINK_CLOSE_LIMIT_S",), "closing a client is bounded by the grace"),
-    ("STORE_GRACE_S", ("NAME_LOOKUP_LIMIT_S",), "the error that names the cause is raised within the grace"),
-    ("LOOP_CLOSE_LIMIT_S", ("STORE_LINGER_S",), "the lingering is a part of the stop"),
-    ("COORDINATOR_GRACE_S", ("LEAVE_CONNECT_LIMIT_S",), "the farewell is bounded by twice the grace"),
-    ("COORDINATOR_GRACE_S", ("ASK_COORDINATOR_LIMIT_S",), "a call that fails fast has less time than a question alone"),
+    ("STORE_GRACE_S", ("CONNECTION_CLOSE_LIMIT_S",), "closing a client is bounded by the grace"),
+    ("STORE_GRACE_S", ("SIDE_ATTEMPT_LIMIT_S",), "the error that names the cause is raised within the grace"),
+    ("CLOSE_LIMIT_S", ("STORE_LINGER_S",), "the lingering is a part of the stop"),
+    ("ANSWER_GRACE_S", ("QUICK_ANSWER_LIMIT_S",), "the farewell to the coordinator is bounded by twice the grace"),
     ("PEER_TIMEOUT_S", ("RETURN_LONGEST_PAUSE_S",), "survivors come to the next coordinator within its recovery"),
     ("ORPHAN_TIMEOUT_S", ("PEER_TIMEOUT_S",), "the search outlasts the recovery by far"),
-    ("RETURN_LONGEST_PAUSE_S", ("RETURN_FIRST_PAUSE_S",), "pauses grow"),
-    ("RESTART_LONGEST_PAUSE_S", ("RESTART_FIRST_PAUSE_S",), "pauses grow"),
-    ("JOB_STOP_LIMIT_S", ("LAUNCH_END_LIMIT_S", "LAUNCH_END_LIMIT_S"), "the ranks are ended meanwhile"),
-    ("RPC_CLOSE_LIMIT_S", ("LAST_REPLIES_LIMIT_S",), "the last replies are one step before the close"),
-    ("RPC_CLOSE_LIMIT_S", ("GENERATORS_LIMIT_S",), "async generators are closed at the end of the user loop"),
-    ("LOOP_CLOSE_LIMIT_S", ("CANCELLED_TASKS_LIMIT_S",), "an I/O loop ends its tasks before its thread is joined"),
+    ("JOB_STOP_LIMIT_S", ("CLOSE_LIMIT_S", "CLOSE_LIMIT_S"), "the ranks are ended meanwhile"),
+    ("CLOSE_LIMIT_S", ("CLOSE_STEP_LIMIT_S",), "tasks and async generators are ended before a loop is closed"),
     ("PARKED_LIMIT_S", ("GROUP_TIMEOUT_S",), "a server lets a setup wait as long as its default timeout says"),
     (
-        "NODE_STOP_LIMIT_S",
-        ("UNARY_DRAIN_LIMIT_S", "LINK_CLOSE_LIMIT_S", "LISTENER_STOP_LIMIT_S", "GRPC_STOP_GRACE_S"),
-        "the transport ends these one after the other",
+        "CLOSE_LIMIT_S",
+        ("LEAVE_LIMIT_S", "CONNECTION_CLOSE_LIMIT_S", "CONNECTION_CLOSE_LIMIT_S", "GRPC_STOP_GRACE_S"),
+        "the transport ends unary calls, links and listeners one after the other",
     ),
     (
-        "LAUNCH_EXIT_LIMIT_S",
-        ("RPC_CLOSE_LIMIT_S", "NODE_STOP_LIMIT_S", "GROUP_EXIT_LIMIT_S"),
-        "a rank that ends in order closes these first",
+        "SLOW_WORK_LIMIT_S",
+        ("CLOSE_LIMIT_S", "CLOSE_LIMIT_S", "CLOSE_STEP_LIMIT_S"),
+        "a rank that ends in order closes its agent, its transport and its groups first",
     ),
-    ("SEGMENTS_TRIM_S", ("SEGMENTS_RETURN_S",), "a segment is returned before it is given back to the system"),
-    ("CONNECT_LONGEST_PAUSE_S", ("CONNECT_FIRST_PAUSE_S",), "pauses grow"),
-    ("REFUSED_GRACE_S", ("CONNECT_FIRST_PAUSE_S",), "a worker that refuses is tried more than once"),
-    ("FILE_LONGEST_PAUSE_S", ("STORE_FIRST_PAUSE_S",), "pauses grow"),
+    ("SEGMENTS_TRIM_S", ("CONTROL_DELAY_S",), "a segment is returned before it is given back to the system"),
+    ("LONGEST_PAUSE_S", ("FIRST_PAUSE_S",), "pauses grow"),
+    ("REFUSED_GRACE_S", ("FIRST_PAUSE_S",), "a worker that refuses is tried more than once"),
     ("LOCK_LONGEST_PAUSE_S", ("LOCK_FIRST_PAUSE_S",), "pauses grow"),
-    ("FILE_LOCK_LIMIT_S", ("LOCK_LONGEST_PAUSE_S",), "a lock is tried more than once"),
-    ("TORCH_STORE_LONGEST_PAUSE_S", ("STORE_FIRST_PAUSE_S",), "pauses grow"),
-    ("POOL_STALL_S", ("POOL_TICK_S",), "the monitor measures the stall in ticks"),
+    ("SLOW_ANSWER_LIMIT_S", ("LOCK_LONGEST_PAUSE_S",), "a lock is tried more than once"),
+    ("POOL_STALL_S", ("POLL_S",), "the monitor measures the stall in ticks"),
     ("POOL_EXHAUSTED_LIMIT_S", ("POOL_STALL_S",), "a stall starts threads first, up to the cap"),
-    ("NCCL_ERROR_POLL_S", ("NCCL_POLL_S",), "the watchdog asks for errors between its looks"),
-    ("MPI_LONG_PAUSE_S", ("MPI_SHORT_PAUSE_S",), "pauses grow"),
+    ("TICK_S", ("NCCL_POLL_S",), "the watchdog asks for errors between its looks"),
 )
 """A limit, those whose sum it must exceed, and why."""
 
@@ -95,8 +86,6 @@ def check(limits: Mapping[str, float]) -> None:
         raise ValueError("HEARTBEATS_PER_PEER_TIMEOUT must be at least 3: one lost heartbeat is not a lost peer")
     if not 0 < limits["LAST_ATTEMPT_SHARE"] < 1:
         raise ValueError("LAST_ATTEMPT_SHARE must be a part of the peer timeout: it extends it")
-    if not 0 < limits["SURVIVOR_PROBE_SHARE"] < 1:
-        raise ValueError("SURVIVOR_PROBE_SHARE must be a part of the peer timeout: the rest is for the answers")
 
 
 def limit_tables() -> str:

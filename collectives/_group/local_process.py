@@ -13,7 +13,7 @@ from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.collectives._group.flight_records import FlightRecorder
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.errors import ConfigError
-from rpcdist.time_limits import GROUP_EXIT_LIMIT_S
+from rpcdist.time_limits import CLOSE_STEP_LIMIT_S
 
 if TYPE_CHECKING:
     from rpcdist.transport import Node
@@ -83,7 +83,7 @@ class LocalProcess:
         """Closes all backends that are still open; bounded."""
         if os.getpid() == self._pid:  # after a fork they belong to the parent
             for backend in list(self._open_backends):
-                backend.close(GROUP_EXIT_LIMIT_S)
+                backend.close(CLOSE_STEP_LIMIT_S)
 
 
 def _close_all(process: weakref.ref[LocalProcess]) -> None:
@@ -141,9 +141,9 @@ class SharedSockets:
 def bind_host(store: Store) -> str:
     """The address on which this process listens for other ranks: never all interfaces unless told so.
 
-    In this order: `RPCDIST_HOST` (an address); the address of the interface that `RPCDIST_SOCKET_IFNAME` or
-    `GLOO_SOCKET_IFNAME` names; the address from which packets to the store leave, or
-    to MASTER_ADDR where the store has no host; loopback where that is not set.
+    In this order: `RPCDIST_HOST` (an address or an interface); the interface that `GLOO_SOCKET_IFNAME` names; the
+    address from which packets to the store leave, or to MASTER_ADDR where the store has no host; loopback where that is
+    not set.
 
     Raises:
         ConfigError: a variable is wrong, or no interface leads to the store.

@@ -18,7 +18,7 @@ from rpcdist.collectives._group.bootstrap import Bootstrap, exchange_values
 from rpcdist.collectives._transports.hierarchical import Hosts
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ProtocolViolation, RpcdistError, TransportError
-from rpcdist.time_limits import CHECK_INTERVAL_MS, PROBE_LIMIT_S, SHARED_MEMORY_SETUP_LIMIT_S
+from rpcdist.time_limits import ATTEMPT_LIMIT_S, CHECK_INTERVAL_S, SLOW_ANSWER_LIMIT_S
 from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.shared_memory import Segment, accept, offer
 from rpcdist.transport.sockets import SocketHub
@@ -56,7 +56,7 @@ def _lowest_reachable(rank: int, hub: SocketHub, bootstrap: Bootstrap) -> int:
         if bootstrap.boots[other] != bootstrap.boots[rank]:
             continue
         try:
-            hub.connect(bootstrap.addresses[other], f"{bootstrap.uid}/probe/{rank}", PROBE_LIMIT_S, unix=True).close()
+            hub.connect(bootstrap.addresses[other], f"{bootstrap.uid}/probe/{rank}", ATTEMPT_LIMIT_S, unix=True).close()
             return other
         except TransportError as exc:
             logger.debug("rank %s is not on this host: %s", other, exc)
@@ -78,7 +78,7 @@ def share_memory(
     segment: Segment | None = None
     reason = ""
     members = hosts.members[hosts.index_of(context.rank)]
-    limit = deadline.earlier(Deadline.after(SHARED_MEMORY_SETUP_LIMIT_S))
+    limit = deadline.earlier(Deadline.after(SLOW_ANSWER_LIMIT_S))
     try:
         if len(members) > 1:
             segment = _share_on_host(context, members, hub, bootstrap, size_bytes, limit)
@@ -128,6 +128,6 @@ def _await_offer(context: GroupContext, connection: socket.socket, deadline: Dea
     """Waits until something can be read, or the time is over; the leader may have given up because of another rank."""
     poller = select.poll()
     poller.register(connection, select.POLLIN)
-    while not poller.poll(CHECK_INTERVAL_MS) and not deadline.expired():
+    while not poller.poll(1000 * CHECK_INTERVAL_S) and not deadline.expired():
         if context.check is not None:
             context.check()

@@ -35,10 +35,9 @@ from rpcdist.collectives._group.group_failure import (
 )
 from rpcdist.errors import ProtocolViolation, RpcdistError
 from rpcdist.time_limits import (
-    CANCELLED_TASKS_LIMIT_S,
+    ANSWER_LIMIT_S,
+    CLOSE_STEP_LIMIT_S,
     GROUP_ANSWER_LIMIT_S,
-    GROUP_FAREWELL_LIMIT_S,
-    GROUP_SEND_LIMIT_S,
     GROUP_SILENCE_LIMIT_S,
 )
 from rpcdist.transport import Node
@@ -63,7 +62,7 @@ class WatchConnection:
 
     async def send(self, message: Message) -> None:
         data = json.dumps(message).encode()
-        async with self._sending, asyncio.timeout(GROUP_SEND_LIMIT_S):
+        async with self._sending, asyncio.timeout(ANSWER_LIMIT_S):
             await send_all(self.sock, len(data).to_bytes(4, "big") + data)
 
     async def receive(self) -> Message | None:
@@ -278,7 +277,7 @@ class Watch(Reporter):
 
     # ------------------------------------------------------------ life
 
-    def close(self, sequence: int, timeout_s: float = GROUP_FAREWELL_LIMIT_S) -> None:
+    def close(self, sequence: int, timeout_s: float = 2 * ANSWER_LIMIT_S) -> None:
         """Says that this rank leaves after `sequence` operations, and closes; blocks, bounded; idempotent."""
         try:
             self._node.run(self._close(sequence), timeout_s)
@@ -289,9 +288,9 @@ class Watch(Reporter):
         """Rank 0 may leave as a message told it of a death, before its listener has seen it: nobody else would tell."""
         ended = [self._listeners[rank] for rank, connection in self._connections.items() if connection.has_ended()]
         if ended:
-            await asyncio.wait(ended, timeout=GROUP_SEND_LIMIT_S)
+            await asyncio.wait(ended, timeout=ANSWER_LIMIT_S)
         if self._telling is not None:
-            await asyncio.wait([self._telling], timeout=GROUP_SEND_LIMIT_S)
+            await asyncio.wait([self._telling], timeout=ANSWER_LIMIT_S)
 
     async def _close(self, sequence: int) -> None:
         if self._closing:
@@ -307,4 +306,4 @@ class Watch(Reporter):
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=CANCELLED_TASKS_LIMIT_S)
+            await asyncio.wait(tasks, timeout=CLOSE_STEP_LIMIT_S)

@@ -13,7 +13,7 @@ import torch
 
 from rpcdist.collectives._operations.operation import ReduceOp
 from rpcdist.errors import ConfigError
-from rpcdist.time_limits import MPI_LONG_PAUSE_S, MPI_SHORT_PAUSE_S
+from rpcdist.time_limits import MPI_SHORT_PAUSE_S, POLL_S
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -98,7 +98,7 @@ class Pause:
     def __call__(self) -> None:
         self._looks += 1
         if self._looks > 2000:
-            time.sleep(MPI_LONG_PAUSE_S)
+            time.sleep(POLL_S)
         elif self._looks > 400:
             time.sleep(MPI_SHORT_PAUSE_S)
         elif self._looks > 50:

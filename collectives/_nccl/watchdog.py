@@ -39,11 +39,11 @@ from rpcdist.errors import BlockingInLoop, CollectiveTimeout
 from rpcdist.time_limits import (
     GROUP_VERDICT_LIMIT_S,
     IDLE_RECHECK_S,
-    NCCL_CLOSE_LIMIT_S,
-    NCCL_ERROR_POLL_S,
     NCCL_POLL_S,
     NCCL_WORK_POLL_S,
+    SLOW_WORK_LIMIT_S,
     THREAD_GRACE_S,
+    TICK_S,
 )
 
 
@@ -266,7 +266,7 @@ class NcclWatchdog(StateKeeper):
             try:
                 self._look()
                 if time.monotonic() >= next_check:
-                    next_check = time.monotonic() + NCCL_ERROR_POLL_S
+                    next_check = time.monotonic() + TICK_S
                     self._communicator.check_async_error()
             except self._runtime.errors as exc:
                 self.fail_everywhere(self._reported(exc))
@@ -326,7 +326,7 @@ class NcclWatchdog(StateKeeper):
             drained = not self._pending
         if not drained:
             self.fail(GroupFailure(FailureKind.ABORTED, "the group was destroyed while operations ran"))
-        self._thread.join(min(deadline.remaining_s() + THREAD_GRACE_S, NCCL_CLOSE_LIMIT_S))
+        self._thread.join(min(deadline.remaining_s() + THREAD_GRACE_S, SLOW_WORK_LIMIT_S))
         if self._thread.is_alive():
             logger.error("the NCCL communicator of group %r could not be freed in time", self.state.group)
 

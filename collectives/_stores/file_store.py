@@ -15,7 +15,7 @@ from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, DROPPED_STOR
 from rpcdist.collectives._stores.store_operations import Change, Code, Contents, Missing, StoreOperation
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DistStoreError
-from rpcdist.time_limits import FILE_LOCK_LIMIT_S, FILE_LONGEST_PAUSE_S, STORE_FIRST_PAUSE_S
+from rpcdist.time_limits import POLL_S, SLOW_ANSWER_LIMIT_S, TICK_S
 
 __all__ = ["FileStore"]
 
@@ -65,7 +65,7 @@ class FileStore(Store):
             self._state.close()
 
     def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
-        pauses = backoff(STORE_FIRST_PAUSE_S, FILE_LONGEST_PAUSE_S, deadline)
+        pauses = backoff(POLL_S, TICK_S, deadline)
         while isinstance(result := self._state.execute(operation), Missing) and not deadline.expired():
             while not deadline.expired():
                 time.sleep(next(pauses))
@@ -94,7 +94,7 @@ class _FileState:
         self._num_closed = 0
         self._closed = False
         self._pid = os.getpid()
-        self.log.create(Deadline.after(FILE_LOCK_LIMIT_S))
+        self.log.create(Deadline.after(SLOW_ANSWER_LIMIT_S))
         if world_size > 0:
             with self._open(writing=True) as log:
                 self._change(log, [Change(Code.OPENED)])
@@ -108,7 +108,7 @@ class _FileState:
             return decision.result
 
     @contextmanager
-    def _open(self, writing: bool, limit_s: float = FILE_LOCK_LIMIT_S) -> Iterator[OpenLog]:
+    def _open(self, writing: bool, limit_s: float = SLOW_ANSWER_LIMIT_S) -> Iterator[OpenLog]:
         """Locks the file and brings the contents up to date."""
         deadline = Deadline.after(limit_s)
         if not self._lock.acquire(timeout=deadline.remaining_s()):
@@ -133,7 +133,7 @@ class _FileState:
             self._num_opened += change.code is Code.OPENED
             self._num_closed += change.code is Code.CLOSED
 
-    def close(self, limit_s: float = FILE_LOCK_LIMIT_S) -> None:
+    def close(self, limit_s: float = SLOW_ANSWER_LIMIT_S) -> None:
         # A forked child did not open the file, and does not count.
         if self._world_size <= 0 or self._pid != os.getpid() or not os.path.exists(self.log.path):
             self._closed = True

@@ -26,7 +26,7 @@ from rpcdist.collectives._stores.store_operations import (
 )
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DistStoreError
-from rpcdist.time_limits import STORE_FIRST_PAUSE_S, STORE_GRACE_S, TORCH_STORE_LONGEST_PAUSE_S
+from rpcdist.time_limits import LONGEST_PAUSE_S, POLL_S, STORE_GRACE_S
 
 Offers = Callable[[str], bool]
 """Whether the store has a method of this name."""
@@ -34,7 +34,7 @@ Offers = Callable[[str], bool]
 
 def carry_out(store: Any, operation: StoreOperation[object], deadline: Deadline, offers: Offers) -> object:
     """As `Store.execute`; a wait asks again and again, with random pauses that grow."""
-    pauses = backoff(STORE_FIRST_PAUSE_S, TORCH_STORE_LONGEST_PAUSE_S, deadline)
+    pauses = backoff(POLL_S, LONGEST_PAUSE_S, deadline)
     while isinstance(result := _at_once(store, operation, offers), Missing) and not deadline.expired():
         time.sleep(next(pauses))
     return result
@@ -119,7 +119,7 @@ def _set_once(store: Any, key: str, desired: bytes, offers: Offers) -> bytes:
         _method(store, "set", offers)(key, desired)
         return desired
     deadline = Deadline.after(STORE_GRACE_S)
-    pauses = backoff(STORE_FIRST_PAUSE_S, TORCH_STORE_LONGEST_PAUSE_S, deadline)
+    pauses = backoff(POLL_S, LONGEST_PAUSE_S, deadline)
     while (value := _value_if_there(store, key, offers)) is None:
         if deadline.expired():
             raise DistStoreError(

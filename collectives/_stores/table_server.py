@@ -26,7 +26,7 @@ from rpcdist.collectives._stores.shared_table import SharedTable
 from rpcdist.collectives._stores.store_operations import LARGEST_BYTES, Missing, StoreOperation
 from rpcdist.errors import DeadlineExceeded, DistNetworkError, DistStoreError, RpcdistError, TransportError
 from rpcdist.ids import Identity
-from rpcdist.time_limits import LOOP_CLOSE_LIMIT_S, STORE_LINGER_S
+from rpcdist.time_limits import CLOSE_LIMIT_S, STORE_LINGER_S
 from rpcdist.transport import LARGEST_UNCUT_BYTES, Node, acquire_node
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.fork import in_forked_child
@@ -228,7 +228,7 @@ class _Serving:
         if in_forked_child():
             return
         try:
-            self._node.run(self.service.close(), LOOP_CLOSE_LIMIT_S)
+            self._node.run(self.service.close(), CLOSE_LIMIT_S)
         except (RpcdistError, RuntimeError):  # the loop is gone, and the service with it
             pass
 

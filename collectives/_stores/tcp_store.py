@@ -31,14 +31,14 @@ from rpcdist.errors import (
 )
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import (
-    CONNECT_FIRST_PAUSE_S,
-    CONNECT_LONGEST_PAUSE_S,
+    FIRST_PAUSE_S,
+    IDLE_LIMIT_S,
     INIT_NOTICE_S,
+    LONGEST_PAUSE_S,
     MIN_ATTEMPT_S,
-    NAME_LOOKUP_LIMIT_S,
+    SIDE_ATTEMPT_LIMIT_S,
+    SLOW_WORK_LIMIT_S,
     STORE_GRACE_S,
-    STORE_IDLE_S,
-    STORE_LARGE_LIMIT_S,
 )
 from rpcdist.transport import LARGEST_UNCUT_BYTES, Link, Node, acquire_node
 from rpcdist.transport.addresses import split_address
@@ -110,7 +110,7 @@ class _Remote:
     async def _find(self) -> None:
         """Connects, and makes sure that there is a store: a process may listen before it serves one."""
         deadline = Deadline.after(self._timeout_s)
-        pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, deadline)
+        pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, deadline)
         while True:
             try:
                 link = await self._connected(max(deadline.remaining_s(), MIN_ATTEMPT_S))
@@ -140,12 +140,12 @@ class _Remote:
             return f"a process answers there, but it serves no store ({exc})"
         host = split_address(self.address)[0]
         try:
-            async with asyncio.timeout(NAME_LOOKUP_LIMIT_S):
+            async with asyncio.timeout(SIDE_ATTEMPT_LIMIT_S):
                 await asyncio.get_running_loop().getaddrinfo(host, None)
         except socket.gaierror as why:
             return f"this host does not know the name {host!r} ({why.strerror}). Check MASTER_ADDR or the init_method"
         except TimeoutError:
-            return f"no name server said within {NAME_LOOKUP_LIMIT_S:g} s where {host!r} is. Check MASTER_ADDR"
+            return f"no name server said within {SIDE_ATTEMPT_LIMIT_S:g} s where {host!r} is. Check MASTER_ADDR"
         if "refused" in exc.reason.lower():
             return f"nobody listens there. {NOBODY_THERE}"
         return f"{exc.reason.rstrip('.?')}. {NOBODY_THERE}"
@@ -170,12 +170,12 @@ class _Remote:
                 self._num_calls -= 1
                 self._rest_later()
 
-        return result_of(self._node.run(ask(), wait_s + self._timeout_s + 2 * STORE_GRACE_S + STORE_LARGE_LIMIT_S))
+        return result_of(self._node.run(ask(), wait_s + self._timeout_s + 2 * STORE_GRACE_S + SLOW_WORK_LIMIT_S))
 
     def _rest_later(self) -> None:
         """Ends the link when nobody has used it for a while: at rank 0, each costs a descriptor. On the I/O loop."""
         if not self._num_calls and self._num_users > 0:
-            self._resting = asyncio.get_running_loop().call_later(STORE_IDLE_S, self._rest)
+            self._resting = asyncio.get_running_loop().call_later(IDLE_LIMIT_S, self._rest)
 
     async def _end(self) -> None:
         if self._resting is not None:
@@ -348,7 +348,7 @@ async def _ask(link: Link, operation: StoreOperation[object], wait_s: float) -> 
         reply = await link.unary("Store", "Execute", request, store_pb2.StoreReply, wait_s + STORE_GRACE_S)
         if not reply.too_large:
             return reply
-    limit_s = wait_s + STORE_LARGE_LIMIT_S
+    limit_s = wait_s + SLOW_WORK_LIMIT_S
     return await link.in_pieces("Store", "ExecuteLarge", request, store_pb2.StoreReply, store_pb2.Piece, limit_s)
 
 

@@ -35,7 +35,7 @@ from rpcdist.errors import (
     WorkerLost,
 )
 from rpcdist.own_shortage import check_can_start, names_shortage
-from rpcdist.time_limits import CLUSTER_START_LIMIT_S, INIT_NOTICE_S, LAUNCH_CAUSE_LIMIT_S
+from rpcdist.time_limits import CLUSTER_START_LIMIT_S, INIT_NOTICE_S, QUICK_ANSWER_LIMIT_S
 
 if TYPE_CHECKING:
     from rpcdist.rpc import RpcOptions
@@ -224,7 +224,7 @@ class LocalCluster(ClusterBlock):
         if options.token is not None:
             variables["RPCDIST_TOKEN"] = os.fsdecode(options.token)
         if options.tls is not None:
-            variables["RPCDIST_TLS"] = "on" if options.tls else "off"
+            variables["RPCDIST_TLS"] = "auto" if options.tls else "off"
         address = current_agent().inspector.facts().address
         page = PageProcess(address, {name: value for name, value in variables.items() if value})
         self._held.callback(page.close)
@@ -289,6 +289,6 @@ class LocalCluster(ClusterBlock):
 
     def _note_failure(self, error: BaseException) -> None:
         """Adds what is known of the process that was lost."""
-        failure = self._processes.failure(LAUNCH_CAUSE_LIMIT_S) if self._processes is not None else None
+        failure = self._processes.failure(QUICK_ANSWER_LIMIT_S) if self._processes is not None else None
         if failure is not None:
             error.add_note(str(error_of(failure, len(self.names))))

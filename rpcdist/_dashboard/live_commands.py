@@ -10,15 +10,17 @@ import socket
 import sys
 import threading
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rpcdist.errors import ConfigError, RpcdistError
-from rpcdist.time_limits import LIVE_VIEW_MIN_PERIOD_S, LIVE_VIEW_PERIOD_S
+from rpcdist.time_limits import LIVE_VIEW_PERIOD_S
 
 if TYPE_CHECKING:
     from rpcdist._inspect.asking import Asker
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_PERIODS: Final = (0.2, 3600.0)
 
 
 def add_live_commands(commands: Commands) -> None:
@@ -118,8 +120,8 @@ def _address_of_job(asker: Asker, given: str | None) -> str:
 
 
 def _check_period(period_s: float) -> None:
-    if not LIVE_VIEW_MIN_PERIOD_S <= period_s <= 3600:
-        raise ConfigError(f"--period is {period_s}: give {LIVE_VIEW_MIN_PERIOD_S} to 3600 seconds")
+    if not _PERIODS[0] <= period_s <= _PERIODS[1]:
+        raise ConfigError(f"--period is {period_s}: give {_PERIODS[0]} to {_PERIODS[1]} seconds")
 
 
 def _listen(host: str, port: int) -> socket.socket:

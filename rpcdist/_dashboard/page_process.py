@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 
 from rpcdist.errors import DeadlineExceeded, RpcdistError
-from rpcdist.time_limits import CLUSTER_START_LIMIT_S, LAUNCH_END_LIMIT_S
+from rpcdist.time_limits import CLOSE_LIMIT_S, CLUSTER_START_LIMIT_S
 
 MAX_URL_CHARS = 1000
 
@@ -46,7 +46,7 @@ class PageProcess:
     def close(self) -> None:
         """Ends the process; it keeps nothing."""
         self._process.kill()
-        self._process.wait(LAUNCH_END_LIMIT_S)
+        self._process.wait(CLOSE_LIMIT_S)
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 stream.close()

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rpcdist._dashboard.job_watch import JobWatch
 from rpcdist.inspection import facts_to_json
-from rpcdist.time_limits import LIVE_VIEW_PERIOD_S, VIEWER_WRITE_LIMIT_S
+from rpcdist.time_limits import LIVE_VIEW_PERIOD_S, SLOW_ANSWER_LIMIT_S
 
 MAX_VIEWERS: Final = 20
 _TYPES: Final = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
@@ -151,7 +151,7 @@ class _Events(Response):
             else:
                 text = ": the job has not answered yet\n\n"
             seen = looks
-            async with asyncio.timeout(VIEWER_WRITE_LIMIT_S):
+            async with asyncio.timeout(SLOW_ANSWER_LIMIT_S):
                 await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
         await send({"type": "http.response.body"})  # the server logs an error about answers that have no end
 

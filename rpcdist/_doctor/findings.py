@@ -174,7 +174,7 @@ def _closed_port(worker: WorkerFact) -> Iterator[Finding]:
     if is_loopback(port.host) and worker.member:
         yield Finding(
             f"{worker.member} says that it listens at {worker.address}, which only processes of its own machine reach",
-            "correct the line of its host name in /etc/hosts there, or set RPCDIST_HOST or RPCDIST_SOCKET_IFNAME there "
+            "correct the line of its host name in /etc/hosts there, or set RPCDIST_HOST there "
             "to the address or interface of the network",
         )
     elif is_loopback(port.host) and not is_loopback(name):

@@ -24,7 +24,7 @@ from google.protobuf.message import DecodeError
 from rpcdist._doctor.doctor_facts import PortAnswer, PortFact, SessionFact, Shown, WorkerAnswer, WorkerFact
 from rpcdist._proto import diagnosis_pb2, membership_pb2
 from rpcdist.errors import AuthenticationFailed, ConfigError, RpcdistError, TransportError
-from rpcdist.time_limits import MIN_ATTEMPT_S, NAME_LOOKUP_LIMIT_S, PROBE_LIMIT_S, TCP_CHANNEL_LIMIT_S
+from rpcdist.time_limits import ATTEMPT_LIMIT_S, MIN_ATTEMPT_S, SIDE_ATTEMPT_LIMIT_S
 from rpcdist.transport import Link, Node
 from rpcdist.transport._framing.message_parts import parsed
 from rpcdist.transport._server.diagnosis import DIAGNOSIS_ROLE
@@ -82,14 +82,14 @@ class WorkerProbes:
         is_here = any(way.host == way.own_host or is_loopback(way.host) for way in ways)
         facts = WorkerFact(address, member, ports=ways, is_this_machine=is_here, now_s=time.time())
         try:
-            connecting = self._node.connect(address, DIAGNOSIS_ROLE, PROBE_LIMIT_S, NullHandler(), retry=False)
-            link = self._node.run(connecting, 2 * PROBE_LIMIT_S)
+            connecting = self._node.connect(address, DIAGNOSIS_ROLE, ATTEMPT_LIMIT_S, NullHandler(), retry=False)
+            link = self._node.run(connecting, 2 * ATTEMPT_LIMIT_S)
         except (TransportError, ConfigError, TimeoutError) as exc:
             return Probed(self._without_session(replace(facts, session_error=str(exc) or "no answer in time"), exc))
         try:
             return self._with_session(facts, link)
         finally:
-            self._node.run(link.close(), PROBE_LIMIT_S)
+            self._node.run(link.close(), ATTEMPT_LIMIT_S)
 
     # ------------------------------------------------------------ no session
 
@@ -132,11 +132,11 @@ class WorkerProbes:
         return Probed(replace(facts, answer=answer), members)
 
     def _ask(
-        self, link: Link, address: str = "", size_bytes: int = 0, limit_s: float = PROBE_LIMIT_S
+        self, link: Link, address: str = "", size_bytes: int = 0, limit_s: float = ATTEMPT_LIMIT_S
     ) -> diagnosis_pb2.ReachReply:
         request = diagnosis_pb2.ReachRequest(address=address, reply_bytes=size_bytes, padding=bytes(size_bytes))
         asking = link.unary("Diagnosis", "Reach", request, diagnosis_pb2.ReachReply, limit_s)
-        return self._node.run(asking, limit_s + PROBE_LIMIT_S)
+        return self._node.run(asking, limit_s + ATTEMPT_LIMIT_S)
 
     def _large_failure(self, link: Link) -> str:
         try:
@@ -147,7 +147,7 @@ class WorkerProbes:
 
     def _failure_to_reach(self, link: Link, own: str) -> str:
         try:
-            return printable(self._ask(link, own, limit_s=2 * PROBE_LIMIT_S).failure[:1000])
+            return printable(self._ask(link, own, limit_s=2 * ATTEMPT_LIMIT_S).failure[:1000])
         except (RpcdistError, TimeoutError) as exc:
             return f"the attempt did not end in time, {exc}"
 
@@ -164,9 +164,9 @@ class WorkerProbes:
         if link.peer.id != 0:
             return []
         request = membership_pb2.MembersRequest()
-        asking = link.unary("Membership", "Members", request, membership_pb2.JoinReply, PROBE_LIMIT_S)
+        asking = link.unary("Membership", "Members", request, membership_pb2.JoinReply, ATTEMPT_LIMIT_S)
         with suppress(RpcdistError, DecodeError, TimeoutError):  # a rank 0 of a group alone has no such list
-            reply = self._node.run(asking, 2 * PROBE_LIMIT_S)
+            reply = self._node.run(asking, 2 * ATTEMPT_LIMIT_S)
             members = parsed(membership_pb2.MemberList, reply.members).members
             return [(printable(each.identity.name), printable(each.address)) for each in members]
         return []
@@ -188,11 +188,11 @@ def _resolved(host: str) -> list[str]:
 
     thread = threading.Thread(target=look_up, name="doctor looks up a name", daemon=True)  # it may take a minute
     thread.start()
-    thread.join(NAME_LOOKUP_LIMIT_S)
+    thread.join(SIDE_ATTEMPT_LIMIT_S)
     if failed:
         raise failed[0]
     if not found:
-        raise OSError(0, f"no name server has answered within {NAME_LOOKUP_LIMIT_S:g} s")
+        raise OSError(0, f"no name server has answered within {SIDE_ATTEMPT_LIMIT_S:g} s")
     return found[:MAX_ADDRESSES]
 
 
@@ -209,7 +209,7 @@ def _way_to(host: str) -> tuple[str, None, int | None]:
 
 
 def _tried(way: PortFact, number: int) -> PortFact:
-    answer, detail = _connect(way.host, number, TCP_CHANNEL_LIMIT_S)
+    answer, detail = _connect(way.host, number, SIDE_ATTEMPT_LIMIT_S)
     is_up = None
     if answer is PortAnswer.SILENT:
         is_up = _connect(way.host, _OTHER_PORT, 10 * MIN_ATTEMPT_S)[0] in (PortAnswer.OPEN, PortAnswer.REFUSED)
@@ -237,7 +237,7 @@ def _shown(host: str, number: int, token: bytes) -> Shown | None:
     context.set_alpn_protocols(["h2"])
     try:
         with (
-            socket.create_connection((host, number), TCP_CHANNEL_LIMIT_S) as plain,
+            socket.create_connection((host, number), SIDE_ATTEMPT_LIMIT_S) as plain,
             context.wrap_socket(plain, server_hostname=join_address(host, number)) as connection,
         ):
             shown = connection.getpeercert(binary_form=True)

@@ -26,7 +26,13 @@ from rpcdist.errors import (
 from rpcdist.frozen_process import FrozenProcess, look_at_process
 from rpcdist.inspection import MemberFacts, SilentWorker, WorkerFacts, facts_from_json, notes_from_json
 from rpcdist.off_loop import run_in_thread
-from rpcdist.time_limits import FROZEN_STACKS_LIMIT_S, LINK_CLOSE_LIMIT_S, LOOK_LATE_S, LOOK_LIMIT_S, LOOK_PATIENCE_S
+from rpcdist.time_limits import (
+    CONNECTION_CLOSE_LIMIT_S,
+    LOOK_LATE_S,
+    LOOK_LIMIT_S,
+    LOOK_PATIENCE_S,
+    QUICK_ANSWER_LIMIT_S,
+)
 from rpcdist.transport import NodeOptions, acquire_node
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.link import Link
@@ -81,7 +87,7 @@ class Asker:
     def close(self) -> None:
         """Gives back what the asking needed."""
         try:
-            self._node.run(self._close_links(), LINK_CLOSE_LIMIT_S)
+            self._node.run(self._close_links(), CONNECTION_CLOSE_LIMIT_S)
         finally:
             self._node.release()
 
@@ -243,7 +249,7 @@ class Asker:
         neighbours = [facts for facts in answered if host is not None and _host_of(facts.address) == host]
         for facts in neighbours[:MAX_NEIGHBOURS]:
             with suppress(RpcdistError, TimeoutError):
-                async with asyncio.timeout(LOOK_LIMIT_S + FROZEN_STACKS_LIMIT_S):
+                async with asyncio.timeout(LOOK_LIMIT_S + QUICK_ANSWER_LIMIT_S):
                     link = await self._node.connect(facts.address, INSPECTION_ROLE, LOOK_LIMIT_S, retry=False)
                     try:
                         request = inspection_pb2.NeighbourRequest(address=address)

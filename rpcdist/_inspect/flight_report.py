@@ -16,7 +16,6 @@ from typing import Any, Final
 
 from rpcdist.errors import ConfigError, ProtocolViolation
 from rpcdist.inspection import MemberFacts, SilentWorker, WorkerFacts, describe, explain, facts_from_json
-from rpcdist.time_limits import STORY_CONTEXT_S
 
 MAX_FILE_BYTES: Final = 16 << 20
 MAX_FILES: Final = 2000
@@ -26,6 +25,7 @@ _RANKS: Final = {"failed": 0, "ended": 1, "group": 2, "broken": 3, "lost": 4, "h
 """Which of two events at about the same time says more about the cause."""
 
 _TOGETHER_NS: Final = 20_000_000
+_CONTEXT_NS: Final = 10_000_000_000  # calls that failed so long before the first failure of a job are left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +172,8 @@ def _timeline(files: Sequence[FlightFile], groups: Iterable[Incident]) -> list[I
     every = [event for file in files for event in file.events]
     begins = [event.time_ns for event in every if event.kind != "call"]
     first_ns = min(begins, default=0)
-    kept = [event for event in every if event.kind != "call" or event.time_ns >= first_ns - STORY_CONTEXT_S * 1e9]
-    kept += [event for event in groups if event.time_ns >= first_ns - STORY_CONTEXT_S * 1e9]
+    kept = [event for event in every if event.kind != "call" or event.time_ns >= first_ns - _CONTEXT_NS]
+    kept += [event for event in groups if event.time_ns >= first_ns - _CONTEXT_NS]
     return sorted(kept, key=lambda event: event.time_ns)
 
 

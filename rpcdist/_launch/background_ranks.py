@@ -11,7 +11,7 @@ from rpcdist._launch.progress import Failed, Progress, error_of, restart_pause_s
 from rpcdist._launch.supervisor import RankEngine
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded
-from rpcdist.time_limits import LAUNCH_CAUSE_LIMIT_S, LAUNCH_EXIT_LIMIT_S, SELECT_LIMIT_S
+from rpcdist.time_limits import LONGEST_WAIT_S, QUICK_ANSWER_LIMIT_S, SLOW_WORK_LIMIT_S
 
 
 class BackgroundRanks:
@@ -36,8 +36,8 @@ class BackgroundRanks:
         self._progress = Progress(
             ranks,
             float("inf"),
-            LAUNCH_CAUSE_LIMIT_S,
-            LAUNCH_EXIT_LIMIT_S,
+            QUICK_ANSWER_LIMIT_S,
+            SLOW_WORK_LIMIT_S,
             max_restarts=max_restarts,
             pause_s=restart_pause_s,
         )
@@ -93,11 +93,11 @@ class BackgroundRanks:
             self._check_watched()
             return all(map(self._progress.has_ended, waited_for))
 
-        if not self._wait_for(have_ended, Deadline.after(LAUNCH_EXIT_LIMIT_S)):
+        if not self._wait_for(have_ended, Deadline.after(SLOW_WORK_LIMIT_S)):
             with self._changed:
                 running = ", ".join(str(rank) for rank in waited_for if not self._progress.has_ended(rank))
             raise DeadlineExceeded(
-                f"{LAUNCH_EXIT_LIMIT_S:g} s after `shutdown` these ranks have not ended: {running}; is a thread still "
+                f"{SLOW_WORK_LIMIT_S:g} s after `shutdown` these ranks have not ended: {running}; is a thread still "
                 "running there?"
             )
 
@@ -142,7 +142,7 @@ class BackgroundRanks:
             next_start_s = self._progress.next_start() - time.monotonic()
         for rank, attempt in starts:
             self.engine.start(rank, attempt)
-        events = self.engine.reports(max(0.0, min(next_start_s, SELECT_LIMIT_S)))
+        events = self.engine.reports(max(0.0, min(next_start_s, LONGEST_WAIT_S)))
         now = time.monotonic()
         with self._changed:
             for rank, event in events:
@@ -156,7 +156,7 @@ class BackgroundRanks:
                 if deadline.expired():
                     return False
                 next_change_s = self._progress.next_deadline() - time.monotonic()
-                self._changed.wait(max(0.0, min(deadline.remaining_s(), next_change_s, SELECT_LIMIT_S)))
+                self._changed.wait(max(0.0, min(deadline.remaining_s(), next_change_s, LONGEST_WAIT_S)))
         return True
 
     def _check_watched(self) -> None:

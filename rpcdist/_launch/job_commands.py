@@ -17,7 +17,7 @@ from rpcdist._launch.job_plan import Role
 from rpcdist._launch.job_records import LaunchedJob, find_job, jobs, start_of
 from rpcdist._launch.launching import launch
 from rpcdist.errors import ConfigError, RpcdistError
-from rpcdist.time_limits import JOB_STOP_LIMIT_S, SELECT_LIMIT_S
+from rpcdist.time_limits import JOB_STOP_LIMIT_S, LONGEST_WAIT_S
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -171,7 +171,7 @@ def _has_ended(job: LaunchedJob, limit_s: float) -> bool:
             remaining_s = end - time.monotonic()
             if remaining_s <= 0:
                 return False
-            if select.select([handle], [], [], min(remaining_s, SELECT_LIMIT_S))[0]:
+            if select.select([handle], [], [], min(remaining_s, LONGEST_WAIT_S))[0]:
                 return True
         return True
     finally:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+from rpcdist._launch.placement import ROLE_VARIABLE
 from rpcdist.errors import ConfigError
 from rpcdist.ids import check_worker_name
 
@@ -119,7 +120,7 @@ def plan_job(
             given = {**common, **_env_of(role, index)}
             own = {"RANK": str(len(plans)), "LOCAL_RANK": str(index), "WORLD_SIZE": str(size)}
             if named:
-                own |= {"RPCDIST_ROLE": role.name, "RPCDIST_ROLE_RANK": str(index)}
+                own[ROLE_VARIABLE] = f"{role.name}:{index}"
             if gpus:
                 own[DEVICES_VARIABLE] = ",".join(_visible(gpus, _num_gpus(role), index))
             if machine is not None and not {**environment, **given}.get(THREADS_VARIABLE):

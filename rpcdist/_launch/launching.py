@@ -14,7 +14,7 @@ from rpcdist._launch.job_plan import HOST, JobPlan, Role, held_port, plan_job, t
 from rpcdist._launch.job_records import JobRecord
 from rpcdist._launch.local_ranks import LocalRanks, RankTask
 from rpcdist._launch.output import ERROR_LINES, JobOutput
-from rpcdist._launch.placement import Placement, placement_from_environment
+from rpcdist._launch.placement import ROLE_VARIABLE, Placement, placement_from_environment
 from rpcdist._launch.progress import Outcome, Progress, Succeeded, error_of, interrupted, restart_pause_s
 from rpcdist._launch.rank_call import load_result, pickle_call
 from rpcdist._launch.rank_main import check_not_importing_main
@@ -22,7 +22,7 @@ from rpcdist._launch.supervisor import StopSignals, run_job
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, ProcessFailed
 from rpcdist.own_shortage import check_can_start, names_shortage
-from rpcdist.time_limits import LAUNCH_CAUSE_LIMIT_S, LAUNCH_EXIT_LIMIT_S
+from rpcdist.time_limits import QUICK_ANSWER_LIMIT_S, SLOW_WORK_LIMIT_S
 
 logger = logging.getLogger("rpcdist.launch")
 
@@ -194,8 +194,7 @@ def run_here(placement: Placement, plan: JobPlan, by_role: bool) -> list[Any] | 
         )
     role = plan.ranks[placement.rank].role
     if by_role:
-        for variable in ("RPCDIST_ROLE", "RPCDIST_ROLE_RANK"):
-            os.environ[variable] = plan.ranks[placement.rank].variables[variable]
+        os.environ[ROLE_VARIABLE] = plan.ranks[placement.rank].variables[ROLE_VARIABLE]
     result = role.function(placement.rank, *role.args)
     return {role.name: [result]} if by_role else [result]
 
@@ -205,8 +204,8 @@ def progress_of(plan: JobPlan, join_timeout_s: float | None) -> Progress:
     return Progress(
         range(len(plan.ranks)),
         Deadline.after(join_timeout_s).at,
-        LAUNCH_CAUSE_LIMIT_S,
-        LAUNCH_EXIT_LIMIT_S,
+        QUICK_ANSWER_LIMIT_S,
+        SLOW_WORK_LIMIT_S,
         max_restarts=plan.max_restarts,
         daemons=plan.daemons,
         pause_s=restart_pause_s,

@@ -14,7 +14,7 @@ from rpcdist._launch.rank_call import RankCall
 from rpcdist._launch.rank_process import RankProcess, start_rank
 from rpcdist._launch.reports import Event, ProcessEnded, Ready
 from rpcdist.deadline import Deadline
-from rpcdist.time_limits import LAUNCH_END_LIMIT_S, SELECT_LIMIT_S
+from rpcdist.time_limits import CLOSE_LIMIT_S, LONGEST_WAIT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class LocalRanks:
 
     def reports(self, limit_s: float) -> list[tuple[int, Event]]:
         alive_at = self._looked_at or time.monotonic()
-        ready = self._selector.select(min(limit_s, SELECT_LIMIT_S))
+        ready = self._selector.select(min(limit_s, LONGEST_WAIT_S))
         self._looked_at = time.monotonic()
         events: list[tuple[int, Event]] = []
         for key, _ in ready:
@@ -99,7 +99,7 @@ class LocalRanks:
             process.terminate()
         for process in running:
             process.resume()
-        self._wait_for_ends(running, Deadline.after(LAUNCH_END_LIMIT_S))
+        self._wait_for_ends(running, Deadline.after(CLOSE_LIMIT_S))
         for process in running:
             process.kill_group()
             self._reap(process)
@@ -123,7 +123,7 @@ class LocalRanks:
     def _reap(self, process: RankProcess) -> int | None:
         """The return code of a process that ends now; its output is complete then."""
         with self._reaping:
-            returncode = process.reap(LAUNCH_END_LIMIT_S)
+            returncode = process.reap(CLOSE_LIMIT_S)
             self._processes.remove(process)
         self._unregister(process)
         for stream in process.streams.values():

@@ -19,6 +19,9 @@ from typing import Final
 from rpcdist._launch.engine_places import EnginePlace, engine_places
 from rpcdist.errors import ConfigError
 
+ROLE_VARIABLE: Final = "RPCDIST_ROLE"
+"""The role of a process and its number there, such as "trainer:3"; `launch` sets it."""
+
 _VARIABLES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -89,14 +92,15 @@ def find_placement(environment: Mapping[str, str], own_name: Callable[[], str]) 
         ) from exc
     if not 0 <= placement.rank < placement.world_size:
         raise ConfigError(f"RANK={rank} in the environment is not from 0 to {placement.world_size - 1} (WORLD_SIZE)")
+    role, _, role_rank = environment.get(ROLE_VARIABLE, "").rpartition(":")
     return replace(
         placement,
         local_rank=_number(environment, "LOCAL_RANK"),
         node_rank=_number(environment, "GROUP_RANK"),
         host=environment.get("MASTER_ADDR"),
         port=_number(environment, "MASTER_PORT"),
-        role=environment.get("RPCDIST_ROLE"),
-        role_rank=_number(environment, "RPCDIST_ROLE_RANK"),
+        role=role or None,
+        role_rank=int(role_rank) if role else None,
     )
 
 

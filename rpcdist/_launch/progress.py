@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from rpcdist._launch.reports import Event, Exited, ProcessEnded, Raised, Ready, Returned
 from rpcdist.backoff import backoff
 from rpcdist.errors import DeadlineExceeded, ProcessFailed
-from rpcdist.time_limits import LAUNCH_EXIT_LIMIT_S, RESTART_FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S
+from rpcdist.time_limits import FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S, SLOW_WORK_LIMIT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ def _order(failure: tuple[int, Died | Exited | Raised]) -> tuple[bool, float, in
 
 def restart_pause_s(number: int) -> float:
     """How long to wait before restart `number` of a rank: longer each time, and random, so that ranks differ."""
-    pauses = backoff(RESTART_FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S)
+    pauses = backoff(FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S)
     return [next(pauses) for _ in range(number)][-1]
 
 
@@ -275,7 +275,7 @@ def error_of(outcome: Failed | Late | Stuck, workers: int, join_timeout_s: float
         ranks = ", ".join(map(str, outcome.ranks))
         return DeadlineExceeded(f"after {join_timeout_s:g} s these of {workers} ranks had not ended: {ranks}")
     if isinstance(outcome, Stuck):
-        what = f"returned, but its process did not end within {LAUNCH_EXIT_LIMIT_S:g} s: is a thread still running?"
+        what = f"returned, but its process did not end within {SLOW_WORK_LIMIT_S:g} s: is a thread still running?"
         return ProcessFailed(outcome.rank, what)
     cause = outcome.cause
     if isinstance(cause, Exited):

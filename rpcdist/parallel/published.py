@@ -38,7 +38,7 @@ from rpcdist.parallel._published._small_tensors import SmallTensors, copy_tensor
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
-from rpcdist.time_limits import CHECK_INTERVAL_S, CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, MIN_WAIT_S
+from rpcdist.time_limits import CHECK_INTERVAL_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, MIN_WAIT_S
 
 __all__ = ["Published", "TensorPart"]
 
@@ -183,7 +183,7 @@ class Published:
 
     def _become_publisher(self, layout: VersionLayout, shard: tuple[int, int], deadline: Deadline) -> Publisher:
         agent = current_agent()
-        pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, deadline)
+        pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, deadline)
         number = shard[0]
         while True:
             try:

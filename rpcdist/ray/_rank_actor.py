@@ -63,6 +63,10 @@ class RankActor:
         bring_job_token(token)
         if main is not None:
             _import_main(main)
+        else:
+            from rpcdist.rpc import options
+
+            options.by_value_by_default = True
         self._function, self._args = call.load()
         self._call = call
 

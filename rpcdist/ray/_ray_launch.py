@@ -29,7 +29,7 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError
 from rpcdist.ray._rank_actor import MainModule, Where
 from rpcdist.ray._ray_ranks import RayRanks
-from rpcdist.time_limits import INIT_NOTICE_S, SELECT_LIMIT_S
+from rpcdist.time_limits import INIT_NOTICE_S, LONGEST_WAIT_S
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -145,8 +145,6 @@ def _run(
             "RPCDIST_STORE": address,
             "RPCDIST_ATTEMPT": secrets.token_hex(8),
         }
-        if not main_has_a_file():
-            common["RPCDIST_BY_VALUE"] = "1"
         token = job_token().decode("utf-8", "surrogateescape")
         plans = dict(enumerate(plan.ranks))
         engine = RayRanks(
@@ -184,7 +182,7 @@ def reserve(plans: Sequence[RankPlan], strategy: str, deadline: Deadline, stop: 
         raise ConfigError(f"Ray refuses to place the ranks: {exc}") from exc
     notice_at = time.monotonic() + INIT_NOTICE_S
     try:
-        while not group.wait(min(SELECT_LIMIT_S, 0.2)):
+        while not group.wait(min(LONGEST_WAIT_S, 0.2)):
             if stop.received:
                 remove_placement_group(group)
                 return None

@@ -16,7 +16,7 @@ from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
 from rpcdist.rpc._current import agent_or_none
-from rpcdist.time_limits import LAUNCH_END_LIMIT_S
+from rpcdist.time_limits import CLOSE_LIMIT_S
 from rpcdist.transport.token import bring_job_token, job_token
 
 
@@ -73,7 +73,7 @@ class _RpcdistBackend(Backend):  # type: ignore[misc]
 
     def on_shutdown(self, worker_group: Any, backend_config: RpcdistConfig) -> None:
         try:
-            ray.get(worker_group.execute_async(_stop), timeout=2 * LAUNCH_END_LIMIT_S)
+            ray.get(worker_group.execute_async(_stop), timeout=2 * CLOSE_LIMIT_S)
         except (RayError, TimeoutError) as exc:  # workers that are lost end nothing; Ray ends the others
             print(f"rpcdist: some workers did not shut down: {type(exc).__name__}")
 
@@ -117,6 +117,6 @@ def _stop() -> None:
     from rpcdist import rpc
 
     if agent_or_none() is not None:
-        rpc.shutdown(timeout=LAUNCH_END_LIMIT_S)
+        rpc.shutdown(timeout=CLOSE_LIMIT_S)
     if torch_distributed.is_initialized():
         torch_distributed.destroy_process_group()

@@ -73,7 +73,7 @@ from rpcdist.rpc._serving.callables import Callables
 from rpcdist.rpc._serving.dispatcher import Dispatcher, GilWait, describe_job
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.rpc.worker_info import WorkerInfo
-from rpcdist.time_limits import ADD_SERVICE_LIMIT_S, AGENT_TICK_S, RPC_CLOSE_LIMIT_S
+from rpcdist.time_limits import CLOSE_LIMIT_S, SLOW_ANSWER_LIMIT_S, TICK_S
 from rpcdist.transport.wire_messages import CompactCall, CompactPass, CompactReply
 
 ROLE = "rpc"
@@ -448,7 +448,7 @@ class Agent:
         let_others_look()
         network.handle_role(ROLE, self._inbound, self._inbound.refusal)
         network.handle_role(PROBE_ROLE, ProbeTaker(self._search.on_probe))
-        network.run(self._news.start(), ADD_SERVICE_LIMIT_S)
+        network.run(self._news.start(), SLOW_ANSWER_LIMIT_S)
         network.io.call_soon(self._search.start)
         network.io.call_soon(self._tick)
 
@@ -463,14 +463,14 @@ class Agent:
             self._old_calls.look(now := time.monotonic())
             self._notes.look(now)
         finally:
-            self._tick_handle = self.network.io.loop.call_later(AGENT_TICK_S, self._tick)
+            self._tick_handle = self.network.io.loop.call_later(TICK_S, self._tick)
 
     @property
     def is_closed(self) -> bool:
         """Whether it shuts down, or has."""
         return self._lifetime.is_closed
 
-    def close(self, timeout_s: float = RPC_CLOSE_LIMIT_S) -> None:
+    def close(self, timeout_s: float = CLOSE_LIMIT_S) -> None:
         """Ends everything at once; idempotent, bounded. Calls in flight fail."""
         if self._lifetime.is_closed:
             return

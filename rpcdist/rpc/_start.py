@@ -34,12 +34,12 @@ from rpcdist.rpc._peers.network import Network
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.rpc.rref import PyRRef, RRef
 from rpcdist.time_limits import (
-    CONNECT_FIRST_PAUSE_S,
-    CONNECT_LONGEST_PAUSE_S,
-    COORDINATOR_LOOK_UP_LIMIT_S,
-    COORDINATOR_STALE_S,
+    ANSWER_LIMIT_S,
+    ATTEMPT_LIMIT_S,
+    FIRST_PAUSE_S,
     INIT_NOTICE_S,
-    LATE_JOINERS_LIMIT_S,
+    LONGEST_PAUSE_S,
+    QUICK_ANSWER_LIMIT_S,
 )
 from rpcdist.transport import NodeOptions, acquire_node
 from rpcdist.transport.addresses import host_from_environment, pick_bind_host, split_address
@@ -129,7 +129,7 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
     service = coordinator.service
     if service is not None and service.table.broken is not None:
         # The others learn the contradiction from this process, so it stays until they have been told.
-        network.run(service.all_answered(LATE_JOINERS_LIMIT_S), 2 * LATE_JOINERS_LIMIT_S)
+        network.run(service.all_answered(ATTEMPT_LIMIT_S), 2 * ATTEMPT_LIMIT_S)
     roster = members_of(reply, me, coordinator.address, time.monotonic() - started)
     _check_device_maps(me, roster.members, world_size, options)
     with _BUILDS:
@@ -225,7 +225,7 @@ def _ask_coordinator(
     its rank, which was lost.
     """
     deadline = Deadline.after(timeout_s)
-    pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, deadline)
+    pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, deadline)
     while True:
         record = _find_coordinator(records, deadline.remaining_s())
         address, rank = _place(record)
@@ -245,7 +245,7 @@ def _ask_coordinator(
             continue
         coordinator = Coordinator(network, address, me.identity, None, rank)
         remaining_s = deadline.remaining_s()
-        connect_s = remaining_s if _is_at(store, address) else min(remaining_s, COORDINATOR_STALE_S)
+        connect_s = remaining_s if _is_at(store, address) else min(remaining_s, ANSWER_LIMIT_S)
         try:
             reply = coordinator.join(me, world_size, remaining_s, connect_s)
             if world_size is not None or reply.outcome != JoinReply.Outcome.TIMED_OUT or deadline.expired():
@@ -254,7 +254,7 @@ def _ask_coordinator(
         except RpcdistError as exc:
             is_outside = not _is_at(store, address)  # a store that does not end with the coordinator
             if world_size is None and is_outside:
-                if records.get([COORDINATOR_KEY], COORDINATOR_LOOK_UP_LIMIT_S)[0] != record:
+                if records.get([COORDINATOR_KEY], QUICK_ANSWER_LIMIT_S)[0] != record:
                     continue  # it was leaving
             if not isinstance(exc, ConnectFailed):
                 raise
@@ -284,7 +284,7 @@ def _look_up(store: Store, records: SignedRecords, before: str) -> str:
     """
     if _is_at(store, before):
         return store.address
-    address, _ = _place(records.get([COORDINATOR_KEY], COORDINATOR_LOOK_UP_LIMIT_S)[0])
+    address, _ = _place(records.get([COORDINATOR_KEY], QUICK_ANSWER_LIMIT_S)[0])
     if address == LEFT:
         raise RendezvousError("the coordinator has left the job, and no other one has come yet")
     return address

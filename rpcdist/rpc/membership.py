@@ -16,7 +16,7 @@ from rpcdist.rpc._membership.serving import PING, STOP
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo
-from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, MIN_WAIT_S
+from rpcdist.time_limits import FIRST_PAUSE_S, LONGEST_PAUSE_S, MIN_WAIT_S
 
 __all__ = [
     "MembershipChange",
@@ -56,7 +56,7 @@ def wait_for_worker(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> WorkerInfo
     """
     agent = current_agent()
     deadline = Deadline.after(agent.caller.timeout_of(timeout))
-    pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, deadline)
+    pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, deadline)
     while True:
         info = agent.directory.wait_until_lives(name, deadline)
         limit_s = max(deadline.remaining_s(), MIN_WAIT_S) if deadline.is_finite else 0
@@ -92,7 +92,7 @@ def wait_for_workers(role: str, count: int, timeout: float = UNSET_RPC_TIMEOUT) 
     agent = current_agent()
     limit_s = agent.caller.timeout_of(timeout)
     deadline = Deadline.after(limit_s)
-    pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, deadline)
+    pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, deadline)
     while True:
         agent.directory.wait_while(lambda: len(workers(role)) < count, deadline)
         found = workers(role)

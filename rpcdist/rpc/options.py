@@ -11,7 +11,6 @@ devices and the device maps may be changed until `init_rpc` reads them.
 from __future__ import annotations
 
 import fnmatch
-import os
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -30,6 +29,9 @@ from rpcdist.rpc.constants import (
 )
 from rpcdist.time_limits import LOG_CALLS_AFTER_S
 from rpcdist.transport import TlsOptions
+
+by_value_by_default = False
+"""Set by a launcher whose ranks cannot import the program, as those of a notebook on Ray."""
 
 __all__ = [
     "DeviceMap",
@@ -220,8 +222,7 @@ class RpcOptions(RpcBackendOptions):
         self.job = _job(job)
         self.token = _token(token)
         self.tls = _tls(tls)
-        # A launcher says so where the ranks cannot import the program, as those of a notebook on Ray.
-        self.by_value = os.environ.get("RPCDIST_BY_VALUE") == "1" if by_value is None else by_value
+        self.by_value = by_value_by_default if by_value is None else by_value
         self.allow_functions = None if allow_functions is None else tuple(map(_pattern, allow_functions))
         self.allow_pickle = allow_pickle
         if autograd_mode not in ("smart", "fast"):

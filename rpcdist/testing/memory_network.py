@@ -33,7 +33,7 @@ from rpcdist.ids import Identity, new_incarnation
 from rpcdist.inspection import Strangers
 from rpcdist.testing.limits import LIMIT_S
 from rpcdist.testing.memory_channel import MemoryChannel, Path, channel_pair
-from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, LINK_CLOSE_LIMIT_S, NODE_STOP_LIMIT_S
+from rpcdist.time_limits import CLOSE_LIMIT_S, CONNECTION_CLOSE_LIMIT_S, FIRST_PAUSE_S, LONGEST_PAUSE_S
 from rpcdist.transport.credentials import Credentials, Records
 from rpcdist.transport.handing_on import SessionHandler
 from rpcdist.transport.identities import identity_to_proto
@@ -102,7 +102,7 @@ class MemoryNode:
 
     def release(self) -> None:
         """The worker has left: its address answers no more."""
-        self.io.run(self.close("the peer shut down"), NODE_STOP_LIMIT_S)
+        self.io.run(self.close("the peer shut down"), CLOSE_LIMIT_S)
 
     # ------------------------------------------------------------ I/O loop
 
@@ -113,7 +113,7 @@ class MemoryNode:
         sessions = list(self._sessions)
         for session in sessions:
             session.close(reason)
-        await asyncio.gather(*(session.ended(LINK_CLOSE_LIMIT_S) for session in sessions))
+        await asyncio.gather(*(session.ended(CONNECTION_CLOSE_LIMIT_S) for session in sessions))
 
     def sessions_with(self, other: MemoryNode) -> list[tuple[Session, MemoryChannel]]:
         """The connections with another worker, in both directions, and this end of their channels."""
@@ -148,7 +148,7 @@ class MemoryNode:
         return MemoryConnection(session, self, target, self._wires)
 
     async def _find(self, address: str, deadline: Deadline, timeout_s: float, retry: bool) -> MemoryNode:
-        pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, deadline)
+        pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, deadline)
         while True:
             target = self._wires.node_at(self, address)
             if target is not None:
@@ -213,7 +213,7 @@ class MemoryConnection:
             await asyncio.Event().wait()
         return reply_type.FromString(reply.SerializeToString())
 
-    async def close(self, timeout_s: float = LINK_CLOSE_LIMIT_S) -> None:
+    async def close(self, timeout_s: float = CONNECTION_CLOSE_LIMIT_S) -> None:
         self.session.close("closed at this end")
         await self.session.ended(timeout_s)
 
@@ -366,4 +366,4 @@ class MemoryNetwork:
 async def _break(sessions: list[Session]) -> None:
     for session in sessions:
         session.close("the connection broke")
-    await asyncio.gather(*(session.ended(LINK_CLOSE_LIMIT_S) for session in sessions))
+    await asyncio.gather(*(session.ended(CONNECTION_CLOSE_LIMIT_S) for session in sessions))

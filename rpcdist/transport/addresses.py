@@ -22,7 +22,6 @@ from rpcdist.own_shortage import own_shortage
 logger = logging.getLogger(__name__)
 
 _HOST_VARIABLE = "RPCDIST_HOST"
-_INTERFACE_VARIABLE = "RPCDIST_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
 _DISCARD_PORT = 9  # nothing is sent there; connecting a datagram socket only looks up the route
 
@@ -58,17 +57,16 @@ def is_loopback(host: str) -> bool:
 def host_from_environment(variable_of_torch: str) -> str | None:
     """The address to listen on, if the environment names one.
 
-    `RPCDIST_HOST` is an address; `RPCDIST_SOCKET_IFNAME` and torch's variable name an interface.
+    `RPCDIST_HOST` is an address or an interface; torch's variable names an interface.
 
     Raises:
         ConfigError: the interface does not exist, or has no IPv4 address.
     """
     if explicit := os.environ.get(_HOST_VARIABLE):
-        return explicit
-    for variable in (_INTERFACE_VARIABLE, variable_of_torch):
-        if name := os.environ.get(variable):
-            return _interface_address(variable, name)
-    return None
+        is_interface = any(explicit == name for _, name in socket.if_nameindex())
+        return _interface_address(_HOST_VARIABLE, explicit) if is_interface else explicit
+    name = os.environ.get(variable_of_torch)
+    return _interface_address(variable_of_torch, name) if name else None
 
 
 def _interface_address(variable: str, name: str) -> str:

@@ -25,11 +25,11 @@ from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError
 from rpcdist.ids import Identity
 from rpcdist.own_shortage import own_shortage, try_for_descriptor
 from rpcdist.time_limits import (
-    CONNECT_FIRST_PAUSE_S,
-    CONNECT_LONGEST_PAUSE_S,
-    LOCAL_HANDSHAKE_LIMIT_S,
-    REFUSAL_LIMIT_S,
-    TCP_CHANNEL_LIMIT_S,
+    ATTEMPT_LIMIT_S,
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    QUICK_ANSWER_LIMIT_S,
+    SIDE_ATTEMPT_LIMIT_S,
 )
 from rpcdist.transport import fork
 from rpcdist.transport._channels.channel import Channels, ReadChannel, allowed_channels
@@ -40,7 +40,7 @@ from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix
 from rpcdist.transport._channels.tls_pipe import connected_pipe
 from rpcdist.transport._striping.stripe_taker import PAYLOAD_TAKER, payload_purpose
 from rpcdist.transport._striping.striping import StripePlace
-from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
+from rpcdist.transport._tls.tls_options import TLS_VARIABLE
 from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.credentials import Credentials
@@ -121,11 +121,11 @@ class Connector:
                 await self._credentials.tls_policy.check_plain(split_address(address)[0])
         except TimeoutError as exc:
             raise ConnectFailed(address, "the name could not be resolved in time", timeout_s) from exc
-        pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S)
+        pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             try:
                 if may_be_local:
-                    limit = deadline.earlier(Deadline.after(min(timeout_s / 2, LOCAL_HANDSHAKE_LIMIT_S)))
+                    limit = deadline.earlier(Deadline.after(min(timeout_s / 2, ATTEMPT_LIMIT_S)))
                     try:
                         return await self._connect_raw(connect_unix(local_name(address)), wanted, limit)
                     except (TransportError, TimeoutError) as exc:
@@ -214,7 +214,7 @@ class Connector:
         opened: list[socket.socket | TlsSocket] = []
         wanted = wanted._replace(role=SOCKET_ROLE)
         try:
-            async with asyncio.timeout(TCP_CHANNEL_LIMIT_S):
+            async with asyncio.timeout(SIDE_ATTEMPT_LIMIT_S):
                 for index in range(count):
                     purpose = socket_purpose(PAYLOAD_TAKER, payload_purpose(session_id, StripePlace(index, count)))
                     opened.append((await self._proven(connect_tcp(*place), wanted, purpose))[0])
@@ -256,7 +256,7 @@ class Connector:
 
     async def _tell(self, wanted: _Wanted) -> None:
         """Runs a handshake with a process of this host, so that it logs the wrong token: it logs no TLS failures."""
-        limit = Deadline.after(REFUSAL_LIMIT_S)
+        limit = Deadline.after(QUICK_ANSWER_LIMIT_S)
         with suppress(OSError, TimeoutError):
             link = await self._connect_raw(connect_unix(local_name(wanted.address)), wanted, limit)
             await link.close()
@@ -267,7 +267,7 @@ class Connector:
             return None
         server, port = proven.other_way
         host, _ = split_address(wanted.address)
-        limit = Deadline.after(TCP_CHANNEL_LIMIT_S)
+        limit = Deadline.after(SIDE_ATTEMPT_LIMIT_S)
         try:
             wanted = wanted._replace(expected=server)
             return await self._connect_raw(connect_tcp(host, port), wanted, limit, (host, port))

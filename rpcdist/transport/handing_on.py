@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.ids import Identity
-from rpcdist.time_limits import LEADER_LEAVE_LIMIT_S
+from rpcdist.time_limits import LEAVE_LIMIT_S
 from rpcdist.transport._framing.incoming import Delivery, IncomingBuffer
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.io_loop import IoLoop
@@ -113,8 +113,8 @@ class HandingOn:
     def end(self) -> None:
         """Stops calling the handler, since the session has ended; on the loop.
 
-        If the reader of a payload connection is in the handler, waits for it, at most `LEADER_LEAVE_LIMIT_S`.
+        If the reader of a payload connection is in the handler, waits for it, at most `LEAVE_LIMIT_S`.
         """
         self._has_ended = True
-        if self._one_at_a_time.acquire(timeout=LEADER_LEAVE_LIMIT_S):
+        if self._one_at_a_time.acquire(timeout=LEAVE_LIMIT_S):
             self._one_at_a_time.release()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-import os
-import sys
 import threading
 from collections.abc import Callable, Coroutine
 from errno import EBADF
@@ -15,27 +13,25 @@ from typing import Any, TypeVar
 from rpcdist.deadline import Deadline
 from rpcdist.errors import BlockingInLoop, DeadlineExceeded, RpcdistError
 from rpcdist.own_shortage import check_can_start
-from rpcdist.time_limits import CANCELLED_TASKS_LIMIT_S, LOOP_CLOSE_LIMIT_S
+from rpcdist.time_limits import CLOSE_LIMIT_S, CLOSE_STEP_LIMIT_S
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """A uvloop loop, or asyncio's where uvloop is missing or `RPCDIST_LOOP=asyncio` asks for it.
+    """A uvloop loop, or asyncio's where uvloop is missing.
 
     Raises:
         TransportError: this process has too few free descriptors.
     """
     check_can_start("an event loop")
-    if sys.platform != "win32" and os.environ.get("RPCDIST_LOOP", "uvloop") != "asyncio":
-        try:
-            import uvloop
-        except ImportError:
-            logger.info("uvloop is not installed; the I/O loop runs on asyncio")
-        else:
-            return uvloop.new_event_loop()
-    return asyncio.new_event_loop()
+    try:
+        import uvloop
+    except ImportError:
+        logger.info("uvloop is not installed; the I/O loop runs on asyncio")
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 def _report_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -105,7 +101,7 @@ class IoLoop:
         for task in tasks:
             task.cancel()
         if tasks:
-            self.loop.run_until_complete(asyncio.wait(tasks, timeout=CANCELLED_TASKS_LIMIT_S))
+            self.loop.run_until_complete(asyncio.wait(tasks, timeout=CLOSE_STEP_LIMIT_S))
 
     def on_thread(self) -> bool:
         """Whether the caller runs on this loop's thread."""
@@ -171,7 +167,7 @@ class IoLoop:
         """Whether `close` has been called."""
         return self._closed
 
-    def close(self, timeout_s: float = LOOP_CLOSE_LIMIT_S) -> None:
+    def close(self, timeout_s: float = CLOSE_LIMIT_S) -> None:
         """Stops the loop and joins its threads; idempotent, bounded by `timeout_s`."""
         if self._closed:
             return

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 
 from rpcdist.errors import ConnectFailed, ProtocolViolation
 from rpcdist.ids import Identity
-from rpcdist.time_limits import LINK_CLOSE_LIMIT_S, UNARY_DRAIN_LIMIT_S
+from rpcdist.time_limits import CONNECTION_CLOSE_LIMIT_S, LEAVE_LIMIT_S
 from rpcdist.transport._channels.grpc_channel import mapped_errors
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.session import Session
@@ -73,7 +73,7 @@ class Link:
             # A stopping server answers its calls before it ends its sessions, but the answers may arrive later: they
             # get time to arrive.
             if self._connection is not None:
-                await self._connection.close(None if self._closes else UNARY_DRAIN_LIMIT_S)
+                await self._connection.close(None if self._closes else LEAVE_LIMIT_S)
 
     async def unary(
         self, service: str, method: str, request: Message, reply_type: type[Reply], timeout_s: float | None
@@ -141,7 +141,7 @@ class Link:
         if self.session.closed_reason is not None and (task is None or not task.cancelling()):
             raise ConnectFailed(self.address, self.session.closed_reason) from exc
 
-    async def close(self, timeout_s: float = LINK_CLOSE_LIMIT_S) -> None:
+    async def close(self, timeout_s: float = CONNECTION_CLOSE_LIMIT_S) -> None:
         """Ends the session and the connection; idempotent; bounded."""
         self._closes = True
         self.session.close("closed at this end")

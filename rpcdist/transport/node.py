@@ -21,20 +21,19 @@ from rpcdist.ids import Identity, new_incarnation
 from rpcdist.inspection import Strangers
 from rpcdist.own_shortage import names_shortage, raise_descriptor_limit
 from rpcdist.time_limits import (
-    ADD_SERVICE_LIMIT_S,
+    CLOSE_LIMIT_S,
     GRPC_STOP_GRACE_S,
-    NODE_STOP_LIMIT_S,
+    LEAVE_LIMIT_S,
     PEER_TIMEOUT_S,
-    SERVE_LIMIT_S,
-    UNARY_DRAIN_LIMIT_S,
+    SLOW_ANSWER_LIMIT_S,
 )
 from rpcdist.transport import fork
 from rpcdist.transport._server.diagnosis import DIAGNOSIS_SERVICE, Diagnosis
 from rpcdist.transport._server.server import Server
 from rpcdist.transport._server.unary_services import Method
 from rpcdist.transport._socket_hub.hub_connector import HubAddress
-from rpcdist.transport._tls.tls_options import CERTIFICATE_VARIABLE, TlsOptions
-from rpcdist.transport._tls.tls_policy import TLS_VARIABLE, TlsPolicy
+from rpcdist.transport._tls.tls_options import TLS_VARIABLE, TlsOptions
+from rpcdist.transport._tls.tls_policy import TlsPolicy
 from rpcdist.transport.addresses import PORTS_VARIABLE, PortRange, split_address
 from rpcdist.transport.connector import Connector
 from rpcdist.transport.credentials import Credentials, Records
@@ -171,7 +170,7 @@ class Node:
         """Runs a coroutine on the I/O loop and waits; see `IoLoop.run`."""
         return self.io.run(coroutine, timeout_s)
 
-    def serve(self, host: str, port: int, timeout_s: float = SERVE_LIMIT_S, is_apart: bool = False) -> str:
+    def serve(self, host: str, port: int, timeout_s: float = SLOW_ANSWER_LIMIT_S, is_apart: bool = False) -> str:
         """Starts the server of this process, if it does not run yet; blocks.
 
         A later caller that needs its own port (a store at MASTER_PORT in a process that is already an RPC worker) gets
@@ -207,13 +206,13 @@ class Node:
             if self._addresses[address]:
                 return
             del self._addresses[address]
-        self.run(self._server.stop_address(address, GRPC_STOP_GRACE_S), NODE_STOP_LIMIT_S)
+        self.run(self._server.stop_address(address, GRPC_STOP_GRACE_S), CLOSE_LIMIT_S)
 
     def add_service(
         self,
         descriptor: ServiceDescriptor,
         methods: Mapping[str, Method],
-        timeout_s: float = ADD_SERVICE_LIMIT_S,
+        timeout_s: float = SLOW_ANSWER_LIMIT_S,
         address: str | None = None,
     ) -> None:
         """Serves methods of a service; see `Server.add_service`. Handlers are coroutines on the I/O loop."""
@@ -304,13 +303,13 @@ class Node:
         if self.io.is_closed:  # the process ends, and a finalizer gives up its share after that
             return
         try:
-            self.run(self._close_all(), NODE_STOP_LIMIT_S)
+            self.run(self._close_all(), CLOSE_LIMIT_S)
         except Exception:
             logger.warning("the transport did not stop cleanly", exc_info=True)
         self.io.close()
 
     async def _close_all(self) -> None:
-        await self._server.drain_unary(UNARY_DRAIN_LIMIT_S)
+        await self._server.drain_unary(LEAVE_LIMIT_S)
         for session in list(self.sessions):
             session.close("the peer shut down")
         await asyncio.gather(*(link.close() for link in list(self.links)))
@@ -360,8 +359,8 @@ class SharedNode:
             node.release()
             raise ConfigError(
                 f"this process already communicates with TLS set to {mine.tls_policy.mode.value!r} and "
-                f"{mine.tls_policy.files or 'certificates of the job token'}. Set TLS by {TLS_VARIABLE}, and files by "
-                f"{CERTIFICATE_VARIABLE} and the like: they apply to stores, groups and RPC."
+                f"{mine.tls_policy.files or 'certificates of the job token'}. Set TLS and its files by "
+                f"{TLS_VARIABLE}, which applies to stores, groups and RPC."
             )
         if PortRange.of_environment(options.ports) != node.ports:
             node.release()

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Final
 
 from rpcdist.errors import TransportError
-from rpcdist.time_limits import BURST_GAP_S, LINGER_S, LONGEST_LINGER_S
+from rpcdist.time_limits import BATCH_DELAY_S, BURST_GAP_S
 from rpcdist.transport._channels.channel import ReadChannel
 from rpcdist.transport._channels.signal_shield import SignalShield, may_raise_here
 from rpcdist.transport._channels.socket_channel import SocketChannel
@@ -48,7 +48,7 @@ class Lingering:
         self._io = io
         self._flush = flush
         self._num_waiting = num_waiting
-        self._period_s = LINGER_S
+        self._period_s = BATCH_DELAY_S
         self._has_news = False  # a message has begun to linger since the last tick
         self._ticks = False
         self._num_idle = 0
@@ -81,10 +81,10 @@ class Lingering:
             self._has_news = False
             self._num_idle = 0
             if self._num_waiting():
-                self._period_s = LINGER_S
+                self._period_s = BATCH_DELAY_S
                 self._flush()
             else:
-                self._period_s = min(2 * self._period_s, LONGEST_LINGER_S)
+                self._period_s = min(2 * self._period_s, 4 * BATCH_DELAY_S)
         else:
             self._num_idle += 1
             if self._num_idle >= NUM_IDLE_TICKS:

@@ -10,7 +10,7 @@ from typing import Final
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
-from rpcdist.time_limits import SEGMENTS_RETURN_S, SEGMENTS_TRIM_S
+from rpcdist.time_limits import CONTROL_DELAY_S, SEGMENTS_TRIM_S
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._framing.incoming import IncomingBuffer
 from rpcdist.transport._framing.outgoing import Outgoing, stream_of
@@ -302,7 +302,7 @@ class SharedPayloads:
 
     def _schedule_return(self) -> None:
         if not self._is_closed:
-            self._return_handle = self._loop.call_later(SEGMENTS_RETURN_S, self._return)
+            self._return_handle = self._loop.call_later(CONTROL_DELAY_S, self._return)
 
     def _return(self) -> None:
         """Reports free segments that no message has reported in time."""

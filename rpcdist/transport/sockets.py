@@ -38,7 +38,7 @@ from rpcdist.errors import (
 )
 from rpcdist.ids import Identity
 from rpcdist.own_shortage import own_shortage
-from rpcdist.time_limits import ADD_SERVICE_LIMIT_S, CHECK_INTERVAL_S, ROLE_LIMIT_S, THREAD_GRACE_S
+from rpcdist.time_limits import CHECK_INTERVAL_S, ROLE_LIMIT_S, SLOW_ANSWER_LIMIT_S, THREAD_GRACE_S
 from rpcdist.transport._channels.socket_pipe import until_ready
 from rpcdist.transport._socket_hub.hub_connector import HubAddress, HubConnector, widen
 from rpcdist.transport._socket_hub.waiting_room import WaitingRoom
@@ -98,7 +98,7 @@ class SocketHub:
             raise ConfigError("the socket hub does not listen yet. Call open(host) first.")
         return str(self._address)
 
-    def open(self, host: str, timeout_s: float = ADD_SERVICE_LIMIT_S) -> str:
+    def open(self, host: str, timeout_s: float = SLOW_ANSWER_LIMIT_S) -> str:
         """Starts to take connections; blocks briefly; a second call has no effect.
 
         Args:

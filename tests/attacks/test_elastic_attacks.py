@@ -181,7 +181,7 @@ def test_too_many_who_want_to_be_in_a_group() -> None:
 
 def test_rounds_that_are_closed_without_a_process_end_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A member that is always faster used to keep it there for ever."""
-    monkeypatch.setattr("rpcdist.collectives.elastic_group.ELASTIC_FORM_LIMIT_S", 0.2 * UNIT_S)
+    monkeypatch.setattr("rpcdist.collectives.elastic_group.GROUP_TIMEOUT_S", 0.2 * UNIT_S)
     store = HashStore()
     with elastic_group(store, num_ranks=2) as elastic:
         register = elastic._records.register

@@ -10,6 +10,7 @@ import logging
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.grpc_channel import connect_grpc
 from rpcdist.transport._tls.certificate_files import CertificateFiles
 from rpcdist.transport._tls.tls_identity import TlsIdentity
-from rpcdist.transport._tls.tls_options import AUTHORITY_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE
-from rpcdist.transport._tls.tls_policy import TLS_VARIABLE, TlsPolicy
+from rpcdist.transport._tls.tls_options import TLS_VARIABLE
+from rpcdist.transport._tls.tls_policy import TlsMode, TlsPolicy
 from rpcdist.transport.sockets import SocketHub
 from rpcdist.transport.unary_proof import SESSION_PATH
 
@@ -372,11 +373,20 @@ def test_a_missing_file_and_a_missing_server_name_are_named(nodes: Nodes, tmp_pa
 
 def test_the_environment_names_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     files = AUTHORITY.issue("w").write(tmp_path / "w")
-    monkeypatch.setenv(CERTIFICATE_VARIABLE, str(files.certificate))
-    with pytest.raises(ConfigError, match=f"{KEY_VARIABLE} and {AUTHORITY_VARIABLE} are not set"):
+    monkeypatch.setenv(TLS_VARIABLE, f"certificate={files.certificate}")
+    with pytest.raises(ConfigError, match="key and authority are missing"):
         TlsPolicy.of_environment()
-    monkeypatch.setenv(KEY_VARIABLE, str(files.key))
-    monkeypatch.setenv(AUTHORITY_VARIABLE, str(files.authority))
+    named = f"certificate={files.certificate},key={files.key},authority={files.authority}"
+    monkeypatch.setenv(TLS_VARIABLE, f"{named},color=blue")
+    with pytest.raises(ConfigError, match=r"a word that means nothing.*color"):
+        TlsPolicy.of_environment()
+    monkeypatch.setenv(TLS_VARIABLE, f"always,{named},server_name=w.example.com")
+    policy = TlsPolicy.of_environment()
+    assert (policy.mode, policy.files) == (TlsMode.ALWAYS, replace(files, server_name="w.example.com"))
+    monkeypatch.setenv(TLS_VARIABLE, f"off,{named}")
+    with pytest.raises(ConfigError, match="TLS is off"):
+        TlsPolicy.of_environment()
+    monkeypatch.setenv(TLS_VARIABLE, named)
     assert TlsPolicy.of_environment().files == files == TlsPolicy.of_environment(files).files
     with pytest.raises(ConfigError, match="TLS is off"):
         TlsPolicy.of_environment(False)

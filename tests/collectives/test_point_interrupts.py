@@ -22,7 +22,7 @@ from rpcdist.testing import eventually
 @pytest.fixture
 def only_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The group's own thread moves nothing: an interrupt that a test raises somewhere is raised in who calls."""
-    monkeypatch.setattr(progress_engine, "PROGRESS_GRACE_S", LIMIT_S)
+    monkeypatch.setattr(progress_engine, "BATCH_DELAY_S", LIMIT_S)
 
 
 def test_an_interrupted_receive_leaves_the_others() -> None:
@@ -170,7 +170,7 @@ LARGE = ["send", "recv"]  # of these always: they go other ways than small ones
 )
 def test_an_interrupt_anywhere_mixes_no_messages(what: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is received afterwards is one whole message, in the order of the sends, or an error."""
-    monkeypatch.setattr(messenger, "PROGRESS_STOP_LIMIT_S", 0.05)  # a thread that copies needs less
+    monkeypatch.setattr(messenger, "CLOSE_LIMIT_S", 0.05)  # a thread that copies needs less
 
     def filled(value: int) -> torch.Tensor:
         return torch.full((size,), float(value))

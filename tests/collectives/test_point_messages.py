@@ -303,7 +303,7 @@ def test_the_own_thread_starts_when_it_is_needed_and_sleeps(pair: Mesh) -> None:
 @pytest.fixture
 def endless_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """The groups' own threads leave messages alone until they are told that no thread will wait."""
-    monkeypatch.setattr(progress_engine, "PROGRESS_GRACE_S", 10 * LIMIT_S)
+    monkeypatch.setattr(progress_engine, "BATCH_DELAY_S", 10 * LIMIT_S)
 
 
 @pytest.mark.usefixtures("endless_grace")

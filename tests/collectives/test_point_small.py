@@ -129,7 +129,7 @@ def test_what_comes_instead_is_kept() -> None:
         recv(b, got, 0, tag=1)
         assert got == 1
         with pytest.raises(CollectiveMismatch):
-            for _ in range(10_000):  # the sender asks for refusals at most every REFUSAL_POLL_S
+            for _ in range(10_000):  # the sender asks for refusals at most every POLL_S
                 send(a, number(4), 1)
 
 

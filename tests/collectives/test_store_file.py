@@ -131,7 +131,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pyte
 def test_a_lock_that_is_never_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "store"
     with FileStore(path) as store:
-        monkeypatch.setattr(file_store, "FILE_LOCK_LIMIT_S", 0.1)
+        monkeypatch.setattr(file_store, "SLOW_ANSWER_LIMIT_S", 0.1)
         log = ChangeLog(str(path))
         log.create(SOON)
         with log.locked(writing=True, deadline=SOON), pytest.raises(DistStoreError, match=r"lock of .* was not free"):

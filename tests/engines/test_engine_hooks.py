@@ -46,7 +46,6 @@ def test_a_token_that_is_not_in_the_environment(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_functions_go_by_value_where_the_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RPCDIST_BY_VALUE", raising=False)
     assert RpcOptions().by_value is False
-    monkeypatch.setenv("RPCDIST_BY_VALUE", "1")
+    monkeypatch.setattr("rpcdist.rpc.options.by_value_by_default", True)
     assert (RpcOptions().by_value, RpcOptions(by_value=False).by_value) == (True, False)

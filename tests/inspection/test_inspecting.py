@@ -92,7 +92,7 @@ def test_only_holders_of_the_token_may_ask(cluster: Cluster) -> None:
 
 @pytest.mark.multiproc
 def test_a_worker_that_is_asked_without_a_pause_takes_few_looks(cluster: Cluster) -> None:
-    """An asker cannot have a worker collect facts more often than every `LOOK_PERIOD_S`."""
+    """An asker cannot have a worker collect facts more often than every `TICK_S`."""
     taken = 0
     inspector = cluster.agent.inspector
     collect = inspector.facts

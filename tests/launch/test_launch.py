@@ -156,10 +156,10 @@ def test_results_and_exceptions_that_cannot_be_pickled(no_launcher: None) -> Non
 
 @pytest.mark.multiproc
 def test_a_job_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> None:
-    monkeypatch.setattr(local_ranks, "LAUNCH_END_LIMIT_S", 0.2)
+    monkeypatch.setattr(local_ranks, "CLOSE_LIMIT_S", 0.2)
     with pytest.raises(DeadlineExceeded, match=r"after 1\.5 s these of 2 ranks had not ended: 0, 1"):
         launch(functions.hang_deaf, workers=2, join_timeout_s=1.5)
-    monkeypatch.setattr(launching, "LAUNCH_EXIT_LIMIT_S", 0.2)
+    monkeypatch.setattr(launching, "SLOW_WORK_LIMIT_S", 0.2)
     with pytest.raises(ProcessFailed, match="rank 0 returned, but its process did not end"):
         launch(functions.hang_in_a_thread, workers=1)
 

@@ -55,7 +55,7 @@ def placement(environment: dict[str, str], own_name: str = "localhost") -> Place
         # torch's own
         ({"RANK": "1", "WORLD_SIZE": "2"}, Placement(1, 2)),
         (TORCH, Placement(1, 2, 0, 1, "h", 9)),
-        (TORCH | {"RPCDIST_ROLE": "trainer", "RPCDIST_ROLE_RANK": "0"}, Placement(1, 2, 0, 1, "h", 9, "trainer", 0)),
+        (TORCH | {"RPCDIST_ROLE": "trainer:0"}, Placement(1, 2, 0, 1, "h", 9, "trainer", 0)),
         # Slurm: a step of several tasks, and nothing else
         (SLURM, IN_SLURM),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "6"}, Placement(5, 6, 1, 2, "gpu003", 21873)),
@@ -200,7 +200,7 @@ def test_a_file_binds_where_the_environment_would(
     from rpcdist.rpc import RpcOptions
     from rpcdist.rpc._start import _bind_host
 
-    for name in ("RPCDIST_HOST", "RPCDIST_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "MASTER_ADDR"):
+    for name in ("RPCDIST_HOST", "TP_SOCKET_IFNAME", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     if master is not None:
         monkeypatch.setenv("MASTER_ADDR", master)
@@ -214,7 +214,7 @@ def test_groups_over_a_file_bind_where_the_environment_would(monkeypatch: pytest
     from rpcdist.collectives import HashStore
     from rpcdist.collectives._group.local_process import bind_host
 
-    for name in ("RPCDIST_HOST", "RPCDIST_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+    for name in ("RPCDIST_HOST", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.5")
     assert bind_host(HashStore()) == "127.0.0.5"

@@ -28,7 +28,7 @@ from rpcdist.rpc._membership import coordinator_search
 from rpcdist.rpc._peers.peer import PeerState
 from rpcdist.testing import UNIT_S as SHORT_S
 from rpcdist.testing import InProcessCluster, Program, WorkerPool, eventually, free_port
-from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S
+from rpcdist.time_limits import QUICK_ANSWER_LIMIT_S
 
 RETURN_S = 2 * UNIT_S
 """The `peer_timeout` here. It is also the time in which survivors have to come to the next coordinator."""
@@ -37,7 +37,7 @@ RETURN_S = 2 * UNIT_S
 @pytest.fixture(autouse=True)
 def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Survivors look for the next coordinator well within `RETURN_S`, which is much shorter than users' 10 s."""
-    monkeypatch.setattr(coordinator_search, "RETURN_FIRST_PAUSE_S", SHORT_S / 2)
+    monkeypatch.setattr(coordinator_search, "FIRST_PAUSE_S", SHORT_S / 2)
     monkeypatch.setattr(coordinator_search, "RETURN_LONGEST_PAUSE_S", SHORT_S)
 
 
@@ -173,7 +173,7 @@ def test_the_first_call_reaches_the_new_coordinator(
 ) -> None:
     """It failed with `WorkerLost` until the caller had found the new process by itself, up to 2 s later."""
     if elastic:  # where `init_rpc` of the new one does not wait for those who look, they do not look by themselves here
-        monkeypatch.setattr(coordinator_search, "RETURN_FIRST_PAUSE_S", CALM_S)
+        monkeypatch.setattr(coordinator_search, "FIRST_PAUSE_S", CALM_S)
         monkeypatch.setattr(coordinator_search, "RETURN_LONGEST_PAUSE_S", CALM_S)
     with InProcessCluster("a", "b", "c", "d", "e", elastic=elastic, peer_timeout=RETURN_S) as cluster:
         cluster.kill("a")
@@ -280,7 +280,7 @@ def test_with_the_coordinator_dead_a_call_to_a_lost_worker_asks_nobody(monkeypat
             monkeypatch.setattr(agent.directory, "refresh", asked.append)
             with pytest.raises(WorkerLost, match="'c'"):
                 rpc.rpc_sync("c", add, (1, 2))
-            assert asked == [ASK_COORDINATOR_LIMIT_S]
+            assert asked == [QUICK_ANSWER_LIMIT_S]
             cluster.kill("a")
             with pytest.raises(WorkerLost, match="'c'"):
                 rpc.rpc_sync("c", add, (1, 2))

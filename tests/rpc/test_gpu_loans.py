@@ -28,7 +28,7 @@ from rpcdist.rpc._devices.lent_gpu_memory import (
 )
 from rpcdist.rpc._marshal.arrived_value import ArrivedValue
 from rpcdist.rpc._values.tensors import DeviceRoute
-from rpcdist.time_limits import GPU_LOAN_DOUBT_S, GPU_MEMORY_IDLE_S, GPU_WAIT_LIMIT_S
+from rpcdist.time_limits import GPU_LOAN_DOUBT_S, GPU_WAIT_LIMIT_S, IDLE_LIMIT_S
 
 ALICE, BOB, CAROL = (Identity(name, id, 100 + id) for id, name in enumerate(("alice", "bob", "carol")))
 
@@ -191,7 +191,7 @@ def test_memory_that_nobody_uses_is_freed_when_its_readers_have_closed_it() -> N
     world.copy(loan, 1000)
     assert world.alice.run() and world.bob.run()
     world.tell()
-    world.now += GPU_MEMORY_IDLE_S + 1
+    world.now += IDLE_LIMIT_S + 1
     world.lent.clean()
     assert world.lent.kept_bytes() == SHARED_ALLOCATION_BYTES  # bob has it open
     world.borrowed.clean()
@@ -210,7 +210,7 @@ def test_what_is_closed_with_a_loan_under_way_is_not_freed() -> None:
     assert world.alice.run() and world.bob.run()
     world.tell()
     loan = world.lend(tensor_of(2))
-    world.now += GPU_MEMORY_IDLE_S + 1
+    world.now += IDLE_LIMIT_S + 1
     world.borrowed.clean()
     world.tell()
     world.lent.clean()
@@ -241,7 +241,7 @@ def test_memory_for_which_a_stream_waits_is_not_closed(caplog: pytest.LogCapture
     """Closing it would wait for the stream, and a loss of the lender could not end that any more."""
     world = World()
     world.copy(world.lend(tensor_of(1)), 1000)
-    world.now += GPU_MEMORY_IDLE_S + 1
+    world.now += IDLE_LIMIT_S + 1
     world.borrowed.clean()
     assert world.host.opened
     world.borrowed.on_gone(ALICE.id, "alice")

@@ -144,7 +144,7 @@ def _answers(to: str) -> bool:
 
 @pytest.fixture
 def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutdown, "UNREAD_STREAM_LIMIT_S", 0.2)
+    monkeypatch.setattr(shutdown, "IDLE_LIMIT_S", 0.2)
 
 
 @pytest.mark.usefixtures("short_limit")

@@ -126,7 +126,7 @@ def test_shutdown_with_a_timeout_names_the_call_that_does_not_end(cluster: InPro
 def test_shutdown_gives_up_a_handler_that_never_ends_when_its_caller_has(
     cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    monkeypatch.setattr(shutdown, "UNWANTED_CALL_LIMIT_S", SHORT_S)
+    monkeypatch.setattr(shutdown, "SLOW_WORK_LIMIT_S", SHORT_S)
     with cluster.use("a"):
         if how == "deadline":
             with pytest.raises(DeadlineExceeded):
@@ -147,7 +147,7 @@ def test_shutdown_gives_up_a_handler_that_never_ends_when_its_caller_has(
 def test_shutdown_gives_up_no_call_that_somebody_waits_for(
     cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutdown, "UNWANTED_CALL_LIMIT_S", 0.0)
+    monkeypatch.setattr(shutdown, "SLOW_WORK_LIMIT_S", 0.0)
     with cluster.use("a"):
         future = rpc.rpc_async("b", enter_and_wait)
     assert entered.wait(LIMIT_S)

@@ -68,7 +68,7 @@ def test_what_is_no_role(no_agent: None) -> None:
 
 
 def test_the_role_that_launch_gave_is_the_default(no_agent: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RPCDIST_ROLE", "trainer")
+    monkeypatch.setenv("RPCDIST_ROLE", "trainer:3")
     options = rpc.RpcOptions(init_method="memory://")
     with monkeypatch.context() as patch:
         patch.setattr(initialization, "_start_with_node", lambda *arguments: None)

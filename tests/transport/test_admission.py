@@ -181,7 +181,7 @@ def test_time_is_limited_even_for_those_who_keep_talking(monkeypatch: pytest.Mon
 
 
 def test_a_stranger_who_does_not_listen_costs_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "REFUSAL_LIMIT_S", 0.05)
+    monkeypatch.setattr(admission, "QUICK_ANSWER_LIMIT_S", 0.05)
 
     async def scene(door: Admission) -> None:
         there: asyncio.Queue[bytes | None] = asyncio.Queue()

@@ -164,16 +164,16 @@ def test_an_unknown_name_is_an_error(name: str) -> None:
 
 
 def test_the_environment_names_the_address_or_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("RPCDIST_HOST", "RPCDIST_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+    for variable in ("RPCDIST_HOST", "TP_SOCKET_IFNAME"):
         monkeypatch.delenv(variable, raising=False)
     assert host_from_environment("TP_SOCKET_IFNAME") is None
     monkeypatch.setenv("TP_SOCKET_IFNAME", "lo")
     assert host_from_environment("TP_SOCKET_IFNAME") == "127.0.0.1"
     assert host_from_environment("GLOO_SOCKET_IFNAME") is None
-    monkeypatch.setenv("RPCDIST_SOCKET_IFNAME", "no such one")
-    with pytest.raises(
-        ConfigError, match=r"RPCDIST_SOCKET_IFNAME='no such one': no IPv4 address .*interfaces are .*lo"
-    ):
+    monkeypatch.setenv("TP_SOCKET_IFNAME", "no such one")
+    with pytest.raises(ConfigError, match=r"TP_SOCKET_IFNAME='no such one': no IPv4 address .*interfaces are .*lo"):
         host_from_environment("TP_SOCKET_IFNAME")
+    monkeypatch.setenv("RPCDIST_HOST", "lo")
+    assert host_from_environment("TP_SOCKET_IFNAME") == "127.0.0.1"
     monkeypatch.setenv("RPCDIST_HOST", "10.1.2.3")
     assert host_from_environment("TP_SOCKET_IFNAME") == "10.1.2.3"

@@ -241,7 +241,7 @@ def test_who_led_when_the_connection_ended_may_wait_again(reader: Reader) -> Non
 
 
 def test_a_leader_that_leaves_late_closes_the_socket(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leading, "LEADER_LEAVE_LIMIT_S", 0.01)
+    monkeypatch.setattr(leading, "LEAVE_LIMIT_S", 0.01)
     reading, go_on = threading.Event(), threading.Event()
 
     def during() -> None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from rpcdist.time_limits import LINGER_S, LONGEST_LINGER_S
+from rpcdist.time_limits import BATCH_DELAY_S
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.session_writer import NUM_IDLE_TICKS, Lingering
 
@@ -67,7 +67,7 @@ def test_a_message_that_nothing_takes_along_is_written_by_the_next_tick(queue: Q
     for number in range(1, 4):
         queue.put()
         assert queue.io.tick() and queue.num_writes == number
-    assert set(queue.io.delays_s) == {LINGER_S}
+    assert set(queue.io.delays_s) == {BATCH_DELAY_S}
 
 
 def test_ticks_end_when_nothing_lingers(queue: Queue) -> None:
@@ -83,11 +83,11 @@ def test_ticks_come_less_often_while_all_messages_are_taken_along(queue: Queue) 
         queue.num_waiting = 0  # the next message took it along
         queue.io.tick()
     assert queue.num_writes == 0
-    assert queue.io.delays_s[:4] == [LINGER_S, 2 * LINGER_S, 4 * LINGER_S, LONGEST_LINGER_S]
-    assert max(queue.io.delays_s) == LONGEST_LINGER_S
+    assert queue.io.delays_s[:4] == [BATCH_DELAY_S, 2 * BATCH_DELAY_S, 4 * BATCH_DELAY_S, 4 * BATCH_DELAY_S]
+    assert max(queue.io.delays_s) == 4 * BATCH_DELAY_S
     queue.put()  # this one is not
     queue.io.tick()
-    assert queue.num_writes == 1 and queue.io.delays_s[-1] == LINGER_S
+    assert queue.num_writes == 1 and queue.io.delays_s[-1] == BATCH_DELAY_S
 
 
 def test_no_tick_after_the_end(queue: Queue) -> None:

@@ -30,7 +30,7 @@ from rpcdist.transport._striping.striping import (
     StripePlace,
     num_connections,
 )
-from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
+from rpcdist.transport._tls.tls_options import TLS_VARIABLE
 from rpcdist.transport.connector import Connector
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.wire_messages import WireMessage
@@ -384,7 +384,7 @@ def test_a_connection_is_taken_once_and_one_too_few_are_closed_with_the_session(
 
 def test_one_too_few_are_not_kept_for_long(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each session whose second one had not come in time, the first stayed here as long as the session."""
-    monkeypatch.setattr(stripe_taker, "TCP_CHANNEL_LIMIT_S", UNIT_S)
+    monkeypatch.setattr(stripe_taker, "SIDE_ATTEMPT_LIMIT_S", UNIT_S)
     (server, taker), answers = serve(nodes), Recorder()
     client = nodes.make("client")
     link = open_link(client, server, handler=answers)

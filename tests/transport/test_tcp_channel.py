@@ -140,7 +140,7 @@ def test_a_port_that_is_closed_leaves_grpc(
 
 
 def test_a_port_that_swallows_everything_leaves_grpc(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connector, "TCP_CHANNEL_LIMIT_S", UNIT_S)
+    monkeypatch.setattr(connector, "SIDE_ATTEMPT_LIMIT_S", UNIT_S)
     server, answers = serve(nodes), Recorder()
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,

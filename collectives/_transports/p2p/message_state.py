@@ -29,7 +29,7 @@ from rpcdist.collectives._transports.p2p.requests import (
 )
 from rpcdist.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, ProtocolViolation, RankLost
 from rpcdist.own_shortage import own_shortage
-from rpcdist.time_limits import REFUSAL_POLL_S
+from rpcdist.time_limits import POLL_S
 from rpcdist.transport._tls.tls_socket import StreamSocket
 
 R = TypeVar("R")
@@ -324,7 +324,7 @@ class MessageState:
 
     def read_refusals(self, connection: OutgoingConnection, now: float) -> None:
         """Takes what the peer refused since the last time."""
-        if connection.is_open and now - connection.refusals_read_at > REFUSAL_POLL_S:
+        if connection.is_open and now - connection.refusals_read_at > POLL_S:
             connection.refusals_read_at = now
             for refused in connection.read_refusals() or ():
                 self._refused(connection, *refused)

@@ -36,7 +36,7 @@ from rpcdist.collectives._transports.rank_waits import SpinPolicy, ranks_here
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveError, GroupAborted, ProtocolViolation, RpcdistError, TransportError
 from rpcdist.own_shortage import own_shortage
-from rpcdist.time_limits import MIN_WAIT_S, PROGRESS_STOP_LIMIT_S
+from rpcdist.time_limits import CLOSE_LIMIT_S, MIN_WAIT_S
 from rpcdist.transport import fork
 from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.sockets import SocketHub
@@ -180,7 +180,7 @@ class Messenger:
             self._progress.changed()
         self._progress.settle()
         with suppress(CollectiveError):
-            request.wait(PROGRESS_STOP_LIMIT_S)  # another thread may be copying its message
+            request.wait(CLOSE_LIMIT_S)  # another thread may be copying its message
 
     # ------------------------------------------------------------ sending
 

@@ -2,7 +2,7 @@
 
 1. One thread at a time leads: it alone reads the sockets and sleeps in poll. Everything but the sleep is done with the
    lock held; no system call under it blocks.
-2. While a request is pending, some thread leads or will do so within `PROGRESS_GRACE_S`: a thread that blocks in
+2. While a request is pending, some thread leads or will do so within `BATCH_DELAY_S`: a thread that blocks in
    `send`, `recv` or `wait`, else the group's own thread, which is started when it is first needed.
 3. A leader stops when its own request is done, and for callbacks, which may do anything: also wait for another request,
    and so lead again. A thread that waits then takes the lead, else the group's thread.
@@ -24,7 +24,7 @@ from rpcdist.collectives._transports.p2p.requests import Request
 from rpcdist.collectives._transports.rank_waits import Pollers, SpinPolicy, Waker
 from rpcdist.errors import GroupAborted
 from rpcdist.own_shortage import own_shortage
-from rpcdist.time_limits import IDLE_RECHECK_S, PROGRESS_GRACE_S, PROGRESS_STOP_LIMIT_S, SELECT_LIMIT_MS
+from rpcdist.time_limits import BATCH_DELAY_S, CLOSE_LIMIT_S, IDLE_RECHECK_S, LONGEST_WAIT_S
 
 
 class ProgressEngine:
@@ -116,7 +116,7 @@ class ProgressEngine:
             if is_needed and not self._watching:
                 return
             self._num_leads_seen = self._num_leads if self._watching else -1
-            self._called.wait(PROGRESS_GRACE_S if self._watching else IDLE_RECHECK_S)
+            self._called.wait(BATCH_DELAY_S if self._watching else IDLE_RECHECK_S)
 
     # ------------------------------------------------------------ without the lock
 
@@ -206,7 +206,7 @@ class ProgressEngine:
                 self.sleeping = in_vain and now >= spins_until and not self._has_buffered()
                 poller = self._pollers.get(self._masks(), self._waker.fileno()) if self.sleeping else None
             if poller is not None:
-                poller.poll(min(1000 * max(0.0, state.next_deadline - now), SELECT_LIMIT_MS))
+                poller.poll(1000 * min(max(0.0, state.next_deadline - now), LONGEST_WAIT_S))
                 self._waker.drain()
                 if mine is not None:
                     policy.slept(time.monotonic() - now)
@@ -257,7 +257,7 @@ class ProgressEngine:
 
     def stop(self) -> None:
         """Ends the group's thread, and closes the connections, after everything has failed; waits for no peer."""
-        limit = time.monotonic() + PROGRESS_STOP_LIMIT_S
+        limit = time.monotonic() + CLOSE_LIMIT_S
         with self.lock:
             self.stopped = True
             self._called.notify()
@@ -275,4 +275,4 @@ class ProgressEngine:
             self._waker.close()
         self.settle()
         if self.thread is not None and self.thread is not threading.current_thread():
-            self.thread.join(PROGRESS_STOP_LIMIT_S)
+            self.thread.join(CLOSE_LIMIT_S)

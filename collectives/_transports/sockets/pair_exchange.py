@@ -19,7 +19,7 @@ from rpcdist.collectives._transports.memory import copy_bytes, memory_of
 from rpcdist.collectives._transports.rank_waits import Pollers, SpinPolicy
 from rpcdist.collectives._transports.sockets.pair_connections import HEADER_BYTES, OperationFrame, PairConnections
 from rpcdist.collectives._transports.transport_base import Control, TransportPeerLost, TransportTimeout
-from rpcdist.time_limits import CHECK_INTERVAL_MS
+from rpcdist.time_limits import CHECK_INTERVAL_S
 from rpcdist.transport._tls.tls_socket import StreamSocket, has_buffered
 
 SMALL_BYTES: Final = 4 << 10
@@ -169,7 +169,7 @@ class PairExchange:
         wakeup_fd = control.wakeup_fd
         poller = self._pollers.get({connection.fileno(): mask}, wakeup_fd)
         while True:
-            ready = poller.poll(CHECK_INTERVAL_MS)
+            ready = poller.poll(1000 * CHECK_INTERVAL_S)
             control.check()
             if any(descriptor != wakeup_fd for descriptor, _ in ready):
                 return

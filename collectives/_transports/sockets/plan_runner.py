@@ -19,7 +19,7 @@ from rpcdist.collectives._transports.sockets.transfers import Receiving, Reducti
 from rpcdist.collectives._transports.transport_base import Control, TransportTimeout
 from rpcdist.errors import TransportError
 from rpcdist.own_shortage import own_shortage
-from rpcdist.time_limits import CHECK_INTERVAL_MS
+from rpcdist.time_limits import CHECK_INTERVAL_S
 
 _KEPT_BYTES: Final = 64 << 20
 
@@ -205,7 +205,7 @@ class PlanRunner:
         wakeup_fd = self._control.wakeup_fd
         poller = self._pollers.get(masks, wakeup_fd)
         while True:
-            ready = {descriptor for descriptor, _ in poller.poll(CHECK_INTERVAL_MS)}
+            ready = {descriptor for descriptor, _ in poller.poll(1000 * CHECK_INTERVAL_S)}
             self._control.check()
             if ready - {wakeup_fd}:
                 break

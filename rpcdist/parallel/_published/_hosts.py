@@ -27,7 +27,7 @@ from rpcdist.parallel._published._parts import MAX_SEGMENTS, NEWEST, unpacked
 from rpcdist.parallel._published._small_tensors import SmallTensors, copy_tensors, small_ones
 from rpcdist.parallel._published._source import CHUNK_BYTES, VersionSource, ask, check_fetcher, worker_of
 from rpcdist.rpc._current import current_agent
-from rpcdist.time_limits import CHUNK_LIMIT_S
+from rpcdist.time_limits import SLOW_ANSWER_LIMIT_S
 
 logger = logging.getLogger(__name__)
 
@@ -273,7 +273,7 @@ class Publisher(VersionSource):
             found.update(extract.all_behind(version, deadline))
         for source, future in asked.items():
             try:
-                found.update(future.wait(deadline.remaining_s() + CHUNK_LIMIT_S))
+                found.update(future.wait(deadline.remaining_s() + SLOW_ANSWER_LIMIT_S))
             except TransportError as exc:
                 logger.debug("%r is gone, and holds up nobody: %s", worker_of(source), exc)
         return found
@@ -503,7 +503,7 @@ class HostCopy(VersionSource):
                 self._contents = [0] * len(self._contents)
                 self._wanted = self.newest
             self.origin = origin  # which begins to call `fetch` here now
-        asked = ask(origin, "join", self.source_name, self.address, num_changes, timeout=CHUNK_LIMIT_S)
+        asked = ask(origin, "join", self.source_name, self.address, num_changes, timeout=SLOW_ANSWER_LIMIT_S)
         return bool(asked.wait())
 
     @property
@@ -553,7 +553,7 @@ class HostCopy(VersionSource):
 
     def _fetch_one(self, origin: str, at_least: int) -> None:
         """Fetches one version from any host that has it."""
-        segment = self._wait_for_segment(Deadline.after(CHUNK_LIMIT_S))
+        segment = self._wait_for_segment(Deadline.after(SLOW_ANSWER_LIMIT_S))
         if segment is None:  # the consumers of this host hold up nobody but themselves
             raise DeadlineExceeded(
                 f"{self._me!r} has no room for version {at_least} of {self.name!r}: {self._keep} other versions are "
@@ -563,7 +563,7 @@ class HostCopy(VersionSource):
         failed = ""
         try:
             while True:
-                upstream = ask(origin, "upstream_of", self.source_name, failed, timeout=CHUNK_LIMIT_S).wait()
+                upstream = ask(origin, "upstream_of", self.source_name, failed, timeout=SLOW_ANSWER_LIMIT_S).wait()
                 try:
                     version = self._fetch_from(upstream, at_least, segment)
                     break
@@ -582,7 +582,7 @@ class HostCopy(VersionSource):
 
     def _fetch_from(self, upstream: str, at_least: int, segment: int) -> int:
         """Fetches a version from one source; its number. Chunks of the same version that came from another are kept."""
-        me, limit_s = self.source_name, CHUNK_LIMIT_S
+        me, limit_s = self.source_name, SLOW_ANSWER_LIMIT_S
         began = ask(upstream, "begin_fetch", me, at_least, limit_s, timeout=2 * limit_s).wait()
         version, changes = _checked_beginning(began, at_least, self._num_chunks)
         with self._changed:
@@ -674,6 +674,6 @@ def _checked_beginning(began: object, at_least: int, num_chunks: int) -> tuple[i
 def _try_to_tell(source: str, method: str, *args: object) -> None:
     """Calls a method of a source that may have ended, and does not wait for it."""
     try:
-        ask(source, method, *args, timeout=CHUNK_LIMIT_S).is_quiet = True
+        ask(source, method, *args, timeout=SLOW_ANSWER_LIMIT_S).is_quiet = True
     except RpcdistError as exc:
         logger.debug("%s of %s: %s", method, source, exc)

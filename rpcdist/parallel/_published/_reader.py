@@ -30,7 +30,7 @@ from rpcdist.parallel._published._parts import (
     unpacked,
 )
 from rpcdist.parallel._published._small_tensors import SmallTensors, small_ones
-from rpcdist.time_limits import CHECK_INTERVAL_S, SHARED_MEMORY_SETUP_LIMIT_S
+from rpcdist.time_limits import CHECK_INTERVAL_S, SLOW_ANSWER_LIMIT_S
 from rpcdist.transport.shared_memory import MappedSegment, Segment
 
 HELLO: Final = struct.Struct("<8sQQ")
@@ -97,7 +97,7 @@ class VersionReader:
         Raises:
             TransportError: they did not come, or they are something else.
         """
-        connection.settimeout(SHARED_MEMORY_SETUP_LIMIT_S)
+        connection.settimeout(SLOW_ANSWER_LIMIT_S)
         message, descriptors, _, _ = socket.recv_fds(connection, HELLO.size, MAX_SEGMENTS + 2, socket.MSG_CMSG_CLOEXEC)
         connection.setblocking(False)
         segments: list[Segment] = []

@@ -20,7 +20,7 @@ from rpcdist.parallel._published._parts import Box, Pieces
 from rpcdist.parallel._published._reader import VersionReader
 from rpcdist.parallel._published._source import purpose_of, worker_of
 from rpcdist.rpc._current import current_agent
-from rpcdist.time_limits import ASK_FOR_NAMES_LIMIT_S, CHECK_INTERVAL_S, PROBE_LIMIT_S
+from rpcdist.time_limits import ATTEMPT_LIMIT_S, CHECK_INTERVAL_S
 from rpcdist.transport import Node
 from rpcdist.transport.sockets import SocketHub
 
@@ -114,7 +114,7 @@ def follow(name: str, shard: int, description: Description) -> int:
     check_description(description)
     if any(copy.shard == shard for copy in list(state.copies)):
         publisher = worker_of(description[0])
-        owner = rpc.get_actor(actor_name(name, shard), ASK_FOR_NAMES_LIMIT_S).owner_name()
+        owner = rpc.get_actor(actor_name(name, shard), ATTEMPT_LIMIT_S).owner_name()
         if owner != publisher:  # else any worker could have the copies here fetch from it
             raise CallRefused(f"{publisher!r} does not publish {name!r}: {owner!r} does")
     return state.publisher_came(shard, description)
@@ -215,7 +215,7 @@ class ShardConnection:
         """Finds the source of this host, or becomes it."""
         state = known(self.name)
         num_publishers = state.num_publishers(self.shard)
-        origin: rpc.RRef[Publisher] = rpc.get_actor(actor_name(self.name, self.shard), ASK_FOR_NAMES_LIMIT_S)
+        origin: rpc.RRef[Publisher] = rpc.get_actor(actor_name(self.name, self.shard), ATTEMPT_LIMIT_S)
         self.publisher = origin.owner_name()
         if origin.is_owner():
             publisher = origin.local_value()
@@ -227,7 +227,7 @@ class ShardConnection:
             return
         while True:
             seen = state.newest(self.shard)
-            description: Description = origin.rpc_sync(timeout=ASK_FOR_NAMES_LIMIT_S).describe(seen)
+            description: Description = origin.rpc_sync(timeout=ATTEMPT_LIMIT_S).describe(seen)
             check_description(description)
             self.num_shards = description[5]
             self.published = layout = VersionLayout.from_plain(description[1])
@@ -267,7 +267,7 @@ class ShardConnection:
 
     def _described(self, origin: rpc.RRef[Publisher], seen: int, selection: Selection) -> Description | None:
         """The description of the source of a selection; None if this consumer has to take all tensors."""
-        describing = origin.rpc_sync(timeout=ASK_FOR_NAMES_LIMIT_S)
+        describing = origin.rpc_sync(timeout=ATTEMPT_LIMIT_S)
         try:
             description: Description = describing.describe(seen, selection.plain())
         except CallRefused as exc:
@@ -295,7 +295,7 @@ class ShardConnection:
         try:
             for address in addresses:
                 try:
-                    connection = hub.connect(address, purpose_of(agent.worker_name), PROBE_LIMIT_S, unix=True)
+                    connection = hub.connect(address, purpose_of(agent.worker_name), ATTEMPT_LIMIT_S, unix=True)
                 except TransportError:
                     continue  # on another host
                 try:

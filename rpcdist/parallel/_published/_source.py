@@ -33,7 +33,7 @@ from rpcdist.parallel._published._parts import (
 )
 from rpcdist.parallel._published._reader import HELLO, HELLO_MAGIC, VersionReader, memory_of_segment, words_of
 from rpcdist.rpc._current import current_agent
-from rpcdist.time_limits import ADD_SERVICE_LIMIT_S, CHECK_INTERVAL_S, CHUNK_LIMIT_S, PARKED_LIMIT_S
+from rpcdist.time_limits import CHECK_INTERVAL_S, PARKED_LIMIT_S, SLOW_ANSWER_LIMIT_S
 from rpcdist.transport import Node
 from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.addresses import split_address
@@ -211,7 +211,7 @@ class VersionSource:
         if self._memory.descriptors and isinstance(network, Node) and network.address is not None:
             self._hub = SocketHub(network)
             self._hub.announce(_PURPOSE, self._on_connection)
-            self.address = self._hub.open(split_address(network.address)[0], ADD_SERVICE_LIMIT_S)
+            self.address = self._hub.open(split_address(network.address)[0], SLOW_ANSWER_LIMIT_S)
 
     @property
     def newest(self) -> int:
@@ -385,7 +385,7 @@ class VersionSource:
             CallRefused: no living worker has that source.
             DeadlineExceeded: there is none in time.
         """
-        deadline = Deadline.after(min(CHUNK_LIMIT_S, timeout))
+        deadline = Deadline.after(min(SLOW_ANSWER_LIMIT_S, timeout))
         with self._changed:
             while (found := self._fetchable(at_least)) is None:
                 if deadline.expired():
@@ -413,7 +413,7 @@ class VersionSource:
             TransportError: the version is gone.
             DeadlineExceeded: the chunk did not come in time.
         """
-        deadline = Deadline.after(min(CHUNK_LIMIT_S, timeout))
+        deadline = Deadline.after(min(SLOW_ANSWER_LIMIT_S, timeout))
         if not 0 <= index < self._num_chunks:
             raise TransportError(f"{self.name!r} has the chunks 0 to {self._num_chunks - 1}, and no chunk {index}")
         with self._changed:

@@ -13,7 +13,7 @@ from rpcdist.errors import ConfigError, DeadlineExceeded
 from rpcdist.parallel.parameter_server._shard import Gradient, Mode, ParameterShard, ShardConfig
 from rpcdist.parallel.parameter_server._shard_state import RowLayout, join_states, split_state
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
-from rpcdist.time_limits import MISSING_NAMES_LIMIT_S
+from rpcdist.time_limits import ANSWER_LIMIT_S
 
 
 class ShardedParameters:
@@ -126,7 +126,7 @@ class ShardedParameters:
     def _slowest(self) -> str:
         """For whom the servers wait, as far as they can be asked in a moment."""
         found: dict[str, int] = {}
-        for call in [shard.rpc_async(MISSING_NAMES_LIMIT_S).slowest() for shard in self._shards]:
+        for call in [shard.rpc_async(ANSWER_LIMIT_S).slowest() for shard in self._shards]:
             if call.exception(timeout=None) is None:
                 found |= call.value()
         return ", ".join(f"{name!r} has taken {step} steps" for name, step in sorted(found.items()))

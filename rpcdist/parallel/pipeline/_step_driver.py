@@ -29,7 +29,7 @@ from rpcdist.parallel.pipeline._step_messages import (
     split,
     split_sizes,
 )
-from rpcdist.time_limits import PIPELINE_ABORT_LIMIT_S, PIPELINE_GRACE_S
+from rpcdist.time_limits import ANSWER_GRACE_S, CONNECTION_CLOSE_LIMIT_S
 
 Reduction = Literal["mean", "sum"]
 
@@ -130,7 +130,7 @@ class _Step:
         self._calls: list[rpc.Future[StepReport]] = []
 
     def execute(self, orders: Sequence[StepOrder]) -> list[StepReport]:
-        limit_s = orders[0].timeout_s + PIPELINE_GRACE_S if math.isfinite(orders[0].timeout_s) else 0
+        limit_s = orders[0].timeout_s + ANSWER_GRACE_S if math.isfinite(orders[0].timeout_s) else 0
         calls = self._calls
         try:
             for runner, order in zip(self._runners, orders, strict=True):
@@ -148,10 +148,10 @@ class _Step:
 
     def _end_failed(self, exc: Exception) -> Exception:
         """Ends the step on all workers; returns the error that explains the others."""
-        aborts = [runner.rpc_async(PIPELINE_ABORT_LIMIT_S).abort(self._step, str(exc)) for runner in self._runners]
+        aborts = [runner.rpc_async(CONNECTION_CLOSE_LIMIT_S).abort(self._step, str(exc)) for runner in self._runners]
         for abort in aborts:
             abort.is_quiet = True
-        deadline = Deadline.after(PIPELINE_ABORT_LIMIT_S)
+        deadline = Deadline.after(CONNECTION_CLOSE_LIMIT_S)
         for call in [*aborts, *self._calls]:
             _settle(call, deadline)
         errors = [exc, *(error for call in self._calls if call.done() and (error := call.exception()) is not None)]

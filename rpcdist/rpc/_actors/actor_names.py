@@ -22,7 +22,7 @@ from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import calling_worker, check_speaks_for
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
-from rpcdist.time_limits import ASK_FOR_NAMES_LIMIT_S
+from rpcdist.time_limits import ATTEMPT_LIMIT_S
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class ActorNames:
         """Asks all workers for their names. One that cannot answer now is asked again at the next unknown name."""
         workers = [member.identity for member in self._directory.living() if member.identity != self._me]
         asked = [
-            (worker, self._caller.start_gathering(worker.id, KEPT, (), ASK_FOR_NAMES_LIMIT_S))
+            (worker, self._caller.start_gathering(worker.id, KEPT, (), ATTEMPT_LIMIT_S))
             for worker in workers
             if worker not in self._asked
         ]

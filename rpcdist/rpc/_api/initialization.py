@@ -7,6 +7,7 @@ import logging
 import os
 from datetime import timedelta
 
+from rpcdist._launch.placement import ROLE_VARIABLE
 from rpcdist.collectives import HashStore, PrefixStore, Store
 from rpcdist.collectives.rendezvous import job_attempt, open_rendezvous
 from rpcdist.errors import AlreadyInitialized, BlockingInLoop, ConfigError, RpcdistError
@@ -76,7 +77,7 @@ def init_rpc(
             raise ConfigError(f"role={role!r}: the backend {backend!r} knows no roles")
         rpc_backend_options.role = role
     elif isinstance(rpc_backend_options, RpcOptions) and not rpc_backend_options.role:
-        rpc_backend_options.role = os.environ.get("RPCDIST_ROLE", "")  # `launch(roles=...)` has set it
+        rpc_backend_options.role = os.environ.get(ROLE_VARIABLE, "").rpartition(":")[0]
     check_not_forked()
     if agent_or_none() is not None:
         raise AlreadyInitialized("RPC is already initialized; call shutdown() first")

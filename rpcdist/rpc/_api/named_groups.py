@@ -26,7 +26,7 @@ from rpcdist.rpc._executors.async_forms import async_form, off_loop
 from rpcdist.rpc._membership.membership_watch import MembershipChange
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import calling_worker
-from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S, MIN_WAIT_S
+from rpcdist.time_limits import MIN_WAIT_S, QUICK_ANSWER_LIMIT_S
 from rpcdist.transport import Node
 from rpcdist.transport.addresses import split_address
 from rpcdist.waiters import wake_threadsafe
@@ -103,7 +103,7 @@ async def _where_is(members: list[list[Any]], number: int) -> tuple[str, int] | 
     asking = calling_worker.get()
     if asking is None or (asking.name, asking.incarnation) not in key:
         raise CallRefused(f"the store of a group is told to its members: {members!r:.200}")
-    return await _own_groups().wait_for(key, number, ASK_COORDINATOR_LIMIT_S)
+    return await _own_groups().wait_for(key, number, QUICK_ANSWER_LIMIT_S)
 
 
 @off_loop("await rpc.new_group_async(...)")

@@ -16,7 +16,7 @@ from rpcdist.rpc._executors.io_thread import Timer
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc.future import Future
-from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, MIN_WAIT_S
+from rpcdist.time_limits import FIRST_PAUSE_S, LONGEST_PAUSE_S, MIN_WAIT_S
 
 
 class Retries:
@@ -96,7 +96,7 @@ class _Retried:
         self._call = (to, func, args, kwargs)
         self._device_map = device_map
         self._deadline = Deadline.after(owner.caller.timeout_of(timeout_s)).earlier(current_deadline.get())
-        self._pauses: Iterator[float] = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, self._deadline)
+        self._pauses: Iterator[float] = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, self._deadline)
         self._context = copy_context()  # of the thread that makes the call: later attempts see the same
         self._lock = threading.Lock()
         self._current: Future[Any] | None = None

@@ -23,7 +23,7 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._devices.cuda_memory import GpuMemory, GpuUnavailable
 from rpcdist.rpc._devices.lent_gpu_memory import ALIGNMENT_BYTES, COPIED_AT, LentGpuMemory
-from rpcdist.time_limits import GPU_MEMORY_IDLE_S, GPU_POLL_S, GPU_WAIT_LIMIT_S
+from rpcdist.time_limits import GPU_WAIT_LIMIT_S, IDLE_LIMIT_S, POLL_S
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ class BorrowedGpuMemory:
         closing: list[tuple[int, bytes, _OpenMemory]] = []
         with self._lock:  # nobody else closes them meanwhile
             for key, opened in list(self._opened.items()):
-                is_idle = now - opened.used > GPU_MEMORY_IDLE_S
+                is_idle = now - opened.used > IDLE_LIMIT_S
                 if is_idle or any(now - since > GPU_WAIT_LIMIT_S for _, since in opened.sequences.values()):
                     self._end_waits(opened, key[0], now)
                 if is_idle and not opened.sequences:  # else closing would wait with the stream, and for ever
@@ -265,7 +265,7 @@ class BorrowedGpuMemory:
                         memory.force(opened.device, opened.address + offset, sequence)
                         num_undefined += 1
                         break
-                    time.sleep(GPU_POLL_S)
+                    time.sleep(POLL_S)
         if num_undefined:
             logger.error(
                 "%s before the GPU of the sender had computed tensors that came with %d messages: their content is "

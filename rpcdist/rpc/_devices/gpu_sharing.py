@@ -28,7 +28,7 @@ from rpcdist.rpc._peers.network import MessageSink, calling_worker
 from rpcdist.rpc._values import DeviceRoute, MapDevice, ReceiveBuffer
 from rpcdist.rpc._values.tensors import moves_cpu
 from rpcdist.rpc.future import Future
-from rpcdist.time_limits import GPU_MEMORY_IDLE_S, GPU_PROBE_LIMIT_S
+from rpcdist.time_limits import IDLE_LIMIT_S, SLOW_ANSWER_LIMIT_S
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class GpuSharing:
             self._lent.release((), [made[0]["number"]], to)
             return self._note(to, "")
         try:
-            answer = self._ask(to.id, PROBE, (value_pb2.GpuLoan(**made[0]).SerializeToString(),), GPU_PROBE_LIMIT_S)
+            answer = self._ask(to.id, PROBE, (value_pb2.GpuLoan(**made[0]).SerializeToString(),), SLOW_ANSWER_LIMIT_S)
         except Exception as exc:  # it is lost, and the call that is under way says so
             self._lent.doubt([made[0]["number"]])
             return self._note(to, str(exc))
@@ -221,7 +221,7 @@ class GpuSharing:
             if (message := self.borrowed.release(lender)) is not None:
                 self._send(lender, message)
         now = time.monotonic()
-        if now - self._cleaned > GPU_MEMORY_IDLE_S / 2 and (self._lent is not None or self.borrowed.is_used):
+        if now - self._cleaned > IDLE_LIMIT_S / 2 and (self._lent is not None or self.borrowed.is_used):
             self._cleaned = now
             self._submit(self._clean)
 

@@ -25,7 +25,7 @@ from typing import Final, TypedDict
 
 from rpcdist.ids import Identity
 from rpcdist.rpc._devices.cuda_memory import GpuMemory
-from rpcdist.time_limits import GPU_LOAN_DOUBT_S, GPU_MEMORY_IDLE_S
+from rpcdist.time_limits import GPU_LOAN_DOUBT_S, IDLE_LIMIT_S
 
 ALIGNMENT_BYTES: Final = 512
 """Of each part of a loan. The first part has the lender's number, and that of the receiver at `COPIED_AT`."""
@@ -239,7 +239,7 @@ class LentGpuMemory:
                 for each in self._allocations.values()
                 if not each.readers
                 and each.handle not in busy
-                and all(now - slot.idle_since > GPU_MEMORY_IDLE_S for slot in each.slots)
+                and all(now - slot.idle_since > IDLE_LIMIT_S for slot in each.slots)
             ]
             for allocation in unused:
                 del self._allocations[allocation.handle]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
 from rpcdist.rpc._executors.blocking import new_baton
-from rpcdist.time_limits import POOL_CORE_DELAY_S, POOL_STALL_S, POOL_TICK_S
+from rpcdist.time_limits import POLL_S, POOL_STALL_S
 
 MAX_BURST: Final = 64
 BUSY_SHARE: Final = 0.2  # threads that used less processor time than this, together, only wait
@@ -56,9 +56,9 @@ def threads_to_start(
         return 0
     if running == 0:
         return 1
-    if running < num_cores and oldest_s >= POOL_CORE_DELAY_S:
+    if running < num_cores and oldest_s >= POLL_S:
         return 1
-    if stalled_s >= POOL_STALL_S and oldest_s >= POOL_CORE_DELAY_S:
+    if stalled_s >= POOL_STALL_S and oldest_s >= POLL_S:
         return min(burst, queued)
     return 0
 
@@ -205,7 +205,7 @@ class PoolMonitor:
                 if empty_ticks > LINGER_TICKS:
                     self._sleep(baton)
                     empty_ticks = 0
-            time.sleep(POOL_TICK_S)  # a sampling clock; nobody waits for this thread
+            time.sleep(POLL_S)  # a sampling clock; nobody waits for this thread
 
     def _act_on(self, sample: PoolSample) -> None:
         for _ in range(self._history.num_to_start(sample)):

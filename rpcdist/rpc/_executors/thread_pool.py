@@ -48,9 +48,9 @@ from rpcdist.rpc._executors.pool_monitor import LoadHistory, PoolMonitor, PoolSa
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.exceptions import traceback_of
 from rpcdist.time_limits import (
-    LOOP_CLOSE_LIMIT_S,
+    CLOSE_LIMIT_S,
+    IDLE_LIMIT_S,
     POOL_EXHAUSTED_LIMIT_S,
-    POOL_IDLE_LIMIT_S,
     POOL_LEAD_S,
     THREAD_GRACE_S,
 )
@@ -123,7 +123,7 @@ class ThreadPool:
         *,
         name: str = "rpcdist-worker",
         max_threads: int = 1024,
-        idle_s: float = POOL_IDLE_LIMIT_S,
+        idle_s: float = IDLE_LIMIT_S,
         stall_limit_s: float = POOL_EXHAUSTED_LIMIT_S,
         num_cores: int | None = None,
         on_error: Callable[[BaseException, Function], object] = _log_error,
@@ -245,7 +245,7 @@ class ThreadPool:
         counts = f"{facts.running} running, {facts.blocked} blocked, {facts.idle} idle, {facts.queued} queued"
         return f"<ThreadPool [{counts}]>"
 
-    def close(self, timeout_s: float = LOOP_CLOSE_LIMIT_S) -> list[str]:
+    def close(self, timeout_s: float = CLOSE_LIMIT_S) -> list[str]:
         """Takes no more jobs, lets those accepted end, and joins the threads; idempotent.
 
         Args:

@@ -27,7 +27,7 @@ from rpcdist.errors import Cancelled, ConfigError, DeadlineExceeded, ForkedProce
 from rpcdist.own_shortage import check_can_start
 from rpcdist.rpc._executors.torch_state import StatefulCoroutine, adopt_num_threads
 from rpcdist.rpc._values.exceptions import drop_first_frame, traceback_of
-from rpcdist.time_limits import GENERATORS_LIMIT_S, LOOP_CLOSE_LIMIT_S, THREAD_GRACE_S
+from rpcdist.time_limits import CLOSE_LIMIT_S, CLOSE_STEP_LIMIT_S, THREAD_GRACE_S
 from rpcdist.transport import fork
 
 T = TypeVar("T")
@@ -316,12 +316,12 @@ class UserLoop:
 
     async def _close_generators(self) -> None:
         try:
-            async with asyncio.timeout(GENERATORS_LIMIT_S):
+            async with asyncio.timeout(CLOSE_STEP_LIMIT_S):
                 await self.loop.shutdown_asyncgens()
         except TimeoutError:
-            logger.error("an async generator did not end within %.1f s of being closed", GENERATORS_LIMIT_S)
+            logger.error("an async generator did not end within %.1f s of being closed", CLOSE_STEP_LIMIT_S)
 
-    def close(self, timeout_s: float = LOOP_CLOSE_LIMIT_S) -> list[str]:
+    def close(self, timeout_s: float = CLOSE_LIMIT_S) -> list[str]:
         """Takes no more coroutines, cancels what is left, and joins the thread; idempotent.
 
         Args:

@@ -30,7 +30,7 @@ from rpcdist.rpc._inspection.call_recorder import CallRecorder
 from rpcdist.rpc._peers.demultiplexer import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.exceptions import described_error, traceback_of
-from rpcdist.time_limits import FLIGHT_FILE_PERIOD_S, FLIGHT_NOTICE_S
+from rpcdist.time_limits import FLIGHT_NOTICE_S, SLOW_CHECK_INTERVAL_S
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class FlightLog:
             return
         self._note(kind, text)
         now = time.monotonic()
-        if now - self._written_at >= FLIGHT_FILE_PERIOD_S:
+        if now - self._written_at >= SLOW_CHECK_INTERVAL_S:
             self._written_at = now
             self._write_later(self._facts())
 

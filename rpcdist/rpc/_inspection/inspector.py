@@ -2,7 +2,7 @@
 
 The I/O loop answers: not the pool, which may be exhausted, nor the user loop, which may be stuck. Tables are copied in
 single steps that the interpreter does not interrupt, so no lock of the call path is taken. The limits below bound
-the cost of a look, and `LOOK_PERIOD_S` bounds how often one is taken.
+the cost of a look, and `TICK_S` bounds how often one is taken.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from rpcdist.rpc._peers.network import Network
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._serving.active_calls import ActiveCall, ActiveCalls
 from rpcdist.rpc.options import RpcOptions
-from rpcdist.time_limits import LONG_WAIT_S, LOOK_LIMIT_S, LOOK_PERIOD_S, OLD_CALLS_LOOK_S
+from rpcdist.time_limits import LONG_WAIT_S, LOOK_LIMIT_S, SLOW_CHECK_INTERVAL_S, TICK_S
 from rpcdist.transport.unix_sockets import INSPECTION_ROLE, process_at
 
 SERVICE: Final = inspection_pb2.DESCRIPTOR.services_by_name["Inspection"]
@@ -124,7 +124,7 @@ class Inspector:
     async def _on_look(self, asker: Identity, request: inspection_pb2.LookRequest) -> inspection_pb2.LookReply:
         wanted = request.is_brief, request.has_members
         at, answer = self._answers.get(wanted, (0.0, b""))
-        if not answer or time.monotonic() - at >= LOOK_PERIOD_S:
+        if not answer or time.monotonic() - at >= TICK_S:
             answer = self._json(*wanted)
             self._answers[wanted] = time.monotonic(), answer
         notes = facts_to_json(self._parts.notes.since(request.after)).encode() if request.is_live else b""
@@ -368,7 +368,7 @@ class OldCalls:
         """Logs the calls that have become old since the last look; `now` is a time of the monotonic clock."""
         if not self._limit_s or now < self._next_look:
             return
-        self._next_look = now + OLD_CALLS_LOOK_S
+        self._next_look = now + SLOW_CHECK_INTERVAL_S
         old_before, seen_until = now - self._limit_s, self._seen_until
         self._seen_until = old_before
         made = ((call.made, call.what) for call in self._made.by_age() if call.flags.counts_as_work)

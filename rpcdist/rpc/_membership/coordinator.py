@@ -20,12 +20,12 @@ from rpcdist.rpc._peers.directory import COORDINATOR, Member, Roster
 from rpcdist.rpc._peers.network import Network
 from rpcdist.rpc._peers.reach_limit import ReachLimit
 from rpcdist.time_limits import (
-    CONNECT_FIRST_PAUSE_S,
-    CONNECT_LONGEST_PAUSE_S,
-    COORDINATOR_CONNECT_LIMIT_S,
-    COORDINATOR_GRACE_S,
+    ANSWER_GRACE_S,
+    FIRST_PAUSE_S,
     INIT_NOTICE_S,
-    LEAVE_CONNECT_LIMIT_S,
+    LONGEST_PAUSE_S,
+    LONGEST_WAIT_S,
+    QUICK_ANSWER_LIMIT_S,
 )
 from rpcdist.transport.identities import identity_to_proto
 from rpcdist.waiters import noticed
@@ -49,7 +49,7 @@ def serve_membership(network: Network, me: Identity, peer_timeout_s: float) -> M
         if member.identity == me:
             return True
         limit = ReachLimit(peer_timeout_s)
-        for pause_s in backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S):
+        for pause_s in backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S):
             try:
                 link = await network.connect(
                     member.address, PROBE_ROLE, limit.attempt_s, expected=member.identity, retry=False
@@ -115,12 +115,12 @@ class Coordinator:
         """
         connect_s = timeout_s if connect_s is None else connect_s
         request = join_request(me, world_size, timeout_s)
-        limit_s = None if timeout_s == float("inf") else timeout_s + COORDINATOR_GRACE_S
+        limit_s = None if timeout_s == float("inf") else timeout_s + ANSWER_GRACE_S
         if self.service is not None:
             joining = self.service.join(self._me, request)
         else:
             joining = self._ask("Join", request, connect_s, limit_s)
-            limit_s = None if limit_s is None else limit_s + COORDINATOR_GRACE_S
+            limit_s = None if limit_s is None else limit_s + ANSWER_GRACE_S
         return self._network.run(noticed(joining, INIT_NOTICE_S, partial(self._log_missing, world_size)), limit_s)
 
     async def _log_missing(self, world_size: int | None) -> None:
@@ -145,7 +145,7 @@ class Coordinator:
 
     def members(self, limit_s: float | None = None) -> Roster:
         """The current members of the job; blocks."""
-        return self._network.run(self.members_async(), 2 * COORDINATOR_GRACE_S if limit_s is None else limit_s)
+        return self._network.run(self.members_async(), 2 * ANSWER_GRACE_S if limit_s is None else limit_s)
 
     async def members_async(self) -> Roster:
         """As `members`, on the I/O loop. Cancellation leaves nothing behind."""
@@ -153,7 +153,7 @@ class Coordinator:
         if self.service is not None:
             reply = await self.service.members(self._me, request)
         else:
-            reply = await self._ask("Members", request, COORDINATOR_GRACE_S, COORDINATOR_GRACE_S)
+            reply = await self._ask("Members", request, ANSWER_GRACE_S, ANSWER_GRACE_S)
         return members_of(reply, self._me, self.address, 0.0)
 
     async def announce(
@@ -183,14 +183,14 @@ class Coordinator:
         Raises:
             TransportError, DeadlineExceeded: nobody answered, or not in time.
         """
-        link = await self._network.connect(address, "membership", COORDINATOR_GRACE_S, retry=False)
+        link = await self._network.connect(address, "membership", ANSWER_GRACE_S, retry=False)
         try:
             peer = link.session.peer
             if peer.id != self.rank or peer == before:
                 return peer, None
             on_answer()
             request = return_request(me, world_size, limit_s, roster, job_attempt())
-            limit_s += COORDINATOR_GRACE_S
+            limit_s += ANSWER_GRACE_S
             reply = await link.unary("Membership", "Join", request, membership_pb2.JoinReply, limit_s)
         finally:
             await link.close()
@@ -202,9 +202,9 @@ class Coordinator:
         """Says goodbye; blocks."""
         request = membership_pb2.LeaveRequest(identity=identity_to_proto(self._me))
         if self.service is not None:
-            self._network.run(self.service.leave(self._me, request), COORDINATOR_GRACE_S)
+            self._network.run(self.service.leave(self._me, request), ANSWER_GRACE_S)
         else:
-            self._network.run(self._ask_leave(request), 2 * COORDINATOR_GRACE_S)
+            self._network.run(self._ask_leave(request), 2 * ANSWER_GRACE_S)
 
     async def _ask(
         self,
@@ -213,15 +213,15 @@ class Coordinator:
         connect_s: float,
         limit_s: float | None,
     ) -> membership_pb2.JoinReply:
-        link = await self._network.connect(self.address, "membership", min(connect_s, COORDINATOR_CONNECT_LIMIT_S))
+        link = await self._network.connect(self.address, "membership", min(connect_s, LONGEST_WAIT_S))
         try:
             return await link.unary("Membership", method, request, membership_pb2.JoinReply, limit_s)
         finally:
             await link.close()
 
     async def _ask_leave(self, request: membership_pb2.LeaveRequest) -> None:
-        link = await self._network.connect(self.address, "membership", LEAVE_CONNECT_LIMIT_S, retry=False)
+        link = await self._network.connect(self.address, "membership", QUICK_ANSWER_LIMIT_S, retry=False)
         try:
-            await link.unary("Membership", "Leave", request, membership_pb2.LeaveReply, COORDINATOR_GRACE_S)
+            await link.unary("Membership", "Leave", request, membership_pb2.LeaveReply, ANSWER_GRACE_S)
         finally:
             await link.close()

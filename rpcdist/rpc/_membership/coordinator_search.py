@@ -22,7 +22,7 @@ from rpcdist.rpc._peers.demultiplexer import Lifetime
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc.future import Future
-from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S, RETURN_FIRST_PAUSE_S, RETURN_LONGEST_PAUSE_S
+from rpcdist.time_limits import FIRST_PAUSE_S, QUICK_ANSWER_LIMIT_S, RETURN_LONGEST_PAUSE_S
 
 logger = logging.getLogger(__name__)
 
@@ -155,14 +155,14 @@ class CoordinatorSearch:
     async def attempt(self, deadline: Deadline) -> bool:
         """Waits until the coordinator is found, or one attempt that begins now or later has failed.
 
-        Without an answer it waits for `ASK_COORDINATOR_LIMIT_S` at most; but once another coordinator has answered, it
+        Without an answer it waits for `QUICK_ANSWER_LIMIT_S` at most; but once another coordinator has answered, it
         waits until that one has taken this worker back, at most until the deadline.
 
         Returns:
             Whether it was found.
         """
         goal, found = self._num_begun + 1, self._num_found
-        silent_until = time.monotonic() + ASK_COORDINATOR_LIMIT_S
+        silent_until = time.monotonic() + QUICK_ANSWER_LIMIT_S
         self._hurry()
         while self._num_found == found and self._num_ended < goal:
             limit_s = deadline.remaining_s()
@@ -186,7 +186,7 @@ class CoordinatorSearch:
 
     async def _run(self) -> None:
         deadline = Deadline.after(self._orphan_timeout_s)
-        pauses = backoff(RETURN_FIRST_PAUSE_S, RETURN_LONGEST_PAUSE_S, deadline)
+        pauses = backoff(FIRST_PAUSE_S, RETURN_LONGEST_PAUSE_S, deadline)
         while not self._lifetime.is_closed and not deadline.expired():
             self._missed_news = False
             self._wanted.clear()

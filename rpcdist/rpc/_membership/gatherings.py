@@ -18,7 +18,7 @@ from rpcdist.inspection import GatheringFacts
 from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import check_speaks_for
-from rpcdist.time_limits import MISSING_NAMES_LIMIT_S
+from rpcdist.time_limits import ANSWER_LIMIT_S
 
 CONTRIBUTE = "rpcdist.rpc._membership.gatherings:contribute"
 MISSING = "rpcdist.rpc._membership.gatherings:missing"
@@ -141,7 +141,7 @@ class Gatherings:
     def _who_is_missing(self, names: list[str]) -> str:
         leader = names[0]
         try:
-            missing = self._caller.gather(self._directory.resolve(leader), MISSING, (names,), MISSING_NAMES_LIMIT_S)
+            missing = self._caller.gather(self._directory.resolve(leader), MISSING, (names,), ANSWER_LIMIT_S)
         except RpcdistError as exc:
             return f"Worker {leader!r}, where the others gather, did not say who is missing: {exc}"
         return f"These workers did not arrive at {leader!r} in time: {missing}"

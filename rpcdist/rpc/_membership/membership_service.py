@@ -17,7 +17,7 @@ from rpcdist.rpc._membership.membership_messages import departures_to_proto, mem
 from rpcdist.rpc._membership.membership_recovery import Probe, Recovery, SurvivorQuestions
 from rpcdist.rpc._membership.membership_table import MembershipTable, Verdict
 from rpcdist.rpc._peers.directory import COORDINATOR, Event, Member
-from rpcdist.time_limits import ANNOUNCE_LIMIT_S, PARKED_LIMIT_S, PEER_TIMEOUT_S, SURVIVOR_PROBE_SHARE
+from rpcdist.time_limits import ANSWER_LIMIT_S, HEARTBEATS_PER_PEER_TIMEOUT, PARKED_LIMIT_S, PEER_TIMEOUT_S
 from rpcdist.transport.identities import identity_from_proto
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class MembershipService:
         """Registers a worker and waits until the world is complete.
 
         Where others are at work already, it also waits until they have heard of the newcomer, so that their next calls
-        reach it, for `ANNOUNCE_LIMIT_S` at most. In a world of more than `NEWS_AT_ONCE` members it waits only if the
+        reach it, for `ANSWER_LIMIT_S` at most. In a world of more than `NEWS_AT_ONCE` members it waits only if the
         newcomer takes the place of another process: calls to a new name ask the coordinator.
 
         Args:
@@ -126,7 +126,7 @@ class MembershipService:
         waits = version, unaware, asyncio.Event()
         self._unaware.append(waits)
         try:
-            async with asyncio.timeout(ANNOUNCE_LIMIT_S):
+            async with asyncio.timeout(ANSWER_LIMIT_S):
                 await waits[2].wait()
         except TimeoutError:
             names = [who.name for who in unaware]
@@ -228,7 +228,7 @@ class MembershipService:
         recovery = self._recovery = Recovery(self._rank)
         self._questions = SurvivorQuestions(recovery, self._probe, self._present, self._on_answer)
         loop = asyncio.get_running_loop()
-        loop.call_later(SURVIVOR_PROBE_SHARE * self._recovery_s, self._ask_the_missing, recovery)
+        loop.call_later(self._recovery_s / HEARTBEATS_PER_PEER_TIMEOUT, self._ask_the_missing, recovery)
         loop.call_later(self._recovery_s, self._end_of_time, recovery)
         loop.call_later(2 * self._recovery_s, self._end_recovery, recovery)  # without the answers that are missing
         return recovery

@@ -36,18 +36,18 @@ from rpcdist.rpc._peers.network import Network, check_speaks_for
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._serving.active_calls import ActiveCalls
 from rpcdist.time_limits import (
-    CONNECT_FIRST_PAUSE_S,
-    CONNECT_LONGEST_PAUSE_S,
+    ANSWER_LIMIT_S,
+    CONNECTION_CLOSE_LIMIT_S,
     DEPARTURE_REVIEW_S,
-    LAST_REPLIES_LIMIT_S,
+    FIRST_PAUSE_S,
+    IDLE_LIMIT_S,
+    LOG_PERIOD_S,
+    LONGEST_PAUSE_S,
     MIN_WAIT_S,
-    MISSING_NAMES_LIMIT_S,
     RREF_DELETION_LIMIT_S,
-    SHUTDOWN_POLL_S,
-    SHUTDOWN_REPORT_INTERVAL_S,
+    SLOW_CHECK_INTERVAL_S,
+    SLOW_WORK_LIMIT_S,
     THREAD_GRACE_S,
-    UNREAD_STREAM_LIMIT_S,
-    UNWANTED_CALL_LIMIT_S,
 )
 
 logger = logging.getLogger(__name__)
@@ -284,22 +284,22 @@ class Leaving:
         calls, active_calls = self.caller.calls, self.active_calls
         began = reported = time.monotonic()
         while True:
-            step_s = min(SHUTDOWN_POLL_S, deadline.remaining_s())
+            step_s = min(SLOW_CHECK_INTERVAL_S, deadline.remaining_s())
             waits = (self.retries.wait_empty, calls.wait_empty, active_calls.wait_idle)
             if all(wait(step_s) for wait in waits) and not len(calls):
                 if not all_are_leaving or self.streams.wait_empty(step_s):
                     return
             if all_are_leaving and not len(calls) and active_calls.only_streams:
-                self.streams.close_unread(UNREAD_STREAM_LIMIT_S)
-            for unwanted in active_calls.give_up(began, UNWANTED_CALL_LIMIT_S):
+                self.streams.close_unread(IDLE_LIMIT_S)
+            for unwanted in active_calls.give_up(began, SLOW_WORK_LIMIT_S):
                 logger.error(
                     "shutdown of %s gives up %s: its caller waits no longer, and it has not ended for %.0f s",
-                    self._me.name, unwanted, UNWANTED_CALL_LIMIT_S,
+                    self._me.name, unwanted, SLOW_WORK_LIMIT_S,
                 )  # fmt: skip
             left = [repr(call) for call in calls][:5] + active_calls.describe()[:5] + self.streams.describe()[:5]
             if deadline.expired():
                 raise DeadlineExceeded(f"shutdown timed out while calls are outstanding on {self._me.name!r}: {left}")
-            if time.monotonic() - reported >= SHUTDOWN_REPORT_INTERVAL_S:
+            if time.monotonic() - reported >= LOG_PERIOD_S:
                 reported = time.monotonic()
                 logger.warning("shutdown of %s waits for %s\n%s", self._me.name, left, self.explain())
 
@@ -317,7 +317,7 @@ class Leaving:
             RpcdistError: another thread has closed RPC in this process.
         """
         me = self.directory.me
-        pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, deadline)
+        pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, deadline)
         pointed_to: int | None = None
         missing: list[str] | None = None
         is_new = False
@@ -362,7 +362,7 @@ class Leaving:
         text = f"shutdown of {self.directory.me.name!r} timed out"
         if missing is None:
             try:
-                missing = self.caller.gather(leader, NOT_ARRIVED, (), MISSING_NAMES_LIMIT_S)
+                missing = self.caller.gather(leader, NOT_ARRIVED, (), ANSWER_LIMIT_S)
             except RpcdistError as exc:
                 return DeadlineExceeded(f"{text}, and its leader {name!r} did not say who is missing: {exc}")
         return DeadlineExceeded(f"{text}; these workers have not called it: {missing}")
@@ -375,12 +375,12 @@ class Leaving:
         """
         self.gatherings.give_up()
         self.rounds.give_up()
-        self.active_calls.wait_gathered(LAST_REPLIES_LIMIT_S)
+        self.active_calls.wait_gathered(CONNECTION_CLOSE_LIMIT_S)
         # The leader of the last round still sends replies, which the end of its sessions would drop: it leaves last.
         is_last = together and self.led_last
-        flush = self.connections.flush(LAST_REPLIES_LIMIT_S, wait_for_others=is_last)
+        flush = self.connections.flush(CONNECTION_CLOSE_LIMIT_S, wait_for_others=is_last)
         try:
-            self.network.run(flush, LAST_REPLIES_LIMIT_S + THREAD_GRACE_S)
+            self.network.run(flush, CONNECTION_CLOSE_LIMIT_S + THREAD_GRACE_S)
         except RpcdistError:
             logger.debug("the last replies were not flushed", exc_info=True)
 

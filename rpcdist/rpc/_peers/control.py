@@ -25,7 +25,7 @@ from rpcdist.rpc._peers.demultiplexer import Lifetime, PoolJob
 from rpcdist.rpc._peers.directory import MemberEvent
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.buffers import ReceiveBuffer
-from rpcdist.time_limits import ACKNOWLEDGE_DELAY_S
+from rpcdist.time_limits import CONTROL_DELAY_S
 
 ControlBody = rref_pb2.RRefMessage | autograd_pb2.AutogradMessage | membership_pb2.MembershipMessage
 
@@ -134,7 +134,7 @@ class ControlReceiver:
         if inbox.accept(message.control_seq):
             self._apply[kind](peer, getattr(message, kind), buffers)
         if not self._to_acknowledge:
-            self._io.loop.call_later(ACKNOWLEDGE_DELAY_S, self.acknowledge)
+            self._io.loop.call_later(CONTROL_DELAY_S, self.acknowledge)
         self._to_acknowledge[session] = inbox.applied
 
     def forget(self, sender: Identity) -> None:

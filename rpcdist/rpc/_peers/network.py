@@ -20,7 +20,7 @@ from rpcdist.ids import Identity
 from rpcdist.inspection import ChannelFacts, LentMemory, Strangers
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
-from rpcdist.time_limits import LINK_CLOSE_LIMIT_S
+from rpcdist.time_limits import CONNECTION_CLOSE_LIMIT_S
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.credentials import Records
 from rpcdist.transport.wire_messages import WireMessage
@@ -171,7 +171,7 @@ class Connection(Protocol):
     ) -> ReplyT:
         """One call of a service method of the peer."""
 
-    async def close(self, timeout_s: float = LINK_CLOSE_LIMIT_S) -> None:
+    async def close(self, timeout_s: float = CONNECTION_CLOSE_LIMIT_S) -> None:
         """Ends the session and the connection; idempotent; bounded."""
 
 

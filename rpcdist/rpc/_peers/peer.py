@@ -40,9 +40,9 @@ from rpcdist.rpc._peers.reach_limit import ReachLimit, was_refused
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc._values.exceptions import text_of
 from rpcdist.time_limits import (
-    CONNECT_FIRST_PAUSE_S,
-    CONNECT_LONGEST_PAUSE_S,
+    FIRST_PAUSE_S,
     LEASE_IN_PEER_TIMEOUTS,
+    LONGEST_PAUSE_S,
     ONE_WAY_IN_PEER_TIMEOUTS,
 )
 from rpcdist.transport.announced_bytes import AnnouncedBytes
@@ -244,7 +244,7 @@ class Peer:
             last_seen: when the worker was last heard of, if that counts.
         """
         limit = ReachLimit(self._timeout_s, last_seen)
-        pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S)
+        pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             try:
                 connection = await self._open(limit.attempt_s)

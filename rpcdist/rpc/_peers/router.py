@@ -24,7 +24,7 @@ from rpcdist.rpc._peers.network import Announcements, MessageSink, Network, Peer
 from rpcdist.rpc._peers.peer import Peer, PeerState, Unsent
 from rpcdist.rpc._values.buffers import CopiedBuffer, LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
-from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S, THREAD_GRACE_S
+from rpcdist.time_limits import QUICK_ANSWER_LIMIT_S, THREAD_GRACE_S
 from rpcdist.transport.heartbeats import TURNS_TO_READ
 from rpcdist.transport.wire_messages import WireMessage
 
@@ -254,7 +254,7 @@ class Router:
             self._directory.refresh_soon()
             return
         try:
-            self._directory.refresh(ASK_COORDINATOR_LIMIT_S)
+            self._directory.refresh(QUICK_ANSWER_LIMIT_S)
         except RpcdistError as exc:
             logger.debug("the coordinator did not send the list of workers: %s", exc)
 
@@ -293,7 +293,7 @@ class Router:
             self._network.run(self._find_coordinator(deadline), None)
 
     async def _find_coordinator(self, deadline: Deadline) -> None:
-        await self.peer(self._directory.coordinator).settled(min(ASK_COORDINATOR_LIMIT_S, deadline.remaining_s()))
+        await self.peer(self._directory.coordinator).settled(min(QUICK_ANSWER_LIMIT_S, deadline.remaining_s()))
         if not self._directory.is_living(self._directory.coordinator):
             await self._find_next(deadline)
 

@@ -55,7 +55,7 @@ from rpcdist.rpc._rref.protocol import RRefProtocol
 from rpcdist.rpc._rref.report import LiveRRef, counts, is_held, leaks, live_rrefs, reference_facts
 from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
-from rpcdist.time_limits import RREF_RELEASE_LIMIT_S
+from rpcdist.time_limits import CLOSE_STEP_LIMIT_S
 from rpcdist.transport.fork import check_not_forked
 
 WhenThere = Callable[[Future[Any]], object]
@@ -453,7 +453,7 @@ class RRefManager:
         The last releases may arrive a moment after the last work has ended.
         """
         self.drain()
-        self._wait_for(lambda: not leaks(self.protocol), RREF_RELEASE_LIMIT_S)
+        self._wait_for(lambda: not leaks(self.protocol), CLOSE_STEP_LIMIT_S)
         with self._lock:
             text = leaks(self.protocol)
         if text:

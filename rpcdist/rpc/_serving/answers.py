@@ -26,7 +26,7 @@ from rpcdist.rpc._values import LargeBuffer, takes_long
 from rpcdist.rpc._values.exceptions import described
 from rpcdist.rpc._values.failures import exception_of
 from rpcdist.rpc._values.function_names import function_name
-from rpcdist.time_limits import FAILURES_LOGGED_S
+from rpcdist.time_limits import LOG_PERIOD_S
 from rpcdist.transport._framing.outgoing import UNCOUNTED_BYTES
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.wire_messages import CompactReply
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _CALLS_OF_METHODS: Final = frozenset(function_name(function) for function in CALLS_OF_METHODS)
 MAX_LOGGED_CHARS: Final = 200  # of the error of a handler, which its caller gets in full, and of the function's name
 MAX_LOGGED_CALLS: Final = 1000
-"""Failures of one peer's calls that are warnings, within `FAILURES_LOGGED_S`: a peer cannot fill a disk with them."""
+"""Failures of one peer's calls that are warnings, within `LOG_PERIOD_S`: a peer cannot fill a disk with them."""
 
 
 class Answers:
@@ -240,7 +240,7 @@ class Answers:
         """How the next failure of a call of this peer is logged; says so where it will not be seen."""
         now = time.monotonic()
         since, num = self._logged.get(session.account, (now, 0))
-        if now - since > FAILURES_LOGGED_S:
+        if now - since > LOG_PERIOD_S:
             since, num = now, 0
         self._logged[session.account] = since, num + 1
         if num == MAX_LOGGED_CALLS:

@@ -22,7 +22,7 @@ from rpcdist.errors import (
     TransportError,
 )
 from rpcdist.inspection import ChannelFacts
-from rpcdist.time_limits import GRPC_GREETING_LIMIT_S
+from rpcdist.time_limits import ATTEMPT_LIMIT_S
 from rpcdist.transport._framing.frames import CHUNK_BYTES, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES
 from rpcdist.transport._tls.certificate import Certificate, fingerprint_of_pem
 from rpcdist.transport._tls.tls_failures import tls_failure
@@ -65,7 +65,7 @@ CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # the channel has a connection of its own, which ends with it
     ("grpc.enable_http_proxy", 0),  # a proxy set for the web must not swallow traffic inside a cluster
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", int(GRPC_GREETING_LIMIT_S * 1000)),  # gRPC's name for the limit of one attempt
+    ("grpc.min_reconnect_backoff_ms", int(ATTEMPT_LIMIT_S * 1000)),  # gRPC's name for the limit of one attempt
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 _MOST_CONNECTIONS = 1 << 13  # an unproven connection costs 50 KiB
@@ -77,7 +77,7 @@ def server_options() -> list[tuple[str, int]]:
     return [
         *_COMMON_OPTIONS,
         ("grpc.so_reuseport", 0),  # a port that is in use must be an error
-        ("grpc.server_handshake_timeout_ms", int(GRPC_GREETING_LIMIT_S * 1000)),
+        ("grpc.server_handshake_timeout_ms", int(ATTEMPT_LIMIT_S * 1000)),
         ("grpc.max_allowed_incoming_connections", max_grpc_connections()),
     ]
 

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from typing import Final
 
 from rpcdist.errors import BlockingInLoop
-from rpcdist.time_limits import LEADER_LEAVE_LIMIT_S, LEADER_SLEEP_S, LOOP_READ_LIMIT_S, SIGNAL_CHECK_INTERVAL_S
+from rpcdist.time_limits import LEAVE_LIMIT_S, LONGEST_WAIT_S, READ_TURN_S, SIGNAL_CHECK_INTERVAL_S
 from rpcdist.transport._channels.brief_polling import BriefPolling, may_poll
 from rpcdist.transport._channels.signal_shield import SignalNoted, SignalShield
 from rpcdist.transport._channels.socket_watch import CAN_WATCH, SocketWatch
@@ -160,7 +160,7 @@ class Lead:
 
     def _acquire_from_loop(self) -> bool:
         """Waits briefly for the loop: it may have just read the message that this thread waited for before."""
-        return self._is_open and self._holder == self._loop_thread and self._lock.acquire(timeout=LOOP_READ_LIMIT_S)
+        return self._is_open and self._holder == self._loop_thread and self._lock.acquire(timeout=READ_TURN_S)
 
     def _read_until(
         self,
@@ -169,7 +169,7 @@ class Lead:
         sleep: Sleep | None,
         shield: SignalShield | None,
     ) -> bool:
-        slice_s = LEADER_SLEEP_S if shield is None else SIGNAL_CHECK_INTERVAL_S
+        slice_s = LONGEST_WAIT_S if shield is None else SIGNAL_CHECK_INTERVAL_S
         left_s = slice_s if timeout_s is None or timeout_s > slice_s else timeout_s
         ends_at = 0.0  # computed only if the first sleep is not enough
         started = time.monotonic()
@@ -180,7 +180,7 @@ class Lead:
                 if left_s <= 0:
                     return False
             else:
-                ends_at = started + (LEADER_SLEEP_S if timeout_s is None else timeout_s)
+                ends_at = started + (LONGEST_WAIT_S if timeout_s is None else timeout_s)
             ready = brief.try_polling() if brief.is_worth_it else []
             if not ready:
                 if sleep is not None:
@@ -249,7 +249,7 @@ class Lead:
                 self._leave()
             else:
                 self.ring()
-                if self._lock.acquire(timeout=LEADER_LEAVE_LIMIT_S):
+                if self._lock.acquire(timeout=LEAVE_LIMIT_S):
                     self._leave()
         return self._has_left
 

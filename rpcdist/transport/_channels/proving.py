@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import ProtocolViolation, RpcdistError, TransportError
-from rpcdist.time_limits import REFUSAL_LIMIT_S
+from rpcdist.time_limits import QUICK_ANSWER_LIMIT_S
 from rpcdist.transport.handshake import ClientHandshake, ServerHandshake
 from rpcdist.transport.handshake_side import MAX_HANDSHAKE_BYTES
 
@@ -81,7 +81,7 @@ async def _answer(pipe: HandshakePipe, handshake: ClientHandshake, reply: pb.Han
     except TransportError:
         if handshake.failure is None:
             with suppress(ProtocolViolation, TransportError, TimeoutError):
-                async with asyncio.timeout(REFUSAL_LIMIT_S):
+                async with asyncio.timeout(QUICK_ANSWER_LIMIT_S):
                     handshake.receive(await _read(pipe))
             handshake.check()
         raise
@@ -109,5 +109,5 @@ async def _read(pipe: HandshakePipe) -> pb.Handshake:
 async def _until_heard(pipe: HandshakePipe) -> None:
     """Waits, bounded, until the server has read the refusal: a connection that closes earlier would discard it."""
     with suppress(RpcdistError, TimeoutError):
-        async with asyncio.timeout(REFUSAL_LIMIT_S):
+        async with asyncio.timeout(QUICK_ANSWER_LIMIT_S):
             await pipe.read()  # the server ends the connection

@@ -21,12 +21,10 @@ from rpcdist.backoff import backoff
 from rpcdist.errors import AuthenticationFailed
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import (
-    DESCRIPTOR_SHORTAGE_PAUSE_S,
-    KEEP_ALIVE_IDLE_S,
-    KEEP_ALIVE_PROBE_S,
-    KEEP_ALIVE_PROBES,
+    KEEP_ALIVE_S,
     LOCK_FIRST_PAUSE_S,
     LOCK_LONGEST_PAUSE_S,
+    TICK_S,
 )
 from rpcdist.transport import fork
 from rpcdist.transport._tls.tls_socket import TlsSocket
@@ -44,9 +42,9 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG: Final = 512
 _KEEP_ALIVE: Final = (
-    ("TCP_KEEPIDLE", int(KEEP_ALIVE_IDLE_S)),
-    ("TCP_KEEPINTVL", int(KEEP_ALIVE_PROBE_S)),
-    ("TCP_KEEPCNT", KEEP_ALIVE_PROBES),
+    ("TCP_KEEPIDLE", KEEP_ALIVE_S),
+    ("TCP_KEEPINTVL", KEEP_ALIVE_S // 3),
+    ("TCP_KEEPCNT", 3),
 )
 
 
@@ -91,7 +89,7 @@ async def accept(listener: socket.socket) -> socket.socket:
         except OSError as exc:  # no descriptors or memory left; connections that end free some
             if own_shortage(exc) is None:
                 logger.warning("a connection could not be accepted (%s); the listener tries again", exc)
-            await asyncio.sleep(DESCRIPTOR_SHORTAGE_PAUSE_S)
+            await asyncio.sleep(TICK_S)
             continue
         fork.note_socket(connection)
         connection.setblocking(False)

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import AuthenticationFailed, ProtocolViolation, TransportError
-from rpcdist.time_limits import HANDSHAKE_LIMIT_S, LOG_PERIOD_S, REFUSAL_LIMIT_S
+from rpcdist.time_limits import HANDSHAKE_LIMIT_S, LOG_PERIOD_S, QUICK_ANSWER_LIMIT_S
 from rpcdist.transport._channels.proving import HandshakePipe, prove_server
 from rpcdist.transport.handshake import ServerHandshake
 
@@ -178,7 +178,7 @@ class Admission:
             pipe: the accepted connection.
             origin: its origin.
             handshake: not started; has the outcome afterwards.
-            turn_away: tells the peer the reason, if possible; bounded by `REFUSAL_LIMIT_S`.
+            turn_away: tells the peer the reason, if possible; bounded by `QUICK_ANSWER_LIMIT_S`.
 
         Returns:
             Whether the peer is proven and accepted; if not, the caller closes the connection.
@@ -216,7 +216,7 @@ class Admission:
     ) -> None:
         self.num_refused += 1
         with suppress(TimeoutError, TransportError):
-            async with asyncio.timeout(REFUSAL_LIMIT_S):
+            async with asyncio.timeout(QUICK_ANSWER_LIMIT_S):
                 await turn_away(pb.Refusal(reason=reason, code=code))
 
     def _make_room(self, newcomer: Origin) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from rpcdist._proto import diagnosis_pb2 as pb
 from rpcdist.errors import ConfigError, TransportError
 from rpcdist.ids import Identity
-from rpcdist.time_limits import PROBE_LIMIT_S
+from rpcdist.time_limits import ATTEMPT_LIMIT_S
 from rpcdist.transport.handshake_side import package_version
 from rpcdist.transport.link import Link
 from rpcdist.transport.session import NullHandler
@@ -49,7 +49,7 @@ class Diagnosis:
             return "too many processes ask at the same time; try again", ""
         self._num_attempts += 1
         try:
-            link = await self._connect(address, DIAGNOSIS_ROLE, PROBE_LIMIT_S, NullHandler(), caller, retry=False)
+            link = await self._connect(address, DIAGNOSIS_ROLE, ATTEMPT_LIMIT_S, NullHandler(), caller, retry=False)
             await link.close()
         except (TransportError, ConfigError) as exc:
             return str(exc), ""

@@ -17,7 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from rpcdist.errors import TransportError
-from rpcdist.time_limits import GRPC_GREETING_LIMIT_S, LISTENER_STOP_LIMIT_S
+from rpcdist.time_limits import ATTEMPT_LIMIT_S, CONNECTION_CLOSE_LIMIT_S
 from rpcdist.transport._channels.stream_sockets import listen_tcp
 from rpcdist.transport.addresses import PortRange
 
@@ -36,7 +36,7 @@ _ANSWERS: Final = {
 class HealthPort:
     """Answers GET and HEAD for any path while it is open. Lives on the I/O loop.
 
-    It serves at most 16 connections at once, each for `GRPC_GREETING_LIMIT_S` and 4096 bytes, and closes others.
+    It serves at most 16 connections at once, each for `ATTEMPT_LIMIT_S` and 4096 bytes, and closes others.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class HealthPort:
         for writer in self._answering.values():
             writer.transport.abort()  # cancelling its task would make asyncio report an error
         if self._answering:
-            await asyncio.wait(list(self._answering), timeout=LISTENER_STOP_LIMIT_S)
+            await asyncio.wait(list(self._answering), timeout=CONNECTION_CLOSE_LIMIT_S)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -82,7 +82,7 @@ class HealthPort:
         self._answering[task] = writer
         try:
             if len(self._answering) <= _MAX_CONNECTIONS:
-                async with asyncio.timeout(GRPC_GREETING_LIMIT_S):
+                async with asyncio.timeout(ATTEMPT_LIMIT_S):
                     head = await reader.readuntil(b"\r\n\r\n")
                     method = head.partition(b" ")[0]
                     answer = _ANSWERS[method in (b"GET", b"HEAD")]

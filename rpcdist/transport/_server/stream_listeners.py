@@ -16,7 +16,7 @@ from typing import Any
 
 from rpcdist._proto import handshake_pb2
 from rpcdist.errors import TransportError
-from rpcdist.time_limits import LISTENER_STOP_LIMIT_S
+from rpcdist.time_limits import CONNECTION_CLOSE_LIMIT_S
 from rpcdist.transport._channels.proving import write_step
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._channels.socket_pipe import SocketPipe
@@ -122,7 +122,7 @@ class StreamListeners:
         task = self._accepting.pop(key, None)
         if task is not None:
             task.cancel()
-            await asyncio.wait({task}, timeout=LISTENER_STOP_LIMIT_S)
+            await asyncio.wait({task}, timeout=CONNECTION_CLOSE_LIMIT_S)
 
     def _start(self, key: str, listener: socket.socket) -> None:
         task = self._accepting[key] = self._io.spawn(self._accept(listener), f"rpcdist listener {key}")
@@ -145,7 +145,7 @@ class StreamListeners:
             for task in served:
                 task.cancel()
             if served:
-                await asyncio.wait(served, timeout=LISTENER_STOP_LIMIT_S)
+                await asyncio.wait(served, timeout=CONNECTION_CLOSE_LIMIT_S)
 
     def _served(self, connection: socket.socket, task: asyncio.Task[Any]) -> None:
         if connection in self._ours:

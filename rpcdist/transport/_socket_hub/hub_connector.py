@@ -12,7 +12,7 @@ from rpcdist._proto import handshake_pb2
 from rpcdist.backoff import backoff
 from rpcdist.errors import AuthenticationFailed, ConfigError, ConnectFailed, ProtocolViolation, RpcdistError
 from rpcdist.own_shortage import own_shortage
-from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S
+from rpcdist.time_limits import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from rpcdist.transport._channels.proving import prove_client
 from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix
 from rpcdist.transport._channels.tls_pipe import connected_pipe
@@ -86,7 +86,7 @@ class HubConnector:
 
     async def _attempt(self, address: HubAddress, purpose: str, unix: bool) -> StreamSocket:
         """Connects in one way, again and again while the peer has too much to do, or this process lacks descriptors."""
-        pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S)
+        pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             try:
                 connection = await (

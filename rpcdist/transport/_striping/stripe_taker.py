@@ -8,7 +8,7 @@ import socket
 from typing import Final, NamedTuple
 
 from rpcdist.ids import Identity
-from rpcdist.time_limits import TCP_CHANNEL_LIMIT_S
+from rpcdist.time_limits import SIDE_ATTEMPT_LIMIT_S
 from rpcdist.transport._framing.stripes import MAX_STRIPES
 from rpcdist.transport._striping.striping import PAYLOAD_CONNECTIONS_VARIABLE, StripePlace, Striping, num_connections
 from rpcdist.transport._tls.tls_socket import TlsSocket
@@ -81,7 +81,7 @@ class StripeTaker:
         if place in arrived or any(place.total != other.total for other in arrived):  # two came at the same time
             return False
         if not arrived:
-            asyncio.get_running_loop().call_later(TCP_CHANNEL_LIMIT_S, _close_all, arrived)
+            asyncio.get_running_loop().call_later(SIDE_ATTEMPT_LIMIT_S, _close_all, arrived)
         arrived[place] = connection
         if len(arrived) == place.total:
             expected.striping.begin([arrived[StripePlace(index, place.total)] for index in range(place.total)])

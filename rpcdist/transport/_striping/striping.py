@@ -41,7 +41,7 @@ from queue import SimpleQueue
 from typing import Any, Final, NamedTuple, Protocol
 
 from rpcdist.errors import ConfigError, ProtocolViolation, RpcdistError
-from rpcdist.time_limits import PAYLOADS_END_LIMIT_S
+from rpcdist.time_limits import CLOSE_STEP_LIMIT_S
 from rpcdist.transport._channels.stream_sockets import break_when_silent
 from rpcdist.transport._framing.incoming import Delivery, Incoming
 from rpcdist.transport._framing.stripes import MAX_STRIPES, StripeCursor
@@ -457,7 +457,7 @@ class Striping:
             self._all_ended.set()
         text = "it was closed there" if error is None else getattr(error, "strerror", None) or error
         reason = f"a payload connection with {self._name} broke: {text}"
-        self._io.loop.call_later(PAYLOADS_END_LIMIT_S, self._session.close, reason)
+        self._io.loop.call_later(CLOSE_STEP_LIMIT_S, self._session.close, reason)
 
     def _drop_unused(self) -> bool:
         """Continues without the connections, since the peer closed one, if no bytes were sent. [Note: unused]"""
@@ -476,7 +476,7 @@ class Striping:
         self._incoming.end_announcements()
         if self._connections:  # even if no byte is missing: the last message may not be delivered yet
             with suppress(TimeoutError):
-                async with asyncio.timeout(PAYLOADS_END_LIMIT_S):
+                async with asyncio.timeout(CLOSE_STEP_LIMIT_S):
                     await self._all_ended.wait()
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ def tls_failure(details: str) -> str | None:
     if _WRONG_NAME in details:
         return (
             "the server's certificate does not have the DNS name that all certificates of the job need. Set "
-            "TlsOptions(server_name=...), or RPCDIST_TLS_SERVER_NAME, to one that they have, the same in all processes."
+            "TlsOptions(server_name=...), or server_name in RPCDIST_TLS, to one that they have, the same everywhere."
         )
     if _NO_GRPC in details:
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Final
@@ -10,10 +11,7 @@ from typing import Final
 from rpcdist.errors import ConfigError
 from rpcdist.transport._tls.certificate import PEER_NAME
 
-CERTIFICATE_VARIABLE: Final = "RPCDIST_TLS_CERTIFICATE"
-KEY_VARIABLE: Final = "RPCDIST_TLS_KEY"
-AUTHORITY_VARIABLE: Final = "RPCDIST_TLS_AUTHORITY"
-SERVER_NAME_VARIABLE: Final = "RPCDIST_TLS_SERVER_NAME"
+TLS_VARIABLE: Final = "RPCDIST_TLS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +45,20 @@ class TlsOptions:
         return f"the certificate {self.certificate} and the authority {self.authority}"
 
     @classmethod
-    def of_environment(cls) -> TlsOptions | None:
-        """What the variables `RPCDIST_TLS_CERTIFICATE`, `_KEY`, `_AUTHORITY` and `_SERVER_NAME` say; None: nothing.
+    def of_words(cls, words: Sequence[str]) -> TlsOptions:
+        """The files that `RPCDIST_TLS` names: `certificate=...`, `key=...`, `authority=...`, perhaps `server_name=...`.
 
         Raises:
-            ConfigError: some are set and others are not.
+            ConfigError: a file is missing, or a word means nothing.
         """
-        variables = (CERTIFICATE_VARIABLE, KEY_VARIABLE, AUTHORITY_VARIABLE)
-        files = [os.environ.get(variable, "") for variable in variables]
-        server_name = os.environ.get(SERVER_NAME_VARIABLE, "")
-        if not any([*files, server_name]):
-            return None
-        missing = [variable for variable, file in zip(variables, files, strict=True) if not file]
+        given = dict(word.partition("=")[::2] for word in words)
+        missing = [name for name in ("certificate", "key", "authority") if not given.get(name)]
         if missing:
             raise ConfigError(
-                f"certificates of your own need {', '.join(variables)}, but {' and '.join(missing)} "
-                f"{'is' if len(missing) == 1 else 'are'} not set"
+                f"certificates of your own are written {TLS_VARIABLE}=certificate=FILE,key=FILE,authority=FILE, but "
+                f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
             )
-        return cls(files[0], files[1], files[2], server_name or PEER_NAME)
+        try:
+            return cls(**given)
+        except TypeError as exc:
+            raise ConfigError(f"{TLS_VARIABLE} has a word that means nothing beside certificate files: {exc}") from None

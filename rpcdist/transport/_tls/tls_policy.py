@@ -15,10 +15,9 @@ from enum import Enum
 from typing import Final
 
 from rpcdist.errors import ConfigError
-from rpcdist.transport._tls.tls_options import TlsOptions
+from rpcdist.transport._tls.tls_options import TLS_VARIABLE, TlsOptions
 from rpcdist.transport.addresses import is_loopback
 
-TLS_VARIABLE: Final = "RPCDIST_TLS"
 TRUSTED_NETWORKS_VARIABLE: Final = "RPCDIST_TRUSTED_NETWORKS"
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -56,24 +55,30 @@ class TlsPolicy:
 
     @classmethod
     def of_environment(cls, tls: bool | TlsOptions | None = None) -> TlsPolicy:
-        """What `RPCDIST_TLS`, `RPCDIST_TRUSTED_NETWORKS` and the variables of `TlsOptions` say.
+        """What `RPCDIST_TLS` (a mode, certificate files, or both, with commas) and `RPCDIST_TRUSTED_NETWORKS` say.
 
         Args:
             tls: an option's word: False is "off" whatever the variable says, and True "auto" where that says "off".
-                Certificate files count instead of those that the variables name, and mean True.
+                Certificate files count instead of those that the variable names, and mean True.
 
         Raises:
             ConfigError: a variable cannot be understood, or there are certificate files, and TLS is off.
         """
-        files = tls if isinstance(tls, TlsOptions) else TlsOptions.of_environment()
-        tls = True if isinstance(tls, TlsOptions) else tls
-        text = os.environ.get(TLS_VARIABLE) or "auto"
+        first, *words = os.environ.get(TLS_VARIABLE, "").split(",")
+        text = first or "auto"
+        if "=" in first:
+            text, words = "auto", [first, *words]
+        files = TlsOptions.of_words(words) if words else None
+        if isinstance(tls, TlsOptions):
+            files, tls = tls, True
         if tls is not None and (text == "off") == tls:
             text = "auto" if tls else "off"
         try:
             mode = TlsMode(text)
         except ValueError:
-            raise ConfigError(f"{TLS_VARIABLE} is 'auto', 'always' or 'off', not {text!r}") from None
+            raise ConfigError(
+                f"{TLS_VARIABLE} is 'auto', 'always' or 'off', perhaps with certificate files, not {text!r}"
+            ) from None
         if files is not None and mode is TlsMode.OFF:
             raise ConfigError(f"TLS is off, and {files} would do nothing: leave one of the two out")
         return cls(mode, _networks(os.environ.get(TRUSTED_NETWORKS_VARIABLE, "")), files)
