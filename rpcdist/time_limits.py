@@ -154,7 +154,7 @@ CONNECTION_CLOSE_LIMIT_S: Final = 2.0
 `shutdown`; and the runners of a pipeline's stages when a step failed elsewhere. Then the close goes on."""
 CLOSE_LIMIT_S: Final = 5.0
 """The end of one part: an RPC agent's connections, coroutines or threads; an event loop, a pool or a store server whose
-owner gave no limit; the transport; the thread that moves messages between ranks. A part that has not ended then is logged.
+owner gave no limit; the transport; the thread that moves messages between ranks. A late part is logged.
 Processes of `launch` that were told to end, measured by their parent: after SIGTERM they are killed, and after SIGKILL
 their parent stops waiting for them."""
 IDLE_LIMIT_S: Final = 5.0
@@ -236,8 +236,8 @@ FLIGHT_NOTICE_S: Final = 0.3
 does `launch`, before it ends the others, where a process was killed."""
 LOG_PERIOD_S: Final = 60.0
 """Repeated log lines come once in this period: a refused connection for each host and reason; a resource that this
-process lacks (descriptors, memory, threads, ports); the calls that a graceful `shutdown` waits for; and, beyond a thousand,
-failures of one peer's calls at a higher level than DEBUG."""
+process lacks (descriptors, memory, threads, ports); the calls that a graceful `shutdown` waits for; and failures of one
+peer's calls, beyond a thousand of them, at a higher level than DEBUG."""
 CONTEXT_DROP_DELAY_S: Final = 0.05
 """Autograd contexts that hold little memory and end within this time are released together, here and on
 other workers."""
