@@ -35,11 +35,10 @@ from rpcdist.testing.limits import LIMIT_S
 from rpcdist.testing.memory_channel import MemoryChannel, Path, channel_pair
 from rpcdist.time_limits import CLOSE_LIMIT_S, CONNECTION_CLOSE_LIMIT_S, FIRST_PAUSE_S, LONGEST_PAUSE_S
 from rpcdist.transport.credentials import Credentials, Records
-from rpcdist.transport.handing_on import SessionHandler
 from rpcdist.transport.identities import identity_to_proto
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.roles import Roles
-from rpcdist.transport.session import NullHandler, Session
+from rpcdist.transport.session import NullHandler, Session, SessionHandler
 
 __all__ = ["MemoryConnection", "MemoryNetwork", "MemoryNode"]
 

@@ -9,10 +9,9 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from rpcdist.transport._tls.tls_options import TlsOptions
-from rpcdist.transport.handing_on import SessionHandler
 from rpcdist.transport.link import Link
 from rpcdist.transport.node import Node, NodeOptions, acquire_node
-from rpcdist.transport.session import Session
+from rpcdist.transport.session import Session, SessionHandler
 from rpcdist.transport.unary_proof import LARGEST_UNCUT_BYTES
 
 __all__ = [

@@ -44,12 +44,11 @@ from rpcdist.transport._tls.tls_options import TLS_VARIABLE
 from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.credentials import Credentials
-from rpcdist.transport.handing_on import SessionHandler
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.link import Link
 from rpcdist.transport.roles import SOCKET_ROLE, socket_purpose
-from rpcdist.transport.session import NullHandler, Session
+from rpcdist.transport.session import NullHandler, Session, SessionHandler
 from rpcdist.transport.unary_proof import SESSION_PATH, RequestProver
 from rpcdist.transport.unix_sockets import local_name, names_senders
 

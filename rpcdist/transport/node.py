@@ -37,11 +37,10 @@ from rpcdist.transport._tls.tls_policy import TlsPolicy
 from rpcdist.transport.addresses import PORTS_VARIABLE, PortRange, split_address
 from rpcdist.transport.connector import Connector
 from rpcdist.transport.credentials import Credentials, Records
-from rpcdist.transport.handing_on import SessionHandler
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.link import Link
 from rpcdist.transport.roles import Roles, SocketTaker
-from rpcdist.transport.session import Session
+from rpcdist.transport.session import Session, SessionHandler
 from rpcdist.transport.token import describe_token_source, job_token
 
 T = TypeVar("T")

@@ -15,10 +15,9 @@ from rpcdist._proto import handshake_pb2
 from rpcdist.ids import Identity
 from rpcdist.time_limits import ROLE_LIMIT_S
 from rpcdist.transport._framing.incoming import IncomingBuffer
-from rpcdist.transport.handing_on import SessionHandler
 from rpcdist.transport.identities import identity_from_proto
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.session import HeapPayloads, Session
+from rpcdist.transport.session import HeapPayloads, Session, SessionHandler
 from rpcdist.transport.wire_messages import WireMessage
 
 logger = logging.getLogger(__name__)

@@ -2,6 +2,15 @@
 
 Any thread may send. The I/O loop reads, or for a while a leading thread; everything else runs on the loop. The session
 does not reconnect: it ends once, with a reason, and its owner decides what to do next.
+
+[Note: order] One thread at a time reads the session's connection: the loop or a leader. A leader calls the handler
+itself for messages that the handler takes on any thread, and leaves other messages to the loop. Until the loop has
+handled those, all later messages also go through the loop. So the handler gets all messages in order. The readers of
+payload connections deliver messages outside that order; a lock still gives the handler one message at a time.
+
+[Note: heartbeats] A dead host closes no connection, so only silence distinguishes it from an idle host. Both sides
+therefore send regularly, and each treats the other as lost after too long a silence. A loop that was delayed itself may
+have unread data in its socket: it reads that first, and judges no peer in that round.
 """
 
 from __future__ import annotations
@@ -11,16 +20,18 @@ import logging
 import threading
 import time
 from _thread import get_ident
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from dataclasses import replace
 from functools import partial
+from typing import Any, Final, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.ids import Identity
 from rpcdist.inspection import ChannelFacts, LentMemory
-from rpcdist.time_limits import READ_TURN_S
+from rpcdist.time_limits import HEARTBEATS_PER_PEER_TIMEOUT, LEAVE_LIMIT_S, READ_TURN_S
 from rpcdist.transport._channels.channel import ReadChannel
 from rpcdist.transport._channels.leading import Sleep
 from rpcdist.transport._channels.signal_shield import SignalShield, may_raise_here
@@ -37,8 +48,6 @@ from rpcdist.transport._framing.incoming import Delivery, Incoming, IncomingBuff
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport._striping.striping import OpenConnections, Striping
 from rpcdist.transport.announced_bytes import AnnouncedBytes
-from rpcdist.transport.handing_on import HandingOn, SessionHandler
-from rpcdist.transport.heartbeats import Heartbeats
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.memory_copies import OutgoingBuffer
 from rpcdist.transport.session_writer import SessionWriter
@@ -50,6 +59,44 @@ logger = logging.getLogger(__name__)
 _OWN_KINDS = frozenset(
     ("heartbeat", "chunk_credit", "transfer_aborted", "segment_news", "segment_answer", "segment_offer")
 )
+
+
+TURNS_TO_READ: Final = 3
+"""Turns that a delayed I/O loop takes before it judges its peers: it reads arrived data in the first turn, and handles
+connections that ended in the next."""
+
+
+class SessionHandler(Protocol):
+    """The owner of a session. It must not block or run user code.
+
+    Its methods are called on the I/O loop, except `on_messages`: a leading thread may call it with compact messages and
+    with messages that the handler `takes_anywhere`. It is called on one thread at a time, in the order of the messages.
+    """
+
+    def on_opened(self, session: Any) -> None:
+        """A peer opened this session. Not called for sessions that this process opens."""
+
+    def on_messages(self, session: Any, messages: list[tuple[Any, list[IncomingBuffer]]]) -> None:
+        """Complete messages (`WireMessage`) arrived, in the order in which they became complete."""
+
+    def takes_anywhere(self, message: WireMessage) -> bool:
+        """Whether `on_messages` may be called with this message on a thread other than the I/O loop's."""
+
+    def on_closed(self, session: Any, reason: str) -> None:
+        """The session ended; called once. Messages that are queued and not written are lost."""
+
+    def allocate(self, size_bytes: int) -> IncomingBuffer:
+        """Allocates memory for a large buffer that was announced."""
+
+    def borrow(self, view: memoryview) -> IncomingBuffer:
+        """Makes a buffer of memory that the peer lends; `view` is writable and keeps the memory alive."""
+
+    @property
+    def shares_payloads(self) -> bool:
+        """Whether large buffers may use shared memory, in both directions."""
+
+    def announced_by(self, peer: Identity) -> AnnouncedBytes:
+        """The counter of the bytes that this peer has announced on all its sessions and not sent."""
 
 
 class HeapPayloads:
@@ -76,7 +123,7 @@ class NullHandler(HeapPayloads):
     def on_opened(self, session: Session) -> None:
         logger.debug("%s opened a session for %s", session.peer.name, session.role)
 
-    def on_messages(self, session: Session, messages: list[tuple[WireMessage, list[IncomingBuffer]]]) -> None:
+    def on_messages(self, session: Session, messages: list[Delivery]) -> None:
         session.close(f"unexpected message from {session.peer.name}")
 
     def on_closed(self, session: Session, reason: str) -> None:
@@ -137,7 +184,10 @@ class Session:
         self._shared = self._new_shared_payloads(account)
         self._incoming = Incoming(handler.allocate, self._borrow, account)
         self._names: list[str] = []  # names of the functions that the peer has numbered
-        self._handing_on = HandingOn(io, self, handler, self._left_to_loop_failed)
+        self._one_at_a_time = threading.Lock()  # around calls of the handler
+        self._left_to_loop: deque[list[Delivery]] = deque()
+        self._has_failed = False  # the handler, on the loop
+        self._has_ended = False
         self._main = threading.main_thread().ident
         self._shield = SignalShield()
         self.striping: Striping | None = None
@@ -156,7 +206,10 @@ class Session:
         self.flush = self._writer.flush
         self.hold_back = self._writer.hold_back
         self.drain = self._writer.drain
-        self._heartbeats = Heartbeats(self, silence_limit_s)
+        self._silence_limit_s = silence_limit_s
+        self._heartbeat_s = silence_limit_s / HEARTBEATS_PER_PEER_TIMEOUT
+        self._heartbeat_due = 0.0
+        self._next_heartbeat: asyncio.Handle | None = None
         self._ended: asyncio.Event = asyncio.Event()
 
     def _new_shared_payloads(self, counted: AnnouncedBytes) -> SharedPayloads | None:
@@ -230,6 +283,11 @@ class Session:
             found["shared memory", "transmit"] = self._shared.num_lent
             found["shared memory", "receive"] = self._shared.num_borrowed
         return found
+
+    @property
+    def last_sent(self) -> float:
+        """The time of the last write, in monotonic seconds."""
+        return self._writer.last_sent
 
     @property
     def num_queued(self) -> int:
@@ -309,7 +367,7 @@ class Session:
         """
         # The writer starts first, so that `on_opened` and arriving messages can be answered at once.
         writer = self._io.spawn(self._writer.run(), f"rpcdist session writer to {self.peer.name}")
-        self._heartbeats.start(self._io.loop)
+        self._schedule_heartbeat()
         if not self.opened_by_me:
             self._handler.on_opened(self)
         reason = "connection closed by the peer"
@@ -335,7 +393,7 @@ class Session:
     def _finish(self, writer: asyncio.Task[None], reason: str) -> None:
         self._close(reason)  # first, so that no part learns of the end and still finds the session open
         writer.cancel()
-        self._heartbeats.stop()
+        self._stop_heartbeats()
         self._writer.end()
         self._ended.set()
         self._incoming.close()
@@ -344,7 +402,7 @@ class Session:
             self.striping.close()
         if self._shared is not None:
             self._shared.close()
-        self._handing_on.end()
+        self._stop_handing_on()
         self._handler.on_closed(self, reason)
 
     async def ended(self, timeout_s: float) -> bool:
@@ -407,13 +465,13 @@ class Session:
                 continue
             if message.large and messages and self.striping is not None:
                 # Earlier messages first: from here on, a reader of a payload connection may deliver this message.
-                self._handing_on.hand_on(messages)
+                self._hand_on(messages)
                 messages = []
             delivery = self._announce(message) if message.large else (message, [])
             if delivery is not None:
                 messages.append(delivery)
         if messages:  # all of an envelope together, so that its calls wake the pool once
-            self._handing_on.hand_on(messages)
+            self._hand_on(messages)
 
     def _announce(self, message: WireMessage) -> Delivery | None:
         if self.striping is not None:
@@ -431,9 +489,36 @@ class Session:
         if is_last:
             self._io.call_soon(self._writer.wake)
 
-    def _left_to_loop_failed(self, error: Exception) -> None:
-        assert self._direct is not None
-        self._direct.fail(error)
+    def _hand_on(self, messages: list[Delivery]) -> None:
+        """Gives messages to the handler, on the thread that read them or on the loop. [Note: order]"""
+        if not self._left_to_loop:
+            for message, _ in messages:
+                # Compact messages may be handled on any thread.
+                if message.__class__ is rpc_pb2.Message and not self._handler.takes_anywhere(message):
+                    may_be_here = self._io.on_thread()
+                    break
+            else:
+                may_be_here = True
+            if may_be_here:
+                with self._one_at_a_time:
+                    if not self._has_ended:
+                        self._handler.on_messages(self, messages)
+                return
+        self._left_to_loop.append(messages)
+        # In a new context: this thread's context may be a user's, with a deadline.
+        Context().run(self._io.call_soon, self._hand_on_the_rest)
+
+    def _hand_on_the_rest(self) -> None:
+        """Handles one entry of the queue, on the loop."""
+        try:
+            if not (self._has_failed or self._has_ended):
+                with self._one_at_a_time:
+                    self._handler.on_messages(self, self._left_to_loop[0])
+        except Exception as exc:
+            self._has_failed = True  # later messages would be handled out of order, so none is handled
+            assert self._direct is not None  # only a thread that leads leaves messages to the loop
+            self._direct.fail(exc)
+        self._left_to_loop.popleft()  # after the call: messages read meanwhile must queue behind it
 
     def _handle(self, kind: str, message: rpc_pb2.Message) -> None:
         """Handles a message that concerns only the two sessions."""
@@ -462,7 +547,7 @@ class Session:
 
     def _deliver(self, delivery: Delivery | None) -> None:
         if delivery is not None:
-            self._handing_on.hand_on([delivery])
+            self._hand_on([delivery])
 
     def _grant(self, num_bytes: int) -> None:
         """Lets the peer send more chunks, in quarters of the window.
@@ -475,18 +560,43 @@ class Session:
             self._ungranted_bytes = 0
             self.send(rpc_pb2.Message(chunk_credit=credit))
 
-    # ---------------------------------------------------------------- for `Heartbeats`
+    def _stop_handing_on(self) -> None:
+        """Stops calling the handler; waits, bounded, for the reader of a payload connection that is in it."""
+        self._has_ended = True
+        if self._one_at_a_time.acquire(timeout=LEAVE_LIMIT_S):
+            self._one_at_a_time.release()
 
-    @property
-    def last_sent(self) -> float:
-        """The time of the last write, in monotonic seconds."""
-        return self._writer.last_sent
+    # ---------------------------------------------------------------- heartbeats, on the I/O loop
 
-    def has_unread(self) -> bool:
-        """See `WatchedSession`."""
-        return self._direct is not None and self._direct.has_unread
+    def _schedule_heartbeat(self) -> None:
+        loop = self._io.loop
+        self._heartbeat_due = loop.time() + self._heartbeat_s
+        self._next_heartbeat = loop.call_at(self._heartbeat_due, self._heartbeat)
 
-    def trim(self, now: float) -> None:
-        """See `WatchedSession`."""
+    def _heartbeat(self, num_turns: int = 0) -> None:
+        """Judges the silence of the peer, and ends this side's. [Note: heartbeats]"""
+        loop, now = self._io.loop, time.monotonic()
+        late = loop.time() - self._heartbeat_due
+        if late >= self._heartbeat_s and num_turns < TURNS_TO_READ:
+            # First the loop reads the data that arrived meanwhile: a peer may have closed the connection, which must
+            # not look alive then.
+            self._next_heartbeat = loop.call_soon(self._heartbeat, num_turns + 1)
+            return
+        silence = now - self.last_received
+        if silence > self._silence_limit_s and late < self._heartbeat_s and not self._has_unread():
+            self.close(f"no sign of life for {silence:.1f} s")
+            return
         if self._shared is not None:
             self._shared.trim(now)
+        # Not 1.0: a message sent just after the last tick would delay the heartbeat by nearly a whole interval.
+        if now - self._writer.last_sent >= self._heartbeat_s * 0.9:
+            self.send(rpc_pb2.Message(heartbeat=rpc_pb2.Heartbeat()))
+        self._schedule_heartbeat()
+
+    def _stop_heartbeats(self) -> None:
+        if self._next_heartbeat is not None:
+            self._next_heartbeat.cancel()
+
+    def _has_unread(self) -> bool:
+        """Whether bytes have arrived that were not read yet: the reader may be delayed."""
+        return self._direct is not None and self._direct.has_unread

@@ -32,71 +32,10 @@ from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.wire_messages import WireMessage, can_linger, is_urgent
 
+logger = logging.getLogger(__name__)
+
 NUM_IDLE_TICKS: Final = 4  # ticks without a lingering message, after which the ticks end
 
-
-class Lingering:
-    """The ticks of one session. [Note: lingering]
-
-    Args:
-        io: the I/O loop, where the ticks run.
-        flush: writes the queue; called on the loop.
-        num_waiting: returns the number of messages in the queue.
-    """
-
-    def __init__(self, io: IoLoop, flush: Callable[[], object], num_waiting: Callable[[], int]) -> None:
-        self._io = io
-        self._flush = flush
-        self._num_waiting = num_waiting
-        self._period_s = BATCH_DELAY_S
-        self._has_news = False  # a message has begun to linger since the last tick
-        self._ticks = False
-        self._num_idle = 0
-        self._is_stopped = False
-
-    def __repr__(self) -> str:
-        return f"<Lingering [{'stopped' if self._is_stopped else 'ticks' if self._ticks else 'at rest'}]>"
-
-    def begin(self) -> None:
-        """Records that a lingering message was queued; any thread."""
-        # The flag is set before the ticks are checked; a tick that ends them clears `_ticks` before its last check of
-        # the flag.
-        self._has_news = True
-        if not self._ticks:
-            self._ticks = True
-            self._io.call_soon(self._wait)
-
-    def stop(self) -> None:
-        """Stops the ticks, since the session has ended; on the I/O loop."""
-        self._is_stopped = True
-
-    def _wait(self) -> None:
-        if not self._is_stopped:
-            self._io.loop.call_later(self._period_s, self._tick)
-
-    def _tick(self) -> None:
-        if self._is_stopped:
-            return
-        if self._has_news:
-            self._has_news = False
-            self._num_idle = 0
-            if self._num_waiting():
-                self._period_s = BATCH_DELAY_S
-                self._flush()
-            else:
-                self._period_s = min(2 * self._period_s, 4 * BATCH_DELAY_S)
-        else:
-            self._num_idle += 1
-            if self._num_idle >= NUM_IDLE_TICKS:
-                self._num_idle = 0
-                self._ticks = False
-                if not self._has_news:
-                    return
-                self._ticks = True
-        self._wait()
-
-
-logger = logging.getLogger(__name__)
 
 FLUSH_FRAMES: Final = 32  # at this length of the queue a sending thread writes, because the loop is late
 MAX_PUTS: Final = 3  # limit of envelopes that a thread writes itself: a message and the first chunks of its buffers
@@ -135,7 +74,11 @@ class SessionWriter:
         self._outgoing = outgoing
         self._close = close
         self._name = name
-        self._lingering = Lingering(io, self.flush, lambda: outgoing.num_frames)
+        # [Note: lingering]
+        self._tick_s = BATCH_DELAY_S
+        self._has_news = False  # a message has begun to linger since the last tick
+        self._ticks = False
+        self._num_idle = 0  # ticks
         self._awake = False  # the task runs or was woken; saves a call to the loop per message of a burst
         self._wake: asyncio.Future[None] | None = None  # the sleeping task waits for it
         self._turn = threading.Lock()  # its holder writes; [Note: turns]
@@ -162,9 +105,17 @@ class SessionWriter:
             if self._outgoing.num_frames >= FLUSH_FRAMES:  # otherwise the peer would wait for the loop
                 self.flush()
         elif not transfer and can_linger(message) and self._outgoing.num_frames < FLUSH_FRAMES:
-            self._lingering.begin()  # the next message or a tick writes it
+            self._linger()  # the next message or a tick writes it
         else:
             self._shielded(self._write_or_tell if is_urgent(message) and self._is_idle() else self._tell_task)
+
+    def _linger(self) -> None:
+        # The flag is set before the ticks are checked; a tick that ends them clears `_ticks` before its last check of
+        # the flag.
+        self._has_news = True
+        if not self._ticks:
+            self._ticks = True
+            self._io.call_soon(self._wait_for_tick)
 
     def send_first(self, first: Callable[[], object] | None) -> None:
         """Calls `first`, then writes the queue: this thread is about to wait for an answer."""
@@ -328,5 +279,30 @@ class SessionWriter:
 
     def end(self) -> None:
         """Ends the ticks and `drain`, since the session has ended."""
-        self._lingering.stop()
+        self.is_closed = True
         self._drained.set()
+
+    def _wait_for_tick(self) -> None:
+        if not self.is_closed:
+            self._io.loop.call_later(self._tick_s, self._tick)
+
+    def _tick(self) -> None:
+        if self.is_closed:
+            return
+        if self._has_news:
+            self._has_news = False
+            self._num_idle = 0
+            if self._outgoing.num_frames:
+                self._tick_s = BATCH_DELAY_S
+                self.flush()
+            else:
+                self._tick_s = min(2 * self._tick_s, 4 * BATCH_DELAY_S)
+        else:
+            self._num_idle += 1
+            if self._num_idle >= NUM_IDLE_TICKS:
+                self._num_idle = 0
+                self._ticks = False
+                if not self._has_news:
+                    return
+                self._ticks = True
+        self._wait_for_tick()

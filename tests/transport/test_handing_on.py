@@ -5,18 +5,21 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 from rpcdist._proto import rpc_pb2
+from rpcdist.ids import Identity
 from rpcdist.testing import eventually
-from rpcdist.transport.handing_on import HandingOn, SessionHandler
+from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport.io_loop import IoLoop
+from rpcdist.transport.session import HeapPayloads, Session
 from rpcdist.transport.wire_messages import WireMessage
 
 LIMIT_S = 20.0
 
 
-class Scene:
+class Scene(HeapPayloads):
     """A session that a leader reads, and its loop, which runs when it is told to; heartbeats are for the loop."""
 
     def __init__(self) -> None:
@@ -24,7 +27,11 @@ class Scene:
         self.handled: list[int] = []
         self.failures: list[Exception] = []
         self.chokes_on = 0
-        self.handing_on = HandingOn(cast(IoLoop, self), self, cast(SessionHandler, self), self.failures.append)
+        self.session = Session(
+            cast(IoLoop, self), cast(SocketChannel, None), Identity("peer", 1, 1),
+            role="r", id=b"", handler=self, silence_limit_s=LIMIT_S, by_me=True,
+        )  # fmt: skip
+        self.session._direct = cast(SocketChannel, SimpleNamespace(fail=self.failures.append))
 
     def on_thread(self) -> bool:
         return False
@@ -35,6 +42,10 @@ class Scene:
     def takes_anywhere(self, message: WireMessage) -> bool:
         return isinstance(message, rpc_pb2.Message) and message.HasField("cancel")
 
+    def on_opened(self, session: Any) -> None: ...
+
+    def on_closed(self, session: Any, reason: str) -> None: ...
+
     def on_messages(self, session: Any, messages: list[tuple[Any, list[Any]]]) -> None:
         for message, _ in messages:
             if message.control_seq == self.chokes_on:
@@ -43,7 +54,7 @@ class Scene:
 
     def read(self, number: int, *, for_loop: bool = False) -> None:
         body = {"heartbeat": rpc_pb2.Heartbeat()} if for_loop else {"cancel": rpc_pb2.Cancel(id=1)}
-        self.handing_on.hand_on([(rpc_pb2.Message(control_seq=number, **body), [])])
+        self.session._hand_on([(rpc_pb2.Message(control_seq=number, **body), [])])
 
     def run_loop(self) -> None:
         while self.queued:
@@ -75,7 +86,7 @@ def test_a_thread_that_reads_hands_nothing_on_after_the_end() -> None:
     scene = Scene()
     scene.read(1)
     scene.read(2, for_loop=True)
-    scene.handing_on.end()
+    scene.session._stop_handing_on()
     scene.read(3)
     scene.run_loop()
     scene.read(4)
@@ -93,14 +104,14 @@ def test_the_end_waits_for_who_hands_on() -> None:
 
     def end() -> None:
         assert handling.wait(LIMIT_S)
-        scene.handing_on.end()
+        scene.session._stop_handing_on()
         ended.set()
 
     scene.on_messages = on_messages  # type: ignore[method-assign]
     threads = [threading.Thread(target=end), threading.Thread(target=scene.read, args=(1,))]
     for thread in threads:
         thread.start()
-    eventually(lambda: scene.handing_on._has_ended)
+    eventually(lambda: scene.session._has_ended)
     go_on.set()
     for thread in threads:
         thread.join(LIMIT_S)
@@ -109,5 +120,5 @@ def test_the_end_waits_for_who_hands_on() -> None:
 
 def test_the_end_does_not_wait_for_ever() -> None:
     scene = Scene()
-    with scene.handing_on._one_at_a_time:
-        scene.handing_on.end()
+    with scene.session._one_at_a_time:
+        scene.session._stop_handing_on()

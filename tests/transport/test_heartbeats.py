@@ -3,64 +3,64 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from rpcdist.transport.heartbeats import TURNS_TO_READ, Heartbeats
+from rpcdist.ids import Identity
+from rpcdist.transport._channels.socket_channel import SocketChannel
+from rpcdist.transport.io_loop import IoLoop
+from rpcdist.transport.session import TURNS_TO_READ, NullHandler, Session
 
 LIMIT_S = 40.0
 LONG_AGO = float("-inf")
 
 
-class RecordingSession:
-    """What heartbeats do with a session, in `events`."""
+class RecordingSession(Session):
+    """A session that nothing carries; `events` has its effects."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
-        self.last_received = LONG_AGO
-        self.last_sent = LONG_AGO
+        io = cast(IoLoop, SimpleNamespace(loop=asyncio.get_running_loop()))
+        channel, peer = cast(SocketChannel, None), Identity("peer", 1, 1)
+        options: dict[str, Any] = {"role": "r", "id": b"", "handler": NullHandler(), "by_me": True}
+        super().__init__(io, channel, peer, silence_limit_s=LIMIT_S, **options)
+        self.last_received = self._writer.last_sent = LONG_AGO
 
-    def has_unread(self) -> bool:
-        return False
-
-    def send(self, message: object) -> Any:
+    def send(self, message: object, buffers: object = ()) -> int:
         self.events.append("heartbeat")
+        return 0
 
     def close(self, reason: str) -> None:
         self.events.append("closed")
-
-    def trim(self, now: float) -> None:
-        pass
 
 
 @pytest.mark.parametrize("is_closed_by_peer", [False, True])
 async def test_a_loop_that_was_held_up_reads_before_it_speaks(is_closed_by_peer: bool) -> None:
     """With the heartbeat first, a connection that the peer has closed meanwhile would look as good as any."""
     session = RecordingSession()
-    heartbeats = Heartbeats(session, LIMIT_S)
     loop = asyncio.get_running_loop()
-    heartbeats.start(loop)
-    heartbeats.stop()
-    heartbeats._due -= LIMIT_S  # it should have been then
-    heartbeats._tick(loop)
+    session._schedule_heartbeat()
+    session._stop_heartbeats()
+    session._heartbeat_due -= LIMIT_S  # it should have been then
+    session._heartbeat()
 
     def read() -> None:
         session.events.append("read")
         if is_closed_by_peer:
-            heartbeats.stop()
+            session._stop_heartbeats()
 
     loop.call_soon(read)
     for _ in range(2 * TURNS_TO_READ):
         await asyncio.sleep(0)
-    heartbeats.stop()
+    session._stop_heartbeats()
     assert session.events == (["read"] if is_closed_by_peer else ["read", "heartbeat"])
 
 
 async def test_a_loop_in_time_ends_the_session_of_a_silent_peer() -> None:
     session = RecordingSession()
-    heartbeats = Heartbeats(session, LIMIT_S)
-    heartbeats.start(asyncio.get_running_loop())
-    heartbeats.stop()
-    heartbeats._tick(asyncio.get_running_loop())
+    session._schedule_heartbeat()
+    session._stop_heartbeats()
+    session._heartbeat()
     assert session.events == ["closed"]

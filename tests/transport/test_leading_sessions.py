@@ -132,8 +132,8 @@ async def test_a_peer_that_speaks_is_not_silent_while_a_leader_is_held_up() -> N
     assert held.wait(LIMIT_S)
     before = pair.sessions[1].last_received
     ticks: list[bool] = []
-    judge = pair.sessions[1].has_unread
-    pair.sessions[1].has_unread = lambda: ticks.append(judge()) or ticks[-1]  # type: ignore[method-assign, func-returns-value]
+    judge = pair.sessions[1]._has_unread
+    pair.sessions[1]._has_unread = lambda: ticks.append(judge()) or ticks[-1]  # type: ignore[method-assign, func-returns-value]
     await eventually_async(lambda: len(ticks) >= 3)  # three times it would have been given up
     assert pair.sessions[1].closed_reason is None and pair.sessions[1].last_received == before
     go_on.set()

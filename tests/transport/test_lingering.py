@@ -9,12 +9,14 @@ from typing import Any, cast
 import pytest
 
 from rpcdist.time_limits import BATCH_DELAY_S
+from rpcdist.transport._channels.socket_channel import SocketChannel
+from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.session_writer import NUM_IDLE_TICKS, Lingering
+from rpcdist.transport.session_writer import NUM_IDLE_TICKS, SessionWriter
 
 
 class Loop:
-    """What `Lingering` uses of the I/O loop.
+    """The part that lingering uses of the I/O loop.
 
     Attributes:
         delays_s: of the ticks so far.
@@ -41,20 +43,20 @@ class Loop:
         return function is not None
 
 
-class Queue:
+class Queue(SessionWriter):
     """The messages that linger, and how many writes there were of them by ticks."""
 
     def __init__(self) -> None:
         self.io = Loop()
-        self.num_waiting = self.num_writes = 0
-        self.lingering = Lingering(cast(IoLoop, self.io), self.flush, lambda: self.num_waiting)
+        self.num_frames = self.num_writes = 0
+        super().__init__(cast(IoLoop, self.io), cast(SocketChannel, None), cast(Outgoing, self), print, "peer")
 
     def put(self) -> None:
-        self.num_waiting += 1
-        self.lingering.begin()
+        self.num_frames += 1
+        self._linger()
 
     def flush(self) -> None:
-        self.num_waiting = 0
+        self.num_frames = 0
         self.num_writes += 1
 
 
@@ -80,7 +82,7 @@ def test_ticks_end_when_nothing_lingers(queue: Queue) -> None:
 def test_ticks_come_less_often_while_all_messages_are_taken_along(queue: Queue) -> None:
     for _ in range(10):
         queue.put()
-        queue.num_waiting = 0  # the next message took it along
+        queue.num_frames = 0  # the next message took it along
         queue.io.tick()
     assert queue.num_writes == 0
     assert queue.io.delays_s[:4] == [BATCH_DELAY_S, 2 * BATCH_DELAY_S, 4 * BATCH_DELAY_S, 4 * BATCH_DELAY_S]
@@ -92,6 +94,5 @@ def test_ticks_come_less_often_while_all_messages_are_taken_along(queue: Queue) 
 
 def test_no_tick_after_the_end(queue: Queue) -> None:
     queue.put()
-    queue.lingering.stop()
+    queue.end()
     assert queue.io.tick() and not queue.io.tick() and queue.num_writes == 0
-    assert repr(queue.lingering) == "<Lingering [stopped]>"

@@ -138,7 +138,7 @@ async def test_a_long_burst_wakes_the_writer_that_went_to_sleep_meanwhile(
         session._writer._awake = False  # as the writer's task does that finds the turn taken
 
     await asyncio.sleep(0)  # the task is asleep
-    session._heartbeats.stop()  # the next one would wake it
+    session._stop_heartbeats()  # the next one would wake it
     monkeypatch.setattr(channel, "put", put_meanwhile)
     session._writer._awake = True
     for number in range(FLUSH_FRAMES):
@@ -153,7 +153,7 @@ async def test_the_writer_does_not_sleep_when_the_turn_has_come_back(
     monkeypatch.setattr(writer_module, "BURST_GAP_S", LIMIT_S)
     session = pair.sessions[0]
     await asyncio.sleep(0)  # the task is asleep
-    session._heartbeats.stop()  # the next one would wake it
+    session._stop_heartbeats()  # the next one would wake it
     turn, tries = session._writer._turn, iter([False])
 
     def acquire(blocking: bool = True) -> bool:
@@ -169,7 +169,7 @@ async def test_the_task_writes_what_a_thread_left_in_the_channel_while_it_went_t
     """The queue is empty then, but half a frame is out: the rest would come with the next message only."""
     session = pair.sessions[0]
     await asyncio.sleep(0)  # the task is asleep
-    session._heartbeats.stop()  # the next one would wake it
+    session._stop_heartbeats()  # the next one would wake it
     pair.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     writer: Any = session._writer
     turn, tries = writer._turn, iter([False])
@@ -253,7 +253,7 @@ async def test_creations_that_nothing_follows_leave_by_the_clock_or_in_a_drain(p
     for number in range(1, 6):  # also after the ticks have come to rest
         session.send(creation(number))
         assert (await pair.handlers[1].next())[0] == number
-        await eventually_async(lambda: not session._writer._lingering._ticks, "rest")
+        await eventually_async(lambda: not session._writer._ticks, "rest")
     session.send(creation(6))
     assert await session.drain(LIMIT_S) and session._outgoing.is_empty
     assert (await pair.handlers[1].next())[0] == 6
@@ -270,7 +270,9 @@ async def test_nothing_ticks_after_the_end(pair: ChannelPair) -> None:
     session = pair.sessions[0]
     session.send(creation(1))
     await pair.end()
-    assert repr(session._writer._lingering) == "<Lingering [stopped]>"
+    session._writer._has_news = True
+    session._writer._tick()  # a late one
+    assert session._writer._has_news  # it did nothing
 
 
 @pytest.mark.parametrize("lone_after_s", [0.0, 60e-6, 1.0])

@@ -25,7 +25,7 @@ from rpcdist.rpc._peers.peer import Peer, PeerState, Unsent
 from rpcdist.rpc._values.buffers import CopiedBuffer, LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.time_limits import QUICK_ANSWER_LIMIT_S, THREAD_GRACE_S
-from rpcdist.transport.heartbeats import TURNS_TO_READ
+from rpcdist.transport.session import TURNS_TO_READ
 from rpcdist.transport.wire_messages import WireMessage
 
 logger = logging.getLogger(__name__)
