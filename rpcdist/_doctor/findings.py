@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from rpcdist._doctor.doctor_facts import HostFacts, PortAnswer, PortFact, WorkerAnswer, WorkerFact
-from rpcdist.transport._tls.tls_failures import STRANGE_CERTIFICATE
 from rpcdist.transport.addresses import is_loopback, split_address
-from rpcdist.transport.handshake import TOKEN_ADVICE
+from rpcdist.transport.handshake import STRANGE_CERTIFICATE, TOKEN_ADVICE
 
 MIN_DESCRIPTORS: Final = 256
 MIN_FREE_MEMORY_BYTES: Final = 256 << 20

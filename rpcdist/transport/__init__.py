@@ -8,7 +8,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # would only be noise on the user's terminal at every shutdown.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-from rpcdist.transport._tls.tls_options import TlsOptions
+from rpcdist.transport._tls.tls_policy import TlsOptions
 from rpcdist.transport.link import Link
 from rpcdist.transport.node import Node, NodeOptions, acquire_node
 from rpcdist.transport.session import Session, SessionHandler

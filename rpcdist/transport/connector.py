@@ -39,8 +39,7 @@ from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix
 from rpcdist.transport._channels.tls_pipe import connected_pipe
 from rpcdist.transport._striping.stripe_taker import PAYLOAD_TAKER, payload_purpose
-from rpcdist.transport._striping.striping import StripePlace
-from rpcdist.transport._tls.tls_options import TLS_VARIABLE
+from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
 from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.credentials import Credentials
@@ -215,7 +214,7 @@ class Connector:
         try:
             async with asyncio.timeout(SIDE_ATTEMPT_LIMIT_S):
                 for index in range(count):
-                    purpose = socket_purpose(PAYLOAD_TAKER, payload_purpose(session_id, StripePlace(index, count)))
+                    purpose = socket_purpose(PAYLOAD_TAKER, payload_purpose(session_id, (index, count)))
                     opened.append((await self._proven(connect_tcp(*place), wanted, purpose))[0])
         except BaseException:
             for connection in opened:

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Final
 from rpcdist._proto import handshake_pb2
 from rpcdist.errors import AuthenticationFailed
 from rpcdist.ids import Identity
-from rpcdist.transport._tls.issued_certificates import IssuedCertificates
-from rpcdist.transport._tls.tls_identity import TlsIdentity
+from rpcdist.transport._tls.tls_identity import TlsIdentity, issued_certificates
 from rpcdist.transport._tls.tls_policy import TlsPolicy
 from rpcdist.transport.handshake import ClientHandshake, ServerHandshake
-from rpcdist.transport.handshake_side import CertificateProofs
 from rpcdist.transport.keys import mac
 
 if TYPE_CHECKING:
     from rpcdist.transport._tls.certificate_files import CertificateFiles
+    from rpcdist.transport._tls.certificate_proof import CertificateProver
 
 
 class Credentials:
@@ -49,7 +48,8 @@ class Credentials:
         self.token_source = token_source
         self.tls_policy = tls_policy or TlsPolicy()
         self._files = _certificate_files(self.tls_policy, job)
-        self.tls = TlsIdentity(self._files or IssuedCertificates(token, job, lambda: self.identity))
+        issued = issued_certificates(token, job, lambda: self.identity)
+        self.tls = TlsIdentity(issued if self._files is None else self._files.current)
 
     @property
     def tls_source(self) -> str | None:
@@ -61,7 +61,7 @@ class Credentials:
         if self._files is not None:
             self._files.check_name(identity)
 
-    def _certificate_proofs(self) -> CertificateProofs | None:
+    def _prover(self) -> CertificateProver | None:
         return None if self._files is None else self._files.prover()
 
     def client_handshake(
@@ -77,7 +77,7 @@ class Credentials:
             channel=channel,
             expected=expected,
             token_source=self.token_source,
-            certificates=self._certificate_proofs(),
+            certificates=self._prover(),
         )
 
     def server_handshake(
@@ -96,7 +96,7 @@ class Credentials:
             channel=channel,
             stream_port=stream_port,
             token_source=self.token_source,
-            certificates=self._certificate_proofs(),
+            certificates=self._prover(),
         )
 
 

@@ -39,7 +39,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import ConfigError, ProtocolViolation
@@ -47,7 +47,6 @@ from rpcdist.ids import Identity
 from rpcdist.transport.handshake_side import (
     NONCE_BYTES,
     PROTOCOL_VERSION,
-    CertificateProofs,
     Code,
     HandshakeSide,
     HandshakeState,
@@ -55,6 +54,9 @@ from rpcdist.transport.handshake_side import (
 )
 from rpcdist.transport.identities import identity_from_proto, identity_to_proto, is_name, matches, named, printable
 from rpcdist.transport.keys import PROOF_BYTES, SESSION_ID_BYTES, mac
+
+if TYPE_CHECKING:
+    from rpcdist.transport._tls.certificate_proof import CertificateProver
 
 MAX_PURPOSE_BYTES: Final = 600
 _MAX_CHANNEL_LENGTH: Final = 300
@@ -64,6 +66,11 @@ _ROLE = re.compile(r"[a-z0-9_.\-]{1,32}\Z")
 TOKEN_ADVICE = (
     "The job tokens differ. Set RPCDIST_TOKEN to the same value in every process of the job, or give every host the "
     "same token file (RPCDIST_TOKEN_FILE, by default ~/.config/rpcdist/token, mode 0600)."
+)
+
+STRANGE_CERTIFICATE: Final = (
+    f"did not prove the job token, or shows a certificate of another authority. {TOKEN_ADVICE} Either all processes "
+    "use certificates of their own (RpcOptions(tls=TlsOptions(...))), all of one authority, or none does."
 )
 
 
@@ -98,7 +105,7 @@ class ClientHandshake(HandshakeSide):
         channel: str = "",
         expected: Identity | None = None,
         token_source: str | None = None,
-        certificates: CertificateProofs | None = None,
+        certificates: CertificateProver | None = None,
         package: str | None = None,
     ) -> None:
         super().__init__(token, job, identity, token_source, certificates)
@@ -225,7 +232,7 @@ class ServerHandshake(HandshakeSide):
         channel: str | Callable[[], str] = "",
         stream_port: int = 0,
         token_source: str | None = None,
-        certificates: CertificateProofs | None = None,
+        certificates: CertificateProver | None = None,
         package: str | None = None,
     ) -> None:
         super().__init__(token, job, identity, token_source, certificates)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import Enum
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import AuthenticationFailed, ConfigError, ProtocolViolation
@@ -23,22 +23,15 @@ from rpcdist.transport.identities import (
 )
 from rpcdist.transport.keys import SessionKeys, framed, mac
 
+if TYPE_CHECKING:
+    from rpcdist.transport._tls.certificate_proof import CertificateProver
+
 PROTOCOL_VERSION: Final = 11
 NONCE_BYTES: Final = 32
 MAX_HANDSHAKE_BYTES: Final = 16 << 10
 """Channels refuse a larger message before they parse it; `receive` checks again. Certificate chains take most of it."""
 
 Code = pb.Refusal.Code
-
-
-class CertificateProofs(Protocol):
-    """Signs with this process's own certificate, and verifies the signatures of peers."""
-
-    def prove(self, statement: bytes) -> pb.CertificateProof:
-        """Signs a statement about the connection as this side sees it."""
-
-    def refusal(self, shown: pb.CertificateProof, statement: bytes, peer: Identity) -> str | None:
-        """The reason why the proof does not show the peer's identity; None if it does."""
 
 
 class HandshakeState(Enum):
@@ -59,7 +52,7 @@ class HandshakeSide:
         job: str,
         identity: Identity,
         token_source: str | None,
-        certificates: CertificateProofs | None,
+        certificates: CertificateProver | None,
     ) -> None:
         if not token:
             raise ConfigError("the job token is empty; set RPCDIST_TOKEN (see docs/security.md)")

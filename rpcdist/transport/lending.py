@@ -44,7 +44,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from rpcdist.at_exit import AtEnd
 from rpcdist.errors import ProtocolViolation
@@ -116,31 +116,6 @@ def packs(buffers: Sequence[OutgoingBuffer]) -> Iterator[Pack]:
         num_bytes += buffer.size + _ALIGNMENT
     if num_bytes >= LEND_FROM_BYTES:
         yield pack
-
-
-class Ended(NamedTuple):
-    """The segments whose leases have ended.
-
-    Attributes:
-        returned: segments that the lender may use again.
-        kept: segments that a forked child may still read. [Note: forked children]
-    """
-
-    returned: list[int]
-    kept: list[int]
-
-
-class Offer(NamedTuple):
-    """A new segment for the borrower.
-
-    Attributes:
-        number: number of the segment, in its session and direction.
-        segment: the segment for the borrower. Its descriptor is closed with the last reference: another thread may be
-            sending it when the session ends.
-    """
-
-    number: int
-    segment: Segment
 
 
 class Lender:
@@ -229,8 +204,11 @@ class Lender:
                 self._unanswered[number] = pack
             return mapped
 
-    def offer(self, num_bytes: int) -> Offer | None:
-        """Makes a new segment for buffers of this size; None if no further segment is allowed now."""
+    def offer(self, num_bytes: int) -> tuple[int, Segment] | None:
+        """Makes a new segment for buffers of this size; returns its number and it, None if none is allowed now.
+
+        Its descriptor is closed with the last reference: another thread may be sending it when the session ends.
+        """
         size_bytes = size_class(num_bytes)
         with self._lock:
             if self._closed or not self._make_room(size_bytes):
@@ -245,7 +223,7 @@ class Lender:
                 return None
             self._count(size_bytes)
             self._offered[number] = mapped
-        return Offer(number, segment)
+        return number, segment
 
     def offer_common(self, mapped: MappedSegment, keep: Callable[[], None]) -> int | None:
         """Offers memory that other peers also have, for one message; its number, or None if that is not possible now.
@@ -400,21 +378,16 @@ class Lender:
             self._count(-self._num_bytes)
 
 
-class _Forks:
-    """Counts the forks of this process; each is counted just before it happens."""
-
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def count_one(self) -> None:
-        self.count += 1
+_num_forks = 0  # of this process; each is counted just before it happens
 
 
-_forks: Final = _Forks()
+def _count_fork() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
 if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
-    os.register_at_fork(before=_forks.count_one)
+    os.register_at_fork(before=_count_fork)
 
 
 def _memory_of(mapped: MappedSegment) -> ctypes.Array[ctypes.c_char]:
@@ -424,12 +397,8 @@ def _memory_of(mapped: MappedSegment) -> ctypes.Array[ctypes.c_char]:
     return memory
 
 
-class _Lease(NamedTuple):
-    """A borrowed segment that this process uses, and the number of forks when it was borrowed."""
-
-    number: int
-    size_bytes: int
-    num_forks: int
+_Lease = tuple[int, int, int]
+"""Number and size of a borrowed segment that this process uses, and the number of forks when it was borrowed."""
 
 
 class Borrower:
@@ -509,7 +478,7 @@ class Borrower:
         self._in_use.add(number)
         memory = _memory_of(mapped)
         append = self.ended.append if mapped.size_bytes <= RETURN_TOGETHER_BYTES else self.ended.appendleft
-        memory.at_end = AtEnd(append, _Lease(number, mapped.size_bytes, _forks.count))  # type: ignore[attr-defined]
+        memory.at_end = AtEnd(append, (number, mapped.size_bytes, _num_forks))  # type: ignore[attr-defined]
         return memoryview(memory).cast("B")[:num_bytes]
 
     @property
@@ -521,23 +490,28 @@ class Borrower:
     def is_return_due(self) -> bool:
         """Whether the next message should report ended leases to the lender. [Note: returned together]"""
         try:
-            return len(self.ended) >= RETURN_TOGETHER or self.ended[0].size_bytes > RETURN_TOGETHER_BYTES
+            return len(self.ended) >= RETURN_TOGETHER or self.ended[0][1] > RETURN_TOGETHER_BYTES
         except IndexError:  # none, or another thread has taken them
             return False
 
-    def take_ended(self) -> Ended:
-        """Takes the segments whose leases have ended; the caller tells the lender."""
-        ended = Ended([], [])
+    def take_ended(self) -> tuple[list[int], list[int]]:
+        """Takes the segments whose leases have ended; the caller tells the lender.
+
+        Returns:
+            Those that the lender may use again, and those that a forked child may still read. [Note: forked children]
+        """
+        returned: list[int] = []
+        kept: list[int] = []
         try:
             while True:  # other threads may do this at the same time, so checking the length first would not help
                 number, _, num_forks = self.ended.popleft()
-                may_be_read = _forks.count != num_forks  # by a child, even one that was forked after the lease ended
+                may_be_read = _num_forks != num_forks  # by a child, even one that was forked after the lease ended
                 if may_be_read:
                     self._forget(number)
                 self._in_use.discard(number)
-                (ended.kept if may_be_read else ended.returned).append(number)
+                (kept if may_be_read else returned).append(number)
         except IndexError:
-            return ended
+            return returned, kept
 
     def withdrawn(self, numbers: Iterable[int]) -> None:
         """Forgets segments that the peer will not use again."""

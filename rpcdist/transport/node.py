@@ -32,8 +32,7 @@ from rpcdist.transport._server.diagnosis import DIAGNOSIS_SERVICE, Diagnosis
 from rpcdist.transport._server.server import Server
 from rpcdist.transport._server.unary_services import Method
 from rpcdist.transport._socket_hub.hub_connector import HubAddress
-from rpcdist.transport._tls.tls_options import TLS_VARIABLE, TlsOptions
-from rpcdist.transport._tls.tls_policy import TlsPolicy
+from rpcdist.transport._tls.tls_policy import TLS_VARIABLE, TlsOptions, TlsPolicy
 from rpcdist.transport.addresses import PORTS_VARIABLE, PortRange, split_address
 from rpcdist.transport.connector import Connector
 from rpcdist.transport.credentials import Credentials, Records

@@ -194,9 +194,11 @@ class Session:
         if has_payload_connections:
             self.striping = self._outgoing.striper = Striping(
                 io,
-                self,
                 self._incoming,
                 peer.name,
+                on_piece=self._on_striped,
+                on_written=self._on_written,
+                close=self.close,
                 open=open_connections,
                 silence_limit_s=silence_limit_s,
                 round_trip_s=None if self._direct is None else self._direct.shortest_round_trip_s,
@@ -255,7 +257,7 @@ class Session:
         """The memory that it lends to the peer; None if it never lent any."""
         if self._shared is None or not self._shared.is_used:
             return None
-        return LentMemory(self.peer.name, *self._shared.lent.usage)
+        return LentMemory(self.peer.name, *self._shared.usage)
 
     def __repr__(self) -> str:
         state = "open" if self.closed_reason is None else f"closed: {self.closed_reason}"
@@ -309,7 +311,7 @@ class Session:
         It raises nothing after the end of the session: the owner learns of the end through `on_closed`.
         """
         shared = self._shared
-        has_news = shared is not None and shared.is_used and shared.lent.is_news_due
+        has_news = shared is not None and shared.is_used and shared.is_news_due
         if not (buffers or has_news) and self._outgoing.add_quickly(message):
             self._writer.on_queued(message, 0)
             return 0
@@ -350,7 +352,7 @@ class Session:
         unread = self._outgoing.abort(number)
         if unread is not None:
             if self._shared is not None:
-                self._shared.lent.take_back(unread)
+                self._shared.take_back(unread)
             aborted = rpc_pb2.TransferAborted(transfer=number, reason=reason)
             self.send(rpc_pb2.Message(transfer_aborted=aborted))
 
@@ -461,7 +463,7 @@ class Session:
                 continue
             elif isinstance(message, ReturnedSegments):
                 if self._shared is not None:
-                    self._shared.lent.returned(message.numbers)
+                    self._shared.returned(message.numbers)
                 continue
             if message.large and messages and self.striping is not None:
                 # Earlier messages first: from here on, a reader of a payload connection may deliver this message.
@@ -478,13 +480,11 @@ class Session:
             self.striping.note(sum(message.large))
         return self._incoming.announce(message)
 
-    def on_striped(self, delivery: Delivery | None) -> None:
-        """See `StripedSession`."""
+    def _on_striped(self, delivery: Delivery | None) -> None:
         self.last_received = time.monotonic()
         self._deliver(delivery)
 
-    def on_written(self, number: int, is_last: bool) -> None:
-        """See `StripedSession`."""
+    def _on_written(self, number: int, is_last: bool) -> None:
         self._outgoing.striped(number)
         if is_last:
             self._io.call_soon(self._writer.wake)

@@ -1,4 +1,4 @@
-"""The shared memory of a session: `LentBuffers` keeps the buffers in it, `SharedPayloads` decides when to send news."""
+"""The shared memory of a session: which buffers of a message are in it, and the news about it for the peer."""
 
 from __future__ import annotations
 
@@ -25,32 +25,90 @@ _NOTHING: Final = OutgoingBuffer(memoryview(b""))
 """Takes the place of a lent buffer in a message's list of buffers: no chunk of it follows."""
 
 
-class LentBuffers:
+class SharedPayloads:
     """The large buffers of one session in shared memory, in both directions, on top of `Lender` and `Borrower`.
 
-    `put_in`, `tell` and the properties may be used on any thread; the other methods on the thread that reads, one at a
-    time, or on the I/O loop.
+    `lend`, `is_news_due` and `usage` may be used on any thread; `handle` and `borrow` on the thread that reads, one at
+    a time; the other methods on the loop.
+
+    Attributes:
+        is_used: whether there ever was a large buffer or a segment; before that there is no news for the peer.
+        num_lent, num_borrowed: the bytes of buffers sent and received through shared memory.
 
     Args:
         allowed: whether this process wants to share memory; if not, it refuses the peer's memory.
         counted: counts the bytes that the peer makes this process reserve.
         answers: counts the memory that this process lends for answers; None if it lends for calls.
+        loop: the I/O loop, for timers.
+        channel: brings the descriptors of the peer's segments.
+        outgoing: the session's queue; a message follows the offers of its new segments.
+        send: sends a message.
+        flush: writes the queue.
+        receive: makes a received buffer of memory that the peer lends.
     """
 
-    def __init__(self, allowed: bool, counted: AnnouncedBytes, answers: AnnouncedBytes | None = None) -> None:
+    def __init__(
+        self,
+        allowed: bool,
+        counted: AnnouncedBytes,
+        answers: AnnouncedBytes | None,
+        loop: asyncio.AbstractEventLoop,
+        channel: SocketChannel,
+        outgoing: Outgoing,
+        send: Callable[[rpc_pb2.Message], object],
+        flush: Callable[[], object],
+        receive: Callable[[memoryview], IncomingBuffer],
+    ) -> None:
         self._allowed = allowed and unavailable() is None
         self._lender = Lender(account=answers)
         self._borrower = Borrower(counted)
+        self.is_used = False
+        self.num_lent = self.num_borrowed = 0
+        self._loop = loop
+        self._channel = channel
+        self._outgoing = outgoing
+        self._send = send
+        self._flush = flush
+        self._receive = receive
+        self._trim_due = time.monotonic() + SEGMENTS_TRIM_S
+        self._return_handle: asyncio.TimerHandle | None = None
+        self._is_return_due = False  # a timer runs, or starts soon
+        self._is_closed = False
 
-    def put_in(
-        self, message: WireMessage, buffers: Sequence[OutgoingBuffer], outgoing: Outgoing
-    ) -> Sequence[OutgoingBuffer]:
-        """Copies buffers of a message into segments, and names the segments in the message.
+    @property
+    def usage(self) -> tuple[int, int, int]:
+        """The number of segments that this process lends, the number that the peer uses, and the bytes of all."""
+        return self._lender.usage
 
-        Args:
-            message: the message, which is sent next.
-            buffers: its large buffers.
-            outgoing: takes the offers of new segments; the message follows them.
+    @property
+    def is_news_due(self) -> bool:
+        """Whether the peer should be told of segments with the next message, and not only after a timer."""
+        return bool(self._lender.withdrawn) or (bool(self._borrower.ended) and self._borrower.is_return_due)
+
+    def returned(self, numbers: Sequence[int]) -> None:
+        """Records that the peer has returned segments."""
+        self._lender.returned(numbers)
+
+    def take_back(self, numbers: Sequence[int]) -> None:
+        """Takes back segments of a message that the peer will not receive."""
+        self._lender.take_back(numbers)
+
+    def lend(self, message: WireMessage, buffers: Sequence[OutgoingBuffer]) -> Sequence[OutgoingBuffer]:
+        """Moves buffers of a message into shared memory; returns the buffers that the socket must carry.
+
+        It also queues news for the peer, which travel in the same envelope and cost no wake-up of their own.
+        """
+        self.is_used = True
+        if buffers:
+            total = _size_of(buffers)
+            buffers = self._put_in(message, buffers)
+            self.num_lent += total - _size_of(buffers)
+        if self.is_news_due:
+            self._tell()
+        return buffers
+
+    def _put_in(self, message: WireMessage, buffers: Sequence[OutgoingBuffer]) -> Sequence[OutgoingBuffer]:
+        """Copies buffers of a message, which is sent next, into segments, and names the segments in the message.
 
         Returns:
             The same number of buffers; lent ones have no bytes.
@@ -66,11 +124,11 @@ class LentBuffers:
         commons = buffers.packs if isinstance(buffers, CommonBuffers) and uses_new and may_make else {}
         for pack in packs(buffers):
             common = commons.get(pack[0][0])
-            number = None if common is None else self._lend_common(pack, common, outgoing)
+            number = None if common is None else self._lend_common(pack, common)
             if number is None:
                 number = self._lender.lend(pack)
             if number is None and may_make:
-                made = self._offer(pack, outgoing)
+                made = self._offer(pack)
                 if made is not None and uses_new:
                     number = self._lender.lend(pack, made)
             if number is not None:
@@ -87,29 +145,68 @@ class LentBuffers:
                 message.large, message.loans = sizes, loans
         return left
 
-    def _lend_common(self, pack: Pack, common: CommonPack, outgoing: Outgoing) -> int | None:
+    def _lend_common(self, pack: Pack, common: CommonPack) -> int | None:
         """Lends memory that already has the buffers, for other peers; None if that is not possible now."""
         memory = common.filled()
         number = None if memory is None else self._lender.offer_common(memory.mapped, common.keep)
         if memory is None or number is None:
             return None
-        self.tell(outgoing)
+        self._tell()
         pb = rpc_pb2.SegmentOffer(segment=number, size=memory.segment.size_bytes, is_common=True)
-        outgoing.add_offer(rpc_pb2.Message(segment_offer=pb), memory.segment)
+        self._outgoing.add_offer(rpc_pb2.Message(segment_offer=pb), memory.segment)
         return number if self._lender.lend_common(number, pack) else None
 
-    def _offer(self, pack: Pack, outgoing: Outgoing) -> int | None:
+    def _offer(self, pack: Pack) -> int | None:
         """Offers the peer a new segment for these buffers; returns its number, None if no more are allowed."""
         _, num_bytes = offsets(buffer.size for _, buffer in pack)
         made = self._lender.offer(num_bytes)
         if made is None:
             return None
-        self.tell(outgoing)  # withdrawals that made room for this segment, before the peer counts it
-        pb = rpc_pb2.SegmentOffer(segment=made.number, size=made.segment.size_bytes)
-        outgoing.add_offer(rpc_pb2.Message(segment_offer=pb), made.segment)
-        return made.number
+        number, segment = made
+        self._tell()  # withdrawals that made room for this segment, before the peer counts it
+        pb = rpc_pb2.SegmentOffer(segment=number, size=segment.size_bytes)
+        self._outgoing.add_offer(rpc_pb2.Message(segment_offer=pb), segment)
+        return number
 
-    def take_out(self, message: WireMessage) -> tuple[dict[int, memoryview], list[int]]:
+    def handle(self, kind: str, message: rpc_pb2.Message) -> None:
+        """Takes a message about segments; `kind` is its field in `body`."""
+        self.is_used = True
+        if kind == "segment_news":
+            news = message.segment_news
+            self._lender.kept(news.kept)
+            self._borrower.withdrawn(news.withdrawn)
+            for loan in news.unread:  # refused before it was read, so the socket carries its buffers
+                self._outgoing.add_transfer(loan.transfer, self._lender.unread(loan.segment))
+                self._flush()
+        elif kind == "segment_answer":
+            self._lender.answered(message.segment_answer.segment, message.segment_answer.accepted)
+        elif kind == "segment_offer":
+            self._send(self._answer_to(message.segment_offer))
+
+    def _answer_to(self, offer: rpc_pb2.SegmentOffer) -> rpc_pb2.Message:
+        """Maps memory that the peer offers, unless this process had no room for its descriptor; returns the answer."""
+        descriptor = self._channel.take_descriptor()
+        if descriptor is not None and self._allowed:
+            accepted = self._borrower.offered(offer.segment, offer.size, descriptor, offer.is_common)
+        else:
+            accepted = self._borrower.refuse(offer.segment)
+            if descriptor is not None:
+                os.close(descriptor)
+        return rpc_pb2.Message(segment_answer=rpc_pb2.SegmentAnswer(segment=offer.segment, accepted=accepted))
+
+    def borrow(self, message: WireMessage) -> dict[int, IncomingBuffer]:
+        """The buffers of a message that are in the peer's memory, by their index."""
+        borrowed, unread = self._take_out(message)
+        self.num_borrowed += sum(view.nbytes for view in borrowed.values())
+        if unread:
+            loans = [rpc_pb2.UnreadLoan(transfer=message.transfer, segment=segment) for segment in unread]
+            self._send(rpc_pb2.Message(segment_news=rpc_pb2.SegmentNews(unread=loans)))
+        if not self._is_return_due:
+            self._is_return_due = True
+            self._loop.call_soon_threadsafe(self._schedule_return)
+        return {index: self._receive(view) for index, view in borrowed.items()}
+
+    def _take_out(self, message: WireMessage) -> tuple[dict[int, memoryview], list[int]]:
         """The buffers of a message that are in segments of the peer.
 
         Returns:
@@ -138,168 +235,6 @@ class LentBuffers:
                 views[index] = view[start : start + sizes[index]]
         return views, unread
 
-    def unread(self, segment: int) -> dict[int, OutgoingBuffer]:
-        """The buffers to send, by index, because the peer refused their segment before it read them."""
-        return self._lender.unread(segment)
-
-    @property
-    def usage(self) -> tuple[int, int, int]:
-        """The number of segments that this process lends, the number that the peer uses, and the bytes of all."""
-        return self._lender.usage
-
-    @property
-    def has_news(self) -> bool:
-        """Whether the peer should be told of segments that are free or withdrawn."""
-        return self._borrower.has_ended or self._lender.has_withdrawn
-
-    @property
-    def is_news_due(self) -> bool:
-        """Whether the peer should be told with the next message, and not only after a timer."""
-        return bool(self._lender.withdrawn) or (bool(self._borrower.ended) and self._borrower.is_return_due)
-
-    @property
-    def has_leases(self) -> bool:
-        """Whether tensors here use memory of the peer."""
-        return self._borrower.has_leases
-
-    def tell(self, outgoing: Outgoing) -> None:
-        """Queues the news about segments for the peer, once."""
-        ended = self._borrower.take_ended()
-        if ended.returned:  # frequent, with most large messages, so it has a compact frame
-            outgoing.add_returned(ended.returned)
-        if ended.kept or self._lender.has_withdrawn:
-            news = rpc_pb2.SegmentNews(kept=ended.kept, withdrawn=self._lender.take_withdrawn())
-            outgoing.add(rpc_pb2.Message(segment_news=news))
-
-    def returned(self, numbers: Sequence[int]) -> None:
-        """Records that the peer has returned segments."""
-        self._lender.returned(numbers)
-
-    def take_back(self, numbers: Sequence[int]) -> None:
-        """Takes back segments of a message that the peer will not receive."""
-        self._lender.take_back(numbers)
-
-    def take_news(self, news: rpc_pb2.SegmentNews) -> None:
-        """Handles the peer's news about segments."""
-        self._lender.kept(news.kept)
-        self._borrower.withdrawn(news.withdrawn)
-
-    def answer_to(self, offer: rpc_pb2.SegmentOffer, descriptor: int | None) -> rpc_pb2.Message:
-        """Maps memory that the peer offers; returns the answer.
-
-        Args:
-            offer: the offer.
-            descriptor: the descriptor that came with it; None if this process had no room for it.
-        """
-        if descriptor is not None and self._allowed:
-            accepted = self._borrower.offered(offer.segment, offer.size, descriptor, offer.is_common)
-        else:
-            accepted = self._borrower.refuse(offer.segment)
-            if descriptor is not None:
-                os.close(descriptor)
-        return rpc_pb2.Message(segment_answer=rpc_pb2.SegmentAnswer(segment=offer.segment, accepted=accepted))
-
-    def answered(self, answer: rpc_pb2.SegmentAnswer) -> None:
-        """Records that the peer has mapped or refused offered memory."""
-        self._lender.answered(answer.segment, answer.accepted)
-
-    def trim(self) -> None:
-        """Frees memory that no message has needed since the last call."""
-        self._lender.trim()
-
-    def close(self) -> None:
-        """Drops all memory, since the session has ended; tensors in memory of the peer keep it alive."""
-        self._lender.close()
-        self._borrower.close()
-
-
-class SharedPayloads:
-    """The shared memory of one session on a channel that can pass segments.
-
-    `lend` may be called on any thread; `handle` and `borrow` on the thread that reads, one at a time; the other methods
-    on the loop.
-
-    Attributes:
-        lent: the memory lent in both directions.
-        is_used: whether there ever was a large buffer or a segment; before that there is no news for the peer.
-        num_lent, num_borrowed: the bytes of buffers sent and received through shared memory.
-
-    Args:
-        allowed: whether this process wants to share memory.
-        counted, answers: see `LentBuffers`.
-        loop: the I/O loop, for timers.
-        channel: brings the descriptors of the peer's segments.
-        outgoing: the session's queue.
-        send: sends a message.
-        flush: writes the queue.
-        receive: makes a received buffer of memory that the peer lends.
-    """
-
-    def __init__(
-        self,
-        allowed: bool,
-        counted: AnnouncedBytes,
-        answers: AnnouncedBytes | None,
-        loop: asyncio.AbstractEventLoop,
-        channel: SocketChannel,
-        outgoing: Outgoing,
-        send: Callable[[rpc_pb2.Message], object],
-        flush: Callable[[], object],
-        receive: Callable[[memoryview], IncomingBuffer],
-    ) -> None:
-        self.lent = LentBuffers(allowed, counted, answers)
-        self.is_used = False
-        self.num_lent = self.num_borrowed = 0
-        self._loop = loop
-        self._channel = channel
-        self._outgoing = outgoing
-        self._send = send
-        self._flush = flush
-        self._receive = receive
-        self._trim_due = time.monotonic() + SEGMENTS_TRIM_S
-        self._return_handle: asyncio.TimerHandle | None = None
-        self._is_return_due = False  # a timer runs, or starts soon
-        self._is_closed = False
-
-    def lend(self, message: WireMessage, buffers: Sequence[OutgoingBuffer]) -> Sequence[OutgoingBuffer]:
-        """Moves buffers of a message into shared memory; returns the buffers that the socket must carry.
-
-        It also queues news for the peer, which travel in the same envelope and cost no wake-up of their own.
-        """
-        self.is_used = True
-        if buffers:
-            total = _size_of(buffers)
-            buffers = self.lent.put_in(message, buffers, self._outgoing)
-            self.num_lent += total - _size_of(buffers)
-        if self.lent.is_news_due:
-            self.lent.tell(self._outgoing)
-        return buffers
-
-    def handle(self, kind: str, message: rpc_pb2.Message) -> None:
-        """Takes a message about segments; `kind` is its field in `body`."""
-        self.is_used = True
-        if kind == "segment_news":
-            self.lent.take_news(message.segment_news)
-            for loan in message.segment_news.unread:
-                self._outgoing.add_transfer(loan.transfer, self.lent.unread(loan.segment))
-                self._flush()
-        elif kind == "segment_answer":
-            self.lent.answered(message.segment_answer)
-        elif kind == "segment_offer":
-            self._send(self.lent.answer_to(message.segment_offer, self._channel.take_descriptor()))
-
-    def borrow(self, message: WireMessage) -> dict[int, IncomingBuffer]:
-        """The buffers of a message that are in the peer's memory, by their index."""
-        borrowed, unread = self.lent.take_out(message)
-        self.num_borrowed += sum(view.nbytes for view in borrowed.values())
-        if unread:
-            loans = [rpc_pb2.UnreadLoan(transfer=message.transfer, segment=segment) for segment in unread]
-            self._send(rpc_pb2.Message(segment_news=rpc_pb2.SegmentNews(unread=loans)))
-        if not self._is_return_due:
-            self._is_return_due = True
-            self._loop.call_soon_threadsafe(self._schedule_return)
-        return {index: self._receive(view) for index, view in borrowed.items()}
-
     def _schedule_return(self) -> None:
         if not self._is_closed:
             self._return_handle = self._loop.call_later(CONTROL_DELAY_S, self._return)
@@ -309,7 +244,7 @@ class SharedPayloads:
         # Cleared before the leases are read: a message that borrows meanwhile schedules the next return.
         self._is_return_due = False
         self._tell_news()
-        if self.lent.has_leases and not self._is_return_due:
+        if self._borrower.has_leases and not self._is_return_due:
             self._is_return_due = True
             self._schedule_return()
 
@@ -317,20 +252,30 @@ class SharedPayloads:
         """Frees memory that was not needed for a while; the session calls it with each heartbeat."""
         if now >= self._trim_due:
             self._trim_due = now + SEGMENTS_TRIM_S
-            self.lent.trim()
+            self._lender.trim()
             self._tell_news()
 
     def _tell_news(self) -> None:
-        if self.lent.has_news:
-            self.lent.tell(self._outgoing)
+        if self._borrower.has_ended or self._lender.has_withdrawn:
+            self._tell()
             self._flush()
+
+    def _tell(self) -> None:
+        """Queues the news about segments for the peer, once."""
+        returned, kept = self._borrower.take_ended()
+        if returned:  # frequent, with most large messages, so it has a compact frame
+            self._outgoing.add_returned(returned)
+        if kept or self._lender.has_withdrawn:
+            news = rpc_pb2.SegmentNews(kept=kept, withdrawn=self._lender.take_withdrawn())
+            self._outgoing.add(rpc_pb2.Message(segment_news=news))
 
     def close(self) -> None:
         """Drops all memory, since the session has ended; tensors in the peer's memory keep it alive."""
         self._is_closed = True
         if self._return_handle is not None:
             self._return_handle.cancel()
-        self.lent.close()
+        self._lender.close()
+        self._borrower.close()
 
 
 def _size_of(buffers: Sequence[OutgoingBuffer]) -> int:

@@ -35,8 +35,7 @@ from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.grpc_channel import connect_grpc
 from rpcdist.transport._tls.certificate_files import CertificateFiles
 from rpcdist.transport._tls.tls_identity import TlsIdentity
-from rpcdist.transport._tls.tls_options import TLS_VARIABLE
-from rpcdist.transport._tls.tls_policy import TlsMode, TlsPolicy
+from rpcdist.transport._tls.tls_policy import TLS_VARIABLE, TlsMode, TlsPolicy
 from rpcdist.transport.sockets import SocketHub
 from rpcdist.transport.unary_proof import SESSION_PATH
 
@@ -162,7 +161,7 @@ def test_what_else_is_in_the_files_does_not_matter(tmp_path: Path, name: str, be
     options = AUTHORITY.issue("ps").write(tmp_path)
     file = tmp_path / f"{name}.pem"
     file.write_bytes(before + file.read_bytes())
-    identity = TlsIdentity(CertificateFiles(options, "default"))
+    identity = TlsIdentity(CertificateFiles(options, "default").current)
     identity.ssl_context(server_side=True)
     identity.ssl_context(server_side=False)
     identity.grpc_server_credentials(lambda: None)
@@ -288,7 +287,7 @@ def test_files_that_are_replaced_between_tls_and_proof(
     server, client = worker("ps", serve=True), worker("trainer")
     node, name, other = (client, "trainer", "ps") if side == "client" else (server, "ps", "trainer")
     issuer = AUTHORITY if follows == "a renewed certificate" else OwnAuthority("the following one")
-    new, prove = issuer.issue(name), node.credentials._certificate_proofs
+    new, prove = issuer.issue(name), node.credentials._prover
     swapped: list[TlsOptions] = []
 
     def swap_and_prove() -> Any:
@@ -296,7 +295,7 @@ def test_files_that_are_replaced_between_tls_and_proof(
             swapped.append(new.write(tmp_path / name))
         return prove()
 
-    monkeypatch.setattr(node.credentials, "_certificate_proofs", swap_and_prove)
+    monkeypatch.setattr(node.credentials, "_prover", swap_and_prove)
     if issuer is AUTHORITY:
         assert open_link(client, server, handler=Recorder()).peer == server.identity
     else:

@@ -22,9 +22,8 @@ from rpcdist.transport import Node
 from rpcdist.transport._channels.grpc_channel import CHANNEL_OPTIONS, connect_grpc
 from rpcdist.transport._server.server import AtAddress
 from rpcdist.transport._tls.certificate import Certificate
-from rpcdist.transport._tls.issued_certificates import IssuedCertificates
 from rpcdist.transport._tls.job_authority import LIFETIME, JobAuthority
-from rpcdist.transport._tls.tls_identity import TlsIdentity
+from rpcdist.transport._tls.tls_identity import TlsIdentity, issued_certificates
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.unary_proof import SESSION_PATH
 
@@ -191,7 +190,7 @@ class Relay(grpc.GenericRpcHandler):
 async def relayed(target: str) -> AsyncIterator[tuple[str, Relay]]:
     relay, listener = Relay(target), grpc.aio.server()
     listener.add_generic_rpc_handlers((relay,))
-    tls = TlsIdentity(IssuedCertificates(TOKEN.encode(), "default", lambda: STRANGER))
+    tls = TlsIdentity(issued_certificates(TOKEN.encode(), "default", lambda: STRANGER))
     port = listener.add_secure_port("127.0.0.1:0", tls.grpc_server_credentials(lambda: None))
     await listener.start()
     try:

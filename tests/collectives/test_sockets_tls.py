@@ -26,7 +26,7 @@ from rpcdist.collectives._transports.sockets.socket_transport import SocketTrans
 from rpcdist.collectives._transports.transport_base import TransportPeerLost
 from rpcdist.errors import CollectiveTimeout, GroupAborted, RankLost
 from rpcdist.testing import eventually
-from rpcdist.transport._tls.tls_options import TLS_VARIABLE
+from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
 from rpcdist.transport._tls.tls_socket import TlsSocket
 
 SIZE, FAULTY = 3, 0

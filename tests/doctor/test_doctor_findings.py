@@ -22,8 +22,7 @@ from rpcdist._doctor.findings import Finding, host_findings, summary, worker_fin
 from rpcdist._doctor.worker_probes import _judged
 from rpcdist.ids import Identity
 from rpcdist.transport._tls.job_authority import JobAuthority
-from rpcdist.transport._tls.tls_failures import STRANGE_CERTIFICATE
-from rpcdist.transport.handshake import TOKEN_ADVICE
+from rpcdist.transport.handshake import STRANGE_CERTIFICATE, TOKEN_ADVICE
 
 GIB = 1 << 30
 SOUND = HostFacts(

@@ -9,8 +9,8 @@ import pytest
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import AuthenticationFailed
 from rpcdist.ids import Identity
+from rpcdist.transport._tls.certificate_proof import CertificateProver
 from rpcdist.transport.handshake import ClientHandshake, ServerHandshake
-from rpcdist.transport.handshake_side import CertificateProofs
 
 __all__ = ["ALICE", "BOB", "TOKEN", "client", "server", "shake", "text_of", "wire"]
 
@@ -25,7 +25,7 @@ def client(
     role: str = "rpc",
     expected: Identity | None = None,
     channel: str = "",
-    certificates: CertificateProofs | None = None,
+    certificates: CertificateProver | None = None,
     package: str | None = None,
 ) -> ClientHandshake:
     return ClientHandshake(
@@ -46,7 +46,7 @@ def server(
     job: str = "digits",
     accept: Callable[[pb.Hello], str | None] | None = None,
     channel: str = "",
-    certificates: CertificateProofs | None = None,
+    certificates: CertificateProver | None = None,
     package: str | None = None,
 ) -> ServerHandshake:
     return ServerHandshake(

@@ -8,6 +8,7 @@ from own_certificates import DAY, OwnAuthority, OwnCertificate, rsa_key
 
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.ids import Identity
+from rpcdist.transport._tls.certificate_proof import CertificateProver
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.handshake_side import MAX_HANDSHAKE_BYTES
 
@@ -70,14 +71,11 @@ STRANGERS: dict[str, tuple[OwnCertificate, str]] = {
 }
 
 
-class Trusting:
+class Trusting(CertificateProver):
     """Shows what a prover shows, and believes everything: only the other side judges."""
 
     def __init__(self, certificate: OwnCertificate) -> None:
-        self._prover = certificate.prover("digits")
-
-    def prove(self, statement: bytes) -> pb.CertificateProof:
-        return self._prover.prove(statement)
+        super().__init__(certificate.chain, certificate.key, [certificate.authority], "digits")
 
     def refusal(self, shown: pb.CertificateProof, statement: bytes, peer: Identity) -> str | None:
         return None

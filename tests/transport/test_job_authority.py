@@ -11,11 +11,10 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 
 from rpcdist.ids import Identity
-from rpcdist.transport._tls import issued_certificates
+from rpcdist.transport._tls import tls_identity
 from rpcdist.transport._tls.certificate import PEER_NAME, fingerprint_of_pem
-from rpcdist.transport._tls.issued_certificates import IssuedCertificates
 from rpcdist.transport._tls.job_authority import CLOCK_TOLERANCE, LIFETIME, JobAuthority
-from rpcdist.transport._tls.tls_identity import TlsIdentity
+from rpcdist.transport._tls.tls_identity import TlsIdentity, issued_certificates
 
 TOKEN = b"a token for these tests only"
 OWNER = Identity("ps/0 of rack: 1", 0, 77)
@@ -68,7 +67,7 @@ def test_a_certificate_says_whose_it_is_and_how_long() -> None:
 
 
 def test_nothing_shows_the_key_or_the_token() -> None:
-    identity = TlsIdentity(IssuedCertificates(TOKEN, "job", lambda: OWNER))
+    identity = TlsIdentity(issued_certificates(TOKEN, "job", lambda: OWNER))
     key = identity.certificate().key.decode()
     for text in (repr(identity), repr(JobAuthority(TOKEN)), repr(identity.certificate())):
         assert TOKEN.decode() not in text and key[40:80] not in text
@@ -78,7 +77,7 @@ def test_the_same_certificate_is_shown_until_the_name_or_the_time_has_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     owner = [OWNER]
-    identity = TlsIdentity(IssuedCertificates(TOKEN, "job", lambda: owner[0]))
+    identity = TlsIdentity(issued_certificates(TOKEN, "job", lambda: owner[0]))
     first = identity.certificate()
     assert identity.certificate() is first
     owner[0] = OWNER._replace(name="trainer")
@@ -90,6 +89,6 @@ def test_the_same_certificate_is_shown_until_the_name_or_the_time_has_changed(
         def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
             return datetime.now(UTC) + LIFETIME / 2 + timedelta(minutes=1)
 
-    monkeypatch.setattr(issued_certificates, "datetime", Later)
+    monkeypatch.setattr(tls_identity, "datetime", Later)
     third = identity.certificate()
     assert third.fingerprint != second.fingerprint

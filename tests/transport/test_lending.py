@@ -46,14 +46,14 @@ class Pair:
         made = self.lender.offer(size)
         if made is None:
             return None
-        accepted = self.borrower.offered(made.number, made.segment.size_bytes, os.dup(made.segment.fileno()))
-        self.lender.answered(made.number, accepted)
-        return made.number
+        accepted = self.borrower.offered(made[0], made[1].size_bytes, os.dup(made[1].fileno()))
+        self.lender.answered(made[0], accepted)
+        return made[0]
 
     def pass_back(self) -> None:
         ended = self.borrower.take_ended()
-        self.lender.returned(ended.returned)
-        self.lender.kept(ended.kept)
+        self.lender.returned(ended[0])
+        self.lender.kept(ended[1])
         self.borrower.withdrawn(self.lender.take_withdrawn())
 
 
@@ -153,7 +153,7 @@ def test_a_message_makes_no_segment_while_others_have_many_without_an_answer(pai
     for _ in range(lending.MAX_OPEN_OFFERS):
         assert pair.lender.may_make
         made = pair.lender.offer(SIZE)
-        assert made is not None and pair.lender.lend(data, made.number) == made.number
+        assert made is not None and pair.lender.lend(data, made[0]) == made[0]
     assert not pair.lender.may_make
     pair.lender.answered(1, True)
     assert pair.lender.may_make
@@ -163,9 +163,9 @@ def test_what_lies_in_a_segment_that_was_refused_can_still_be_sent(pair: Pair) -
     made = pair.lender.offer(2 * SIZE)
     assert made is not None
     pack = [(3, OutgoingBuffer(memoryview(b"a" * SIZE))), (5, OutgoingBuffer(memoryview(b"b" * 100)))]
-    assert pair.lender.lend(pack, made.number) == made.number
+    assert pair.lender.lend(pack, made[0]) == made[0]
     with pytest.raises(ProtocolViolation, match="not refused"):
-        pair.lender.unread(made.number)
+        pair.lender.unread(made[0])
     pair.lender.close()  # the memory outlives the session as long as it is sent
 
 
@@ -173,13 +173,13 @@ def test_a_refused_segment_is_read_once_more_and_then_gone(pair: Pair) -> None:
     made = pair.lender.offer(2 * SIZE)
     assert made is not None
     pack = [(3, OutgoingBuffer(memoryview(b"a" * SIZE))), (5, OutgoingBuffer(memoryview(b"b" * 100)))]
-    assert pair.lender.lend(pack, made.number) == made.number
-    pair.lender.answered(made.number, False)
-    unread = pair.lender.unread(made.number)
+    assert pair.lender.lend(pack, made[0]) == made[0]
+    pair.lender.answered(made[0], False)
+    unread = pair.lender.unread(made[0])
     assert {index: bytes(buffer.view) for index, buffer in unread.items()} == {3: b"a" * SIZE, 5: b"b" * 100}
     assert repr(pair.lender) == "<Lender 0 lent, 0 free, 0 B>"
     with pytest.raises(ProtocolViolation, match="not refused"):
-        pair.lender.unread(made.number)
+        pair.lender.unread(made[0])
     assert pair.lender.offer(SIZE) is None
     pair.lender.close()
     assert bytes(unread[5].view) == b"b" * 100
@@ -189,18 +189,18 @@ def test_a_loan_that_is_given_up_before_its_segment_is_answered_waits_for_the_an
     data = [(0, OutgoingBuffer(memoryview(bytearray(SIZE))))]
     for accepted, left in ((True, f"<Lender 0 lent, 1 free, {SIZE} B>"), (False, f"<Lender 0 lent, 1 free, {SIZE} B>")):
         made = pair.lender.offer(SIZE)
-        assert made is not None and pair.lender.lend(data, made.number) == made.number
-        pair.lender.take_back([made.number])
-        pair.lender.answered(made.number, accepted)
+        assert made is not None and pair.lender.lend(data, made[0]) == made[0]
+        pair.lender.take_back([made[0]])
+        pair.lender.answered(made[0], accepted)
         assert repr(pair.lender) == left
 
 
 def test_a_refused_loan_that_is_given_up_is_gone(pair: Pair) -> None:
     made = pair.lender.offer(SIZE)
     assert made is not None
-    assert pair.lender.lend([(0, OutgoingBuffer(memoryview(bytearray(SIZE))))], made.number) == made.number
-    pair.lender.answered(made.number, False)
-    pair.lender.take_back([made.number])
+    assert pair.lender.lend([(0, OutgoingBuffer(memoryview(bytearray(SIZE))))], made[0]) == made[0]
+    pair.lender.answered(made[0], False)
+    pair.lender.take_back([made[0]])
     assert repr(pair.lender) == "<Lender 0 lent, 0 free, 0 B>"
 
 
@@ -215,7 +215,7 @@ def test_a_peer_that_refuses_cannot_be_offered_segments_for_ever() -> None:
 def test_after_a_refusal_nothing_is_offered(pair: Pair) -> None:
     made = pair.lender.offer(SIZE)
     assert made is not None
-    pair.lender.answered(made.number, False)
+    pair.lender.answered(made[0], False)
     assert pair.lender.offer(SIZE) is None
     assert pair.lend(memoryview(bytearray(SIZE))) is None
 
@@ -223,14 +223,14 @@ def test_after_a_refusal_nothing_is_offered(pair: Pair) -> None:
 def test_a_borrower_refuses_what_is_not_as_announced(pair: Pair) -> None:
     made = pair.lender.offer(SIZE)
     assert made is not None
-    assert not pair.borrower.offered(1, 2 * SIZE, os.dup(made.segment.fileno()))
+    assert not pair.borrower.offered(1, 2 * SIZE, os.dup(made[1].fileno()))
     reading, writing = os.pipe()
     os.close(writing)
     assert not pair.borrower.offered(2, SIZE, reading)
     unsealed = os.memfd_create("not sealed")
     os.truncate(unsealed, SIZE)
     assert not pair.borrower.offered(3, SIZE, unsealed)
-    assert not Borrower(AnnouncedBytes(), max_bytes=SIZE - 1).offered(4, SIZE, os.dup(made.segment.fileno()))
+    assert not Borrower(AnnouncedBytes(), max_bytes=SIZE - 1).offered(4, SIZE, os.dup(made[1].fileno()))
     for closed in (reading, unsealed):
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(closed)
@@ -303,7 +303,7 @@ def test_a_loan_that_is_given_up_may_have_been_returned_already() -> None:
     lender = Lender()
     offer = lender.offer(LEND_FROM_BYTES)
     assert offer is not None
-    number = offer.number
+    number = offer[0]
     lender.answered(number, accepted=True)
 
     class Failing(OutgoingBuffer):
@@ -314,9 +314,9 @@ def test_a_loan_that_is_given_up_may_have_been_returned_already() -> None:
     data = memoryview(bytearray(LEND_FROM_BYTES))
     with pytest.raises(BufferError, match="cannot be copied"):
         lender.lend([(0, Failing(data))])
-    assert lender.lend([(0, OutgoingBuffer(data))]) == offer.number
-    lender.returned([offer.number])
-    lender.take_back([offer.number])
+    assert lender.lend([(0, OutgoingBuffer(data))]) == offer[0]
+    lender.returned([offer[0]])
+    lender.take_back([offer[0]])
     assert repr(lender) == f"<Lender 0 lent, 1 free, {LEND_FROM_BYTES} B>"
 
 

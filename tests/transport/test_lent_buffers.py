@@ -45,7 +45,7 @@ async def exchange(pair: ChannelPair, data: bytes, side: int = 0) -> bytes:
 def lender(pair: ChannelPair, side: int = 0) -> Any:
     shared = pair.sessions[side]._shared
     assert shared is not None
-    return shared.lent._lender
+    return shared._lender
 
 
 async def until(condition: Callable[[], T]) -> T:
@@ -130,7 +130,7 @@ async def test_a_receiver_without_descriptors_gets_the_first_message_too(
 
 
 async def test_a_receiver_that_refuses_while_messages_are_under_way(pair: ChannelPair) -> None:
-    pair.sessions[1]._shared.lent._allowed = False  # type: ignore[union-attr]
+    pair.sessions[1]._shared._allowed = False  # type: ignore[union-attr]
     for number in range(40):
         pair.sessions[0].send(call(number), [Bytes(bytes([number]) * (LARGE + number)), Bytes(b"small" * 10_000)])
     received = dict([await pair.handlers[1].next() for _ in range(40)])

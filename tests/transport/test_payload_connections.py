@@ -27,10 +27,9 @@ from rpcdist.transport._striping.striping import (
     MIN_STRIPED_BYTES,
     PAYLOAD_CONNECTIONS_VARIABLE,
     PIECE_BYTES,
-    StripePlace,
     num_connections,
 )
-from rpcdist.transport._tls.tls_options import TLS_VARIABLE
+from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
 from rpcdist.transport.connector import Connector
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.wire_messages import WireMessage
@@ -361,7 +360,7 @@ def test_nobody_joins_the_session_of_another(nodes: Nodes) -> None:
     (server, taker), answers = serve(nodes), Recorder()
     link = open_link(nodes.make("client"), server, handler=answers)
     echo(link, answers, b"x")
-    purpose = payload_purpose(link.session.id, StripePlace(0, 1))
+    purpose = payload_purpose(link.session.id, (0, 1))
     with pytest.raises(ProtocolViolation, match="mallory has no such session in this process"):
         payload_socket(nodes.make("mallory"), server, purpose).close()
     opened(link, answers, taker)
@@ -372,8 +371,8 @@ def test_a_connection_is_taken_once_and_one_too_few_are_closed_with_the_session(
     client = nodes.make("client")
     link = open_link(client, server, handler=answers)
     echo(link, answers, b"x")
-    first = payload_socket(client, server, payload_purpose(link.session.id, StripePlace(0, 3)))
-    for place in (StripePlace(0, 3), StripePlace(1, 2)):
+    first = payload_socket(client, server, payload_purpose(link.session.id, (0, 3)))
+    for place in ((0, 3), (1, 2)):
         with pytest.raises(ProtocolViolation, match="is already open"):
             payload_socket(client, server, payload_purpose(link.session.id, place)).close()
     link.session.close("enough")
@@ -389,7 +388,7 @@ def test_one_too_few_are_not_kept_for_long(nodes: Nodes, monkeypatch: pytest.Mon
     client = nodes.make("client")
     link = open_link(client, server, handler=answers)
     echo(link, answers, b"x")
-    first = payload_socket(client, server, payload_purpose(link.session.id, StripePlace(0, 2)))
+    first = payload_socket(client, server, payload_purpose(link.session.id, (0, 2)))
     first.settimeout(LIMIT_S)
     assert first.recv(1) == b""
     first.close()
@@ -402,7 +401,7 @@ def hostile(nodes: Nodes) -> tuple[Link, Recorder, Recorder, socket.socket]:
     client = nodes.make("client")
     link = open_link(client, server, handler=answers)
     echo(link, answers, b"x")
-    bare = payload_socket(client, server, payload_purpose(link.session.id, StripePlace(0, 1)))
+    bare = payload_socket(client, server, payload_purpose(link.session.id, (0, 1)))
     bare.setblocking(True)
     eventually(lambda: num_open(taker.sessions[0]) == 1)
     return link, answers, taker, bare
@@ -474,7 +473,7 @@ def test_strangers_learn_nothing(nodes: Nodes) -> None:
     echo(link, answers, b"x")
     stranger = nodes.make("client", token="another token, which is not that of the job")
     with pytest.raises(TransportError):
-        payload_socket(stranger, server, payload_purpose(link.session.id, StripePlace(0, 1))).close()
+        payload_socket(stranger, server, payload_purpose(link.session.id, (0, 1))).close()
     assert num_open(taker.sessions[0]) == 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -17,6 +17,7 @@ from rpcdist.transport._framing.frames import Chunk, parse
 from rpcdist.transport._framing.incoming import MAX_BUFFERS, Delivery, Incoming, IncomingBuffer, heap_buffer
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport._framing.stripes import MAX_RANGES, MAX_STRIPES, StripeCursor
+from rpcdist.transport._striping.striping import Striping
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.memory_copies import OutgoingBuffer
 
@@ -182,7 +183,7 @@ def test_a_wrapped_message_may_come_in_stripes() -> None:
 
 
 class Taken:
-    """A `Striper` that takes everything from a size on."""
+    """In the place of `Striping`: takes everything from a size on."""
 
     def __init__(self, least: int) -> None:
         self.least = least
@@ -211,7 +212,7 @@ def queue(outgoing: Outgoing, id: int, size: int) -> int:
 
 def test_both_sides_count_the_same_announcements() -> None:
     outgoing, incoming, striper = Outgoing(), Incoming(), Taken(1000)
-    outgoing.striper = striper
+    outgoing.striper = cast(Striping, striper)
     large = [queue(outgoing, id, size) for id, size in enumerate([0, 1000, 10, 0, 2000, 0, 999, 1001])]
     names: list[str] = []
     ordinals = {}
@@ -229,7 +230,7 @@ def test_both_sides_count_the_same_announcements() -> None:
 
 def test_the_parts_of_a_stream_and_what_was_aborted_stay_here() -> None:
     outgoing, striper = Outgoing(), Taken(1000)
-    outgoing.striper = striper
+    outgoing.striper = cast(Striping, striper)
     item = rpc_pb2.Message()
     item.stream_item.id = 9
     outgoing.add(item, [Bytes(b"x" * 5000)])
@@ -241,7 +242,7 @@ def test_the_parts_of_a_stream_and_what_was_aborted_stay_here() -> None:
 
 def test_an_abort_reaches_what_was_taken() -> None:
     outgoing, striper = Outgoing(), Taken(1000)
-    outgoing.striper = striper
+    outgoing.striper = cast(Striping, striper)
     number = queue(outgoing, 1, 1000)
     outgoing.next_envelope()
     assert outgoing.abort(number) == () and outgoing.abort(number + 1) is None

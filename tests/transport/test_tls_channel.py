@@ -17,7 +17,7 @@ from rpcdist.transport import Link, Node
 from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._server import admission
-from rpcdist.transport._tls.tls_options import TLS_VARIABLE
+from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
 from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.handshake import ClientHandshake
 

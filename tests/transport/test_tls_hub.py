@@ -16,7 +16,7 @@ from socket_hubs import LIMIT_S, hubs, open_hub, read_exactly, read_some, write_
 
 from rpcdist.errors import AuthenticationFailed
 from rpcdist.testing import eventually
-from rpcdist.transport._tls.tls_options import TLS_VARIABLE
+from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
 from rpcdist.transport._tls.tls_socket import StreamSocket, TlsSocket
 from rpcdist.transport.sockets import SocketHub
 

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from rpcdist.errors import ConfigError
-from rpcdist.transport._tls.tls_options import TLS_VARIABLE
-from rpcdist.transport._tls.tls_policy import TRUSTED_NETWORKS_VARIABLE, TlsMode, TlsPolicy
+from rpcdist.transport._tls.tls_policy import TLS_VARIABLE, TRUSTED_NETWORKS_VARIABLE, TlsMode, TlsPolicy
 
 LOOPBACK = ("127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost", "::ffff:127.0.0.1")
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from rpcdist.ids import Identity
-from rpcdist.transport._tls.issued_certificates import IssuedCertificates
-from rpcdist.transport._tls.tls_identity import TlsIdentity
+from rpcdist.transport._tls.tls_identity import TlsIdentity, issued_certificates
 from rpcdist.transport._tls.tls_socket import TlsSocket
 
 LIMIT_MS = 20_000
@@ -22,7 +21,7 @@ TOKEN = b"a token for these tests only"
 
 
 def identity(token: bytes = TOKEN, name: str = "worker") -> TlsIdentity:
-    return TlsIdentity(IssuedCertificates(token, "default", lambda: Identity(name, 0, 1)))
+    return TlsIdentity(issued_certificates(token, "default", lambda: Identity(name, 0, 1)))
 
 
 made: list[TlsSocket] = []

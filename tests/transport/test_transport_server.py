@@ -30,8 +30,8 @@ from rpcdist.ids import Identity
 from rpcdist.testing import eventually
 from rpcdist.transport import Link, Node, Session
 from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
+from rpcdist.transport._channels.grpc_channel import tls_failure
 from rpcdist.transport._server import unary_services
-from rpcdist.transport._tls.tls_failures import tls_failure
 from rpcdist.transport.unix_sockets import has_abstract_sockets
 
 SERVICE = membership_pb2.DESCRIPTOR.services_by_name["Membership"]

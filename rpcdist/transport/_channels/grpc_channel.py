@@ -25,7 +25,7 @@ from rpcdist.inspection import ChannelFacts
 from rpcdist.time_limits import ATTEMPT_LIMIT_S
 from rpcdist.transport._framing.frames import CHUNK_BYTES, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES
 from rpcdist.transport._tls.certificate import Certificate, fingerprint_of_pem
-from rpcdist.transport._tls.tls_failures import tls_failure
+from rpcdist.transport.handshake import STRANGE_CERTIFICATE
 
 _REASONS: Final = (
     ("Connection refused", "connection refused: no process listens there"),
@@ -51,6 +51,46 @@ def connect_reason(details: str) -> str:
         if words in details:
             return reason
     return _UNPRINTABLE.split(_PREFIX.sub("", details), maxsplit=1)[0]
+
+
+_TLS_FAILED: Final = "TSI_PROTOCOL_FAILURE"  # gRPC's word; connections that break in a handshake have others
+_WRONG_NAME: Final = "Hostname Verification Check failed"
+_NO_GRPC: Final = "missing selected ALPN property"
+_PLAIN_PEER: Final = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNEXPECTED_MESSAGE", "INVALID_ALERT")
+
+
+def tls_failure(details: str) -> str | None:
+    """Says why gRPC could not connect, if TLS is to blame.
+
+    Args:
+        details: gRPC's text.
+
+    Returns:
+        The reason and what to do; None if it was something else.
+    """
+    if _WRONG_NAME in details:
+        return (
+            "the server's certificate does not have the DNS name that all certificates of the job need. Set "
+            "TlsOptions(server_name=...), or server_name in RPCDIST_TLS, to one that they have, the same everywhere."
+        )
+    if _NO_GRPC in details:
+        return (
+            "the server speaks TLS, but not gRPC, so this is not the address of a worker. A worker has a second port "
+            "for large messages, which is not its address either."
+        )
+    if _TLS_FAILED not in details:
+        return None
+    if any(word in details for word in _PLAIN_PEER):
+        return (
+            "the server does not speak TLS: it is no rpcdist process, or TLS is off there. Set RPCDIST_TLS and "
+            "RpcOptions(tls=...) to the same in every process of the job."
+        )
+    if "expired" in details or "not yet valid" in details:
+        return (
+            f"the server's certificate {'has expired' if 'expired' in details else 'is not valid yet'}. Are the clocks "
+            "of the two hosts right? They may differ by a day. A certificate of one's own has to be renewed in time."
+        )
+    return f"the server {STRANGE_CERTIFICATE}"
 
 
 _LARGEST_MESSAGE_BYTES = MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES + CHUNK_BYTES

@@ -9,9 +9,9 @@ from typing import Final
 from rpcdist.errors import AuthenticationFailed, ProtocolViolation, TransportError
 from rpcdist.transport._channels.socket_pipe import RawPipe, SocketPipe, until_ready
 from rpcdist.transport._channels.stream_sockets import connected_ends
-from rpcdist.transport._tls.tls_failures import STRANGE_CERTIFICATE
 from rpcdist.transport._tls.tls_socket import StreamSocket, TlsSocket
 from rpcdist.transport.credentials import Credentials
+from rpcdist.transport.handshake import STRANGE_CERTIFICATE
 
 _TLS_HANDSHAKE: Final = 0x16  # the first byte of a TLS record of that kind, which its version follows
 _TLS_MAJOR_VERSION: Final = 3

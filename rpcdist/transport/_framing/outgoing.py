@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.transport._framing.frames import (
@@ -32,6 +32,7 @@ from rpcdist.transport._framing.frames import (
     returned_frame,
     want_value,
 )
+from rpcdist.transport._striping.striping import Striping
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.memory_copies import OutgoingBuffer
 from rpcdist.transport.shared_memory import Segment
@@ -114,20 +115,6 @@ def _set_sizes(message: WireMessage, sizes: list[int]) -> None:
 _NO_BUFFER: Final = OutgoingBuffer(memoryview(b""))
 
 
-class Striper(Protocol):
-    """Carries the large buffers of messages in stripes, on other connections than the one that announces them."""
-
-    def take(self, number: int, ordinal: int, buffers: Sequence[OutgoingBuffer], sizes: Sequence[int]) -> bool:
-        """Sends the buffers of the message that is announced as the `ordinal`th; False if it refuses."""
-
-    def abort(self, number: int) -> bool:
-        """Stops a transfer; False if it has no transfer of that number."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether it has bytes left to write."""
-
-
 class Outgoing:
     """The queue of one session. Any thread may use it; envelopes leave in the order of `next_parts`.
 
@@ -154,7 +141,7 @@ class Outgoing:
         self._functions: dict[str, int] = {}  # numbers by name; the peer learns each in time
         self._naming = threading.Lock()
         self._aborted: set[int] = set()
-        self.striper: Striper | None = None
+        self.striper: Striping | None = None
         self._num_announced = 0  # messages with large buffers; the peer counts them too
         self._lock = threading.Lock()  # for everything except appending to `_frames`, which is atomic
 

@@ -38,7 +38,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final
 
 from rpcdist.errors import ConfigError, ProtocolViolation, RpcdistError
 from rpcdist.time_limits import CLOSE_STEP_LIMIT_S
@@ -72,18 +72,11 @@ class StripedTransfer:
     is_aborted: bool = False
 
 
-class Stripe(NamedTuple):
-    """The part of a transfer on one connection."""
+Stripe = tuple[StripedTransfer, StripeCursor]
+"""The part of a transfer on one connection."""
 
-    transfer: StripedTransfer
-    cursor: StripeCursor
-
-
-class StripePlace(NamedTuple):
-    """The number of a connection among those of its session."""
-
-    number: int
-    total: int
+StripePlace = tuple[int, int]
+"""The number of a connection among those of its session, and how many these are."""
 
 
 class StripeConnection:
@@ -129,7 +122,7 @@ class StripeConnection:
         self._num_threads = 2
         self._lock = threading.Lock()
         for work, kind in ((self._write, "writer"), (self._read, "reader")):
-            title = f"rpcdist payload {kind} {place.number} of {name}"
+            title = f"rpcdist payload {kind} {place[0]} of {name}"
             try:
                 io.start_worker(partial(self._run, work), title)
             except RuntimeError:
@@ -175,20 +168,21 @@ class StripeConnection:
         """Writes one piece of a stripe; False if the connection is closed. Keeps no reference to the buffers."""
         if stripe is None or self._is_closed:
             return False
-        if stripe.cursor.left and not stripe.transfer.is_aborted:
-            self._send(stripe)
-        if stripe.cursor.left and not stripe.transfer.is_aborted:
+        transfer, cursor = stripe
+        if cursor.left and not transfer.is_aborted:
+            self._send(transfer, cursor)
+        if cursor.left and not transfer.is_aborted:
             self._queue.put(stripe)
         else:
-            self._owner.stripe_ended(stripe.transfer)
+            self._owner.stripe_ended(transfer)
         return True
 
-    def _send(self, stripe: Stripe) -> None:
-        buffers = stripe.transfer.buffers
-        ranges = stripe.cursor.take(PIECE_BYTES)
+    def _send(self, transfer: StripedTransfer, cursor: StripeCursor) -> None:
+        buffers = transfer.buffers
+        ranges = cursor.take(PIECE_BYTES)
         size = sum(end - start for _, start, end in ranges)
         self.num_sent += size
-        head = memoryview(_HEAD.pack(stripe.transfer.ordinal, size))
+        head = memoryview(_HEAD.pack(transfer.ordinal, size))
         parts = [head, *(buffers[number].view[start:end] for number, start, end in ranges)]
         while parts:
             try:
@@ -275,25 +269,15 @@ def num_connections(is_far: bool = False) -> int:
     return int(text)
 
 
-class StripedSession(Protocol):
-    """The interface of a session to its payload connections."""
-
-    def on_striped(self, delivery: Delivery | None) -> None:
-        """A piece arrived on a payload connection, perhaps the last one of a message; called on any thread."""
-
-    def on_written(self, number: int, is_last: bool) -> None:
-        """All stripes of a transfer are written or dropped, and perhaps no others wait; called on any thread."""
-
-    def close(self, reason: str) -> None:
-        """Ends the session; any thread."""
-
-
 class Striping:
-    """The payload connections of a session over TCP; see `Striper`.
+    """The payload connections of a session over TCP: they carry the large buffers of messages in stripes.
 
     Args:
         io: the I/O loop.
-        session: the session of the payloads.
+        on_piece: called with each delivery, perhaps the last one of a message, when a piece has arrived; on any thread.
+        on_written: called with the number of a transfer whose stripes are all written or dropped, and whether no others
+            wait; on any thread.
+        close: ends the session, with a reason.
         incoming: the session's incoming transfers.
         name: name of the peer.
         open: opens the connections; None at the side that waits for them.
@@ -304,10 +288,12 @@ class Striping:
     def __init__(
         self,
         io: IoLoop,
-        session: StripedSession,
         incoming: Incoming,
         name: str,
         *,
+        on_piece: Callable[[Delivery | None], object],
+        on_written: Callable[[int, bool], object],
+        close: Callable[[str], object],
         open: OpenConnections | None,
         silence_limit_s: float,
         round_trip_s: float | None = None,
@@ -316,7 +302,9 @@ class Striping:
         self._num_wanted = num_connections(is_far)
         self._min_bytes = _MIN_FAR_BYTES if is_far else MIN_STRIPED_BYTES
         self._io = io
-        self._session = session
+        self._on_piece = on_piece
+        self._on_written = on_written
+        self._close = close
         self._incoming = incoming
         self._name = name
         self._open = open if self._num_wanted else None
@@ -349,7 +337,7 @@ class Striping:
                 self._io.call_soon(self._begin_opening, opening)
 
     def take(self, number: int, ordinal: int, buffers: Sequence[OutgoingBuffer], sizes: Sequence[int]) -> bool:
-        """See `Striper`."""
+        """Sends the buffers of the message that is announced as the `ordinal`th; False if it refuses."""
         total = sum(sizes)
         self.note(total)
         if not self._connections or total < self._min_bytes:
@@ -364,11 +352,11 @@ class Striping:
             self._is_used = True
             transfer = self._transfers[number] = StripedTransfer(number, ordinal, buffers, sizes, count)
         for index, connection in enumerate(connections):
-            connection.put(Stripe(transfer, StripeCursor(sizes, index, count)))
+            connection.put((transfer, StripeCursor(sizes, index, count)))
         return True
 
     def abort(self, number: int) -> bool:
-        """See `Striper`; a piece that is being written is completed."""
+        """Stops a transfer, after the piece that is being written; False if it has no transfer of that number."""
         with self._lock:
             transfer = self._transfers.get(number)
             if transfer is None:
@@ -378,7 +366,7 @@ class Striping:
 
     @property
     def is_busy(self) -> bool:
-        """See `Striper`."""
+        """Whether it has bytes left to write."""
         return bool(self._transfers)
 
     # ------------------------------------------------------------ threads of the connections
@@ -391,12 +379,12 @@ class Striping:
                 return
             self._transfers.pop(transfer.number, None)
             is_last = not self._transfers
-        self._session.on_written(transfer.number, is_last)
+        self._on_written(transfer.number, is_last)
 
     def on_piece(self, delivery: Delivery | None) -> None:
         """A piece arrived, perhaps the last one of a message. An exception raised here ends the session."""
         self._is_used = True
-        self._session.on_striped(delivery)
+        self._on_piece(delivery)
 
     def on_end(self, error: Exception | None, is_read: bool) -> None:
         """A thread of a connection has ended: by an error, or because the peer closed the connection (None)."""
@@ -429,8 +417,7 @@ class Striping:
         try:
             for index, connection in enumerate(connections):
                 break_when_silent(connection, self._silence_limit_s)  # [Note: silence]
-                place = StripePlace(index, count)
-                begun.append(StripeConnection(connection, place, self._incoming, self, self._name, self._io))
+                begun.append(StripeConnection(connection, (index, count), self._incoming, self, self._name, self._io))
         except RuntimeError as exc:  # [Note: unused]
             logger.warning("no payload connections with %s, so one connection carries everything: %s", self._name, exc)
             for stripes in begun:
@@ -446,18 +433,18 @@ class Striping:
         if self._is_closed or not self._connections or (error is None and self._drop_unused()):
             return
         if isinstance(error, ProtocolViolation):
-            self._session.close(str(error))
+            self._close(str(error))
             return
         if error is not None and not isinstance(error, OSError):
             logger.error("a payload from or to %s could not be handled", self._name, exc_info=error)
-            self._session.close(f"a payload could not be handled: {error!r}")
+            self._close(f"a payload could not be handled: {error!r}")
             return
         self._num_ended += is_read
         if self._num_ended >= len(self._connections):
             self._all_ended.set()
         text = "it was closed there" if error is None else getattr(error, "strerror", None) or error
         reason = f"a payload connection with {self._name} broke: {text}"
-        self._io.loop.call_later(CLOSE_STEP_LIMIT_S, self._session.close, reason)
+        self._io.loop.call_later(CLOSE_STEP_LIMIT_S, self._close, reason)
 
     def _drop_unused(self) -> bool:
         """Continues without the connections, since the peer closed one, if no bytes were sent. [Note: unused]"""

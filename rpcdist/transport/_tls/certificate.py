@@ -1,11 +1,11 @@
-"""A certificate with its key and authority, as bytes, and the number that names it."""
+"""A certificate with its key and authority, as bytes, and its fingerprint."""
 
 from __future__ import annotations
 
 import hashlib
 import ssl
 from datetime import datetime
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 PEER_NAME: Final = "worker.rpcdist.internal"
 """What certificates are issued to: an address says nothing about who may listen there, and the authority does."""
@@ -34,13 +34,6 @@ class Certificate(NamedTuple):
 
     def __repr__(self) -> str:  # the key stays out of logs and tracebacks
         return f"<Certificate {self.fingerprint[:16]} [renewed at {self.renew_at:%Y-%m-%d %H:%M} UTC]>"
-
-
-class CertificateSource(Protocol):
-    """Where the certificate comes from that a process shows. Any thread may ask, at each connection."""
-
-    def current(self) -> Certificate:
-        """What is to be shown now: the same object as before if nothing has changed."""
 
 
 def fingerprint(der: bytes) -> str:

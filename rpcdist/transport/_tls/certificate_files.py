@@ -32,7 +32,7 @@ from rpcdist.transport._tls.certificate_proof import (
     chain_refusal,
     dns_names,
 )
-from rpcdist.transport._tls.tls_options import TlsOptions
+from rpcdist.transport._tls.tls_policy import TlsOptions
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class _Loaded(NamedTuple):
 
 
 class CertificateFiles:
-    """See `CertificateSource`. Reads the files when it is made, and when one of them has changed.
+    """Reads the files when it is made, and when one of them has changed.
 
     Files that cannot be used, perhaps because not all of them have been replaced yet, leave what was shown before.
 

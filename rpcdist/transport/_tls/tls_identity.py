@@ -9,12 +9,17 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from rpcdist.errors import RpcdistError
-from rpcdist.transport._tls.certificate import PEER_NAME, Certificate, CertificateSource
+from rpcdist.ids import Identity
+from rpcdist.transport._tls.certificate import PEER_NAME, Certificate
+
+if TYPE_CHECKING:
+    from rpcdist.transport._tls.job_authority import JobAuthority
 
 logger = logging.getLogger(__name__)
 
@@ -23,20 +28,13 @@ class TlsIdentity:
     """Any thread may use it; gRPC asks on threads of its own, at each connection that comes.
 
     Args:
-        source: of the certificate.
+        certificate: returns the certificate to show now, the same object as before if nothing has changed.
     """
 
-    def __init__(self, source: CertificateSource) -> None:
-        self._source = source
+    def __init__(self, certificate: Callable[[], Certificate]) -> None:
+        self.certificate = certificate
         self._contexts: dict[bool, tuple[ssl.SSLContext, Certificate]] = {}  # by side
         self._lock = threading.Lock()
-
-    def __repr__(self) -> str:
-        return f"<TlsIdentity of {self._source!r}>"
-
-    def certificate(self) -> Certificate:
-        """What is to be shown now."""
-        return self._source.current()
 
     def ssl_context(self, server_side: bool) -> tuple[ssl.SSLContext, str]:
         """For a raw connection, with the fingerprint of what is shown: TLS 1.3, and both sides show a certificate."""
@@ -104,3 +102,33 @@ def _file_of(content: bytes) -> Iterator[str]:
         file.write(content)
         file.flush()
         yield f"/proc/self/fd/{file.fileno()}"
+
+
+def issued_certificates(token: bytes, job: str, owner: Callable[[], Identity]) -> Callable[[], Certificate]:
+    """A function that returns the certificate to show now, issued with the authority that the job token is.
+
+    It issues one when it is first called, and again when its time or the process's name has changed. Any thread may
+    call it.
+
+    Args:
+        token: the job token.
+        job: the job's name.
+        owner: returns the present identity of the process.
+    """
+    authority: JobAuthority | None = None
+    shown: tuple[Identity, Certificate] | None = None
+    lock = threading.Lock()
+
+    def current() -> Certificate:
+        nonlocal authority, shown
+        with lock:
+            me = owner()
+            if shown is None or shown[0] != me or datetime.now(UTC) >= shown[1].renew_at:
+                if authority is None:
+                    from rpcdist.transport._tls.job_authority import JobAuthority  # takes 80 ms to import
+
+                    authority = JobAuthority(token)
+                shown = me, authority.issue(me, job)
+            return shown[1]
+
+    return current
