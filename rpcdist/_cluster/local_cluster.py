@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Self
 
 from rpcdist._cluster.cluster_block import ClusterBlock, worker_names
 from rpcdist._cluster.joining import join_cluster
-from rpcdist._launch.background_ranks import BackgroundRanks
 from rpcdist._launch.job_plan import HOST, Role, held_port, plan_job, this_machine
 from rpcdist._launch.local_ranks import LocalRanks, RankTask
 from rpcdist._launch.output import KEPT_LINES, JobOutput
@@ -24,7 +23,7 @@ from rpcdist._launch.progress import error_of, interrupted
 from rpcdist._launch.rank_call import pickle_call
 from rpcdist._launch.rank_main import check_not_importing_main
 from rpcdist._launch.reports import Raised
-from rpcdist._launch.supervisor import KeptInterrupt, StopSignals
+from rpcdist._launch.supervisor import BackgroundRanks, KeptInterrupt, StopSignals
 from rpcdist.errors import (
     AlreadyInitialized,
     BlockingInLoop,

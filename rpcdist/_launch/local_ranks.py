@@ -7,12 +7,12 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from rpcdist._launch.output import JobOutput
 from rpcdist._launch.rank_call import RankCall
 from rpcdist._launch.rank_process import RankProcess, start_rank
 from rpcdist._launch.reports import Event, ProcessEnded, Ready
+from rpcdist._launch.supervisor import StopSignals
 from rpcdist.deadline import Deadline
 from rpcdist.time_limits import CLOSE_LIMIT_S, LONGEST_WAIT_S
 
@@ -26,10 +26,6 @@ class RankTask:
     variables: Mapping[str, str]
 
 
-class Wakes(Protocol):
-    def fileno(self) -> int: ...
-
-
 class LocalRanks:
     """See `RankEngine`. `pause` may be called on any thread, all else on one.
 
@@ -39,7 +35,7 @@ class LocalRanks:
         output: where the output of the processes goes.
     """
 
-    def __init__(self, tasks: Mapping[int, RankTask], wake: Wakes | int, output: JobOutput) -> None:
+    def __init__(self, tasks: Mapping[int, RankTask], wake: StopSignals | int, output: JobOutput) -> None:
         self._tasks = tasks
         self._output = output
         self._selector = selectors.DefaultSelector()

@@ -16,37 +16,12 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rpcdist._launch.reports import Event, Exited, ProcessEnded, Raised, Ready, Returned
 from rpcdist.backoff import backoff
 from rpcdist.errors import DeadlineExceeded, ProcessFailed
 from rpcdist.time_limits import FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S, SLOW_WORK_LIMIT_S
-
-
-@dataclass(frozen=True, slots=True)
-class Died:
-    """The process ended without a report, or with an exit code other than 0 after the function had returned.
-
-    `returncode`, `alive_at` and `reason` are those of `ProcessEnded`.
-    """
-
-    returncode: int | None
-    alive_at: float
-    has_returned: bool = False
-    reason: str = ""
-
-    def __str__(self) -> str:
-        when = "after" if self.has_returned else "before"
-        if self.reason:
-            return f"was lost: {self.reason}"
-        if self.returncode is None:
-            return "closed the pipe to the process that started it, and went on"
-        if self.returncode >= 0:
-            return f"ended with exit code {self.returncode} {when} its function returned"
-        number = -self.returncode
-        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        return f"was killed by {name} {when} its function returned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +36,7 @@ class Failed:
     """`rank` failed first."""
 
     rank: int
-    cause: Died | Exited | Raised
+    cause: ProcessEnded | Exited | Raised
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +90,9 @@ class Progress:
         self._due = dict.fromkeys(ranks, -math.inf)  # when to start which rank
         self._starts: Counter[int] = Counter()  # by rank; those that the engine lost before they ran included
         self._restarts: Counter[int] = Counter()
-        self._deaths: dict[int, Died] = {}  # the last one of each rank that is started again
+        self._deaths: dict[int, ProcessEnded] = {}  # the last one of each rank that is started again
         self._results: dict[int, bytes] = {}
-        self._failures: dict[int, Died | Exited | Raised] = {}
+        self._failures: dict[int, ProcessEnded | Exited | Raised] = {}
         self._ready: set[int] = set()
         self._ended: set[int] = set()
         self._exit_deadlines: dict[int, float] = {}
@@ -207,7 +182,7 @@ class Progress:
         self._exit_deadlines.pop(rank, None)
         has_returned = rank in self._results
         if rank not in self._failures and not (has_returned and end.returncode == 0):
-            death = Died(end.returncode, end.alive_at, has_returned, end.reason)
+            death = replace(end, has_run=True, has_returned=has_returned)
             if not has_returned and self._starts_again(rank, end.has_run):
                 self._restarts[rank] += end.has_run
                 self._deaths[rank] = death
@@ -220,7 +195,7 @@ class Progress:
     def _starts_again(self, rank: int, has_run: bool) -> bool:
         return not has_run or self._restarts[rank] < self._max_restarts.get(rank, 0)
 
-    def _fail(self, rank: int, cause: Died | Exited | Raised, now: float) -> None:
+    def _fail(self, rank: int, cause: ProcessEnded | Exited | Raised, now: float) -> None:
         self._failures[rank] = cause
         self._cause_deadline = min(self._cause_deadline, now + self._cause_limit_s)
 
@@ -228,19 +203,19 @@ class Progress:
         return all(rank in self._results or rank in self._failures for rank in self._ranks)
 
 
-def _words(cause: Died | Exited | Raised) -> str:
+def _words(cause: ProcessEnded | Exited | Raised) -> str:
     if isinstance(cause, Raised):
         return f"raised {cause.type_name}"
     return f"exited with {cause.code!r}" if isinstance(cause, Exited) else str(cause)
 
 
-def _may_be_consequence(cause: Died | Exited | Raised) -> bool:
+def _may_be_consequence(cause: ProcessEnded | Exited | Raised) -> bool:
     return isinstance(cause, Raised) and cause.may_be_consequence
 
 
-def _order(failure: tuple[int, Died | Exited | Raised]) -> tuple[bool, float, int]:
+def _order(failure: tuple[int, ProcessEnded | Exited | Raised]) -> tuple[bool, float, int]:
     rank, cause = failure
-    moment = cause.alive_at if isinstance(cause, Died) else cause.moment
+    moment = cause.alive_at if isinstance(cause, ProcessEnded) else cause.moment
     return _may_be_consequence(cause), moment, rank
 
 

@@ -18,7 +18,7 @@ from typing import IO, Any
 from rpcdist._launch.output import WorkerOutput
 from rpcdist._launch.rank_call import RankCall
 from rpcdist._launch.rank_main import BOOTSTRAP, Task
-from rpcdist._launch.reports import Inbox, Ready, Report
+from rpcdist._launch.reports import Ready, Report, take_reports
 
 _READ_BYTES = 1 << 20
 
@@ -38,7 +38,7 @@ class RankProcess:
         self._popen = popen
         self._reports = reports
         self._output = output
-        self._inbox = Inbox()
+        self._received = bytearray()
         self.has_ended = False
         self.streams: dict[str, IO[bytes]] = {}
         for name, stream in (("stdout", popen.stdout), ("stderr", popen.stderr)):
@@ -54,7 +54,8 @@ class RankProcess:
         """The complete reports that have arrived, called when it is readable; sets `has_ended` at the end."""
         data = os.read(self._reports, _READ_BYTES)
         self.has_ended = not data
-        return self._inbox.feed(data) if data else []
+        self._received += data
+        return take_reports(self._received)
 
     def copy_output(self, name: str) -> bool:
         """Takes in what can be read of `stdout` or `stderr`; returns False when nothing will come any more."""

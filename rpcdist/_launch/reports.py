@@ -7,6 +7,7 @@ and a pickle. Then its process ends, which the other side sees as the end of the
 from __future__ import annotations
 
 import pickle
+import signal
 import struct
 import time
 import traceback
@@ -66,12 +67,26 @@ class ProcessEnded:
         alive_at: when its end had not been seen yet, by the clock of the supervisor.
         reason: why it was lost, in the engine's words; empty where the return code says all.
         has_run: False if the engine lost it before it ran: then it is started again, and that counts as no restart.
+        has_returned: whether the function had returned before.
     """
 
     returncode: int | None
     alive_at: float
     reason: str = ""
     has_run: bool = True
+    has_returned: bool = False
+
+    def __str__(self) -> str:
+        when = "after" if self.has_returned else "before"
+        if self.reason:
+            return f"was lost: {self.reason}"
+        if self.returncode is None:
+            return "closed the pipe to the process that started it, and went on"
+        if self.returncode >= 0:
+            return f"ended with exit code {self.returncode} {when} its function returned"
+        number = -self.returncode
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        return f"was killed by {name} {when} its function returned"
 
 
 Report = Returned | Exited | Raised
@@ -103,21 +118,14 @@ def frame(report: Ready | Report) -> bytes:
     return _LENGTH.pack(len(content)) + content
 
 
-class Inbox:
-    """Collects the bytes of one rank until its reports are complete."""
-
-    def __init__(self) -> None:
-        self._received = bytearray()
-
-    def feed(self, data: bytes) -> list[Ready | Report]:
-        """The reports that `data` completes."""
-        self._received += data
-        complete: list[Ready | Report] = []
-        while len(self._received) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._received)
-            end = _LENGTH.size + length
-            if len(self._received) < end:
-                break
-            complete.append(pickle.loads(self._received[_LENGTH.size : end]))
-            del self._received[:end]
-        return complete
+def take_reports(received: bytearray) -> list[Ready | Report]:
+    """The complete reports in the bytes that a rank has written so far, which are taken out of them."""
+    complete: list[Ready | Report] = []
+    while len(received) >= _LENGTH.size:
+        (length,) = _LENGTH.unpack_from(received)
+        end = _LENGTH.size + length
+        if len(received) < end:
+            break
+        complete.append(pickle.loads(received[_LENGTH.size : end]))
+        del received[:end]
+    return complete

@@ -36,8 +36,8 @@ from rpcdist.transport._channels.channel import Channels, ReadChannel, allowed_c
 from rpcdist.transport._channels.grpc_channel import GrpcClientChannel, connect_grpc, grpc_ends
 from rpcdist.transport._channels.proving import prove_client
 from rpcdist.transport._channels.socket_channel import SocketChannel
+from rpcdist.transport._channels.socket_pipe import connected_pipe
 from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix
-from rpcdist.transport._channels.tls_pipe import connected_pipe
 from rpcdist.transport._striping.stripe_taker import PAYLOAD_TAKER, payload_purpose
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
 from rpcdist.transport._tls.tls_socket import TlsSocket
@@ -48,7 +48,7 @@ from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.link import Link
 from rpcdist.transport.roles import SOCKET_ROLE, socket_purpose
 from rpcdist.transport.session import NullHandler, Session, SessionHandler
-from rpcdist.transport.unary_proof import SESSION_PATH, RequestProver
+from rpcdist.transport.unary_proof import SESSION_PATH
 from rpcdist.transport.unix_sockets import local_name, names_senders
 
 logger = logging.getLogger(__name__)
@@ -307,12 +307,11 @@ class Connector:
         )
         host, port = split_address(wanted.address)
         fork.note_peer_port(port, host)
-        prover = RequestProver(keys)
 
         def connect() -> grpc.aio.Channel:
             return self._grpc_connection(wanted.address)[0]
 
-        link = Link(self._io, wanted.address, session, connect, connection, prover, self._ended)
+        link = Link(self._io, wanted.address, session, connect, connection, keys, self._ended)
         link.passed_over = tuple(wanted.passed_over)
         self.links.add(link)
         return link

@@ -15,8 +15,9 @@ from rpcdist.ids import Identity
 from rpcdist.time_limits import CONNECTION_CLOSE_LIMIT_S, LEAVE_LIMIT_S
 from rpcdist.transport._channels.grpc_channel import mapped_errors
 from rpcdist.transport.io_loop import IoLoop
+from rpcdist.transport.keys import SessionKeys
 from rpcdist.transport.session import Session
-from rpcdist.transport.unary_proof import PACKAGE, Metadata, RequestProver, TooLarge, cut, joined
+from rpcdist.transport.unary_proof import PACKAGE, Metadata, TooLarge, cut, joined, request_metadata
 
 Reply = TypeVar("Reply", bound=Message)
 
@@ -33,7 +34,7 @@ class Link:
         io: the I/O loop that it runs on.
         connect: makes gRPC's connection at the first unary call, if the session uses a raw channel.
         connection: the gRPC connection of the session, which unary calls share. The link closes it.
-        prover: proves the unary calls.
+        keys: prove the unary calls.
         on_ended: called once, when the session has ended.
     """
 
@@ -44,7 +45,7 @@ class Link:
         session: Session,
         connect: Callable[[], grpc.aio.Channel],
         connection: grpc.aio.Channel | None,
-        prover: RequestProver,
+        keys: SessionKeys,
         on_ended: Callable[[Link], object],
     ) -> None:
         self.address = address
@@ -52,7 +53,8 @@ class Link:
         self.passed_over: tuple[tuple[str, str], ...] = ()
         self._connect = connect
         self._connection = connection
-        self._prover = prover
+        self._keys = keys
+        self._num_calls = 0  # unary
         self._on_ended = on_ended
         self._closes = False  # at this end
         self._task = io.spawn(self._run(), f"rpcdist link to {session.peer.name}")
@@ -123,7 +125,8 @@ class Link:
     @contextmanager
     def _calling(self, path: str) -> Iterator[Metadata]:
         """Yields the metadata that prove the call; turns errors of gRPC into errors of this package."""
-        metadata = self._prover.metadata(path)
+        self._num_calls += 1
+        metadata = request_metadata(self._keys, self._num_calls, path)
         if self.session.closed_reason is not None:
             raise ConnectFailed(self.address, self.session.closed_reason)
         with mapped_errors(self.address):

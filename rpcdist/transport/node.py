@@ -318,62 +318,56 @@ class Node:
 # ---------------------------------------------------------------- the node that store, collectives and RPC share
 
 
-class SharedNode:
-    """Starts a node for the first part that asks, and gives it to other parts until the last one has released it."""
-
-    def __init__(self) -> None:
-        # Weak: an ended node still refers to the services of its users, and would keep them alive.
-        self._node: Callable[[], Node | None] = lambda: None
-        self._lock = threading.Lock()
-
-    def acquire(self, options: NodeOptions | None = None) -> Node:
-        """The node of this process, started if there is none; pair it with `Node.release`.
-
-        Args:
-            options: settings for a node that starts now. A running node keeps its own; another token, job, TLS or
-                range of ports is then an error.
-
-        Raises:
-            ConfigError: the running node was started with another token, job or TLS.
-            ForkedProcess: this process was forked from one that runs a node.
-        """
-        fork.check_not_forked()
-        with self._lock:
-            node = self._node()
-            if node is None or not node.share():
-                with names_shortage("starting the node"):
-                    node = Node(options or NodeOptions()).start()
-                self._node = weakref.ref(node)
-            elif options is not None:
-                self._check_same(node, options)
-            return node
-
-    def _check_same(self, node: Node, options: NodeOptions) -> None:
-        mine = node.credentials
-        if options.token is not None and job_token(options.token) != mine.token:
-            node.release()
-            raise ConfigError("this process already communicates with another job token. Use one token per process.")
-        if TlsPolicy.of_environment(options.tls) != mine.tls_policy:
-            node.release()
-            raise ConfigError(
-                f"this process already communicates with TLS set to {mine.tls_policy.mode.value!r} and "
-                f"{mine.tls_policy.files or 'certificates of the job token'}. Set TLS and its files by "
-                f"{TLS_VARIABLE}, which applies to stores, groups and RPC."
-            )
-        if PortRange.of_environment(options.ports) != node.ports:
-            node.release()
-            raise ConfigError(
-                f"this process already listens at ports {node.ports}. Set them by {PORTS_VARIABLE}, which applies to "
-                "stores, groups and RPC."
-            )
-        if options.job != mine.job:
-            node.release()
-            raise ConfigError(
-                f"this process already belongs to job {mine.job!r}, and cannot join job {options.job!r}. Name the job "
-                "by RPCDIST_JOB, which applies to stores, groups and RPC."
-            )
+# Weak: an ended node still refers to the services of its users, and would keep them alive.
+_shared: weakref.ref[Node] | None = None
+_sharing = threading.Lock()
 
 
-_shared = SharedNode()
+def acquire_node(options: NodeOptions | None = None) -> Node:
+    """The node of this process, started if there is none; pair it with `Node.release`.
 
-acquire_node = _shared.acquire
+    Args:
+        options: settings for a node that starts now. A running node keeps its own; another token, job, TLS or range of
+            ports is then an error.
+
+    Raises:
+        ConfigError: the running node was started with another token, job or TLS.
+        ForkedProcess: this process was forked from one that runs a node.
+    """
+    global _shared
+    fork.check_not_forked()
+    with _sharing:
+        node = None if _shared is None else _shared()
+        if node is None or not node.share():
+            with names_shortage("starting the node"):
+                node = Node(options or NodeOptions()).start()
+            _shared = weakref.ref(node)
+        elif options is not None:
+            try:
+                _check_same(node, options)
+            except ConfigError:
+                node.release()
+                raise
+        return node
+
+
+def _check_same(node: Node, options: NodeOptions) -> None:
+    mine = node.credentials
+    if options.token is not None and job_token(options.token) != mine.token:
+        raise ConfigError("this process already communicates with another job token. Use one token per process.")
+    if TlsPolicy.of_environment(options.tls) != mine.tls_policy:
+        raise ConfigError(
+            f"this process already communicates with TLS set to {mine.tls_policy.mode.value!r} and "
+            f"{mine.tls_policy.files or 'certificates of the job token'}. Set TLS and its files by "
+            f"{TLS_VARIABLE}, which applies to stores, groups and RPC."
+        )
+    if PortRange.of_environment(options.ports) != node.ports:
+        raise ConfigError(
+            f"this process already listens at ports {node.ports}. Set them by {PORTS_VARIABLE}, which applies to "
+            "stores, groups and RPC."
+        )
+    if options.job != mine.job:
+        raise ConfigError(
+            f"this process already belongs to job {mine.job!r}, and cannot join job {options.job!r}. Name the job "
+            "by RPCDIST_JOB, which applies to stores, groups and RPC."
+        )

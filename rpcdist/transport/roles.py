@@ -14,11 +14,9 @@ from typing import Any, Final, Protocol
 from rpcdist._proto import handshake_pb2
 from rpcdist.ids import Identity
 from rpcdist.time_limits import ROLE_LIMIT_S
-from rpcdist.transport._framing.incoming import IncomingBuffer
 from rpcdist.transport.identities import identity_from_proto
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.session import HeapPayloads, Session, SessionHandler
-from rpcdist.transport.wire_messages import WireMessage
+from rpcdist.transport.session import NullHandler, SessionHandler
 
 logger = logging.getLogger(__name__)
 
@@ -42,23 +40,6 @@ class SocketTaker(Protocol):
 def socket_purpose(taker: str, purpose: str) -> str:
     """The purpose in the hello of a raw socket for the taker of that name."""
     return f"{taker}/{purpose}"
-
-
-class _EndedRole(HeapPayloads):
-    """Takes the sessions that peers open after the end of a role, and closes a session, with the reason, if it sends.
-
-    These sessions are not refused: when a worker leaves, workers that leave a moment later connect to it once more, and
-    that deserves no warning.
-    """
-
-    def on_opened(self, session: Session) -> None:
-        logger.debug("%s opened a session for %s, which has ended", session.peer.name, session.role)
-
-    def on_messages(self, session: Session, messages: list[tuple[WireMessage, list[IncomingBuffer]]]) -> None:
-        session.close(f"the part of that process which served {session.role!r} has been shut down")
-
-    def on_closed(self, session: Session, reason: str) -> None:
-        logger.debug("the session with %s ended: %s", session.peer.name, reason)
 
 
 class Roles:
@@ -104,7 +85,12 @@ class Roles:
                     await expected.wait()
             except TimeoutError:
                 logger.warning("a peer waited %s s for the role %r, which no part serves", ROLE_LIMIT_S, role)
-        return self._handlers.get(role) or (_EndedRole() if role in self._ended else None)
+        found = self._handlers.get(role)
+        if found is None and role in self._ended:
+            # Not refused: when a worker leaves, workers that leave a moment later connect to it once more, and that
+            # deserves no warning.
+            return NullHandler(f"the part of that process which served {role!r} has been shut down")
+        return found
 
     def take_sockets(self, name: str, taker: SocketTaker | None) -> None:
         """Sets the taker of raw sockets under `name`; None removes it."""

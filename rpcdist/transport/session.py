@@ -118,13 +118,20 @@ class HeapPayloads:
 
 
 class NullHandler(HeapPayloads):
-    """The handler of connections that only make unary calls: only heartbeats may arrive."""
+    """The handler of connections that only make unary calls: only heartbeats may arrive.
+
+    Args:
+        refusal: the reason for which a session that sends something else is closed.
+    """
+
+    def __init__(self, refusal: str = "") -> None:
+        self._refusal = refusal
 
     def on_opened(self, session: Session) -> None:
         logger.debug("%s opened a session for %s", session.peer.name, session.role)
 
     def on_messages(self, session: Session, messages: list[Delivery]) -> None:
-        session.close(f"unexpected message from {session.peer.name}")
+        session.close(self._refusal or f"unexpected message from {session.peer.name}")
 
     def on_closed(self, session: Session, reason: str) -> None:
         logger.debug("session with %s closed: %s", session.peer.name, reason)

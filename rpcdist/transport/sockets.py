@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any, Final, Literal, Protocol, TypeVar, overload
+from typing import Any, Final, Literal, TypeVar, overload
 
 from rpcdist.deadline import Deadline
 from rpcdist.errors import (
@@ -36,16 +36,13 @@ from rpcdist.errors import (
     RpcdistError,
     TransportError,
 )
-from rpcdist.ids import Identity
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import CHECK_INTERVAL_S, ROLE_LIMIT_S, SLOW_ANSWER_LIMIT_S, THREAD_GRACE_S
 from rpcdist.transport._channels.socket_pipe import until_ready
-from rpcdist.transport._socket_hub.hub_connector import HubAddress, HubConnector, widen
+from rpcdist.transport._socket_hub.hub_connector import HubAddress, connect_to_hub
 from rpcdist.transport._socket_hub.waiting_room import WaitingRoom
 from rpcdist.transport._tls.tls_socket import StreamSocket
-from rpcdist.transport.credentials import Credentials
-from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.roles import SocketTaker
+from rpcdist.transport.node import Node
 
 T = TypeVar("T")
 
@@ -56,20 +53,6 @@ Check = Callable[[], None]
 Taker = Callable[[str, StreamSocket], None]
 
 
-class SocketPlace(Protocol):
-    """The interface of a node to its hubs; see `Node`."""
-
-    @property
-    def io(self) -> IoLoop: ...
-
-    @property
-    def credentials(self) -> Credentials: ...
-
-    def take_sockets(self, name: str, taker: SocketTaker, host: str, timeout_s: float) -> HubAddress: ...
-
-    def end_sockets(self, name: str) -> None: ...
-
-
 class SocketHub:
     """The raw sockets of one part of a process; any thread may use it. It does not listen before `open`.
 
@@ -77,13 +60,12 @@ class SocketHub:
         node: connects, listens, and proves this process. It must outlive the hub.
     """
 
-    def __init__(self, node: SocketPlace) -> None:
+    def __init__(self, node: Node) -> None:
         self._node = node
         self._io = node.io
         self._name = secrets.token_hex(8)
         self._address: HubAddress | None = None
         self._room = WaitingRoom(node.io, MAX_WAITING, ROLE_LIMIT_S)
-        self._connector = HubConnector(node.credentials)
         self._closed = False
         self._lock = threading.Lock()  # held by `open` and `close`
 
@@ -115,7 +97,7 @@ class SocketHub:
             if self._closed:
                 raise _closed()
             if self._address is None:
-                self._address = self._node.take_sockets(self._name, _Taker(self._room), host, timeout_s)
+                self._address = self._node.take_sockets(self._name, self._room, host, timeout_s)
         return self.address
 
     @overload
@@ -192,7 +174,7 @@ class SocketHub:
         began = time.monotonic()
         try:
             async with asyncio.timeout(Deadline.after(timeout_s).wait_s()):  # uvloop knows no infinity
-                return await self._connector.connect(HubAddress.parse(address), purpose, unix)
+                return await connect_to_hub(self._node.credentials, HubAddress.parse(address), purpose, unix)
         except TimeoutError as exc:
             waited_s = time.monotonic() - began
             reason = own_shortage() or f"no answer to the handshake for {purpose!r}"
@@ -238,20 +220,6 @@ class SocketHub:
             if not future.done():
                 future.cancel()
                 future.add_done_callback(_close_result)
-
-
-class _Taker:
-    """Puts arriving connections into the waiting room."""
-
-    def __init__(self, room: WaitingRoom) -> None:
-        self._room = room
-
-    def refusal(self, purpose: str, peer: Identity) -> str:
-        return self._room.refusal(purpose)
-
-    def put(self, purpose: str, connection: StreamSocket) -> bool:
-        widen(connection)
-        return self._room.put(purpose, connection)
 
 
 async def send_all(connection: StreamSocket, data: bytes) -> None:

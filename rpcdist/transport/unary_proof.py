@@ -6,9 +6,7 @@ counter. The server knows the keys of its open sessions, and accepts each counte
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import AsyncIterable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from google.protobuf.message import Message
@@ -27,35 +25,20 @@ _MAX_DIGITS: Final = 18  # checked before `int`, which takes quadratic time
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 
-class RequestProver:
-    """The client's side: makes the metadata of the calls of one session."""
-
-    def __init__(self, keys: SessionKeys) -> None:
-        self._keys = keys
-        self._counter = itertools.count(1)
-
-    def metadata(self, path: str) -> Metadata:
-        """The metadata for the next call of the method `path`."""
-        counter = next(self._counter)
-        proof = request_proof(self._keys.key, path, counter)
-        return (SESSION_KEY, self._keys.session_id), (COUNTER_KEY, str(counter)), (PROOF_KEY, proof)
-
-
-@dataclass(slots=True, eq=False)
-class _ProvenSession:
-    key: bytes
-    peer: Identity
-    window: ReplayWindow = field(default_factory=ReplayWindow)
+def request_metadata(keys: SessionKeys, counter: int, path: str) -> Metadata:
+    """The metadata of a call of the method `path`: the `counter`th of its session, from 1."""
+    proof = request_proof(keys.key, path, counter)
+    return (SESSION_KEY, keys.session_id), (COUNTER_KEY, str(counter)), (PROOF_KEY, proof)
 
 
 class ProvenSessions:
     """The server's side: the open sessions by id. Used on one thread."""
 
     def __init__(self) -> None:
-        self._sessions: dict[bytes, _ProvenSession] = {}
+        self._sessions: dict[bytes, tuple[bytes, Identity, ReplayWindow]] = {}  # key, peer, calls so far
 
     def add(self, keys: SessionKeys, peer: Identity) -> None:
-        self._sessions[keys.session_id] = _ProvenSession(keys.key, peer)
+        self._sessions[keys.session_id] = keys.key, peer, ReplayWindow()
 
     def remove(self, keys: SessionKeys) -> None:
         del self._sessions[keys.session_id]
@@ -69,9 +52,10 @@ class ProvenSessions:
             return None
         if not (counter.isascii() and counter.isdigit() and len(counter) <= _MAX_DIGITS):
             return None
-        if not verify_request(session.key, path, int(counter), proof):
+        key, peer, window = session
+        if not verify_request(key, path, int(counter), proof):
             return None
-        return session.peer if session.window.accept(int(counter)) else None
+        return peer if window.accept(int(counter)) else None
 
 
 # ---------------------------------------------------------------- messages beyond gRPC's limit, cut into pieces

@@ -13,7 +13,7 @@ BOUNDED = (
     ".dispatcher._reader_functions",
     ".flight_log._events",  # the last events
     ".contexts._released",  # the last of other workers
-    "._greetings._known",  # the last connections
+    "._silent._known",  # the last connections
     ".recorder._made",  # the last calls
     ".recorder._served",
     ".protocol.refused_shares",  # each remembers the last 4,096

@@ -20,7 +20,7 @@ from rpcdist.errors import AuthenticationFailed
 from rpcdist.ids import Identity
 from rpcdist.transport import Node
 from rpcdist.transport._channels.grpc_channel import CHANNEL_OPTIONS, connect_grpc
-from rpcdist.transport._server.server import AtAddress
+from rpcdist.transport._server.unary_services import UnaryServices
 from rpcdist.transport._tls.certificate import Certificate
 from rpcdist.transport._tls.job_authority import LIFETIME, JobAuthority
 from rpcdist.transport._tls.tls_identity import TlsIdentity, issued_certificates
@@ -42,13 +42,13 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
 def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The calls that came as far as this package's code."""
     seen: list[str] = []
-    route = AtAddress.service
+    route = UnaryServices.service
 
-    def service(self: AtAddress, details: grpc.HandlerCallDetails) -> Any:
+    def service(self: UnaryServices, details: grpc.HandlerCallDetails) -> Any:
         seen.append(details.method)
         return route(self, details)
 
-    monkeypatch.setattr(AtAddress, "service", service)
+    monkeypatch.setattr(UnaryServices, "service", service)
     return seen
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rpcdist import Placement, placement_from_environment
-from rpcdist._launch.progress import Died, Failed, Late, Outcome, Progress, Stuck, Succeeded
+from rpcdist._launch.progress import Failed, Late, Outcome, Progress, Stuck, Succeeded
 from rpcdist._launch.reports import (
     Exited,
-    Inbox,
     ProcessEnded,
     Raised,
     Ready,
@@ -16,6 +15,7 @@ from rpcdist._launch.reports import (
     Returned,
     frame,
     report_of_exception,
+    take_reports,
 )
 from rpcdist.errors import ConfigError, RankLost
 
@@ -60,13 +60,13 @@ LOST = raised(1.0, may_be_consequence=True)
         ([(1.0, 0, LOST), (1.5, 1, raised(1.5))], 1.5, Failed(1, raised(1.5))),
         ([(1.0, 0, LOST), (1.5, 1, DONE)], 1.5, Failed(0, LOST)),
         # a process that vanished comes before what was seen together with it
-        ([(1.0, 0, raised(0.9)), (1.0, 1, -9)], 1.0, Failed(1, Died(-9, 0.0))),
+        ([(1.0, 0, raised(0.9)), (1.0, 1, -9)], 1.0, Failed(1, ProcessEnded(-9, 0.0))),
         ([(0.5, 0, DONE), (1.0, 0, 0), (1.0, 1, raised(0.4))], 1.0, Failed(1, raised(0.4))),
         # ends without a report, and after one
-        ([(1.0, 0, 3)], 1.0, Failed(0, Died(3, 0.0))),
-        ([(1.0, 0, 0)], 1.0, Failed(0, Died(0, 0.0))),
-        ([(1.0, 0, None)], 1.0, Failed(0, Died(None, 0.0))),
-        ([(1.0, 0, DONE), (2.0, 0, -6)], 2.0, Failed(0, Died(-6, 1.0, has_returned=True))),
+        ([(1.0, 0, 3)], 1.0, Failed(0, ProcessEnded(3, 0.0))),
+        ([(1.0, 0, 0)], 1.0, Failed(0, ProcessEnded(0, 0.0))),
+        ([(1.0, 0, None)], 1.0, Failed(0, ProcessEnded(None, 0.0))),
+        ([(1.0, 0, DONE), (2.0, 0, -6)], 2.0, Failed(0, ProcessEnded(-6, 1.0, has_returned=True))),
         ([(1.0, 0, raised(1.0)), (2.0, 0, 1)], 2.0, Failed(0, raised(1.0))),
         # limits
         ([(1.0, 0, DONE), (2.0, 0, 0)], 100.0, Late((1,))),
@@ -94,9 +94,12 @@ def test_the_next_deadline_is_the_earliest() -> None:
 @pytest.mark.parametrize("cut", [1, 3, 8, 9, 1000])
 def test_a_report_arrives_in_parts_of_any_size(cut: int) -> None:
     reports: list[Ready | Report] = [Ready(), Returned(bytes(100))]
-    inbox, data = Inbox(), b"".join(map(frame, reports))
+    received, data = bytearray(), b"".join(map(frame, reports))
     parts = [data[start : start + cut] for start in range(0, len(data), cut)]
-    arrived = [inbox.feed(part) for part in parts]
+    arrived = []
+    for part in parts:
+        received += part
+        arrived.append(take_reports(received))
     assert [report for complete in arrived for report in complete] == reports
     assert arrived[-1][-1] == reports[-1]
 

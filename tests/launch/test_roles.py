@@ -9,7 +9,7 @@ import pytest
 
 from rpcdist import Role
 from rpcdist._launch.job_plan import Machine, plan_job, this_machine
-from rpcdist._launch.progress import Died, Failed, Progress, Succeeded
+from rpcdist._launch.progress import Failed, Progress, Succeeded
 from rpcdist._launch.reports import Event, Exited, ProcessEnded, Raised, Ready, Returned
 from rpcdist.errors import ConfigError
 
@@ -135,7 +135,7 @@ def test_the_last_restart_is_the_last() -> None:
     take(job, (1.0, 1, KILLED))
     assert job.to_start(11.0) == [(1, 1)]
     take(job, (12.0, 1, KILLED))
-    assert job.outcome(12.0) == Failed(1, Died(-9, 0.0))
+    assert job.outcome(12.0) == Failed(1, ProcessEnded(-9, 0.0))
 
 
 def test_what_the_engine_lost_before_it_ran_counts_as_no_restart() -> None:
@@ -143,7 +143,7 @@ def test_what_the_engine_lost_before_it_ran_counts_as_no_restart() -> None:
     take(job, (1.0, 0, ProcessEnded(None, 1.0, "the node died", has_run=False)))
     assert job.to_start(11.0) == [(0, 1)] and job.num_restarts(0) == 0
     take(job, (12.0, 0, ProcessEnded(None, 12.0, "the node died")))
-    assert job.outcome(12.0) == Failed(0, Died(None, 12.0, False, "the node died"))
+    assert job.outcome(12.0) == Failed(0, ProcessEnded(None, 12.0, "the node died"))
     assert job.state(0) == "was lost: the node died"
 
 
@@ -175,4 +175,4 @@ def test_a_job_does_not_wait_for_daemons() -> None:
 def test_a_daemon_that_fails_ends_the_job() -> None:
     job = progress(daemons={1})
     take(job, (1.0, 1, KILLED))
-    assert job.outcome(1.0) == Failed(1, Died(-9, 0.0))
+    assert job.outcome(1.0) == Failed(1, ProcessEnded(-9, 0.0))

@@ -112,7 +112,7 @@ def cluster(running_cluster: Cluster, nothing_is_left_behind: None) -> Iterator[
 def no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process: the workers of other tests may have an agent in this one, and a node that has its name."""
     monkeypatch.setattr(_current._of_process, "agent", None)
-    monkeypatch.setattr(node_module._shared, "_node", lambda: None)
+    monkeypatch.setattr(node_module, "_shared", None)
 
 
 def channels(rank: int) -> dict[str, str | None]:

@@ -11,9 +11,9 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import AuthenticationFailed, ConfigError, RpcdistError
 from rpcdist.testing import eventually
 from rpcdist.transport import NodeOptions
-from rpcdist.transport._server import admission
+from rpcdist.transport import node as node_module
+from rpcdist.transport._server import silent_connections
 from rpcdist.transport.fork import ForkGuard
-from rpcdist.transport.node import SharedNode
 from rpcdist.transport.unix_sockets import has_abstract_sockets
 
 TOKENS = ("the token of one job", "the token of another")
@@ -51,7 +51,7 @@ def test_another_token_from_another_host_is_noticed_once(
     nodes: Nodes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RPCDIST_CHANNELS", "tcp")  # no Unix socket, by which a process of this host would tell
-    monkeypatch.setattr(admission, "HANDSHAKE_LIMIT_S", limit_s := 0.3)
+    monkeypatch.setattr(silent_connections, "HANDSHAKE_LIMIT_S", limit_s := 0.3)
     server, friend = (nodes.make(name, serve=True, token=TOKENS[0]) for name in ("server", "friend"))
     server.handle_role("echo", Recorder(echo=True))
     open_link(friend, server)
@@ -79,19 +79,19 @@ def test_a_node_ends_and_the_others_go_on(nodes: Nodes) -> None:
         bystander.run(bystander.connect("127.0.0.1:1", "echo", LIMIT_S), LIMIT_S)
 
 
-def test_the_shared_node_lives_until_its_last_user_has_released_it() -> None:
-    shared = SharedNode()
-    first = shared.acquire(NodeOptions(token=TOKENS[0]))
-    assert shared.acquire() is first and shared.acquire(NodeOptions(token=TOKENS[0])) is first
+def test_the_shared_node_lives_until_its_last_user_has_released_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "_shared", None)
+    first = node_module.acquire_node(NodeOptions(token=TOKENS[0]))
+    assert node_module.acquire_node() is first and node_module.acquire_node(NodeOptions(token=TOKENS[0])) is first
     with pytest.raises(ConfigError, match="another job token"):
-        shared.acquire(NodeOptions(token=TOKENS[1]))
+        node_module.acquire_node(NodeOptions(token=TOKENS[1]))
     first.release()
     first.release()
     assert first.serve("127.0.0.1", 0)
     first.release()
     with pytest.raises(RpcdistError, match="is closed"):
         first.serve("127.0.0.1", 0)
-    second = shared.acquire(NodeOptions(token=TOKENS[1]))  # nobody uses the other token any more
+    second = node_module.acquire_node(NodeOptions(token=TOKENS[1]))  # nobody uses the other token any more
     assert second is not first
     second.release()
 

@@ -20,7 +20,7 @@ from rpcdist.transport import Link, Node, Session
 from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._framing.frames import frame
 from rpcdist.transport._framing.incoming import Delivery
-from rpcdist.transport._socket_hub.hub_connector import HubAddress, HubConnector
+from rpcdist.transport._socket_hub.hub_connector import HubAddress, connect_to_hub
 from rpcdist.transport._striping import stripe_taker
 from rpcdist.transport._striping.stripe_taker import PAYLOAD_TAKER, payload_purpose
 from rpcdist.transport._striping.striping import (
@@ -336,8 +336,7 @@ def test_a_peer_that_reads_nothing_holds_no_thread_after_the_end(
 def payload_socket(client: Node, server: Node, purpose: str) -> socket.socket:
     """A proven connection that says it is one for payloads."""
     host, port = "127.0.0.1", server._server._streams.tcp_port
-    connector = HubConnector(client.credentials)
-    opening = connector.connect(HubAddress(host, port, "", PAYLOAD_TAKER), purpose, unix=False)
+    opening = connect_to_hub(client.credentials, HubAddress(host, port, "", PAYLOAD_TAKER), purpose, unix=False)
     opened = client.run(opening, LIMIT_S)
     assert isinstance(opened, socket.socket)
     return opened

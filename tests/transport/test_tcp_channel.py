@@ -16,7 +16,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ConnectFailed
 from rpcdist.testing import eventually
 from rpcdist.transport import Link, Node, connector
-from rpcdist.transport._channels import tls_pipe
+from rpcdist.transport._channels import socket_pipe
 from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._channels.stream_sockets import accepted_ends, connect_tcp, connected_ends
@@ -104,7 +104,7 @@ def test_where_the_local_channel_does_not_work_tcp_does(
         ends = connected_ends(connection)
         return ends.replace(f"process {os.getpid()}", "process 0") if connection.family == socket.AF_UNIX else ends
 
-    monkeypatch.setattr(tls_pipe, "connected_ends", as_seen_from_elsewhere)
+    monkeypatch.setattr(socket_pipe, "connected_ends", as_seen_from_elsewhere)
     link = open_link(nodes.make("client"), server, handler=answers)
     assert works(link, answers) == "tcp"
     assert "no local channel" in caplog.text and "relays it or translates addresses" in caplog.text

@@ -6,7 +6,7 @@ import pytest
 
 from rpcdist.ids import Identity
 from rpcdist.transport.keys import SessionKeys
-from rpcdist.transport.unary_proof import COUNTER_KEY, PROOF_KEY, SESSION_KEY, ProvenSessions, RequestProver
+from rpcdist.transport.unary_proof import COUNTER_KEY, PROOF_KEY, SESSION_KEY, ProvenSessions, request_metadata
 
 KEYS = SessionKeys(b"s" * 16, b"k" * 32)
 PEER = Identity("peer", 1, 2)
@@ -21,28 +21,27 @@ def proven() -> ProvenSessions:
 
 
 def test_each_call_of_a_session_is_accepted_once(proven: ProvenSessions) -> None:
-    prover = RequestProver(KEYS)
-    first, second = prover.metadata(PATH), prover.metadata(PATH)
+    first, second = request_metadata(KEYS, 1, PATH), request_metadata(KEYS, 2, PATH)
     assert [proven.peer_of(PATH, call) for call in (second, first)] == [PEER, PEER]  # in any order
     assert proven.peer_of(PATH, first) is None
 
 
 def test_a_call_of_another_method_session_or_key_is_refused(proven: ProvenSessions) -> None:
-    assert proven.peer_of("/rpcdist.Store/Set", RequestProver(KEYS).metadata(PATH)) is None
-    assert proven.peer_of(PATH, RequestProver(KEYS._replace(session_id=b"t" * 16)).metadata(PATH)) is None
-    assert proven.peer_of(PATH, RequestProver(KEYS._replace(key=b"l" * 32)).metadata(PATH)) is None
+    assert proven.peer_of("/rpcdist.Store/Set", request_metadata(KEYS, 1, PATH)) is None
+    assert proven.peer_of(PATH, request_metadata(KEYS._replace(session_id=b"t" * 16), 1, PATH)) is None
+    assert proven.peer_of(PATH, request_metadata(KEYS._replace(key=b"l" * 32), 1, PATH)) is None
     proven.remove(KEYS)
-    assert proven.peer_of(PATH, RequestProver(KEYS).metadata(PATH)) is None
+    assert proven.peer_of(PATH, request_metadata(KEYS, 1, PATH)) is None
 
 
 @pytest.mark.parametrize("counter", ["", "-1", "0", "x", "1.0", "9" * 30, "\N{ARABIC-INDIC DIGIT ONE}"])
 def test_a_malformed_counter_is_refused(proven: ProvenSessions, counter: str) -> None:
-    metadata = {**dict(RequestProver(KEYS).metadata(PATH)), COUNTER_KEY: counter}
+    metadata = {**dict(request_metadata(KEYS, 1, PATH)), COUNTER_KEY: counter}
     assert proven.peer_of(PATH, metadata.items()) is None
 
 
 @pytest.mark.parametrize("missing", [SESSION_KEY, COUNTER_KEY, PROOF_KEY])
 def test_missing_metadata_is_refused(proven: ProvenSessions, missing: str) -> None:
-    metadata = [entry for entry in RequestProver(KEYS).metadata(PATH) if entry[0] != missing]
+    metadata = [entry for entry in request_metadata(KEYS, 1, PATH) if entry[0] != missing]
     assert proven.peer_of(PATH, metadata) is None
-    assert proven.peer_of(PATH, RequestProver(KEYS).metadata(PATH)) == PEER  # an unproven call uses no number up
+    assert proven.peer_of(PATH, request_metadata(KEYS, 1, PATH)) == PEER  # an unproven call uses no number up

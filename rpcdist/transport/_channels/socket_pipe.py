@@ -1,4 +1,4 @@
-"""The handshake's messages on a raw connection: four bytes of length, little endian, and the message.
+"""The handshake's messages on a raw connection, plain or with TLS: four bytes of length, little endian, and the bytes.
 
 The pipe reads exactly these bytes, so the socket can be handed to any other part afterwards.
 """
@@ -7,28 +7,53 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import struct
-from abc import ABC, abstractmethod
 from typing import Final
 
 from rpcdist.errors import AuthenticationFailed, ProtocolViolation, TransportError
-from rpcdist.transport._tls.tls_socket import StreamSocket
+from rpcdist.transport._channels.stream_sockets import connected_ends
+from rpcdist.transport._tls.tls_socket import StreamSocket, TlsSocket
+from rpcdist.transport.credentials import Credentials
+from rpcdist.transport.handshake import STRANGE_CERTIFICATE
 from rpcdist.transport.handshake_side import MAX_HANDSHAKE_BYTES
 from rpcdist.transport.unix_sockets import peer_process, receive_from
 from rpcdist.waiters import wake
 
 _LENGTH: Final = struct.Struct("<I")
+_TLS_HANDSHAKE: Final = 0x16  # the first byte of a TLS record of that kind, which its version follows
+_TLS_MAJOR_VERSION: Final = 3
+_PEEKED_BYTES: Final = 3
 
 
-class RawPipe(ABC):
-    """A `HandshakePipe` on top of a byte stream; subclasses move the bytes.
+class SocketPipe:
+    """The `HandshakePipe` of one socket. On a Unix socket, every message must come from the process that connected.
 
     Args:
+        connection: connected, not blocking; with TLS, before or after its TLS handshake. It still belongs to the
+            caller.
         address: address of the peer, for messages.
+        tls_source: see `Credentials.tls_source`, for messages.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, connection: StreamSocket, address: str, tls_source: str | None = None) -> None:
+        self._socket = connection
         self._address = address
+        self._tls_source = tls_source
+
+    async def shake_hands(self) -> None:
+        """Performs the TLS handshake; the caller limits the time.
+
+        Raises:
+            AuthenticationFailed: it failed.
+            TransportError: the connection broke.
+        """
+        assert isinstance(self._socket, TlsSocket)
+        try:
+            while not self._socket.shake_hands():
+                await until_ready(self._socket, for_writing=self._socket.has_unsent)
+        except OSError as exc:
+            raise self._broken(exc) from exc
 
     async def read(self) -> bytes | None:
         head = await self._read_exactly(_LENGTH.size)
@@ -40,36 +65,18 @@ class RawPipe(ABC):
         return await self._read_exactly(size)
 
     async def write(self, data: bytes) -> None:
+        rest = memoryview(_LENGTH.pack(len(data)) + data)
         try:
-            await self._write_all(_LENGTH.pack(len(data)) + data)
+            while rest:
+                try:
+                    rest = rest[self._socket.send(rest) :]
+                except BlockingIOError:
+                    await until_ready(self._socket, for_writing=True)
         except OSError as exc:
             raise self._broken(exc) from exc
 
-    @abstractmethod
     async def _read_exactly(self, size: int) -> bytes | None:
         """Reads exactly `size` bytes; None if the connection ends earlier."""
-
-    @abstractmethod
-    async def _write_all(self, data: bytes) -> None:
-        """Writes all bytes. Raises `OSError`."""
-
-    def _broken(self, exc: OSError) -> TransportError:
-        return TransportError(f"the connection with {self._address} broke: {exc.strerror or exc}")
-
-
-class SocketPipe(RawPipe):
-    """The pipe of a plain socket. On a Unix socket, every message must come from the process that connected.
-
-    Args:
-        connection: connected, not blocking; it still belongs to the caller.
-        address: address of the peer, for messages.
-    """
-
-    def __init__(self, connection: socket.socket, address: str) -> None:
-        super().__init__(address)
-        self._socket = connection
-
-    async def _read_exactly(self, size: int) -> bytes | None:
         data = b""
         while len(data) < size:
             try:
@@ -86,7 +93,7 @@ class SocketPipe(RawPipe):
     async def _read_some(self, size: int) -> bytes:
         while True:
             try:
-                if self._socket.family != socket.AF_UNIX:
+                if isinstance(self._socket, TlsSocket) or self._socket.family != socket.AF_UNIX:
                     return self._socket.recv(size)
                 data, sender = receive_from(self._socket, size)
             except BlockingIOError:
@@ -99,8 +106,113 @@ class SocketPipe(RawPipe):
                 )
             return data
 
-    async def _write_all(self, data: bytes) -> None:
-        await asyncio.get_running_loop().sock_sendall(self._socket, data)
+    def _broken(self, exc: OSError) -> TransportError:
+        if isinstance(exc, ssl.SSLError) and not isinstance(exc, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+            source = f" This process uses {self._tls_source}." if self._tls_source else ""
+            return AuthenticationFailed(
+                f"TLS with {self._address} failed ({exc.reason or exc}): it {STRANGE_CERTIFICATE}{source}"
+            )
+        return TransportError(f"the connection with {self._address} broke: {exc.strerror or exc}")
+
+
+class AcceptedPipe:
+    """The `HandshakePipe` of an accepted TCP connection whose first bytes say whether it speaks TLS.
+
+    Attributes:
+        tls: the end that speaks TLS, once that is known; it takes the place of `raw`, and the owner closes it. None for
+            a plain connection.
+
+    Args:
+        raw: accepted, not blocking; it still belongs to the caller.
+        address: address of the peer, for messages.
+        credentials: the credentials of this process.
+        may_be_plain: whether a connection without TLS is accepted.
+    """
+
+    def __init__(self, raw: socket.socket, address: str, credentials: Credentials, may_be_plain: bool) -> None:
+        self.tls: TlsSocket | None = None
+        self._raw = raw
+        self._address = address
+        self._credentials = credentials
+        self._may_be_plain = may_be_plain
+        self._plain = SocketPipe(raw, address)
+        self._pipe: SocketPipe | None = None
+
+    async def read(self) -> bytes | None:
+        if self._pipe is None:
+            if await self._speaks_tls():
+                self.tls = wrapped(self._raw, self._address, self._credentials, server_side=True)
+                self._pipe = SocketPipe(self.tls, self._address, self._credentials.tls_source)
+                await self._pipe.shake_hands()
+            else:
+                self._pipe = self._plain
+                if not self._may_be_plain:
+                    await self._plain.read()  # otherwise a reset ends it, and the peer does not learn why
+                    raise ProtocolViolation(
+                        f"{self._address} came without TLS, which is only taken from networks declared trusted; "
+                        "set RPCDIST_TLS and RPCDIST_TRUSTED_NETWORKS to the same in every process of the job"
+                    )
+        return await self._pipe.read()
+
+    async def write(self, data: bytes) -> None:
+        await (self._pipe or self._plain).write(data)
+
+    async def _speaks_tls(self) -> bool:
+        """A plain message has its length first: then the third byte is 0, and in TLS a version."""
+        self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _PEEKED_BYTES)  # not readable before
+        try:
+            while True:
+                try:
+                    first = self._raw.recv(_PEEKED_BYTES, socket.MSG_PEEK)
+                except BlockingIOError:
+                    await until_ready(self._raw, for_writing=False)
+                    continue
+                if 0 < len(first) < _PEEKED_BYTES and first[0] == _TLS_HANDSHAKE:
+                    raise TransportError(f"the connection with {self._address} ended within its first bytes")
+                break
+            self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        except OSError as exc:
+            raise TransportError(f"the connection with {self._address} broke: {exc.strerror or exc}") from exc
+        return first[:2] == bytes((_TLS_HANDSHAKE, _TLS_MAJOR_VERSION)) and first[2:] != b"\0"
+
+
+def wrapped(raw: socket.socket, address: str, credentials: Credentials, server_side: bool) -> TlsSocket:
+    """The end of a connected TCP socket that speaks TLS, before the handshake; it takes the place of `raw`.
+
+    Raises:
+        TransportError: the connection broke before; it is closed.
+    """
+    context, fingerprint = credentials.tls.ssl_context(server_side)
+    try:
+        return TlsSocket(raw, context, server_side, fingerprint)
+    except OSError as exc:
+        raise TransportError(f"the connection with {address} broke: {exc.strerror or exc}") from exc
+
+
+async def connected_pipe(
+    raw: socket.socket, address: str, credentials: Credentials
+) -> tuple[StreamSocket, SocketPipe, str]:
+    """The means to use a connection that this process opened: with TLS, unless its address needs none.
+
+    Args:
+        raw: just connected; the caller closes it if this raises. With TLS, the returned socket takes its place.
+        address: address of the peer, for messages.
+        credentials: the credentials of this process.
+
+    Returns:
+        The socket, its pipe, and the name that both sides give the connection.
+    """
+    ends = connected_ends(raw)
+    if raw.family == socket.AF_UNIX or not credentials.tls_policy.encrypts_raw(str(raw.getpeername()[0])):
+        return raw, SocketPipe(raw, address), ends
+    tls = wrapped(raw, address, credentials, server_side=False)
+    try:
+        pipe = SocketPipe(tls, address, credentials.tls_source)
+        await pipe.shake_hands()
+        return tls, pipe, f"{tls.ends()}, {ends}"
+    except BaseException:
+        tls.close()
+        raise
 
 
 async def until_ready(connection: StreamSocket, for_writing: bool) -> None:

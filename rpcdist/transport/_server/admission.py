@@ -14,9 +14,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from rpcdist._proto import handshake_pb2 as pb
@@ -30,7 +29,6 @@ logger = logging.getLogger(__name__)
 # Unfinished handshakes. A first message that announces the largest size that TLS allows costs 180 KiB.
 MAX_UNPROVEN: Final = 256
 MAX_UNPROVEN_PER_CONNECTION: Final = 4  # streams of one gRPC connection; a link opens one
-MAX_CONNECTIONS_KNOWN: Final = 16_384
 MAX_REFUSALS_SHOWN: Final = 64  # in one log period, so that a stranger cannot fill the disk with log lines
 
 
@@ -49,103 +47,6 @@ class Origin(NamedTuple):
         return f"{self.host}:{self.port}" if self.port else self.host
 
 
-class RefusalLog:
-    """Logs refused connections, with one warning for each host and reason in `LOG_PERIOD_S`."""
-
-    def __init__(self) -> None:
-        self._since = 0.0
-        self._shown: set[str] = set()
-
-    def note(self, origin: Origin, reason: Exception | str) -> None:
-        now = time.monotonic()
-        if now - self._since >= LOG_PERIOD_S:
-            self._since = now
-            self._shown.clear()
-        text = f"{origin.host}: {reason}"  # each attempt has another port
-        is_news = text not in self._shown and len(self._shown) < MAX_REFUSALS_SHOWN
-        if is_news:
-            self._shown.add(text)
-        logger.log(logging.WARNING if is_news else logging.DEBUG, "refused a connection from %s: %s", origin, reason)
-
-
-class TlsGreetings:
-    """Counts gRPC connections that began TLS, and those that made a call; gRPC does not report the others.
-
-    The TLS certificates are made from the token, so a process with another token fails in TLS. One warning reports
-    that, unless each of these processes was also refused by name. On the I/O loop.
-
-    Args:
-        num_named: returns the number of processes refused by name because of their token.
-    """
-
-    def __init__(self, num_named: Callable[[], int]) -> None:
-        self._num_named = num_named
-        self._check: asyncio.TimerHandle | None = None
-        self._is_told = False
-        self._num_begun = 0
-        self._num_calling = 0
-        self._known: dict[Origin, None] = {}  # the connections that have made a call, the oldest first
-
-    @property
-    def num_silent(self) -> int:
-        """Connections that made no call. A few are harmless: their side gave up, or is about to call."""
-        return max(0, self._num_begun - self._num_calling)
-
-    def begun(self) -> None:
-        """TLS begins on a connection."""
-        self._num_begun += 1
-        if not self._is_told and self._check is None:
-            self._check = asyncio.get_running_loop().call_later(HANDSHAKE_LIMIT_S, self._look)
-
-    def _look(self) -> None:
-        self._check = None
-        if self.num_silent > self._num_named():
-            self._is_told = True
-            logger.warning(
-                "a connection to this process failed in TLS. If it came from a process of the job, that process has "
-                "another job token, and its own error says so: give all processes the same RPCDIST_TOKEN. Port scans "
-                "and TCP probes also fail like this. This is logged once"
-            )
-
-    def close(self) -> None:
-        """Cancels the check, since no peer can connect any more."""
-        if self._check is not None:
-            self._check.cancel()
-            self._check = None
-
-    def calls(self, connection: Origin | None) -> None:
-        """Records that a connection makes a call, so its TLS succeeded; None for an unknown connection."""
-        if connection is None:
-            self._num_calling += 1
-        elif connection not in self._known:
-            self._num_calling += 1
-            self._known[connection] = None
-            if len(self._known) > MAX_CONNECTIONS_KNOWN:
-                self.forget([next(iter(self._known))])
-
-    def has_called(self, connection: Origin) -> bool:
-        """Whether a connection has made a call; any thread."""
-        return connection in self._known
-
-    def known(self) -> list[Origin]:
-        """The connections that have made a call; any thread."""
-        return list(self._known)
-
-    def forget(self, ended: Iterable[Origin]) -> None:
-        """Forgets connections that have ended; any thread."""
-        for connection in ended:
-            self._known.pop(connection, None)
-
-
-@dataclass(eq=False, slots=True)
-class _Unproven:
-    """An unfinished handshake."""
-
-    origin: Origin
-    limit: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(HANDSHAKE_LIMIT_S))
-    is_displaced: bool = False
-
-
 class Admission:
     """Runs the handshakes of accepted connections, of all kinds together; on the I/O loop.
 
@@ -156,9 +57,10 @@ class Admission:
 
     def __init__(self) -> None:
         self.num_refused = 0
-        self._unproven: dict[_Unproven, None] = {}  # the oldest first
-        self._log = RefusalLog()
         self.num_wrong_tokens = 0
+        self._unproven: dict[asyncio.Timeout, Origin] = {}  # the limit of each handshake; the oldest first
+        self._shown: set[str] = set()  # the refusals that the log has shown in this period
+        self._shown_since = 0.0
 
     @property
     def num_unproven(self) -> int:
@@ -187,27 +89,26 @@ class Admission:
             await self._turn_away(turn_away, pb.Refusal.BUSY, "too many handshakes on one connection")
             return False
         self._make_room(origin)
-        entry = _Unproven(origin)
-        self._unproven[entry] = None
+        limit = asyncio.timeout(HANDSHAKE_LIMIT_S)
+        self._unproven[limit] = origin
         try:
-            async with entry.limit:
+            async with limit:
                 await prove_server(pipe, handshake)
             return True
         except (AuthenticationFailed, ProtocolViolation) as exc:
-            self._log.note(origin, exc)
+            self._note(origin, exc)
             code = handshake.refusal_code
             self.num_wrong_tokens += code == pb.Refusal.TOKEN
             reason = str(exc)
         except TimeoutError:
-            code = pb.Refusal.BUSY if entry.is_displaced else pb.Refusal.UNSPECIFIED
-            reason = f"the handshake took longer than {HANDSHAKE_LIMIT_S} s"
-            if entry.is_displaced:
-                reason = "too many handshakes at once; try again"
-            self._log.note(origin, reason)
+            code, reason = pb.Refusal.UNSPECIFIED, f"the handshake took longer than {HANDSHAKE_LIMIT_S} s"
+            if limit not in self._unproven:  # it was displaced
+                code, reason = pb.Refusal.BUSY, "too many handshakes at once; try again"
+            self._note(origin, reason)
         except TransportError:
             return False  # the peer left before it proved anything
         finally:
-            self._unproven.pop(entry, None)
+            self._unproven.pop(limit, None)
         await self._turn_away(turn_away, code, reason)
         return False
 
@@ -223,17 +124,28 @@ class Admission:
         """Displaces the oldest handshakes of a host that exceeds its limit."""
         self._keep_below(MAX_UNPROVEN // 2, lambda origin: origin.host == newcomer.host)
         if len(self._unproven) >= MAX_UNPROVEN:
-            hosts = Counter(entry.origin.host for entry in self._unproven)
+            hosts = Counter(origin.host for origin in self._unproven.values())
             crowd = hosts.most_common(1)[0][0]
             self._keep_below(hosts[crowd], lambda origin: origin.host == crowd)
 
     def _count(self, counts: Callable[[Origin], bool]) -> int:
-        return sum(counts(entry.origin) for entry in self._unproven)
+        return sum(map(counts, self._unproven.values()))
 
     def _keep_below(self, limit: int, counts: Callable[[Origin], bool]) -> None:
-        counted = [entry for entry in self._unproven if counts(entry.origin)]
+        counted = [entry for entry, origin in self._unproven.items() if counts(origin)]
         for entry in counted[: max(0, len(counted) - limit + 1)]:
             del self._unproven[entry]
-            entry.is_displaced = True
             with suppress(RuntimeError):  # it has not begun to wait, or has just ended
-                entry.limit.reschedule(asyncio.get_running_loop().time())
+                entry.reschedule(asyncio.get_running_loop().time())
+
+    def _note(self, origin: Origin, reason: Exception | str) -> None:
+        """Logs a refused connection: one warning for each host and reason in `LOG_PERIOD_S`."""
+        now = time.monotonic()
+        if now - self._shown_since >= LOG_PERIOD_S:
+            self._shown_since = now
+            self._shown.clear()
+        text = f"{origin.host}: {reason}"  # each attempt has another port
+        is_news = text not in self._shown and len(self._shown) < MAX_REFUSALS_SHOWN
+        if is_news:
+            self._shown.add(text)
+        logger.log(logging.WARNING if is_news else logging.DEBUG, "refused a connection from %s: %s", origin, reason)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from rpcdist.errors import TransportError
@@ -107,28 +107,15 @@ class _HandlerCollector:
         self.handlers.update({f"/{service}/{name}": handler for name, handler in handlers.items()})
 
 
-class Introspection:
-    """gRPC's standard services for health and reflection, which any client with a certificate may call.
+def standard_handlers(servicer: health.aio.HealthServicer, services: Sequence[str]) -> dict[str, Any]:
+    """The handlers of gRPC's standard services for health and reflection, by the path of their methods.
 
-    Attributes:
-        handlers: the handlers of both services, by the path of their methods.
+    Any client with a certificate may call them. They name `services`, by their full names.
     """
-
-    def __init__(self) -> None:
-        self.handlers: dict[str, Any] = {}
-        self._health = health.aio.HealthServicer()
-
-    async def announce(self, services: Sequence[str]) -> None:
-        """Announces `services` by their full names, in place of earlier ones."""
-        names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
-        collector: Any = _HandlerCollector()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, collector)
-        servicer = reflection.aio.ReflectionServicer(sorted(set(names)))
-        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, collector)
-        self.handlers = collector.handlers
-        for name in ("", *names):  # the empty name is the server as a whole
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-
-    async def shut_down(self) -> None:
-        """Reports from now on that nothing is served."""
-        await self._health.enter_graceful_shutdown()
+    collector: Any = _HandlerCollector()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, collector)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
+        reflection.aio.ReflectionServicer(sorted(set(services))), collector
+    )
+    handlers: dict[str, Any] = collector.handlers
+    return handlers

@@ -7,13 +7,15 @@ import errno
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
 import grpc
 import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
+from grpc_health.v1 import health, health_pb2
+from grpc_reflection.v1alpha import reflection
 
 from rpcdist._proto import handshake_pb2
 from rpcdist.errors import TransportError
@@ -28,8 +30,8 @@ from rpcdist.transport._channels.grpc_channel import (
     server_options,
 )
 from rpcdist.transport._channels.socket_channel import SocketChannel
-from rpcdist.transport._server.admission import Admission, Origin, TlsGreetings
-from rpcdist.transport._server.health_port import HealthPort, Introspection
+from rpcdist.transport._server.admission import Admission, Origin
+from rpcdist.transport._server.health_port import HealthPort, standard_handlers
 from rpcdist.transport._server.silent_connections import SilentConnections
 from rpcdist.transport._server.stream_listeners import StreamListeners
 from rpcdist.transport._server.unary_services import Method, UnaryServices
@@ -44,19 +46,6 @@ from rpcdist.transport.session import NullHandler, Session
 from rpcdist.transport.unary_proof import PACKAGE, SESSION_PATH, ProvenSessions
 
 logger = logging.getLogger(__name__)
-
-
-class AtAddress(grpc.GenericRpcHandler):
-    """Routes the calls that come by one listener: to its own services first."""
-
-    def __init__(self, services: UnaryServices, others: Callable[[grpc.HandlerCallDetails], Any]) -> None:
-        self._services = services
-        self._others = others
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """The handler of a call; gRPC calls this method."""
-        details = handler_call_details
-        return self._services.handler(details.method, details.invocation_metadata) or self._others(details)
 
 
 class Server:
@@ -89,21 +78,21 @@ class Server:
         self._services_at: dict[str, UnaryServices] = {}  # services of one listener, by its address
         self._plain_hosts: set[str] = set()  # hosts that the log has named
         self._admission = Admission()
-        self._greetings = TlsGreetings(lambda: self._admission.num_wrong_tokens)
-        self._silent = SilentConnections(self._greetings)
+        self._silent = SilentConnections(lambda: self._admission.num_wrong_tokens)
         self._streams = StreamListeners(io, credentials, roles, self._admission, self._serve, ports)
         self._stripes = StripeTaker()
         roles.take_sockets(PAYLOAD_TAKER, self._stripes)
         self._proven = ProvenSessions()
         self._unary = UnaryServices(self._proven, self._calls)
-        self._introspection = Introspection()
+        self._serving = health.aio.HealthServicer()
+        self._standard_handlers: dict[str, Any] = {}
         self.health = HealthPort()
         self._session_handler: Any = grpc.stream_stream_rpc_method_handler(self._serve_grpc)
 
     @property
     def num_silent(self) -> int:
-        """See `TlsGreetings`."""
-        return self._greetings.num_silent
+        """See `SilentConnections`."""
+        return self._silent.num_silent
 
     @property
     def strangers(self) -> Strangers:
@@ -136,8 +125,8 @@ class Server:
         may_poll()
         num_connections()
         server = grpc.aio.server(options=server_options())
-        services = UnaryServices(self._proven, self._calls)
-        server.add_generic_rpc_handlers((AtAddress(services, self._handler),))
+        services = UnaryServices(self._proven, self._calls, self._handler)
+        server.add_generic_rpc_handlers((services,))
         await self.health.open(host)
         bound = self._bind(server, host, port)
         address = join_address(host, bound)
@@ -179,12 +168,12 @@ class Server:
     def _tls_credentials(self) -> Any:
         def begun() -> None:  # on a thread of gRPC
             self._silent.begun()
-            self._io.call_soon(self._greetings.begun)
+            self._io.call_soon(self._silent.count)
 
         return self._credentials.tls.grpc_server_credentials(begun)
 
     def _calls(self, grpc_peer: str | None) -> None:
-        self._greetings.calls(None if grpc_peer is None else _origin(grpc_peer))
+        self._silent.calls(None if grpc_peer is None else _origin(grpc_peer))
 
     async def listen_for_sockets(self, host: str) -> tuple[str, int, str]:
         """Listens for raw sockets; returns address, port, and the name of the Unix socket or ""."""
@@ -201,13 +190,13 @@ class Server:
 
     async def stop(self, grace_s: float) -> None:
         """Stops serving; sessions end at once."""
-        self._greetings.close()
+        self._silent.close()
         await self.health.close()
         await self._streams.stop()
         listeners, self._listeners = list(self._listeners.values()), {}
         self._services_at.clear()
         if listeners:
-            await self._introspection.shut_down()
+            await self._serving.enter_graceful_shutdown()  # it says that nothing is served
             await asyncio.gather(*(server.stop(grace_s) for server in listeners))
 
     async def stop_address(self, address: str, grace_s: float) -> None:
@@ -242,7 +231,10 @@ class Server:
 
     async def _announce(self) -> None:
         names = {name for services in (self._unary, *self._services_at.values()) for name in services.names}
-        await self._introspection.announce([f"{PACKAGE}.Rpc", *sorted(names)])
+        announced = [f"{PACKAGE}.Rpc", *sorted(names), health.SERVICE_NAME, reflection.SERVICE_NAME]
+        self._standard_handlers = standard_handlers(self._serving, announced)
+        for name in ("", *announced):  # the empty name is the server as a whole
+            await self._serving.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     def _handler(self, details: grpc.HandlerCallDetails) -> Any:
         """The handler of a call at every address."""
@@ -251,8 +243,8 @@ class Server:
             return self._session_handler
         unary = self._unary.handler(path, details.invocation_metadata)
         if unary is None:
-            self._greetings.calls(None)  # a call by a stranger
-        return unary or self._introspection.handlers.get(path)
+            self._silent.calls(None)  # a call by a stranger
+        return unary or self._standard_handlers.get(path)
 
     # ------------------------------------------------------------ sessions
 

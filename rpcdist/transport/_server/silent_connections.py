@@ -8,6 +8,7 @@ until no more are left than may be unproven at once (`admission.py`).
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
@@ -15,11 +16,12 @@ import socket
 import stat
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from rpcdist.transport._server.admission import MAX_UNPROVEN, Origin, TlsGreetings
+from rpcdist.time_limits import HANDSHAKE_LIMIT_S
+from rpcdist.transport._server.admission import MAX_UNPROVEN, Origin
 
 logger = logging.getLogger(__name__)
 
@@ -27,26 +29,73 @@ _End = tuple[str, str]  # host and port
 _LOOK_EVERY: Final = 64
 """New connections between two looks: reading a thousand descriptors takes some milliseconds."""
 
+MAX_CONNECTIONS_KNOWN: Final = 16_384
 _MAPPED: Final = "::ffff:"  # prefix of an IPv4 address at an IPv6 socket
 
 
 class SilentConnections:
-    """Looks at the connections while many arrive, on gRPC's accepting thread, which accepts no others meanwhile.
+    """Counts gRPC connections that began TLS, and those that made a call; gRPC does not report the others.
+
+    The TLS certificates are made from the token, so a process with another token fails in TLS. One warning reports
+    that, unless each of these processes was also refused by name. While many connections arrive, `begun` looks at all
+    of them, on gRPC's accepting thread, which accepts no others meanwhile; the other methods run on the I/O loop.
 
     Args:
-        greetings: knows which connections have made a call.
+        num_named: returns the number of processes refused by name because of their token.
 
     Attributes:
         ports: the ports at which gRPC listens.
     """
 
-    def __init__(self, greetings: TlsGreetings) -> None:
+    def __init__(self, num_named: Callable[[], int]) -> None:
         self.ports: set[int] = set()
-        self._greetings = greetings
+        self._num_named = num_named
+        self._check: asyncio.TimerHandle | None = None
+        self._is_told = False
+        self._num_begun = 0
+        self._num_calling = 0
+        self._known: dict[Origin, None] = {}  # the connections that have made a call, the oldest first
         self._first_seen: dict[_End, int] = {}  # the look at which each connection was seen first
         self._num_looks = 0
         self._num_new = 0
         self._lock = threading.Lock()
+
+    @property
+    def num_silent(self) -> int:
+        """Connections that made no call. A few are harmless: their side gave up, or is about to call."""
+        return max(0, self._num_begun - self._num_calling)
+
+    def count(self) -> None:
+        """TLS begins on a connection; on the I/O loop."""
+        self._num_begun += 1
+        if not self._is_told and self._check is None:
+            self._check = asyncio.get_running_loop().call_later(HANDSHAKE_LIMIT_S, self._warn)
+
+    def _warn(self) -> None:
+        self._check = None
+        if self.num_silent > self._num_named():
+            self._is_told = True
+            logger.warning(
+                "a connection to this process failed in TLS. If it came from a process of the job, that process has "
+                "another job token, and its own error says so: give all processes the same RPCDIST_TOKEN. Port scans "
+                "and TCP probes also fail like this. This is logged once"
+            )
+
+    def close(self) -> None:
+        """Cancels the check, since no peer can connect any more."""
+        if self._check is not None:
+            self._check.cancel()
+            self._check = None
+
+    def calls(self, connection: Origin | None) -> None:
+        """Records that a connection makes a call, so its TLS succeeded; None for an unknown connection."""
+        if connection is None:
+            self._num_calling += 1
+        elif connection not in self._known:
+            self._num_calling += 1
+            self._known[connection] = None
+            if len(self._known) > MAX_CONNECTIONS_KNOWN:
+                self._known.pop(next(iter(self._known)), None)
 
     def begun(self) -> None:
         """Counts an accepted connection, and looks at all connections if there are many."""
@@ -84,15 +133,17 @@ class SilentConnections:
         """The descriptors of connections that have made no call, by their remote end."""
         found: dict[_End, int] = {}
         alive: set[_End] = set()
-        known = self._greetings.known()
+        known = list(self._known)
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             with _copy(descriptor) as connection:
                 end = None if connection is None else self._end(connection)
             if end is not None:
                 alive.add(end)
-                if not self._greetings.has_called(Origin(*end)):
+                if Origin(*end) not in self._known:
                     found[end] = descriptor
-        self._greetings.forget(origin for origin in known if (origin.host, origin.port) not in alive)
+        for origin in known:
+            if (origin.host, origin.port) not in alive:
+                self._known.pop(origin, None)
         return found
 
     def _end(self, connection: socket.socket) -> _End | None:

@@ -19,7 +19,7 @@ from rpcdist.errors import TransportError
 from rpcdist.time_limits import CONNECTION_CLOSE_LIMIT_S
 from rpcdist.transport._channels.proving import write_step
 from rpcdist.transport._channels.socket_channel import SocketChannel
-from rpcdist.transport._channels.socket_pipe import SocketPipe
+from rpcdist.transport._channels.socket_pipe import AcceptedPipe, SocketPipe
 from rpcdist.transport._channels.stream_sockets import (
     accept,
     accepted_ends,
@@ -27,7 +27,6 @@ from rpcdist.transport._channels.stream_sockets import (
     listen_unix,
     tune,
 )
-from rpcdist.transport._channels.tls_pipe import AcceptedPipe
 from rpcdist.transport._server.admission import Admission, Origin
 from rpcdist.transport.addresses import PortRange
 from rpcdist.transport.credentials import Credentials

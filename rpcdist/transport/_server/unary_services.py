@@ -39,8 +39,8 @@ Both are messages, or bytes if they travel in pieces.
 """
 
 
-class UnaryServices:
-    """The registered services. Lives on the I/O loop.
+class UnaryServices(grpc.GenericRpcHandler):
+    """The registered services of one listener, or of all. Lives on the I/O loop.
 
     Attributes:
         names: the full names of the services.
@@ -48,9 +48,16 @@ class UnaryServices:
     Args:
         proven: the sessions that calls may belong to.
         on_call: is called with gRPC's name of the connection of each call.
+        others: finds the handler of a call of another service.
     """
 
-    def __init__(self, proven: ProvenSessions, on_call: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        proven: ProvenSessions,
+        on_call: Callable[[str], object],
+        others: Callable[[grpc.HandlerCallDetails], Any] = lambda details: None,
+    ) -> None:
+        self._others = others
         self._on_call = on_call
         self.names: list[str] = []
         self._methods: dict[str, tuple[type[Message], Method, bool]] = {}  # by path; the last item: in pieces
@@ -68,6 +75,11 @@ class UnaryServices:
                 self._methods[path] = request_type, methods[method.name], method.client_streaming
         if descriptor.full_name not in self.names:
             self.names.append(descriptor.full_name)
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        """The handler of a call; gRPC calls this method."""
+        details = handler_call_details
+        return self.handler(details.method, details.invocation_metadata) or self._others(details)
 
     def handler(self, path: str, metadata: Any) -> Any:
         """gRPC's handler for one call; None if there is no such method.

@@ -14,8 +14,8 @@ from rpcdist.errors import AuthenticationFailed, ConfigError, ConnectFailed, Pro
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from rpcdist.transport._channels.proving import prove_client
+from rpcdist.transport._channels.socket_pipe import connected_pipe
 from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix
-from rpcdist.transport._channels.tls_pipe import connected_pipe
 from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.addresses import join_address, split_address
 from rpcdist.transport.credentials import Credentials
@@ -60,77 +60,69 @@ _BUFFER_BYTES: Final = 4 << 20
 Code = handshake_pb2.Refusal.Code
 
 
-class HubConnector:
-    """Opens connections, on the I/O loop. Cancelling leaves nothing open.
-
-    Args:
-        credentials: what this process proves itself with.
-    """
-
-    def __init__(self, credentials: Credentials) -> None:
-        self._credentials = credentials
-
-    async def connect(self, address: HubAddress, purpose: str, unix: bool | None) -> StreamSocket:
-        """A proven connection; see `SocketHub.connect`. The caller limits the time."""
-        possible = bool(address.unix_name) and has_abstract_sockets()
-        if unix and not possible:
-            raise ConnectFailed(str(address), "it has no Unix socket that this process could reach")
-        if unix or (unix is None and possible):
-            try:
-                return await self._attempt(address, purpose, unix=True)
-            except OSError as exc:
-                if unix or (isinstance(exc, RpcdistError | TimeoutError) and not isinstance(exc, ConnectFailed)):
-                    raise
-                logger.debug("%s has no Unix socket here (%s): taking TCP", address, exc)
-        return await self._attempt(address, purpose, unix=False)
-
-    async def _attempt(self, address: HubAddress, purpose: str, unix: bool) -> StreamSocket:
-        """Connects in one way, again and again while the peer has too much to do, or this process lacks descriptors."""
-        pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-        while True:
-            try:
-                connection = await (
-                    connect_unix(address.unix_name) if unix else connect_tcp(address.host, address.port)
-                )
-            except OSError as exc:
-                if own_shortage(exc) is None:
-                    raise
-                await asyncio.sleep(next(pauses))
-                continue
-            try:
-                used = await self._prove(connection, address, purpose)
-                if used is not None:
-                    widen(used)
-                    return used
-            except BaseException:
-                connection.close()
-                raise
-            connection.close()
-            await asyncio.sleep(next(pauses))
-
-    async def _prove(self, connection: socket.socket, address: HubAddress, purpose: str) -> StreamSocket | None:
-        """The connection, when the peer is proven; None if that has too many handshakes under way."""
-        used, pipe, ends = await connected_pipe(connection, str(address), self._credentials)
-        handshake = self._credentials.client_handshake(
-            SOCKET_ROLE, purpose=socket_purpose(address.taker, purpose), channel=ends
-        )
-        is_proven = False
+async def connect_to_hub(
+    credentials: Credentials, address: HubAddress, purpose: str, unix: bool | None
+) -> StreamSocket:
+    """A proven connection; see `SocketHub.connect`. The caller limits the time. Cancelled, it leaves nothing open."""
+    possible = bool(address.unix_name) and has_abstract_sockets()
+    if unix and not possible:
+        raise ConnectFailed(str(address), "it has no Unix socket that this process could reach")
+    if unix or (unix is None and possible):
         try:
-            await prove_client(pipe, handshake)
-            names_senders(connection, on=False)
-            is_proven = True
-        except AuthenticationFailed as exc:
-            if handshake.refusal_code == Code.BUSY:
-                return None
-            if handshake.refusal_code == Code.POLICY:
-                raise ProtocolViolation(f"no connection for {purpose!r}: {exc}") from exc
-            if handshake.refusal_code == Code.CHANNEL:
-                raise ConnectFailed(str(address), str(exc)) from exc
+            return await _attempt(credentials, address, purpose, unix=True)
+        except OSError as exc:
+            if unix or (isinstance(exc, RpcdistError | TimeoutError) and not isinstance(exc, ConnectFailed)):
+                raise
+            logger.debug("%s has no Unix socket here (%s): taking TCP", address, exc)
+    return await _attempt(credentials, address, purpose, unix=False)
+
+
+async def _attempt(credentials: Credentials, address: HubAddress, purpose: str, unix: bool) -> StreamSocket:
+    """Connects in one way, again and again while the peer has too much to do, or this process lacks descriptors."""
+    pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+    while True:
+        try:
+            connection = await (connect_unix(address.unix_name) if unix else connect_tcp(address.host, address.port))
+        except OSError as exc:
+            if own_shortage(exc) is None:
+                raise
+            await asyncio.sleep(next(pauses))
+            continue
+        try:
+            used = await _prove(credentials, connection, address, purpose)
+            if used is not None:
+                widen(used)
+                return used
+        except BaseException:
+            connection.close()
             raise
-        finally:
-            if not is_proven:
-                used.close()
-        return used
+        connection.close()
+        await asyncio.sleep(next(pauses))
+
+
+async def _prove(
+    credentials: Credentials, connection: socket.socket, address: HubAddress, purpose: str
+) -> StreamSocket | None:
+    """The connection, when the peer is proven; None if that has too many handshakes under way."""
+    used, pipe, ends = await connected_pipe(connection, str(address), credentials)
+    handshake = credentials.client_handshake(SOCKET_ROLE, purpose=socket_purpose(address.taker, purpose), channel=ends)
+    is_proven = False
+    try:
+        await prove_client(pipe, handshake)
+        names_senders(connection, on=False)
+        is_proven = True
+    except AuthenticationFailed as exc:
+        if handshake.refusal_code == Code.BUSY:
+            return None
+        if handshake.refusal_code == Code.POLICY:
+            raise ProtocolViolation(f"no connection for {purpose!r}: {exc}") from exc
+        if handshake.refusal_code == Code.CHANNEL:
+            raise ConnectFailed(str(address), str(exc)) from exc
+        raise
+    finally:
+        if not is_proven:
+            used.close()
+    return used
 
 
 def widen(connection: StreamSocket) -> None:

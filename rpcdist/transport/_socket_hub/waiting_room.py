@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded, TransportError
+from rpcdist.ids import Identity
 from rpcdist.time_limits import CHECK_INTERVAL_S
+from rpcdist.transport._socket_hub.hub_connector import widen
 from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.io_loop import IoLoop
 
@@ -20,7 +22,7 @@ Taker = Callable[[str, StreamSocket], None]
 
 
 class WaitingRoom:
-    """Purpose to connections, in order of arrival; any thread may use it.
+    """Purpose to connections, in order of arrival; any thread may use it. A `SocketTaker`.
 
     Args:
         io: its loop's timers end what waits too long.
@@ -42,8 +44,8 @@ class WaitingRoom:
     def __len__(self) -> int:
         return self._num_waiting
 
-    def refusal(self, purpose: str) -> str:
-        """Why no connection for `purpose` can be taken now, or nothing."""
+    def refusal(self, purpose: str, peer: Identity) -> str:
+        """See `SocketTaker`."""
         with self._arrived:
             if self._closed:
                 return "the socket hub is closed"
@@ -52,7 +54,8 @@ class WaitingRoom:
             return ""
 
     def put(self, purpose: str, connection: StreamSocket) -> bool:
-        """Files a connection, on the I/O loop; False if it came too late, and then the caller closes it."""
+        """See `SocketTaker`."""
+        widen(connection)
         with self._arrived:
             if self._closed:
                 return False
