@@ -365,11 +365,7 @@ def _shown(rows: Iterable[Row]) -> list[Row]:
     ]
 
 
-class _Recordings(dict[str, _Recording]):
-    """Those of one worker, by the trace."""
-
-
-_recordings: AgentLocal[_Recordings] = AgentLocal(_Recordings)
+_recordings: AgentLocal[dict[str, _Recording]] = AgentLocal(dict)  # of one worker, by the trace
 _numbers: Final = itertools.count(1)
 _MAX_AT_ONCE: Final = 8
 

@@ -1,17 +1,22 @@
-"""The parts that clusters of all kinds share: names of workers, blocks, and the forms for event loops."""
+"""The parts that clusters share: names of workers, blocks, their forms for event loops, and how a worker joins."""
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rpcdist._launch.progress import interrupted
+from rpcdist._launch.rank_call import main_has_a_file
 from rpcdist.errors import ConfigError
 from rpcdist.ids import check_worker_name
 from rpcdist.off_loop import run_in_thread
+
+if TYPE_CHECKING:
+    from rpcdist.rpc import RpcOptions
 
 
 def worker_names(workers: int | Sequence[str]) -> tuple[str, ...]:
@@ -77,3 +82,16 @@ class ClusterBlock(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await run_in_thread(partial(self.__exit__, kind, error, traceback), self._abandon, name="rpcdist-cluster-end")
+
+
+def join_cluster(rank: int, names: Sequence[str], address: str, given: RpcOptions | None, serve: bool = False) -> None:
+    """Joins as worker `rank` of `names` at `address`, with the options that the user gave; `serve` until the end."""
+    from rpcdist import rpc  # this module is imported before the new processes start; torch, after
+
+    options = rpc.RpcOptions() if given is None else copy.copy(given)
+    options.init_method = address
+    if not main_has_a_file():
+        options.by_value = True
+    rpc.init_rpc(names[rank], rank=rank, world_size=len(names), rpc_backend_options=options)
+    if serve:
+        rpc.shutdown()

@@ -13,8 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from rpcdist._cluster.cluster_block import ClusterBlock, worker_names
-from rpcdist._cluster.joining import join_cluster
+from rpcdist._cluster.cluster_block import ClusterBlock, join_cluster, worker_names
 from rpcdist._launch.job_plan import HOST, Role, held_port, plan_job, this_machine
 from rpcdist._launch.local_ranks import LocalRanks, RankTask
 from rpcdist._launch.output import KEPT_LINES, JobOutput

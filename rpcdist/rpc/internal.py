@@ -48,10 +48,10 @@ class RemoteException(NamedTuple):
 
 
 class _RRefs:
-    """`Externals` of a value that is pickled outside of a call: shares are made and claimed by the references."""
+    """`Externals` of a value that is pickled outside of a call: the references make shares of themselves."""
 
-    def __init__(self, forks: list[object] | None = None) -> None:
-        self.forks: list[object] = [] if forks is None else forks
+    def __init__(self) -> None:
+        self.forks: list[object] = []
 
     def is_external(self, obj: object) -> bool:
         return isinstance(obj, PyRRef)
@@ -59,11 +59,6 @@ class _RRefs:
     def externalize(self, obj: object) -> int:
         self.forks.append(cast(Any, obj)._serialize())
         return len(self.forks) - 1
-
-    def internalize(self, index: int) -> object:
-        if index >= len(self.forks):
-            raise SerializationError(f"the value refers to remote reference {index} of {len(self.forks)}")
-        return PyRRef._deserialize(self.forks[index])
 
 
 class _InternalRPCPickler:
@@ -95,7 +90,13 @@ class _InternalRPCPickler:
             SerializationError: it cannot be rebuilt here; the text says why.
         """
         body, buffers, forks = cast(tuple[bytes, list[bytes | ReceiveBuffer], list[object]], pickle.loads(binary_data))
-        return read_pickle(body, tensor_table, buffers, _RRefs(forks))
+
+        def internalize(index: int) -> object:
+            if index >= len(forks):
+                raise SerializationError(f"the value refers to remote reference {index} of {len(forks)}")
+            return PyRRef._deserialize(forks[index])
+
+        return read_pickle(body, tensor_table, buffers, internalize)
 
     def _register_reducer(self, obj_class: type[T], reducer: Callable[[T], object]) -> None:
         """Say how objects of exactly this class travel, in calls too; the first registration of a class stays."""

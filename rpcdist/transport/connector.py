@@ -38,7 +38,7 @@ from rpcdist.transport._channels.proving import prove_client
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._channels.socket_pipe import connected_pipe
 from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix
-from rpcdist.transport._striping.stripe_taker import PAYLOAD_TAKER, payload_purpose
+from rpcdist.transport._striping.striping import PAYLOAD_TAKER, payload_purpose
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
 from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.addresses import split_address

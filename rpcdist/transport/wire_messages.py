@@ -8,8 +8,9 @@ common calls and replies, those with plain values, have a compact form, which on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 from rpcdist._proto import rpc_pb2
 
@@ -46,6 +47,7 @@ class Loan(NamedTuple):
     segment: int
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class CompactCall:
     """A call whose arguments are plain values without references.
 
@@ -64,54 +66,28 @@ class CompactCall:
         transfer, large, loans: its large buffers, as in a protobuf `Message`; the session fills them in.
     """
 
-    __slots__ = (
-        "body",
-        "context",
-        "function",
-        "history",
-        "id",
-        "is_nested",
-        "large",
-        "loans",
-        "num_tensors",
-        "result",
-        "target",
-        "timeout_us",
-        "transfer",
-        "wants_value",
-    )
+    wrapped: ClassVar[bool] = False
 
-    wrapped: Final = False
-
-    def __init__(
-        self,
-        id: int,
-        function: str,
-        timeout_us: int = 0,
-        body: bytes = b"",
-        num_tensors: int = 0,
-        result: NamedReference | None = None,
-        target: NamedReference | None = None,
-    ) -> None:
-        self.id = id
-        self.function = function
-        self.timeout_us = timeout_us
-        self.body = body
-        self.num_tensors = num_tensors
-        self.result = result
-        self.target = target
-        self.wants_value = False
-        self.is_nested = False
-        self.context = 0
-        self.history: History | None = None
-        self.transfer = 0
-        self.large: Sequence[int] = ()
-        self.loans: Sequence[Loan] = ()
+    id: int
+    function: str
+    timeout_us: int = 0
+    body: bytes = b""
+    num_tensors: int = 0
+    result: NamedReference | None = None
+    target: NamedReference | None = None
+    wants_value: bool = False
+    is_nested: bool = False
+    context: int = 0
+    history: History | None = None
+    transfer: int = 0
+    large: Sequence[int] = ()
+    loans: Sequence[Loan] = ()
 
     def __repr__(self) -> str:
         return f"<CompactCall {self.id} of {self.function!r}, {len(self.body)} B, {self.num_tensors} tensors>"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class CompactReply:
     """The reply to a call that returned None, or a plain value without references.
 
@@ -125,25 +101,23 @@ class CompactReply:
         transfer, large, loans: as in `CompactCall`.
     """
 
-    __slots__ = ("body", "created", "has_value", "history", "id", "large", "loans", "num_tensors", "transfer")
+    wrapped: ClassVar[bool] = False
 
-    wrapped: Final = False
-
-    def __init__(self, id: int, body: bytes = b"", num_tensors: int = 0, created: bool = False) -> None:
-        self.id = id
-        self.body = body
-        self.num_tensors = num_tensors
-        self.created = created
-        self.has_value = False
-        self.history: History | None = None
-        self.transfer = 0
-        self.large: Sequence[int] = ()
-        self.loans: Sequence[Loan] = ()
+    id: int
+    body: bytes = b""
+    num_tensors: int = 0
+    created: bool = False
+    has_value: bool = False
+    history: History | None = None
+    transfer: int = 0
+    large: Sequence[int] = ()
+    loans: Sequence[Loan] = ()
 
     def __repr__(self) -> str:
         return f"<CompactReply {self.id}, {len(self.body)} B, {self.num_tensors} tensors>"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class CompactPass:
     """A message between two neighbours in a backward pass of distributed autograd.
 
@@ -154,17 +128,14 @@ class CompactPass:
         transfer, large, loans: as in `CompactCall`.
     """
 
-    __slots__ = ("backward", "body", "context", "large", "loans", "transfer")
+    wrapped: ClassVar[bool] = False
 
-    wrapped: Final = False
-
-    def __init__(self, context: int, backward: int, body: bytes) -> None:
-        self.context = context
-        self.backward = backward
-        self.body = body
-        self.transfer = 0
-        self.large: Sequence[int] = ()
-        self.loans: Sequence[Loan] = ()
+    context: int
+    backward: int
+    body: bytes
+    transfer: int = 0
+    large: Sequence[int] = ()
+    loans: Sequence[Loan] = ()
 
     def __repr__(self) -> str:
         return f"<CompactPass {self.backward:#x} in context {self.context}, {len(self.body)} B>"

@@ -223,7 +223,7 @@ def test_externals_go_round_in_both_encodings() -> None:
     for obj in ((first, [second, {"k": first}]), (first, [second, {"k": first}], {1}), [*range(100), first]):
         sender = Boxes()
         encoded = encode(obj, sender)
-        result: Any = decode(wire(encoded), externals=Boxes(sender.sent))
+        result: Any = decode(wire(encoded), internalize=Boxes(sender.sent).internalize)
         if isinstance(obj, list):
             assert result[-1].name == "first"
             continue

@@ -21,13 +21,14 @@ from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._framing.frames import frame
 from rpcdist.transport._framing.incoming import Delivery
 from rpcdist.transport._socket_hub.hub_connector import HubAddress, connect_to_hub
-from rpcdist.transport._striping import stripe_taker
-from rpcdist.transport._striping.stripe_taker import PAYLOAD_TAKER, payload_purpose
+from rpcdist.transport._striping import striping
 from rpcdist.transport._striping.striping import (
     MIN_STRIPED_BYTES,
     PAYLOAD_CONNECTIONS_VARIABLE,
+    PAYLOAD_TAKER,
     PIECE_BYTES,
     num_connections,
+    payload_purpose,
 )
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
 from rpcdist.transport.connector import Connector
@@ -382,7 +383,7 @@ def test_a_connection_is_taken_once_and_one_too_few_are_closed_with_the_session(
 
 def test_one_too_few_are_not_kept_for_long(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each session whose second one had not come in time, the first stayed here as long as the session."""
-    monkeypatch.setattr(stripe_taker, "SIDE_ATTEMPT_LIMIT_S", UNIT_S)
+    monkeypatch.setattr(striping, "SIDE_ATTEMPT_LIMIT_S", UNIT_S)
     (server, taker), answers = serve(nodes), Recorder()
     client = nodes.make("client")
     link = open_link(client, server, handler=answers)

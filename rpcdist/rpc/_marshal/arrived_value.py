@@ -166,11 +166,10 @@ class ArrivedValue(Arrived):
     def decode(self) -> object:
         try:
             is_wanted = self.autograd is not None or self.keeps_tensors
-            externals = None if self._tokens is None else _IncomingRRefs(self._manager, self._tokens)
             return decode(
                 self._value,
                 self._buffers,
-                externals,
+                None if self._tokens is None else self._claim,
                 plain_only=self.plain_only,
                 on_tensors=self._look if is_wanted else None,
                 gpus=self._gpus,
@@ -179,6 +178,13 @@ class ArrivedValue(Arrived):
             if self._gpus is not None:
                 self._gpus.done()
             self.discard()
+
+    def _claim(self, index: int) -> object:
+        """The remote reference of an entry of the value."""
+        tokens = self._tokens or ()
+        if index >= len(tokens):
+            raise SerializationError(f"the value refers to remote reference {index} of {len(tokens)}")
+        return self._manager.claim(tokens[index])
 
     def _look(self, tensors: list[torch.Tensor]) -> None:
         if self.keeps_tensors:
@@ -255,25 +261,6 @@ class ArrivedCompact(Arrived):
 
 
 @dataclass(slots=True, eq=False)
-class _IncomingRRefs:
-    """`Externals` of the decoder."""
-
-    _manager: RRefManager
-    _tokens: list[Token]
-
-    def is_external(self, obj: object) -> bool:
-        return False
-
-    def externalize(self, obj: object) -> int:
-        raise SerializationError("a decoder cannot encode")
-
-    def internalize(self, index: int) -> object:
-        if index >= len(self._tokens):
-            raise SerializationError(f"the value refers to remote reference {index} of {len(self._tokens)}")
-        return self._manager.claim(self._tokens[index])
-
-
-@dataclass(slots=True, eq=False)
 class OutgoingRRefs:
     """`Externals` of the encoder: shares every remote reference that it meets with the receiver.
 
@@ -293,6 +280,3 @@ class OutgoingRRefs:
     def externalize(self, obj: object) -> int:
         self.forks.append(self._manager.share(obj, self._to, self._incarnation))
         return len(self.forks) - 1
-
-    def internalize(self, index: int) -> object:
-        raise SerializationError("an encoder cannot decode")

@@ -21,7 +21,7 @@ from rpcdist.rpc._values.plain import (
 )
 from rpcdist.rpc._values.rebuild import TENSOR_BYTES, GpuArrivals, rebuild_tensors, tensors_cost
 from rpcdist.rpc._values.refusals import why_not_plain
-from rpcdist.rpc._values.tensors import DeviceRoute, Externals, UnsupportedTensor, pack_tensors
+from rpcdist.rpc._values.tensors import DeviceRoute, Externals, Internalize, UnsupportedTensor, pack_tensors
 from rpcdist.transport._framing.message_parts import missing_weight
 
 OnTensors = Callable[[list[torch.Tensor]], object]
@@ -203,7 +203,7 @@ def _externalize(objects: Sequence[object], externals: Externals | None) -> None
 def decode(
     value: value_pb2.Value,
     large: Sequence[ReceiveBuffer] = (),
-    externals: Externals | None = None,
+    internalize: Internalize | None = None,
     *,
     plain_only: bool = False,
     on_tensors: OnTensors | None = None,
@@ -216,7 +216,7 @@ def decode(
 
     Args:
         large: the buffers that followed the message, complete, in the order of `value.buffers`.
-        externals: receives remote references; without it they are refused.
+        internalize: receives remote references; without it they are refused.
         plain_only: refuse pickles and other devices than cpu and meta.
         on_tensors: called when the tensors are there, and the value is not yet; it may change them in place.
         gpus: takes tensors to GPUs; without it they are refused.
@@ -253,7 +253,7 @@ def decode(
         if encoding == value_pb2.Value.PLAIN and isinstance(buffer, ReceiveBuffer) and buffer.borrowed_view is not None:
             source = bytes(source)  # else the sender could change it while it is read
     if encoding == value_pb2.Value.PLAIN:
-        return read_plain(source, tensors, contents, externals, weight_bytes, taken_bytes)
+        return read_plain(source, tensors, contents, internalize, weight_bytes, taken_bytes)
     if encoding == value_pb2.Value.PICKLE:
-        return read_pickle(source, tensors, contents, externals)
+        return read_pickle(source, tensors, contents, internalize)
     raise SerializationError(f"a value arrived in encoding {encoding}, which this version does not know")

@@ -160,23 +160,7 @@ class _Trials:
         size = len(parts.body) + sum(view.nbytes for view in parts.buffers) + sum(map(_num_bytes, parts.tensors))
         if size > limit_bytes:
             raise SerializationError(f"it has {size} bytes, and {limit_bytes} are allowed")
-        return parts, read_pickle(parts.body, parts.tensors, parts.buffers, _Here(parts.externals), is_trial=True)
-
-
-class _Here:
-    """`Externals` of a trial: the references themselves."""
-
-    def __init__(self, objects: list[object]) -> None:
-        self._objects = objects
-
-    def is_external(self, obj: object) -> bool:
-        return False
-
-    def externalize(self, obj: object) -> int:
-        raise SerializationError("a trial sends nothing")
-
-    def internalize(self, index: int) -> object:
-        return self._objects[index]
+        return parts, read_pickle(parts.body, parts.tensors, parts.buffers, parts.externals.__getitem__, is_trial=True)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

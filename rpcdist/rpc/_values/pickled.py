@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.rpc._values.exceptions import add_note, reduce_exception, text_of
-from rpcdist.rpc._values.tensors import DTYPE_CODES, Externals
+from rpcdist.rpc._values.tensors import DTYPE_CODES, Externals, Internalize
 
 Reducer = Callable[[Any], Any]
 """Gives the result that `__reduce__` should give for an object."""
@@ -113,7 +113,7 @@ def read_pickle(
     body: bytes | memoryview,
     tensors: list[torch.Tensor],
     buffers: Sequence[bytes | memoryview | ReceiveBuffer],
-    externals: Externals | None,
+    internalize: Internalize | None,
     *,
     is_trial: bool = False,
 ) -> object:
@@ -127,7 +127,7 @@ def read_pickle(
     """
     out_of_band = (buffer.view if isinstance(buffer, ReceiveBuffer) else bytearray(buffer) for buffer in buffers)
     try:
-        return _ValueUnpickler(io.BytesIO(body), tensors, out_of_band, externals, is_trial).load()
+        return _ValueUnpickler(io.BytesIO(body), tensors, out_of_band, internalize, is_trial).load()
     except (Exception, SystemExit, GeneratorExit) as exc:
         advice = f" {NOT_ON_CALLEE}" if issubclass(type(exc), AttributeError | ImportError) else ""
         raise SerializationError(
@@ -215,11 +215,16 @@ class _ValueUnpickler(pickle.Unpickler):
     """Puts the tensors and remote references of the value where its pickle refers to them."""
 
     def __init__(
-        self, file: io.BytesIO, tensors: list[torch.Tensor], buffers: Any, externals: Externals | None, is_trial: bool
+        self,
+        file: io.BytesIO,
+        tensors: list[torch.Tensor],
+        buffers: Any,
+        internalize: Internalize | None,
+        is_trial: bool,
     ) -> None:
         super().__init__(file, buffers=buffers)
         self._tensors = tensors
-        self._externals = externals
+        self._internalize = internalize
         self._is_trial = is_trial
 
     def find_class(self, module: str, name: str) -> Any:
@@ -227,9 +232,9 @@ class _ValueUnpickler(pickle.Unpickler):
             if name == "tensor_":
                 return self._tensors.__getitem__
             if name == "external_":
-                if self._externals is None:
+                if self._internalize is None:
                     raise SerializationError("a remote reference arrived where none may be")
-                return self._externals.internalize
+                return self._internalize
         elif module == "__mp_main__":
             # The script of a spawned process; here it is the script as well.
             module = "__main__"

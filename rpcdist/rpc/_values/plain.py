@@ -30,7 +30,7 @@ from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, ReceiveBuffer
 from rpcdist.rpc._values.hash_work import CHECKED_FROM, HashWork
 from rpcdist.rpc._values.tensor_runs import RUNS_FROM
-from rpcdist.rpc._values.tensors import DTYPE_CODES, DTYPES, Externals
+from rpcdist.rpc._values.tensors import DTYPE_CODES, DTYPES, Externals, Internalize
 
 MAX_DEPTH: Final = 64
 """Containers within containers; deeper values are pickled."""
@@ -356,7 +356,7 @@ def read_plain(
     body: bytes | memoryview,
     tensors: list[torch.Tensor],
     buffers: list[bytes | ReceiveBuffer],
-    externals: Externals | None,
+    internalize: Internalize | None,
     weight_bytes: int | None = None,
     taken_bytes: int = 0,
 ) -> object:
@@ -369,9 +369,9 @@ def read_plain(
 
     Raises:
         SerializationError: the bytes are not a plain value, or it would take too much for its weight; or the error of
-            `Externals.internalize`.
+            `Internalize`.
     """
-    reader = _Reader(body, tensors, buffers, externals, len(body) if weight_bytes is None else weight_bytes)
+    reader = _Reader(body, tensors, buffers, internalize, len(body) if weight_bytes is None else weight_bytes)
     reader.left -= taken_bytes
     try:
         items, end = reader.items(0, 1, 0)
@@ -385,20 +385,20 @@ def read_plain(
 
 
 class _Reader:
-    __slots__ = ("body", "buffers", "externals", "hash_work", "left", "made", "tensors", "used", "weight_bytes")
+    __slots__ = ("body", "buffers", "hash_work", "internalize", "left", "made", "tensors", "used", "weight_bytes")
 
     def __init__(
         self,
         body: bytes | memoryview,
         tensors: list[torch.Tensor],
         buffers: list[bytes | ReceiveBuffer],
-        externals: Externals | None,
+        internalize: Internalize | None,
         weight_bytes: int,
     ) -> None:
         self.body = body
         self.tensors = tensors
         self.buffers = buffers
-        self.externals = externals
+        self.internalize = internalize
         self.weight_bytes = weight_bytes
         self.left = allowed_bytes(weight_bytes)
         self.hash_work: HashWork | None = None
@@ -570,10 +570,10 @@ class _Reader:
         if tag == _SAME:
             return self.made[index]
         if tag == _EXTERNAL:
-            if self.externals is None:
+            if self.internalize is None:
                 raise SerializationError("a remote reference arrived where none may be")
             self.take(_REFERENCE_BYTES)
-            return self.externals.internalize(index)
+            return self.internalize(index)
         if tag in (_STR_BUFFER, _BYTES_BUFFER, _BYTEARRAY_BUFFER):
             if index in self.used:  # else a short message could ask for any amount of memory
                 raise SerializationError("a value arrived that is damaged: two of its parts claim the same buffer")

@@ -472,11 +472,15 @@ def _share_no_element(start: int, views: list[_View]) -> bool:
     return True
 
 
-class Externals(Protocol):
-    """Sends and receives the objects that are more than data. One instance serves one value in one direction.
+Internalize = Callable[[int], object]
+"""Returns the object of an entry of `Value.rrefs`; a decoder may call it more than once for an entry."""
 
-    Called on the thread that encodes or decodes. While encoding, `externalize` is called only after everything else of
-    the value has been encoded, so that a value which cannot be sent has created no share of a remote reference.
+
+class Externals(Protocol):
+    """Sends the objects that are more than data. One instance serves one value.
+
+    Called on the thread that encodes. `externalize` is called only after everything else of the value has been encoded,
+    so that a value which cannot be sent has created no share of a remote reference.
     """
 
     def is_external(self, obj: object) -> bool:
@@ -485,8 +489,4 @@ class Externals(Protocol):
 
     def externalize(self, obj: object) -> int:
         """Appends `obj` to `Value.rrefs` and returns its index there: 0, then 1, and so on."""
-        ...
-
-    def internalize(self, index: int) -> object:
-        """The object of entry `index` of `Value.rrefs`; may be called more than once for an index."""
         ...

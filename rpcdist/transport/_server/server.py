@@ -35,8 +35,7 @@ from rpcdist.transport._server.health_port import HealthPort, standard_handlers
 from rpcdist.transport._server.silent_connections import SilentConnections
 from rpcdist.transport._server.stream_listeners import StreamListeners
 from rpcdist.transport._server.unary_services import Method, UnaryServices
-from rpcdist.transport._striping.stripe_taker import PAYLOAD_TAKER, StripeTaker
-from rpcdist.transport._striping.striping import num_connections
+from rpcdist.transport._striping.striping import PAYLOAD_TAKER, StripeTaker, num_connections
 from rpcdist.transport.addresses import PortRange, join_address
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ServerHandshake
