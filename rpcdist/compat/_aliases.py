@@ -60,39 +60,13 @@ class _MissingModule(ModuleType):
         )
 
 
-class _MissingLoader(Loader):
-    """Answers the import of a module that rpcdist does not have."""
+class _AliasFinder(MetaPathFinder, Loader):
+    """Answers the import of torch's names with our modules, or with modules that say what is missing."""
 
-    def __init__(self, advice: str) -> None:
-        self._advice = advice
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _MissingModule(spec.name, self._advice)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """There is nothing in it."""
-
-
-class _AliasLoader(Loader):
-    """Answers the import of one of torch's names with our module, once imported under its own name."""
-
-    def __init__(self, ours: str) -> None:
-        self._ours = ours
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(self._ours)
-        # The import system writes torch's name into the module that it is given; `exec_module` takes that back.
-        self._true_spec = module.__spec__
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._true_spec
-
-
-class _AliasFinder(MetaPathFinder):
     def __init__(self, table: Mapping[str, str], missing: Mapping[str, str]) -> None:
         self._table = dict(table)
         self._missing = dict(missing)
+        self._true_specs: dict[str, ModuleSpec | None] = {}  # of our modules, while they are imported as torch's
 
     def our_name(self, name: str) -> str | None:
         """The name of our module for one of torch's, or None if the name is not in the table."""
@@ -105,14 +79,31 @@ class _AliasFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        for missing, advice in self._missing.items():
-            if fullname == missing or fullname.startswith(f"{missing}."):
-                return ModuleSpec(fullname, _MissingLoader(advice))
+        if self._advice(fullname) is not None:
+            return ModuleSpec(fullname, self)
         ours = self.our_name(fullname)
         if ours is None:
             return None
         theirs = None if _is_there(ours) else PathFinder.find_spec(fullname, [_torch_folder(fullname)])
-        return theirs or ModuleSpec(fullname, _AliasLoader(ours))
+        return theirs or ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        advice, ours = self._advice(spec.name), self.our_name(spec.name)
+        if advice is not None or ours is None:
+            return _MissingModule(spec.name, advice or "")
+        module = importlib.import_module(ours)  # under its own name
+        # The import system writes torch's name into the module that it is given; `exec_module` takes that back.
+        self._true_specs[spec.name] = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None and module.__spec__.name in self._true_specs:
+            module.__spec__ = self._true_specs.pop(module.__spec__.name)
+
+    def _advice(self, name: str) -> str | None:
+        """The advice for a module that rpcdist does not have; None for other modules."""
+        found = [advice for gone, advice in self._missing.items() if name == gone or name.startswith(f"{gone}.")]
+        return found[0] if found else None
 
 
 def _is_there(module: str) -> bool:

@@ -1,4 +1,8 @@
-"""The worker's side: it carries out one request after the other on its main thread, until the test's process ends."""
+"""The worker's side: it carries out one request after the other on its main thread, until the test's process ends.
+
+A request is a number and a pickled (function, args, kwargs); the answer is the number and the pickled value or
+`CallFailure`.
+"""
 
 from __future__ import annotations
 
@@ -19,35 +23,6 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """The settings of a worker when it starts.
-
-    Attributes:
-        output: the file that receives its stdout and stderr.
-        environment: the whole environment of the process.
-    """
-
-    output: str
-    environment: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class CallRequest:
-    """A function to call; `packed` is the pickled (function, args, kwargs)."""
-
-    number: int
-    packed: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of a request; `packed` is the pickled value or `CallFailure`."""
-
-    number: int
-    packed: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class CallFailure:
     """The error that a function raised, and where."""
 
@@ -65,18 +40,21 @@ def unpack(data: bytes) -> Any:
     return pickle.loads(data)
 
 
-def serve(connection: Connection[Any, Any], lifeline: Connection[Any, Any], setup: Setup) -> None:
+def serve(
+    connection: Connection[Any, Any], lifeline: Connection[Any, Any], output: str, environment: Mapping[str, str]
+) -> None:
     """Runs in the new process, and does not return.
 
     Args:
         connection: requests come here, and outcomes go back.
         lifeline: a pipe whose other end only the test's process holds.
-        setup: where output goes, and the environment.
+        output: the file that receives stdout and stderr.
+        environment: the whole environment of the process.
     """
-    _redirect_output(setup.output)
+    _redirect_output(output)
     _die_with(lifeline)
     os.environ.clear()
-    os.environ.update(setup.environment)
+    os.environ.update(environment)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)  # the workers of a test share few cores
     gc.freeze()  # what the server has imported stays: collecting it takes a fifth of a second, each time
@@ -116,8 +94,8 @@ def _die_with(lifeline: Connection[Any, Any]) -> None:
 def _carry_out_next(connection: Connection[Any, Any]) -> None:
     """Keeps nothing: what a worker holds is what its functions stored."""
     connection.poll(None)
-    request: CallRequest = unpack(connection.recv_bytes())
-    connection.send_bytes(pack(Outcome(request.number, _outcome_of(request.packed))))
+    number, packed = unpack(connection.recv_bytes())
+    connection.send_bytes(pack((number, _outcome_of(packed))))
 
 
 def _outcome_of(packed: bytes) -> bytes:

@@ -99,8 +99,8 @@ class Worker:
         self._connection, theirs = context.Pipe()
         _limit_waits(self._connection)
         lifeline, self._lifeline = context.Pipe(duplex=False)
-        setup = _child.Setup(str(output), dict(environment))
-        self._process = context.Process(target=_child.serve, args=(theirs, lifeline, setup), name=f"worker {name}")
+        arguments = (theirs, lifeline, str(output), dict(environment))
+        self._process = context.Process(target=_child.serve, args=arguments, name=f"worker {name}")
         self._process.start()
         theirs.close()
         lifeline.close()
@@ -123,7 +123,7 @@ class Worker:
         packed = _child.pack((function, args, kwargs))
         what = f"{self.name}: {getattr(function, '__qualname__', function)}"
         try:
-            self._connection.send_bytes(_child.pack(_child.CallRequest(self._num_begun, packed)))
+            self._connection.send_bytes(_child.pack((self._num_begun, packed)))
         except (BrokenPipeError, ConnectionResetError):
             pass  # `result` says that the process has ended
         except BlockingIOError:
@@ -246,13 +246,13 @@ class Worker:
         try:
             if not self._connection.poll():
                 raise EOFError
-            outcome: _child.Outcome = _child.unpack(self._connection.recv_bytes())
+            number, packed = _child.unpack(self._connection.recv_bytes())
         except (EOFError, ConnectionResetError):
             raise WorkerEnded(f"{self!r} has ended, with status {self.wait()}") from None
         except BlockingIOError:  # a stopped process, or a dead one whose child holds the connection
             raise WorkerTimeout(f"{self!r} stopped in the middle of an answer") from None
-        self._num_answered = outcome.number
-        self._outcomes[outcome.number] = outcome.packed
+        self._num_answered = number
+        self._outcomes[number] = packed
 
     def _outcome(self, number: int, what: str, limit_s: float) -> Any:
         try:

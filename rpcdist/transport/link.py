@@ -17,7 +17,7 @@ from rpcdist.transport._channels.grpc_channel import mapped_errors
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.keys import SessionKeys
 from rpcdist.transport.session import Session
-from rpcdist.transport.unary_proof import PACKAGE, Metadata, TooLarge, cut, joined, request_metadata
+from rpcdist.transport.unary_proof import PACKAGE, Metadata, cut, joined, request_metadata
 
 Reply = TypeVar("Reply", bound=Message)
 
@@ -135,7 +135,7 @@ class Link:
             except asyncio.CancelledError as exc:
                 self._raise_if_closed(exc)
                 raise
-            except (DecodeError, TooLarge) as exc:
+            except (DecodeError, ProtocolViolation) as exc:
                 raise ProtocolViolation(f"{self.address} sent a reply to {path} that cannot be parsed ({exc})") from exc
 
     def _raise_if_closed(self, exc: asyncio.CancelledError) -> None:

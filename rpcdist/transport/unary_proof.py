@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from google.protobuf.message import Message
 
+from rpcdist.errors import ProtocolViolation
 from rpcdist.ids import Identity
 from rpcdist.transport._framing.frames import CHUNK_BYTES
 from rpcdist.transport.keys import ReplayWindow, SessionKeys, request_proof, verify_request
@@ -66,10 +67,6 @@ LARGEST_JOINED_BYTES: Final = 160 << 20
 """Limit of all pieces of a message together, so that no peer can fill the memory of a process."""
 
 
-class TooLarge(ValueError):
-    """The pieces are more than `LARGEST_JOINED_BYTES`."""
-
-
 def cut(data: bytes, piece_type: type[Message]) -> Iterator[bytes]:
     """The serialized pieces of `data`, at least one. A piece is a message of a type with the field `data`."""
     kind: Any = piece_type
@@ -81,7 +78,7 @@ async def joined(pieces: AsyncIterable[bytes], piece_type: type[Message]) -> byt
     """The data of which `cut` made the pieces.
 
     Raises:
-        TooLarge: the pieces exceed the limit; the rest is not read.
+        ProtocolViolation: the pieces exceed the limit; the rest is not read.
         DecodeError: a message is not a piece.
     """
     kind: Any = piece_type
@@ -91,5 +88,5 @@ async def joined(pieces: AsyncIterable[bytes], piece_type: type[Message]) -> byt
         parts.append(kind.FromString(piece).data)
         size_bytes += len(parts[-1])
         if size_bytes > LARGEST_JOINED_BYTES:
-            raise TooLarge(f"more than {LARGEST_JOINED_BYTES} bytes")
+            raise ProtocolViolation(f"more than {LARGEST_JOINED_BYTES} bytes")
     return b"".join(parts)

@@ -14,14 +14,13 @@ from rpcdist.rpc._values.pickled import PickledParts, read_pickle, write_pickle
 from rpcdist.rpc._values.plain import (
     FREE_BYTES,
     MAX_ITEMS,
-    NotPlain,
     PlainWriter,
     allowed_bytes,
     read_plain,
 )
 from rpcdist.rpc._values.rebuild import TENSOR_BYTES, GpuArrivals, rebuild_tensors, tensors_cost
 from rpcdist.rpc._values.refusals import why_not_plain
-from rpcdist.rpc._values.tensors import DeviceRoute, Externals, Internalize, UnsupportedTensor, pack_tensors
+from rpcdist.rpc._values.tensors import DeviceRoute, Externals, Internalize, NotPlain, pack_tensors
 from rpcdist.transport._framing.message_parts import missing_weight
 
 OnTensors = Callable[[list[torch.Tensor]], object]
@@ -145,7 +144,7 @@ def _fill_plainly(
     """False if it has a tensor that only pickle can take apart."""
     try:
         _fill(value, bytes(writer.body), writer, large, route)
-    except UnsupportedTensor:
+    except NotPlain:
         return False
     return True
 

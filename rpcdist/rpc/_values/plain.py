@@ -30,7 +30,7 @@ from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, ReceiveBuffer
 from rpcdist.rpc._values.hash_work import CHECKED_FROM, HashWork
 from rpcdist.rpc._values.tensor_runs import RUNS_FROM
-from rpcdist.rpc._values.tensors import DTYPE_CODES, DTYPES, Externals, Internalize
+from rpcdist.rpc._values.tensors import DTYPE_CODES, DTYPES, Externals, Internalize, NotPlain
 
 MAX_DEPTH: Final = 64
 """Containers within containers; deeper values are pickled."""
@@ -112,10 +112,6 @@ def _text_bytes(data: bytes) -> int:
     starts = range(0, size, _BLOCK_BYTES)
     length = sum([len(data[at : at + _BLOCK_BYTES].translate(None, _CONTINUATION)) for at in starts])
     return _TEXT_BYTES + length * (6 if any([lead in data for lead in _ASTRAL]) else 3)
-
-
-class NotPlain(Exception):
-    """The value has a part that the plain codec does not write."""
 
 
 class PlainWriter:

@@ -152,8 +152,8 @@ KEPT_HOLES_BYTES: Final = 4096
 """A view whose memory spans no more than this keeps its strides: the holes cost less than the copy."""
 
 
-class UnsupportedTensor(Exception):
-    """This tensor does not fit the tensor table; pickle may know its parts."""
+class NotPlain(Exception):
+    """A part of a value cannot travel plainly: an object, or a tensor that the table cannot hold."""
 
 
 class _View(NamedTuple):
@@ -179,7 +179,7 @@ def pack_tensors(
         all_differ: each of them has to be an object of its own, with memory of its own.
 
     Raises:
-        UnsupportedTensor: a tensor of another layout or dtype than the table holds; or `all_differ`, and that is not
+        NotPlain: a tensor of another layout or dtype than the table holds; or `all_differ`, and that is not
             known.
         SerializationError: a tensor on another device, without a route; or the error of its map.
     """
@@ -189,7 +189,7 @@ def pack_tensors(
         _send_runs(value, runs, large)
         return
     if all_differ:
-        raise UnsupportedTensor
+        raise NotPlain
     views: list[_View] = []
     on_gpus: list[_View] = []
     has_strides = False
@@ -206,7 +206,7 @@ def pack_tensors(
         dtype = tensor.dtype
         code = DTYPE_CODES.get(dtype)
         if code is None or tensor.layout is not torch.strided or tensor.is_nested:
-            raise UnsupportedTensor
+            raise NotPlain
         shape = tensor.shape
         _write_header(message, tensor, code, shape)
         if moved or not tensor.is_cpu:

@@ -23,7 +23,7 @@ from rpcdist.errors import Overloaded, ProtocolViolation, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.transport._channels.grpc_channel import refuse
 from rpcdist.transport._framing.message_parts import parsed
-from rpcdist.transport.unary_proof import PACKAGE, ProvenSessions, TooLarge, cut, joined
+from rpcdist.transport.unary_proof import PACKAGE, ProvenSessions, cut, joined
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class UnaryServices(grpc.GenericRpcHandler):
                 try:
                     with ExitStack() as counted:
                         request = await joined(self._counting(pieces, peer, counted), request_type)
-                except (DecodeError, TooLarge, Overloaded) as exc:
+                except (DecodeError, ProtocolViolation, Overloaded) as exc:
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request of {path}: {exc}")
                 for piece in cut(await reply_to(request, len(request), context), request_type):
                     await context.write(piece)
