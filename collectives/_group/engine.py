@@ -191,7 +191,6 @@ class Engine(StateKeeper):
         self._transport = transport
         self._timeout_s = timeout_s
         self._recorder = recorder
-        self._recorder = recorder
         self._reporter = reporter
         self._outlives_ranks = outlives_ranks
         self._on_failure = on_failure

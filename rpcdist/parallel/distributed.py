@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
@@ -31,23 +30,18 @@ from rpcdist.parallel._ddp._ddp_arguments import (
 )
 from rpcdist.parallel._ddp._ddp_errors import DataParallelError, list_names
 from rpcdist.parallel._ddp._finite_check import CheckFinite
-from rpcdist.parallel._ddp._gradient_hooks import (
-    DelayedReduction,
-    HookOrder,
-    install_accumulation_hooks,
-    install_capture_hooks,
-)
 from rpcdist.parallel._ddp._gradient_sources import in_distributed_context
 from rpcdist.parallel._ddp._logging_data import SampledIteration, logging_data
 from rpcdist.parallel._ddp._model_hooks import (
-    BufferHook,
     BufferHookLocation,
     DataParallelJoinHook,
+    DelayedReduction,
+    GradientHooks,
     count_ranks,
     highest_rank,
 )
 from rpcdist.parallel._ddp._parameters import (
-    Named,
+    Trained,
     broadcast_tensors,
     frozen,
     has_buffers,
@@ -163,7 +157,8 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         self.require_forward_param_sync = True
         self._caps = BucketCaps.of(bucket_cap_mb, bucket_cap_mb_list)
         self._divide_by_initial_world_size = True
-        self._buffer_hook: BufferHook | None = None
+        self._buffer_hook: Callable[[dict[str, torch.Tensor]], Iterable[torch.futures.Future[object]] | None] | None
+        self._buffer_hook, self._buffer_hook_location = None, BufferHookLocation.PRE_FORWARD
         self._delayed: DelayedReduction | None = None
         self._logged = SampledIteration()
         if delay_all_reduce_named_params is not None and param_to_hook_all_reduce is not None:
@@ -188,7 +183,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
 
     # ------------------------------------------------------------ construction
 
-    def _trainable(self) -> list[Named]:
+    def _trainable(self) -> list[Trained]:
         for name, parameter in self.module.named_parameters():
             if isinstance(parameter, nn.UninitializedParameter) and name not in self.parameters_to_ignore:
                 raise ConfigError(
@@ -217,7 +212,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             "mixed_precision": self._precision,
         }
 
-    def _make_reducer(self, parameters: list[Named]) -> None:
+    def _make_reducer(self, parameters: list[Trained]) -> None:
         options = ReducerOptions(
             self._caps,
             find_unused=self.find_unused_parameters,
@@ -231,10 +226,8 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         if wire_dtype is not None and any(parameter.tensor.dtype is not wire_dtype for parameter in parameters):
             hook = average_in(wire_dtype, self.process_group)
             self.reducer.use_hook(RegisteredHook(hook, None, leaves_equal_bits=True))
-        self._capture_handles: list[RemovableHandle] = []
-        self._handles = install_accumulation_hooks(parameters, self.reducer)
-        self._hook_order = HookOrder(parameters, self._handles)
-        weakref.finalize(self, _remove, self._handles, self._capture_handles)  # the module may be wrapped again
+        self._hooks = GradientHooks(parameters, self.reducer)
+        weakref.finalize(self, self._hooks.remove)  # the module may be wrapped again
 
     def _broadcast_states(self, group_src: int, buffers: bool) -> None:
         named: dict[str, torch.Tensor] = dict(self.module.named_parameters())
@@ -246,7 +239,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not collectives.group.WORLD:
             raise ConfigError("only a DistributedDataParallel of the default group can be pickled or copied")
-        left_out = ("process_group", "reducer", "_handles", "_capture_handles", "_hook_order")
+        left_out = ("process_group", "reducer", "_hooks")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -311,9 +304,9 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             if trains:
                 self.reducer.pause()
             return
-        if in_distributed_context() and not self._capture_handles:
-            self._capture_handles += install_capture_hooks(self.reducer.parameters, self.reducer)
-        self._hook_order.keep()
+        if in_distributed_context():
+            self._hooks.watch_distributed_passes()
+        self._hooks.keep_last()
         self.reducer.prepare_for_backward(output)
 
     @contextmanager
@@ -368,8 +361,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         return bool(self.modules_buffers)
 
     def _syncs_buffers(self, location: BufferHookLocation) -> bool:
-        chosen = BufferHookLocation.PRE_FORWARD if self._buffer_hook is None else self._buffer_hook.location
-        return chosen is location and self.will_sync_module_buffers()
+        return self._buffer_hook_location is location and self.will_sync_module_buffers()
 
     def _sync_buffers(self) -> None:
         source = self._highest_rank(True) if self._join_config.enable else 0
@@ -378,7 +370,8 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
     def _send_buffers(self, source: int) -> None:
         buffers = self.named_module_buffers
         if self._buffer_hook is not None:
-            self._buffer_hook.call(buffers)
+            for future in self._buffer_hook(buffers) or ():
+                future.wait()
             return
         # An earlier forward pass may have saved them for a backward pass that is still to come.
         with torch.autograd._unsafe_preserve_version_counter(tuple(buffers.values())):
@@ -405,10 +398,13 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         hook: Callable[[object, dict[str, torch.Tensor]], list[torch.futures.Future[object]] | None],
         comm_hook_location: BufferHookLocation = BufferHookLocation.POST_FORWARD,
     ) -> None:
-        """Synchronises the buffers by a function instead of a broadcast."""
+        """Synchronises the buffers by a function, which gets them by name, instead of a broadcast.
+
+        Futures that it returns are waited for.
+        """
         if not callable(hook):
             raise TypeError("Communication hook must be callable.")
-        self._buffer_hook = BufferHook(state, hook, BufferHookLocation(comm_hook_location))
+        self._buffer_hook, self._buffer_hook_location = partial(hook, state), BufferHookLocation(comm_hook_location)
 
     # ------------------------------------------------------------ uneven inputs
 
@@ -555,7 +551,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
 
     def _remove_autograd_hooks(self) -> None:
         """Stops averaging gradients."""
-        _remove(self._handles, self._capture_handles)
+        self._hooks.remove()
 
     def _check_reducer_finalized(self) -> None:
         """Raises UnusedParameters if the last backward pass did not end in order."""
@@ -582,10 +578,3 @@ def _syncs(reference: weakref.ref[DistributedDataParallel]) -> bool:
     """Whether backward passes of a model average now."""
     model = reference()
     return model is not None and model.require_backward_grad_sync
-
-
-def _remove(*lists: list[RemovableHandle]) -> None:
-    for handles in lists:
-        for handle in handles:
-            handle.remove()
-        handles.clear()

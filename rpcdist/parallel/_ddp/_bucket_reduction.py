@@ -1,28 +1,108 @@
-"""The reductions of an iteration's buckets: starts them during the backward pass, and waits for them at its end."""
+"""The reductions of an iteration's buckets: starts them during the backward pass, and waits for them at its end.
+
+A rank whose backward pass ended without some gradients does not take part in the reduction of their buckets. The other
+ranks see only that it is late. So it writes a notice with the names of the missing gradients into the group's store,
+and ranks that have waited long read it there.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Final, NoReturn
 
 import torch
 
 from rpcdist._counters import training
 from rpcdist.collectives import ProcessGroup, ReduceOp, Work
-from rpcdist.errors import CollectiveError
-from rpcdist.parallel._ddp._buckets import BucketEntry, DenseBucket, SparseBucket
+from rpcdist.errors import CollectiveError, RpcdistError
+from rpcdist.parallel._ddp._buckets import DenseBucket, SparseBucket
 from rpcdist.parallel._ddp._comm_hook import GradBucket, RegisteredHook
+from rpcdist.parallel._ddp._ddp_errors import explained, list_names
 from rpcdist.parallel._ddp._finite_check import FiniteCheck
-from rpcdist.parallel._ddp._notices import BucketWait
+from rpcdist.parallel._ddp._parameters import Trained
 from rpcdist.profile_ranges import is_profiling, record_function, span_taps
+from rpcdist.time_limits import DDP_NOTICE_POLL_S
+
+logger = logging.getLogger(__name__)
 
 Bucket = DenseBucket | SparseBucket
-GradientOf = Callable[[BucketEntry], torch.Tensor | None]
+GradientOf = Callable[[Trained], torch.Tensor | None]
 """Returns a parameter's gradient on this rank; None if it has none."""
-Deliver = Callable[[list[BucketEntry], list[torch.Tensor], bool], None]
-"""Stores reduced gradients; see `GradientSource.deliver`."""
+Deliver = Callable[[list[Trained], list[torch.Tensor], bool], None]
+"""Stores reduced gradients; see `OrdinaryPass.deliver`."""
+
+
+MAX_TOLD: Final = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """The notice of one rank: gradients are missing.
+
+    Attributes:
+        rank: rank in the world.
+        iteration: number of the backward pass, from 1.
+        missing: names of the parameters without gradients.
+        final: whether the rank has raised an error; else the gradients may still become ready.
+        problem: the error, where it is not about missing gradients.
+    """
+
+    rank: int
+    iteration: int
+    missing: tuple[str, ...]
+    final: bool
+    problem: str = ""
+
+    def __str__(self) -> str:
+        if self.problem:
+            return f"rank {self.rank} has given up iteration {self.iteration}: {self.problem}"
+        end = "has gone on without" if self.final else "ended a backward pass without"
+        return f"rank {self.rank} {end} gradients of {list_names(self.missing)} in iteration {self.iteration}"
+
+
+class Notices:
+    """The notices about one reducer, in the store of its group.
+
+    Args:
+        group: the ranks that reduce.
+        key: prefix of the store's keys: the same on all ranks, and different for each reducer.
+    """
+
+    def __init__(self, group: ProcessGroup, key: str) -> None:
+        self._group = group
+        self._key = key
+
+    def post(self, iteration: int, missing: Sequence[str], final: bool, problem: str = "") -> Notice:
+        """Writes this rank's notice. Errors of the store are ignored: only the explanation is lost."""
+        group = self._group
+        notice = Notice(group.world_rank(group.rank()), iteration, tuple(missing), final, problem)
+        try:
+            text = json.dumps({**asdict(notice), "missing": list(missing[:MAX_TOLD])})
+            group.get_group_store().set(f"{self._key}/{group.rank()}", text)
+        except (RpcdistError, RuntimeError, OSError) as exc:
+            logger.debug("no notice could be left for the other ranks: %s", exc)
+        return notice
+
+    def read(self, iteration: int) -> list[Notice]:
+        """The notices of the other ranks about an iteration."""
+        group, found = self._group, []
+        try:
+            store = group.get_group_store()
+            for rank in range(group.size()):
+                key = f"{self._key}/{rank}"
+                if rank != group.rank() and store.check([key]):
+                    fields = json.loads(store.get(key))
+                    found.append(Notice(**{**fields, "missing": tuple(fields["missing"])}))
+        except (RpcdistError, RuntimeError, OSError) as exc:
+            logger.debug("the notices of the other ranks cannot be read: %s", exc)
+        return [notice for notice in found if notice.iteration == iteration]
 
 
 def reduce_runs(runs: Sequence[torch.Tensor], group: ProcessGroup, divisor: float, asynchronous: bool) -> list[Work]:
@@ -39,19 +119,24 @@ def reduce_runs(runs: Sequence[torch.Tensor], group: ProcessGroup, divisor: floa
 class BucketReductions:
     """The reductions of one iteration at a time. The reducer's lock guards it.
 
+    Args:
+        group: the ranks that reduce.
+        notices: those of the ranks about missing gradients.
+        finite: examines the gradients.
+        hook: reduces the dense buckets, where there is one.
+
     Attributes:
         first_launch_ns: when the first operation of the iteration was started; 0 before.
     """
 
-    def __init__(
-        self, group: ProcessGroup, waiter: BucketWait, finite: FiniteCheck, hook: RegisteredHook | None
-    ) -> None:
+    def __init__(self, group: ProcessGroup, notices: Notices, finite: FiniteCheck, hook: RegisteredHook | None) -> None:
         self.first_launch_ns = 0
         self._group = group
-        self._waiter = waiter
+        self._notices = notices
         self._finite = finite
         self._hook = hook
         self._iteration = 0
+        self._warned = 0  # the last iteration of which it was said that ranks wait
         self._divisor = 1.0
         self._works: dict[int, list[Work]] = {}
         self._futures: dict[int, tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = {}
@@ -89,7 +174,7 @@ class BucketReductions:
                 else:
                     self._start_dense(bucket, gradient_of, in_place, is_last, asynchronous)
         except CollectiveError as exc:
-            self._waiter.fail(exc, bucket.number, _names(bucket), self._iteration)
+            self._fail(exc, bucket)
 
     def _start_sparse(self, bucket: SparseBucket, gradient_of: GradientOf) -> None:
         gradient = gradient_of(bucket.members[0])
@@ -125,7 +210,7 @@ class BucketReductions:
 
     def _finish(self, bucket: Bucket, deliver: Deliver) -> None:
         for work in self._works.pop(bucket.number, ()):
-            self._waiter.wait(work, bucket.number, _names(bucket), self._iteration)
+            self._wait(work, bucket)
         if isinstance(bucket, SparseBucket):
             reduced = bucket.finish(self._divisor)
             self._finite.after([_values(reduced)])
@@ -141,6 +226,49 @@ class BucketReductions:
     def conclude(self) -> None:
         """Ends the iteration: warns about gradients that are not finite."""
         self._finite.conclude(self._iteration)
+
+    def _wait(self, work: Work, bucket: Bucket) -> None:
+        """Returns when an operation of a bucket is done; explains why it failed, or takes long.
+
+        Raises:
+            CollectiveError: it failed, or another rank has given up on it; names that rank and the parameters.
+        """
+        try:
+            while not work.is_completed():
+                self._wait_a_while(work)
+                if not work.is_completed():
+                    self._look(work, bucket)
+            work.wait()
+        except CollectiveError as exc:
+            self._fail(exc, bucket)
+
+    @staticmethod
+    def _wait_a_while(work: Work) -> None:
+        try:
+            work.wait(DDP_NOTICE_POLL_S)
+        except CollectiveError:
+            if work.is_completed():
+                raise
+
+    def _look(self, work: Work, bucket: Bucket) -> None:
+        for notice in self._notices.read(self._iteration):
+            if notice.final:
+                backend = self._group.backend(self._group.object_device)
+                backend.abort(f"the reduction of bucket {bucket.number} cannot end: {notice}")
+                work.wait()
+            elif self._warned != self._iteration:
+                self._warned = self._iteration
+                warnings.warn(f"still waiting in bucket {bucket.number}: {notice}", RuntimeWarning, stacklevel=2)
+
+    def _fail(self, error: CollectiveError, bucket: Bucket) -> NoReturn:
+        """Raises the error with details: which gradients were reduced, and the notices of other ranks about them."""
+        rank = self._group.world_rank(self._group.rank())
+        told = "".join(f"; {notice}" for notice in self._notices.read(self._iteration))
+        raise explained(
+            error,
+            f"rank {rank} reduced bucket {bucket.number} of iteration {self._iteration}, with the gradients of "
+            f"{list_names(_names(bucket))}{told}. If a rank ran out of data, train under `with model.join():`",
+        ) from error.__cause__  # the text of the error itself is in that of the new one
 
 
 def _range_of(what: str, bucket: Bucket) -> AbstractContextManager[object]:

@@ -16,11 +16,10 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
-from torch import nn
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup, ReduceOp, Work
-from rpcdist.parallel._ddp._parameters import Named
+from rpcdist.parallel._ddp._parameters import Trained
 
 _OWN_USES: Final = 2
 """Use count of a storage that one tensor owns alone: the tensor's reference, and that of `untyped_storage()`."""
@@ -56,22 +55,6 @@ def is_private(tensor: torch.Tensor) -> bool:
 OWN_BYTES: Final = 1 << 19
 
 
-class BucketEntry:
-    """A parameter in a bucket.
-
-    Attributes:
-        index: of the parameter in the reducer.
-        name, parameter: as in the module.
-    """
-
-    __slots__ = ("index", "name", "parameter")
-
-    def __init__(self, index: int, named: Named) -> None:
-        self.index = index
-        self.name = named.name
-        self.parameter: nn.Parameter = named.tensor
-
-
 class DenseBucket:
     """Dense gradients of one dtype and device. The reducer's lock guards it.
 
@@ -81,34 +64,30 @@ class DenseBucket:
         flat: whether all gradients are packed, as those on a GPU are always; see [Note: in place].
 
     Attributes:
-        indices: those of the members.
-        num_missing: how many members have no gradient yet in this iteration.
         runs: the flat tensors that are reduced; empty between `scatter` and `gather`.
     """
 
-    def __init__(self, number: int, members: Sequence[BucketEntry], flat: bool) -> None:
+    def __init__(self, number: int, members: Sequence[Trained], flat: bool) -> None:
         self.number = number
         self.members = list(members)
-        self.flat = flat = flat or members[0].parameter.is_cuda
-        self.indices = frozenset(member.index for member in members)
-        self.num_missing = 0
+        self.flat = flat = flat or members[0].tensor.is_cuda
         self.runs: list[torch.Tensor] = []
-        self._packed = [member for member in members if flat or member.parameter.nbytes < OWN_BYTES]
-        self._own = [member for member in members if not flat and member.parameter.nbytes >= OWN_BYTES]
+        self._packed = [member for member in members if flat or member.tensor.nbytes < OWN_BYTES]
+        self._own = [member for member in members if not flat and member.tensor.nbytes >= OWN_BYTES]
         self._buffer: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self._reduced: list[torch.Tensor] = []  # the runs of the other members, as gradients
 
     @property
     def num_bytes(self) -> int:
-        return sum(member.parameter.nbytes for member in self.members)
+        return sum(member.tensor.nbytes for member in self.members)
 
     @property
     def buffer(self) -> torch.Tensor:
         """The flat tensor of the packed gradients; allocated at the first use."""
         if self._buffer is None:
-            parameter = self._packed[0].parameter
-            numel = sum(member.parameter.numel() for member in self._packed)
+            parameter = self._packed[0].tensor
+            numel = sum(member.tensor.numel() for member in self._packed)
             self.use_buffer(torch.zeros(numel, dtype=parameter.dtype, device=parameter.device))
         assert self._buffer is not None
         return self._buffer
@@ -116,9 +95,9 @@ class DenseBucket:
     def use_buffer(self, buffer: torch.Tensor) -> None:
         """Sets the flat tensor into which gradients are packed."""
         self._buffer = buffer
-        counts = [member.parameter.numel() for member in self._packed]
+        counts = [member.tensor.numel() for member in self._packed]
         parts = zip(buffer.split(counts), self._packed, strict=True)
-        self._views = [view_like(part, member.parameter) for part, member in parts]
+        self._views = [view_like(part, member.tensor) for part, member in parts]
 
     @property
     def views(self) -> list[torch.Tensor]:
@@ -128,13 +107,13 @@ class DenseBucket:
         return self._views
 
     @property
-    def packed(self) -> list[BucketEntry]:
+    def packed(self) -> list[Trained]:
         """The members whose gradients are packed into the buffer."""
         return self._packed
 
     # ------------------------------------------------------------ from gradients to runs
 
-    def gather(self, gradient_of: Callable[[BucketEntry], torch.Tensor | None], in_place: bool) -> list[torch.Tensor]:
+    def gather(self, gradient_of: Callable[[Trained], torch.Tensor | None], in_place: bool) -> list[torch.Tensor]:
         """Makes the flat tensors that are reduced.
 
         Args:
@@ -161,8 +140,8 @@ class DenseBucket:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def _own_run(self, member: BucketEntry, gradient: torch.Tensor | None, in_place: bool) -> torch.Tensor:
-        parameter = member.parameter
+    def _own_run(self, member: Trained, gradient: torch.Tensor | None, in_place: bool) -> torch.Tensor:
+        parameter = member.tensor
         if gradient is None:
             run = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
             self._reduced.append(view_like(run, parameter))
@@ -179,7 +158,7 @@ class DenseBucket:
 
     # ------------------------------------------------------------ from runs to gradients
 
-    def scatter(self, deliver: Callable[[list[BucketEntry], list[torch.Tensor], bool], None]) -> None:
+    def scatter(self, deliver: Callable[[list[Trained], list[torch.Tensor], bool], None]) -> None:
         """Delivers the reduced gradients, and drops the runs.
 
         Args:
@@ -196,29 +175,22 @@ DENSE: Final = -1
 
 
 class SparseBucket:
-    """One parameter with sparse gradients. The reducer's lock guards it.
+    """One parameter with sparse gradients. The reducer's lock guards it."""
 
-    Attributes:
-        indices: the parameter's.
-        num_missing: 1 while its gradient is not ready in this iteration, else 0.
-    """
-
-    def __init__(self, number: int, member: BucketEntry, group: ProcessGroup) -> None:
+    def __init__(self, number: int, member: Trained, group: ProcessGroup) -> None:
         self.number = number
         self.members = [member]
-        self.indices = frozenset({member.index})
-        self.num_missing = 0
         self._group = group
         self._gradient: torch.Tensor | None = None
         self._counts = torch.empty(0)
 
     @property
     def num_bytes(self) -> int:
-        return self.members[0].parameter.nbytes
+        return self.members[0].tensor.nbytes
 
     def start(self, gradient: torch.Tensor | None) -> Work:
         """Starts the exchange of the numbers of rows; a missing gradient has none."""
-        size, device = self._group.size(), self.members[0].parameter.device
+        size, device = self._group.size(), self.members[0].tensor.device
         if gradient is not None and gradient.is_sparse:
             gradient = gradient.detach().coalesce()
         self._gradient = gradient
@@ -241,14 +213,14 @@ class SparseBucket:
     def _reduce_dense(self, gradient: torch.Tensor | None) -> torch.Tensor:
         """The sum if some rank has a dense gradient."""
         if gradient is None:
-            dense = torch.zeros_like(self.members[0].parameter, memory_format=torch.contiguous_format)
+            dense = torch.zeros_like(self.members[0].tensor, memory_format=torch.contiguous_format)
         else:
             dense = gradient.to_dense().contiguous() if gradient.is_sparse else gradient.clone()
         collectives.all_reduce(dense, ReduceOp.SUM, group=self._group)
         return dense
 
     def _exchange(self, gradient: torch.Tensor | None, counts: list[int], divisor: float) -> torch.Tensor:
-        parameter = self.members[0].parameter
+        parameter = self.members[0].tensor
         longest = max(counts)
         if longest == 0:
             return torch.zeros_like(parameter, layout=torch.sparse_coo)

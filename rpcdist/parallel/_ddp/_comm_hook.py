@@ -56,7 +56,7 @@ class GradBucket:
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in the order of `gradients`."""
-        return [member.parameter for member in self._bucket.members]
+        return [member.tensor for member in self._bucket.members]
 
     def names(self) -> list[str]:
         """The names of the parameters in the module."""

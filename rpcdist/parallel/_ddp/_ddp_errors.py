@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 
 from rpcdist.errors import CollectiveError, ConfigError, RpcdistError, listed
-from rpcdist.parallel._ddp._due_gradients import DueRule, UnexpectedGradient
+from rpcdist.parallel._ddp._iteration_state import DueRule, UnexpectedGradient
 
 MAX_NAMES = 20
 

@@ -1,38 +1,57 @@
-"""The sources of gradients: an ordinary backward pass, or one of `rpcdist.autograd`. The reducer handles both alike.
+"""Backward passes as the reducer sees them: ordinary ones, those of `rpcdist.autograd`, and those of other ranks.
 
 An ordinary pass adds to `.grad`, and then calls a hook of the parameter. A distributed pass captures gradients for its
 context and leaves `.grad` alone: tensor hooks see the gradients, and a callback at the end of the pass replaces the
-captured gradients by the reduced ones.
+captured gradients by the reduced ones. A rank without inputs has no pass, and takes part in those of the others. The
+classes `OrdinaryPass`, `DistributedPass` and `NoPass` have the same methods and `lends`, which says whether a reduction
+may overwrite their gradients.
+
+A pass of `torch.autograd.grad` looks like a backward pass to every hook until its end, but adds to no `.grad`. Only
+torch's engine knows: it tells of each node whether the running pass executes it.
+
+Optimizers may step while the pass runs. `torch.distributed.optim._apply_optimizer_in_backward` gives parameters
+optimizers of their own, and hooks that step them as soon as a gradient is there, which is this rank's alone. Its hooks
+are removed, and the optimizers step when the gradients are averaged. Hooks of the user's own that step cannot be told
+from others, but parameters that change can.
 """
 
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any, Final
 
 import torch
+from torch import nn
 from torch.autograd import Variable
+from torch.autograd.graph import Node, get_gradient_edge
 
-from rpcdist.parallel._ddp._buckets import BucketEntry
+from rpcdist.parallel._ddp._ddp_errors import DataParallelError, list_names
+from rpcdist.parallel._ddp._parameters import Trained
+from rpcdist.parallel._ddp._tensor_tree import find_tensors
+
+# ---------------------------------------------------------------- sources of gradients
 
 
-class GradientSource(ABC):
-    """A backward pass as the reducer sees it.
+class OrdinaryPass:
+    """`loss.backward()`.
 
-    Attributes:
-        lends: whether the reduction may overwrite its gradients.
+    Args:
+        view: whether `.grad` may be a view of a bucket, which the next iteration overwrites.
     """
 
-    lends: ClassVar[bool]
+    lends: Final = True
 
-    @abstractmethod
-    def gradient(self, member: BucketEntry) -> torch.Tensor | None:
-        """The member's gradient on this rank, once it is ready."""
+    def __init__(self, view: bool) -> None:
+        self._view = view
 
-    @abstractmethod
-    def deliver(self, members: list[BucketEntry], reduced: list[torch.Tensor], lasting: bool) -> None:
+    def gradient(self, member: Trained) -> torch.Tensor | None:
+        """The parameter's gradient on this rank, once it is ready."""
+        return member.tensor.grad
+
+    def deliver(self, members: list[Trained], reduced: list[torch.Tensor], lasting: bool) -> None:
         """Stores reduced gradients.
 
         Args:
@@ -40,37 +59,15 @@ class GradientSource(ABC):
             reduced: their gradients.
             lasting: whether the tensors may be kept; else the next iteration overwrites them.
         """
-
-    @abstractmethod
-    def at_end(self, callback: Callable[[], None]) -> None:
-        """Calls a function at the end of the running pass, which raises its exceptions. Only for use in hooks."""
-
-
-class OrdinaryPass(GradientSource):
-    """`loss.backward()`.
-
-    Args:
-        view: whether `.grad` may be a view of a bucket, which the next iteration overwrites.
-    """
-
-    lends = True
-
-    def __init__(self, view: bool) -> None:
-        self._view = view
-
-    def gradient(self, member: BucketEntry) -> torch.Tensor | None:
-        return member.parameter.grad
-
-    def deliver(self, members: list[BucketEntry], reduced: list[torch.Tensor], lasting: bool) -> None:
         keep = lasting or self._view
         targets, sources = [], []
         for member, tensor in zip(members, reduced, strict=True):
-            gradient = member.parameter.grad
+            gradient = member.tensor.grad
             if gradient is tensor:
                 continue  # reduced in place
             if keep or gradient is None or gradient.is_sparse or tensor.is_sparse:
                 if gradient is None or _differ(gradient, tensor):
-                    member.parameter.grad = tensor if keep else tensor.clone()
+                    member.tensor.grad = tensor if keep else tensor.clone()
             elif gradient.data_ptr() != tensor.data_ptr():
                 targets.append(gradient)
                 sources.append(tensor)
@@ -79,6 +76,7 @@ class OrdinaryPass(GradientSource):
                 torch._foreach_copy_(targets, sources)
 
     def at_end(self, callback: Callable[[], None]) -> None:
+        """Calls a function at the end of the running pass, which raises its exceptions. Only for use in hooks."""
         Variable._execution_engine.queue_callback(callback)
 
 
@@ -87,13 +85,13 @@ def _differ(gradient: torch.Tensor, tensor: torch.Tensor) -> bool:
     return gradient.is_sparse or tensor.is_sparse or gradient.data_ptr() != tensor.data_ptr()
 
 
-class DistributedPass(GradientSource):
+class DistributedPass:
     """`rpcdist.autograd.backward` inside a context.
 
     The pass may need several calls of the engine. The captured gradients are withheld until they are reduced.
     """
 
-    lends = False
+    lends: Final = False
 
     def __init__(self) -> None:
         self._arrived: dict[int, torch.Tensor] = {}
@@ -105,12 +103,12 @@ class DistributedPass(GradientSource):
         self._arrived[index] = gradient
         self._withheld.append(parameter)
 
-    def gradient(self, member: BucketEntry) -> torch.Tensor | None:
+    def gradient(self, member: Trained) -> torch.Tensor | None:
         return self._arrived.get(member.index)
 
-    def deliver(self, members: list[BucketEntry], reduced: list[torch.Tensor], lasting: bool) -> None:
+    def deliver(self, members: list[Trained], reduced: list[torch.Tensor], lasting: bool) -> None:
         for member, tensor in zip(members, reduced, strict=True):
-            self._reduced.append((member.parameter, tensor if lasting else tensor.clone()))
+            self._reduced.append((member.tensor, tensor if lasting else tensor.clone()))
 
     def at_end(self, callback: Callable[[], None]) -> None:
         from rpcdist import autograd
@@ -126,7 +124,7 @@ class DistributedPass(GradientSource):
         autograd.queue_callback(settle)
 
 
-class NoPass(GradientSource):
+class NoPass:
     """The source of a rank without inputs, for as long as it mirrors the others; see `Reducer.shadow`.
 
     Args:
@@ -134,7 +132,7 @@ class NoPass(GradientSource):
         view: whether gradients are views of buckets, which the reductions overwrite.
     """
 
-    lends = False
+    lends: Final = False
 
     def __init__(self, parameters: Iterable[torch.Tensor], view: bool) -> None:
         self._own = [
@@ -142,13 +140,13 @@ class NoPass(GradientSource):
             for parameter in parameters
         ]
 
-    def gradient(self, member: BucketEntry) -> torch.Tensor | None:
+    def gradient(self, member: Trained) -> torch.Tensor | None:
         return None
 
-    def deliver(self, members: list[BucketEntry], reduced: list[torch.Tensor], lasting: bool) -> None:
+    def deliver(self, members: list[Trained], reduced: list[torch.Tensor], lasting: bool) -> None:
         """Leaves them in `.grad`: a `ZeroRedundancyOptimizer` under the same `Join` steps with them."""
         for member, tensor in zip(members, reduced, strict=True):
-            member.parameter.grad = tensor if lasting else tensor.clone()
+            member.tensor.grad = tensor if lasting else tensor.clone()
 
     def restore(self) -> None:
         """Gives the parameters back the gradients that they had."""
@@ -157,6 +155,9 @@ class NoPass(GradientSource):
 
     def at_end(self, callback: Callable[[], None]) -> None:
         raise AssertionError("there is no backward pass")
+
+
+GradientSource = OrdinaryPass | DistributedPass | NoPass
 
 
 def in_distributed_pass() -> bool:
@@ -175,3 +176,109 @@ def in_distributed_context() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+# ---------------------------------------------------------------- questions to torch's engine
+
+
+def watch_outputs(value: object, reached: Callable[[], None]) -> bool:
+    """Calls a function, on the engine's thread, when a pass comes to tensors in a value, before it goes further.
+
+    Returns:
+        Whether there are such tensors.
+    """
+    nodes = {tensor.grad_fn for tensor in find_tensors(value)} - {None}
+    for node in nodes:
+        node.register_prehook(partial(_reached, reached))  # type: ignore[union-attr]
+    return bool(nodes)
+
+
+def _reached(reached: Callable[[], None], _: tuple[torch.Tensor, ...]) -> None:
+    reached()
+
+
+AccumulationNodes = dict[int, tuple[Node, torch.dtype, torch.device]]
+"""The nodes of the graph that add to the `.grad` of parameters, by index; with the properties that they hold for."""
+
+
+def due_parameters(parameters: Sequence[Trained], nodes: AccumulationNodes) -> list[int]:
+    """The parameters to which the running pass will add. For use in hooks of an ordinary pass."""
+    return [each.index for each in parameters if _will_execute(_node_of(each, nodes))]
+
+
+def _node_of(trained: Trained, nodes: AccumulationNodes) -> Node | None:
+    """A parameter's node. torch replaces it if dtype or device of the parameter change."""
+    parameter = trained.tensor
+    node, dtype, device = nodes.get(trained.index, (None, None, None))
+    if node is None or parameter.dtype is not dtype or parameter.device != device:
+        if not parameter.requires_grad:
+            return None
+        node = get_gradient_edge(parameter).node
+        nodes[trained.index] = (node, parameter.dtype, parameter.device)
+    return node
+
+
+def adds_to_leaves() -> bool:
+    """Whether the running pass adds to the `.grad` of a leaf before the node whose hook calls this."""
+    seen: set[Node] = set()
+    current = torch._C._current_autograd_node()
+    pending: list[Any] = [] if current is None else [current]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and _will_execute(node):
+            return True
+        pending.extend(following for following, _ in node.next_functions if following is not None)
+    return False
+
+
+def _will_execute(node: Node | None) -> bool:
+    if node is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # `torch.autograd.grad` takes the gradient of this leaf, and adds it to nothing
+        return False
+
+
+def take_over(parameters: Sequence[Trained]) -> list[nn.Parameter]:
+    """Removes the hooks of torch's optimizers in backward; returns the parameters that have such optimizers."""
+    found = [named.tensor for named in parameters if hasattr(named.tensor, "_in_backward_optimizers")]
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    handles = {} if module is None else module.param_to_optim_hook_handle_map
+    for parameter in found:
+        for handle in handles.get(parameter, ()):
+            handle.remove()
+    return found
+
+
+def step_and_clear(parameters: Sequence[nn.Parameter]) -> None:
+    """Steps the optimizers of parameters, and clears the gradients, as torch does."""
+    for parameter in parameters:
+        for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
+            optimizer.step()
+        parameter.grad = None
+
+
+_version_of = attrgetter("_version")
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each tensor was changed."""
+    return list(map(_version_of, tensors))
+
+
+def refuse_changes(parameters: Sequence[Trained], before: Sequence[int], iteration: int, rank: int) -> None:
+    """Raises DataParallelError if parameters were changed since a backward pass began, with the versions `before`."""
+    after = versions_of([each.tensor for each in parameters])
+    if after == before:
+        return
+    names = [each.name for each, old, new in zip(parameters, before, after, strict=True) if old != new]
+    raise DataParallelError(
+        f"parameters were changed during the backward pass of iteration {iteration} on rank {rank}, before their "
+        f"gradients were averaged: {list_names(names)}. A hook steps an optimizer with this rank's gradients, "
+        "so the ranks' copies differ now: step after backward, or use "
+        "torch.distributed.optim._apply_optimizer_in_backward, which DistributedDataParallel takes over"
+    )

@@ -1,16 +1,131 @@
-"""Hooks of a data parallel model: for its buffers (the user's), and for ranks that join because they have no inputs."""
+"""Hooks of a data parallel model: of its parameters, its buffers (the user's), and of ranks that have no inputs left.
+
+The hooks of parameters tell the reducer when a gradient is ready, after the user's hooks have changed it. They hold the
+reducer by a weak reference: the parameters may outlive the data parallel model.
+
+The gradients of delayed parameters are reduced together, when the gradient of a chosen parameter is ready.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 
 import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from rpcdist import collectives
-from rpcdist.collectives import ProcessGroup, ReduceOp
+from rpcdist.collectives import ProcessGroup, ReduceOp, Work
+from rpcdist.errors import ConfigError
+from rpcdist.parallel._ddp._bucket_reduction import reduce_runs
+from rpcdist.parallel._ddp._buckets import DenseBucket
+from rpcdist.parallel._ddp._gradient_sources import OrdinaryPass, in_distributed_pass
+from rpcdist.parallel._ddp._parameters import Trained, broadcast_tensors
+from rpcdist.parallel._ddp._reducer import Reducer
 from rpcdist.parallel.algorithms import JoinHook
+
+
+class GradientHooks:
+    """The hooks that tell a reducer of gradients.
+
+    Args:
+        parameters: those that the reducer averages.
+        reducer: is told.
+    """
+
+    def __init__(self, parameters: Sequence[Trained], reducer: Reducer) -> None:
+        self._tensors = [each.tensor for each in parameters]
+        self._reducer = weakref.ref(reducer)
+        self._added = [
+            tensor.register_post_accumulate_grad_hook(partial(_added, self._reducer, index))
+            for index, tensor in enumerate(self._tensors)
+        ]
+        self._captured: list[RemovableHandle] = []
+        self._all_hooks = [_hooks_of(tensor) for tensor in self._tensors]
+        self._num_hooks = 0
+
+    def watch_distributed_passes(self) -> None:
+        """Tells of the gradients of distributed passes, too, from now on."""
+        if not self._captured:
+            self._captured += [
+                tensor.register_hook(partial(_captured, self._reducer, index))
+                for index, tensor in enumerate(self._tensors)
+            ]
+
+    def keep_last(self) -> None:
+        """Moves the hooks behind those added since: no other may change a gradient whose reduction has begun."""
+        count = sum(map(len, self._all_hooks))
+        if count == self._num_hooks:
+            return
+        self._num_hooks = count
+        for hooks, handle in zip(self._all_hooks, self._added, strict=False):
+            if handle.id in hooks:
+                hooks[handle.id] = hooks.pop(handle.id)  # the engine goes by insertion; it does not see move_to_end
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+        for handles in (self._added, self._captured):
+            for handle in handles:
+                handle.remove()
+            handles.clear()
+
+
+def _hooks_of(parameter: torch.Tensor) -> OrderedDict[int, object]:
+    hooks = parameter._post_accumulate_grad_hooks
+    assert isinstance(hooks, OrderedDict)
+    return hooks
+
+
+def _added(reference: weakref.ref[Reducer], index: int, parameter: torch.Tensor) -> None:
+    reducer = reference()
+    if reducer is not None:
+        reducer.gradient_added(index)
+
+
+def _captured(reference: weakref.ref[Reducer], index: int, gradient: torch.Tensor) -> None:
+    reducer = reference()
+    if reducer is not None and in_distributed_pass():
+        reducer.gradient_captured(index, gradient)
+
+
+class DelayedReduction:
+    """Reduces the gradients of the delayed parameters.
+
+    Args:
+        named: the delayed parameters by name.
+        trigger: the chosen parameter; its gradient must become ready after those of all delayed parameters.
+        group: the ranks that reduce.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], trigger: nn.Parameter, group: ProcessGroup) -> None:
+        kinds = {(parameter.dtype, parameter.device) for _, parameter in named}
+        if len(kinds) != 1:
+            raise ConfigError("delay_all_reduce_named_params must not be empty, and be of one dtype and device")
+        members = [Trained(index, name, parameter) for index, (name, parameter) in enumerate(named)]
+        self._bucket = DenseBucket(0, members, flat=True)
+        self._group = group
+        self._source = OrdinaryPass(view=False)
+        self._works: list[Work] = []
+        self.enabled = True
+        broadcast_tensors([parameter for _, parameter in named], group)
+        self.handle: RemovableHandle = trigger.register_post_accumulate_grad_hook(self._triggered)
+
+    def _triggered(self, _: torch.Tensor) -> None:
+        if not self.enabled:
+            return
+        runs = self._bucket.gather(self._source.gradient, in_place=True)
+        self._works = reduce_runs(runs, self._group, self._group.size(), asynchronous=True)
+        Variable._execution_engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._bucket.scatter(self._source.deliver)
 
 
 class BufferHookLocation(Enum):
@@ -23,26 +138,6 @@ class BufferHookLocation(Enum):
     def _missing_(cls, value: object) -> BufferHookLocation | None:
         """The one of torch's name: programs take torch's."""
         return cls.__members__.get(value.name) if isinstance(value, Enum) else None
-
-
-@dataclass(frozen=True, slots=True)
-class BufferHook:
-    """A function that synchronises buffers; it replaces the broadcast.
-
-    Attributes:
-        state: its first argument.
-        hook: gets the state and the buffers by name; returns futures to wait for, or None.
-        location: before or after the forward pass.
-    """
-
-    state: object
-    hook: Callable[[object, dict[str, torch.Tensor]], list[torch.futures.Future[object]] | None]
-    location: BufferHookLocation
-
-    def call(self, buffers: dict[str, torch.Tensor]) -> None:
-        """Calls the hook and waits for its futures."""
-        for future in self.hook(self.state, buffers) or ():
-            future.wait()
 
 
 class DataParallelJoinHook(JoinHook):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rpcdist.collectives import ProcessGroup
-from rpcdist.parallel._ddp._parameters import Named, broadcast_tensors, verify
+from rpcdist.parallel._ddp._parameters import Trained, broadcast_tensors, verify
 
 
 def _sync_module_states(
@@ -37,5 +37,5 @@ def _verify_param_shape_across_processes(
     process_group: ProcessGroup, tensors: Sequence[torch.Tensor], logger: object = None
 ) -> None:
     """Raises on all ranks if the tensors of one have other shapes than those of another."""
-    named = [Named(f"{number}", cast("nn.Parameter", tensor), False) for number, tensor in enumerate(tensors)]
+    named = [Trained(number, f"{number}", cast("nn.Parameter", tensor)) for number, tensor in enumerate(tensors)]
     verify(named, {}, process_group)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Final, cast
 
 import torch
 from torch import nn
@@ -20,30 +21,33 @@ MAX_PACK_BYTES: Final = 64 << 20
 MAX_DIFFERENCES: Final = 10
 
 
-class Named(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Trained:
     """A parameter that is trained.
 
     Attributes:
+        index: its position among them.
         name: name in the module.
         tensor: the parameter.
         sparse: whether its gradient is expected to be sparse.
     """
 
+    index: int
     name: str
     tensor: nn.Parameter
-    sparse: bool
+    sparse: bool = False
 
 
-def trainable(module: nn.Module, ignored: Iterable[str] = ()) -> list[Named]:
+def trainable(module: nn.Module, ignored: Iterable[str] = ()) -> list[Trained]:
     """The parameters that require gradients, each once, in the order of the modules."""
     skipped = set(ignored)
-    found: dict[nn.Parameter, Named] = {}
+    found: dict[nn.Parameter, Trained] = {}
     for prefix, child in module.named_modules():
         sparse = isinstance(child, nn.Embedding | nn.EmbeddingBag) and bool(child.sparse)
         for own_name, parameter in child.named_parameters(recurse=False):
             name = f"{prefix}.{own_name}" if prefix else own_name
             if parameter.requires_grad and name not in skipped:
-                found.setdefault(parameter, Named(name, parameter, sparse))
+                found.setdefault(parameter, Trained(len(found), name, parameter, sparse))
     return list(found.values())
 
 
@@ -74,7 +78,7 @@ def has_buffers(module: nn.Module) -> bool:
 # ---------------------------------------------------------------- comparing the ranks
 
 
-def verify(parameters: Sequence[Named], options: Mapping[str, object], group: ProcessGroup) -> None:
+def verify(parameters: Sequence[Trained], options: Mapping[str, object], group: ProcessGroup) -> None:
     """Checks that all ranks have the same parameters and options. All ranks must call it.
 
     Equal ranks exchange one small digest. If the digests differ, they exchange descriptions of their parameters.
@@ -101,7 +105,7 @@ def verify(parameters: Sequence[Named], options: Mapping[str, object], group: Pr
         )
 
 
-def _describe(parameter: Named) -> str:
+def _describe(parameter: Trained) -> str:
     tensor = parameter.tensor
     sparse = ", with sparse gradients" if parameter.sparse else ""
     return f"{str(tensor.dtype)[6:]} of shape {tuple(tensor.shape)} and strides {tensor.stride()}{sparse}"

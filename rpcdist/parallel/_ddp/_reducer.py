@@ -3,10 +3,10 @@
 Rules:
  1. Buckets are reduced in their order, each as soon as it and all buckets before it are complete. So all ranks issue
     the same operations in the same order, whatever the order in which their gradients become ready.
- 2. `DueGradients` decides which gradients an iteration waits for, and when it ends; here is what follows from that. An
-    iteration ends with a backward pass as a whole, with all passes that are nested in it: buckets are reduced and the
-    results delivered.
- 3. A `GradientSource` hides whether gradients come from an ordinary or a distributed backward pass.
+ 2. `IterationState` decides which gradients an iteration waits for, which buckets are reduced when, and when it ends;
+    here is what follows from that. An iteration ends with a backward pass as a whole, with all passes that are nested
+    in it: buckets are reduced and the results delivered.
+ 3. The source of gradients hides whether gradients come from an ordinary or a distributed backward pass.
  4. All ranks have the same buckets: they follow from the parameters at first, then from the order of readiness on
     rank 0.
  5. The last bucket is reduced at the end of the pass: no computation is left to overlap with, so no other thread is
@@ -30,30 +30,29 @@ from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import CollectiveError
 from rpcdist.parallel._ddp._bucket_assignment import GradientFacts, initial_buckets, rebuilt_buckets
-from rpcdist.parallel._ddp._bucket_reduction import Bucket, BucketReductions
-from rpcdist.parallel._ddp._buckets import BucketEntry, DenseBucket, SparseBucket
+from rpcdist.parallel._ddp._bucket_reduction import Bucket, BucketReductions, Notices
+from rpcdist.parallel._ddp._buckets import DenseBucket, SparseBucket
 from rpcdist.parallel._ddp._comm_hook import RegisteredHook
 from rpcdist.parallel._ddp._ddp_arguments import ReducerOptions
 from rpcdist.parallel._ddp._ddp_errors import DataParallelError, UnusedParameters, unexpected_gradient
-from rpcdist.parallel._ddp._due_gradients import DueGradients, UnexpectedGradient
-from rpcdist.parallel._ddp._engine_pass import (
-    AccumulationNodes,
-    ChangeCheck,
-    adds_to_leaves,
-    step_and_clear,
-    take_over,
-    watch_outputs,
-)
 from rpcdist.parallel._ddp._finite_check import FiniteCheck
 from rpcdist.parallel._ddp._gradient_sources import (
+    AccumulationNodes,
     DistributedPass,
     GradientSource,
     NoPass,
     OrdinaryPass,
+    adds_to_leaves,
+    due_parameters,
     in_distributed_pass,
+    refuse_changes,
+    step_and_clear,
+    take_over,
+    versions_of,
+    watch_outputs,
 )
-from rpcdist.parallel._ddp._notices import BucketWait, Notices
-from rpcdist.parallel._ddp._parameters import Named
+from rpcdist.parallel._ddp._iteration_state import IterationState, Phase, UnexpectedGradient
+from rpcdist.parallel._ddp._parameters import Trained
 from rpcdist.profile_ranges import span_taps
 
 
@@ -68,11 +67,10 @@ class Reducer:
     """
 
     def __init__(
-        self, parameters: Sequence[Named], group: ProcessGroup, options: ReducerOptions, syncs: Callable[[], bool]
+        self, parameters: Sequence[Trained], group: ProcessGroup, options: ReducerOptions, syncs: Callable[[], bool]
     ) -> None:
         self.parameters = list(parameters)
         self.options = options
-        self.iteration = 0
         self.divide_by: float | None = None  # None: the size of the group
         self.joins = False  # under `join`, whose ranks without data mirror one iteration for each forward pass
         self.hook: RegisteredHook | None = None
@@ -82,21 +80,17 @@ class Reducer:
         self.first_gradient_ns = self.computed_ns = self.done_ns = 0
         self.num_buckets_reduced = 0
         self._facts = [
-            GradientFacts(tensor.nbytes, (tensor.dtype, tensor.device), sparse) for _, tensor, sparse in parameters
+            GradientFacts(each.tensor.nbytes, (each.tensor.dtype, each.tensor.device), each.sparse)
+            for each in parameters
         ]
+        self._tensors = [each.tensor for each in parameters]
         self._lock = threading.RLock()
-        self._members = [BucketEntry(index, named) for index, named in enumerate(parameters)]
-        self._nodes = AccumulationNodes(parameters)
+        self._nodes: AccumulationNodes = {}
         self._syncs = syncs
-        self._due = DueGradients(len(self.parameters), options.rule)
+        self._state = IterationState(len(self.parameters), options.rule, options.skip_unused)
         self._source: GradientSource | None = None
         self._shadows: NoPass | None = None
-        self._pass: object | None = None  # stands for the backward pass that runs
-        self._is_differentiated = False  # gradients of the outputs have a graph, whose passes may avoid the outputs
-        self._is_watched = False
-        self._has_reached = False  # whether the running pass is one of the forward pass, as far as is known
-        self._num_unused_forwards = 0
-        self._changes = ChangeCheck(self.parameters)
+        self._versions = versions_of(self._tensors)  # when the running pass began
         self._stepped: list[nn.Parameter] | None = None  # by optimizers of their own, once that is known
         self.use_group(group)
 
@@ -104,11 +98,9 @@ class Reducer:
         """Reduces in this group from now on, and starts again with the initial buckets."""
         self.group = group
         self._notices = Notices(group, f"ddp/{group.next_number('ddp')}")
-        self._partial_passes = False
         self._order: list[int] | None = None
-        self.ready_order: list[int] = []  # of the gradients of this iteration
         self.has_rebuilt = False
-        self._due.restart()
+        self._state.restart()
         self._reductions = self._make_reductions()
         self._make_buckets(initial_buckets(self._facts, self.options.caps, self.options.dynamic_unused))
         self.initial_bucket_bytes = [bucket.num_bytes for bucket in self.buckets]
@@ -116,32 +108,33 @@ class Reducer:
     def _make_reductions(self) -> BucketReductions:
         results_are_equal = self.hook is None or self.hook.leaves_equal_bits
         finite = FiniteCheck(self.group, self.options.check_finite, results_are_equal)
-        return BucketReductions(self.group, BucketWait(self.group, self._notices), finite, self.hook)
+        return BucketReductions(self.group, self._notices, finite, self.hook)
 
     def _make_buckets(self, indices: Sequence[Sequence[int]]) -> None:
         self.buckets: list[Bucket] = []
         for number, bucket in enumerate(indices):
-            members = [self._members[index] for index in bucket]
-            if self.parameters[bucket[0]].sparse:
+            members = [self.parameters[index] for index in bucket]
+            if members[0].sparse:
                 self.buckets.append(SparseBucket(number, members[0], self.group))
             else:
                 self.buckets.append(DenseBucket(number, members, flat=self.hook is not None))
-        self._bucket_of = {member.index: bucket for bucket in self.buckets for member in bucket.members}
-        self._reset()
-
-    def _reset(self) -> None:
-        """Prepares for the first gradient of an iteration."""
-        self._next = 0
-        self._notice_posted = False
-        self._skipped: set[int] = set()
-        for bucket in self.buckets:
-            bucket.num_missing = len(bucket.indices & self._due.missing)
+        self._state.use_buckets(indices, keeps_last=self.hook is None)
 
     def use_hook(self, hook: RegisteredHook) -> None:
         """Reduces the dense buckets by a comm hook from now on."""
         self.hook = hook
         self._reductions = self._make_reductions()
         self._make_buckets([[member.index for member in bucket.members] for bucket in self.buckets])
+
+    @property
+    def iteration(self) -> int:
+        """The number of the iteration that began last, from 1."""
+        return self._state.iteration
+
+    @property
+    def ready_order(self) -> list[int]:
+        """The parameters in the order in which their gradients became ready in this iteration."""
+        return self._state.ready_order
 
     @property
     def first_launch_ns(self) -> int:
@@ -151,11 +144,11 @@ class Reducer:
     @property
     def unused_bytes(self) -> int:
         """The size of the parameters that this rank did not use in the last iteration."""
-        return sum(self.parameters[index].tensor.nbytes for index in self._due.unused)
+        return sum(self.parameters[index].tensor.nbytes for index in self._state.unused)
 
     def _ddp_graph_static(self) -> bool:
         """Whether `static_graph=True` would have done so far; under torch's name, as its scripts ask for it."""
-        return self._due.could_be_static
+        return self._state.could_be_static
 
     # ------------------------------------------------------------ the forward pass
 
@@ -174,10 +167,10 @@ class Reducer:
             UnusedParameters: gradients are missing; it names the parameters.
         """
         with self._lock:
-            if not (self._due.is_open and self._due.has_begun):
+            indices = self._state.abandon()
+            if indices is None:
                 return
-            missing, indices = self._missing(), sorted(self._due.missing)
-            self._due.close()
+            missing = [self.parameters[index].name for index in indices]
             notice = self._notices.post(self.iteration, missing, final=True)
             error = UnusedParameters(notice.rank, missing, self.iteration, self.options.rule, indices)
             self.error = str(error)
@@ -197,55 +190,42 @@ class Reducer:
         """
         watched = watch_outputs(output, partial(_outputs_reached, weakref.ref(self)))
         with self._lock:
-            if self._stepped is None:
-                self._stepped = take_over(self.parameters)
-            self._source = self._pass = None
-            self._is_differentiated = False
-            self._is_watched = watched
-            if self._due.is_open:
-                self._num_unused_forwards += 1
-            else:
-                self.iteration += 1
-            self._open()
+            self._prepare()
+            self._state.arm(watched)
+            self._begin_iteration()
+
+    def _prepare(self) -> None:
+        if self._stepped is None:
+            self._stepped = take_over(self.parameters)
+        self._source = None
 
     def pause(self) -> None:
         """A forward pass that does not synchronise: its gradients belong to no iteration."""
         with self._lock:
-            self._pass = None
-            self._is_differentiated = False
+            self._state.pause()
 
-    def _open(self) -> None:
-        self._due.open()
+    def _begin_iteration(self) -> None:
         self.first_gradient_ns = self.computed_ns = self.done_ns = 0
-        self.ready_order = []
-        self._reset()
         self._reductions.begin(self.iteration, self.group.size() if self.divide_by is None else self.divide_by)
 
     def _reopen(self) -> None:
         """Begins an iteration in another backward pass of a forward pass whose iteration has ended."""
-        if self.joins and not self._num_unused_forwards:
+        if self.joins and not self._state.num_unused_forwards:
             raise DataParallelError(
                 "a second backward pass ran after one forward pass under join(), whose ranks without inputs take part "
                 "in one only. Add the losses up before backward, or call backward under no_sync"
             )
-        self._num_unused_forwards = max(0, self._num_unused_forwards - 1)
-        self.iteration += 1
-        self._open()
-
-    def _missing(self) -> list[str]:
-        """The names of the parameters without gradients in this iteration, in the module's order."""
-        return [self.parameters[index].name for index in sorted(self._due.missing)]
+        self._state.reopen()
+        self._begin_iteration()
 
     # ------------------------------------------------------------ passes
 
     def outputs_reached(self) -> None:
         """A pass, perhaps one of `torch.autograd.grad`, comes to outputs of a forward pass that synchronised."""
         with self._lock:
-            if torch.is_grad_enabled():  # create_graph=True
-                self._is_differentiated = True
-            if self._pass is None and (self._due.is_open or self._syncs()):
+            if not self._state.in_pass and (self._state.is_open or self._syncs()):
                 self._begin_pass(adds=False)
-            self._has_reached = True
+            self._state.reach(builds_graph=torch.is_grad_enabled())  # create_graph=True
 
     def _begin_pass(self, adds: bool) -> None:
         """A pass begins.
@@ -253,36 +233,25 @@ class Reducer:
         Args:
             adds: whether it is known to add gradients.
         """
-        distributed = in_distributed_pass()
-        if self._due.ends_with_pass:
-            due = range(len(self.parameters)) if distributed else self._nodes.due()
+        state, distributed, due = self._state, in_distributed_pass(), list[int]()
+        if state.ends_with_pass:
+            due = list(range(len(self.parameters))) if distributed else due_parameters(self.parameters, self._nodes)
             if not (adds or due or adds_to_leaves()):
                 return  # torch.autograd.grad
-            if not self._due.is_open:
+            if not state.is_open:
                 self._reopen()
-            for index in self._due.begin_pass(due):
-                self._bucket_of[index].num_missing -= 1
         if not distributed:
             self._source = OrdinaryPass(self.options.view)
-        elif not (self._due.is_open and isinstance(self._source, DistributedPass)):  # it may take several calls
+        elif not (state.is_open and isinstance(self._source, DistributedPass)):  # it may take several calls
             self._source = DistributedPass()
-        self._pass = running = object()
-        self._changes.begin()
-        self._has_reached = self._is_differentiated or not self._is_watched
         assert self._source is not None
-        self._source.at_end(partial(self._pass_ended, running))
+        self._versions = versions_of(self._tensors)
+        self._source.at_end(partial(self._pass_ended, state.begin_pass(due)))
 
-    def _pass_ended(self, running: object) -> None:
+    def _pass_ended(self, number: int) -> None:
         """A backward pass has ended, with those that were nested in it."""
         with self._lock:
-            if self._pass is not running:
-                return
-            self._pass = None
-            if not self._due.is_open:
-                return
-            if self.options.static and self._due.ends_with_pass and not self._has_reached:
-                return  # a penalty of the parameters alone; the graph that is static is that of the outputs
-            if self._due.end_pass():
+            if self._state.end_pass(number):
                 try:
                     self._finish()
                 except CollectiveError as exc:
@@ -291,62 +260,53 @@ class Reducer:
                 except Exception as exc:
                     self.error = str(exc)
                     raise
-            elif self._due.has_begun:
-                self._warn_others()
-
-    def _warn_others(self) -> None:
-        """Posts a notice about missing gradients. In rare cases another backward pass makes them ready."""
-        if not self._notice_posted and not self._partial_passes:
-            self._notice_posted = True
-            self._notices.post(self.iteration, self._missing(), final=False)
+            elif self._state.owes_notice():  # in rare cases another backward pass makes the missing gradients ready
+                missing = [self.parameters[index].name for index in sorted(self._state.missing)]
+                self._notices.post(self.iteration, missing, final=False)
 
     # ------------------------------------------------------------ gradients
 
     def gradient_added(self, index: int) -> None:
         """An ordinary backward pass has added to a parameter's `.grad`."""
         with self._lock:
-            if self._due.is_open or self._belongs_to_forward():
+            if self._state.is_open or self._state.takes(self._syncs()):
                 self._ready(index, captured=False)
                 return
             try:
-                self._due.add_outside(index)
+                self._state.add_outside(index)
             except UnexpectedGradient as exc:
                 raise self._refusal(exc) from None
 
     def gradient_captured(self, index: int, gradient: torch.Tensor) -> None:
         """A distributed backward pass is about to capture a parameter's gradient."""
         with self._lock:
-            if not (self._due.is_open or self._belongs_to_forward()):
+            if not (self._state.is_open or self._state.takes(self._syncs())):
                 return
-            if self._pass is None:
+            if not self._state.in_pass:
                 self._begin_pass(adds=True)
             if isinstance(self._source, DistributedPass):
                 self._source.arrive(index, self.parameters[index].tensor, gradient)
             self._ready(index, captured=True)
 
-    def _belongs_to_forward(self) -> bool:
-        """Whether a gradient outside of an iteration comes from a forward pass that synchronised."""
-        return self._pass is not None or (self._is_differentiated and self._syncs())
-
     def _ready(self, index: int, captured: bool) -> None:
         """Runs for every gradient on the thread that computes them, so it does little itself."""
-        if self._pass is None:
-            self._begin_pass(adds=True)
-        if not self._due.is_open:
-            self._reopen()
-        if not self._due.has_begun:
-            self.first_gradient_ns = time.time_ns()
+        if self._state.phase is not Phase.AVERAGING:
+            self._enter()
         try:
-            is_complete = self._due.add(index, captured)
+            complete = self._state.add(index, captured)
         except UnexpectedGradient as exc:
             raise self._refusal(exc) from None
-        if not is_complete:
-            return
-        self.ready_order.append(index)
-        bucket = self._bucket_of[index]
-        bucket.num_missing -= 1
-        if not bucket.num_missing:
-            self._launch_complete()
+        for number in complete:
+            self._launch(number, asynchronous=True)
+
+    def _enter(self) -> None:
+        """The first gradient of a pass arrives: begins the pass and the iteration, if it belongs to neither."""
+        if not self._state.in_pass:
+            self._begin_pass(adds=True)
+        if not self._state.is_open:
+            self._reopen()
+        if self._state.phase is Phase.ENTERED:
+            self.first_gradient_ns = time.time_ns()
 
     def _refusal(self, unexpected: UnexpectedGradient) -> DataParallelError:
         """The error about a gradient; other ranks that wait for this one's next reduction are told."""
@@ -363,19 +323,8 @@ class Reducer:
 
     # ------------------------------------------------------------ reductions
 
-    def _launch_complete(self) -> None:
-        """Reduces the complete buckets in their order, except the last bucket (rule 5)."""
-        while self._next < len(self.buckets) - (self.hook is None):
-            bucket = self.buckets[self._next]
-            if bucket.num_missing:
-                return
-            self._next += 1
-            self._launch(bucket, asynchronous=True)
-
-    def _launch(self, bucket: Bucket, asynchronous: bool) -> None:
-        if self.options.skip_unused and not any(self._due.uses(member.index) for member in bucket.members):
-            self._skipped.add(bucket.number)
-            return
+    def _launch(self, number: int, asynchronous: bool) -> None:
+        bucket = self.buckets[number]
         self._reductions.start(
             bucket,
             self._gradient,
@@ -384,33 +333,31 @@ class Reducer:
             asynchronous=asynchronous,
         )
 
-    def _gradient(self, member: BucketEntry) -> torch.Tensor | None:
+    def _gradient(self, member: Trained) -> torch.Tensor | None:
         """The gradient that this rank contributes for a parameter."""
         gradient = None if self._source is None else self._source.gradient(member)
-        if gradient is None or self._due.uses(member.index):
+        if gradient is None or self._state.uses(member.index):
             return gradient
         return gradient.clone()  # it stays as it is if no other rank uses the parameter
 
     def _finish(self) -> None:
         """Waits for the reductions, delivers the results, and agrees with the other ranks on the next buckets."""
-        self._partial_passes = self._partial_passes or self._notice_posted
-        self._due.close()
+        state = self._state
+        rest = state.finish()
         self.computed_ns = time.time_ns()
-        while self._next < len(self.buckets):
-            self._next += 1
-            self._launch(self.buckets[self._next - 1], asynchronous=False)
-        knew_graph = self._due.static_use is not None
+        for number in rest:
+            self._launch(number, asynchronous=False)
+        knew_graph = state.static_use is not None
         self._used = self._share_used()
-        for bucket in self.buckets:
-            if bucket.number not in self._skipped:
-                self._reductions.finish(bucket, self._deliver)
+        for number in state.reduced:
+            self._reductions.finish(self.buckets[number], self._deliver)
         self._reductions.conclude()
         if isinstance(self._source, OrdinaryPass):
-            self._due.settle()
-            self._changes.end(self.iteration, self._world_rank)
+            state.settle()
+            refuse_changes(self.parameters, self._versions, self.iteration, self._world_rank)
             step_and_clear(self._stepped or ())
         self._share_order(knew_graph)
-        self.num_buckets_reduced = len(self.buckets) - len(self._skipped)
+        self.num_buckets_reduced = len(state.reduced)
         self.done_ns = time.time_ns()
         if span_taps and self.first_gradient_ns:
             self._tell_times()
@@ -423,7 +370,7 @@ class Reducer:
             for what, end_ns in ends_ns.items():
                 tap("DDP", f"{what} {self.iteration}", self.first_gradient_ns / 1e9 + shift_s, end_ns / 1e9 + shift_s)
 
-    def _deliver(self, members: list[BucketEntry], reduced: list[torch.Tensor], lasting: bool) -> None:
+    def _deliver(self, members: list[Trained], reduced: list[torch.Tensor], lasting: bool) -> None:
         """Delivers reduced gradients; gradients of parameters that no rank used stay unchanged."""
         assert self._source is not None
         used = self._used
@@ -434,21 +381,21 @@ class Reducer:
 
     def _share_used(self) -> frozenset[int] | None:
         """The parameters that some rank has used, where there may be others, which keep their gradients."""
-        if not self._due.tracks or self._due.static_use is not None:
-            return self._due.static_use
+        if not self._state.tracks or self._state.static_use is not None:
+            return self._state.static_use
         flags = torch.zeros(2, len(self.parameters), dtype=torch.int32, device=self.parameters[0].tensor.device)
-        flags[0, [member.index for member in self._members if self._contributes(member)]] = 1
-        flags[1, sorted(self._due.in_graph)] = 1
+        flags[0, [each.index for each in self.parameters if self._contributes(each)]] = 1
+        flags[1, sorted(self._state.in_graph)] = 1
         if not self.options.skip_unused:
             collectives.all_reduce(flags, group=self.group)
         used, in_graph = (frozenset(row.nonzero().flatten().tolist()) for row in flags)
         if self.options.static:
-            self._due.static_use = in_graph
+            self._state.static_use = in_graph
         return used
 
-    def _contributes(self, member: BucketEntry) -> bool:
+    def _contributes(self, member: Trained) -> bool:
         assert self._source is not None
-        return self._due.uses(member.index) and self._source.gradient(member) is not None
+        return self._state.uses(member.index) and self._source.gradient(member) is not None
 
     def _share_order(self, knew_graph: bool) -> None:
         """Adopts rank 0's order of readiness, after an iteration in which all parameters became ready."""
@@ -468,14 +415,14 @@ class Reducer:
         """Takes part in one iteration of other ranks with gradients of zero; see `DistributedDataParallel.join`."""
         with self._lock:
             self.rebuild()
-            self.prepare_for_backward(())
+            self._prepare()
             if self._shadows is None:
-                self._shadows = NoPass((named.tensor for named in self.parameters), self.options.view)
+                self._shadows = NoPass(self._tensors, self.options.view)
             self._source = self._shadows
-            self._due.missing.clear()
-            for bucket in self.buckets:
-                bucket.num_missing = 0
-            self._launch_complete()
+            complete = self._state.mirror()
+            self._begin_iteration()
+            for number in complete:
+                self._launch(number, asynchronous=True)
             self._finish()
 
     def end_shadows(self) -> None:

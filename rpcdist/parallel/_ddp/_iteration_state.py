@@ -1,0 +1,380 @@
+"""`IterationState`: which gradients an iteration waits for, what is reduced when, when it ends. A pure state machine.
+
+Rules:
+ 1. A forward pass that synchronises opens an iteration. So does a backward pass that belongs to such a forward pass
+    after its iteration has ended. A gradient that arrives outside of an iteration, e.g. under `no_sync`, stays on its
+    rank.
+ 2. `EVERY`: the iteration ends with the backward pass in which the last parameter gets its gradient. Each gets one.
+ 3. `FOUND`: the iteration ends with the first backward pass. Due are the parameters to which that pass will add.
+ 4. `STATIC`: the first iteration is like `FOUND`, and counts. Each later one ends with the pass in which every
+    parameter has got as many gradients as in the first one.
+ 5. `FOUND` and `STATIC`: a rank contributes every gradient that it has. A parameter is averaged if on some rank a
+    gradient was added to it since its last average, by whichever pass; all others keep what they have.
+ 6. Buckets are reduced in their order, each as soon as it and all buckets before it are complete; the rest of them at
+    the end of the iteration.
+
+The phases, and what leads from one to the next (`arm` leads to ARMED from each, and `pause` out of a pass):
+
+    IDLE      --begin_pass--> PASSING   --end_pass--> IDLE      no iteration is open
+    ARMED     --begin_pass--> ENTERED   --end_pass--> ARMED     one is open, and has no gradient yet
+    PARTIAL   --begin_pass--> AVERAGING --end_pass--> PARTIAL   it has some of its gradients
+
+`reopen` leads from IDLE to ARMED and from PASSING to ENTERED, `add` to AVERAGING; `finish` and `abandon` close.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+
+
+class DueRule(Enum):
+    """Which parameters get gradients in an iteration."""
+
+    EVERY = 1
+    FOUND = 2
+    STATIC = 3
+
+
+class Phase(Enum):
+    """Whether an iteration is open and has gradients, and whether a backward pass runs."""
+
+    IDLE = "no iteration is open, and no backward pass runs"
+    PASSING = "a backward pass runs that adds nothing, or opens an iteration with its first gradient"
+    ARMED = "an iteration is open"
+    ENTERED = "a backward pass runs that has added nothing yet"
+    AVERAGING = "gradients arrive"
+    PARTIAL = "a backward pass has ended, and gradients are missing"
+
+
+_IN_PASS = {Phase.IDLE: Phase.PASSING, Phase.ARMED: Phase.ENTERED, Phase.PARTIAL: Phase.AVERAGING}
+_OUT_OF_PASS = {inside: outside for outside, inside in _IN_PASS.items()}
+_INSIDE = (Phase.AVERAGING, Phase.ENTERED, Phase.PASSING)  # tuples compare by identity, and Enum hashes slowly
+_OPEN = (Phase.AVERAGING, Phase.ENTERED, Phase.ARMED, Phase.PARTIAL)
+
+
+class Outputs(Enum):
+    """How backward passes come to the parameters, as far as hooks can see."""
+
+    UNSEEN = "the forward pass returned no tensor with a graph"
+    WATCHED = "a pass of its loss goes through the outputs"
+    DIFFERENTIATED = "gradients of the outputs have a graph, whose passes may avoid the outputs"
+
+
+class UnexpectedGradient(Exception):
+    """A parameter got a gradient that the rules do not allow.
+
+    Attributes:
+        index: the parameter.
+        count: how many gradients it has got in this iteration.
+        allowed: how many it may get; None where the rule allows one, of which no pass has told before.
+    """
+
+    def __init__(self, index: int, count: int, allowed: int | None) -> None:
+        super().__init__(index, count, allowed)
+        self.index = index
+        self.count = count
+        self.allowed = allowed
+
+
+class IterationState:
+    """The state of one iteration at a time; see the rules at the top of the file.
+
+    Args:
+        count: the number of parameters, which are known by their indices.
+        rule: which of them get gradients.
+        skips_unused: whether buckets without used parameters are not reduced.
+
+    Attributes:
+        phase: see `Phase`.
+        iteration: the number of the iteration that was opened last, from 1.
+        num_unused_forwards: forward passes that synchronised and had no backward pass yet.
+        missing: the parameters whose gradients the iteration waits for.
+        unaveraged: the parameters to whose `.grad` something was added since their last average; empty under `EVERY`.
+        ready_order: the parameters in the order in which their gradients became ready in this iteration.
+        reduced: the buckets whose reductions were started in this iteration, in their order.
+        static_use: the parameters that some rank uses in a static graph, once the ranks have agreed on them.
+        could_be_static: whether every iteration so far used the same parameters on this rank.
+    """
+
+    def __init__(self, count: int, rule: DueRule, skips_unused: bool = False) -> None:
+        self.phase = Phase.IDLE
+        self.iteration = self.num_unused_forwards = 0
+        self.missing: set[int] = set()
+        self.unaveraged: set[int] = set()
+        self.ready_order: list[int] = []
+        self.reduced: list[int] = []
+        self.static_use: frozenset[int] | None = None
+        self.could_be_static = True
+        self._rule = rule
+        self._skips_unused = skips_unused
+        self._all = frozenset(range(count))
+        self._outputs = Outputs.UNSEEN
+        self._pass = 0  # the number of the last backward pass
+        self._has_reached = False  # whether it is one of the forward pass, as far as is known
+        self._has_told = False  # whether others were told of missing gradients in this iteration
+        self._takes_passes = False  # whether iterations are known to take several backward passes
+        self._captured: set[int] = set()  # in this iteration by a distributed pass, which leaves `.grad` alone
+        self._calls = [0] * count
+        self._expected: list[int] | None = None
+        self._expects = self._all
+        self._unused: set[int] = set()  # in this iteration, and in the one before it
+        self._unused_before: set[int] | None = None
+        self.use_buckets([range(count)], keeps_last=True)
+
+    def use_buckets(self, buckets: Sequence[Iterable[int]], keeps_last: bool) -> None:
+        """Reduces in these buckets from now on.
+
+        Args:
+            buckets: the parameters of each.
+            keeps_last: whether the last bucket is reduced at the end of the iteration only.
+        """
+        self._buckets = [frozenset(bucket) for bucket in buckets]
+        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
+        self._num_early = len(self._buckets) - keeps_last
+        self._expect_buckets()
+
+    def _expect_buckets(self) -> None:
+        self._next = 0
+        self.reduced = []
+        self._num_missing = [len(bucket & self.missing) for bucket in self._buckets]
+
+    def restart(self) -> None:
+        """The ranks changed: the static graph is found out again. Gradients that were not averaged yet stay so."""
+        self._close()
+        self.ready_order = []
+        self._has_told = self._takes_passes = False
+        self.static_use = self._expected = None
+        self._expects = self._all
+
+    # ------------------------------------------------------------ questions
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an iteration is open."""
+        return self.phase in _OPEN
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a backward pass runs."""
+        return self.phase in _INSIDE
+
+    @property
+    def ends_with_pass(self) -> bool:
+        """Whether the iteration ends with the next backward pass, whatever is missing then."""
+        return self._rule is DueRule.FOUND or (self._rule is DueRule.STATIC and self._expected is None)
+
+    @property
+    def tracks(self) -> bool:
+        """Whether parameters may stay without gradients (rule 5)."""
+        return self._rule is not DueRule.EVERY
+
+    @property
+    def in_graph(self) -> frozenset[int]:
+        """The parameters that the static graph of this rank uses, once its first iteration has ended."""
+        return frozenset() if self._expected is None else self._expects
+
+    @property
+    def unused(self) -> frozenset[int]:
+        """The parameters that this rank did not use in the last iteration, where that is known."""
+        if self._rule is DueRule.STATIC:
+            return self._all - self._expects
+        return frozenset(self._unused_before or ())
+
+    def uses(self, index: int) -> bool:
+        """Whether this rank may contribute something to a parameter in this iteration."""
+        if not self.tracks or index in self.unaveraged or index in self._captured:
+            return True
+        return self._expected is not None and self._expected[index] > 0
+
+    def takes(self, syncs: bool) -> bool:
+        """Whether a gradient that arrives now is for an iteration.
+
+        Args:
+            syncs: whether backward passes average now.
+        """
+        return self.phase is not Phase.IDLE or (self._outputs is Outputs.DIFFERENTIATED and syncs)
+
+    # ------------------------------------------------------------ forward passes
+
+    def arm(self, watched: bool) -> None:
+        """A forward pass that synchronises: expects the gradients of a backward pass.
+
+        Args:
+            watched: whether passes go through its outputs.
+        """
+        if self.is_open:
+            self.num_unused_forwards += 1
+        else:
+            self.iteration += 1
+        self._outputs = Outputs.WATCHED if watched else Outputs.UNSEEN
+        self._open(Phase.ARMED)
+
+    def reopen(self) -> None:
+        """Begins an iteration in another backward pass of a forward pass whose iteration has ended."""
+        self.num_unused_forwards = max(0, self.num_unused_forwards - 1)
+        self.iteration += 1
+        self._open(Phase.ENTERED if self.in_pass else Phase.ARMED)
+
+    def _open(self, phase: Phase) -> None:
+        self.phase = phase
+        self.missing = set(self._expects)
+        self.ready_order = []
+        self._has_told = False
+        self._captured.clear()
+        if self._rule is DueRule.STATIC:
+            self._calls = [0] * len(self._all)
+        self._expect_buckets()
+
+    def pause(self) -> None:
+        """A forward pass that does not synchronise: its gradients belong to no iteration."""
+        self.phase = _OUT_OF_PASS.get(self.phase, self.phase)
+        if self._outputs is Outputs.DIFFERENTIATED:
+            self._outputs = Outputs.WATCHED
+
+    def mirror(self) -> list[int]:
+        """An iteration of other ranks, to which this one contributes nothing: the buckets to reduce before its end."""
+        self.arm(watched=False)
+        self.missing.clear()
+        self._num_missing = [0] * len(self._buckets)
+        return self._complete()
+
+    # ------------------------------------------------------------ backward passes
+
+    def reach(self, builds_graph: bool) -> None:
+        """A pass comes to the outputs of the forward pass, perhaps one that builds a graph (`create_graph=True`)."""
+        if builds_graph:
+            self._outputs = Outputs.DIFFERENTIATED
+        self._has_reached = True
+
+    def begin_pass(self, due: Iterable[int]) -> int:
+        """A backward pass begins; returns its number.
+
+        Args:
+            due: the parameters to which it will add; looked at if the iteration ends with the pass.
+        """
+        if self._rule is DueRule.FOUND:  # the first iteration of a static graph is reduced at its end
+            self._unused = self.missing.difference(due)
+            self.missing -= self._unused
+            for index in self._unused:
+                self._num_missing[self._bucket_of[index]] -= 1
+        self.phase = _IN_PASS.get(self.phase, self.phase)
+        self._has_reached = self._outputs is not Outputs.WATCHED
+        self._pass += 1
+        return self._pass
+
+    def add(self, index: int, captured: bool = False) -> Sequence[int]:
+        """A gradient was added in an iteration; returns the buckets to reduce now.
+
+        Args:
+            index: the parameter.
+            captured: whether a distributed pass has it, and not `.grad`.
+
+        Raises:
+            UnexpectedGradient: it is one too many.
+        """
+        self.phase = Phase.AVERAGING
+        if self._rule is not DueRule.EVERY:
+            (self._captured if captured else self.unaveraged).add(index)
+        if self._rule is DueRule.STATIC and not self._is_last(index):
+            return ()
+        if index not in self.missing:
+            raise UnexpectedGradient(index, 2, None)
+        self.missing.discard(index)
+        self.ready_order.append(index)
+        number = self._bucket_of[index]
+        self._num_missing[number] -= 1
+        return () if self._num_missing[number] else self._complete()
+
+    def _is_last(self, index: int) -> bool:
+        """Counts a gradient of a static graph."""
+        self._calls[index] += 1
+        if self._expected is None:
+            return False  # the first iteration only counts
+        if self._calls[index] > self._expected[index]:
+            raise UnexpectedGradient(index, self._calls[index], self._expected[index])
+        return self._calls[index] == self._expected[index]
+
+    def add_outside(self, index: int) -> None:
+        """A gradient was added outside of an iteration.
+
+        Raises:
+            UnexpectedGradient: the static graph has none of this parameter, so that no iteration would average it.
+        """
+        if not self.tracks:
+            return
+        if self.static_use is not None and index not in self.static_use:
+            raise UnexpectedGradient(index, 1, 0)
+        self.unaveraged.add(index)
+
+    def end_pass(self, number: int) -> bool:
+        """A backward pass has ended, with those that were nested in it; whether the iteration ends with it.
+
+        Args:
+            number: of the pass; one that is over already has no effect.
+        """
+        if not self.in_pass or number != self._pass:
+            return False
+        self.phase = _OUT_OF_PASS[self.phase]
+        if not self.is_open:
+            return False
+        if self.ends_with_pass:
+            if self._rule is DueRule.STATIC:
+                if not self._has_reached:
+                    return False  # a penalty of the parameters alone; the graph that is static is that of the outputs
+                self._expected = list(self._calls)
+                self._expects = frozenset(index for index, calls in enumerate(self._calls) if calls)
+            else:
+                self._compare_use(self._unused | self.missing)
+            self.missing.clear()
+        return not self.missing
+
+    def _compare_use(self, unused: set[int]) -> None:
+        self.could_be_static = self.could_be_static and self._unused_before in (None, unused)
+        self._unused_before = unused
+
+    def owes_notice(self) -> bool:
+        """Whether to tell the other ranks now that gradients are missing: once, if another pass is not expected."""
+        if self.phase is not Phase.PARTIAL or self.ends_with_pass or self._has_told or self._takes_passes:
+            return False
+        self._has_told = True
+        return True
+
+    # ------------------------------------------------------------ reductions and the end
+
+    def _complete(self) -> list[int]:
+        found: list[int] = []
+        while self._next < self._num_early and not self._num_missing[self._next]:
+            found += self._reduce_next()
+        return found
+
+    def _reduce_next(self) -> list[int]:
+        number = self._next
+        self._next += 1
+        if self._skips_unused and not any(map(self.uses, self._buckets[number])):
+            return []
+        self.reduced.append(number)
+        return [number]
+
+    def finish(self) -> list[int]:
+        """Ends the iteration, whose gradients are all there: the buckets that are still to reduce."""
+        self._takes_passes = self._takes_passes or self._has_told
+        self._close()
+        return [number for _ in range(self._next, len(self._buckets)) for number in self._reduce_next()]
+
+    def settle(self) -> None:
+        """The gradients that this rank had added are averaged now."""
+        self.unaveraged.clear()
+
+    def abandon(self) -> list[int] | None:
+        """Gives up an iteration that has begun: the parameters without gradients; None if there is no such iteration.
+
+        Further gradients are outside of it.
+        """
+        if self.phase not in (Phase.AVERAGING, Phase.PARTIAL):
+            return None
+        self._close()
+        return sorted(self.missing)
+
+    def _close(self) -> None:
+        self.phase = Phase.PASSING if self.in_pass else Phase.IDLE
