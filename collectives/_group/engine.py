@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -30,8 +30,6 @@ from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure, 
 from rpcdist.collectives._group.operation_hooks import run_abort_hooks
 from rpcdist.collectives._group.state import (
     Action,
-    Closing,
-    Event,
     FailOperations,
     GroupState,
     NoteDeparture,
@@ -363,9 +361,9 @@ class Engine(StateKeeper):
 
     # ------------------------------------------------------------ events (any thread)
 
-    def _handle(self, event: Event) -> list[Action]:
+    def _handle(self, event: Callable[[], Sequence[Action]]) -> Sequence[Action]:
         with self._lock:
-            actions = self.state.handle(event)
+            actions = event()
             self._changed.notify_all()
         for action in actions:
             self._act(action)
@@ -400,7 +398,7 @@ class Engine(StateKeeper):
         deadline = Deadline.after(timeout_s)
         with self._lock:
             self._closing = True
-            self.state.handle(Closing())
+            self.state.close()
             self._changed.notify_all()
             drained = self._changed.wait_for(lambda: not (self._busy or self._jobs), deadline.wait_s())
         if not drained:  # the other ranks hear that this one leaves, which fails their operations

@@ -4,80 +4,32 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
 
 from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.bootstrap import connect_watch, exchange_addresses
 from rpcdist.collectives._group.group_failure import GroupFailure, WatchListener
 from rpcdist.collectives._group.local_process import bind_host
-from rpcdist.collectives._group.state import FailureHeard, GroupState, RankLeft
+from rpcdist.collectives._group.state import GroupState
 from rpcdist.collectives._group.state_keeper import StateKeeper
 from rpcdist.collectives._group.watch import Watch
 from rpcdist.deadline import Deadline
 from rpcdist.time_limits import THREAD_GRACE_S
 
 
-class SetupWatch(WatchListener):
-    """Keeps in the group's state what the watch hears, until there is an engine to act on it.
-
-    Args:
-        state: the state of the new group, which its engine goes on with.
-        check: raises when a member of the group cannot come any more; None where nobody would know.
-    """
-
-    def __init__(self, state: GroupState, check: Callable[[], None] | None) -> None:
-        self._state = state
-        self._check = check
-        self._lock = threading.Lock()
-        self._group: StateKeeper | None = None
-
-    def check(self) -> None:
-        """Raises when the group cannot be made any more."""
-        if self._check is not None:
-            self._check()
-        failure = self._state.setup_failure()
-        if failure is not None:
-            raise failure.error(f"making group {self._state.group!r}")
-
-    def end(self, group: StateKeeper) -> None:
-        """The group is made: passes on what is heard from now on, and lets the group act on what was heard so far."""
-        with self._lock:
-            self._group = group
-        group.opened()
-
-    # ------------------------------------------------------------ WatchListener
-
-    def fail(self, failure: GroupFailure) -> None:
-        with self._lock:  # so that nothing is written to the state here once the group has it
-            if self._group is None:
-                self._state.handle(FailureHeard(failure))
-                return
-        self._group.fail(failure)
-
-    def rank_left(self, rank: int, last_sequence: int) -> None:
-        with self._lock:
-            if self._group is None:
-                self._state.handle(RankLeft(rank, last_sequence))
-                return
-        self._group.rank_left(rank, last_sequence)
-
-    def where(self) -> tuple[int, str]:
-        return self._state.where(0.0) if self._group is None else self._group.where()
-
-
-class GroupWatch:
+class GroupWatch(WatchListener):
     """Connects the watch of a group before anything else of it, so that a rank that dies meanwhile is noticed.
+
+    It keeps in the group's state what the watch hears, until there is an engine to act on it.
 
     Args:
         context: describes the group, which has more than one rank.
-        state: the state of the group; it keeps what the watch hears until `hand_over`.
+        state: the state of the group, which its engine goes on with.
         deadline: for the other ranks to come.
         unix_sockets: whether other ranks may reach this one through Unix sockets.
 
     Attributes:
         bootstrap: how the ranks reach one another.
         reached_rank_0: whether this rank, another one than rank 0, has reached the Unix socket of that.
-        check: raises when the group cannot be made any more.
         hub: connects to the other ranks.
         reporter: tells the other ranks what this one found.
 
@@ -87,23 +39,35 @@ class GroupWatch:
     """
 
     def __init__(self, context: GroupContext, state: GroupState, deadline: Deadline, unix_sockets: bool = True) -> None:
-        self._setup = SetupWatch(state, context.check)
+        self._state = state
+        self._check = context.check  # raises when a member cannot come any more; None where nobody would know
+        self._lock = threading.Lock()
+        self._group: StateKeeper | None = None
         self._sockets = context.process.acquire_sockets(bind_host(context.store))
-        self.check = self._setup.check
         self.hub = self._sockets.hub
         try:
             self.bootstrap = exchange_addresses(context, self.hub, deadline, unix_sockets)
             sockets = connect_watch(context, self.hub, self.bootstrap, deadline)
             self.reached_rank_0 = context.rank != 0 and sockets[0].family == socket.AF_UNIX
-            self.reporter = Watch(self._sockets.node, context.rank, context.ranks, context.name, self._setup)
+            self.reporter = Watch(self._sockets.node, context.rank, context.ranks, context.name, self)
             self.reporter.start(sockets, deadline.remaining_s() + THREAD_GRACE_S)
         except BaseException:
             self.release()
             raise
 
+    def check(self) -> None:
+        """Raises when the group cannot be made any more."""
+        if self._check is not None:
+            self._check()
+        failure = self._state.setup_failure()
+        if failure is not None:
+            raise failure.error(f"making group {self._state.group!r}")
+
     def hand_over(self, group: StateKeeper) -> None:
         """The group is made, and acts on what the watch heard and hears."""
-        self._setup.end(group)
+        with self._lock:
+            self._group = group
+        group.opened()
 
     def leave(self, sequence: int) -> None:
         """Tells the other ranks that this one leaves after that many operations; bounded; idempotent."""
@@ -117,3 +81,22 @@ class GroupWatch:
         """The group cannot be made: tells the other ranks, and gives the sockets back."""
         self.leave(0)
         self.release()
+
+    # ------------------------------------------------------------ WatchListener
+
+    def fail(self, failure: GroupFailure) -> None:
+        with self._lock:  # so that nothing is written to the state here once the group has it
+            if self._group is None:
+                self._state.fail(failure, heard=True)
+                return
+        self._group.fail(failure)
+
+    def rank_left(self, rank: int, last_sequence: int) -> None:
+        with self._lock:
+            if self._group is None:
+                self._state.leave(rank, last_sequence)
+                return
+        self._group.rank_left(rank, last_sequence)
+
+    def where(self) -> tuple[int, str]:
+        return self._state.where(0.0) if self._group is None else self._group.where()

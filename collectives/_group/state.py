@@ -1,8 +1,8 @@
 """`GroupState`: what one rank knows of its group, as a pure state machine: events in, actions out.
 
 Rules: no socket, clock, thread, lock or logging lives here. A shell (the engine, the NCCL watchdog, the setup watch)
-turns what it sees into events, calls `handle` under its own lock, and carries out the actions without the lock. Times
-are passed in. Queries may be called without the lock: what they read is replaced, never changed in place.
+turns what it sees into events: it calls their methods under its own lock, and carries out the actions without the lock.
+Times are passed in. Queries may be called without the lock: what they read is replaced, never changed in place.
 
 Invariants:
 
@@ -10,7 +10,7 @@ Invariants:
  2. A failure that this rank found is told to the other ranks; one that it heard of is not, as they were told, too.
  3. A rank that left took part in all operations up to its last sequence number: only later ones fail because of it.
     If several left, the first one is the reason: the others may have given up because of it.
- 4. While the group is made nothing that is heard is acted on: `Opened` acts on all of it, departures first.
+ 4. While the group is made nothing that is heard is acted on: `open` acts on all of it, departures first.
  5. Accepted operations are numbered 1, 2, 3, ...; none is accepted once the group failed or closes.
 """
 
@@ -23,44 +23,6 @@ from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure, 
 
 LEFT: Final = "it left the default group"
 """Why a rank is gone that said farewell."""
-
-
-# ---------------------------------------------------------------- events
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """All ranks are connected: operations may be called."""
-
-
-@dataclass(frozen=True, slots=True)
-class FailureFound:
-    """This rank found out that the group failed."""
-
-    failure: GroupFailure
-
-
-@dataclass(frozen=True, slots=True)
-class FailureHeard:
-    """Another rank found out that the group failed."""
-
-    failure: GroupFailure
-
-
-@dataclass(frozen=True, slots=True)
-class RankLeft:
-    """A rank left the group in order, after taking part in all operations up to `last_sequence`."""
-
-    rank: int
-    last_sequence: int
-
-
-@dataclass(frozen=True, slots=True)
-class Closing:
-    """This rank destroys the group."""
-
-
-Event = Opened | FailureFound | FailureHeard | RankLeft | Closing
 
 
 # ---------------------------------------------------------------- actions
@@ -144,33 +106,24 @@ class GroupState:
         phase = "failed" if self.failure else "closing" if self.refusal else "open" if self._opened else "being made"
         return f"<GroupState of {self.group!r}: rank {self.rank} of {len(self.world_ranks)}, {phase}, #{self.sequence}>"
 
-    def handle(self, event: Event) -> list[Action]:
-        """Takes an event in, and returns the actions to carry out, in order."""
-        match event:
-            case Opened():
-                return self._open()
-            case FailureFound(failure):
-                return self._fail(failure, [TellRanks(failure)])
-            case FailureHeard(failure):
-                return self._fail(failure, [])
-            case RankLeft(rank, last_sequence):
-                return self._leave(rank, last_sequence)
-            case Closing():
-                self.refusal = self.refusal or GroupFailure(FailureKind.ABORTED, "the group was destroyed on this rank")
-                return []
+    # ------------------------------------------------------------ events: they return the actions, in order
 
-    def _open(self) -> list[Action]:
+    def open(self) -> list[Action]:
+        """All ranks are connected: operations may be called."""
         self._opened = True
         actions: list[Action] = [NoteDeparture(rank, self.departure(rank).reason) for rank in self.departed]
         return [*actions, FailOperations(self.failure)] if self.failure is not None else actions
 
-    def _fail(self, failure: GroupFailure, tell: list[Action]) -> list[Action]:
+    def fail(self, failure: GroupFailure, *, heard: bool) -> list[Action]:
+        """The group failed, as this rank found out, or heard from another one."""
         if self.failure is not None:
             return []
         self.failure = self.refusal = failure
+        tell: list[Action] = [] if heard else [TellRanks(failure)]
         return [FailOperations(failure), *tell] if self._opened else tell
 
-    def _leave(self, rank: int, last_sequence: int) -> list[Action]:
+    def leave(self, rank: int, last_sequence: int) -> list[Action]:
+        """A rank left the group in order, after taking part in all operations up to `last_sequence`."""
         self.departed = {**self.departed, rank: last_sequence}
         if not self._opened:
             return []
@@ -179,6 +132,11 @@ class GroupState:
         if current is not None and current.sequence > last_sequence:
             return [WakeRunning(), *actions]
         return actions
+
+    def close(self) -> list[Action]:
+        """This rank destroys the group."""
+        self.refusal = self.refusal or GroupFailure(FailureKind.ABORTED, "the group was destroyed on this rank")
+        return []
 
     # ------------------------------------------------------------ verdicts
 

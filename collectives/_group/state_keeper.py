@@ -5,17 +5,10 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from rpcdist.collectives._group.group_failure import GroupFailure
-from rpcdist.collectives._group.state import (
-    Action,
-    Event,
-    FailureFound,
-    FailureHeard,
-    GroupState,
-    Opened,
-    RankLeft,
-)
+from rpcdist.collectives._group.state import Action, GroupState
 
 
 class StateKeeper(ABC):
@@ -31,25 +24,25 @@ class StateKeeper(ABC):
         self.abort_hooks: dict[int, Callable[[], object]] = {}
 
     @abstractmethod
-    def _handle(self, event: Event) -> Sequence[Action]:
-        """Takes an event to the state, under the lock, and carries out the actions, without it; returns them."""
+    def _handle(self, event: Callable[[], Sequence[Action]]) -> Sequence[Action]:
+        """Calls an event of the state, under the lock, and carries out the actions, without it; returns them."""
 
     def opened(self) -> None:
         """All ranks are connected: acts on what was heard while the group was made."""
-        self._handle(Opened())
+        self._handle(self.state.open)
 
     def fail(self, failure: GroupFailure) -> bool:
         """Ends the group on this rank only: another rank said so. Returns False when it had failed before."""
-        return bool(self._handle(FailureHeard(failure)))
+        return bool(self._handle(partial(self.state.fail, failure, heard=True)))
 
     def fail_everywhere(self, failure: GroupFailure) -> GroupFailure:
         """Makes it the group's failure, unless there is one, tells the other ranks, and returns the one that counts."""
-        self._handle(FailureFound(failure))
+        self._handle(partial(self.state.fail, failure, heard=False))
         return self.state.failure or failure
 
     def rank_left(self, rank: int, last_sequence: int) -> None:
         """A rank left the group in order, after taking part in all operations up to `last_sequence`."""
-        self._handle(RankLeft(rank, last_sequence))
+        self._handle(partial(self.state.leave, rank, last_sequence))
 
     def where(self) -> tuple[int, str]:
         """The newest operation that this rank has called, and what it does now, in words."""

@@ -14,9 +14,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -25,8 +25,6 @@ from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure, 
 from rpcdist.collectives._group.operation_hooks import run_abort_hooks
 from rpcdist.collectives._group.state import (
     Action,
-    Closing,
-    Event,
     FailOperations,
     GroupState,
     TellRanks,
@@ -235,9 +233,9 @@ class NcclWatchdog(StateKeeper):
 
     # ------------------------------------------------------------ events (any thread)
 
-    def _handle(self, event: Event) -> list[Action]:
+    def _handle(self, event: Callable[[], Sequence[Action]]) -> Sequence[Action]:
         with self._changed:
-            actions = self.state.handle(event)
+            actions = event()
             works = list(self._pending)
             self._changed.notify_all()
         for action in actions:  # WakeRunning and NoteDeparture: the thread looks at every operation soon anyway
@@ -320,7 +318,7 @@ class NcclWatchdog(StateKeeper):
         """Waits for operations under way, then frees the communicator; late operations are aborted. Idempotent."""
         with self._changed:
             self._closing = True
-            self.state.handle(Closing())
+            self.state.close()
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._pending or self.state.failure is not None, deadline.wait_s())
             drained = not self._pending
@@ -345,30 +343,20 @@ def call_bounded(call: Callable[[], T], deadline: Deadline, what: str) -> T:
     Raises:
         CollectiveTimeout: the call did not come back in time; it goes on, on a thread that lets the process end.
     """
-    attempt = _Attempt(call, what)
-    attempt.start()
-    attempt.join(min(deadline.remaining_s(), threading.TIMEOUT_MAX))
-    if attempt.is_alive():
-        raise CollectiveTimeout(what, "NCCL timed out, and cannot be ended: end this process")
-    return attempt.result()
+    results: list[T] = []
+    errors: list[BaseException] = []
 
-
-class _Attempt(threading.Thread, Generic[T]):
-    """The thread of one call; a daemon, so that the process can end while it runs."""
-
-    def __init__(self, call: Callable[[], T], what: str) -> None:
-        super().__init__(name=f"rpcdist {what}", daemon=True)
-        self._call = call
-        self._results: list[T] = []
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
+    def run() -> None:
         try:
-            self._results.append(self._call())
+            results.append(call())
         except BaseException as exc:  # raised where the result is wanted
-            self._error = exc
+            errors.append(exc)
 
-    def result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
+    thread = threading.Thread(target=run, name=f"rpcdist {what}", daemon=True)
+    thread.start()
+    thread.join(min(deadline.remaining_s(), threading.TIMEOUT_MAX))
+    if thread.is_alive():
+        raise CollectiveTimeout(what, "NCCL timed out, and cannot be ended: end this process")
+    if errors:
+        raise errors[0]
+    return results[0]
