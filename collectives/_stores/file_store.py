@@ -102,10 +102,10 @@ class _FileState:
     def execute(self, operation: StoreOperation[object]) -> object:
         """Carries out an operation with the file locked; `Missing` when it has to wait."""
         with self._open(writing=not operation.read_only) as log:
-            decision = operation.decide(self._contents)
-            if decision.changes:
-                self._change(log, decision.changes)
-            return decision.result
+            result, changes = operation.decide(self._contents)
+            if changes:
+                self._change(log, changes)
+            return result
 
     @contextmanager
     def _open(self, writing: bool, limit_s: float = SLOW_ANSWER_LIMIT_S) -> Iterator[OpenLog]:

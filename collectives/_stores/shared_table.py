@@ -116,12 +116,12 @@ class SharedTable:
             if not delivered:
                 self._deliver(self._table.restore(call.operation, call.result))
             elif isinstance(call.result, Missing):
-                call.result = call.operation.decide(self._table.contents).result  # some of the keys may have come
+                call.result = call.operation.decide(self._table.contents)[0]  # some of the keys may have come
 
     def _deliver(self, woken: Iterable[Woken]) -> None:
-        for each in woken:
-            call = self._waiting.pop(each.waiter)
-            call.result = each.result
+        for number, result in woken:
+            call = self._waiting.pop(number)
+            call.result = result
             call.notify()
 
     def _result(self, call: _Call) -> object:

@@ -82,6 +82,8 @@ LARGEST_BYTES: Final = 128 << 20
 """Of the keys and values of one operation, of a value, and of an answer that comes from another process."""
 _ITEM_BYTES: Final = 8  # what a message needs for each key and value beside its bytes
 _NUMBER = re.compile(rb"\s*([+-]?\d{1,30})")
+_NAMES_KEYS: Final = frozenset({"key", "keys", "prefix"})
+"""The fields of operations that name keys, or the start of some."""
 _WORD_START = re.compile("(?<!^)(?=[A-Z])")
 
 
@@ -92,12 +94,8 @@ class Missing:
     keys: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Decision(Generic[R_co]):
-    """The result of an operation, and the changes of the contents that go with it."""
-
-    result: R_co | Missing
-    changes: tuple[Change, ...] = ()
+Decision = tuple[R_co | Missing, tuple[Change, ...]]
+"""The result of an operation, and the changes of the contents that go with it."""
 
 
 class StoreOperation(ABC, Generic[R_co]):
@@ -134,88 +132,82 @@ class StoreOperation(ABC, Generic[R_co]):
     def decide(self, contents: Contents) -> Decision[R_co]:
         """The result and the changes of the operation; `Missing` when it has to wait."""
 
-    @abstractmethod
     def under(self, prefix: str) -> Self:
         """The same operation with `prefix` before each key."""
-
-
-@dataclass(frozen=True, slots=True)
-class _OnKey(StoreOperation[R_co]):
-    key: str
-
-    def under(self, prefix: str) -> Self:
-        return replace(self, key=prefix + self.key)
-
-
-@dataclass(frozen=True, slots=True)
-class _OnKeys(StoreOperation[R_co]):
-    keys: tuple[str, ...]
-
-    def under(self, prefix: str) -> Self:
-        return replace(self, keys=tuple(prefix + key for key in self.keys))
+        changed: dict[str, str | tuple[str, ...]] = {}
+        for name in _NAMES_KEYS.intersection(self.parameters()):
+            given = getattr(self, name)
+            changed[name] = prefix + given if isinstance(given, str) else tuple(prefix + key for key in given)
+        return replace(self, **changed) if changed else self  # type: ignore[type-var]  # likewise
 
 
 # ---------------------------------------------------------------- values
 
 
 @dataclass(frozen=True, slots=True)
-class Set(_OnKeys[None]):
+class Set(StoreOperation[None]):
     """Sets all keys, at one instant; returns None. `multi_set` is this with several."""
 
+    keys: tuple[str, ...]
     values: tuple[bytes, ...]
 
     def decide(self, contents: Contents) -> Decision[None]:
         pairs = zip(self.keys, self.values, strict=True)
-        return Decision(None, tuple(Change(Code.SET, key, value) for key, value in pairs))
+        return None, tuple(Change(Code.SET, key, value) for key, value in pairs)
 
 
 @dataclass(frozen=True, slots=True)
-class Get(_OnKeys[tuple[bytes, ...]]):
+class Get(StoreOperation[tuple[bytes, ...]]):
     """Returns the values of all keys, as of one instant; waits for them. `multi_get` is this with several."""
 
+    keys: tuple[str, ...]
     read_only = True
 
     def decide(self, contents: Contents) -> Decision[tuple[bytes, ...]]:
         missing = contents.without_value(self.keys)
-        return Decision(Missing(missing) if missing else tuple(contents.values[key] for key in self.keys))
+        return (Missing(missing) if missing else tuple(contents.values[key] for key in self.keys)), ()
 
 
 @dataclass(frozen=True, slots=True)
-class Wait(_OnKeys[None]):
+class Wait(StoreOperation[None]):
     """Waits until each key has a value or a queue; returns None."""
 
+    keys: tuple[str, ...]
     read_only = True
 
     def decide(self, contents: Contents) -> Decision[None]:
         missing = contents.without_value_or_queue(self.keys)
-        return Decision(Missing(missing) if missing else None)
+        return (Missing(missing) if missing else None), ()
 
 
 @dataclass(frozen=True, slots=True)
-class Check(_OnKeys[bool]):
+class Check(StoreOperation[bool]):
     """Returns whether each key has a value or a queue."""
 
+    keys: tuple[str, ...]
     read_only = True
 
     def decide(self, contents: Contents) -> Decision[bool]:
-        return Decision(not contents.without_value_or_queue(self.keys))
+        return not contents.without_value_or_queue(self.keys), ()
 
 
 @dataclass(frozen=True, slots=True)
-class Add(_OnKey[int]):
+class Add(StoreOperation[int]):
     """Adds `amount` to the number of `key`, a missing one counting as 0, and returns the sum."""
 
+    key: str
     amount: int
 
     def decide(self, contents: Contents) -> Decision[int]:
         number = next_number(self.key, contents.values.get(self.key), self.amount)
-        return Decision(number, (Change(Code.SET, self.key, str(number).encode()),))
+        return number, (Change(Code.SET, self.key, str(number).encode()),)
 
 
 @dataclass(frozen=True, slots=True)
-class Append(_OnKey[None]):
+class Append(StoreOperation[None]):
     """Appends to the value of `key`, a missing one counting as empty; returns None."""
 
+    key: str
     value: bytes
 
     def decide(self, contents: Contents) -> Decision[None]:
@@ -225,32 +217,35 @@ class Append(_OnKey[None]):
                 f"cannot append to key {self.key!r}: its value would have {size_bytes} bytes, and the limit is "
                 f"{LARGEST_BYTES} ({LARGEST_BYTES >> 20} MiB)"
             )
-        return Decision(None, (Change(Code.APPEND, self.key, self.value),))
+        return None, (Change(Code.APPEND, self.key, self.value),)
 
 
 @dataclass(frozen=True, slots=True)
-class CompareSet(_OnKey[bytes]):
+class CompareSet(StoreOperation[bytes]):
     """Sets `key` if it holds `expected`; returns what it holds then, or `expected` when it is missing and stays so."""
 
+    key: str
     expected: bytes
     desired: bytes
 
     def decide(self, contents: Contents) -> Decision[bytes]:
         current = contents.values.get(self.key)
         if current is None and self.expected:
-            return Decision(self.expected)
+            return self.expected, ()
         if current is None or current == self.expected:
-            return Decision(self.desired, (Change(Code.SET, self.key, self.desired),))
-        return Decision(current)
+            return self.desired, (Change(Code.SET, self.key, self.desired),)
+        return current, ()
 
 
 @dataclass(frozen=True, slots=True)
-class DeleteKey(_OnKey[bool]):
+class DeleteKey(StoreOperation[bool]):
     """Removes the value of `key`; returns whether there was one."""
+
+    key: str
 
     def decide(self, contents: Contents) -> Decision[bool]:
         there = self.key in contents.values
-        return Decision(there, (Change(Code.DELETE, self.key),) if there else ())
+        return there, (Change(Code.DELETE, self.key),) if there else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,10 +255,7 @@ class NumKeys(StoreOperation[int]):
     read_only = True
 
     def decide(self, contents: Contents) -> Decision[int]:
-        return Decision(len(contents.values))
-
-    def under(self, prefix: str) -> Self:
-        return self
+        return len(contents.values), ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,42 +266,43 @@ class ListKeys(StoreOperation[tuple[str, ...]]):
     read_only = True
 
     def decide(self, contents: Contents) -> Decision[tuple[str, ...]]:
-        return Decision(tuple(key for key in contents.values if key.startswith(self.prefix)))
-
-    def under(self, prefix: str) -> Self:
-        return replace(self, prefix=prefix + self.prefix)
+        return tuple(key for key in contents.values if key.startswith(self.prefix)), ()
 
 
 # ---------------------------------------------------------------- queues
 
 
 @dataclass(frozen=True, slots=True)
-class QueuePush(_OnKey[None]):
+class QueuePush(StoreOperation[None]):
     """Puts a value at the end of the queue `key`; returns None."""
 
+    key: str
     value: bytes
 
     def decide(self, contents: Contents) -> Decision[None]:
-        return Decision(None, (Change(Code.PUSH, self.key, self.value),))
+        return None, (Change(Code.PUSH, self.key, self.value),)
 
 
 @dataclass(frozen=True, slots=True)
-class QueuePop(_OnKey[bytes]):
+class QueuePop(StoreOperation[bytes]):
     """Takes the first value of the queue `key` and returns it; waits for one."""
+
+    key: str
 
     def decide(self, contents: Contents) -> Decision[bytes]:
         queue = contents.queues.get(self.key)
-        return Decision(queue[0], (Change(Code.POP, self.key),)) if queue else Decision(Missing((self.key,)))
+        return (queue[0], (Change(Code.POP, self.key),)) if queue else (Missing((self.key,)), ())
 
 
 @dataclass(frozen=True, slots=True)
-class QueueLen(_OnKey[int]):
+class QueueLen(StoreOperation[int]):
     """Returns how many values the queue `key` has."""
 
+    key: str
     read_only = True
 
     def decide(self, contents: Contents) -> Decision[int]:
-        return Decision(len(contents.queues.get(self.key, ())))
+        return len(contents.queues.get(self.key, ())), ()
 
 
 def _size_bytes(argument: object) -> int:

@@ -22,12 +22,8 @@ from rpcdist.collectives._stores.store_operations import Change, Code, Contents,
 _ADDING: Final = frozenset({Code.SET, Code.APPEND, Code.PUSH})
 
 
-@dataclass(frozen=True, slots=True)
-class Woken:
-    """A waiter whose operation was carried out, with the operation's result."""
-
-    waiter: int
-    result: object
+Woken = tuple[int, object]
+"""The number of a waiter whose operation was carried out, and the operation's result."""
 
 
 @dataclass(slots=True)
@@ -60,8 +56,8 @@ class StoreTable:
         Raises:
             DistStoreError: the operation does not fit to what is there; nothing has changed.
         """
-        decision = operation.decide(self.contents)
-        return decision.result, self._commit(decision.changes)
+        result, changes = operation.decide(self.contents)
+        return result, self._commit(changes)
 
     def park(self, operation: StoreOperation[object], missing: Missing) -> int:
         """Adds a waiter for an operation of which `missing` was just the result; returns the waiter's number."""
@@ -96,7 +92,7 @@ class StoreTable:
                 self._watch(waiter, result)
             else:
                 self.forget(waiter.number)
-                woken += [Woken(waiter.number, result), *others]
+                woken += [(waiter.number, result), *others]
         return woken
 
     def _watch(self, waiter: _Waiter, missing: Missing) -> None:

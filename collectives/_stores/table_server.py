@@ -14,7 +14,6 @@ import asyncio
 import math
 import threading
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
 from typing import Any, Final
 
 from google.protobuf.message import DecodeError, Message
@@ -24,9 +23,17 @@ from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.collectives._stores import store_operations as ops
 from rpcdist.collectives._stores.shared_table import SharedTable
 from rpcdist.collectives._stores.store_operations import LARGEST_BYTES, Missing, StoreOperation
-from rpcdist.errors import DeadlineExceeded, DistNetworkError, DistStoreError, RpcdistError, TransportError
+from rpcdist.deadline import Deadline
+from rpcdist.errors import (
+    BlockingInLoop,
+    DeadlineExceeded,
+    DistNetworkError,
+    DistStoreError,
+    RpcdistError,
+    TransportError,
+)
 from rpcdist.ids import Identity
-from rpcdist.time_limits import CLOSE_LIMIT_S, STORE_LINGER_S
+from rpcdist.time_limits import CLOSE_LIMIT_S, STORE_GRACE_S, STORE_LINGER_S
 from rpcdist.transport import LARGEST_UNCUT_BYTES, Node, acquire_node
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.fork import in_forked_child
@@ -188,19 +195,6 @@ class StoreService:
 DESCRIPTOR = store_pb2.DESCRIPTOR.services_by_name["Store"]
 
 
-class TableShare:
-    """One user's share of a served table; `close` each share once. The last one ends the service."""
-
-    def __init__(self, table: SharedTable, address: str, close: Callable[[], None]) -> None:
-        self.table = table
-        self.address = address
-        self._close = close
-
-    def close(self) -> None:
-        """Gives up the share; blocks, bounded."""
-        self._close()
-
-
 class _Serving:
     """The service of one table while it runs, and how many shares there are of it."""
 
@@ -231,6 +225,31 @@ class _Serving:
             self._node.run(self.service.close(), CLOSE_LIMIT_S)
         except (RpcdistError, RuntimeError):  # the loop is gone, and the service with it
             pass
+
+
+class TableShare:
+    """A share of a table that this process serves and uses without the network; the last one ends the service."""
+
+    def __init__(self, server: TableServer, serving: _Serving) -> None:
+        self.address = serving.address
+        self.table = serving.service.table
+        self._server = server
+        self._serving = serving
+
+    def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
+        """Carries out an operation on this thread, which must be none of an event loop."""
+        if asyncio._get_running_loop() is not None:
+            raise BlockingInLoop("this call of a store", "await asyncio.to_thread(...)")
+        return self.table.execute(operation, deadline)
+
+    def share(self) -> TableShare:
+        """Another share of the table."""
+        host, port = split_address(self.address)
+        return self._server.share(host, port, may_share=True, timeout_s=STORE_GRACE_S)
+
+    def close(self) -> None:
+        """Gives up the share; call it once. Blocks, bounded."""
+        self._server.give_up(self._serving)
 
 
 class TableServer:
@@ -271,7 +290,7 @@ class TableServer:
                     "multi_tenant=True to share its table, close() that store first, or choose another port."
                 )
             serving.num_shares += 1
-            return TableShare(serving.service.table, serving.address, partial(self._give_up, serving))
+            return TableShare(self, serving)
 
     def _start(self, host: str, port: int, timeout_s: float) -> _Serving:
         node = self._acquire()
@@ -288,7 +307,8 @@ class TableServer:
         self._serving[split_address(serving.address)[1]] = serving
         return serving
 
-    def _give_up(self, serving: _Serving) -> None:
+    def give_up(self, serving: _Serving) -> None:
+        """See `TableShare.close`."""
         with self._lock:
             serving.num_shares -= 1
             if serving.num_shares or in_forked_child():

@@ -8,18 +8,16 @@ import os
 import socket
 import threading
 import weakref
-from typing import Final, Protocol
+from typing import Final
 
 from rpcdist._proto import store_pb2
 from rpcdist.backoff import backoff
-from rpcdist.collectives._stores.shared_table import SharedTable
 from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, DROPPED_STORES, Store, Timeout, seconds
 from rpcdist.collectives._stores.store_operations import Missing, NumKeys, QueuePop, StoreOperation
 from rpcdist.collectives._stores.table_server import CLOSED, TABLE_SERVER, TableShare, request_for, result_of
 from rpcdist.deadline import Deadline
 from rpcdist.errors import (
     AuthenticationFailed,
-    BlockingInLoop,
     ConfigError,
     ConnectFailed,
     DeadlineExceeded,
@@ -54,41 +52,11 @@ COMPLETE: Final = b"complete"
 JOIN_KEY: Final = "init/"  # counts those who connected, as in torch
 
 
-class _Access(Protocol):
-    """How a `TCPStore` reaches its table; shared by its clones."""
-
-    address: str
-
-    def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object: ...
-    def share(self) -> _Access: ...
-    def close(self) -> None: ...
-
-
-class _Local:
-    """The table is in this process, and is used without the network."""
-
-    def __init__(self, share: TableShare) -> None:
-        self.address = share.address
-        self._share = share
-
-    @property
-    def table(self) -> SharedTable:
-        return self._share.table
-
-    def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
-        _check_not_on_loop()
-        return self.table.execute(operation, deadline)
-
-    def share(self) -> _Local:
-        host, _, port = self.address.rpartition(":")
-        return _Local(TABLE_SERVER.share(host, int(port), may_share=True, timeout_s=STORE_GRACE_S))
-
-    def close(self) -> None:
-        self._share.close()
-
-
 class _Remote:
-    """The table is behind an authenticated link, which is opened again when it broke or was idle between two calls."""
+    """The table is behind an authenticated link, which is opened again when it broke or was idle between two calls.
+
+    The clones of a store share it. It has the methods of `TableShare`.
+    """
 
     def __init__(self, address: str, timeout_s: float) -> None:
         self.address = address
@@ -263,7 +231,7 @@ class TCPStore(Store):
                 self.close()
                 raise
 
-    def _attach(self, access: _Access) -> None:
+    def _attach(self, access: TableShare | _Remote) -> None:
         self._access = access
         self._closer = weakref.finalize(self, DROPPED_STORES.add, os.getpid(), access.close)
         self._closer.atexit = False  # at exit the transport stops by itself
@@ -305,7 +273,7 @@ class TCPStore(Store):
         return twin
 
     def note_failure(self, reason: str) -> None:
-        if isinstance(self._access, _Local):
+        if isinstance(self._access, TableShare):
             self._access.table.failure = reason
 
     def close(self) -> None:
@@ -334,14 +302,6 @@ class TCPStore(Store):
             raise _lost(self.address, operation, exc) from exc
 
 
-def _check_not_on_loop() -> None:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return  # no loop runs on this thread, so waiting is fine
-    raise BlockingInLoop("this call of a store", "await asyncio.to_thread(...)")
-
-
 async def _ask(link: Link, operation: StoreOperation[object], wait_s: float) -> store_pb2.StoreReply:
     request = request_for(operation, wait_s)
     if request.ByteSize() <= LARGEST_UNCUT_BYTES:
@@ -352,9 +312,9 @@ async def _ask(link: Link, operation: StoreOperation[object], wait_s: float) -> 
     return await link.in_pieces("Store", "ExecuteLarge", request, store_pb2.StoreReply, store_pb2.Piece, limit_s)
 
 
-def _open(host: str, port: int, is_master: bool, share: bool, timeout_s: float) -> _Access:
+def _open(host: str, port: int, is_master: bool, share: bool, timeout_s: float) -> TableShare | _Remote:
     if is_master:
-        return _Local(TABLE_SERVER.share(host, port, share, max(timeout_s, STORE_GRACE_S)))
+        return TABLE_SERVER.share(host, port, share, max(timeout_s, STORE_GRACE_S))
     if port == 0:
         raise ConfigError(f"the port of the store at {host} is not known; pass the master's (its `port` attribute).")
     return _Remote(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", timeout_s)

@@ -71,15 +71,14 @@ class Job:
         return not isinstance(process.operation, Get) or not self._is_missing(process.operation)
 
     def _is_missing(self, operation: StoreOperation[object]) -> bool:
-        return isinstance(operation.decide(self.contents).result, Missing)
+        return isinstance(operation.decide(self.contents)[0], Missing)
 
     def step(self, process: Process, time_is_over: bool = False) -> None:
         self.time += 1
         assert process.operation is not None
-        decision = process.operation.decide(self.contents)
-        for change in decision.changes:
+        result, changes = process.operation.decide(self.contents)
+        for change in changes:
             self.contents.apply(change)
-        result = decision.result
         if isinstance(result, Missing):
             assert time_is_over or not isinstance(process.operation, Get)
             result = Missing(tuple(f"prefix/{key}" for key in result.keys))

@@ -130,7 +130,7 @@ def test_a_waiter_is_woken_when_its_last_key_comes_with_the_values_of_that_momen
     table.execute(put("a", b"1"))
     waiter = parked(table, get("b", "a", "c"))
     assert results(table, put("b", b"2"), put("a", b"3")) == [None, None]
-    assert woken_by(table, put("c", b"4")) == [Woken(waiter, (b"2", b"3", b"4"))]
+    assert woken_by(table, put("c", b"4")) == [(waiter, (b"2", b"3", b"4"))]
     assert table.num_waiters == 0
     assert woken_by(table, put("c", b"5")) == []
 
@@ -139,27 +139,27 @@ def test_keys_may_come_in_any_order() -> None:
     table = StoreTable()
     waiter = parked(table, get("a", "b", "c"))
     assert results(table, put("c", b"3"), put("a", b"1")) == [None, None]
-    assert woken_by(table, put("b", b"2")) == [Woken(waiter, (b"1", b"2", b"3"))]
+    assert woken_by(table, put("b", b"2")) == [(waiter, (b"1", b"2", b"3"))]
 
 
 def test_keys_that_are_set_together_are_seen_together() -> None:
     table = StoreTable()
     waiter = parked(table, get("a"))
     both = parked(table, get("b", "a"))
-    assert woken_by(table, Set(("a", "b"), (b"1", b"2"))) == [Woken(waiter, (b"1",)), Woken(both, (b"2", b"1"))]
+    assert woken_by(table, Set(("a", "b"), (b"1", b"2"))) == [(waiter, (b"1",)), (both, (b"2", b"1"))]
 
 
 def test_a_key_that_is_deleted_again_is_waited_for_again() -> None:
     table = StoreTable()
     waiter = parked(table, get("a", "b"))
     assert results(table, put("a", b"1"), DeleteKey("a"), put("b", b"2")) == [None, True, None]
-    assert woken_by(table, put("a", b"3")) == [Woken(waiter, (b"3", b"2"))]
+    assert woken_by(table, put("a", b"3")) == [(waiter, (b"3", b"2"))]
 
 
 def test_a_key_given_twice() -> None:
     table = StoreTable()
     waiter = parked(table, get("a", "a"))
-    assert woken_by(table, put("a", b"1")) == [Woken(waiter, (b"1", b"1"))]
+    assert woken_by(table, put("a", b"1")) == [(waiter, (b"1", b"1"))]
     assert table.num_waiters == 0
 
 
@@ -167,10 +167,10 @@ def test_queues_count_for_wait_but_not_for_get() -> None:
     table = StoreTable()
     value = parked(table, get("q"))
     wait = parked(table, Wait(("q",)))
-    assert woken_by(table, QueuePush("q", b"1")) == [Woken(wait, None)]
+    assert woken_by(table, QueuePush("q", b"1")) == [(wait, None)]
     assert results(table, Check(("q",)), get("q")) == [True, Missing(("q",))]
     assert results(table, NumKeys(), ListKeys(), DeleteKey("q"), QueueLen("q")) == [0, (), False, 1]
-    assert woken_by(table, put("q", b"v")) == [Woken(value, (b"v",))]
+    assert woken_by(table, put("q", b"v")) == [(value, (b"v",))]
     assert results(table, QueuePop("q"), QueuePop("q"), get("q")) == [b"1", Missing(("q",)), (b"v",)]
 
 
@@ -178,8 +178,8 @@ def test_poppers_are_served_in_order_and_a_value_goes_to_one() -> None:
     table = StoreTable()
     first, second, third = (parked(table, QueuePop("q")) for _ in range(3))
     table.forget(second)
-    assert woken_by(table, QueuePush("q", b"1")) == [Woken(first, b"1")]
-    assert woken_by(table, QueuePush("q", b"2")) == [Woken(third, b"2")]
+    assert woken_by(table, QueuePush("q", b"1")) == [(first, b"1")]
+    assert woken_by(table, QueuePush("q", b"2")) == [(third, b"2")]
     assert results(table, QueuePush("q", b"3"), QueueLen("q")) == [None, 1]
 
 
@@ -187,7 +187,7 @@ def test_those_who_wait_for_the_queue_come_before_those_who_empty_it() -> None:
     table = StoreTable()
     popper = parked(table, QueuePop("q"))
     wait = parked(table, Wait(("q",)))
-    assert woken_by(table, QueuePush("q", b"1")) == [Woken(wait, None), Woken(popper, b"1")]
+    assert woken_by(table, QueuePush("q", b"1")) == [(wait, None), (popper, b"1")]
 
 
 def test_a_restored_value_comes_first() -> None:
@@ -196,7 +196,7 @@ def test_a_restored_value_comes_first() -> None:
     assert table.restore(QueuePop("q"), b"1") == []
     assert results(table, QueuePop("q"), QueuePop("q")) == [b"1", b"2"]
     popper = parked(table, QueuePop("q"))
-    assert table.restore(QueuePop("q"), b"0") == [Woken(popper, b"0")]
+    assert table.restore(QueuePop("q"), b"0") == [(popper, b"0")]
 
 
 def test_what_was_not_popped_is_not_restored() -> None:
@@ -256,7 +256,7 @@ def test_against_a_model_that_looks_at_everything_after_each_step(steps: list[tu
             expected = {n for n, (keys, only) in waiting.items() if all(there(k, only) for k in keys)}
             woken = woken_by(table, QueuePush(key, str(count).encode()))
             for number in [n for n, k in popping.items() if k == key][:1]:
-                assert Woken(number, queues[key].popleft()) in woken
+                assert (number, queues[key].popleft()) in woken
                 expected.add(number)
         elif step == "pop":
             assert results(table, QueuePop(key)) == [queues[key].popleft() if queues[key] else Missing((key,))]
@@ -274,7 +274,7 @@ def test_against_a_model_that_looks_at_everything_after_each_step(steps: list[tu
             waiting.pop(forgotten, None)
             popping.pop(forgotten, None)
         expected |= {n for n, (keys, only) in waiting.items() if all(there(k, only) for k in keys)}
-        assert {each.waiter for each in woken} == expected
+        assert {waiter for waiter, _ in woken} == expected
         for number in expected:
             waiting.pop(number, None)
             popping.pop(number, None)
