@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from rpcdist.errors import ConfigError, RpcdistError
+from rpcdist.errors import ConfigError
 
 Entries = dict[str, Any]
 """Tensors, which may be those of a model itself, and other objects."""
@@ -35,16 +35,6 @@ class TensorAt:
     key: str
 
 
-class Stored(Protocol):
-    """Entries of a checkpoint, for reading."""
-
-    def read(self, entries: Entries) -> None:
-        """Fills in tensors in place, and replaces the other objects. Raises `ConfigError` for what does not fit."""
-
-    def empty(self, key: str) -> Tensor:
-        """A tensor for an entry, on the CPU."""
-
-
 def entries_of(key: str, value: object) -> Entries:
     """The entries of a value.
 
@@ -54,52 +44,19 @@ def entries_of(key: str, value: object) -> Entries:
     if isinstance(value, Tensor):
         return {key: _plain(key, value)}
     if isinstance(value, nn.Module):
-        return _of_module(key, value)
+        return of_module(key, value)
     entries: Entries = {}
-    entries[key] = _taken_apart(key, value.state_dict() if _is_stateful(value) else value, entries)
+    entries[key] = _taken_apart(key, value.state_dict() if is_stateful(value) else value, entries)
     return entries
 
 
-def restore(key: str, value: object, stored: Stored) -> object:
-    """Gives a value what was stored: in place where it has a state; else the result takes its place.
-
-    Raises:
-        ConfigError: the checkpoint has other entries, or other shapes.
-    """
-    if isinstance(value, Tensor):
-        stored.read({key: value.detach()})
-        return value
-    if isinstance(value, nn.Module):
-        entries = _of_module(key, value)
-        stored.read(entries)
-        value.load_state_dict({name.removeprefix(f"{key}."): entry for name, entry in entries.items()})
-        return value
-    structure: Entries = {key: None}
-    stored.read(structure)
-    tensors: Entries = {}
-
-    def tensor_of(marker: TensorAt) -> Tensor:
-        tensor = tensors[marker.key] = stored.empty(marker.key)
-        return tensor
-
-    found = _put_together(structure[key], tensor_of)
-    stored.read(tensors)
-    if not _is_stateful(value):
-        return found
-    try:
-        value.load_state_dict(found)
-    except (ValueError, KeyError, TypeError) as exc:
-        if isinstance(exc, RpcdistError):
-            raise
-        raise ConfigError(f"what was saved as {key!r} does not fit this {type(value).__name__}: {exc}") from exc
-    return value
-
-
-def _is_stateful(value: object) -> TypeGuard[Stateful]:
+def is_stateful(value: object) -> TypeGuard[Stateful]:
+    """Whether a value has a state that is saved in its place."""
     return isinstance(value, Stateful) and not isinstance(value, type)
 
 
-def _of_module(key: str, module: nn.Module) -> Entries:
+def of_module(key: str, module: nn.Module) -> Entries:
+    """The entries of a module: its parameters and buffers themselves."""
     return {
         f"{key}.{name}": _plain(f"{key}.{name}", entry) if isinstance(entry, Tensor) else entry
         for name, entry in module.state_dict().items()
@@ -163,11 +120,12 @@ def _taken_apart(key: str, value: Any, tensors: Entries) -> Any:
     return value
 
 
-def _put_together(structure: Any, tensor_of: Callable[[TensorAt], Tensor]) -> Any:
+def put_together(structure: Any, tensor_of: Callable[[TensorAt], Tensor]) -> Any:
+    """The value of a structure."""
     if isinstance(structure, TensorAt):
         return tensor_of(structure)
     if type(structure) is dict:
-        return {name: _put_together(item, tensor_of) for name, item in structure.items()}
+        return {name: put_together(item, tensor_of) for name, item in structure.items()}
     if type(structure) in (list, tuple):
-        return type(structure)(_put_together(item, tensor_of) for item in structure)
+        return type(structure)(put_together(item, tensor_of) for item in structure)
     return structure

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import rpcdist.rpc as rpc
 from rpcdist import collectives
-from rpcdist.checkpoint._entries import Entries, Stateful, entries_of, restore
+from rpcdist.checkpoint._entries import Entries, Stateful, entries_of
 from rpcdist.checkpoint._storage import CheckpointPart, StoredEntries
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import CheckpointError, ConfigError
@@ -68,7 +68,7 @@ def load_at_owner(folder: str, references: References) -> None:
                 f"{key!r} refers to a {type(value).__name__} on {rpc.get_worker_info().name!r}, which cannot be "
                 "changed in place; refer to a tensor, a module, or an object with state_dict() and load_state_dict()"
             )
-        restore(key, value, stored)
+        stored.restore(key, value)
 
 
 T = TypeVar("T")

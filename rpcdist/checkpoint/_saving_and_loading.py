@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import SavePlan
 import rpcdist.rpc as rpc
 from rpcdist.checkpoint import _folders
 from rpcdist.checkpoint._digests import algorithm_of
-from rpcdist.checkpoint._entries import Entries, entries_of, restore
+from rpcdist.checkpoint._entries import Entries, entries_of
 from rpcdist.checkpoint._folders import checkpoint_path
 from rpcdist.checkpoint._owners import Ranks, by_owner, load_at_owner, new_part
 from rpcdist.checkpoint._storage import CheckpointPart, StoredEntries, WrittenFiles, end_with_index, plan_together
@@ -144,7 +144,7 @@ def load(
         calls = [rpc.rpc_async(owner, load_at_owner, (folder, each), timeout=timeout) for owner, each in there.items()]
         stored = StoredEntries(folder)
         for key, value in here.items():
-            state[key] = restore(key, value, stored)
+            state[key] = stored.restore(key, value)
         rpc.wait_all(calls)
 
     Ranks(group).all("loading", read)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from rpcdist.checkpoint._digests import Digests, FileDigests, digests_of, write_digests
-from rpcdist.checkpoint._entries import Entries
+from rpcdist.checkpoint._entries import Entries, TensorAt, is_stateful, of_module, put_together
 from rpcdist.checkpoint._folders import writing
-from rpcdist.errors import CheckpointError, ConfigError
+from rpcdist.errors import CheckpointError, ConfigError, RpcdistError
 
 INDEX_NAME = ".metadata"
 NUM_ENTRIES_SHOWN = 10  # in an error
@@ -111,7 +111,42 @@ class StoredEntries:
         with self._explained():
             self._metadata: Metadata = self._reader.read_metadata()
 
-    def read(self, entries: Entries) -> None:
+    def restore(self, key: str, value: object) -> object:
+        """Gives a value what was stored: in place where it has a state; else the result takes its place.
+
+        Raises:
+            ConfigError: the checkpoint has other entries, or other shapes.
+            CheckpointError: its files are damaged.
+        """
+        if isinstance(value, Tensor):
+            self._read({key: value.detach()})
+            return value
+        if isinstance(value, nn.Module):
+            entries = of_module(key, value)
+            self._read(entries)
+            value.load_state_dict({name.removeprefix(f"{key}."): entry for name, entry in entries.items()})
+            return value
+        structure: Entries = {key: None}
+        self._read(structure)
+        tensors: Entries = {}
+
+        def tensor_of(marker: TensorAt) -> Tensor:
+            tensor = tensors[marker.key] = self._empty(marker.key)
+            return tensor
+
+        found = put_together(structure[key], tensor_of)
+        self._read(tensors)
+        if not is_stateful(value):
+            return found
+        try:
+            value.load_state_dict(found)
+        except (ValueError, KeyError, TypeError) as exc:
+            if isinstance(exc, RpcdistError):
+                raise
+            raise ConfigError(f"what was saved as {key!r} does not fit this {type(value).__name__}: {exc}") from exc
+        return value
+
+    def _read(self, entries: Entries) -> None:
         """Fills in tensors in place, and replaces the other objects. Raises `CheckpointError` if files are damaged."""
         for key, entry in entries.items():
             self._check(key, entry)
@@ -138,7 +173,7 @@ class StoredEntries:
                 "damaged, was replaced by a newer one meanwhile, or has classes that this process cannot import"
             ) from exc
 
-    def empty(self, key: str) -> Tensor:
+    def _empty(self, key: str) -> Tensor:
         """A tensor for an entry, on the CPU."""
         found = self._metadata.state_dict_metadata.get(key)
         if not isinstance(found, TensorStorageMetadata):

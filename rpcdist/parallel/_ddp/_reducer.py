@@ -269,7 +269,7 @@ class Reducer:
     def gradient_added(self, index: int) -> None:
         """An ordinary backward pass has added to a parameter's `.grad`."""
         with self._lock:
-            if self._state.is_open or self._state.takes(self._syncs()):
+            if self._state.phase is not Phase.IDLE or self._state.takes(self._syncs()):
                 self._ready(index, captured=False)
                 return
             try:
@@ -280,7 +280,7 @@ class Reducer:
     def gradient_captured(self, index: int, gradient: torch.Tensor) -> None:
         """A distributed backward pass is about to capture a parameter's gradient."""
         with self._lock:
-            if not (self._state.is_open or self._state.takes(self._syncs())):
+            if self._state.phase is Phase.IDLE and not self._state.takes(self._syncs()):
                 return
             if not self._state.in_pass:
                 self._begin_pass(adds=True)

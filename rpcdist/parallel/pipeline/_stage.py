@@ -6,7 +6,7 @@ edges are kept, but not the outputs, so that their memory is free when the next 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,9 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-
-from rpcdist.errors import ConfigError
-from rpcdist.torch_optimizers import take_step
 
 _engine: Final[Any] = Variable._execution_engine  # torch's stubs lack its methods
 
@@ -91,39 +88,3 @@ class Stage:
 
     def zero_grad(self) -> None:
         self.module.zero_grad(set_to_none=True)
-
-
-class StageOptimizers:
-    """One optimizer per stage and number. The driver numbers the optimizers that it makes."""
-
-    def __init__(self, stages: Mapping[int, Stage]) -> None:
-        self._stages = stages
-        self._made: dict[int, dict[int, torch.optim.Optimizer]] = {}
-
-    def make(self, number: int, kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
-        """Makes an optimizer for each stage that has parameters to train."""
-        made = {}
-        for index, stage in self._stages.items():
-            parameters = [parameter for parameter in stage.module.parameters() if parameter.requires_grad]
-            if parameters:
-                made[index] = kind(parameters, **options)
-        self._made[number] = made
-
-    def step(self, number: int) -> None:
-        for optimizer in self._made[number].values():
-            take_step(optimizer)
-
-    def change(self, number: int, options: dict[str, Any]) -> None:
-        """Sets options of all parameter groups, the learning rate for example."""
-        for optimizer in self._made[number].values():
-            for group in optimizer.param_groups:
-                if unknown := options.keys() - group.keys():
-                    raise ConfigError(f"{type(optimizer).__name__} has no option {', '.join(sorted(unknown))}")
-                group.update(options)
-
-    def state_dict(self, number: int) -> dict[int, dict[str, Any]]:
-        return {index: optimizer.state_dict() for index, optimizer in self._made[number].items()}
-
-    def load_state_dict(self, number: int, state: Mapping[int, dict[str, Any]]) -> None:
-        for index, optimizer in self._made[number].items():
-            optimizer.load_state_dict(state[index])

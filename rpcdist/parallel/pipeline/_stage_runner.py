@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import rpcdist.rpc as rpc
 from rpcdist.deadline import Deadline, current_deadline
-from rpcdist.errors import RpcdistError
+from rpcdist.errors import ConfigError, RpcdistError
 from rpcdist.parallel.pipeline._mailbox import Mailbox, TensorSources, receivers
 from rpcdist.parallel.pipeline._schedules import KINDS, Action
-from rpcdist.parallel.pipeline._stage import Stage, StageOptimizers
+from rpcdist.parallel.pipeline._stage import Stage
 from rpcdist.parallel.pipeline._step_execution import StepExecution
 from rpcdist.parallel.pipeline._step_messages import (
     PipelineAborted,
@@ -29,6 +29,7 @@ from rpcdist.parallel.pipeline._step_messages import (
 )
 from rpcdist.rpc._devices.handler_streams import HandlerStreams
 from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.torch_optimizers import take_step
 
 
 class StageRunner:
@@ -47,7 +48,7 @@ class StageRunner:
         self.stages = {
             index: Stage(index, self._build(index, source).to(place), place) for index, source in sources.items()
         }
-        self.optimizers = StageOptimizers(self.stages)
+        self._optimizers: dict[int, dict[int, torch.optim.Optimizer]] = {}  # by number and stage
         self._running = threading.Lock()
         # Guards the attributes below against `arrived`, `run` and `abort`, on several threads.
         self._lock = threading.Lock()
@@ -187,19 +188,32 @@ class StageRunner:
             stage.module.load_state_dict(state[index])
 
     def make_optimizer(self, number: int, kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
-        self.optimizers.make(number, kind, options)
+        """Makes an optimizer for each stage that has parameters to train, under a number of the driver's choice."""
+        made = {}
+        for index, stage in self.stages.items():
+            parameters = [parameter for parameter in stage.module.parameters() if parameter.requires_grad]
+            if parameters:
+                made[index] = kind(parameters, **options)
+        self._optimizers[number] = made
 
     def optimizer_step(self, number: int) -> None:
-        self.optimizers.step(number)
+        for optimizer in self._optimizers[number].values():
+            take_step(optimizer)
 
     def optimizer_change(self, number: int, options: dict[str, Any]) -> None:
-        self.optimizers.change(number, options)
+        """Sets options of all parameter groups, the learning rate for example."""
+        for optimizer in self._optimizers[number].values():
+            for group in optimizer.param_groups:
+                if unknown := options.keys() - group.keys():
+                    raise ConfigError(f"{type(optimizer).__name__} has no option {', '.join(sorted(unknown))}")
+                group.update(options)
 
     def optimizer_state_dict(self, number: int) -> dict[int, dict[str, Any]]:
-        return self.optimizers.state_dict(number)
+        return {index: optimizer.state_dict() for index, optimizer in self._optimizers[number].items()}
 
     def optimizer_load_state_dict(self, number: int, state: Mapping[int, dict[str, Any]]) -> None:
-        self.optimizers.load_state_dict(number, state)
+        for index, optimizer in self._optimizers[number].items():
+            optimizer.load_state_dict(state[index])
 
     def squared_grad_norm(self) -> float:
         """The sum of the squares of all gradients on this worker."""

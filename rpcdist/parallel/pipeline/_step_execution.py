@@ -12,7 +12,8 @@ thread waits for a GPU, until losses and outputs are copied for the driver at th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -85,8 +86,17 @@ class StepExecution:
             if results is not None:
                 self._send(action, results)
 
-    def _blaming(self, action: Action, doing: str = "") -> _Blame:
-        return _Blame(self._name, action, doing + action.words)
+    @contextmanager
+    def _blaming(self, action: Action, doing: str = "") -> Iterator[None]:
+        """Turns any exception into a `PipelineError` that says what failed."""
+        try:
+            yield
+        except PipelineError:
+            raise
+        except BaseException as exc:
+            error = PipelineTimeout if isinstance(exc, DeadlineExceeded) else PipelineError
+            text = f"{type(exc).__name__}: {exc}"
+            raise error(self._name, (action.stage,), action.microbatch, doing + action.words, text) from exc
 
     # ------------------------------------------------------------ computing
 
@@ -187,24 +197,3 @@ def _devices_of(values: Sequence[object]) -> set[torch.device]:
         elif isinstance(value, Tensor) and not value.is_cpu:
             found.add(value.device)
     return found
-
-
-class _Blame:
-    """Turns any exception into a `PipelineError` that says what failed."""
-
-    __slots__ = ("_action", "_name", "_what")
-
-    def __init__(self, name: str, action: Action, what: str) -> None:
-        self._name = name
-        self._action = action
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, exc: BaseException | None, traceback: object) -> None:
-        if exc is None or isinstance(exc, PipelineError):
-            return
-        error = PipelineTimeout if isinstance(exc, DeadlineExceeded) else PipelineError
-        text = f"{type(exc).__name__}: {exc}"
-        raise error(self._name, (self._action.stage,), self._action.microbatch, self._what, text) from exc
