@@ -73,8 +73,8 @@ def test_each_event_leads_from_phase_to_phase(event: str, before: Phase, after: 
     assert state.phase is before
     TRANSITIONS[event][0](state)
     assert state.phase is after
-    assert state.in_pass == (after in (PASSING, ENTERED, AVERAGING))
-    assert state.is_open == (after not in (IDLE, PASSING))
+    assert state.phase.in_pass == (after in (PASSING, ENTERED, AVERAGING))
+    assert state.phase.is_open == (after not in (IDLE, PASSING))
 
 
 def test_iterations_are_numbered_and_forward_passes_without_backward_are_counted() -> None:
@@ -347,15 +347,15 @@ def test_any_order_of_events_keeps_what_the_phases_say(events: list[str]) -> Non
         if event == "reach":
             state.reach(builds_graph=False)
         elif event == "add":  # as the reducer does
-            if not state.in_pass:
+            if not state.phase.in_pass:
                 _begin(state)
-            if not state.is_open:
+            if not state.phase.is_open:
                 state.reopen()
             if state.missing:
                 _add(state)
         elif TRANSITIONS[event][0](state) is True:
             assert state.finish() == [] and state.reduced == [0, 1, 2] and state.phase is IDLE
         begun = state.phase in (AVERAGING, PARTIAL)
-        assert begun == (state.is_open and bool(state.ready_order))
-        assert not state.is_open or set(state.ready_order) | state.missing == {0, 1, 2}
+        assert begun == (state.phase.is_open and bool(state.ready_order))
+        assert not state.phase.is_open or set(state.ready_order) | state.missing == {0, 1, 2}
         assert state.reduced == list(range(len(state.reduced)))  # in their order, whatever the order of gradients

@@ -37,20 +37,28 @@ class DueRule(Enum):
 
 
 class Phase(Enum):
-    """Whether an iteration is open and has gradients, and whether a backward pass runs."""
+    """Whether an iteration is open and has gradients, and whether a backward pass runs.
 
-    IDLE = "no iteration is open, and no backward pass runs"
-    PASSING = "a backward pass runs that adds nothing, or opens an iteration with its first gradient"
-    ARMED = "an iteration is open"
-    ENTERED = "a backward pass runs that has added nothing yet"
-    AVERAGING = "gradients arrive"
-    PARTIAL = "a backward pass has ended, and gradients are missing"
+    Attributes:
+        is_open: whether an iteration is open.
+        in_pass: whether a backward pass runs.
+    """
+
+    IDLE = "no iteration is open, and no backward pass runs", False, False
+    PASSING = "a backward pass runs that adds nothing, or opens an iteration with its first gradient", False, True
+    ARMED = "an iteration is open", True, False
+    ENTERED = "a backward pass runs that has added nothing yet", True, True
+    AVERAGING = "gradients arrive", True, True
+    PARTIAL = "a backward pass has ended, and gradients are missing", True, False
+
+    def __init__(self, _meaning: str, is_open: bool, in_pass: bool) -> None:
+        self.is_open = is_open
+        self.in_pass = in_pass
 
 
-_IN_PASS = {Phase.IDLE: Phase.PASSING, Phase.ARMED: Phase.ENTERED, Phase.PARTIAL: Phase.AVERAGING}
+IDLE, PASSING, ARMED, ENTERED, AVERAGING, PARTIAL = Phase  # looked up quickly, as Enum members are not
+_IN_PASS = {IDLE: PASSING, ARMED: ENTERED, PARTIAL: AVERAGING}
 _OUT_OF_PASS = {inside: outside for outside, inside in _IN_PASS.items()}
-_INSIDE = (Phase.AVERAGING, Phase.ENTERED, Phase.PASSING)  # tuples compare by identity, and Enum hashes slowly
-_OPEN = (Phase.AVERAGING, Phase.ENTERED, Phase.ARMED, Phase.PARTIAL)
 
 
 class Outputs(Enum):
@@ -59,6 +67,9 @@ class Outputs(Enum):
     UNSEEN = "the forward pass returned no tensor with a graph"
     WATCHED = "a pass of its loss goes through the outputs"
     DIFFERENTIATED = "gradients of the outputs have a graph, whose passes may avoid the outputs"
+
+
+UNSEEN, WATCHED, DIFFERENTIATED = Outputs
 
 
 class UnexpectedGradient(Exception):
@@ -98,7 +109,7 @@ class IterationState:
     """
 
     def __init__(self, count: int, rule: DueRule, skips_unused: bool = False) -> None:
-        self.phase = Phase.IDLE
+        self.phase = IDLE
         self.iteration = self.num_unused_forwards = 0
         self.missing: set[int] = set()
         self.unaveraged: set[int] = set()
@@ -109,7 +120,7 @@ class IterationState:
         self._rule = rule
         self._skips_unused = skips_unused
         self._all = frozenset(range(count))
-        self._outputs = Outputs.UNSEEN
+        self._outputs = UNSEEN
         self._pass = 0  # the number of the last backward pass
         self._has_reached = False  # whether it is one of the forward pass, as far as is known
         self._has_told = False  # whether others were told of missing gradients in this iteration
@@ -150,16 +161,6 @@ class IterationState:
     # ------------------------------------------------------------ questions
 
     @property
-    def is_open(self) -> bool:
-        """Whether an iteration is open."""
-        return self.phase in _OPEN
-
-    @property
-    def in_pass(self) -> bool:
-        """Whether a backward pass runs."""
-        return self.phase in _INSIDE
-
-    @property
     def ends_with_pass(self) -> bool:
         """Whether the iteration ends with the next backward pass, whatever is missing then."""
         return self._rule is DueRule.FOUND or (self._rule is DueRule.STATIC and self._expected is None)
@@ -193,7 +194,7 @@ class IterationState:
         Args:
             syncs: whether backward passes average now.
         """
-        return self.phase is not Phase.IDLE or (self._outputs is Outputs.DIFFERENTIATED and syncs)
+        return self.phase is not IDLE or (self._outputs is DIFFERENTIATED and syncs)
 
     # ------------------------------------------------------------ forward passes
 
@@ -203,18 +204,18 @@ class IterationState:
         Args:
             watched: whether passes go through its outputs.
         """
-        if self.is_open:
+        if self.phase.is_open:
             self.num_unused_forwards += 1
         else:
             self.iteration += 1
-        self._outputs = Outputs.WATCHED if watched else Outputs.UNSEEN
-        self._open(Phase.ARMED)
+        self._outputs = WATCHED if watched else UNSEEN
+        self._open(ARMED)
 
     def reopen(self) -> None:
         """Begins an iteration in another backward pass of a forward pass whose iteration has ended."""
         self.num_unused_forwards = max(0, self.num_unused_forwards - 1)
         self.iteration += 1
-        self._open(Phase.ENTERED if self.in_pass else Phase.ARMED)
+        self._open(ENTERED if self.phase.in_pass else ARMED)
 
     def _open(self, phase: Phase) -> None:
         self.phase = phase
@@ -229,8 +230,8 @@ class IterationState:
     def pause(self) -> None:
         """A forward pass that does not synchronise: its gradients belong to no iteration."""
         self.phase = _OUT_OF_PASS.get(self.phase, self.phase)
-        if self._outputs is Outputs.DIFFERENTIATED:
-            self._outputs = Outputs.WATCHED
+        if self._outputs is DIFFERENTIATED:
+            self._outputs = WATCHED
 
     def mirror(self) -> list[int]:
         """An iteration of other ranks, to which this one contributes nothing: the buckets to reduce before its end."""
@@ -244,7 +245,7 @@ class IterationState:
     def reach(self, builds_graph: bool) -> None:
         """A pass comes to the outputs of the forward pass, perhaps one that builds a graph (`create_graph=True`)."""
         if builds_graph:
-            self._outputs = Outputs.DIFFERENTIATED
+            self._outputs = DIFFERENTIATED
         self._has_reached = True
 
     def begin_pass(self, due: Iterable[int]) -> int:
@@ -259,7 +260,7 @@ class IterationState:
             for index in self._unused:
                 self._num_missing[self._bucket_of[index]] -= 1
         self.phase = _IN_PASS.get(self.phase, self.phase)
-        self._has_reached = self._outputs is not Outputs.WATCHED
+        self._has_reached = self._outputs is not WATCHED
         self._pass += 1
         return self._pass
 
@@ -273,7 +274,7 @@ class IterationState:
         Raises:
             UnexpectedGradient: it is one too many.
         """
-        self.phase = Phase.AVERAGING
+        self.phase = AVERAGING
         if self._rule is not DueRule.EVERY:
             (self._captured if captured else self.unaveraged).add(index)
         if self._rule is DueRule.STATIC and not self._is_last(index):
@@ -313,10 +314,10 @@ class IterationState:
         Args:
             number: of the pass; one that is over already has no effect.
         """
-        if not self.in_pass or number != self._pass:
+        if not self.phase.in_pass or number != self._pass:
             return False
         self.phase = _OUT_OF_PASS[self.phase]
-        if not self.is_open:
+        if not self.phase.is_open:
             return False
         if self.ends_with_pass:
             if self._rule is DueRule.STATIC:
@@ -335,7 +336,7 @@ class IterationState:
 
     def owes_notice(self) -> bool:
         """Whether to tell the other ranks now that gradients are missing: once, if another pass is not expected."""
-        if self.phase is not Phase.PARTIAL or self.ends_with_pass or self._has_told or self._takes_passes:
+        if self.phase is not PARTIAL or self.ends_with_pass or self._has_told or self._takes_passes:
             return False
         self._has_told = True
         return True
@@ -371,10 +372,10 @@ class IterationState:
 
         Further gradients are outside of it.
         """
-        if self.phase not in (Phase.AVERAGING, Phase.PARTIAL):
+        if self.phase is not PARTIAL and self.phase is not AVERAGING:
             return None
         self._close()
         return sorted(self.missing)
 
     def _close(self) -> None:
-        self.phase = Phase.PASSING if self.in_pass else Phase.IDLE
+        self.phase = PASSING if self.phase.in_pass else IDLE

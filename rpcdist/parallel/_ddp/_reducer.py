@@ -51,7 +51,7 @@ from rpcdist.parallel._ddp._gradient_sources import (
     versions_of,
     watch_outputs,
 )
-from rpcdist.parallel._ddp._iteration_state import IterationState, Phase, UnexpectedGradient
+from rpcdist.parallel._ddp._iteration_state import AVERAGING, ENTERED, IDLE, IterationState, UnexpectedGradient
 from rpcdist.parallel._ddp._parameters import Trained
 from rpcdist.profile_ranges import span_taps
 
@@ -206,7 +206,7 @@ class Reducer:
 
     def _begin_iteration(self) -> None:
         self.first_gradient_ns = self.computed_ns = self.done_ns = 0
-        self._reductions.begin(self.iteration, self.group.size() if self.divide_by is None else self.divide_by)
+        self._reductions.begin(self._state.iteration, self.group.size() if self.divide_by is None else self.divide_by)
 
     def _reopen(self) -> None:
         """Begins an iteration in another backward pass of a forward pass whose iteration has ended."""
@@ -223,7 +223,7 @@ class Reducer:
     def outputs_reached(self) -> None:
         """A pass, perhaps one of `torch.autograd.grad`, comes to outputs of a forward pass that synchronised."""
         with self._lock:
-            if not self._state.in_pass and (self._state.is_open or self._syncs()):
+            if not self._state.phase.in_pass and (self._state.phase.is_open or self._syncs()):
                 self._begin_pass(adds=False)
             self._state.reach(builds_graph=torch.is_grad_enabled())  # create_graph=True
 
@@ -233,16 +233,17 @@ class Reducer:
         Args:
             adds: whether it is known to add gradients.
         """
-        state, distributed, due = self._state, in_distributed_pass(), list[int]()
+        state, distributed = self._state, in_distributed_pass()
+        due: Sequence[int] = ()
         if state.ends_with_pass:
-            due = list(range(len(self.parameters))) if distributed else due_parameters(self.parameters, self._nodes)
+            due = range(len(self.parameters)) if distributed else due_parameters(self.parameters, self._nodes)
             if not (adds or due or adds_to_leaves()):
                 return  # torch.autograd.grad
-            if not state.is_open:
+            if not state.phase.is_open:
                 self._reopen()
         if not distributed:
             self._source = OrdinaryPass(self.options.view)
-        elif not (state.is_open and isinstance(self._source, DistributedPass)):  # it may take several calls
+        elif not (state.phase.is_open and isinstance(self._source, DistributedPass)):  # it may take several calls
             self._source = DistributedPass()
         assert self._source is not None
         self._versions = versions_of(self._tensors)
@@ -269,7 +270,7 @@ class Reducer:
     def gradient_added(self, index: int) -> None:
         """An ordinary backward pass has added to a parameter's `.grad`."""
         with self._lock:
-            if self._state.phase is not Phase.IDLE or self._state.takes(self._syncs()):
+            if self._state.phase is not IDLE or self._state.takes(self._syncs()):
                 self._ready(index, captured=False)
                 return
             try:
@@ -280,9 +281,9 @@ class Reducer:
     def gradient_captured(self, index: int, gradient: torch.Tensor) -> None:
         """A distributed backward pass is about to capture a parameter's gradient."""
         with self._lock:
-            if self._state.phase is Phase.IDLE and not self._state.takes(self._syncs()):
+            if self._state.phase is IDLE and not self._state.takes(self._syncs()):
                 return
-            if not self._state.in_pass:
+            if not self._state.phase.in_pass:
                 self._begin_pass(adds=True)
             if isinstance(self._source, DistributedPass):
                 self._source.arrive(index, self.parameters[index].tensor, gradient)
@@ -290,7 +291,7 @@ class Reducer:
 
     def _ready(self, index: int, captured: bool) -> None:
         """Runs for every gradient on the thread that computes them, so it does little itself."""
-        if self._state.phase is not Phase.AVERAGING:
+        if self._state.phase is not AVERAGING:
             self._enter()
         try:
             complete = self._state.add(index, captured)
@@ -301,11 +302,11 @@ class Reducer:
 
     def _enter(self) -> None:
         """The first gradient of a pass arrives: begins the pass and the iteration, if it belongs to neither."""
-        if not self._state.in_pass:
+        if not self._state.phase.in_pass:
             self._begin_pass(adds=True)
-        if not self._state.is_open:
+        if not self._state.phase.is_open:
             self._reopen()
-        if self._state.phase is Phase.ENTERED:
+        if self._state.phase is ENTERED:
             self.first_gradient_ns = time.time_ns()
 
     def _refusal(self, unexpected: UnexpectedGradient) -> DataParallelError:
@@ -354,7 +355,7 @@ class Reducer:
         self._reductions.conclude()
         if isinstance(self._source, OrdinaryPass):
             state.settle()
-            refuse_changes(self.parameters, self._versions, self.iteration, self._world_rank)
+            refuse_changes(self.parameters, self._versions, state.iteration, self._world_rank)
             step_and_clear(self._stepped or ())
         self._share_order(knew_graph)
         self.num_buckets_reduced = len(state.reduced)
