@@ -31,6 +31,7 @@ from rpcdist.rpc._peers.demultiplexer import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.exceptions import described_error, traceback_of
 from rpcdist.time_limits import FLIGHT_NOTICE_S, SLOW_CHECK_INTERVAL_S
+from rpcdist.transport._channels.signal_shield import SignalShield
 
 logger = logging.getLogger(__name__)
 
@@ -70,13 +71,15 @@ class FlightLog:
         self._written_at = 0.0
         self._has_failed = False
         self._handles_signal = False
+        self._handler = self._on_signal  # one object, by which the shield knows it
 
     def start(self) -> None:
         """From now on failures are heard of; on the thread that starts the agent."""
         hear_failures(self.failed)
         is_main = threading.current_thread() is threading.main_thread()
         if DUMP_SIGNAL is not None and is_main and signal.getsignal(DUMP_SIGNAL) is signal.SIG_DFL:
-            signal.signal(DUMP_SIGNAL, self._on_signal)
+            SignalShield.harmless.append(self._handler)
+            signal.signal(DUMP_SIGNAL, self._handler)
             self._handles_signal = True
 
     def stop(self) -> None:
@@ -84,8 +87,9 @@ class FlightLog:
         forget_failures(self.failed)
         if self._handles_signal and threading.current_thread() is threading.main_thread():
             self._handles_signal = False
-            if signal.getsignal(DUMP_SIGNAL) == self._on_signal:  # type: ignore[arg-type]
+            if signal.getsignal(DUMP_SIGNAL) is self._handler:  # type: ignore[arg-type]
                 signal.signal(DUMP_SIGNAL, signal.SIG_DFL)  # type: ignore[arg-type]
+            SignalShield.harmless.remove(self._handler)
 
     def _on_signal(self, number: int, frame: object) -> None:
         # It may have interrupted code that holds a lock, so the facts are taken on another thread, which this starts

@@ -325,7 +325,7 @@ class ActiveCalls:
                         active.arrived,
                         time.monotonic(),
                         outcome,
-                        active.run_began,
+                        active.started if active.handle is None else active.run_began,
                     )
                 )
             if active.span is not None and (spans := call_spans.exporter) is not None:

@@ -33,12 +33,15 @@ class SignalShield:
 
     Attributes:
         num_entered: how many shields are entered; if it is not 0, the handlers are already held back.
+        harmless: handlers that neither raise, nor make a call, nor take a lock. They are not held back: replacing one
+            and putting it back costs a call 0.7 us.
         is_asleep: True from `fall_asleep` to the end of the sleep; meanwhile a signal raises `SignalNoted`.
     """
 
     __slots__ = ("_handler", "_known", "_noted", "_replaced", "is_asleep")
 
     num_entered: ClassVar[int] = 0
+    harmless: ClassVar[list[object]] = []
 
     def __init__(self) -> None:
         self.is_asleep = False
@@ -57,7 +60,11 @@ class SignalShield:
         """Holds all handlers back."""
         handlers = tuple(map(getsignal, _NUMBERS))
         if handlers != self._known:
-            self._replaced = [(n, handler) for n, handler in zip(_NUMBERS, handlers, strict=True) if callable(handler)]
+            self._replaced = [
+                (number, handler)
+                for number, handler in zip(_NUMBERS, handlers, strict=True)
+                if callable(handler) and not any(handler is each for each in self.harmless)
+            ]
             self._replaced.reverse()  # Ctrl-C is held back last and restored last, when nothing else is left to do
             self._known = handlers
         try:

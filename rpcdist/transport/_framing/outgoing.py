@@ -401,7 +401,8 @@ class Outgoing:
                 self._num_announced += 1
                 if not self._stripe(transfer):
                     self._schedule(transfer)
-        self._owe(-num_paid, is_small=True)
+        if num_paid:
+            self._owe(-num_paid, is_small=True)
         return b"".join(parts)
 
     def _stripe(self, transfer: _OutgoingTransfer) -> bool:
