@@ -33,13 +33,13 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(94_020, 63_000),
-    "code": Limit(55_870, 36_000),
+    "lines": Limit(94_040, 63_000),
+    "code": Limit(55_880, 36_000),
     "files": Limit(482, 400),
     "classes": Limit(930, 620),
     "protocols": Limit(43, 30),
     "time limits": Limit(90, 90),
-    "environment variables": Limit(19, 20),
+    "environment variables": Limit(20, 20),
     "import circles": Limit(0, 0),
 }
 

@@ -121,7 +121,7 @@ def _address_of_job(asker: Asker, given: str | None) -> str:
 
 def _check_period(period_s: float) -> None:
     if not _PERIODS[0] <= period_s <= _PERIODS[1]:
-        raise ConfigError(f"--period is {period_s}: give {_PERIODS[0]} to {_PERIODS[1]} seconds")
+        raise ConfigError(f"--period is {period_s}: give {_PERIODS[0]:g} to {_PERIODS[1]:g} seconds")
 
 
 def _listen(host: str, port: int) -> socket.socket:

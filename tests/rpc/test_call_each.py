@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,10 +94,10 @@ def test_arguments_are_encoded_once(cluster: InProcessCluster, monkeypatch: pyte
     num = 0
     original = Marshal.write
 
-    def counted(self: Marshal, obj: object, to: int, session: object = None) -> object:
+    def counted(self: Marshal, obj: object, to: int, *others: Any) -> object:
         nonlocal num
         num += type(obj) is tuple and bool(obj) and type(obj[0]) is tuple and any(each is large for each in obj[0])
-        return original(self, obj, to, session)  # type: ignore[arg-type]
+        return original(self, obj, to, *others)
 
     monkeypatch.setattr(Marshal, "write", counted)
     with cluster.use("a"):

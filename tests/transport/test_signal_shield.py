@@ -66,3 +66,23 @@ def test_a_handler_that_raises_while_the_shield_goes_up_leaves_none_behind() -> 
     with pytest.raises(TypeError):
         shield.enter()
     assert may_raise_here() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_harmless_handler_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        ran.append("SIGUSR1")
+
+    monkeypatch.setattr(SignalShield, "harmless", [handler])
+    signal.signal(signal.SIGUSR1, handler)
+    shield = SignalShield()
+    shield.enter()
+    try:
+        assert signal.getsignal(signal.SIGUSR1) is handler
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        signal.raise_signal(signal.SIGUSR1)
+        assert ran == ["SIGUSR1"], "it runs at once"
+    finally:
+        shield.leave()
+    assert signal.getsignal(signal.SIGUSR1) is handler
