@@ -150,23 +150,30 @@ class AutogradWorker:
     ) -> BackwardPass:
         """Makes a pass, and keeps it until it ends. Follow it by `_check`."""
         spans = call_spans.exporter
-        span = None if spans is None or options is None else spans.begin_pass()  # of a pass that begins here
+        span = None
+        if spans is not None and options is not None:  # it begins here
+            span = spans.begin_pass("backward" if root_gradients else "step")
 
         def remove(ended: BackwardPass) -> None:
             self._passes.pop(id, None)
+            try:
+                tell(ended)
+            finally:  # a span processor of the user's may raise
+                on_end(ended)
+
+        def tell(ended: BackwardPass) -> None:
             hops = ended.hops or ()
             for tap in self.pass_taps:
                 tap(id, ended.spans, hops)
-            if spans is not None:
+            if spans is not None and ended.traceparent:
                 for kind, peer, began_s, ended_s in [*ended.spans, *hops]:
                     name = ended.name_of(peer) if peer >= 0 else ""
                     spans.part_of_pass(ended.traceparent, kind, name, began_s, ended_s)
-                if span is not None:
-                    spans.end_pass(span, id, ended.error)
-            on_end(ended)
+            if spans is not None and span is not None:
+                spans.end_pass(span, id, ended.error)
 
         late = partial(self._answer_late, context, id)
-        hops: list[tuple[str, int, float, float]] | None = [] if self.pass_taps or spans is not None else None
+        hops: list[list[Any]] | None = [] if self.pass_taps or spans is not None else None
         made = BackwardPass(self.host, context, id, make_part, remove, late, root_gradients, options, hops)
         if spans is not None and span is not None:
             made.traceparent = spans.traceparent(span)

@@ -119,7 +119,7 @@ class BackwardPass:
         on_late: Callable[[int], object],
         root_gradients: Sequence[torch.Tensor] = (),
         options: PassOptions | None = None,
-        hops: list[tuple[str, int, float, float]] | None = None,
+        hops: list[list[Any]] | None = None,
     ) -> None:
         self.me = host.identity.id
         self.context = context
@@ -270,12 +270,13 @@ class BackwardPass:
         if self.hops is None:
             self._take_in(sender, message, via)
             return
-        at, began_s = len(self.hops), time.time()
-        self.hops.append(("from", sender, began_s, began_s))  # the pass may end by it
+        began_s = time.time()
+        hop = ["from", sender, began_s, began_s]
+        self.hops.append(hop)  # the pass may end by it; other threads append, too
         try:
             self._take_in(sender, message, via)
         finally:
-            self.hops[at] = "from", sender, began_s, time.time()
+            hop[3] = time.time()
 
     def _take_in(self, sender: int, message: PassMessage, via: MessageSink | None) -> None:
         if via is not None:
@@ -319,7 +320,8 @@ class BackwardPass:
             if not self.is_over:
                 first()
             while not self.is_over:
-                if self._inbox or (self._part is not None and self._part.ready):
+                part = self._part  # another thread that ends the pass clears it
+                if self._inbox or (part is not None and part.ready):
                     self._handle_all()
                 if self.then is not None and self.then.is_begun:
                     self.is_finishing = self.then.is_done()
@@ -418,7 +420,7 @@ class BackwardPass:
                     continue
                 if self.hops is not None:
                     began_s = time.time()
-                    self.hops.append(("to", to, began_s, began_s))  # before it arrives there
+                    self.hops.append(["to", to, began_s, began_s])  # before it arrives there
                 session = self._links.get(to)
                 if session is None or session.closed_reason is not None:
                     try:

@@ -27,6 +27,7 @@ import time
 from _thread import RLock
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial, reduce
+from itertools import islice
 from typing import Any
 
 import torch
@@ -125,8 +126,8 @@ class GeneralPart(PassPart):
             return True
         if len(analysis.masks) <= MAX_NODES_BEFORE_SENDING:
             return False
-        reached = [mask for mask in analysis.masks.values() if mask & run.used]
-        return len(reached) > MAX_NODES_BEFORE_SENDING
+        reached = (1 for mask in analysis.masks.values() if mask & run.used)
+        return next(islice(reached, MAX_NODES_BEFORE_SENDING, None), 0) == 1
 
     def _execute_blocking(self, run: Run) -> None:
         self._execute(run, True)
@@ -190,8 +191,12 @@ class GeneralPart(PassPart):
                     self._held_bytes += recv.size_bytes
             is_due = self._held_bytes > MAX_HELD_BYTES or now - self._held_since > BATCH_DELAY_S
         if at_once or is_due:
-            self._held_since, self._held_bytes = 0.0, 0
-            owner.flush()
+            self.flush()
+
+    def flush(self) -> None:
+        """Sends the gradients that wait for more."""
+        self._held_since, self._held_bytes = 0.0, 0
+        self.owner.flush()
 
     def _take_own(self, own: Sequence[tuple[int, Gradients]]) -> None:
         """Handles gradients of messages that this worker sent to itself."""
@@ -230,7 +235,7 @@ class GroupRun(EngineRun):
             answers = [(recv, received[id]) for id, recv in self._unanswered.items()]
             self._part.answer(answers, bool(self._run.pending))
         if self.callbacks:
-            owner.flush()  # they may wait for what other workers do with the gradients
+            self._part.flush()  # they may wait for what other workers do with the gradients
             captured = self.called_back(captured)
         if captured:
             owner.context.gradients.add(captured)

@@ -178,7 +178,7 @@ class PassMessage:
         if self.follow_up is not None:
             body += pack("<I", len(self.follow_up)) + self.follow_up
         if self.traceparent:
-            body += pack("<I", len(self.traceparent)) + self.traceparent.encode("ascii")
+            body += pack("<I", len(self.traceparent)) + self.traceparent.encode("ascii", "replace")
         body += rest
         if len(body) <= MAX_COMPACT_BODY_BYTES:
             return CompactPass(context, backward, body), large

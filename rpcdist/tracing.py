@@ -327,7 +327,7 @@ class _Recording:
         self,
         id: int,
         spans: Iterable[tuple[str, int, float, float]],
-        hops: Iterable[tuple[str, int, float, float]],
+        hops: Iterable[Sequence[Any]],
     ) -> None:
         shift = time.monotonic() - time.time()
         self.spans.extend([("backward", kind, start_s + shift, end_s + shift) for kind, _, start_s, end_s in spans])

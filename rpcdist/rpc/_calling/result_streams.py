@@ -189,9 +189,11 @@ class StreamState:
 
     def cancel(self) -> None:
         """Ends the stream from this side; the producer's generator is closed. Idempotent."""
-        self.tell("Cancelled")
-        if not self._ended:
-            self._cancel()
+        try:
+            if not self._ended:
+                self._cancel()
+        finally:
+            self.tell("Cancelled")
         closed = Cancelled(f"the stream of {self.what} was closed by its consumer")
         self.end(closed)
         with self._condition:

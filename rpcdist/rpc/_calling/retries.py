@@ -50,7 +50,8 @@ class Retries:
         device_map: DeviceMap | None = None,
     ) -> Future[Any]:
         """As `Caller.start`. Errors in the arguments are raised at once, as there."""
-        retried = _Retried(self, to, func, args, kwargs, timeout_s, device_map)
+        start = partial(self.caller.start, to, func, args, kwargs, device_map=device_map)
+        retried = _Retried(self, to, start, timeout_s)
         with self._changed:
             self._open.add(retried)
         try:
@@ -82,19 +83,12 @@ class _Retried:
     """One of these calls. At any time it has a call in flight, or a timer, or has ended."""
 
     def __init__(
-        self,
-        owner: Retries,
-        to: Destination,
-        func: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        timeout_s: float,
-        device_map: DeviceMap | None,
+        self, owner: Retries, to: Destination, start: Callable[[float], Future[Any]], timeout_s: float
     ) -> None:
         self.future: Future[Any] = Future(on_cancel=self._cancel)
         self._owner = owner
-        self._call = (to, func, args, kwargs)
-        self._device_map = device_map
+        self._to = to
+        self._start = start
         self._deadline = Deadline.after(owner.caller.timeout_of(timeout_s)).earlier(current_deadline.get())
         self._pauses: Iterator[float] = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, self._deadline)
         self._context = copy_context()  # of the thread that makes the call: later attempts see the same
@@ -107,8 +101,7 @@ class _Retried:
         """Makes the call once more."""
         deadline = self._deadline
         left_s = max(deadline.remaining_s(), MIN_WAIT_S) if deadline.is_finite else 0
-        start = partial(self._owner.caller.start, device_map=self._device_map)
-        current = self._context.copy().run(start, *self._call, left_s)
+        current = self._context.copy().run(self._start, left_s)
         with self._lock:
             self._timer = None
             self._current = current
@@ -143,7 +136,7 @@ class _Retried:
             return False
         assert isinstance(error, WorkerLost)
         directory = self._owner.directory
-        return error.worker == directory.name_of(directory.resolve(self._call[0]))
+        return error.worker == directory.name_of(directory.resolve(self._to))
 
     def end(self, error: BaseException) -> None:
         if self._finish():

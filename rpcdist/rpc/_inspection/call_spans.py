@@ -72,9 +72,9 @@ class CallSpans:
 
     # ------------------------------------------------------------ what is no call
 
-    def begin_pass(self) -> Any:
-        """A backward pass begins in this process; its span is a child of the one that is current here."""
-        return self._tracer.start_span("backward", attributes=_SYSTEM)
+    def begin_pass(self, name: str) -> Any:
+        """A pass, or a step, begins in this process; its span is a child of the one that is current here."""
+        return self._tracer.start_span(name, attributes=_SYSTEM)
 
     def end_pass(self, span: Any, id: int, error: BaseException | None) -> None:
         """The pass that began in this process is over."""
