@@ -60,11 +60,19 @@ def host_from_environment(variable_of_torch: str) -> str | None:
     `RPCDIST_HOST` is an address or an interface; torch's variable names an interface.
 
     Raises:
-        ConfigError: the interface does not exist, or has no IPv4 address.
+        ConfigError: the interface does not exist, or has no IPv4 address; or the name has no address.
     """
     if explicit := os.environ.get(_HOST_VARIABLE):
-        is_interface = any(explicit == name for _, name in socket.if_nameindex())
-        return _interface_address(_HOST_VARIABLE, explicit) if is_interface else explicit
+        if any(explicit == name for _, name in socket.if_nameindex()):
+            return _interface_address(_HOST_VARIABLE, explicit)
+        if _literal(explicit) is None:
+            try:
+                socket.getaddrinfo(explicit, None)
+            except (OSError, UnicodeError) as exc:
+                known = ", ".join(name for _, name in socket.if_nameindex())
+                text = f"{_HOST_VARIABLE}={explicit!r} is neither an address nor an interface; interfaces are {known}"
+                raise ConfigError(text) from exc
+        return explicit
     name = os.environ.get(variable_of_torch)
     return _interface_address(variable_of_torch, name) if name else None
 

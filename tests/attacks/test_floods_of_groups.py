@@ -12,6 +12,7 @@ import torch
 
 from rpcdist import collectives, rpc
 from rpcdist.errors import CallRefused, ConfigError, RpcdistError
+from rpcdist.rpc._api import named_groups
 from rpcdist.rpc._api.named_groups import _groups, _where_is
 from rpcdist.rpc._current import current_agent
 from rpcdist.testing import LIMIT_S, InProcessCluster, WorkerPool, eventually
@@ -55,11 +56,15 @@ def test_questions_take_no_thread_each(cluster: InProcessCluster) -> None:
         assert not _groups[agent]._questions and not _groups[agent]._addresses and not _groups[agent]._num_made
 
 
-def test_questions_end_with_the_session_of_the_member(cluster: InProcessCluster) -> None:
+def test_questions_end_with_the_session_of_the_member(
+    cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(named_groups, "QUICK_ANSWER_LIMIT_S", 10 * LIMIT_S)  # by themselves they end after a second
     members: list[list[object]] = [["a", incarnation_of(cluster, "a")], ["evil", incarnation_of(cluster, "evil")]]
     cluster.run("evil", questions, members, NUM_CALLS)
-    cluster.kill("evil")
     with cluster.use("a") as agent:
+        eventually(lambda: agent in _groups and len(_groups[agent]._questions) == NUM_CALLS, "all wait")
+        cluster.kill("evil")
         eventually(lambda: not agent.dispatcher.calls, "the calls of the dead member have ended")
         eventually(lambda: not _groups[agent]._questions, "nothing waits for it")
 
@@ -153,7 +158,7 @@ def test_a_member_that_floods_does_not_keep_others_from_a_group(worker_pool: Wor
 
 
 @pytest.mark.multiproc
-def test_a_flood_of_call_each_leaves_nothing_behind(worker_pool: WorkerPool) -> None:
+def test_call_each_goes_on_beside_a_flood_of_it_and_after_its_end(worker_pool: WorkerPool) -> None:
     world = worker_pool.world("a", "b", "evil", allow_pickle=False, rpc_timeout=LIMIT_S)
     flooding = world["evil"].begin(flood, ["a", "b"], 50)
     assert world["b"].run(slowest_call, "a", 200) < LIMIT_S
@@ -162,4 +167,5 @@ def test_a_flood_of_call_each_leaves_nothing_behind(worker_pool: WorkerPool) -> 
     for number in range(2, 20):
         assert world["a"].run(rpc.call_each, ["evil", "b"], keep, torch.ones(300_000)) == [number, number]
     world["evil"].kill()
+    assert world["a"].run(rpc.call_each, ["b"], keep, torch.ones(300_000)) == [20]
     assert world["b"].run(slowest_call, "a", 10) < LIMIT_S

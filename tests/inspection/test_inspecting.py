@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -19,10 +20,12 @@ from rpcdist._inspect.asking import Asker
 from rpcdist._inspect.stacks_command import text_of
 from rpcdist._proto import inspection_pb2
 from rpcdist.errors import AuthenticationFailed, BlockingInLoop, ConnectFailed
-from rpcdist.inspection import MAX_FACTS_BYTES, MemberFacts, facts_to_json
+from rpcdist.inspection import MAX_FACTS_BYTES, MemberFacts, WorkerFacts, facts_to_json
 from rpcdist.rpc import RpcOptions
+from rpcdist.rpc._inspection import inspector as inspector_module
 from rpcdist.testing import InProcessCluster, eventually
 from rpcdist.testing.limits import LIMIT_S
+from rpcdist.time_limits import TICK_S
 from rpcdist.transport import NodeOptions
 from rpcdist.transport.node import Node
 from rpcdist.transport.unix_sockets import local_addresses, process_at
@@ -92,15 +95,15 @@ def test_only_holders_of_the_token_may_ask(cluster: Cluster) -> None:
 
 @pytest.mark.multiproc
 def test_a_worker_that_is_asked_without_a_pause_takes_few_looks(cluster: Cluster) -> None:
-    """An asker cannot have a worker collect facts more often than every `TICK_S`."""
+    """An asker cannot have a worker collect facts of one kind more often than every `TICK_S`; there are three kinds."""
     taken = 0
     inspector = cluster.agent.inspector
     collect = inspector.facts
 
-    def counted() -> object:
+    def counted(**kind: bool) -> object:
         nonlocal taken
         taken += 1
-        return collect()
+        return collect(**kind)
 
     inspector.facts = counted
     asker = Node(NodeOptions()).start()
@@ -108,14 +111,14 @@ def test_a_worker_that_is_asked_without_a_pause_takes_few_looks(cluster: Cluster
 
         async def ask(count: int) -> None:
             link = await asker.connect(cluster.agent.network.address, "inspection", LIMIT_S, retry=False)
-            request = inspection_pb2.LookRequest()
-            for _ in range(count):
+            for number in range(count):
+                request = inspection_pb2.LookRequest(is_brief=number % 2 == 0, has_members=number % 4 < 2)
                 await link.unary("Inspection", "Look", request, inspection_pb2.LookReply, LIMIT_S)
             await link.close()
 
         began = time.monotonic()
         asker.run(ask(200), LIMIT_S)
-        assert taken <= 2 + (time.monotonic() - began) / 0.1
+        assert taken <= 3 * (2 + (time.monotonic() - began) / TICK_S)
     finally:
         del inspector.facts
         asker.release()
@@ -251,3 +254,18 @@ def test_a_method_that_waits_for_a_thread_is_named_as_one(no_agent: None) -> Non
         agent = cluster.run("b", rpc.api._get_current_rpc_agent)
         names = [call.function for call in agent.recorder]
         assert "Counting.add" in names and not any("_local_invoke" in name for name in names)
+
+
+def test_brief_facts_have_the_stack_of_the_main_thread_alone_where_nothing_takes_long(
+    no_agent: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with InProcessCluster("a", "b") as cluster, cluster.use("a") as agent, ThreadPoolExecutor(1) as other:
+
+        def brief() -> WorkerFacts:  # on another thread, as its own stack is left out
+            return other.submit(agent.inspector._brief_facts, False).result(LIMIT_S)
+
+        monkeypatch.setattr(inspector_module, "LONG_WAIT_S", float("inf"))
+        facts = brief()
+        assert [thread.id for thread in facts.threads] == [threading.main_thread().ident] and not facts.members
+        monkeypatch.setattr(inspector_module, "LONG_WAIT_S", 0.0)
+        assert len(brief().threads) > 1

@@ -173,6 +173,9 @@ def test_the_environment_names_the_address_or_the_interface(monkeypatch: pytest.
     monkeypatch.setenv("TP_SOCKET_IFNAME", "no such one")
     with pytest.raises(ConfigError, match=r"TP_SOCKET_IFNAME='no such one': no IPv4 address .*interfaces are .*lo"):
         host_from_environment("TP_SOCKET_IFNAME")
+    monkeypatch.setenv("RPCDIST_HOST", "no such one")
+    with pytest.raises(ConfigError, match=r"RPCDIST_HOST='no such one' is neither .*interfaces are .*lo"):
+        host_from_environment("TP_SOCKET_IFNAME")
     monkeypatch.setenv("RPCDIST_HOST", "lo")
     assert host_from_environment("TP_SOCKET_IFNAME") == "127.0.0.1"
     monkeypatch.setenv("RPCDIST_HOST", "10.1.2.3")
