@@ -319,6 +319,26 @@ def test_lost_owner(cluster: Cluster) -> None:
     cluster.assert_empty()
 
 
+def test_an_owner_that_is_lost_while_its_reference_is_shared(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference had passed the check of `share`, and the protocol has forgotten it since."""
+    rref = cluster.hosts[1].own(1)
+    at_0 = cluster.send(rref, 1, 0)
+    manager = cluster.hosts[0].manager
+
+    def lose_and_check(rref: Any) -> HandleState:
+        state = check(rref)
+        manager.on_lost(cluster.hosts[1].me, WorkerLost("w1", "a connection", 3.0, "it was killed"))
+        return state
+
+    check = manager.check_sharable
+    monkeypatch.setattr(manager, "check_sharable", lose_and_check)
+    with pytest.raises(OwnerLost, match=r"'w1' .*it was killed"):
+        manager.share(at_0, 2)
+    assert not manager.protocol.owners.entries, "the value is that of another worker"
+    del rref, at_0
+    cluster.assert_empty()
+
+
 def test_replaced_owner(cluster: Cluster) -> None:
     rref = cluster.hosts[1].own(1)
     at_0 = cluster.send(rref, 1, 0)

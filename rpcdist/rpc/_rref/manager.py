@@ -237,8 +237,8 @@ class RRefManager:
         count = partial(self.protocol.share, state.rref, state.id, child, self._node(to, incarnation))
         if (value := state.value) is not None:
             self._feed(count, lambda: self.values.setdefault(state.rref, value), owned=state.rref)
-        else:
-            self._feed(count)
+        else:  # it may have failed since the check; the protocol has forgotten it then
+            self._feed(count, lambda: state.check(FORK_AFTER_DELETION))
         return self._fork_pb(state, child, None if state.value is not None else state.id)
 
     def check_sharable(self, rref: Any) -> HandleState:
