@@ -92,7 +92,13 @@ def find_placement(environment: Mapping[str, str], own_name: Callable[[], str]) 
         ) from exc
     if not 0 <= placement.rank < placement.world_size:
         raise ConfigError(f"RANK={rank} in the environment is not from 0 to {placement.world_size - 1} (WORLD_SIZE)")
-    role, _, role_rank = environment.get(ROLE_VARIABLE, "").rpartition(":")
+    text = environment.get(ROLE_VARIABLE, "")
+    role, _, role_rank = text.rpartition(":")
+    if text and not (role and role_rank.isdecimal()):
+        raise ConfigError(
+            f"{ROLE_VARIABLE}={text!r} in the environment is not a role and a number in it, such as 'trainer:3'; "
+            "`launch` sets it. Unset it if no launcher started this process."
+        )
     return replace(
         placement,
         local_rank=_number(environment, "LOCAL_RANK"),

@@ -115,6 +115,8 @@ def test_an_indexed_job_finds_rank_0_by_its_own_name() -> None:
         ({"RANK": "1"}, "RANK='1' and WORLD_SIZE=None in the environment"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' and WORLD_SIZE='2' in the environment"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 in the environment is not from 0 to 1"),
+        (TORCH | {"RPCDIST_ROLE": "trainer"}, "RPCDIST_ROLE='trainer' in the environment is not a role and a number"),
+        (TORCH | {"RPCDIST_ROLE": "a:b"}, "RPCDIST_ROLE='a:b' in the environment is not a role and a number"),
         ({"TORCHELASTIC_RUN_ID": "none"}, "RANK=None"),
         # two that disagree are named both
         (SLURM | {"RANK": "0", "WORLD_SIZE": "1"}, "RANK=0 WORLD_SIZE=1, and Slurm .SLURM_PROCID=5 SLURM_NTASKS=8"),

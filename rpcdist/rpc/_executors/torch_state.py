@@ -20,8 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Any, Final, TypeVar, cast, overload
+from typing import Any, Final, TypeVar, cast
 
 import torch
 import torch.utils._device as torch_device
@@ -282,12 +281,6 @@ class StatefulCoroutine(Coroutine[Any, Any, T]):
                 slot.swap_out()
         return slot.call(self._coroutine.send, value)
 
-    @overload
-    def throw(
-        self, kind: type[BaseException], error: object = None, traceback: TracebackType | None = None, /
-    ) -> Any: ...
-    @overload
-    def throw(self, error: BaseException, none: None = None, traceback: TracebackType | None = None, /) -> Any: ...
     def throw(self, *arguments: Any) -> Any:
         return self.slot.call(self._coroutine.throw, *arguments)
 

@@ -18,8 +18,7 @@ import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import Context
-from types import TracebackType
-from typing import Any, Final, Literal, TypeVar, overload
+from typing import Any, Final, Literal, TypeVar
 
 from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.deadline import NEVER, Deadline, current_deadline
@@ -157,12 +156,6 @@ class UserCall(Coroutine[Any, Any, None]):
             self._conclude(outcome)
         raise StopIteration
 
-    @overload
-    def throw(
-        self, kind: type[BaseException], error: object = None, traceback: TracebackType | None = None, /
-    ) -> Any: ...
-    @overload
-    def throw(self, error: BaseException, none: None = None, traceback: TracebackType | None = None, /) -> Any: ...
     def throw(self, *arguments: Any) -> Any:
         try:
             if self._coroutine is None:  # cancelled before its first step

@@ -79,7 +79,7 @@ class RRefManager:
             only item: the value ends with the list, or when the list is emptied; any thread.
 
     Attributes:
-        protocol: decides; only `_feed` and `_feed_deletions` tell it what happens.
+        protocol: decides; `_feed`, `_feed_deletions` and `_forget` tell it what happens.
         states: of the handles of this worker, by fork.
         values: that this worker owns.
         fetches: by share, and the worker that names it: the functions to call when the value is there.
@@ -412,10 +412,12 @@ class RRefManager:
             Whether all of that happened in time.
         """
         self.drain()
-        with self._lock:
+
+        def mark() -> None:
             for state in self.states.values():
                 state.deleted = state.value is None
-        self._feed(self.protocol.drop_all)
+
+        self._feed(self.protocol.drop_all, mark)
         return self._wait_for(lambda: self._is_idle(others), timeout_s)
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
