@@ -160,6 +160,8 @@ class AutogradWorker:
                 tell(ended)
             finally:  # a span processor of the user's may raise
                 on_end(ended)
+                if spans is not None and span is not None:
+                    spans.end_pass(span, id, ended.error)
 
         def tell(ended: BackwardPass) -> None:
             hops = ended.hops or ()
@@ -169,8 +171,6 @@ class AutogradWorker:
                 for kind, peer, began_s, ended_s in [*ended.spans, *hops]:
                     name = ended.name_of(peer) if peer >= 0 else ""
                     spans.part_of_pass(ended.traceparent, kind, name, began_s, ended_s)
-            if spans is not None and span is not None:
-                spans.end_pass(span, id, ended.error)
 
         late = partial(self._answer_late, context, id)
         hops: list[list[Any]] | None = [] if self.pass_taps or spans is not None else None

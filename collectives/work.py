@@ -58,6 +58,7 @@ class Work:
         self._done = False
         self._settled = False  # done, and its callbacks were called: a future that it gave out is done when `wait` ends
         self._awaited_by = 0  # the thread whose `wait` ended last
+        self._settler = 0  # the thread that runs the callbacks, which may wait for it
         self._error: BaseException | None = None
         self._source: int = -1
 
@@ -95,6 +96,7 @@ class Work:
                 return
             self._error = error
             self._done = True
+            self._settler = threading.get_ident()
             callbacks, self._callbacks = self._callbacks, []
         try:
             for callback in callbacks:
@@ -102,6 +104,7 @@ class Work:
         finally:
             with self._lock:
                 self._settled = True
+                self._settler = 0
                 waiter = self._waiter
             if waiter is not None:
                 waiter.set()
@@ -134,7 +137,7 @@ class Work:
             CollectiveTimeout: the wait's own timeout passed.
             ForkedProcess: it runs in another process, from which this one was forked.
         """
-        if not self._settled:
+        if not self._settled and self._settler != threading.get_ident():
             self._check_not_forked()
             self._block(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
         self._awaited_by = threading.get_ident()

@@ -38,9 +38,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         status: int = chosen.run(chosen)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output, such as `head`, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader of the output, such as `head`, has had enough
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            return 1
+        raise
     return status
 
 

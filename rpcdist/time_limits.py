@@ -158,8 +158,9 @@ owner gave no limit; the transport; the thread that moves messages between ranks
 Processes of `launch` that were told to end, measured by their parent: after SIGTERM they are killed, and after SIGKILL
 their parent stops waiting for them."""
 IDLE_LIMIT_S: Final = 5.0
-"""A connection to the store, a thread of the pool, or memory of a GPU that is lent or borrowed goes when it was not
-used for so long; and so does a stream from which nobody reads when all workers have called `shutdown`."""
+"""A connection to the store, a thread of the pool, memory of a GPU that is lent or borrowed, or the parts of published
+tensors that somebody wanted go when they were not used for so long; and so does a stream from which nobody reads when
+all workers have called `shutdown`."""
 RREF_DELETION_LIMIT_S: Final = 10.0
 """A worker that leaves returns its references; those that their owners do not confirm by then end with the lease."""
 READ_TURN_S: Final = 0.005

@@ -33,8 +33,8 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(94_040, 63_000),
-    "code": Limit(55_880, 36_000),
+    "lines": Limit(94_109, 63_000),
+    "code": Limit(55_937, 36_000),
     "files": Limit(482, 400),
     "classes": Limit(930, 620),
     "protocols": Limit(43, 30),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import time
 from collections import deque
@@ -17,6 +18,8 @@ import torch
 from rpcdist.collectives.work import Work
 from rpcdist.flight_files import flight_recorder_size, write_flight_file
 from rpcdist.profile_ranges import operation_taps
+
+logger = logging.getLogger(__name__)
 
 VERSION: Final = 1
 
@@ -71,7 +74,7 @@ class Record:
         self.queued_ns = time.time_ns()
         self.started_ns = 0
         self.ended_ns = 0
-        self.told = [tap(group, operation) for tap in operation_taps] if operation_taps else ()
+        self.told = tuple([tap(group, operation) for tap in operation_taps]) if operation_taps else ()
 
     def start(self) -> None:
         self.state = "running"
@@ -82,8 +85,12 @@ class Record:
         self.state = "done" if error is None else "failed"
         if error is not None:
             self.error = str(error)
-        for told in self.told:
-            told((self.started_ns or self.queued_ns) / 1e9, self.ended_ns / 1e9, error)
+        listeners, self.told = self.told, ()
+        for told in listeners:
+            try:
+                told((self.started_ns or self.queued_ns) / 1e9, self.ended_ns / 1e9, error)
+            except Exception:  # the operation is as it is
+                logger.exception("a listener of operations failed at the end of %s", self.operation)
 
     def follow(self, work: Work) -> None:
         """Ends with the work; `start` it before."""

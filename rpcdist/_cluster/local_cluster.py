@@ -215,14 +215,17 @@ class LocalCluster(ClusterBlock):
         options = self._options or rpc.RpcOptions()
         if not isinstance(options.tls, bool | None):
             raise ConfigError(
-                "dashboard=True knows no certificates of your own: leave it out, set the variables of "
-                "docs/security.md, and run python -m rpcdist dashboard"
+                "dashboard=True knows no certificates of your own: leave it out, set RPCDIST_TLS "
+                "(docs/security.md), and run python -m rpcdist dashboard"
             )
         variables = {"RPCDIST_JOB": options.job or ""}
         if options.token is not None:
             variables["RPCDIST_TOKEN"] = os.fsdecode(options.token)
-        if options.tls is not None:
-            variables["RPCDIST_TLS"] = "auto" if options.tls else "off"
+        said = os.environ.get("RPCDIST_TLS", "")  # it may name certificates, which the workers use, too
+        if options.tls is False:
+            variables["RPCDIST_TLS"] = "off"
+        elif options.tls and said.partition(",")[0] == "off":
+            variables["RPCDIST_TLS"] = "auto" + said.removeprefix("off")
         address = current_agent().inspector.facts().address
         page = PageProcess(address, {name: value for name, value in variables.items() if value})
         self._held.callback(page.close)

@@ -301,8 +301,10 @@ class Published:
         def copy(views: dict[int, list[Tensor]]) -> None:
             for number, plan in plans.items():
                 theirs, reader = views[number], planned_for[number]
-                if into is not None and reader is not None:
-                    reader.small_tensors().copy_to(into)
+                # Looked up again: while this waited, the tensors may have got other memory.
+                now = None if into is None else self._small_targets(reader, targets)
+                if now is not None and reader is not None:
+                    reader.small_tensors().copy_to(now)
                     torch.autograd.graph.increment_version(reader.small_of(targets.tensors))  # as a write by torch does
                     copy_tensors([plan.targets[i] for i in reader.large], [theirs[i] for i in reader.large])
                 elif plan.is_whole:

@@ -185,3 +185,23 @@ def test_a_group_that_fails_ends_what_callbacks_wait_for(rank_pool: RankPool) ->
 @pytest.mark.multiproc
 def test_a_group_that_is_aborted_ends_what_callbacks_wait_for(rank_pool: RankPool) -> None:
     assert rank_pool.run(2, callback_ranks.aborted, rank_pool.new_file()) == ["GroupAborted", "GroupAborted"]
+
+
+def test_a_callback_may_wait_for_its_own_work(callbacks: Callbacks) -> None:
+    """It runs before others see the end, on the thread that brings it."""
+    seen: list[object] = []
+
+    def wait_in_callbacks() -> None:
+        work = Work("x", [torch.ones(1)])
+        work._callbacks_of_group = callbacks
+        work.when_done(lambda done: seen.append(done.wait()))
+        chained = work.get_future_result().then(lambda _: seen.append(work.wait()))
+        collected = torch.futures.collect_all([work.get_future()]).then(lambda _: seen.append(work.wait()))
+        work.complete()
+        chained.wait()
+        collected.wait()
+
+    thread = threading.Thread(target=wait_in_callbacks, daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive() and seen == [True, True, True]

@@ -96,8 +96,15 @@ def test_the_end_of_a_pass_that_is_over_means_nothing() -> None:
     assert not state.end_pass(lost) and state.phase is ARMED
     running = state.begin_pass([0])
     assert not state.end_pass(lost) and state.phase is ENTERED
+    assert not state.runs(lost) and state.runs(running)
     state.add(0)
     assert state.end_pass(running)
+    state = IterationState(2, DueRule.EVERY)
+    state.arm(watched=True)
+    running = state.begin_pass([])
+    state.add(0)
+    state.pause()  # a forward pass under `no_sync` in it: its end is no end of a pass of this iteration
+    assert not state.runs(running) and not state.end_pass(running)
 
 
 def test_gradients_outside_of_iterations_are_taken_in_a_pass_or_if_outputs_were_differentiated() -> None:

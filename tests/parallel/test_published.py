@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import published_functions as there
@@ -15,7 +16,7 @@ from torch import nn
 from rpcdist import checkpoint
 from rpcdist.errors import BlockingInLoop, ConfigError, DeadlineExceeded
 from rpcdist.parallel import Published
-from rpcdist.testing import InProcessCluster, RpcWorld, WorkerEnded, WorkerPool
+from rpcdist.testing import LIMIT_S, InProcessCluster, RpcWorld, WorkerEnded, WorkerPool, eventually
 from rpcdist.transport.shared_memory import Segment, SegmentError
 
 pytestmark = pytest.mark.multiproc
@@ -350,4 +351,24 @@ def test_many_small_tensors_are_copied_as_torch_would(cluster: InProcessCluster)
         torch.testing.assert_close(into, source, rtol=0, atol=0)
         weights.pull_into(converted := {name: tensor.double() for name, tensor in into.items()})
         torch.testing.assert_close(converted, {name: tensor.double() for name, tensor in source.items()})
+        weights.close()
+
+
+def test_small_targets_may_get_other_memory_while_a_pull_waits(cluster: InProcessCluster) -> None:
+    into = {f"t{n}": torch.zeros(10) for n in range(100)}
+    with cluster.use("trainer"):
+        weights = Published("small")
+        assert weights.publish({name: torch.ones(10) for name in into}) == 1
+        assert weights.pull_into(into) == 1
+        before = [tensor.data for tensor in into.values()]
+        consumer = Published("small")
+        pulling = cluster.begin("trainer", partial(consumer.pull_into, into, 1, wait=True, timeout=LIMIT_S))
+        eventually(lambda: consumer._into is not None, "it has looked at its targets")
+        for tensor in into.values():
+            tensor.data = torch.zeros(10)
+        weights.publish({name: torch.full((10,), 7.0) for name in into})
+        assert pulling.result(LIMIT_S) == 2
+        assert all(tensor.eq(7).all() for tensor in into.values())
+        assert all(tensor.eq(1).all() for tensor in before), "nobody writes to what they had"
+        consumer.close()
         weights.close()

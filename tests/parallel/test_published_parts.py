@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from torch import Tensor, nn
 
 from rpcdist.errors import ConfigError, DeadlineExceeded, TransportError
 from rpcdist.parallel import Published, TensorPart
-from rpcdist.parallel._published import _source
+from rpcdist.parallel._published import _hosts, _source
 from rpcdist.parallel._published._layout import Selection, VersionLayout, copies_for
 from rpcdist.parallel._published._parts import pieces_of
 from rpcdist.testing import LIMIT_S, InProcessCluster, RpcWorld, WorkerPool, eventually
@@ -301,7 +304,9 @@ def test_another_host_gets_the_parts_alone_that_it_needs(cluster: InProcessClust
     job.close()
 
 
-def test_several_hosts_that_want_the_same_parts_form_a_chain(cluster: InProcessCluster, sent: list[int]) -> None:
+def test_several_hosts_that_want_the_same_parts_form_a_chain(
+    cluster: InProcessCluster, sent: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = Job(cluster)
     targets = {name: columns(2) for name in ("boss", "g0", "t1")}
     values = {"w": rows(1, 0), "unwanted": torch.zeros(5000)}
@@ -316,6 +321,7 @@ def test_several_hosts_that_want_the_same_parts_form_a_chain(cluster: InProcessC
     origin = job.held["t0"]._origin
     assert origin is not None and len(origin._extracts) == 1
     job.close()
+    monkeypatch.setattr(_hosts, "IDLE_LIMIT_S", 0.05)
 
     def is_dropped() -> bool:
         cluster.run("t0", lambda: job.held["t0"].publish(values))
@@ -524,3 +530,47 @@ def test_dtensors_are_published_and_pulled_with_other_placements(
     pulling = [world[f"g{rank}"].begin(pull_dtensor, rank, 2, str(tmp_path / "generators")) for rank in (0, 1)]
     left, right = (pending.result() for pending in pulling)
     assert [a + b for a, b in zip(left, right, strict=True)] == torch.arange(70.0).reshape(7, 10).tolist()
+
+
+def test_a_reader_can_connect_while_an_extract_is_made(
+    cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To open the listener of a source takes the loop that lets readers in."""
+    theirs = Published("model")
+    cluster.run("t0", lambda: theirs.publish({"w": torch.ones(1000)}))
+    origin = theirs._origin
+    assert origin is not None
+    was_free: list[bool] = []
+    original = _source.VersionSource.__init__
+
+    def checked(self: _source.VersionSource, *arguments: Any) -> None:
+        with ThreadPoolExecutor(1) as other:
+            was_free.append(other.submit(_is_free, origin._changed).result(LIMIT_S))
+        original(self, *arguments)
+
+    monkeypatch.setattr(_source.VersionSource, "__init__", checked)
+    with cluster.use("g0"):
+        half = Published("model", dtype=torch.bfloat16)
+        assert half.pull_into({"w": (target := torch.zeros(1000))}) == 1
+        half.close()
+    assert target.eq(1).all() and was_free and all(was_free)
+    cluster.run("t0", theirs.close)
+
+
+def _is_free(lock: threading.Condition) -> bool:
+    if lock.acquire(timeout=1):
+        lock.release()
+        return True
+    return False
+
+
+def test_a_pull_of_more_parts_waits_while_the_publisher_is_away(cluster: InProcessCluster) -> None:
+    theirs = Published("model")
+    cluster.run("t0", lambda: theirs.publish({"a": torch.ones(10), "b": torch.ones(1000)}))
+    with cluster.use("g0"):
+        mine = Published("model", dtype=torch.bfloat16)
+        assert mine.pull_into({"a": torch.zeros(10)}) == 1
+        cluster.kill("t0")
+        with pytest.raises(DeadlineExceeded, match="nobody published"):
+            mine.pull_into({"a": torch.zeros(10), "b": torch.zeros(1000)}, timeout=0.5)
+        mine.close()

@@ -16,6 +16,7 @@ from rpc_cluster import Cluster
 import rpcdist.rpc as rpc
 from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistError
 from rpcdist.off_loop import run_in_thread
+from rpcdist.rpc._calling import result_streams
 from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
 from rpcdist.testing import eventually
 
@@ -134,10 +135,18 @@ def test_a_consumer_that_stops_closes_the_generator(
     assert drawn(worker, key) < 100
 
 
-def test_dropping_a_stream_that_was_never_read(cluster: Cluster, key: str) -> None:
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_dropping_a_stream_that_was_never_read(
+    cluster: Cluster, key: str, monkeypatch: pytest.MonkeyPatch, is_traced: bool
+) -> None:
+    told: list[str] = []
+    if is_traced:
+        monkeypatch.setattr(result_streams, "span_taps", [lambda lane, name, began_s, ended_s: told.append(name)])
     rpc.rpc_stream("worker1", stream_side.count_up, (10_000, key))
     gc.collect()
     assert on_board("worker1", f"{key} closed") == [True]
+    if is_traced:
+        eventually(lambda: told, "the trace is told of its end")
 
 
 async def test_cancelling_the_consumer_takes_no_item(cluster: Cluster, key: str) -> None:

@@ -308,13 +308,17 @@ class IterationState:
             raise UnexpectedGradient(index, 1, 0)
         self.unaveraged.add(index)
 
+    def runs(self, number: int) -> bool:
+        """Whether a backward pass runs still."""
+        return self.phase.in_pass and number == self._pass
+
     def end_pass(self, number: int) -> bool:
         """A backward pass has ended, with those that were nested in it; whether the iteration ends with it.
 
         Args:
             number: of the pass; one that is over already has no effect.
         """
-        if not self.phase.in_pass or number != self._pass:
+        if not self.runs(number):
             return False
         self.phase = _OUT_OF_PASS[self.phase]
         if not self.phase.is_open:

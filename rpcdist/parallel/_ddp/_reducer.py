@@ -252,6 +252,8 @@ class Reducer:
     def _pass_ended(self, number: int) -> None:
         """A backward pass has ended, with those that were nested in it."""
         with self._lock:
+            if not self._state.runs(number):  # a forward pass in it has ended it
+                return
             if self._state.end_pass(number):
                 try:
                     self._finish()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from rpcdist.parallel._published._parts import MAX_SEGMENTS, NEWEST, unpacked
 from rpcdist.parallel._published._small_tensors import SmallTensors, copy_tensors, small_ones
 from rpcdist.parallel._published._source import CHUNK_BYTES, VersionSource, ask, check_fetcher, worker_of
 from rpcdist.rpc._current import current_agent
-from rpcdist.time_limits import SLOW_ANSWER_LIMIT_S
+from rpcdist.time_limits import IDLE_LIMIT_S, SLOW_ANSWER_LIMIT_S
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ CHUNKS_UNDER_WAY: Final = 4
 
 MAX_EXTRACTS: Final = 64
 MAX_EXTRACTS_SHARE: Final = 4
-"""A publisher makes extracts of at most so many times the bytes of a version."""
+"""Extracts take at most so many times the memory of the publisher's own versions."""
 
 Description = tuple[str, PlainLayout, int, int, list[str], int]
 """Of an origin: its source's name, the layout, `keep`, how often the list of hosts has changed, where readers of all
@@ -94,6 +95,8 @@ class Publisher(VersionSource):
         self._num_changes = 0  # of the hosts
         self._fetches: dict[str, rpc.Future[int]] = {}  # by source name: those that may go on
         self._extracts: dict[Selection, Extract] = {}
+        # Around `_extracts`. I/O loops never take it: to make an extract takes a loop, which may wait for `_changed`.
+        self._extracting = threading.Lock()
         self._publishing = threading.Lock()
 
     def publish(
@@ -268,7 +271,9 @@ class Publisher(VersionSource):
         limit_s = deadline.remaining_s()
         asked = {source: ask(source, "behind", version, limit_s, timeout=0) for source in self._living_hosts()}
         found = self.behind(version, limit_s)
-        for extract in list(self._extracts.values()):
+        with self._extracting:
+            extracts = list(self._extracts.values())
+        for extract in extracts:
             extract.update(deadline)
             found.update(extract.all_behind(version, deadline))
         for source, future in asked.items():
@@ -296,15 +301,19 @@ class Publisher(VersionSource):
 
     def extract(self, selection: Selection) -> Extract:
         """The source of a selection. Raises `CallRefused` if there are too many."""
-        with self._changed:
+        self._drop_unused()
+        with self._extracting:
             found = self._extracts.get(selection)
-            if found is None:
+            if found is not None:
+                found.note_use()
+            else:
                 sizes = [each.layout.size_bytes() for each in self._extracts.values()]
                 total = sum(sizes) + selection.layout_of(self.layout).size_bytes()
                 if len(sizes) >= MAX_EXTRACTS or total > MAX_EXTRACTS_SHARE * self.layout.size_bytes():
                     raise CallRefused(
-                        f"consumers of {self.name!r} want {len(sizes)} other selections or dtypes of its tensors; one "
-                        f"more would take more memory of {self._me!r} than {MAX_EXTRACTS_SHARE} times a version"
+                        f"consumers of {self.name!r} want {len(sizes)} other selections or dtypes of its tensors; "
+                        f"there may be {MAX_EXTRACTS}, and they may take {MAX_EXTRACTS_SHARE} times the memory that "
+                        f"the versions of {self._me!r} take"
                     )
                 found = self._extracts[selection] = Extract(self, selection)
         found.update()
@@ -312,16 +321,24 @@ class Publisher(VersionSource):
 
     def _update_extracts(self) -> None:
         """Has the extracts follow; the pool does that, and this thread goes on."""
-        for selection, extract in list(self._extracts.items()):
-            if extract.is_unused():
-                del self._extracts[selection]
-                extract.close()
-            else:
-                self._agent.pool.submit(extract.update)
+        for extract in self._drop_unused():
+            self._agent.pool.submit(extract.update)
+
+    def _drop_unused(self) -> list[Extract]:
+        """Closes the extracts that nobody uses; returns the others."""
+        if not self._extracts:
+            return []
+        with self._extracting:
+            unused = [self._extracts.pop(key) for key, each in list(self._extracts.items()) if each.is_unused()]
+            used = list(self._extracts.values())
+        for extract in unused:
+            extract.close()
+        return used
 
     def close(self) -> None:
         """See `VersionSource`."""
-        extracts, self._extracts = self._extracts, {}
+        with self._extracting:
+            extracts, self._extracts = self._extracts, {}
         for extract in extracts.values():
             extract.close()
         super().close()
@@ -392,17 +409,21 @@ class Extract(Publisher):
         self._selection = selection
         self._reader = origin.reader()
         self._is_updating = False
-        self._num_unused = 0
+        self._used_at = time.monotonic()
         layout = selection.layout_of(origin.layout)
         super().__init__(origin.name, layout.plain(), origin._keep, (origin.shard, origin.num_shards))
 
+    def note_use(self) -> None:
+        """A consumer is about to connect."""
+        self._used_at = time.monotonic()
+
     def is_unused(self) -> bool:
-        """Whether two versions came since the last look at which a consumer was connected."""
+        """Whether no consumer was connected for `IDLE_LIMIT_S`, as far as looks at it tell."""
         with self._changed:
             self._forget_ended()
-            is_used = bool(self._connections or self._hosts)
-            self._num_unused = 0 if is_used else self._num_unused + 1
-            return self._num_unused > 2
+            if self._connections or self._hosts:
+                self._used_at = time.monotonic()
+            return time.monotonic() - self._used_at > IDLE_LIMIT_S
 
     def update(self, deadline: Deadline | None = None) -> None:
         """Makes the newest version of the publisher, unless another thread does so; any thread but those of loops.

@@ -166,8 +166,9 @@ class ShardConnection:
         reader, copy = self.reader, self.copy
         is_short = bool(self._boxes) and not self._has(wanted, earlier)
         if is_short:  # all from now on: consumers that pull one thing and then another come back to the first
+            if not self._wants_all:
+                self._retry_at = 0.0
             self._wants_all = True
-            self._retry_at = 0.0
         if (
             reader is None
             or is_short
@@ -179,6 +180,9 @@ class ShardConnection:
                 self._connect(wanted, earlier)
             except (UnknownActor, TransportError, DeadlineExceeded):
                 self._retry_at = time.monotonic() + CHECK_INTERVAL_S
+                if is_short and reader is not None:  # it has too little for this pull, which waits
+                    reader.close()
+                    self.reader = None
 
     def _needed(
         self, layout: VersionLayout, wanted: Pieces, earlier: Sequence[ShardConnection]
@@ -221,7 +225,10 @@ class ShardConnection:
             publisher = origin.local_value()
             self.published, self._boxes = publisher.layout, []
             selection = self._selection(publisher.layout, None, ())
-            source = publisher if selection is None else publisher.extract(selection)
+            try:
+                source = publisher if selection is None else publisher.extract(selection)
+            except CallRefused as exc:
+                raise self._no_other_dtype(exc) from exc
             self._use(source.reader(), num_publishers)
             self.num_shards = publisher.num_shards
             return
@@ -273,11 +280,14 @@ class ShardConnection:
         except CallRefused as exc:
             if not selection.dtype:
                 return None
-            raise ConfigError(f"{self.publisher!r} gives {self.name!r} in no other dtype: {exc}") from exc
+            raise self._no_other_dtype(exc) from exc
         check_description(description)
         if self.published is None or VersionLayout.from_plain(description[1]) != selection.layout_of(self.published):
             raise TransportError(f"{self.publisher!r} described other values of {self.name!r} than were selected")
         return description
+
+    def _no_other_dtype(self, exc: CallRefused) -> ConfigError:
+        return ConfigError(f"{self.publisher!r} gives {self.name!r} in no other dtype: {exc}")
 
     def _use(self, reader: VersionReader, num_publishers: int) -> None:
         before, self.reader = self.reader, reader

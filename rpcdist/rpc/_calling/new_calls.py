@@ -166,13 +166,13 @@ class NewCalls:
         pending = PendingCall(self._owner, self._next_id(), to, called, deadline, timeout_s, reply_sink, USER_CALL)
         pending.autograd = context
         pending.on = on
-        if (spans := call_spans.exporter) is not None:
-            pending.span = spans.begin_made(called)
         pending.is_bound = result is not None or on is not None or context is not None
         if name is None:
             written: Written | None = self._by_value(func, args, kwargs, to, device_map)
         else:
             written = self._marshal.write((args, kwargs), to, None, device_map) if args or kwargs else None
+        if (spans := call_spans.exporter) is not None:  # not before: nobody ends it if the arguments cannot be written
+            pending.span = spans.begin_made(called)
         is_usual = not is_serial and device_map is None and pending.span is None
         if name is not None and len(name) * 4 <= MAX_NAME_BYTES and is_usual:
             compact = (NOTHING, None) if written is None else self._marshal.compact(written, context)
@@ -186,7 +186,11 @@ class NewCalls:
                 if on is not None:
                     call.target = (*on.state.rref, *on.state.id)
                 return pending, call, value.large
-        message, large = self._in_protobuf(pending, name, written, context_id, result)
+        try:
+            message, large = self._in_protobuf(pending, name, written, context_id, result)
+        except BaseException as exc:
+            pending.end_span(type(exc).__name__)
+            raise
         if is_serial:
             message.call.result.is_serial = True
         if device_map is not None:

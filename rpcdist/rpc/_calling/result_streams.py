@@ -27,6 +27,7 @@ from rpcdist.profile_ranges import span_taps
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._calling.call_table import PendingCall
 from rpcdist.rpc._futures.interrupt import longest_sleep_s
+from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._marshal.arrived_value import ArrivedFailure, ArrivedValue
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.demultiplexer import PoolJob
@@ -318,7 +319,9 @@ class StreamTable:
         state = StreamState(id, call.what(), DEFAULT_WINDOW, grant, cancel)
         state.autograd = call.autograd
         if call.span is not None or span_taps:
-            state.told = partial(_tell, call, session.peer.name, time.monotonic())
+            # Without the call, which holds the stream: one that nobody holds any more has to be collected.
+            called = call.called if isinstance(call.called, str) else call.what()
+            state.told = partial(_tell, call.span, called, session.peer.name, time.monotonic())
         self._streams[id] = (state, session)
         return Stream(state, timeout_s, self._dropped)
 
@@ -485,8 +488,9 @@ def check_is_stream(result: object, function: object) -> Stream[Any]:
     raise TypeError(f"rpc_stream expects a generator function, but {function!r} returned {type(result).__name__}")
 
 
-def _tell(call: PendingCall, peer: str, began_s: float, outcome: str) -> None:
+def _tell(span: Any, called: str, peer: str, began_s: float, outcome: str) -> None:
     """Tells traces of a stream that was read."""
-    call.end_span(outcome)
+    if span is not None and (spans := call_spans.exporter) is not None:
+        spans.end(span, called, peer, outcome)
     for tap in list(span_taps):
-        tap("streams", f"{call.called} from {peer}", began_s, time.monotonic())
+        tap("streams", f"{called} from {peer}", began_s, time.monotonic())
