@@ -57,7 +57,7 @@ class UserTable:
     def __iter__(self) -> Iterator[UserFork]:
         return iter(self.forks.values())
 
-    # What happens at this worker.
+    # At this worker:
 
     def create(self, rref: RRefId, fork: ForkId, owner: Incarnation) -> None:
         self.forks[fork] = UserFork(rref, fork, owner, creating=True, parent_worker=None)
