@@ -1,10 +1,4 @@
-"""The errors of distributed autograd.
-
-RpcdistError (RuntimeError)
-└── AutogradError               a context or a graph cannot be used in this way
-    ├── ContextNotFound         the context does not exist on this worker, or is over
-    └── BackwardError           a backward pass failed somewhere; names the worker
-"""
+"""The errors of distributed autograd."""
 
 from __future__ import annotations
 

@@ -150,33 +150,27 @@ class AutogradWorker:
     ) -> BackwardPass:
         """Makes a pass, and keeps it until it ends. Follow it by `_check`."""
         spans = call_spans.exporter
-        span = None
+        traceparent, end_span = "", None
         if spans is not None and options is not None:  # it begins here
-            span = spans.begin_pass("backward" if root_gradients else "step")
+            traceparent, end_span = spans.begin_pass("backward" if root_gradients else "step", id)
 
         def remove(ended: BackwardPass) -> None:
             self._passes.pop(id, None)
+            hops: Sequence[Any] = ended.hops or ()
             try:
-                tell(ended)
+                for tap in self.pass_taps:
+                    tap(id, ended.spans, hops)
+                if spans is not None and ended.traceparent:
+                    spans.parts_of_pass(ended.traceparent, [*ended.spans, *hops], ended.name_of)
             finally:  # a span processor of the user's may raise
                 on_end(ended)
-                if spans is not None and span is not None:
-                    spans.end_pass(span, id, ended.error)
-
-        def tell(ended: BackwardPass) -> None:
-            hops = ended.hops or ()
-            for tap in self.pass_taps:
-                tap(id, ended.spans, hops)
-            if spans is not None and ended.traceparent:
-                for kind, peer, began_s, ended_s in [*ended.spans, *hops]:
-                    name = ended.name_of(peer) if peer >= 0 else ""
-                    spans.part_of_pass(ended.traceparent, kind, name, began_s, ended_s)
+                if end_span is not None:
+                    end_span(ended.error)
 
         late = partial(self._answer_late, context, id)
         hops: list[list[Any]] | None = [] if self.pass_taps or spans is not None else None
         made = BackwardPass(self.host, context, id, make_part, remove, late, root_gradients, options, hops)
-        if spans is not None and span is not None:
-            made.traceparent = spans.traceparent(span)
+        made.traceparent = traceparent
         self._passes[id] = made
         return made
 

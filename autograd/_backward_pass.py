@@ -63,8 +63,6 @@ class PassPart:
         ready: the runs that became ready, for `run_ready`.
     """
 
-    __slots__ = ()
-
     ready: Sequence[Any] = ()
 
     def start(self, neighbours: Collection[int], early: Sequence[tuple[int, PassMessage]]) -> None:

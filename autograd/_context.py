@@ -60,8 +60,6 @@ KEPT_RELEASES = 16384
 MAX_CONTEXTS_OF_PEER = 16384
 """A worker that brings more living contexts than this is refused."""
 MAX_LIGHT_BYTES = 1 << 20
-
-
 MAX_STAMP: Final = 1 << 62
 """The clock of a context goes on from what a peer claims, and must fit into 64 bits at all others, too."""
 

@@ -31,8 +31,6 @@ MAX_HELD_BYTES: Final = 32 << 10
 MAX_WITHOUT_ENGINE: Final = 16
 """For more gradients at once, one call of the engine costs less."""
 
-_time: Final = time.time
-
 
 class GraphSource:
     """The roots, or a message that was sent, as the beginning of a part of the graph.
@@ -126,10 +124,6 @@ class DirectPart(PassPart):
 
     A source is taken out when its gradient has come, or it is unused.
     """
-
-    __slots__ = (
-        "_children", "_done_early", "_owner", "_recvs", "_root", "_sends", "_sources", "_told", "_unheard", "_untold",
-    )  # fmt: skip
 
     def __init__(
         self,
@@ -276,7 +270,7 @@ class DirectPart(PassPart):
         """Runs sources whose gradients have come, in one engine call, and then what this worker has sent to itself."""
         owner = self._owner
         while starts:
-            began_s = _time()
+            began_s = time.time()
             edges: list[GradientEdge] = []
             gradients: list[torch.Tensor] = []
             leaves: dict[Any, None] = {}
@@ -303,7 +297,7 @@ class DirectPart(PassPart):
             if captured is None:
                 run = EngineRun()
                 captured = run.run_apart(edges, gradients, leaves, outputs, received, owner.options.retain_graph)
-            owner.spans.append(("run", -1, began_s, _time()))
+            owner.spans.append(("run", -1, began_s, time.time()))
             starts = []
             for recv in recvs:
                 if recv.sender == owner.me:

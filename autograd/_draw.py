@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections import defaultdict
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -166,10 +167,10 @@ def _summary(spans: Sequence[Span]) -> str:
 
 def _waits(part: WorkerPart) -> list[str]:
     """Edges from a worker to those that it waited for."""
-    waited_s: dict[str, float] = {}
+    waited_s: defaultdict[str, float] = defaultdict(float)
     for span in part.spans:
         if span.peer:
-            waited_s[span.peer] = waited_s.get(span.peer, 0.0) + span.duration_s
+            waited_s[span.peer] += span.duration_s
     return [
         f'  "{part.worker}" -> "{peer}" [label="waited {1e3 * seconds:.2f} ms", style=dashed, constraint=false];'
         for peer, seconds in sorted(waited_s.items())

@@ -261,23 +261,19 @@ class GroupRun(EngineRun):
         """The chain of order nodes; see [Note: gates]."""
         chain = torch.zeros((), requires_grad=True)
         orders: list[Any] = []  # torch's stubs lack `_set_sequence_nr`
+        others: list[Any] = [node for node, mask in self._analysis.masks.items() if mask & self._run.used]
         with torch.enable_grad():
             for id in reversed(self._run.pending):
                 send, _ = self._analysis.sends[id]
                 chain = GateOrder.apply(send, chain, send.gate)  # type: ignore[no-untyped-call]
                 orders.append(chain.grad_fn)
-                self._raise_sequence(send.node)
+                others.append(send.node)
         for order in orders:
             order._set_sequence_nr(0)
-        for node, mask in self._analysis.masks.items():
-            if mask & self._run.used:
-                self._raise_sequence(node)
+        for node in others:
+            if node._sequence_nr() == 0:
+                node._set_sequence_nr(1)
         return get_gradient_edge(chain)
-
-    @staticmethod
-    def _raise_sequence(node: Any) -> None:
-        if node._sequence_nr() == 0:
-            node._set_sequence_nr(1)
 
     # ------------------------------------------------------------ called by nodes
 

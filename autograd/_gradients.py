@@ -72,9 +72,8 @@ class GradientTable:
                     self._gradients[key] = self._sum(key, known, gradient)
                     continue
                 self._leaves[key] = leaf
-                if address in shared or not (
-                    (not gradient.is_sparse and gradient.is_contiguous()) or _is_dense(gradient)
-                ):
+                is_simple = not gradient.is_sparse and gradient.is_contiguous()
+                if address in shared or not (is_simple or _is_dense(gradient)):
                     gradient = _copied(gradient)
                 self._gradients[key] = gradient
 

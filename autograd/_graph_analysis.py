@@ -15,6 +15,7 @@ through it, so it also shows which nodes several sources share.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -105,20 +106,17 @@ def _walk(edges: Sequence[GradientEdge]) -> tuple[dict[Node, int], dict[Gradient
     """
     waits_for: dict[Any, int] = {}  # how many edges lead to each node
     following: dict[Any, Sequence[tuple[Any, int]]] = {}  # kept, because torch makes new Python objects each time
-    masks: dict[Node, int] = {}
-    outputs: dict[GradientEdge, int] = {}
+    masks: defaultdict[Node, int] = defaultdict(int)
+    outputs: defaultdict[GradientEdge, int] = defaultdict(int)
     for bit, (node, number, *_) in enumerate(edges):
         waits_for[node] = 0
-        masks[node] = masks.get(node, 0) | 1 << bit
+        masks[node] |= 1 << bit
         if type(node) is RecvNode:
-            _add_mask(outputs, node, number, 1 << bit)
+            outputs[new_edge((node, number, None))] |= 1 << bit
     todo = list(waits_for)
     for node in todo:  # it grows meanwhile
         kind = type(node)
-        if kind is RecvNode or kind is AccumulateGrad:
-            following[node] = ()
-            continue
-        following[node] = node.next_functions
+        following[node] = () if kind is RecvNode or kind is AccumulateGrad else node.next_functions
         for reached, _ in following[node]:
             if reached in waits_for:
                 waits_for[reached] += 1
@@ -131,18 +129,13 @@ def _walk(edges: Sequence[GradientEdge]) -> tuple[dict[Node, int], dict[Gradient
         for reached, number in following[node]:
             if reached is None:
                 continue
-            masks[reached] = masks.get(reached, 0) | mask
+            masks[reached] |= mask
             if type(reached) is RecvNode:
-                _add_mask(outputs, reached, number, mask)
+                outputs[new_edge((reached, number, None))] |= mask
             waits_for[reached] -= 1
             if not waits_for[reached]:
                 ready.append(reached)
     return masks, outputs
-
-
-def _add_mask(outputs: dict[GradientEdge, int], node: Any, number: int, mask: int) -> None:
-    key = new_edge((node, number, None))
-    outputs[key] = outputs.get(key, 0) | mask
 
 
 def _groups(count: int, joined: Iterable[int]) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -51,18 +50,14 @@ class context:
         self._context = _new_context()
         return self._context.id
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         _release_context(self._context.id, quietly=True)
 
     async def __aenter__(self) -> int:
         return self.__enter__()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.__exit__(kind, error, traceback)
+    async def __aexit__(self, *error: object) -> None:
+        self.__exit__(*error)
 
 
 def backward(

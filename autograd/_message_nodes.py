@@ -25,9 +25,6 @@ from rpcdist.rpc._devices.handler_streams import into_default_streams
 
 Gradients = Sequence[torch.Tensor | None]
 
-LeafGradients = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Leaves with their gradients."""
-
 Captured = dict[torch.Tensor, torch.Tensor]
 """Gradients by leaf, as `queue_callback` shows them."""
 
@@ -48,18 +45,13 @@ class RecordedSend:
 
     __slots__ = ("devices", "gate", "id", "node", "stamp", "to")
 
-    devices: list[torch.device] | None
     gate: torch.Tensor
 
     def __init__(self, id: int, to: int, stamp: int, tensors: Sequence[torch.Tensor]) -> None:
         self.id = id
         self.to = to
         self.stamp = stamp
-        self.devices = None
-        for tensor in tensors:
-            if not tensor.is_cpu:
-                self.devices = [tensor.device for tensor in tensors]
-                break
+        self.devices = None if all([one.is_cpu for one in tensors]) else [one.device for one in tensors]
         if torch.is_grad_enabled():  # as nearly always: entering the mode again takes a third of the time
             self.gate = _apply_send(self, *tensors)
         else:
@@ -95,10 +87,8 @@ class RecordedRecv:
 
     def needs_engine(self) -> bool:
         """Whether gradients of its tensors have to come from torch's engine: there is a hook, or a `retain_grad`."""
-        if self.is_hooked or self.is_watched:
-            return True
-        living = [tensor() for tensor in self.tensors]
-        return any([tensor is not None and tensor.retains_grad for tensor in living])
+        living = [one for tensor in self.tensors if (one := tensor()) is not None]
+        return self.is_hooked or self.is_watched or any([one.retains_grad for one in living])
 
 
 _RUN_KEY = "rpcdist.autograd.run"
@@ -286,7 +276,7 @@ class EngineRun:
             received[node.recv.id][number] = found
         return captured
 
-    def called_back(self, captured: LeafGradients) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def called_back(self, captured: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The gradients of leaves, after the callbacks have replaced some of them."""
         by_leaf = dict(captured)
         for callback in self.callbacks:

@@ -50,12 +50,6 @@ class UnknownMessages(AutogradError):
     """A worker has received messages in a context that this process has not sent: it takes another one's place, or the
     context has just ended."""
 
-    def __init__(self, count: int) -> None:
-        super().__init__(
-            f"{count} messages of the autograd context are unknown here: the process that sent them is gone, or the "
-            "context is over there"
-        )
-
 
 class PassMessage:
     """All that a worker tells a neighbour at a time.
@@ -164,11 +158,9 @@ class PassMessage:
                 large = encode_into(value, present, None, route=route)
                 rest = value.SerializeToString()
         elif self.work is not None:
-            flags |= _WORK
-            rest = self.work
+            flags, rest = flags | _WORK, self.work
         elif self.outcome is not None:
-            flags |= _OUTCOME
-            rest = self.outcome
+            flags, rest = flags | _OUTCOME, self.outcome
         head = _HEAD.pack(
             flags, self.timeout_us, num_open, num_unused, num_used, len(self.messages), num_absent, num_tensors
         )
@@ -274,14 +266,15 @@ def read_message(
         at = _HEAD.size
         if num_ids > (len(body) - at) // 8:
             raise ProtocolViolation(f"worker {sender} sent a message of a backward pass that is cut off")
-        if num_ids > 2 * len(sends):  # a verdict and a gradient for each
-            raise UnknownMessages(num_ids)
         ids: Sequence[int] = unpack_from(f"<{num_ids}q", body, at) if num_ids else ()
         at += 8 * num_ids
         for id in ids:
             send = sends.get(id)
-            if send is None:
-                raise UnknownMessages(num_ids)
+            if send is None or num_ids > 2 * len(sends):  # a verdict and a gradient for each
+                raise UnknownMessages(
+                    f"{num_ids} messages of the autograd context are unknown here: the process that sent them is gone, "
+                    "or the context is over there"
+                )
             if send.to != sender:
                 raise ProtocolViolation(
                     f"worker {sender} speaks of message {id:#x}, which was sent to worker {send.to}"
@@ -305,13 +298,9 @@ def read_message(
             made.verdicts = dict.fromkeys(ids[:num_open])
             made.verdicts.update(dict.fromkeys(ids[num_open : num_open + num_unused], 0))
             for id in ids[num_open + num_unused : num_ids - num_messages]:
-                (size,) = unpack_from("<I", body, at)
-                at += 4
                 count = len(sends[id].node.next_functions)
-                if size > count // 8 + 1 or at + size > len(body):
-                    raise ProtocolViolation(f"a verdict on message {id:#x}, of {count} tensors, has {size} bytes")
-                mask = int.from_bytes(body[at : at + size], "little")
-                at += size
+                bits, at = _piece(body, at, count // 8 + 1)
+                mask = int.from_bytes(bits, "little")
                 if mask >> count:
                     raise ProtocolViolation(
                         f"a verdict names tensor {mask.bit_length() - 1} of message {id:#x}, which had {count}"
@@ -319,21 +308,10 @@ def read_message(
                 made.verdicts[id] = mask
         made.follows = bool(flags & _FOLLOWS)
         if flags & _FOLLOW_UP:
-            (size,) = unpack_from("<I", body, at)
-            at += 4
-            if size > len(body) - at:
-                raise ProtocolViolation(f"worker {sender} sent a message of a backward pass that is cut off")
-            made.follow_up = bytes(body[at : at + size])
-            at += size
+            made.follow_up, at = _piece(body, at, len(body))
         if flags & _TRACED:
-            (size,) = unpack_from("<I", body, at)
-            at += 4
-            if size > min(len(body) - at, MAX_TRACEPARENT_CHARS):
-                raise ProtocolViolation(
-                    f"worker {sender} sent a message of a backward pass with a header of {size} bytes"
-                )
-            made.traceparent = bytes(body[at : at + size]).decode("ascii", "replace")
-            at += size
+            header, at = _piece(body, at, MAX_TRACEPARENT_CHARS)
+            made.traceparent = header.decode("ascii", "replace")
         if num_messages:
             made.messages = list(ids[num_ids - num_messages :])
             _check_counts(made.messages, counts, absent, num_tensors, sends)
@@ -343,8 +321,16 @@ def read_message(
         elif num_tensors or buffers or at != len(body):
             raise ProtocolViolation(f"worker {sender} sent a message of a backward pass with bytes that are left over")
     except StructError as exc:
-        raise ProtocolViolation(f"worker {sender} sent a message of a backward pass that is cut off: {exc}") from exc
+        raise ProtocolViolation(f"worker {sender} sent a message of a backward pass that is damaged: {exc}") from exc
     return made
+
+
+def _piece(body: bytes, at: int, most: int) -> tuple[bytes, int]:
+    """The bytes at a place, which follow their size, and where they end. Raises `StructError`."""
+    (size,) = unpack_from("<I", body, at)
+    if size > most:
+        raise StructError(f"{size} bytes are in a place for {most} at most")
+    return unpack_from(f"<{size}s", body, at + 4)[0], at + 4 + size
 
 
 def _check_counts(

@@ -11,6 +11,7 @@ hands over only if none of the user's functions, which may raise, is known to ru
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from rpcdist.autograd._pass_message import PassMessage
@@ -26,29 +27,25 @@ workers: Final[list[Callable[[int, bytes], bytes]]] = []
 """The function that does the work at an owner. It gets the context and bytes, and never raises; see `rpcdist.optim`."""
 
 
+@dataclass(slots=True)
 class StepPart:
     """The steps for which a worker asks; only on the thread that handles the events of the pass.
 
-    Args:
+    Attributes:
         work: by owner of parameters, what it shall do.
         own: does the share of this process.
-
-    Attributes:
         outcomes: by owner.
         handed: the owner that got its work with the pass, if any.
         is_stepping: whether that owner has said that it does the work.
         is_begun: whether the pass is over, and the others were asked.
     """
 
-    __slots__ = ("handed", "is_begun", "is_stepping", "outcomes", "own", "work")
-
-    def __init__(self, work: Mapping[int, bytes], own: Callable[[], object]) -> None:
-        self.work = work
-        self.own = own
-        self.outcomes: dict[int, Outcome] = {}
-        self.handed: int | None = None
-        self.is_stepping = False
-        self.is_begun = False
+    work: Mapping[int, bytes]
+    own: Callable[[], object]
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    handed: int | None = None
+    is_stepping: bool = False
+    is_begun: bool = False
 
     def hand_over(self, to: int) -> bytes | None:
         """The work of a neighbour as soon as its part is done, if no third worker takes part; None for none."""

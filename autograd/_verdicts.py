@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from typing import Any, Final, NamedTuple
 
 Verdicts = Mapping[int, int | None]
@@ -69,10 +71,7 @@ class LocalRecv(NamedTuple):
 
     @property
     def reached_by(self) -> int:
-        mask = 0
-        for feeders in self.feeders:
-            mask |= feeders
-        return mask
+        return reduce(or_, self.feeders, 0)
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ Nothing of OpenTelemetry is imported before somebody asks for spans.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from rpcdist._counters import OK
@@ -72,22 +72,25 @@ class CallSpans:
 
     # ------------------------------------------------------------ what is no call
 
-    def begin_pass(self, name: str) -> Any:
-        """A pass, or a step, begins in this process; its span is a child of the one that is current here."""
-        return self._tracer.start_span(name, attributes=_SYSTEM)
+    def begin_pass(self, name: str, id: int) -> tuple[str, Callable[[BaseException | None], None]]:
+        """A pass, or a step, begins in this process; its span is a child of the one that is current here.
 
-    def end_pass(self, span: Any, id: int, error: BaseException | None) -> None:
-        """The pass that began in this process is over."""
-        span.set_attribute("rpcdist.pass", id)
-        self._end(span, error, None)
+        Returns:
+            The W3C header of its span, for the other workers, and what has to be called when the pass is over.
+        """
+        span = self._tracer.start_span(name, attributes={**_SYSTEM, "rpcdist.pass": id})
+        return self.traceparent(span), lambda error: self._end(span, error, None)
 
-    def part_of_pass(self, traceparent: str, kind: str, peer: str, began_s: float, ended_s: float) -> None:
-        """A worker has done a part of a pass, in seconds since the epoch; `traceparent` is of the pass."""
+    def parts_of_pass(
+        self, traceparent: str, parts: Iterable[tuple[str, int, float, float]], name_of: Callable[[int], str]
+    ) -> None:
+        """A pass is over, with these parts here: kind, peer or -1, begin and end (seconds since the epoch) of each."""
         parent = self._context.Context()
         if len(traceparent) <= MAX_TRACEPARENT_CHARS:
             parent = self._header.extract({"traceparent": traceparent}, parent)
-        attributes = {**_SYSTEM, "rpcdist.peer": peer} if peer else _SYSTEM
-        self._whole(f"backward {kind}", attributes, parent, began_s)(ended_s, None)
+        for kind, peer, began_s, ended_s in parts:
+            attributes = {**_SYSTEM, "rpcdist.peer": name_of(peer)} if peer >= 0 else _SYSTEM
+            self._whole(f"backward {kind}", attributes, parent, began_s)(ended_s, None)
 
     def on_span(self, lane: str, name: str, began_s: float, ended_s: float) -> None:
         """Something that DDP, a pipeline or the reader of a stream has done; see `span_taps`."""
