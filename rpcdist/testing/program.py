@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import secrets
 import signal
 import socket
 import subprocess
@@ -105,7 +106,12 @@ class Program:
 
 
 def free_port() -> int:
-    """A TCP port of this host on which nobody listens at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of this host on which nobody listens at the moment.
+
+    It is below those that the system chooses from, so that no connection and no other server gets it before it is used.
+    """
+    while True:
+        port = 20_000 + secrets.randbelow(9_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -14,7 +14,7 @@ from socket import socket
 
 import psutil
 
-from rpcdist.testing.limits import UNIT_S
+from rpcdist.testing import UNIT_S, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -44,13 +44,9 @@ def blocks_with(text: str, words: str) -> list[str]:
 def two_free_ports() -> int:
     """The first of two neighbours: one program meets at one address for its process group, and at the next for RPC."""
     while True:
-        with socket() as first, socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
+        port = free_port()
+        with socket() as second, suppress(OSError):
+            second.bind(("127.0.0.1", port + 1))
             return port
 
 
