@@ -84,9 +84,10 @@ def test_silent_connections_are_few_and_end(server: Node, monkeypatch: pytest.Mo
     with ExitStack() as held:
         silent = [held.enter_context(socket.create_connection(place, LIMIT_S)) for _ in range(20)]
         assert all(received(stranger) == b"" for stranger in silent[16:])  # turned away at once
-    monkeypatch.setattr(health_port, "ATTEMPT_LIMIT_S", 0.1)
-    with socket.create_connection(place, LIMIT_S) as stranger:
-        assert received(stranger) == b""
+    with monkeypatch.context() as patch:
+        patch.setattr(health_port, "ATTEMPT_LIMIT_S", 0.1)
+        with socket.create_connection(place, LIMIT_S) as stranger:
+            assert received(stranger) == b""
     held_open = socket.create_connection(place, LIMIT_S)
     with held_open:
         assert asked(place, PROBE).endswith(b"serving\n")

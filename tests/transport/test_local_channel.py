@@ -42,7 +42,6 @@ LENGTH = struct.Struct("<I")
 @pytest.fixture(autouse=True)
 def channels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHANNELS_VARIABLE, "local")
-    monkeypatch.setattr(connector, "ATTEMPT_LIMIT_S", UNIT_S)
 
 
 @pytest.fixture
@@ -192,8 +191,12 @@ def take_a_neighbours_place(squatter: Squatter, connection: socket.socket) -> No
     ids=lambda answer: answer.__name__,
 )
 def test_who_took_the_name_first_learns_nothing_and_stops_nobody(
-    nodes: Nodes, answer: Callable[[Squatter, socket.socket], None], caplog: pytest.LogCaptureFixture
+    nodes: Nodes,
+    answer: Callable[[Squatter, socket.socket], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setattr(connector, "ATTEMPT_LIMIT_S", UNIT_S)  # of the one that is silent; the others are told sooner
     caplog.set_level(logging.INFO)
     server, client, answers = nodes.make("server"), nodes.make("client"), Recorder()
     port = free_port()

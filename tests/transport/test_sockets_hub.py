@@ -323,7 +323,7 @@ def test_connections_that_nobody_expects_are_bounded_in_number_and_time(
 ) -> None:
     a, b = pair
     b._room._max_waiting = 2
-    b._room._limit_s = 0.3
+    b._room._limit_s = 2.0  # the first waits still when the second has come
     b.announce("group/")
     with (
         a.connect(b.address, "unknown", LIMIT_S) as unknown,

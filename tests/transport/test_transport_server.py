@@ -91,7 +91,7 @@ def test_nobody_answers(nodes: Nodes) -> None:
         started = time.monotonic()
         with pytest.raises(ConnectFailed, match=rf"could not connect to {address} after 0\.4 s"):
             node.run(node.connect(address, "echo", UNIT_S), LIMIT_S)
-        assert time.monotonic() - started < 5 * UNIT_S
+        assert time.monotonic() - started < LIMIT_S / 2
         with pytest.raises(ConnectFailed, match=r": connection refused: no process listens there$"):
             node.run(node.connect(address, "echo", LIMIT_S, retry=False), LIMIT_S)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -146,10 +146,16 @@ def test_who_does_not_belong_here_is_refused(
         with pytest.raises(AuthenticationFailed, match=says):
             open_link(client, server)
     assert not server.sessions and not client.links
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    # The client learns of the token in TLS, of which the server hears nothing. It tells a server of its own host.
-    assert len(warnings) == ("job" in options or kind_wanted() == "local")
-    assert all("refused a connection from " in warning for warning in warnings)
+
+    def warnings() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+    # The client learns of the token in TLS, of which the server hears nothing. It tells a server of its own host, which
+    # may log that after the client's call has failed.
+    num_told = int("job" in options or kind_wanted() == "local")
+    eventually(lambda: len(warnings()) >= num_told)
+    assert len(warnings()) == num_told
+    assert all("refused a connection from " in warning for warning in warnings())
 
 
 def test_without_tls_the_token_is_proven_all_the_same(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
