@@ -12,7 +12,7 @@ import autograd_functions as functions
 import pytest
 import rpc_victim_functions as victim_functions
 import torch
-from peer_timeouts import CALM_S, UNIT_S
+from peer_timeouts import CALM_S, PROMPT_S, UNIT_S
 
 import rpcdist.autograd as autograd
 import rpcdist.rpc as rpc
@@ -20,7 +20,6 @@ from rpcdist.testing import WorkerPool, eventually, wait_until_asleep
 
 pytestmark = pytest.mark.multiproc
 
-PROMPT_S = 4 * UNIT_S
 rpc_sync: Any = rpc.rpc_sync
 
 

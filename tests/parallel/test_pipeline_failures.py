@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pipeline_stages
 import pytest
 import torch
-from peer_timeouts import CALM_S, UNIT_S
+from peer_timeouts import CALM_S, PROMPT_S, UNIT_S
 from pipeline_stages import Block, Failing, Loss, Pass, Sleeping
 from rpc_cluster import Cluster
 from torch import Tensor, nn
@@ -21,8 +21,6 @@ from rpcdist.parallel.pipeline import Pipeline, PipelineError, PipelineTimeout
 from rpcdist.testing import WorkerPool, eventually
 
 pytestmark = pytest.mark.multiproc
-
-PROMPT_S = 5 * UNIT_S
 
 
 def batch(first_value: float, part: int = 2) -> tuple[Tensor, Tensor]:
@@ -125,9 +123,9 @@ def test_an_interrupted_driver_ends_the_step(cluster: Cluster, sleepers: str, mo
 
     def cancel_and_wait(calls: list[rpc.Future[object]]) -> object:
         calls[1].cancel()
+        threading.Timer(UNIT_S, rpc.rpc_sync, (sleepers, pipeline_stages.wake)).start()
         return as_completed(calls)
 
-    threading.Timer(UNIT_S, rpc.rpc_sync, (sleepers, pipeline_stages.wake)).start()
     with monkeypatch.context() as patch:
         patch.setattr(rpc, "as_completed", cancel_and_wait)
         with pytest.raises((PipelineError, Cancelled)):

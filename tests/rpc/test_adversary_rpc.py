@@ -11,7 +11,7 @@ from pathlib import Path
 import adversary_functions as functions
 import pytest
 import rpc_victim_functions
-from peer_timeouts import CALM_S, UNIT_S
+from peer_timeouts import CALM_S, PROMPT_S
 from values_helpers import fail
 
 from rpcdist import rpc
@@ -19,7 +19,6 @@ from rpcdist.errors import RpcdistError, SerializationError
 from rpcdist.testing import RpcWorld, WorkerPool
 from rpcdist.transport.io_loop import IoLoop
 
-PROMPT_S = 5 * UNIT_S
 KINDS = ("half a surrogate pair", "str exits", "no attributes", "constructor exits")
 
 

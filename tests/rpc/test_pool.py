@@ -183,7 +183,7 @@ def test_64_jobs_that_wait_for_later_jobs_3_levels_deep(
         pool.submit(job, 3, event)
     for event in events:
         assert event.wait(LIMIT_S)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < LIMIT_S
 
 
 def test_jobs_that_wait_in_cpp_for_later_jobs(pool: ThreadPool) -> None:

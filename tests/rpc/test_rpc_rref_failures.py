@@ -12,7 +12,7 @@ import rpc_victim_forks as forks
 import rpc_victim_functions as functions
 import rpc_victim_references as references
 from full_sets import FULL_ONLY
-from peer_timeouts import CALM_S, UNIT_S
+from peer_timeouts import CALM_S, PROMPT_S, UNIT_S
 
 from rpcdist import rpc
 from rpcdist.errors import LeaseExpired, OwnerLost, RpcdistError
@@ -21,7 +21,6 @@ from rpcdist.testing import RpcWorld, WorkerPool, eventually
 pytestmark = pytest.mark.multiproc
 
 LEASE_S = 3 * UNIT_S
-PROMPT_S = 3 * UNIT_S
 
 
 def everything_is_empty(world: RpcWorld, *names: str) -> None:
@@ -61,7 +60,7 @@ def test_a_killed_user_is_forgotten_when_its_lease_ends(worker_pool: WorkerPool,
         assert "user" in world["owner"].run(functions.tables)
         world["owner"].run(functions.drop)
         everything_is_empty(world, "owner")
-        assert time.monotonic() - killed < LEASE_S + 2 * PROMPT_S
+        assert time.monotonic() - killed < LEASE_S + PROMPT_S
         kind, text, _ = world["friend"].run(functions.error_of, references.use_held)
         assert kind == "OwnerLost" and "'user'" in text
         world["friend"].run(functions.drop)

@@ -68,7 +68,7 @@ def test_a_change_is_told_once_and_in_order() -> None:
         cluster.join("d", 3)
         cluster.shutdown("d")
         expected = [("lost", "c"), ("joined", "c"), ("joined", "d"), ("left", "d")]
-        eventually(lambda: changes["a"] == changes["b"] == expected, "all have heard of the changes", 10.0)
+        eventually(lambda: changes["a"] == changes["b"] == expected, "all have heard of the changes")
         stops[0]()
         cluster.join("e", 4)
         eventually(lambda: changes["b"][4:] == [("joined", "e")], "b has heard of e")
