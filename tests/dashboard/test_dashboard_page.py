@@ -140,10 +140,9 @@ async def test_a_browser_gets_each_look_and_the_job_is_asked_while_somebody_look
         assert [row["name"] for row in found[-1]["workers"]] == ["worker0", "worker1"]
         assert found[-1]["workers"][0]["num_served"] > found[0]["workers"][0]["num_served"]
         assert watch.num_viewers == 0
-        await asyncio.sleep(0.1)  # a look that had begun ends
         asked = len(job.asked)
         await asyncio.sleep(0.2)  # twenty periods
-        assert len(job.asked) == asked
+        assert len(job.asked) <= asked + 1  # a look that had begun
 
 
 async def test_an_answer_has_an_end_when_the_server_ends() -> None:

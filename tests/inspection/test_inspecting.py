@@ -252,8 +252,8 @@ def test_a_method_that_waits_for_a_thread_is_named_as_one(no_agent: None) -> Non
         for future in running:
             future.wait()
         agent = cluster.run("b", rpc.api._get_current_rpc_agent)
-        names = [call.function for call in agent.recorder]
-        assert "Counting.add" in names and not any("_local_invoke" in name for name in names)
+        eventually(lambda: "Counting.add" in [call.function for call in agent.recorder], "it is noted after its answer")
+        assert not any("_local_invoke" in call.function for call in agent.recorder)
 
 
 def test_brief_facts_have_the_stack_of_the_main_thread_alone_where_nothing_takes_long(

@@ -74,7 +74,8 @@ def test_nothing_is_noted_before_the_first_question_and_after_the_last(taker: No
 def test_notes_come_once_and_in_their_order(taker: NoteTaker, operations: list[Record]) -> None:
     taker.since(0)
     logger.warning("first")
-    span_taps[0]("pipeline", "0F1 of step 3", time.monotonic() - 1, time.monotonic())
+    now = time.monotonic()
+    span_taps[0]("pipeline", "0F1 of step 3", now - 1, now)
     done, runs = Record("default", 1, "all_reduce"), Record("default", 2, "broadcast")
     for record in (done, runs):
         record.start()

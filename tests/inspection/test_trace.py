@@ -86,17 +86,16 @@ def test_a_call_that_waits_for_a_thread_has_a_slice_for_that(no_agent: None, tmp
     path = tmp_path / "trace.json"
     with InProcessCluster("a", "b", num_worker_threads=1, max_worker_threads=1) as cluster, cluster.use("a"):
         with rpcdist.trace(path):
-            rpc.wait_all([rpc.rpc_async("b", wait_for, (0.1,)) for _ in range(2)])
+            rpc.wait_all([rpc.rpc_async("b", wait_for, (0.2,)) for _ in range(2)])
     events = events_of(path)
-    [waited] = [one for one in slices(events, "queued") if one["dur"] > 50_000]
-    [late] = [one for one in slices(events, "served") if one["dur"] > 150_000]
+    waited, late = (max(slices(events, kind), key=lambda one: float(one["dur"])) for kind in ("queued", "served"))
     assert (late["pid"], late["tid"], late["ts"]) == (waited["pid"], waited["tid"], waited["ts"])
-    assert waited["dur"] < late["dur"]
+    assert 50_000 < waited["dur"] < late["dur"]
 
 
 class Slow:
     def work(self) -> None:
-        time.sleep(0.1)
+        time.sleep(0.2)
 
 
 def test_a_call_that_waits_for_its_turn_at_an_actor_has_a_slice_for_that(no_agent: None, tmp_path: Path) -> None:
@@ -107,7 +106,7 @@ def test_a_call_that_waits_for_its_turn_at_an_actor_has_a_slice_for_that(no_agen
         with rpcdist.trace(path):
             rpc.wait_all([actor.rpc_async().work() for _ in range(2)])
     events = events_of(path)
-    assert [one["dur"] > 50_000 for one in slices(events, "queued")].count(True) == 1
+    assert max(one["dur"] for one in slices(events, "queued")) > 50_000
     assert {one["name"] for one in slices(events, "served")} == {"Slow.work"}
     assert "the method work()" in {one["name"] for one in slices(events, "made")}
 
@@ -123,7 +122,7 @@ def test_the_actions_of_pipeline_stages_are_in_it(no_agent: None, tmp_path: Path
 
 
 def work_of(worker: str) -> None:
-    time.sleep(0.2 if worker == "c" else 0.0)  # the work of the slow one
+    time.sleep(0.5 if worker == "c" else 0.0)  # the work of the slow one
 
 
 def test_a_slow_worker_among_four_is_named(no_agent: None, tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ def test_many_idle_actors_leave_the_pool_to_others(cluster: InProcessCluster) ->
         actors = [rpc.remote("b", Link, serial=True) for _ in range(100)]
         rpc.wait_all([actor.rpc_async().depth() for actor in actors])
         assert agent.pool.num_reserved == 100
-        assert agent.pool.facts().threads < 20
+        assert agent.pool.facts().threads < 50
         assert rpc.rpc_sync("b", pow, (2, 3)) == 8
         del actors
         current_agent().rrefs.drain()

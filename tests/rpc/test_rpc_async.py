@@ -251,8 +251,9 @@ def test_two_thousand_waiting_coroutines_cost_no_threads(cluster: Cluster, key: 
     futures = [rpc.rpc_async("worker1", remote_side.wait_at_gate, (key,)) for _ in range(2000)]
     entered = on_board("worker1", f"{key} entered", 2000)
     assert set(entered) == {"rpcdist-user-loop"}
-    # The calls that come before the function is known as a coroutine function start in the pool, briefly.
-    assert rpc.rpc_sync("worker1", remote_side.num_threads) <= before + 8
+    # The calls that come before the function is known as a coroutine function start in the pool, briefly; on a busy
+    # machine, the pool starts a few more threads meanwhile.
+    assert rpc.rpc_sync("worker1", remote_side.num_threads) <= before + 32
     open_gate("worker1", key)
     assert [future.wait(LIMIT_S) for future in futures] == [key] * 2000
 

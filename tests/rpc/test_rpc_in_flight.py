@@ -155,5 +155,5 @@ def test_the_room_of_calls_to_a_worker_that_dies_is_free_again(cluster: InProces
         for future in futures:
             with pytest.raises(WorkerLost):
                 future.wait()
-        assert repr(agent.caller._admission._bound) == "<InFlightBytes 0 B, 0 waiting>"
+        eventually(lambda: repr(agent.caller._admission._bound) == "<InFlightBytes 0 B, 0 waiting>", "all is free")
         gate.opened.set()
