@@ -10,6 +10,7 @@ import group_faults
 import pytest
 from full_sets import FULL
 from group_faults import FUNCTIONS
+from peer_timeouts import PROMPT_S
 
 from rpcdist.testing import RankPool
 
@@ -55,7 +56,7 @@ def test_a_killed_rank_is_named_whatever_was_called(
         error, text, failed_at = pending[rank].result(30)
         assert error == "RankLost", text
         assert f"rank {VICTIM} " in text
-        assert failed_at - killed_at < 2
+        assert failed_at - killed_at < PROMPT_S
 
 
 @pytest.mark.parametrize(("name", "shared"), SOME, ids=ids(SOME))
@@ -106,7 +107,7 @@ def test_a_rank_that_dies_while_the_group_is_made_is_named(rank_pool: RankPool) 
     for rank in {*range(SIZE)} - {VICTIM}:
         error, text, failed_at = pending[rank].result(30)
         assert error == "RankLost" and f"rank {VICTIM} was lost" in text, text
-        assert failed_at - killed_at < 2
+        assert failed_at - killed_at < PROMPT_S
 
 
 def test_ranks_may_part_as_soon_as_they_have_met(rank_pool: RankPool) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import group_functions as ranks
 import pytest
 from full_sets import FULL
+from peer_timeouts import PROMPT_S
 
 from rpcdist.collectives._operations.operation import Kind
 from rpcdist.testing import RankPool
@@ -139,7 +140,7 @@ def test_many_tensors_are_reduced_in_few_operations(
         pytest.param([True, False, True], 2, "after forking", id="both, rank 2, which has forked"),
     ],
 )
-def test_a_killed_rank_is_named_on_every_other_within_2_s(
+def test_a_killed_rank_is_named_on_every_other_before_the_timeout(
     rank_pool: RankPool, group: Any, shared: object, victim: int, how: str
 ) -> None:
     group(3, shared)
@@ -151,7 +152,7 @@ def test_a_killed_rank_is_named_on_every_other_within_2_s(
         assert kind == "RankLost", text
         assert f"rank {victim} was lost" in text or f"with rank {victim} broke" in text
         assert "all_reduce #" in text
-        assert failed_at - killed_at < 2
+        assert failed_at - killed_at < PROMPT_S
     for rank in {0, 1, 2} - {victim}:
         rank_pool[rank].run(ranks.close_group, rank, 3)
 
@@ -203,11 +204,10 @@ def test_a_rank_that_leaves_early_is_named(rank_pool: RankPool, group: Any, shar
 @pytest.mark.parametrize("shared", MEDIA)
 def test_a_late_rank_is_waited_for_in_every_operation(rank_pool: RankPool, group: Any, shared: bool) -> None:
     group(3, shared)
-    took = rank_pool.run(3, ranks.come_late, 0)  # the root: nobody can be done without it
+    late, *others = rank_pool.run(3, ranks.come_late, 0)  # the root: nobody can be done without it
     for kind in ranks.EVERY_KIND:
         if kind not in (Kind.REDUCE, Kind.GATHER) or shared == SOCKETS:
-            assert min(took[1][kind.name], took[2][kind.name]) > 0.05, kind
-        assert took[0][kind.name] < 0.1 + max(took[1][kind.name], took[2][kind.name])
+            assert all(times[kind.name][1] > late[kind.name][0] for times in others), kind
 
 
 @pytest.mark.parametrize("name", [kind.name for kind in ranks.EVERY_KIND])
@@ -222,7 +222,7 @@ def test_every_operation_ends_when_a_rank_dies_in_it(rank_pool: RankPool, group:
             assert error == "RankLost", text
             assert name.lower() in text
             assert "rank 1 was lost" in text or "with rank 1 broke" in text
-            assert failed_at - killed_at < 2
+            assert failed_at - killed_at < PROMPT_S
         for rank in (0, 2):
             rank_pool[rank].run(ranks.close_group, rank, 3)
 

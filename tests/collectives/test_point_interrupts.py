@@ -200,7 +200,7 @@ def test_an_interrupt_anywhere_mixes_no_messages(what: str, size: int, monkeypat
                     isend(a, filled(value), 1)
                 for _ in range(2):
                     third = torch.zeros(size)
-                    b.recv(third, 0, 0, asynchronous=False, timeout_s=1.0)
+                    b.recv(third, 0, 0, asynchronous=False, timeout_s=LIMIT_S)
                     [got] = third.unique().tolist()
                     values.append(int(got))
             except (RankLost, GroupAborted):

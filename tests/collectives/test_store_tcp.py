@@ -74,7 +74,7 @@ def test_a_process_that_listens_and_serves_no_store_yet() -> None:
     try:
         port = int(node.serve(HOST, 0).rpartition(":")[2])
         with pytest.raises(ConnectFailed, match=r"serves no store"):
-            TCPStore(HOST, port, timeout=0.3)
+            TCPStore(HOST, port, timeout=2.0)
         with ThreadPoolExecutor(1) as pool:
             client = pool.submit(TCPStore, HOST, port, timeout=LIMIT_S)
             all_asleep(pool)
@@ -204,7 +204,7 @@ def test_a_store_at_the_address_of_something_else_ends_alone() -> None:
         with TCPStore(HOST, port, is_master=True), TCPStore(HOST, port) as client, TCPStore(HOST, 0, is_master=True):
             client.set("k", "v")
         with pytest.raises(ConnectFailed, match="serves no store"):
-            TCPStore(HOST, port, timeout=0.3)
+            TCPStore(HOST, port, timeout=2.0)
         with TCPStore(HOST, port, is_master=True) as again:
             assert again.num_keys() == 0
     finally:
