@@ -226,6 +226,7 @@ def test_a_long_name_of_a_function_is_refused_and_kept_nowhere() -> None:
         with cluster.use("b") as agent:
             assert cluster.run("a", rpc.rpc_sync, "b", nothing, timeout=LIMIT_S) is None
             eventually(lambda: not len(agent.dispatcher.calls), "the last call is taken off after its answer")
-            assert agent.recorder is not None
-            eventually(lambda: len(list(agent.recorder)) == 2, "both calls are kept")
-            assert max(len(call.function) for call in agent.recorder) < MAX_FUNCTION_CHARS
+            recorder = agent.recorder
+            assert recorder is not None
+            eventually(lambda: len(list(recorder)) == 2, "both calls are kept")
+            assert max(len(call.function) for call in recorder) < MAX_FUNCTION_CHARS
