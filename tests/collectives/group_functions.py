@@ -24,6 +24,7 @@ from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._operations.lowering import Place
 from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import unsupported
+from rpcdist.collectives._transports.sockets import pair_connections
 from rpcdist.collectives.tcp import TcpBackend, TcpOptions
 from rpcdist.errors import RankLost
 from rpcdist.testing import eventually
@@ -80,9 +81,14 @@ def open_without_descriptors(rank: int, size: int, path: str) -> tuple[str, list
 
 
 def reduce_without_descriptors(rank: int, size: int, short: int, mark: str) -> str:
-    """Adds up numbers in a new group in which one rank has no free file descriptor; the error."""
+    """Adds up numbers in a new group in which one rank has no free file descriptor; the error.
+
+    The short rank gives up long before the group's timeout, at which the others would blame it in other words.
+    """
     operation = Operation(Kind.ALL_REDUCE, (torch.ones(1),), (torch.ones(1),), ReduceOp.SUM)
-    with _shortage(rank == short, mark):
+    with pytest.MonkeyPatch.context() as patch, _shortage(rank == short, mark):
+        if rank == short:
+            patch.setattr(pair_connections, "GROUP_CONNECT_LIMIT_S", 1.0)
         return _error_of(lambda: backend().submit(operation).wait())
 
 

@@ -74,7 +74,7 @@ def test_a_group_that_fails_at_the_very_end_leaves_nothing_open_and_the_others_h
 
 def test_a_rank_without_descriptors_is_the_one_that_failed(rank_pool: RankPool, group: Any) -> None:
     """It opens its connections to the other ranks with the first operation, and they wait for it there."""
-    group(3, SOCKETS, 2.0)
+    group(3, SOCKETS)
     short, *others = rank_pool.run(3, ranks.reduce_without_descriptors, 0, f"{rank_pool.new_file()}.short")
     assert short.startswith("ConnectFailed") and "this process has no free file descriptor (ulimit -n is" in short
     for error in others:
