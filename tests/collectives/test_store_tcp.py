@@ -238,8 +238,7 @@ def test_a_store_that_was_dropped_frees_its_port_when_the_next_is_made() -> None
 def test_closing_the_master_ends_the_waits_of_clients(failure: str) -> None:
     """And says what has failed there, if anything has."""
     says = f"serves it, where this had failed: {failure} It is" if failure else "serves it. It is"
-    with TCPStore(HOST, 0, is_master=True) as master, TCPStore(HOST, master.port, timeout=LIMIT_S) as client:
-        client.set_timeout(timedelta(seconds=5))
+    with TCPStore(HOST, 0, is_master=True) as master, TCPStore(HOST, master.port, timeout=5.0) as client:
         with ThreadPoolExecutor(1) as pool:
             wait = pool.submit(client.wait, ["never"], LIMIT_S)
             eventually(lambda: num_waiters() == 1, "the client waits")
