@@ -25,11 +25,10 @@ from rpcdist.rpc._membership.gatherings import CONTRIBUTE
 from rpcdist.rpc._rref import owner
 from rpcdist.rpc._rref.identifiers import Incarnation, UniqueId
 from rpcdist.rpc._rref.messages import (
-    ForkRefused,
-    ForkRequest,
+    Message,
+    MessageKind,
     RRefAction,
     SendControl,
-    UserDeleted,
 )
 from rpcdist.rpc._rref.protocol import RRefProtocol
 from rpcdist.rpc._serving.producers import MAX_CREDIT, SyncProducer
@@ -148,16 +147,19 @@ def test_references_that_nobody_will_make_are_bounded_and_leave_nothing(monkeypa
     protocol = RRefProtocol(me)
 
     def ask(sender: Incarnation, number: int, fork: int) -> list[RRefAction]:
-        request = ForkRequest(UniqueId(maker.worker, number, maker.incarnation), UniqueId(sender.worker, fork, 5))
+        rref = UniqueId(maker.worker, number, maker.incarnation)
+        request = Message(MessageKind.FORK_REQUEST, rref, UniqueId(sender.worker, fork, 5))
         return [action for action in protocol.message_arrived(sender, request) if is_refusal(action)]
 
     def is_refusal(action: RRefAction) -> bool:
-        return isinstance(action, SendControl) and isinstance(action.message, ForkRefused)
+        return isinstance(action, SendControl) and action.message.kind is MessageKind.FORK_REFUSED
 
     assert [ask(asker, 1, 1), ask(asker, 1, 2), ask(asker, 2, 3), ask(asker, 1, 1)] == [[], [], [], []]
     assert len(ask(asker, 3, 4)) == len(ask(asker, 1, 5)) == 1
     assert ask(other, 3, 6) == []  # another worker may name more
-    deleted = UserDeleted(UniqueId(maker.worker, 2, maker.incarnation), UniqueId(asker.worker, 3, 5))
+    deleted = Message(
+        MessageKind.USER_DELETED, UniqueId(maker.worker, 2, maker.incarnation), UniqueId(asker.worker, 3, 5)
+    )
     protocol.message_arrived(asker, deleted)
     assert len(protocol.owners.entries) == 2 and ask(asker, 4, 7) == []
     protocol.lease_ended(asker)

@@ -12,14 +12,14 @@ from typing import Concatenate, ParamSpec
 
 from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, UniqueId
 from rpcdist.rpc._rref.messages import (
-    Fail,
-    ForkRefused,
+    AnswerFetch,
     Message,
+    MessageKind,
     Reason,
     RefuseCreation,
     RRefAction,
     SendControl,
-    Serve,
+    SettleHandle,
 )
 from rpcdist.rpc._rref.owner import OwnerEntry, State
 from rpcdist.rpc._rref.protocol import RRefProtocol
@@ -149,11 +149,11 @@ class World:
         protocol = self.protocols[worker]
         is_served = happens == RRefProtocol.fetch_arrived and protocol.owners.serves_at_once(*args)  # type: ignore[arg-type]
         todo = happens(protocol, *args, **kwargs)
-        assert not is_served or [type(action) for action in todo] == [Serve], args
+        assert not is_served or todo == [AnswerFetch(*args)], args  # type: ignore[arg-type]
         for action in todo:
             if isinstance(action, SendControl):
                 self.send(("control", action.to.worker, worker, action.message))
-            elif isinstance(action, Fail):
+            elif isinstance(action, SettleHandle) and action.failed is not None:
                 name = self.name_of(action.handle)
                 self.failed = tuple(sorted({*self.failed, name}))
                 if self.handles.get(name) != "dropped":
@@ -309,7 +309,7 @@ class World:
         if node(worker) in owners.ended:
             return
         if user.confirmed and (node(worker), rref, fork) in owners.expired:
-            refusal = ("control", worker, owner, ForkRefused(rref, fork, Reason.LEASE_EXPIRED))
+            refusal = ("control", worker, owner, Message(MessageKind.FORK_REFUSED, rref, fork, Reason.LEASE_EXPIRED))
             assert (entry and fork in entry.forks) or refusal in self.under_way, f"G4: the holder of {name} is not told"
             return
         if user.confirmed:

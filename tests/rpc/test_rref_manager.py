@@ -19,7 +19,7 @@ from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._rref.handles import HandleState, copy_outcome
 from rpcdist.rpc._rref.identifiers import ReferenceShare, new_number
 from rpcdist.rpc._rref.manager import MOST_AT_ONCE, RRefManager
-from rpcdist.rpc._rref.messages import UserDeleted
+from rpcdist.rpc._rref.messages import Message, MessageKind
 from rpcdist.rpc._rref.protobuf import encode_deletions
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.rref import RRef
@@ -472,7 +472,7 @@ def test_a_deletion_ends_no_reference_of_another_worker(cluster: Cluster) -> Non
     deliver_second()
     cluster.run()
     shares = [(rref._handle.state.rref, rref._handle.state.id) for rref in (first, second)]
-    deletions = encode_deletions([UserDeleted(rref, fork) for rref, fork in shares])
+    deletions = encode_deletions([Message(MessageKind.USER_DELETED, rref, fork) for rref, fork in shares])
     assert deletions.WhichOneof("body") == "users_deleted"
     cluster.hosts[1].manager.on_message(2, 102, deletions)
     assert cluster.info(1)[0] == 1 and first.to_here() == "of 0"

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from rpcdist.rpc._rref.identifiers import Incarnation, UniqueId, remember
 from rpcdist.rpc._rref.messages import (
-    ChildConfirmed,
-    Confirm,
-    CreationOver,
-    CreationProbe,
-    CreationQuery,
-    Fail,
+    AnswerFetch,
     FailValue,
-    ForkConfirmed,
-    ForkRefused,
-    ForkRequest,
+    Message,
+    MessageKind,
     Reason,
     RefuseCreation,
-    RefuseFetch,
     ReleaseValue,
     RRefAction,
     SendControl,
-    Serve,
-    ShareLost,
-    ShareQuery,
-    UserDeleted,
+    SettleHandle,
 )
 from rpcdist.rpc._rref.protocol import RRefProtocol
 
@@ -38,6 +29,17 @@ F, C = UniqueId(0, 1, 100), UniqueId(0, 2, 100)
 THEIRS = UniqueId(1, 0, 101)  # the same, made by A
 G, D, E = UniqueId(1, 1, 101), UniqueId(1, 2, 101), UniqueId(1, 3, 101)
 
+ForkRequest = partial(Message, MessageKind.FORK_REQUEST)
+ForkConfirmed = partial(Message, MessageKind.FORK_CONFIRMED)
+ForkRefused = partial(Message, MessageKind.FORK_REFUSED)
+ChildConfirmed = partial(Message, MessageKind.CHILD_CONFIRMED)
+UserDeleted = partial(Message, MessageKind.USER_DELETED)
+ShareQuery = partial(Message, MessageKind.SHARE_QUERY)
+ShareLost = partial(Message, MessageKind.SHARE_LOST)
+CreationQuery = partial(Message, MessageKind.CREATION_QUERY)
+CreationProbe = partial(Message, MessageKind.CREATION_PROBE)
+CreationOver = partial(Message, MessageKind.CREATION_OVER)
+
 P = RRefProtocol
 Table = list[tuple[Callable[..., list[RRefAction]], tuple[Any, ...], list[RRefAction]]]
 """What happens, as a method of the protocol and its arguments, and the actions that it returns."""
@@ -46,11 +48,11 @@ TABLES: dict[str, Table] = {
     "remote, then dropped before the reply": [
         (P.create_remote, (MINE, F, A), []),
         (P.handle_dropped, (MINE, F), []),
-        (P.created, (F,), [Confirm(MINE, F), SendControl(A, UserDeleted(MINE, F))]),
+        (P.created, (F,), [SettleHandle(MINE, F), SendControl(A, UserDeleted(MINE, F))]),
     ],
     "G2: a dropped parent waits for its child": [
         (P.create_remote, (MINE, F, A), []),
-        (P.created, (F,), [Confirm(MINE, F)]),
+        (P.created, (F,), [SettleHandle(MINE, F)]),
         (P.share, (MINE, F, C, B), []),
         (P.handle_dropped, (MINE, F), []),
         (P.message_arrived, (B, ChildConfirmed(MINE, C)), [SendControl(A, UserDeleted(MINE, F))]),
@@ -61,14 +63,14 @@ TABLES: dict[str, Table] = {
         (
             P.message_arrived,
             (B, ForkConfirmed(THEIRS, D)),
-            [Confirm(THEIRS, D), SendControl(A, ChildConfirmed(THEIRS, D))],
+            [SettleHandle(THEIRS, D), SendControl(A, ChildConfirmed(THEIRS, D))],
         ),
         (P.message_arrived, (B, ForkConfirmed(THEIRS, D)), []),
         (P.handle_dropped, (THEIRS, D), [SendControl(B, UserDeleted(THEIRS, D))]),
         (P.message_arrived, (B, ForkConfirmed(THEIRS, D)), [SendControl(B, UserDeleted(THEIRS, D))]),
     ],
     "the owner's own share needs no confirmation": [
-        (P.received, (THEIRS, D, None, A, A), [Confirm(THEIRS, D)]),
+        (P.received, (THEIRS, D, None, A, A), [SettleHandle(THEIRS, D)]),
         (P.handle_dropped, (THEIRS, D), [SendControl(A, UserDeleted(THEIRS, D))]),
     ],
     "owner: the value lives while its function runs or a user holds it": [
@@ -84,7 +86,7 @@ TABLES: dict[str, Table] = {
         (
             P.creation_accepted,
             (THEIRS, G, A),
-            [SendControl(B, ForkConfirmed(THEIRS, D)), Serve(THEIRS, G, A)],
+            [SendControl(B, ForkConfirmed(THEIRS, D)), AnswerFetch(THEIRS, G, A)],
         ),
     ],
     "owner: a stale request for a value that is gone": [
@@ -110,12 +112,12 @@ TABLES: dict[str, Table] = {
     "creator: a failed call is asked about, and held if it arrived": [
         (P.create_remote, (MINE, F, A), []),
         (P.creation_failed, (MINE, F), [SendControl(A, CreationQuery(MINE, F))]),
-        (P.message_arrived, (A, ForkConfirmed(MINE, F)), [Confirm(MINE, F)]),
+        (P.message_arrived, (A, ForkConfirmed(MINE, F)), [SettleHandle(MINE, F)]),
         (P.handle_dropped, (MINE, F), [SendControl(A, UserDeleted(MINE, F))]),
     ],
     "a fork that comes home becomes a local handle": [
         (P.share, (MINE, MINE, C, A), []),
-        (P.received, (MINE, D, C, ME, A), [SendControl(A, ChildConfirmed(MINE, D)), Confirm(MINE, D)]),
+        (P.received, (MINE, D, C, ME, A), [SendControl(A, ChildConfirmed(MINE, D)), SettleHandle(MINE, D)]),
         (P.message_arrived, (A, UserDeleted(MINE, C)), []),
         (P.handle_dropped, (MINE, MINE), []),
         (P.handle_dropped, (MINE, D), [ReleaseValue(MINE)]),
@@ -135,10 +137,10 @@ TABLES: dict[str, Table] = {
     ],
     "the receiver of a lost share refuses it when it comes late": [
         (P.message_arrived, (A, ShareQuery(THEIRS, D)), [SendControl(A, ShareLost(THEIRS, D))]),
-        (P.received, (THEIRS, D, None, A, A), [Fail(THEIRS, D, Reason.SHARE_LOST)]),
+        (P.received, (THEIRS, D, None, A, A), [SettleHandle(THEIRS, D, Reason.SHARE_LOST)]),
     ],
     "a share that arrived is kept, whatever its sender fears": [
-        (P.received, (THEIRS, D, None, A, A), [Confirm(THEIRS, D)]),
+        (P.received, (THEIRS, D, None, A, A), [SettleHandle(THEIRS, D)]),
         (P.message_arrived, (A, ShareQuery(THEIRS, D)), []),
     ],
     "G4: the lease of a user ends, and it comes back": [
@@ -153,7 +155,7 @@ TABLES: dict[str, Table] = {
         (
             P.fetch_arrived,
             (MINE, C, A),
-            [RefuseFetch(MINE, C, A, Reason.LEASE_EXPIRED), SendControl(A, ForkRefused(MINE, C, Reason.LEASE_EXPIRED))],
+            [AnswerFetch(MINE, C, A, Reason.LEASE_EXPIRED), SendControl(A, ForkRefused(MINE, C, Reason.LEASE_EXPIRED))],
         ),
         (P.creation_accepted, (THEIRS, G, A), [RefuseCreation(THEIRS, G, Reason.LEASE_EXPIRED)]),
     ],
@@ -168,22 +170,22 @@ TABLES: dict[str, Table] = {
         (
             P.fetch_arrived,
             (MINE, C, A),
-            [RefuseFetch(MINE, C, A, Reason.LEASE_EXPIRED), SendControl(A, ForkRefused(MINE, C, Reason.LEASE_EXPIRED))],
+            [AnswerFetch(MINE, C, A, Reason.LEASE_EXPIRED), SendControl(A, ForkRefused(MINE, C, Reason.LEASE_EXPIRED))],
         ),
         (P.creation_finished, (THEIRS,), []),
-        (P.fetch_arrived, (THEIRS, G, A), [Serve(THEIRS, G, A)]),
+        (P.fetch_arrived, (THEIRS, G, A), [AnswerFetch(THEIRS, G, A)]),
         (P.message_arrived, (A, UserDeleted(THEIRS, G)), [ReleaseValue(THEIRS)]),
     ],
     "G4: the late user gives up what the owner names": [
-        (P.received, (THEIRS, D, None, A, A), [Confirm(THEIRS, D)]),
-        (P.received, (THEIRS, G, None, A, A), [Confirm(THEIRS, G)]),
+        (P.received, (THEIRS, D, None, A, A), [SettleHandle(THEIRS, D)]),
+        (P.received, (THEIRS, G, None, A, A), [SettleHandle(THEIRS, G)]),
         (
             P.message_arrived,
             (A, ForkRefused(THEIRS, D, Reason.LEASE_EXPIRED)),
-            [SendControl(A, UserDeleted(THEIRS, D)), Fail(THEIRS, D, Reason.LEASE_EXPIRED)],
+            [SendControl(A, UserDeleted(THEIRS, D)), SettleHandle(THEIRS, D, Reason.LEASE_EXPIRED)],
         ),
         (P.message_arrived, (A, ForkRefused(THEIRS, E, Reason.LEASE_EXPIRED)), []),
-        (P.received, (THEIRS, E, None, A, A), [Fail(THEIRS, E, Reason.SHARE_LOST)]),
+        (P.received, (THEIRS, E, None, A, A), [SettleHandle(THEIRS, E, Reason.SHARE_LOST)]),
     ],
     "G5: the owner is lost": [
         (P.received, (THEIRS, D, G, A, B), [SendControl(A, ForkRequest(THEIRS, D))]),
@@ -192,59 +194,59 @@ TABLES: dict[str, Table] = {
             (A,),
             [
                 SendControl(A, UserDeleted(THEIRS, D)),
-                Fail(THEIRS, D, Reason.OWNER_LOST),
+                SettleHandle(THEIRS, D, Reason.OWNER_LOST),
                 SendControl(B, ChildConfirmed(THEIRS, D)),
             ],
         ),
-        (P.create_remote, (MINE, F, A), [Fail(MINE, F, Reason.OWNER_LOST)]),
+        (P.create_remote, (MINE, F, A), [SettleHandle(MINE, F, Reason.OWNER_LOST)]),
     ],
     "shutdown: everything counts as dropped": [
-        (P.received, (THEIRS, D, None, A, A), [Confirm(THEIRS, D)]),
+        (P.received, (THEIRS, D, None, A, A), [SettleHandle(THEIRS, D)]),
         (P.share, (MINE, MINE, C, B), []),
         (P.drop_all, (), [SendControl(A, UserDeleted(THEIRS, D))]),
         (P.message_arrived, (B, UserDeleted(MINE, C)), [ReleaseValue(MINE)]),
     ],
     "G6: a value goes to who holds the fork that he names": [
         (P.share, (MINE, MINE, C, A), []),
-        (P.fetch_arrived, (MINE, C, A), [Serve(MINE, C, A)]),
-        (P.fetch_arrived, (MINE, C, B), [RefuseFetch(MINE, C, B, Reason.NOT_HELD)]),
-        (P.fetch_arrived, (MINE, D, B), [RefuseFetch(MINE, D, B, Reason.NOT_HELD)]),
-        (P.fetch_arrived, (MINE, MINE, A), [RefuseFetch(MINE, MINE, A, Reason.NOT_HELD)]),
+        (P.fetch_arrived, (MINE, C, A), [AnswerFetch(MINE, C, A)]),
+        (P.fetch_arrived, (MINE, C, B), [AnswerFetch(MINE, C, B, Reason.NOT_HELD)]),
+        (P.fetch_arrived, (MINE, D, B), [AnswerFetch(MINE, D, B, Reason.NOT_HELD)]),
+        (P.fetch_arrived, (MINE, MINE, A), [AnswerFetch(MINE, MINE, A, Reason.NOT_HELD)]),
         (P.message_arrived, (B, ForkRequest(MINE, D)), [SendControl(B, ForkConfirmed(MINE, D))]),
-        (P.fetch_arrived, (MINE, D, B), [Serve(MINE, D, B)]),
+        (P.fetch_arrived, (MINE, D, B), [AnswerFetch(MINE, D, B)]),
         (P.message_arrived, (B, UserDeleted(MINE, D)), []),
-        (P.fetch_arrived, (MINE, D, B), [RefuseFetch(MINE, D, B, Reason.NOT_HELD)]),
+        (P.fetch_arrived, (MINE, D, B), [AnswerFetch(MINE, D, B, Reason.NOT_HELD)]),
         (P.handle_dropped, (MINE, MINE), []),
         (P.message_arrived, (A, UserDeleted(MINE, C)), [ReleaseValue(MINE)]),
-        (P.fetch_arrived, (MINE, C, A), [RefuseFetch(MINE, C, A, Reason.UNKNOWN)]),
+        (P.fetch_arrived, (MINE, C, A), [AnswerFetch(MINE, C, A, Reason.UNKNOWN)]),
     ],
     "G6: who waits for a creation gets what he holds then": [
-        (P.fetch_arrived, (THEIRS, D, B), [RefuseFetch(THEIRS, D, B, Reason.UNKNOWN)]),
+        (P.fetch_arrived, (THEIRS, D, B), [AnswerFetch(THEIRS, D, B, Reason.UNKNOWN)]),
         (P.fetch_arrived, (THEIRS, G, A), [SendControl(A, CreationProbe(THEIRS))]),
         (P.fetch_arrived, (THEIRS, E, A), []),
-        (P.fetch_arrived, (THEIRS, D, B), [RefuseFetch(THEIRS, D, B, Reason.NOT_HELD)]),
+        (P.fetch_arrived, (THEIRS, D, B), [AnswerFetch(THEIRS, D, B, Reason.NOT_HELD)]),
         (P.message_arrived, (B, ForkRequest(THEIRS, D)), []),
         (P.fetch_arrived, (THEIRS, D, B), []),
-        (P.fetch_arrived, (THEIRS, D, A), [RefuseFetch(THEIRS, D, A, Reason.NOT_HELD)]),
+        (P.fetch_arrived, (THEIRS, D, A), [AnswerFetch(THEIRS, D, A, Reason.NOT_HELD)]),
         (
             P.creation_accepted,
             (THEIRS, G, A),
             [
                 SendControl(B, ForkConfirmed(THEIRS, D)),
-                Serve(THEIRS, G, A),
-                RefuseFetch(THEIRS, E, A, Reason.NOT_HELD),
-                Serve(THEIRS, D, B),
+                AnswerFetch(THEIRS, G, A),
+                AnswerFetch(THEIRS, E, A, Reason.NOT_HELD),
+                AnswerFetch(THEIRS, D, B),
             ],
         ),
     ],
     "G6: a child named too early by its maker does not stand in the way of its holder": [
         (P.fetch_arrived, (THEIRS, D, A), [SendControl(A, CreationProbe(THEIRS))]),
         (P.message_arrived, (B, ForkRequest(THEIRS, D)), []),
-        (P.fetch_arrived, (THEIRS, D, B), [RefuseFetch(THEIRS, D, A, Reason.NOT_HELD)]),
+        (P.fetch_arrived, (THEIRS, D, B), [AnswerFetch(THEIRS, D, A, Reason.NOT_HELD)]),
         (
             P.creation_accepted,
             (THEIRS, G, A),
-            [SendControl(B, ForkConfirmed(THEIRS, D)), Serve(THEIRS, D, B)],
+            [SendControl(B, ForkConfirmed(THEIRS, D)), AnswerFetch(THEIRS, D, B)],
         ),
     ],
     "G6: the fork of another is requested": [
@@ -280,10 +282,10 @@ TABLES: dict[str, Table] = {
     ],
     "G6: a value of ours comes with the fork of another": [
         (P.share, (MINE, MINE, C, A), []),
-        (P.received, (MINE, C, G, ME, B), [SendControl(B, ChildConfirmed(MINE, C)), Confirm(MINE, C)]),
+        (P.received, (MINE, C, G, ME, B), [SendControl(B, ChildConfirmed(MINE, C)), SettleHandle(MINE, C)]),
         (P.handle_dropped, (MINE, C), []),
         (P.handle_dropped, (MINE, MINE), []),
-        (P.fetch_arrived, (MINE, C, A), [Serve(MINE, C, A)]),
+        (P.fetch_arrived, (MINE, C, A), [AnswerFetch(MINE, C, A)]),
         (P.message_arrived, (A, UserDeleted(MINE, C)), [ReleaseValue(MINE)]),
     ],
     "G6: verdicts on a fork count from its owner": [
@@ -294,21 +296,21 @@ TABLES: dict[str, Table] = {
         (
             P.message_arrived,
             (B, ForkConfirmed(THEIRS, D)),
-            [Confirm(THEIRS, D), SendControl(A, ChildConfirmed(THEIRS, D))],
+            [SettleHandle(THEIRS, D), SendControl(A, ChildConfirmed(THEIRS, D))],
         ),
         (P.message_arrived, (B, ForkRefused(THEIRS, E, Reason.LEASE_EXPIRED)), []),
         (P.received, (THEIRS, E, G, B, A), [SendControl(B, ForkRequest(THEIRS, E))]),
     ],
     "G6: the end of a share counts from who got it, the question about it from who made it": [
         (P.create_remote, (MINE, F, A), []),
-        (P.created, (F,), [Confirm(MINE, F)]),
+        (P.created, (F,), [SettleHandle(MINE, F)]),
         (P.share, (MINE, F, C, B), []),
         (P.handle_dropped, (MINE, F), []),
         (P.message_arrived, (A, ChildConfirmed(MINE, C)), []),
         (P.message_arrived, (A, ShareLost(MINE, C)), []),
         (P.message_arrived, (B, ShareLost(MINE, C)), [SendControl(A, UserDeleted(MINE, F))]),
         (P.message_arrived, (B, ShareQuery(THEIRS, D)), []),
-        (P.received, (THEIRS, D, None, A, A), [Confirm(THEIRS, D)]),
+        (P.received, (THEIRS, D, None, A, A), [SettleHandle(THEIRS, D)]),
         (P.message_arrived, (B, CreationProbe(MINE)), [SendControl(B, CreationOver(MINE))]),
     ],
     "a fork can be deleted by its holder only": [
@@ -327,7 +329,7 @@ def test_table(name: str) -> None:
         is_served = happens == RRefProtocol.fetch_arrived and protocol.owners.serves_at_once(*args)
         assert happens(protocol, *args) == expected, (happens, args)
         if is_served:
-            assert [type(action) for action in expected] == [Serve], (happens, args)
+            assert expected == [AnswerFetch(*args)], (happens, args)
 
 
 def test_bounded_set_forgets_the_oldest() -> None:

@@ -38,17 +38,16 @@ from rpcdist.rpc._rref.handles import (
 )
 from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, ReferenceShare, RRefId, UniqueId, new_number
 from rpcdist.rpc._rref.messages import (
-    Confirm,
-    Fail,
+    AnswerFetch,
     FailValue,
+    Message,
+    MessageKind,
     Reason,
     RefuseCreation,
-    RefuseFetch,
     ReleaseValue,
     RRefAction,
     SendControl,
-    Serve,
-    UserDeleted,
+    SettleHandle,
 )
 from rpcdist.rpc._rref.protobuf import decode_messages, encode_deletions, encode_message, id_from_pb, id_to_pb
 from rpcdist.rpc._rref.protocol import RRefProtocol
@@ -543,13 +542,13 @@ class RRefManager:
         """
         check_not_forked()
         effects: list[Callable[[], object]] = []
-        deleted: dict[Incarnation, list[UserDeleted]] = {}
+        deleted: dict[Incarnation, list[Message]] = {}
         with self._lock:
             if self._is_closed:
                 return
             for decide in decisions:
                 for action in decide():
-                    if isinstance(action, SendControl) and isinstance(action.message, UserDeleted):
+                    if isinstance(action, SendControl) and action.message.kind is MessageKind.USER_DELETED:
                         deleted.setdefault(action.to, []).append(action.message)
                     else:
                         _ACTIONS[type(action)](self, action, effects)
@@ -574,16 +573,15 @@ class RRefManager:
             if not self._directory.was_worker(to.worker, to.incarnation):  # a peer made it up
                 self._forget(to)
 
-    def _confirm(self, action: Confirm, effects: list[Callable[[], object]]) -> None:
+    def _settle_handle(self, action: SettleHandle, effects: list[Callable[[], object]]) -> None:
         state = self.states.get(action.handle)
-        if state is not None:
+        if state is None:
+            return
+        if action.failed is not None:
+            effects.extend(self._set_error(state, self._error(action.failed, str(state), state.owner)))
+        else:
             state.confirmed = True
             effects.extend(state.take_waiters())
-
-    def _fail(self, action: Fail, effects: list[Callable[[], object]]) -> None:
-        state = self.states.get(action.handle)
-        if state is not None:
-            effects.extend(self._set_error(state, self._error(action.reason, str(state), state.owner)))
 
     def _set_error(self, state: HandleState, error: Exception) -> list[Callable[[], object]]:
         """The first error stays; returns the functions to call without the lock. [Note: kept errors]"""
@@ -597,18 +595,13 @@ class RRefManager:
             error = self._error(action.reason, str(action.rref), self.me)
             effects.append(lambda: value.fail(error))
 
-    def _serve(self, action: Serve, effects: list[Callable[[], object]]) -> None:
-        value = self.values[action.rref]
-        for then in self._take_fetches(action):
-            effects.append(partial(value.future._when_done, then))
-
-    def _refuse_fetch(self, action: RefuseFetch, effects: list[Callable[[], object]]) -> None:
-        error = self._error(action.reason, str(action.rref), self.me)
-        for then in self._take_fetches(action):
-            effects.append(partial(then, failed_future(error)))
-
-    def _take_fetches(self, action: Serve | RefuseFetch) -> Sequence[WhenThere]:
-        return self.fetches.pop((ReferenceShare(action.rref, action.fork), action.sender), ())
+    def _answer_fetch(self, action: AnswerFetch, effects: list[Callable[[], object]]) -> None:
+        if action.refused is None:
+            future = self.values[action.rref].future
+        else:
+            future = failed_future(self._error(action.refused, str(action.rref), self.me))
+        for then in self.fetches.pop((ReferenceShare(action.rref, action.fork), action.sender), ()):
+            effects.append(partial(future._when_done, then))
 
     def _refuse_creation(self, action: RefuseCreation, effects: list[Callable[[], object]]) -> None:
         """`accept_creation` looks for it."""
@@ -653,11 +646,9 @@ class RRefManager:
 
 _ACTIONS: dict[type[RRefAction], Callable[[RRefManager, Any, list[Callable[[], object]]], None]] = {
     SendControl: RRefManager._send,
-    Confirm: RRefManager._confirm,
-    Fail: RRefManager._fail,
+    SettleHandle: RRefManager._settle_handle,
     FailValue: RRefManager._fail_value,
-    Serve: RRefManager._serve,
-    RefuseFetch: RRefManager._refuse_fetch,
+    AnswerFetch: RRefManager._answer_fetch,
     RefuseCreation: RRefManager._refuse_creation,
     ReleaseValue: RRefManager._release_value,
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Final
 
 from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, UniqueId
 
@@ -23,70 +24,39 @@ class Reason(enum.IntEnum):
     NOT_HELD = 5  # the owner does not count this fork for the worker that names it
 
 
+class MessageKind(enum.Enum):
+    """The kinds of control messages. The values are the names in `proto/rref.proto`."""
+
+    FORK_REQUEST = "fork_request"  # user -> owner: I hold this fork now; count it
+    FORK_CONFIRMED = "fork_confirmed"  # owner -> user: counted
+    FORK_REFUSED = "fork_refused"  # owner -> user: not counted, and why
+    CHILD_CONFIRMED = "child_confirmed"  # child -> parent user: your fork may go; mine is counted, or given up
+    USER_DELETED = "user_deleted"  # user -> owner: this fork is gone
+    SHARE_QUERY = "share_query"  # sharer -> receiver: the message with this fork may be lost; refuse it if it is new
+    SHARE_LOST = "share_lost"  # receiver -> sharer: I do not hold that fork, and never will
+    CREATION_QUERY = "creation_query"  # creator -> owner: my remote() failed here; confirm the fork, or refuse the call
+    CREATION_PROBE = "creation_probe"  # owner -> creator: a worker names your reference; is its remote() under way?
+    CREATION_OVER = "creation_over"  # creator -> owner: it is not; you have seen it, or never will
+
+
+NO_FORK: Final = UniqueId(0, 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Base: all messages are about one reference."""
+    """A control message about one reference, or about one fork of it.
 
+    Attributes:
+        kind: the statement or question.
+        rref: the reference.
+        fork: the fork; `NO_FORK` in `CREATION_PROBE` and `CREATION_OVER`.
+        reason: why a fork is refused; counts in `FORK_REFUSED` alone.
+    """
+
+    kind: MessageKind
     rref: RRefId
-
-
-@dataclass(frozen=True, slots=True)
-class ForkMessage(Message):
-    """Base of those about one fork of the reference."""
-
-    fork: ForkId
-
-
-@dataclass(frozen=True, slots=True)
-class ForkRequest(ForkMessage):
-    """User -> owner: I hold this fork now; count it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ForkConfirmed(ForkMessage):
-    """Owner -> user: counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class ForkRefused(ForkMessage):
-    """Owner -> user: not counted, and why."""
-
-    reason: Reason
-
-
-@dataclass(frozen=True, slots=True)
-class ChildConfirmed(ForkMessage):
-    """Child -> parent user: the fork that you gave me is counted, or given up; yours may go."""
-
-
-@dataclass(frozen=True, slots=True)
-class UserDeleted(ForkMessage):
-    """User -> owner: this fork is gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShareQuery(ForkMessage):
-    """Sharer -> receiver: the message with this fork may be lost; refuse it from now on if you do not know it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShareLost(ForkMessage):
-    """Receiver -> sharer: I do not hold that fork, and never will."""
-
-
-@dataclass(frozen=True, slots=True)
-class CreationQuery(ForkMessage):
-    """Creator -> owner: my remote() failed here; confirm the fork, or refuse the call from now on."""
-
-
-@dataclass(frozen=True, slots=True)
-class CreationProbe(Message):
-    """Owner -> creator: a worker names a reference of yours that I do not know; is its remote() under way?"""
-
-
-@dataclass(frozen=True, slots=True)
-class CreationOver(Message):
-    """Creator -> owner: it is not; you have seen it, or never will."""
+    fork: ForkId = NO_FORK
+    reason: Reason = Reason.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,39 +68,22 @@ class SendControl:
 
 
 @dataclass(frozen=True, slots=True)
-class Confirm:
-    """The owner counts this handle."""
+class SettleHandle:
+    """The owner counts this handle; or, if it failed, every use of it raises and the protocol has forgotten it."""
 
     rref: RRefId
     handle: UniqueId
+    failed: Reason | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Fail:
-    """Every use of this handle raises from now on. The protocol has forgotten it."""
-
-    rref: RRefId
-    handle: UniqueId
-    reason: Reason
-
-
-@dataclass(frozen=True, slots=True)
-class Serve:
-    """Answer the sender's fetches of this fork with the value (as soon as it is there)."""
+class AnswerFetch:
+    """Answer the sender's fetches of this fork with the value (as soon as it is there), or with an error if refused."""
 
     rref: RRefId
     fork: ForkId
     sender: Incarnation
-
-
-@dataclass(frozen=True, slots=True)
-class RefuseFetch:
-    """Answer the sender's fetches of this fork with an error."""
-
-    rref: RRefId
-    fork: ForkId
-    sender: Incarnation
-    reason: Reason
+    refused: Reason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,4 +110,4 @@ class ReleaseValue:
     rref: RRefId
 
 
-RRefAction = SendControl | Confirm | Fail | Serve | RefuseFetch | RefuseCreation | FailValue | ReleaseValue
+RRefAction = SendControl | SettleHandle | AnswerFetch | RefuseCreation | FailValue | ReleaseValue

@@ -8,28 +8,12 @@ from typing import Any, Final
 
 from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.errors import ProtocolViolation
-from rpcdist.rpc._rref import messages
 from rpcdist.rpc._rref.identifiers import UniqueId
+from rpcdist.rpc._rref.messages import NO_FORK, Message, MessageKind, Reason
 
 _IDS: Final = Struct("<qqQqqQ")
 NamedIds = tuple[Any, ...]
 """The fields of a `UniqueId`, to which it is equal."""
-
-_WITH_FORK: dict[str, type[messages.ForkMessage]] = {
-    "fork_request": messages.ForkRequest,
-    "fork_confirmed": messages.ForkConfirmed,
-    "child_confirmed": messages.ChildConfirmed,
-    "user_deleted": messages.UserDeleted,
-    "share_query": messages.ShareQuery,
-    "share_lost": messages.ShareLost,
-    "creation_query": messages.CreationQuery,
-}
-_WITHOUT_FORK: dict[str, type[messages.Message]] = {
-    "creation_probe": messages.CreationProbe,
-    "creation_over": messages.CreationOver,
-}
-_NAMES = {kind: name for name, kind in (*_WITH_FORK.items(), *_WITHOUT_FORK.items())}
-_NAMES[messages.ForkRefused] = "fork_refused"
 
 
 def id_to_pb(id: UniqueId) -> value_pb2.UniqueId:
@@ -40,20 +24,18 @@ def id_from_pb(id: value_pb2.UniqueId) -> UniqueId:
     return UniqueId(id.created_on, id.local_id, id.incarnation)
 
 
-def encode_message(message: messages.Message) -> rref_pb2.RRefMessage:
+def encode_message(message: Message) -> rref_pb2.RRefMessage:
     encoded = rref_pb2.RRefMessage()
-    body = getattr(encoded, _NAMES[type(message)])
+    body = getattr(encoded, message.kind.value)
     body.rref.CopyFrom(id_to_pb(message.rref))
-    if isinstance(message, messages.ForkMessage):
+    if message.fork is not NO_FORK:
         body.fork.CopyFrom(id_to_pb(message.fork))
-    else:
-        body.SetInParent()
-    if isinstance(message, messages.ForkRefused):
+    if message.kind is MessageKind.FORK_REFUSED:
         body.reason = int(message.reason)
     return encoded
 
 
-def encode_deletions(deleted: Sequence[messages.UserDeleted]) -> rref_pb2.RRefMessage:
+def encode_deletions(deleted: Sequence[Message]) -> rref_pb2.RRefMessage:
     """One message for all of them, which go to one owner."""
     if len(deleted) == 1:
         return encode_message(deleted[0])
@@ -63,7 +45,7 @@ def encode_deletions(deleted: Sequence[messages.UserDeleted]) -> rref_pb2.RRefMe
 
 def decode_messages(
     encoded: rref_pb2.RRefMessage, is_counted: Callable[[NamedIds, NamedIds], bool]
-) -> Sequence[messages.Message]:
+) -> Sequence[Message]:
     """One message, or several deletions.
 
     Args:
@@ -80,21 +62,20 @@ def decode_messages(
     if len(ids) % _IDS.size:
         raise ProtocolViolation(f"the deletion of references arrived in {len(ids)} bytes, which is no number of them")
     counted = [pair for pair in _IDS.iter_unpack(ids) if is_counted(pair[:3], pair[3:])]
-    return [messages.UserDeleted(UniqueId(*pair[:3]), UniqueId(*pair[3:])) for pair in dict.fromkeys(counted)]
+    return [
+        Message(MessageKind.USER_DELETED, UniqueId(*pair[:3]), UniqueId(*pair[3:])) for pair in dict.fromkeys(counted)
+    ]
 
 
-def _decode(encoded: rref_pb2.RRefMessage) -> messages.Message:
+def _decode(encoded: rref_pb2.RRefMessage) -> Message:
     name = encoded.WhichOneof("body")
-    if name == "fork_refused":
-        refused = encoded.fork_refused
-        try:
-            reason = messages.Reason(refused.reason)
-        except ValueError as exc:
-            raise ProtocolViolation(f"a reference was refused for a reason that is none: {exc}") from exc
-        return messages.ForkRefused(id_from_pb(refused.rref), id_from_pb(refused.fork), reason)
-    if name in _WITH_FORK:
-        body = getattr(encoded, name)
-        return _WITH_FORK[name](id_from_pb(body.rref), id_from_pb(body.fork))
-    if name in _WITHOUT_FORK:
-        return _WITHOUT_FORK[name](id_from_pb(getattr(encoded, name).rref))
-    raise ProtocolViolation(f"a reference-counting message of an unknown kind arrived: {encoded!r}")
+    if name is None:
+        raise ProtocolViolation(f"a reference-counting message of an unknown kind arrived: {encoded!r}")
+    kind, body = MessageKind(name), getattr(encoded, name)
+    if kind in (MessageKind.CREATION_PROBE, MessageKind.CREATION_OVER):
+        return Message(kind, id_from_pb(body.rref))
+    try:
+        reason = Reason(body.reason) if kind is MessageKind.FORK_REFUSED else Reason.UNKNOWN
+    except ValueError as exc:
+        raise ProtocolViolation(f"a reference was refused for a reason that is none: {exc}") from exc
+    return Message(kind, id_from_pb(body.rref), id_from_pb(body.fork), reason)

@@ -34,25 +34,15 @@ its creator answers the probe with `CreationOver`, which removes it. So duplicat
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, UniqueId, remember
 from rpcdist.rpc._rref.messages import (
-    ChildConfirmed,
-    CreationOver,
-    CreationProbe,
-    CreationQuery,
-    Fail,
-    ForkConfirmed,
-    ForkRefused,
-    ForkRequest,
     Message,
+    MessageKind,
     Reason,
     RRefAction,
     SendControl,
-    ShareLost,
-    ShareQuery,
-    UserDeleted,
+    SettleHandle,
 )
 from rpcdist.rpc._rref.owner import OwnerTable
 from rpcdist.rpc._rref.users import UserTable
@@ -107,7 +97,7 @@ class RRefProtocol:
         if owner == self.me:
             self.owners.create_here(rref, fork)
         elif owner in self.lost:
-            self._emit(Fail(rref, fork, Reason.OWNER_LOST))  # the shell does not send the call
+            self._emit(SettleHandle(rref, fork, Reason.OWNER_LOST))  # the shell does not send the call
         else:
             self.users.create(rref, fork, owner)
         return self._decided()
@@ -168,7 +158,7 @@ class RRefProtocol:
     ) -> list[RRefAction]:
         """A message of `sender` carried `fork`. `parent` is the sender's own fork; None if the sender is the owner."""
         if fork in self.refused_shares:
-            self._emit(Fail(rref, fork, Reason.SHARE_LOST))
+            self._emit(SettleHandle(rref, fork, Reason.SHARE_LOST))
         elif owner == self.me:
             self.owners.receive(rref, fork, parent, sender, self._is_gone(rref.creator))
         else:
@@ -224,37 +214,41 @@ class RRefProtocol:
         return self._decided()
 
     def _arrived(self, sender: Incarnation, message: Message) -> None:
-        if sender in self.owners.ended and isinstance(message, ForkRequest):
-            self._emit(SendControl(sender, ForkRefused(message.rref, message.fork, Reason.LEASE_EXPIRED)))
+        if sender in self.owners.ended and message.kind is MessageKind.FORK_REQUEST:
+            self._emit(
+                SendControl(sender, Message(MessageKind.FORK_REFUSED, message.rref, message.fork, Reason.LEASE_EXPIRED))
+            )
             return
-        _MESSAGES[type(message)](self, message, sender)
+        _MESSAGES[message.kind](self, message, sender)
 
     # Messages to the owner.
 
-    def _on_fork_request(self, message: ForkRequest, sender: Incarnation) -> None:
+    def _on_fork_request(self, message: Message, sender: Incarnation) -> None:
         self.owners.request(message.rref, message.fork, sender, self._is_gone(message.rref.creator))
 
-    def _on_user_deleted(self, message: UserDeleted, sender: Incarnation) -> None:
+    def _on_user_deleted(self, message: Message, sender: Incarnation) -> None:
         self.owners.delete(message.rref, message.fork, sender)
 
-    def _on_creation_query(self, message: CreationQuery, sender: Incarnation) -> None:
+    def _on_creation_query(self, message: Message, sender: Incarnation) -> None:
         self.owners.answer_creation_query(message.rref, message.fork, sender)
 
-    def _on_creation_over(self, message: CreationOver, sender: Incarnation) -> None:
+    def _on_creation_over(self, message: Message, sender: Incarnation) -> None:
         if message.rref.creator == sender:
             self.owners.creation_over(message.rref, Reason.UNKNOWN)
 
     # Messages to a user.
 
-    def _on_fork_confirmed(self, message: ForkConfirmed, sender: Incarnation) -> None:
+    def _on_fork_confirmed(self, message: Message, sender: Incarnation) -> None:
         user = self.users.forks.get(message.fork)
         if user is not None:
             if user.owner == sender:
                 self.users.confirm(user)
         else:
-            self._emit(SendControl(sender, UserDeleted(message.rref, message.fork)))  # [Note: stale requests]
+            self._emit(
+                SendControl(sender, Message(MessageKind.USER_DELETED, message.rref, message.fork))
+            )  # [Note: stale requests]
 
-    def _on_fork_refused(self, message: ForkRefused, sender: Incarnation) -> None:
+    def _on_fork_refused(self, message: Message, sender: Incarnation) -> None:
         user = self.users.forks.get(message.fork)
         if user is not None and user.owner != sender:
             return
@@ -264,42 +258,41 @@ class RRefProtocol:
         if not self.users.expire(message.fork) and message.fork.creator == sender:
             remember(self.refused_shares, message.fork)  # it may have overtaken the fork
         if message.rref.creator == self.me:  # a probe for what was dropped may have come while we were silent
-            self._emit(SendControl(sender, CreationOver(message.rref)))
+            self._emit(SendControl(sender, Message(MessageKind.CREATION_OVER, message.rref)))
 
-    def _on_creation_probe(self, message: CreationProbe, sender: Incarnation) -> None:
+    def _on_creation_probe(self, message: Message, sender: Incarnation) -> None:
         """While our call is under way we are silent: it will arrive, or our query about it will."""
         if message.rref not in self.users.creating:
-            self._emit(SendControl(sender, CreationOver(message.rref)))
+            self._emit(SendControl(sender, Message(MessageKind.CREATION_OVER, message.rref)))
 
     # Messages between parent and child.
 
-    def _on_child_confirmed(self, message: ChildConfirmed, sender: Incarnation) -> None:
+    def _on_child_confirmed(self, message: Message, sender: Incarnation) -> None:
         self.users.release_by(message.fork, sender)
 
-    def _on_share_query(self, message: ShareQuery, sender: Incarnation) -> None:
+    def _on_share_query(self, message: Message, sender: Incarnation) -> None:
         """Silence means yes: our verdict on the fork is under way, or will be."""
         if message.fork.creator != sender:
             return
         if message.fork in self.users.forks or self.owners.holds(message.rref, message.fork):
             return
         remember(self.refused_shares, message.fork)
-        self._emit(SendControl(sender, ShareLost(message.rref, message.fork)))
+        self._emit(SendControl(sender, Message(MessageKind.SHARE_LOST, message.rref, message.fork)))
 
-    def _on_share_lost(self, message: ShareLost, sender: Incarnation) -> None:
+    def _on_share_lost(self, message: Message, sender: Incarnation) -> None:
         self.users.release_by(message.fork, sender)
         self.owners.delete(message.rref, message.fork, sender)
 
 
-# Each handler takes its own class, which a table of them cannot say.
-_MESSAGES: dict[type[Message], Callable[[RRefProtocol, Any, Incarnation], None]] = {
-    ForkRequest: RRefProtocol._on_fork_request,
-    UserDeleted: RRefProtocol._on_user_deleted,
-    CreationQuery: RRefProtocol._on_creation_query,
-    CreationOver: RRefProtocol._on_creation_over,
-    ForkConfirmed: RRefProtocol._on_fork_confirmed,
-    ForkRefused: RRefProtocol._on_fork_refused,
-    CreationProbe: RRefProtocol._on_creation_probe,
-    ChildConfirmed: RRefProtocol._on_child_confirmed,
-    ShareQuery: RRefProtocol._on_share_query,
-    ShareLost: RRefProtocol._on_share_lost,
+_MESSAGES: dict[MessageKind, Callable[[RRefProtocol, Message, Incarnation], None]] = {
+    MessageKind.FORK_REQUEST: RRefProtocol._on_fork_request,
+    MessageKind.USER_DELETED: RRefProtocol._on_user_deleted,
+    MessageKind.CREATION_QUERY: RRefProtocol._on_creation_query,
+    MessageKind.CREATION_OVER: RRefProtocol._on_creation_over,
+    MessageKind.FORK_CONFIRMED: RRefProtocol._on_fork_confirmed,
+    MessageKind.FORK_REFUSED: RRefProtocol._on_fork_refused,
+    MessageKind.CREATION_PROBE: RRefProtocol._on_creation_probe,
+    MessageKind.CHILD_CONFIRMED: RRefProtocol._on_child_confirmed,
+    MessageKind.SHARE_QUERY: RRefProtocol._on_share_query,
+    MessageKind.SHARE_LOST: RRefProtocol._on_share_lost,
 }

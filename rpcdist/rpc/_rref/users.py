@@ -13,16 +13,12 @@ from dataclasses import dataclass, field
 
 from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId
 from rpcdist.rpc._rref.messages import (
-    ChildConfirmed,
-    Confirm,
-    CreationQuery,
-    Fail,
-    ForkRequest,
+    Message,
+    MessageKind,
     Reason,
     RRefAction,
     SendControl,
-    ShareQuery,
-    UserDeleted,
+    SettleHandle,
 )
 
 
@@ -67,7 +63,7 @@ class UserTable:
         """Whether the owner got the call is unknown, so it is asked; until it answers the fork stays pending."""
         user = self.forks.get(fork)
         if user is not None and not user.confirmed:
-            self._emit(SendControl(user.owner, CreationQuery(user.rref, fork)))
+            self._emit(SendControl(user.owner, Message(MessageKind.CREATION_QUERY, user.rref, fork)))
 
     def share(self, user: UserFork, child: ForkId, to: Incarnation) -> None:
         user.children[child] = to
@@ -81,13 +77,13 @@ class UserTable:
         if is_gone(to):
             self.release(child)
         else:
-            self._emit(SendControl(to, ShareQuery(rref, child)))
+            self._emit(SendControl(to, Message(MessageKind.SHARE_QUERY, rref, child)))
 
     def receive(
         self, rref: RRefId, fork: ForkId, owner: Incarnation, parent_worker: Incarnation | None, owner_is_lost: bool
     ) -> None:
         if fork in self.forks:  # a share that was dropped before its owner answered; no honest worker sends it again
-            self._emit(Fail(rref, fork, Reason.UNKNOWN))
+            self._emit(SettleHandle(rref, fork, Reason.UNKNOWN))
             return
         user = self.forks[fork] = UserFork(rref, fork, owner, creating=False, parent_worker=parent_worker)
         if owner_is_lost:
@@ -95,7 +91,7 @@ class UserTable:
         elif parent_worker is None:
             self.confirm(user)
         else:
-            self._emit(SendControl(owner, ForkRequest(rref, fork)))
+            self._emit(SendControl(owner, Message(MessageKind.FORK_REQUEST, rref, fork)))
 
     def drop(self, fork: ForkId) -> None:
         user = self.forks.get(fork)
@@ -115,7 +111,7 @@ class UserTable:
             return
         user.confirmed = True
         self._creation_is_over(user)
-        self._emit(Confirm(user.rref, user.fork))
+        self._emit(SettleHandle(user.rref, user.fork))
         self._tell_parent(user)
         self._settle(user)
 
@@ -164,9 +160,9 @@ class UserTable:
     def _abandon(self, user: UserFork, reason: Reason) -> None:
         """The owner counts as dead, or we did for it. The message matters if it counts the fork after all: no leak."""
         if user.creating:
-            self._emit(SendControl(user.owner, CreationQuery(user.rref, user.fork)))
+            self._emit(SendControl(user.owner, Message(MessageKind.CREATION_QUERY, user.rref, user.fork)))
         else:
-            self._emit(SendControl(user.owner, UserDeleted(user.rref, user.fork)))
+            self._emit(SendControl(user.owner, Message(MessageKind.USER_DELETED, user.rref, user.fork)))
         self._fail(user, reason)
 
     def _fail(self, user: UserFork, reason: Reason) -> None:
@@ -175,17 +171,17 @@ class UserTable:
         user.children.clear()
         del self.forks[user.fork]
         self._creation_is_over(user)
-        self._emit(Fail(user.rref, user.fork, reason))
+        self._emit(SettleHandle(user.rref, user.fork, reason))
         self._tell_parent(user)
 
     def _settle(self, user: UserFork) -> None:
         if user.dropped and user.confirmed and not user.children:
             del self.forks[user.fork]
-            self._emit(SendControl(user.owner, UserDeleted(user.rref, user.fork)))
+            self._emit(SendControl(user.owner, Message(MessageKind.USER_DELETED, user.rref, user.fork)))
 
     def _tell_parent(self, user: UserFork) -> None:
         if user.parent_worker is not None:
-            self._emit(SendControl(user.parent_worker, ChildConfirmed(user.rref, user.fork)))
+            self._emit(SendControl(user.parent_worker, Message(MessageKind.CHILD_CONFIRMED, user.rref, user.fork)))
             user.parent_worker = None
 
     def _creation_is_over(self, user: UserFork) -> None:
