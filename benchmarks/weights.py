@@ -376,7 +376,7 @@ def lines_between_hosts(pool: Any, namespaces: Sequence[str], rounds: int, mib: 
 
 
 def join_on_host(namespace: str, host: str, name: str, rank: int, url: str) -> None:
-    from rpcdist.testing.rpc_world import join
+    from rpcdist.testing.worker_pool import join
 
     descriptor = os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
     try:

@@ -24,7 +24,6 @@ import uuid
 from contextlib import suppress
 from datetime import timedelta
 
-from rpcdist.backoff import backoff
 from rpcdist.collectives._group.creation import open_group
 from rpcdist.collectives._group.elastic_records import ElasticRecords
 from rpcdist.collectives._group.elastic_rounds import Candidate, ClosedRound, awaited, close, is_complete
@@ -36,7 +35,7 @@ from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.backends import Backend
 from rpcdist.collectives.process_group import ProcessGroup
-from rpcdist.deadline import Deadline
+from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import (
     AuthenticationFailed,
     CollectiveError,

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from rpcdist._launch.placement import how_to_set_address, torch_variables
-from rpcdist.backoff import backoff
 from rpcdist.collectives.constants import default_pg_timeout
-from rpcdist.deadline import Deadline
+from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import ConfigError, ConnectFailed, RendezvousError, RpcdistError
 from rpcdist.time_limits import (
     ATTEMPT_LIMIT_S,

@@ -1,4 +1,4 @@
-"""A point in time until which an operation may run.
+"""A point in time until which an operation may run, and pauses between attempts until then.
 
 Deadlines travel with calls (as the time that is left), and nested calls inherit the earlier one.
 """
@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from random import SystemRandom
 from typing import Final
 
 from rpcdist.errors import ConfigError
 from rpcdist.time_limits import LONGEST_TIMEOUT_S
 
-__all__ = ["NEVER", "Deadline", "checked_timeout", "current_deadline"]
+__all__ = ["NEVER", "Deadline", "backoff", "checked_timeout", "current_deadline"]
 
 
 def checked_timeout(timeout_s: object, name: str = "timeout", none: str = "write 0 for no limit") -> float:
@@ -84,3 +86,30 @@ NEVER: Final = Deadline(math.inf)
 
 current_deadline: ContextVar[Deadline] = ContextVar("rpcdist_deadline", default=NEVER)
 """The deadline of the call that is being handled; `NEVER` outside of handlers."""
+
+
+_system = SystemRandom()
+
+
+def backoff(
+    first_s: float,
+    longest_s: float,
+    deadline: Deadline = NEVER,
+    random: Callable[[], float] = _system.random,
+) -> Iterator[float]:
+    """Yields pauses in seconds without end, each of a random length.
+
+    None reaches beyond the deadline, so that the last attempt is made at it. Full jitter keeps the survivors of one
+    failure, or the workers of a job that starts, from all trying at the same moments. It comes from the system and not
+    from `random`: users seed that one, often equally on all workers.
+
+    Args:
+        first_s: upper bound of the first pause; it doubles with each pause.
+        longest_s: upper bound of all pauses.
+        deadline: when the attempts end.
+        random: gives a number from 0 to 1.
+    """
+    bound_s = first_s
+    while True:
+        yield min(bound_s * random(), deadline.remaining_s())
+        bound_s = min(2 * bound_s, longest_s)

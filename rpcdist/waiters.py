@@ -1,12 +1,59 @@
-"""Waits of tasks: functions that end a wait from a callback or another thread, and a notice for long waits."""
+"""Waits of tasks: for a function that blocks, on a thread; their ends, from other threads; a notice for long waits."""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+async def run_in_thread(function: Callable[[], T], on_cancel: Callable[[], object], name: str) -> T:
+    """Calls `function` on a new thread, in a copy of this task's context, and returns its result.
+
+    Args:
+        function: may block as long as it likes; the loop goes on.
+        on_cancel: called, on another thread, when this task is cancelled meanwhile, to make `function` end soon. The
+            cancellation goes on when it returns; `function` is not waited for, and its result is dropped.
+        name: of the thread. It is a daemon: unlike those of `asyncio.to_thread`, it delays no end of a loop or program.
+    """
+    try:
+        return await _start(function, name)
+    except asyncio.CancelledError:
+        await asyncio.shield(_start(on_cancel, name))
+        raise
+
+
+def _start(function: Callable[[], T], name: str) -> asyncio.Future[T]:
+    """Calls a function on a new thread; its result comes to the running loop."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.done():  # cancelled
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]  # without an error there is one
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = context.run(function)
+        except BaseException as exc:
+            error = exc
+        try:
+            loop.call_soon_threadsafe(settle, result, error)
+        except RuntimeError:
+            pass  # the loop was closed, so nobody waits any more
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
 
 
 def wake(waiter: asyncio.Future[None]) -> None:

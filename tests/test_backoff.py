@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from rpcdist.backoff import backoff
-from rpcdist.deadline import NEVER, Deadline
+from rpcdist.deadline import NEVER, Deadline, backoff
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from rpcdist.backoff import backoff
 from rpcdist.collectives._stores.store_operations import Change, Code
-from rpcdist.deadline import Deadline
+from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import DistStoreError
 from rpcdist.own_shortage import own_shortage
 from rpcdist.private_files import why_not_private

@@ -9,11 +9,10 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rpcdist.backoff import backoff
 from rpcdist.collectives._stores.file_log import ChangeLog, OpenLog
 from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, DROPPED_STORES, Store, Timeout
 from rpcdist.collectives._stores.store_operations import Change, Code, Contents, Missing, StoreOperation
-from rpcdist.deadline import Deadline
+from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import DistStoreError
 from rpcdist.time_limits import POLL_S, SLOW_ANSWER_LIMIT_S, TICK_S
 

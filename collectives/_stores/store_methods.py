@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.distributed as torch_distributed
 
-from rpcdist.backoff import backoff
 from rpcdist.collectives._stores.store_operations import (
     Check,
     CompareSet,
@@ -24,7 +23,7 @@ from rpcdist.collectives._stores.store_operations import (
     StoreOperation,
     Wait,
 )
-from rpcdist.deadline import Deadline
+from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import DistStoreError
 from rpcdist.time_limits import LONGEST_PAUSE_S, POLL_S, STORE_GRACE_S
 

@@ -13,7 +13,7 @@ from rpcdist._launch.progress import interrupted
 from rpcdist._launch.rank_call import main_has_a_file
 from rpcdist.errors import ConfigError
 from rpcdist.ids import check_worker_name
-from rpcdist.off_loop import run_in_thread
+from rpcdist.waiters import run_in_thread
 
 if TYPE_CHECKING:
     from rpcdist.rpc import RpcOptions

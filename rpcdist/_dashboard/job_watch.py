@@ -12,7 +12,7 @@ from rpcdist._dashboard.job_history import JobAnswers, JobHistory
 from rpcdist._inspect.asking import Asker
 from rpcdist.errors import RpcdistError
 from rpcdist.inspection import WorkerFacts
-from rpcdist.off_loop import run_in_thread
+from rpcdist.waiters import run_in_thread
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ from rpcdist.errors import (
 )
 from rpcdist.frozen_process import FrozenProcess, look_at_process
 from rpcdist.inspection import MemberFacts, SilentWorker, WorkerFacts, facts_from_json, notes_from_json
-from rpcdist.off_loop import run_in_thread
 from rpcdist.time_limits import (
     CONNECTION_CLOSE_LIMIT_S,
     LOOK_LATE_S,
@@ -37,6 +36,7 @@ from rpcdist.transport import NodeOptions, acquire_node
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.link import Link
 from rpcdist.transport.unix_sockets import INSPECTION_ROLE, local_addresses, process_at
+from rpcdist.waiters import run_in_thread
 
 S = TypeVar("S")
 T = TypeVar("T")

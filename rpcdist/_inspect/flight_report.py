@@ -1,4 +1,4 @@
-"""The story of a failed job, from the files that its workers have written.
+"""`python -m rpcdist report FOLDER`: the story of a failed job, from the files that its workers have written.
 
 It says what happened first, on which worker, and what the others did then.
 
@@ -7,15 +7,30 @@ The content of the files is checked: one may be cut off, of another version, or 
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rpcdist.errors import ConfigError, ProtocolViolation
-from rpcdist.inspection import MemberFacts, SilentWorker, WorkerFacts, describe, explain, facts_from_json
+from rpcdist.flight_files import flight_folder
+from rpcdist.inspection import (
+    MemberFacts,
+    SilentWorker,
+    WorkerFacts,
+    describe,
+    explain,
+    facts_from_json,
+    printable_lines,
+)
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
 
 MAX_FILE_BYTES: Final = 16 << 20
 MAX_FILES: Final = 2000
@@ -241,3 +256,45 @@ def _what_they_did(files: Sequence[FlightFile], absent: Sequence[MemberFacts]) -
         if main is not None:
             yield "  its main thread:"
             yield from (f'    File "{line.file}", line {line.line}, in {line.function}' for line in main.stack[-8:])
+
+
+def add_report(commands: Commands) -> None:
+    """Adds the command."""
+    report = commands.add_parser("report", help="tells the story of a failed job from what its workers have written")
+    report.set_defaults(run=_run)
+    report.add_argument(
+        "folder", nargs="?", help="RPCDIST_FLIGHT_RECORDER_DIR of the job; by default that of this user"
+    )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        print(report_text(Path(arguments.folder) if arguments.folder is not None else flight_folder()))
+    except ConfigError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def report_text(folder: Path) -> str:
+    """The story of the newest job in a folder. Raises `ConfigError`."""
+    files, notes = read_folder(folder)
+    groups = _failed_operations(folder, {file.pid: file.worker for file in files})
+    return printable_lines(story(files, notes, groups))
+
+
+def _failed_operations(folder: Path, workers: dict[int, str]) -> list[Incident]:
+    """The failed operations in the files of the collectives' flight recorder, of the processes of these workers."""
+    found = []
+    for path in sorted(folder.glob("rank*.json")):
+        try:
+            dumped = json.loads(path.read_text(errors="replace"))
+            worker = workers.get(dumped["pid"], "")
+            for entry in dumped["entries"] if worker else ():
+                if entry["state"] == "failed":
+                    name = f"{entry['operation']} #{entry['sequence']} of group {entry['group']!r}"
+                    text = f"{name} failed: {entry['error']}"[:MAX_TEXT]
+                    found.append(Incident(int(entry["ended_ns"]), worker, "group", text))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # of another version, or cut off
+    return found

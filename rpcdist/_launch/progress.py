@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rpcdist._launch.reports import Event, Exited, ProcessEnded, Raised, Ready, Returned
-from rpcdist.backoff import backoff
+from rpcdist.deadline import backoff
 from rpcdist.errors import DeadlineExceeded, ProcessFailed
 from rpcdist.time_limits import FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S, SLOW_WORK_LIMIT_S
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rpcdist import rpc
-from rpcdist.backoff import backoff
-from rpcdist.deadline import Deadline
+from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import (
     ActorNameTaken,
     ConfigError,

@@ -27,8 +27,7 @@ from rpcdist._launch.rank_main import check_not_importing_main
 from rpcdist._launch.supervisor import StopSignals, run_job
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError
-from rpcdist.ray._rank_actor import MainModule, Where
-from rpcdist.ray._ray_ranks import RayRanks
+from rpcdist.ray._ray_ranks import MainModule, RayRanks, Where
 from rpcdist.time_limits import INIT_NOTICE_S, LONGEST_WAIT_S
 
 T = TypeVar("T")

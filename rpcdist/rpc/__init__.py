@@ -31,11 +31,10 @@ from __future__ import annotations
 from rpcdist.rpc import api, backend_registry, constants, functions, internal, options
 from rpcdist.rpc._agent import Agent as RpcAgent
 from rpcdist.rpc._agent import Agent as TensorPipeAgent
-from rpcdist.rpc._api.initialization import init_rpc
+from rpcdist.rpc._api.initialization import RpcSession, init_rpc, init_rpc_async, session, shutdown_async
 from rpcdist.rpc._api.many_workers import call_each, call_each_async
 from rpcdist.rpc._api.named_groups import new_group, new_group_async
 from rpcdist.rpc._api.restarting_actor import RestartingActor
-from rpcdist.rpc._api.rpc_session import RpcSession, init_rpc_async, session, shutdown_async
 from rpcdist.rpc._calling.result_streams import Stream
 from rpcdist.rpc._futures.waiting import as_completed, collect_all, wait_all, wait_any
 from rpcdist.rpc.api import (  # noqa: F401  # torch has the private ones here, and programs use them

@@ -15,11 +15,10 @@ from rpcdist import _upper_layers
 from rpcdist._counters import metrics_are_wanted
 from rpcdist._launch.placement import launcher_variable
 from rpcdist._proto.membership_pb2 import JoinReply
-from rpcdist.backoff import backoff
 from rpcdist.collectives import Store
 from rpcdist.collectives._stores.signed_records import SignedRecords
 from rpcdist.collectives.rendezvous import outside_store
-from rpcdist.deadline import Deadline
+from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import ConfigError, ConnectFailed, DistStoreError, RendezvousError, RpcdistError, StoreTimeout
 from rpcdist.freed_memory import keep_freed_memory
 from rpcdist.ids import Identity, check_worker_name, new_incarnation

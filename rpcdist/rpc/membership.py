@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rpcdist.backoff import backoff
-from rpcdist.deadline import Deadline
+from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import ConfigError, DeadlineExceeded, WorkerLost, listed
 from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._current import current_agent

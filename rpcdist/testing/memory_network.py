@@ -26,8 +26,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
 
 from rpcdist._proto import handshake_pb2
-from rpcdist.backoff import backoff
-from rpcdist.deadline import Deadline
+from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import AuthenticationFailed, ConnectFailed, DeadlineExceeded
 from rpcdist.ids import Identity, new_incarnation
 from rpcdist.inspection import Strangers

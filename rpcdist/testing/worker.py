@@ -8,25 +8,60 @@
 
 Functions are pickled by name, so they stand at the top of a module that the worker can import. A `Worker` belongs to
 one thread of the test's process.
+
+[Note: the fork server] Workers are forked from a server process that has imported torch and rpcdist, and does nothing
+else: importing torch takes two seconds, forking takes milliseconds. Forking is safe there, because the server never
+starts a thread. It is Python's own `multiprocessing` fork server, so there is one in a test process, and it lives until
+that process ends.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import signal
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Mapping
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
-from rpcdist.testing import _child, forking
+from rpcdist.testing import _child
 from rpcdist.testing.limits import END_LIMIT_S, LIMIT_S, STACKS_LIMIT_S
 from rpcdist.testing.polling import eventually, wait_until_stopped
+
+_modules = ["__main__", "torch", "torch.utils.data", "rpcdist.rpc", "rpcdist.collectives", "rpcdist.collectives.tcp"]
+_context = multiprocessing.get_context("forkserver")
+
+
+def preload(*modules: str) -> None:
+    """Has the server import these modules as well; without effect once the first worker has started.
+
+    A module that workers use and that takes long to import is worth it. It must start no thread when it is imported.
+    """
+    _modules.extend(modules)
+
+
+def server_pid() -> int:
+    """The process from which the workers are forked; starts it when there is none. It outlives every test."""
+    _context.set_forkserver_preload(_modules)
+    given = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"  # OpenMP reads it once, when the server imports torch; workers share few cores
+    try:
+        forkserver.ensure_running()
+    finally:
+        if given is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = given
+    pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # there is no public way
+    return pid
+
 
 __all__ = ["Pending", "Worker", "WorkerEnded", "WorkerTimeout", "wait_for_any"]
 
@@ -95,7 +130,8 @@ class Worker:
         self._num_begun = 0
         self._num_answered = 0
         self._outcomes: dict[int, bytes] = {}
-        context = forking.context()
+        server_pid()  # starts the server
+        context = _context
         self._connection, theirs = context.Pipe()
         _limit_waits(self._connection)
         lifeline, self._lifeline = context.Pipe(duplex=False)

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import grpc.aio
 
-from rpcdist.backoff import backoff
-from rpcdist.deadline import Deadline
+from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError
 from rpcdist.ids import Identity
 from rpcdist.own_shortage import own_shortage, try_for_descriptor

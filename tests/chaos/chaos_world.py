@@ -22,7 +22,7 @@ from rpc_victim_functions import left_behind, sees
 from rpcdist import rpc
 from rpcdist.rpc._current import current_agent
 from rpcdist.testing import Pending, Worker, WorkerPool, eventually
-from rpcdist.testing.rpc_world import join, leave
+from rpcdist.testing.worker_pool import join, leave
 
 __all__ = ["PEER_TIMEOUT_S", "ChaosWorld", "Place"]
 

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from rpcdist import autograd, checkpoint, rpc
 from rpcdist.checkpoint import _folders, _saving_and_loading
+from rpcdist.checkpoint._saving_and_loading import new_part
 from rpcdist.errors import CheckpointError, ConfigError, WorkerLost
 from rpcdist.optim import DistributedOptimizer
 from rpcdist.parallel import ParameterServer, Pipeline, ShardedEmbedding
@@ -376,8 +377,6 @@ def test_workers_that_do_not_share_a_folder_are_told(
 
 
 def part_elsewhere(folder: str, references: dict[str, rpc.RRef[Any]], algorithm: str) -> object:
-    from rpcdist.checkpoint._owners import new_part
-
     return new_part(str(Path(folder).parent / "elsewhere"), references, algorithm)
 
 

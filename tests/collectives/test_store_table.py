@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rpcdist.collectives._stores.shared_table import StoreTable, Woken
 from rpcdist.collectives._stores.store_operations import (
     Add,
     Append,
@@ -26,7 +27,6 @@ from rpcdist.collectives._stores.store_operations import (
     Wait,
     next_number,
 )
-from rpcdist.collectives._stores.table import StoreTable, Woken
 from rpcdist.errors import DistStoreError
 
 

@@ -13,7 +13,7 @@ from doctor_functions import diagnose, ports_of_this_worker
 from network_cable import HOST_ADDRESSES, Cable, cable_between_hosts, enter_namespace
 
 from rpcdist.testing import Worker, WorkerPool
-from rpcdist.testing.rpc_world import join
+from rpcdist.testing.worker_pool import join
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(240)]
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import hang_functions as hangs
 import pytest
 
-from rpcdist._inspect.flight_report import FlightFile, Incident, read_folder, story
-from rpcdist._inspect.report_command import report_text
+from rpcdist._inspect.flight_report import FlightFile, Incident, read_folder, report_text, story
 from rpcdist.errors import CheckpointError, ConfigError
 from rpcdist.inspection import MemberFacts, WorkerFacts
 from rpcdist.testing import RpcWorld, WorkerPool, eventually

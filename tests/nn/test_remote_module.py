@@ -20,8 +20,7 @@ import rpcdist.nn
 import rpcdist.rpc as rpc
 from rpcdist.errors import ConfigError, SerializationError, UnknownWorker
 from rpcdist.nn import RemoteModule, _owner_functions
-from rpcdist.nn._refused_methods import REFUSED
-from rpcdist.nn.api.remote_module import _REMOTE_MODULE_PICKLED_ATTRIBUTES, _RemoteModule
+from rpcdist.nn.api.remote_module import _REMOTE_MODULE_PICKLED_ATTRIBUTES, REFUSED, _RemoteModule
 from rpcdist.optim import DistributedOptimizer
 
 pytestmark = pytest.mark.multiproc

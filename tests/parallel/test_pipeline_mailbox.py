@@ -18,8 +18,7 @@ from rpcdist.parallel import Pipeline
 from rpcdist.parallel.pipeline import _mailbox, _pipeline, _step_execution
 from rpcdist.parallel.pipeline._mailbox import Mailbox, push, receivers
 from rpcdist.parallel.pipeline._schedules import Action
-from rpcdist.parallel.pipeline._stage import Stage
-from rpcdist.parallel.pipeline._step_execution import StepExecution
+from rpcdist.parallel.pipeline._step_execution import Stage, StepExecution
 from rpcdist.parallel.pipeline._step_messages import PipelineConfig, StepOrder
 from rpcdist.testing import InProcessCluster
 

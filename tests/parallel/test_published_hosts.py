@@ -19,8 +19,8 @@ from rpcdist.errors import DeadlineExceeded, TransportError
 from rpcdist.parallel import Published
 from rpcdist.parallel._published import _source
 from rpcdist.testing import LIMIT_S, InProcessCluster, WorkerPool, eventually
-from rpcdist.testing.rpc_world import join
 from rpcdist.testing.worker import Pending
+from rpcdist.testing.worker_pool import join
 
 HOSTS = ("g0", "g1", "g2")
 

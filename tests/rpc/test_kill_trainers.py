@@ -11,7 +11,7 @@ from peer_timeouts import CALM_S, LIMIT_S
 
 from rpcdist import rpc
 from rpcdist.testing import RpcWorld, WorkerPool, eventually
-from rpcdist.testing.rpc_world import join
+from rpcdist.testing.worker_pool import join
 
 pytestmark = pytest.mark.multiproc
 

@@ -14,7 +14,7 @@ from peer_timeouts import CALM_S
 from rpcdist import rpc
 from rpcdist.errors import CallRefused, FunctionNotFound, RemoteError, SerializationError
 from rpcdist.testing import RpcWorld, WorkerPool
-from rpcdist.testing.rpc_world import join
+from rpcdist.testing.worker_pool import join
 
 pytestmark = pytest.mark.multiproc
 

@@ -27,7 +27,7 @@ from rpcdist.errors import (
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._peers.connections import PROBE_ROLE
 from rpcdist.testing import InProcessCluster, WorkerPool, eventually, free_port
-from rpcdist.testing.rpc_world import join
+from rpcdist.testing.worker_pool import join
 
 pytestmark = pytest.mark.multiproc
 

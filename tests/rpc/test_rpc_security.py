@@ -35,7 +35,7 @@ from rpcdist import rpc
 from rpcdist._proto import membership_pb2, rpc_pb2, rref_pb2, store_pb2, value_pb2
 from rpcdist.errors import AuthenticationFailed, ConfigError, RpcdistError, WorldMismatch
 from rpcdist.testing import RpcWorld, WorkerPool, eventually, free_port
-from rpcdist.testing.rpc_world import join, leave
+from rpcdist.testing.worker_pool import join, leave
 from rpcdist.transport._framing.frames import frame
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.unary_proof import COUNTER_KEY, PROOF_KEY, SESSION_KEY

@@ -13,7 +13,7 @@ from peer_timeouts import CALM_S, PROMPT_S, UNIT_S
 from rpcdist import rpc
 from rpcdist.errors import AlreadyInitialized, NotInitialized, WorkerLost
 from rpcdist.testing import WorkerPool, eventually, wait_until_asleep
-from rpcdist.testing.rpc_world import join, leave
+from rpcdist.testing.worker_pool import join, leave
 
 pytestmark = pytest.mark.multiproc
 

@@ -15,10 +15,10 @@ from rpc_cluster import Cluster
 
 import rpcdist.rpc as rpc
 from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistError
-from rpcdist.off_loop import run_in_thread
 from rpcdist.rpc._calling import result_streams
 from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
 from rpcdist.testing import eventually
+from rpcdist.waiters import run_in_thread
 
 pytestmark = pytest.mark.multiproc
 

@@ -25,7 +25,7 @@ from rpc_raw_peer import (
 from rpcdist import rpc
 from rpcdist._proto import handshake_pb2, membership_pb2, rpc_pb2, rref_pb2, value_pb2
 from rpcdist.testing import RpcWorld, WorkerPool, free_port
-from rpcdist.testing.rpc_world import join, leave
+from rpcdist.testing.worker_pool import join, leave
 from rpcdist.time_limits import REFUSED_GRACE_S
 from rpcdist.transport._framing.frames import call_frame, frame, reply_frame
 from rpcdist.transport.keys import request_proof

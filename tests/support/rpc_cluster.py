@@ -20,7 +20,7 @@ from leak_guard import LeakGuard
 import rpcdist.rpc as rpc
 from rpcdist.rpc import _current
 from rpcdist.testing import Worker, WorkerPool, eventually
-from rpcdist.testing.rpc_world import leave
+from rpcdist.testing.worker_pool import leave
 from rpcdist.transport import node as node_module
 
 __all__ = ["Cluster", "cluster", "no_agent", "running_cluster"]

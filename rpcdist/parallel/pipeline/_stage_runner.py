@@ -17,8 +17,7 @@ from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import ConfigError, RpcdistError
 from rpcdist.parallel.pipeline._mailbox import Mailbox, TensorSources, receivers
 from rpcdist.parallel.pipeline._schedules import KINDS, Action
-from rpcdist.parallel.pipeline._stage import Stage
-from rpcdist.parallel.pipeline._step_execution import StepExecution
+from rpcdist.parallel.pipeline._step_execution import Stage, StepExecution
 from rpcdist.parallel.pipeline._step_messages import (
     PipelineAborted,
     PipelineConfig,

@@ -8,8 +8,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any
 
-from rpcdist.backoff import backoff
-from rpcdist.deadline import Deadline, current_deadline
+from rpcdist.deadline import Deadline, backoff, current_deadline
 from rpcdist.errors import OwnerLost, WorkerLost
 from rpcdist.rpc._calling.caller import Caller, Destination
 from rpcdist.rpc._executors.io_thread import Timer

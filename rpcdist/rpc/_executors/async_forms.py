@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from rpcdist.errors import BlockingInLoop
-from rpcdist.off_loop import run_in_thread
 from rpcdist.rpc._executors.torch_state import StateSlot
+from rpcdist.waiters import run_in_thread
 
 P = ParamSpec("P")
 R = TypeVar("R")

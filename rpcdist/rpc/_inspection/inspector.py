@@ -35,7 +35,6 @@ from rpcdist.inspection import (
     facts_to_json,
 )
 from rpcdist.inspection.curves import published_curves
-from rpcdist.off_loop import run_in_thread
 from rpcdist.rpc._actors.actor_table import ActorTable
 from rpcdist.rpc._actors.serial_actor import Turn
 from rpcdist.rpc._autograd_hooks import AutogradHooks
@@ -57,6 +56,7 @@ from rpcdist.rpc._serving.active_calls import ActiveCall, ActiveCalls
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.time_limits import LONG_WAIT_S, LOOK_LIMIT_S, SLOW_CHECK_INTERVAL_S, TICK_S
 from rpcdist.transport.unix_sockets import INSPECTION_ROLE, process_at
+from rpcdist.waiters import run_in_thread
 
 SERVICE: Final = inspection_pb2.DESCRIPTOR.services_by_name["Inspection"]
 MAX_LISTED: Final = 500

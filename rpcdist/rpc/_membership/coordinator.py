@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from rpcdist._proto import membership_pb2
-from rpcdist.backoff import backoff
 from rpcdist.collectives.rendezvous import job_attempt
+from rpcdist.deadline import backoff
 from rpcdist.errors import AuthenticationFailed, RpcdistError, TransportError, WorkerLost, listed
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership.membership_messages import join_request, members_of, return_request

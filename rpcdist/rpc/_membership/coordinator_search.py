@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from rpcdist.backoff import backoff
-from rpcdist.deadline import Deadline
+from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import CoordinatorLost, DistStoreError, RpcdistError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._executors.io_thread import IoThread

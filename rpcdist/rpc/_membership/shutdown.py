@@ -18,8 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rpcdist.backoff import backoff
-from rpcdist.deadline import Deadline
+from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import DeadlineExceeded, RpcdistError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.inspection import GatheringFacts

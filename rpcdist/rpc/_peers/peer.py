@@ -30,7 +30,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from rpcdist._proto import rpc_pb2
-from rpcdist.backoff import backoff
+from rpcdist.deadline import backoff
 from rpcdist.errors import ALTHOUGH_IT_LIVES, AuthenticationFailed, ConnectFailed, RpcdistError, TransportError
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlBody, ControlOutbox

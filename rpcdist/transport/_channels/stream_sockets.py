@@ -17,7 +17,7 @@ import os
 import socket
 from typing import Any, Final
 
-from rpcdist.backoff import backoff
+from rpcdist.deadline import backoff
 from rpcdist.errors import AuthenticationFailed
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import (

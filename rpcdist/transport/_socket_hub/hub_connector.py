@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rpcdist._proto import handshake_pb2
-from rpcdist.backoff import backoff
+from rpcdist.deadline import backoff
 from rpcdist.errors import AuthenticationFailed, ConfigError, ConnectFailed, ProtocolViolation, RpcdistError
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import FIRST_PAUSE_S, LONGEST_PAUSE_S
