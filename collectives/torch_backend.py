@@ -16,6 +16,7 @@ import _thread
 import hashlib
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as torch_distributed
 
 from rpcdist.collectives._group.bootstrap import agree
-from rpcdist.collectives._group.creation import open_group, timeout_of_group
+from rpcdist.collectives._group.creation import check_split, open_group, timeout_of_group
 from rpcdist.collectives._operations.operation import barrier_timeout
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.store_base import Store
@@ -112,12 +113,14 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
     supports_time_estimate = False
     supports_reconfigure = False
     supports_window = False
+    use_pg_for_symm_mem_rendezvous = False
 
     def __init__(self, store: torch_distributed.Store, group: ProcessGroup, name: str) -> None:
         super().__init__(group.rank(), group.size())  # this form, without the store, lets C++ call what we override
         self._store = store
         self._group = group
         self._names = [name, ""]  # and a description
+        self._parts: Counter[tuple[int, ...]] = Counter()
         _open_groups.difference_update([known for known in list(_open_groups) if not known.group.device_types])
         _open_groups.add(self)
 
@@ -218,6 +221,44 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
     get_reconfigure_handle = _delegate("get_reconfigure_handle")
     reconfigure = _delegate("reconfigure")
     new_window = _delegate("new_window")
+
+    # ------------------------------------------------------------ groups from this one, which C++ would make of nothing
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: object | None = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: object | None = None,
+    ) -> TorchProcessGroup | None:
+        """A group of some ranks of this one, which they alone call; None on others. Ends like that of `torch_group`."""
+        check_split(ranks, self._group)
+        if self.rank() not in ranks:
+            return None
+        members = tuple(sorted(ranks))
+        self._parts[members] += 1
+        name = group_name or f"{self.getGroupName()}:split:{'_'.join(map(str, members))}"
+        store = torch_distributed.PrefixStore(f"{name}/{self._parts[members]}", self._store)
+        limit = timedelta(seconds=self._group.timeout_s) if timeout is None else timeout
+        part = torch_group(store, members.index(self.rank()), len(members), timeout=limit)
+        part._names = [name, group_desc or name]
+        return part
+
+    def merge_remote_group(
+        self,
+        store: torch_distributed.Store,
+        size: int,
+        timeout: timedelta | None = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+    ) -> TorchProcessGroup:
+        """A group of all that come to `store`, of whichever group they are: `torch_group` with ranks as they arrive."""
+        name = group_name or f"{self.getGroupName()}:merge"
+        merged = torch_group(store, store.add("mergeGroupRank", 1) - 1, size, timeout=timeout)
+        merged._names = [name, group_desc or name]
+        return merged
 
     # ------------------------------------------------------------ the end
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as torch_distributed
 from collectives_ranks import LIMIT_S, run_ranks
 
 import rpcdist.collectives as c
@@ -66,10 +67,10 @@ def test_what_gather_single_refuses() -> None:
                 c.gather_single(one, torch.zeros(6, dtype=torch.int64))
         with pytest.raises(TypeError, match=r"`tensor` of type torch.Tensor"):
             c.gather_single(3)  # type: ignore[arg-type]
-        with pytest.warns(UserWarning, match="Running gather_single on global rank"):
-            assert c.gather_single(one, group=c.GroupMember.NON_GROUP_MEMBER) is None
 
     run_ranks(SIZE, on_rank)
+    with pytest.warns(UserWarning, match="Running gather_single on global rank"):  # not on threads that share filters
+        assert c.gather_single(torch.ones(2), group=c.GroupMember.NON_GROUP_MEMBER) is None
 
 
 # ------------------------------------------------------------ hooks around operations
@@ -359,6 +360,24 @@ def test_refusals_name_what_to_do() -> None:
     with pytest.raises(ConfigError, match="enable_reconfigure is not supported"):
         c.init_process_group("tcp", store=c.HashStore(), rank=0, world_size=1, enable_reconfigure=True)
     assert not c.is_initialized()
+
+
+def test_what_gloo_of_this_torch_refuses() -> None:
+    """The table in docs/coming_from_torch.md: there is a reason beside what we refuse and Gloo does not."""
+    torch_distributed.init_process_group("gloo", store=torch_distributed.HashStore(), rank=0, world_size=1)
+    try:
+        gloo: Any = torch_distributed.group.WORLD
+        if not hasattr(gloo, "new_window"):
+            pytest.skip("torch has had these methods since 2.14")
+        with pytest.raises(RuntimeError, match="Backend gloo does not support new_window"):
+            gloo.new_window()
+        with pytest.raises(RuntimeError, match="Backend gloo does not support gather_single"):
+            gloo.gather_single(torch.ones(1), torch.ones(1))
+        with pytest.raises(RuntimeError, match="Backend gloo does not support registerAbortHook"):
+            gloo.register_abort_hook(HOOK, lambda: None)
+        assert gloo.get_reconfigure_handle()  # ours keeps its ranks
+    finally:
+        torch_distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", ["ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy"])

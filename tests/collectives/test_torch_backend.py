@@ -26,6 +26,7 @@ from rpcdist.testing import RankPool
         "objects_and_messages",
         "hooks_and_limits",
         "subgroups",
+        "groups_of_groups",
         "functional",
         "mismatch",
         "watched_barrier",

@@ -204,6 +204,29 @@ def subgroups(rank: int, size: int) -> None:
     dist.destroy_process_group(group)
 
 
+def groups_of_groups(rank: int, size: int) -> None:
+    """Methods of a group that make another: torch's C++ code would make it of the backends that ours does not have."""
+    world: Any = dist.group.WORLD
+    for _ in range(2):  # a second group of the same ranks is another one
+        both, alone = world.split_group([1, 0]), world.split_group([1], group_name="alone")
+        assert (both.rank(), both.size(), alone is None) == (rank, size, rank == 0)
+        assert both.group_name.endswith(":split:0_1") and world.use_pg_for_symm_mem_rendezvous is False
+        tensor = torch.tensor([rank + 1])
+        both.allreduce([tensor]).wait()
+        assert tensor.item() == 3
+        if alone is not None:
+            assert (alone.rank(), alone.size(), alone.group_name) == (0, 1, "alone")
+        both.shutdown()
+    for wrong in ([], [0, 0], [7]):
+        with pytest.raises(ValueError, match=r"split group|not part of group"):
+            world.split_group(wrong)
+    merged = world.merge_remote_group(dist.PrefixStore("merged", world.get_group_store()), size, LIMIT)
+    tensor = torch.tensor([rank + 1])
+    merged.allreduce([tensor]).wait()
+    assert tensor.item() == 3 and merged.rank() in range(size) and merged.size() == size
+    merged.shutdown()
+
+
 def functional(rank: int, size: int) -> None:
     """The functional collectives reach groups through C++."""
     from torch.distributed import _functional_collectives as functions
