@@ -275,6 +275,11 @@ class ProcessGroup(LowerCaseOperations):
         for hooks in self._abort_hooks("unregister_abort_hook"):
             hooks.pop(hook_id, None)
 
+    @property
+    def supports_abort_hooks(self) -> bool:
+        """Whether all backends of the group call abort hooks."""
+        return all(backend.abort_hooks is not None for backend in self._distinct_backends())
+
     def _abort_hooks(self, what: str) -> list[dict[int, Callable[[], object]]]:
         backends = self._distinct_backends()
         unable = [backend.name for backend in backends if backend.abort_hooks is None]
@@ -284,6 +289,7 @@ class ProcessGroup(LowerCaseOperations):
 
     # ------------------------------------------------------------ what torch's groups can and these cannot
 
+    supports_completion_hooks: Final = False
     supports_reconfigure: Final = False
     supports_window: Final = False
 

@@ -111,6 +111,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
     supports_splitting = False
     supports_shrinking = False
     supports_time_estimate = False
+    supports_completion_hooks = False
     supports_reconfigure = False
     supports_window = False
     use_pg_for_symm_mem_rendezvous = False
@@ -218,6 +219,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
     unregister_post_hook = _delegate("unregister_post_hook")
     register_abort_hook = _delegate("register_abort_hook")
     unregister_abort_hook = _delegate("unregister_abort_hook")
+    supports_abort_hooks = property(lambda self: self.group.supports_abort_hooks)
     get_reconfigure_handle = _delegate("get_reconfigure_handle")
     reconfigure = _delegate("reconfigure")
     new_window = _delegate("new_window")

@@ -94,6 +94,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         bucket_cap_mb_list: one cap per bucket; the last cap holds for all later buckets.
         batched_grad_copy: kept for scripts: the gradients of a bucket are always copied in one call.
         forward_sync_buffers: give all ranks the buffers of rank 0 before each training forward; True by default.
+        lazy_bucket_allocation: kept for scripts (torch 2.15): it changes nothing.
         check_finite: how to look for NaN and infinity in gradients, and warn (`NonFiniteGradients`), naming rank and
             parameter: "probes" looks at the first elements of each bucket, "all" at everything, "never" at nothing.
 
@@ -124,6 +125,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         check_finite: CheckFinite = "probes",
     ) -> None:
@@ -150,6 +152,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.batched_grad_copy = batched_grad_copy
+        self.lazy_bucket_allocation = lazy_bucket_allocation
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.check_finite = check_finite
         self.forward_sync_buffers = choose_sync(broadcast_buffers, forward_sync_buffers)

@@ -37,7 +37,7 @@ NUM_NODES, NUM_WORKERS = 24, 2
 NEIGHBOURS = [sorted({(node + step) % NUM_NODES for step in (1, 5, 17)}) for node in range(NUM_NODES)]
 assert pyg_operators.LIBRARY
 
-# The sampler of PyG 2.8.1 cannot be made: it warns with an argument that `warnings.warn` does not have.
+# The sampler of PyG 2.8.1 cannot be made on torch either: it gives `warnings.warn` a `stack_level`, not `stacklevel`.
 dist_neighbor_sampler.warn = lambda *_, **__: None
 
 

@@ -137,8 +137,12 @@ SINCE: dict[str, dict[str, tuple[int, int]]] = {
             *("supports_window", "unregister_abort_hook", "unregister_post_hook", "unregister_pre_hook"),
         ),
         (2, 14),
-    ),
+    )
+    | dict.fromkeys(("supports_abort_hooks", "supports_completion_hooks"), (2, 15)),
     "Work": {"timeout": (2, 14)},
+    "DistributedDataParallel": dict.fromkeys(
+        ("finalize_backward", "require_manual_backward_finalization", "should_finalize_after_backward"), (2, 15)
+    ),
 }
 """By the key of the lists, the version that brought a name."""
 
@@ -166,7 +170,14 @@ CLASSES: dict[str, tuple[type, type, dict[str, str]]] = {
         collectives.Work,
         dict.fromkeys(("boxed", "unbox"), "torch's wrapping for its compiler"),
     ),
-    "DistributedDataParallel": (TorchDataParallel, DistributedDataParallel, {}),
+    "DistributedDataParallel": (
+        TorchDataParallel,
+        DistributedDataParallel,
+        dict.fromkeys(
+            ("finalize_backward", "require_manual_backward_finalization", "should_finalize_after_backward"),
+            "every backward pass ends when the gradients are averaged",
+        ),
+    ),
     "DistributedSampler": (TorchSampler, DistributedSampler, {}),
     "SyncBatchNorm": (torch.nn.SyncBatchNorm, SyncBatchNorm, {}),
     "ZeroRedundancyOptimizer": (

@@ -193,6 +193,7 @@ def test_abort_hooks_run_once_and_before_operations_fail() -> None:
 
     def on_rank(rank: int) -> list[str]:
         events: list[str] = []
+        assert world().supports_abort_hooks and not world().supports_completion_hooks
 
         def fail() -> None:
             events.append("second")
@@ -221,6 +222,7 @@ def test_abort_hooks_run_once_and_before_operations_fail() -> None:
 
 def test_backends_without_abort_hooks_say_so() -> None:
     def on_rank(rank: int) -> None:
+        assert not world().supports_abort_hooks
         with pytest.raises(ConfigError, match="Backend local does not support register_abort_hook"):
             world().register_abort_hook(1, lambda: None)
 

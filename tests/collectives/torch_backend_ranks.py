@@ -159,6 +159,7 @@ def hooks_and_limits(rank: int, size: int) -> None:
     assert work.wait() and work.timeout == timedelta(seconds=30) and len(names) == 4
     assert group.get_backend(torch.device("cpu")) is group
     assert not group.supports_reconfigure and not group.supports_window
+    assert group.supports_abort_hooks and not group.supports_completion_hooks
     for refused in (group.get_reconfigure_handle, group.new_window, lambda: group.reconfigure(None)):
         with pytest.raises(ConfigError, match="does not support"):
             refused()
