@@ -30,7 +30,15 @@ from rpcdist.errors import (
 )
 from rpcdist.parallel._published._hosts import MAX_SHARDS, MAX_VERSION, Comparison, Publisher
 from rpcdist.parallel._published._layout import ShardCopies, VersionLayout, copies_for, whole_copies
-from rpcdist.parallel._published._parts import MAX_SEGMENTS, Pieces, SeenTensors, TensorPart, Value, pieces_of
+from rpcdist.parallel._published._parts import (
+    MAX_SEGMENTS,
+    Pieces,
+    SeenTensors,
+    TensorPart,
+    Value,
+    check_targets,
+    pieces_of,
+)
 from rpcdist.parallel._published._reader import VersionReader
 from rpcdist.parallel._published._shard_connection import ShardConnection, actor_name, follow, known
 from rpcdist.parallel._published._small_tensors import SmallTensors, copy_tensors
@@ -161,6 +169,9 @@ class Published:
         with self._publishing:
             pieces = pieces_of(tensors, f"the values of {self.name!r}", self._seen_values)
             origin = self._origin
+            if origin is not None and origin.agent is not current_agent():  # of a job that this process has left
+                origin.close()
+                origin = None
             if origin is None:
                 layout = VersionLayout.of(pieces, dtype)
                 origin = self._origin = self._become_publisher(layout, _checked_shard(shard), deadline)
@@ -279,7 +290,10 @@ class Published:
             DeadlineExceeded: nobody has published under this name in time.
         """
         with self._reading:
-            targets = pieces_of(target, f"the targets for {self.name!r}", self._seen_targets)
+            purpose = f"the targets for {self.name!r}"
+            targets = pieces_of(target, purpose, self._seen_targets)
+        if not targets.are_seen:
+            check_targets(targets, purpose)
         if not targets.names:
             raise ConfigError(f"there is nothing to pull {self.name!r} into: the module or dictionary is empty")
         plans: dict[int, ShardCopies] = {}
@@ -477,6 +491,8 @@ class Published:
     def _refreshed(self, wanted: Pieces | None) -> list[ShardConnection]:
         """The connections to all shards that are known of; some of them may have no version yet."""
         shards = self._shards
+        while shards and shards[0].agent is not current_agent():  # of a job that this process has left
+            shards.pop().close()
         if not shards:
             shards.append(ShardConnection(self.name, 0, self._dtype))
         shards[0].refresh(wanted, ())
@@ -502,6 +518,8 @@ class Published:
     def _why_none(self, shards: Sequence[ShardConnection], newer_than: int) -> str:
         newer = f"a version of {self.name!r} that is newer than {newer_than}" if newer_than else repr(self.name)
         text = f"nobody published {newer} in time. Call publish on the worker that has the tensors, and check the name"
+        if problems := [shard.problem for shard in shards if shard.problem]:
+            text = f"{current_agent().worker_name!r} could not connect to the publisher of {self.name!r}: {problems[0]}"
         if len(shards) > 1:
             have = listed(f"{shard.shard} ({shard.newest or 'none'})" for shard in shards)
             text += f". Its shards have these versions: {have}; a version is there when all have published it"

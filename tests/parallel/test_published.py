@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -12,10 +13,14 @@ import pytest
 import torch
 from docs_programs import run_page
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rpcdist import checkpoint
-from rpcdist.errors import BlockingInLoop, ConfigError, DeadlineExceeded
+from rpcdist.errors import BlockingInLoop, ConfigError, DeadlineExceeded, TransportError
 from rpcdist.parallel import Published
+from rpcdist.parallel._published._hosts import HostCopy
+from rpcdist.parallel._published._reader import VersionReader
+from rpcdist.parallel._published._shard_connection import ShardConnection
 from rpcdist.testing import LIMIT_S, InProcessCluster, RpcWorld, WorkerEnded, WorkerPool, eventually
 from rpcdist.transport.shared_memory import Segment, SegmentError
 
@@ -251,6 +256,8 @@ def test_bad_input_is_an_error_that_names_tensor_shapes_and_workers(cluster: InP
         ]:
             with pytest.raises(ConfigError, match=text):
                 weights.publish(bad)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"'a' is torch\.float32, which torch cannot convert to torch\.float4"):
+            weights.publish({"a": torch.ones(2)}, dtype=torch.float4_e2m1fn_x2)
         with pytest.raises(ConfigError, match=r"dtype=torch\.int32"):
             weights.publish({"a": torch.ones(2)}, dtype=torch.int32)
         weights.publish({"a": torch.ones(2, 3), "b": torch.ones(4)})
@@ -372,3 +379,120 @@ def test_small_targets_may_get_other_memory_while_a_pull_waits(cluster: InProces
         assert all(tensor.eq(1).all() for tensor in before), "nobody writes to what they had"
         consumer.close()
         weights.close()
+
+
+@pytest.mark.parametrize("consumer", ["trainer", "g0"])  # g0 shares no memory with it, and fetches
+def test_generators_pull_in_inference_mode(cluster: InProcessCluster, consumer: str) -> None:
+    with cluster.use("trainer"):
+        weights = Published("policy")
+        with torch.inference_mode():
+            assert weights.publish({"a": torch.ones(3)}) == 1
+    with cluster.use(consumer):
+        mine = Published("policy")
+        with torch.inference_mode():
+            into = {"a": torch.zeros(3)}  # only inference mode may write to it, torch says
+            assert mine.pull_into(into) == 1
+    with cluster.use("trainer"):
+        assert weights.publish({"a": torch.full((3,), 2.0)}) == 2
+    with cluster.use(consumer):
+        assert mine.pull_into(into, 1, wait=True) == 2
+        assert into["a"].eq(2).all()
+        parameter = nn.Parameter(torch.zeros(3))
+        before = parameter._version
+        with torch.inference_mode():
+            assert mine.pull_into({"a": parameter}) == 2
+        assert parameter.eq(2).all() and parameter.requires_grad and parameter._version > before
+        mine.close()
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors", "ignore:Accessing the data pointer of FakeTensor"
+)
+def test_targets_that_cannot_be_written_leave_the_others_as_they_are(cluster: InProcessCluster) -> None:
+    with cluster.use("trainer"):
+        weights = Published("policy")
+        weights.publish({"a": torch.ones(4), "b": torch.ones(4)})
+        a = torch.zeros(4)
+        for b, text in [
+            (torch.zeros(1).expand(4), "'b' of the targets for 'policy' is expanded"),
+            (
+                torch.zeros(4, dtype=torch.complex64).conj().imag,
+                "'b' of the targets for 'policy' is a conjugate or neg",
+            ),
+            (nn.UninitializedParameter(), "'b' of the targets for 'policy' gets its shape in the first forward pass"),
+            (torch.nested.nested_tensor([torch.ones(4)]), "'b' of the targets for 'policy' is nested"),
+            (without_memory(), r"'b' of the targets for 'policy' has no memory of its own \(it is a Tensor\)"),
+            (fake(), r"'b' of the targets for 'policy' has no memory of its own \(it is a FakeTensor\)"),
+        ]:
+            with pytest.raises(ConfigError, match=text):
+                weights.pull_into({"a": a, "b": b})
+            assert not a.any()
+        weights.close()
+
+
+def without_memory() -> torch.Tensor:
+    """As parameters that FSDP has given back."""
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(4)
+
+
+def test_a_process_that_joins_another_job_publishes_and_pulls_there() -> None:
+    weights, mine = Published("policy"), Published("policy")
+    for job in (1, 2):
+        with InProcessCluster("trainer", "g0") as cluster:
+            with cluster.use("trainer"):
+                assert weights.publish({"a": torch.full((3,), float(job))}) == job  # the numbers go on
+            with cluster.use("g0"):
+                into = {"a": torch.zeros(3)}
+                assert mine.pull_into(into) == job
+                assert into["a"].eq(job).all()
+                new = Published("policy")
+                assert new.pull_into(into) == job
+                new.close()
+    mine.close()
+
+
+def test_a_pull_that_fails_for_want_of_descriptors_can_be_repeated(
+    cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_reader(source: HostCopy) -> VersionReader:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def no_connection(*_: object) -> None:
+        raise TransportError("there is no way to it")
+
+    with cluster.use("trainer"):
+        Published("policy").publish({"a": torch.ones(3)})
+    with cluster.use("g0"):
+        mine, into = Published("policy"), {"a": torch.zeros(3)}
+        with monkeypatch.context() as patch:
+            patch.setattr(HostCopy, "reader", no_reader)
+            with pytest.raises(OSError, match="Too many open files"):
+                mine.pull_into(into)
+        with monkeypatch.context() as patch:
+            patch.setattr(ShardConnection, "_connect", no_connection)
+            with pytest.raises(DeadlineExceeded, match=r"'g0' could not connect .* 'policy': there is no way to it"):
+                mine.pull_into(into, timeout=0.05)
+        assert mine.pull_into(into) == 1
+        mine.close()
+
+
+def test_a_publisher_that_gets_no_memory_can_try_again(
+    cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    with cluster.use("trainer"):
+        weights = Published("policy")
+        with monkeypatch.context() as patch:
+            patch.setattr("rpcdist.parallel._published._source._Memory", no_memory)
+            with pytest.raises(RuntimeError, match="can't allocate memory"):
+                weights.publish({"a": torch.ones(3)})
+        assert weights.publish({"a": torch.ones(3)}) == 1

@@ -79,6 +79,9 @@ class Publisher(VersionSource):
     """
 
     def __init__(self, name: str, plain_layout: PlainLayout, keep: int, shard: tuple[int, int] = (0, 1)) -> None:
+        self._extracts: dict[Selection, Extract] = {}
+        # Around `_extracts`. I/O loops never take it: to make an extract takes a loop, which may wait for `_changed`.
+        self._extracting = threading.Lock()
         super().__init__(name, VersionLayout.from_plain(plain_layout), keep, shard[1])
         self.shard = shard[0]
         self.has_asked = False
@@ -94,9 +97,6 @@ class Publisher(VersionSource):
         self._hosts: dict[str, str] = {}  # addresses by the sources' names, in the order of the chain
         self._num_changes = 0  # of the hosts
         self._fetches: dict[str, rpc.Future[int]] = {}  # by source name: those that may go on
-        self._extracts: dict[Selection, Extract] = {}
-        # Around `_extracts`. I/O loops never take it: to make an extract takes a loop, which may wait for `_changed`.
-        self._extracting = threading.Lock()
         self._publishing = threading.Lock()
 
     def publish(
@@ -249,9 +249,11 @@ class Publisher(VersionSource):
         try:
             done.wait()
         except Exception as exc:
-            logger.warning("%r did not get version %s of %r: %s", worker_of(source), version, self.name, exc)
+            is_here = source in self._living_hosts()  # or its consumer has closed it
+            level = logging.WARNING if is_here else logging.DEBUG
+            logger.log(level, "%r did not get version %s of %r: %s", worker_of(source), version, self.name, exc)
             # Its consumers kept all versions for as long as it waits: it begins once more, or stays without this one.
-            if isinstance(exc, DeadlineExceeded) and self.newest == version and source in self._living_hosts():
+            if isinstance(exc, DeadlineExceeded) and self.newest == version and is_here:
                 self._tell(source, version)
 
     def _living_hosts(self) -> dict[str, str]:
@@ -322,7 +324,7 @@ class Publisher(VersionSource):
     def _update_extracts(self) -> None:
         """Has the extracts follow; the pool does that, and this thread goes on."""
         for extract in self._drop_unused():
-            self._agent.pool.submit(extract.update)
+            self.agent.pool.submit(extract.update)
 
     def _drop_unused(self) -> list[Extract]:
         """Closes the extracts that nobody uses; returns the others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Sequence
@@ -40,6 +41,16 @@ def have_dtypes(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> boo
     return len(tensors) == len(dtypes) and all(map(operator.is_, map(_dtype_of, tensors), dtypes))
 
 
+@functools.cache
+def can_convert(dtype: torch.dtype, to: torch.dtype) -> bool:
+    """Whether torch converts values without a loss of kind; `can_cast` is true also where torch has no code for it."""
+    try:
+        torch.zeros(1, dtype=dtype, device="cpu").to(to)
+    except (RuntimeError, TypeError):
+        return False
+    return torch.can_cast(dtype, to)
+
+
 class VersionLayout(NamedTuple):
     """Names, dtypes and shapes of the tensors of a version.
 
@@ -64,6 +75,9 @@ class VersionLayout(NamedTuple):
             raise ConfigError("there is no tensor to publish: the module or dictionary is empty")
         values = pieces.tensors
         dtypes = [value.dtype if dtype is None or not value.is_floating_point() else dtype for value in values]
+        for name, value, to in zip(pieces.names, values, dtypes, strict=True):
+            if value.dtype is not to and not can_convert(value.dtype, to):
+                raise ConfigError(f"tensor {name!r} is {value.dtype}, which torch cannot convert to {to}")
         return cls(pieces.names, dtypes, [tuple(value.shape) for value in values], pieces.parts)
 
     @classmethod
@@ -205,13 +219,11 @@ class Selection(NamedTuple):
     def check_dtypes(self, layout: VersionLayout, purpose: str) -> None:
         """Raises `ConfigError`, which begins with `purpose`, for a tensor that torch cannot convert."""
         for dtype in dict.fromkeys(layout.dtypes):
-            try:
-                torch.zeros(1, dtype=dtype).to(self._dtype_of(dtype))
-            except (RuntimeError, TypeError) as exc:
+            if not can_convert(dtype, self._dtype_of(dtype)):
                 name = layout.names[layout.dtypes.index(dtype)]
                 raise ConfigError(
                     f"{purpose}: tensor {name!r} is {dtype}, which torch cannot convert to torch.{self.dtype}"
-                ) from exc
+                )
 
     def plain(self) -> PlainSelection:
         """The same as plain values."""
@@ -337,7 +349,7 @@ def copies_for(
                     f"{publisher!r}, and {whole} at {me!r}; both need the same model"
                 )
             dtype = layout.dtypes[index]
-            if target.dtype is not dtype and not torch.can_cast(dtype, target.dtype):
+            if target.dtype is not dtype and not can_convert(dtype, target.dtype):
                 raise ConfigError(
                     f"tensor {tensor_name!r} of {name!r} is {dtype} at its publisher {publisher!r}, which cannot be "
                     f"converted to {target.dtype} at {me!r}"

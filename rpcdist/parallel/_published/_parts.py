@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from rpcdist.errors import ConfigError
 
@@ -108,6 +109,7 @@ MANY_TENSORS: Final = 64
 _PLAIN: Final = frozenset((Tensor, nn.Parameter))
 _TEXT: Final = frozenset((str,))
 _is_meta, _is_quantized = operator.attrgetter("is_meta"), operator.attrgetter("is_quantized")
+_is_nested = operator.attrgetter("is_nested")
 
 
 def pieces_of(what: nn.Module | Mapping[str, Value], purpose: str, seen: SeenTensors) -> Pieces:
@@ -140,6 +142,8 @@ def pieces_of(what: nn.Module | Mapping[str, Value], purpose: str, seen: SeenTen
         and all(tensor.layout is torch.strided for tensor in tensors)
         and not any(map(_is_meta, tensors))
         and not any(map(_is_quantized, tensors))
+        and not any(map(_is_nested, tensors))
+        and all(map(Tensor.data_ptr, tensors))
         and _TEXT.issuperset(map(type, names))
     ):
         if len(tensors) >= MANY_TENSORS and not is_module:
@@ -155,7 +159,8 @@ def _unusual_pieces(what: Mapping[str, Value], purpose: str) -> Pieces:
             raise ConfigError(f"{purpose} have the name {name!r}, which is no text")
         for each in value if type(value) is list and value else (value,):
             tensor, part = _taken_apart(name, each, purpose)
-            _check_dense(name, tensor, purpose)
+            if problem := _problem_of(tensor):
+                raise ConfigError(f"{name!r} of {purpose} {problem}; only dense tensors with memory can be published")
             if part is not None:
                 pieces.parts[len(pieces.names)] = part
             pieces.names.append(name)
@@ -207,10 +212,38 @@ def _of_dtensor(name: str, value: Any, purpose: str) -> tuple[Tensor, tuple[tupl
     return local, (tuple(offsets), tuple(value.shape))
 
 
-def _check_dense(name: str, tensor: Tensor, purpose: str) -> None:
-    kind = "quantized" if tensor.is_quantized else "on the meta device" if tensor.is_meta else "sparse"
-    if kind != "sparse" or tensor.layout is not torch.strided:
-        raise ConfigError(f"{name!r} of {purpose} is {kind}; only dense tensors with memory can be published")
+def _problem_of(tensor: Tensor) -> str:
+    """The reason why a tensor cannot be copied, as the rest of a sentence; empty if it can be."""
+    if is_lazy(tensor):
+        return "gets its shape in the first forward pass, which has not run"
+    if tensor.is_quantized:
+        return "is quantized"
+    if tensor.is_meta:
+        return "is on the meta device"
+    if tensor.is_nested:
+        return "is nested"
+    if tensor.layout is not torch.strided:
+        return "is sparse"
+    try:
+        has_memory = not tensor.numel() or tensor.data_ptr() != 0
+    except RuntimeError:  # of fake tensors, and of subclasses that consist of other tensors
+        has_memory = False
+    return "" if has_memory else f"has no memory of its own (it is a {type(tensor).__name__})"
+
+
+def check_targets(targets: Pieces, purpose: str) -> None:
+    """Raises `ConfigError` for a tensor that torch refuses to write, which it does after it has written others."""
+    tensors = targets.tensors
+    if (
+        all(map(Tensor.is_contiguous, tensors))
+        and not any(map(Tensor.is_neg, tensors))
+        and not any(map(Tensor.is_conj, tensors))
+    ):
+        return
+    for name, tensor in zip(targets.names, tensors, strict=True):
+        kind = "expanded" if torch._debug_has_internal_overlap(tensor) == 1 else "a conjugate or negative view"
+        if kind == "expanded" or tensor.is_neg() or tensor.is_conj():
+            raise ConfigError(f"{name!r} of {purpose} is {kind}, and cannot be written; give a clone of it")
 
 
 # ---------------------------------------------------------------- words that a source and its readers share

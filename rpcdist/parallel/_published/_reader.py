@@ -42,7 +42,8 @@ def memory_of_segment(mapped: MappedSegment) -> Tensor:
     """The bytes of a mapped segment, which stays mapped as long as something refers to them."""
     memory = (ctypes.c_char * mapped.size_bytes).from_address(mapped.address)
     memory.mapped = mapped  # type: ignore[attr-defined]
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    with torch.inference_mode(False):  # or only a thread in inference mode could write to it
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def words_of(page: Segment, is_writable: bool) -> memoryview:

@@ -129,17 +129,20 @@ class ShardConnection:
         dtype: to which tensors of floating point are converted, once for this host; None for their own.
 
     Attributes:
+        agent: to which it belongs, as for a source.
         published: the layout of what the publisher has; None before the first connection.
         reader: of a source that lives, or else of one that has ended; None if there has been none yet.
         copy: the source itself, if this consumer has it.
         publisher: the worker that publishes the shard.
         num_shards: how many there are.
         num_publishers: see `Known`; when the connection was made.
+        problem: why the last attempt to connect to the publisher has failed; empty if it has not.
     """
 
     def __init__(self, name: str, shard: int, dtype: torch.dtype | None = None) -> None:
         self.name = name
         self.shard = shard
+        self.agent = current_agent()
         self._dtype = "" if dtype is None else str(dtype).removeprefix("torch.")
         self._boxes: list[tuple[int, Box]] = []  # the selected parts of what is published; all if it is empty
         self._wants_all = False
@@ -149,6 +152,7 @@ class ShardConnection:
         self.publisher = ""
         self.num_shards = 1
         self.num_publishers = 0
+        self.problem = ""
         self._retry_at = 0.0
 
     @property
@@ -178,7 +182,9 @@ class ShardConnection:
         ) and time.monotonic() >= self._retry_at:
             try:
                 self._connect(wanted, earlier)
-            except (UnknownActor, TransportError, DeadlineExceeded):
+                self.problem = ""
+            except (UnknownActor, TransportError, DeadlineExceeded) as exc:
+                self.problem = "" if isinstance(exc, UnknownActor) else str(exc)
                 self._retry_at = time.monotonic() + CHECK_INTERVAL_S
                 if is_short and reader is not None:  # it has too little for this pull, which waits
                     reader.close()
@@ -265,11 +271,13 @@ class ShardConnection:
                 return
             is_extract = selection is not None
             copy = HostCopy(self.name, layout, keep, source_name, self.shard, self.num_shards, is_extract)
+            reader = copy.reader()  # before it joins: a process may have no descriptor left for it
             if copy.join(source_name, num_changes):
                 self.copy = copy
-                self._use(copy.reader(), num_publishers)
+                self._use(reader, num_publishers)
                 state.copies.add(copy)
                 return
+            reader.close()
             copy.close()
 
     def _described(self, origin: rpc.RRef[Publisher], seen: int, selection: Selection) -> Description | None:

@@ -77,5 +77,5 @@ class SmallTensors:
 def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copies tensors by torch, which converts them where that is needed."""
     if targets:
-        with torch.no_grad():
+        with torch.inference_mode():  # which may write to targets that were made in it, as to all others
             torch._foreach_copy_(targets, sources)

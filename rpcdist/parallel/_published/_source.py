@@ -149,7 +149,8 @@ class _Memory:
             self.tensors = [memory_of_segment(mapped) for mapped in self._mapped]
         else:
             self.words = memoryview(bytearray(PAGE_BYTES)).cast("q")
-            self.tensors = [torch.empty(size_bytes, dtype=torch.uint8) for _ in range(num_segments)]
+            with torch.inference_mode(False):  # as in `memory_of_segment`
+                self.tensors = [torch.empty(size_bytes, dtype=torch.uint8, device="cpu") for _ in range(num_segments)]
         self.is_filled = [not is_shared] * num_segments
 
     def fill(self, segment: int) -> None:
@@ -173,6 +174,7 @@ class VersionSource:
 
     Attributes:
         address: where the readers of this host connect; empty where memory cannot be shared.
+        agent: to which it belongs; a process that leaves a job and joins another one has another agent then.
         source_name: tells it apart from all others; `worker_of` has the worker.
     """
 
@@ -182,7 +184,7 @@ class VersionSource:
         self.layout = layout
         self._keep = keep
         self.num_shards = num_shards
-        self._agent = agent
+        self.agent = agent
         self._me = agent.worker_name
         self.source_name = f"{self._me}{_SEPARATOR}{secrets.token_hex(4)}"
         self._connections: list[_AdmittedReader] = []
@@ -439,11 +441,12 @@ class VersionSource:
     # ------------------------------------------------------------ the end
 
     def __del__(self) -> None:
-        self.close()
+        if hasattr(self, "_memory"):  # else there was none
+            self.close()
 
     def close(self) -> None:
         """Ends all connections; readers keep what they have mapped. Idempotent."""
-        if (sources := _sources.get(self._agent)) is not None:
+        if (sources := _sources.get(self.agent)) is not None:
             sources.pop(self.source_name, None)
         hub, self._hub = self._hub, None
         if hub is not None:
