@@ -458,9 +458,9 @@ class Agent:
         try:
             self.rrefs.drain()
             self.streams.drain()
-            self._leases.renew()
             self._gpus.tick()
-            self._old_calls.look(now := time.monotonic())
+            self._leases.look(now := time.monotonic())
+            self._old_calls.look(now)
             self._notes.look(now)
         finally:
             self._tick_handle = self.network.io.loop.call_later(TICK_S, self._tick)

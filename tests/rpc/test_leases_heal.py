@@ -105,6 +105,20 @@ def test_a_process_without_a_free_descriptor_ends_no_lease() -> None:
     assert told == []
 
 
+def test_a_look_at_the_connections_is_as_rare_as_heartbeats() -> None:
+    """Looks come ten times a second, also at a worker with a thousand connections."""
+    looks = list[float]()
+
+    def sessions() -> list[PeerSession]:
+        looks.append(now)
+        return []
+
+    watch = LeaseWatch(40.0, sessions, PeerEvents())
+    for now in (1000.0, 1000.1, 1009.9, 1010.0, 1010.1, 1020.0):
+        watch.look(now)
+    assert looks == [1000.0, 1010.0, 1020.0]
+
+
 def _error_of(held: rpc.RRef[int]) -> type[Exception] | None:
     try:
         held.to_here()

@@ -20,7 +20,7 @@ from rpcdist.rpc._peers.directory import Directory, PeerEvents
 from rpcdist.rpc._peers.network import Announcements, PeerSession
 from rpcdist.rpc._peers.router import REPLACED, Router
 from rpcdist.rpc._values.buffers import CopiedBuffer, ReceiveBuffer
-from rpcdist.time_limits import LEASE_IN_PEER_TIMEOUTS
+from rpcdist.time_limits import HEARTBEATS_PER_PEER_TIMEOUT, LEASE_IN_PEER_TIMEOUTS
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.wire_messages import WireMessage
 
@@ -205,12 +205,20 @@ class LeaseWatch:
         self._ended = events.lease_ended
         self._found = events.found
         self._over: set[Identity] = set()
+        self._pause_s = peer_timeout_s / HEARTBEATS_PER_PEER_TIMEOUT
+        self._next_look = 0.0
         events.opened.listen(lambda session: self._leases.seen(session.peer))
         events.broken.listen(lambda session, reason: self._leases.seen(session.peer))
         events.lost.listen(lambda identity, error: self._leases.seen(identity))
 
+    def look(self, now: float) -> None:
+        """To be called often; `now` is a time of the monotonic clock. Renews as often as idle peers send something."""
+        if now >= self._next_look:
+            self._next_look = now + self._pause_s
+            self.renew()
+
     def renew(self) -> None:
-        """To be called often."""
+        """Renews the leases of connected workers, and ends those that are over. Its cost grows with the connections."""
         sessions = list(self._sessions())
         for session in sessions:
             self._leases.seen(session.peer, session.last_received)
