@@ -106,16 +106,17 @@ class Directory:
         self._on_event = on_event
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._version = -1
-        self._by_id: dict[int, Member] = {}
-        self._by_name: dict[str, int] = {}
-        self._present: set[int] = set()
         self._replaced: set[Identity] = set()  # one entry for each process that was replaced during ours
         self._suspected: dict[Identity, str] = {}  # listed by the coordinator, but declared lost here
-        self._living: dict[int, Member] = {}  # changed under the lock; readers copy it in one step, and need none
         self._leader: Identity | None = None  # if it is known
         self._losses: dict[int, tuple[str, str]] = {}  # name and reason of the lost ones whose places are free
-        self._take(roster)  # without events: these workers were there at the start
+        # Without events: these workers were there at the start. In a large world this is the cost of its `init_rpc`.
+        self._version = roster.version
+        self._by_id: dict[int, Member] = {member.identity.id: member for member in roster.members}
+        self._by_name: dict[str, int] = {member.identity.name: id for id, member in self._by_id.items()}
+        self._present = set(self._by_id)
+        # The living ones are changed under the lock; readers copy them in one step, and need none.
+        self._living = dict(self._by_id)
 
     def __repr__(self) -> str:
         return f"<Directory of {self.me.name} [{len(self._living)} of {len(self._by_id)} workers live]>"
