@@ -265,7 +265,7 @@ class Agent:
             lifetime,
             self._search.is_coordinator,
         )
-        self.watch = MembershipWatch(self.pool.submit)
+        self.watch = MembershipWatch(self.pool.submit, lifetime)
         always = {
             **self.actor_names.callables,
             **self.gatherings.callables,

@@ -121,5 +121,6 @@ class MembershipNews:
 
     def on_broken(self, session: MessageSink, reason: str) -> None:
         """Connects to the coordinator again, so that workers that never call it notice its death, too."""
-        if session.peer.id == self._directory.coordinator and self._service is None and not self._lifetime.is_closed:
+        has_ended = self._lifetime.is_closed or self._lifetime.all_leave
+        if session.peer.id == self._directory.coordinator and self._service is None and not has_ended:
             self._watch(self._directory.coordinator, "the membership of the job")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from rpcdist.rpc._peers.demultiplexer import Lifetime
 from rpcdist.rpc._peers.directory import MemberEvent
 from rpcdist.rpc._values.exceptions import traceback_of
 from rpcdist.rpc.worker_info import WorkerInfo
@@ -44,13 +45,13 @@ class MembershipWatch:
         submit: gives jobs to the pool.
     """
 
-    def __init__(self, submit: Callable[[Callable[[], None]], object]) -> None:
+    def __init__(self, submit: Callable[[Callable[[], None]], object], lifetime: Lifetime) -> None:
         self._submit = submit
+        self._lifetime = lifetime
         self._lock = threading.Lock()
         self._callbacks: dict[object, Callback] = {}
         self._changes: deque[MembershipChange] = deque()
         self._is_running = False
-        self._all_leave = False
         self._lost: set[str] = set()  # the names of those in the log
 
     def add(self, callback: Callback) -> Callable[[], None]:
@@ -73,7 +74,7 @@ class MembershipWatch:
                 worker may have joined after the loss.
         """
         with self._lock:
-            self._all_leave = True
+            self._lifetime.all_leave = True
             unheard = [(name, reason) for name, reason in losses.items() if name not in self._lost]
         for name, reason in unheard:
             logger.warning("worker %r is lost: %s", name, reason)
@@ -83,7 +84,7 @@ class MembershipWatch:
         who = event.member.identity
         is_lost = event.kind == "lost"
         with self._lock:
-            if self._all_leave:
+            if self._lifetime.all_leave:
                 return
             (self._lost.add if is_lost else self._lost.discard)(who.name)
         if is_lost:

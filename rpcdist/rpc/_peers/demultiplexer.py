@@ -19,12 +19,13 @@ class Lifetime:
 
     Attributes:
         is_closed: nothing is sent and nothing that arrives is handled any more.
+        all_leave: all workers leave by agreement, so connections end, and nobody is lost by that.
     """
 
-    __slots__ = ("is_closed",)
+    __slots__ = ("all_leave", "is_closed")
 
     def __init__(self) -> None:
-        self.is_closed = False
+        self.is_closed = self.all_leave = False
 
 
 PoolJob = tuple[Callable[..., object], tuple[object, ...]]

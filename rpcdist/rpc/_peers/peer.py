@@ -103,6 +103,10 @@ class PeerOwner(Protocol):
     def on_peer_broken(self, session: PeerSession, reason: str) -> None:
         """The connection ended; calls that were sent on it will not be answered."""
 
+    @property
+    def all_leave(self) -> bool:
+        """Whether all workers leave by agreement: a connection that ends is opened again only to send what is left."""
+
     def hears_from(self, identity: Identity) -> bool:
         """Whether the worker has a connection of its own to this one, on which it shows that it lives."""
 
@@ -365,7 +369,8 @@ class Peer:
             if reconnect:
                 self.session = None
                 self.last_up = session.last_received
-                self.state = PeerState.CONNECTING
+                reconnect = not self._owner.all_leave or bool(self._waiting or len(self._control))
+                self.state = PeerState.CONNECTING if reconnect else PeerState.IDLE
         self._owner.on_peer_broken(session, reason)  # also after `declare_lost`: calls wait on this session
         if reconnect:
             self._spawn_connect(reason, session.last_received)

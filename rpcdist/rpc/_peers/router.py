@@ -372,6 +372,10 @@ class Router:
     def on_peer_broken(self, session: PeerSession, reason: str) -> None:
         self._events.broken.publish(session, reason)
 
+    @property
+    def all_leave(self) -> bool:
+        return self._lifetime.all_leave
+
     def hears_from(self, identity: Identity) -> bool:
         session = self._inbound.get(identity)
         return (
