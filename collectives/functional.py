@@ -10,7 +10,7 @@ Only sums and averages have gradients. Where torch computes wrong ones (of MAX, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -35,25 +35,26 @@ __all__ = [
     "scatter",
 ]
 
-Context = Any  # torch gives its contexts whatever attributes they are given
+
+Tensors = tuple[torch.Tensor, ...]
 
 
 def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tensor:
     """The tensor of rank `src`. Its gradient is the sum of all ranks' gradients at `src`, and zero elsewhere."""
     pg = group_or_default(group)
-    return _apply(_Broadcast, pg, pg.group_rank(src), tensor)
+    return _broadcast(pg, pg.group_rank(src), tensor)
 
 
 def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> tuple[torch.Tensor, ...]:
     """All ranks' tensors, by rank, at `dst`; zeros of the same shapes elsewhere."""
     pg = group_or_default(group)
-    return _apply_many(_Gather, pg, pg.group_rank(dst), tensor)
+    return _gather(pg, pg.group_rank(dst), tensor)
 
 
 def scatter(tensors: Sequence[torch.Tensor], src: int = 0, group: Group = None) -> torch.Tensor:
     """Tensor i of rank `src` on rank i. The other ranks pass tensors of the same shape, whose values do not count."""
     pg = group_or_default(group)
-    return _apply(_Scatter, pg, pg.group_rank(src), *tensors)
+    return _scatter(pg, pg.group_rank(src), tensors)
 
 
 def reduce(tensor: torch.Tensor, dst: int, op: object = ReduceOp.SUM, group: Group = None) -> torch.Tensor:
@@ -63,7 +64,7 @@ def reduce(tensor: torch.Tensor, dst: int, op: object = ReduceOp.SUM, group: Gro
         ConfigError: another operation, where a gradient is wanted.
     """
     pg = group_or_default(group)
-    return _apply(_Reduce, pg, pg.group_rank(dst), _check(op, tensor), tensor)
+    return _reduce(pg, pg.group_rank(dst), _check(op, tensor), tensor)
 
 
 def reduce_scatter(
@@ -74,20 +75,19 @@ def reduce_scatter(
     Raises:
         ConfigError: another operation, where a gradient is wanted.
     """
-    pg = group_or_default(group)
-    return _apply(_ReduceScatter, pg, _check(op, *input_list), output, *input_list)
+    return _reduce_scatter(group_or_default(group), _check(op, *input_list), output, input_list)
 
 
 def all_gather(tensor: torch.Tensor, group: Group = None) -> tuple[torch.Tensor, ...]:
     """All ranks' tensors, by rank; the gradient of the own one is the sum of all ranks' gradients of it."""
-    return _apply_many(_AllGather, group_or_default(group), tensor)
+    return _all_gather(group_or_default(group), tensor)
 
 
 def all_to_all(
     output_tensor_list: list[torch.Tensor], input_tensor_list: Sequence[torch.Tensor], group: Group = None
 ) -> tuple[torch.Tensor, ...]:
     """Tensor j of rank i is tensor i of what rank j gets; `output_tensor_list` gets them, too, without gradients."""
-    return _apply_many(_AllToAll, group_or_default(group), output_tensor_list, *input_tensor_list)
+    return _all_to_all(group_or_default(group), output_tensor_list, input_tensor_list)
 
 
 def all_to_all_single(
@@ -98,8 +98,7 @@ def all_to_all_single(
     group: Group = None,
 ) -> torch.Tensor:
     """The same with the parts of all ranks in one tensor, cut along its first dimension; equal parts by default."""
-    pg = group_or_default(group)
-    return _apply(_AllToAllSingle, pg, output, output_split_sizes, input_split_sizes, input)
+    return _all_to_all_single(group_or_default(group), output, output_split_sizes, input_split_sizes, input)
 
 
 def all_reduce(tensor: torch.Tensor, op: object = ReduceOp.SUM, group: Group = None) -> torch.Tensor:
@@ -108,7 +107,7 @@ def all_reduce(tensor: torch.Tensor, op: object = ReduceOp.SUM, group: Group = N
     Raises:
         ConfigError: another operation, where a gradient is wanted.
     """
-    return _apply(_AllReduce, group_or_default(group), _check(op, tensor), tensor)
+    return _all_reduce(group_or_default(group), _check(op, tensor), tensor)
 
 
 def _check(op: object, *tensors: torch.Tensor) -> object:
@@ -121,70 +120,70 @@ def _check(op: object, *tensors: torch.Tensor) -> object:
     return op
 
 
-def _apply(function: type[Function], *arguments: object) -> torch.Tensor:
-    return cast(torch.Tensor, function.apply(*arguments))
+# ---------------------------------------------------------------- the backward of each is another one
+
+# Roots are ranks in the group.
 
 
-def _apply_many(function: type[Function], *arguments: object) -> tuple[torch.Tensor, ...]:
-    return cast("tuple[torch.Tensor, ...]", function.apply(*arguments))
+class _Collective(Function):
+    """A collective with a gradient.
 
+    `run` runs without gradients on the tensors. `back` makes their gradients of those of the results, and records
+    gradients of its own if it can be differentiated itself; it must not hold tensors, which would live as long as the
+    graph.
+    """
 
-def _zeros_like_all(tensor: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
-    return [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
-
-
-# ---------------------------------------------------------------- each one's backward is another one
-
-# Roots are ranks in the group. `forward` runs without gradients; `backward` records them if it can be differentiated
-# itself.
-
-
-class _Broadcast(Function):
     @staticmethod
-    def forward(ctx: Context, group: ProcessGroup, root: int, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.group, ctx.root = group, root
+    def forward(ctx: Any, run: Callable[..., Any], back: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+        ctx.back = back
+        return run(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *ctx.back(*gradients)
+
+
+def _broadcast(group: ProcessGroup, root: int, tensor: torch.Tensor) -> torch.Tensor:
+    def run(tensor: torch.Tensor) -> torch.Tensor:
         copy = tensor.clone(memory_format=torch.contiguous_format)
         operations.broadcast(copy, group=group, group_src=root)
         return copy
 
-    @staticmethod
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        total = _apply(_Reduce, ctx.group, ctx.root, ReduceOp.SUM, gradient)
-        if ctx.group.rank() != ctx.root:  # zero, whatever is in it, and still a part of the graph
+    def back(gradient: torch.Tensor) -> Tensors:
+        total = _reduce(group, root, ReduceOp.SUM, gradient)
+        if group.rank() != root:  # zero, whatever is in it, and still a part of the graph
             total = total.masked_fill(torch.ones((), dtype=torch.bool, device=total.device), 0)
-        return None, None, total
+        return (total,)
+
+    return _apply(run, back, tensor)
 
 
-class _Reduce(Function):
-    @staticmethod
-    def forward(ctx: Context, group: ProcessGroup, root: int, op: object, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.group, ctx.root, ctx.op = group, root, op
+def _reduce(group: ProcessGroup, root: int, op: object, tensor: torch.Tensor) -> torch.Tensor:
+    def run(tensor: torch.Tensor) -> torch.Tensor:
         copy = tensor.clone(memory_format=torch.contiguous_format)
         operations.reduce(copy, op=op, group=group, group_dst=root)
         return copy
 
-    @staticmethod
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[None, None, None, torch.Tensor]:
-        return None, None, None, _share(ctx, _apply(_Broadcast, ctx.group, ctx.root, gradient))
+    def back(gradient: torch.Tensor) -> Tensors:
+        return (_share(group, op, _broadcast(group, root, gradient)),)
+
+    return _apply(run, back, tensor)
 
 
-class _Gather(Function):
-    @staticmethod
-    def forward(ctx: Context, group: ProcessGroup, root: int, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.group, ctx.root = group, root
+def _gather(group: ProcessGroup, root: int, tensor: torch.Tensor) -> Tensors:
+    def run(tensor: torch.Tensor) -> Tensors:
         outputs = _zeros_like_all(tensor, group)
         operations.gather(tensor, outputs if group.rank() == root else None, group=group, group_dst=root)
         return tuple(outputs)
 
-    @staticmethod
-    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        return None, None, _apply(_Scatter, ctx.group, ctx.root, *gradients)
+    def back(*gradients: torch.Tensor) -> Tensors:
+        return (_scatter(group, root, gradients),)
+
+    return _apply_many(run, back, tensor)
 
 
-class _Scatter(Function):
-    @staticmethod
-    def forward(ctx: Context, group: ProcessGroup, root: int, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.group, ctx.root = group, root
+def _scatter(group: ProcessGroup, root: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
         shapes = {tensor.shape for tensor in tensors}
         if len(tensors) != group.size() or len(shapes) != 1:
             raise ConfigError(f"scatter wants {group.size()} tensors of one shape on every rank, one for each of them")
@@ -193,89 +192,94 @@ class _Scatter(Function):
         operations.scatter(output, given, group=group, group_src=root)
         return output
 
-    @staticmethod
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *_apply_many(_Gather, ctx.group, ctx.root, gradient)
+    def back(gradient: torch.Tensor) -> Tensors:
+        return _gather(group, root, gradient)
+
+    return _apply(run, back, *tensors)
 
 
-class _AllReduce(Function):
-    @staticmethod
-    def forward(ctx: Context, group: ProcessGroup, op: object, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.group, ctx.op = group, op
+def _all_reduce(group: ProcessGroup, op: object, tensor: torch.Tensor) -> torch.Tensor:
+    def run(tensor: torch.Tensor) -> torch.Tensor:
         copy = tensor.clone(memory_format=torch.contiguous_format)
         operations.all_reduce(copy, op, group)
         return copy
 
-    @staticmethod
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        return None, None, _apply(_AllReduce, ctx.group, ctx.op, gradient)
+    def back(gradient: torch.Tensor) -> Tensors:
+        return (_all_reduce(group, op, gradient),)
+
+    return _apply(run, back, tensor)
 
 
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(
-        ctx: Context, group: ProcessGroup, op: object, output: torch.Tensor, *tensors: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.group, ctx.op = group, op
+def _reduce_scatter(
+    group: ProcessGroup, op: object, output: torch.Tensor, tensors: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    def run(output: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         operations.reduce_scatter(output, list(tensors), op, group)
         return output
 
-    @staticmethod
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, None, *_apply_many(_AllGather, ctx.group, _share(ctx, gradient))
+    def back(gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *_all_gather(group, _share(group, op, gradient))
+
+    return _apply(run, back, output, *tensors)
 
 
-class _AllGather(Function):
-    @staticmethod
-    def forward(ctx: Context, group: ProcessGroup, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.group = group
+def _all_gather(group: ProcessGroup, tensor: torch.Tensor) -> Tensors:
+    def run(tensor: torch.Tensor) -> Tensors:
         outputs = _zeros_like_all(tensor, group)
         operations.all_gather(outputs, tensor, group)
         return tuple(outputs)
 
-    @staticmethod
-    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[None, torch.Tensor]:
-        total = torch.empty_like(gradients[ctx.group.rank()], memory_format=torch.contiguous_format)
-        return None, _apply(_ReduceScatter, ctx.group, ReduceOp.SUM, total, *gradients)
+    def back(*gradients: torch.Tensor) -> Tensors:
+        total = torch.empty_like(gradients[group.rank()], memory_format=torch.contiguous_format)
+        return (_reduce_scatter(group, ReduceOp.SUM, total, gradients),)
+
+    return _apply_many(run, back, tensor)
 
 
-class _AllToAll(Function):
-    @staticmethod
-    def forward(
-        ctx: Context, group: ProcessGroup, outputs: list[torch.Tensor], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.group = group
-        ctx.shapes = [tensor.shape for tensor in tensors]
+def _all_to_all(group: ProcessGroup, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Tensors:
+    shapes = [tensor.shape for tensor in tensors]
+
+    def run(*tensors: torch.Tensor) -> Tensors:
         operations.all_to_all(list(outputs), list(tensors), group)
         return tuple(outputs)
 
-    @staticmethod
-    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        outputs = [gradients[0].new_empty(shape) for shape in ctx.shapes]
-        return None, None, *_apply_many(_AllToAll, ctx.group, outputs, *gradients)
+    def back(*gradients: torch.Tensor) -> Tensors:
+        return _all_to_all(group, [gradients[0].new_empty(shape) for shape in shapes], gradients)
+
+    return _apply_many(run, back, *tensors)
 
 
-class _AllToAllSingle(Function):
-    @staticmethod
-    def forward(
-        ctx: Context,
-        group: ProcessGroup,
-        output: torch.Tensor,
-        output_splits: Sequence[int] | None,
-        input_splits: Sequence[int] | None,
-        tensor: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.group, ctx.shape = group, tensor.shape
-        ctx.splits = input_splits, output_splits  # the other way round
+def _all_to_all_single(
+    group: ProcessGroup,
+    output: torch.Tensor,
+    output_splits: Sequence[int] | None,
+    input_splits: Sequence[int] | None,
+    tensor: torch.Tensor,
+) -> torch.Tensor:
+    shape = tensor.shape
+
+    def run(output: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         operations.all_to_all_single(output, tensor, output_splits, input_splits, group)
         return output
 
-    @staticmethod
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        output = gradient.new_empty(ctx.shape)
-        return None, None, None, None, _apply(_AllToAllSingle, ctx.group, output, *ctx.splits, gradient)
+    def back(gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, _all_to_all_single(group, gradient.new_empty(shape), input_splits, output_splits, gradient)
+
+    return _apply(run, back, output, tensor)
 
 
-def _share(ctx: Context, gradient: torch.Tensor) -> torch.Tensor:
+def _apply(run: Callable[..., Any], back: Callable[..., Any], *tensors: torch.Tensor) -> torch.Tensor:
+    return cast(torch.Tensor, cast(Any, _Collective).apply(run, back, *tensors))
+
+
+def _apply_many(run: Callable[..., Any], back: Callable[..., Any], *tensors: torch.Tensor) -> Tensors:
+    return cast(Tensors, cast(Any, _Collective).apply(run, back, *tensors))
+
+
+def _zeros_like_all(tensor: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
+    return [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+
+
+def _share(group: ProcessGroup, op: object, gradient: torch.Tensor) -> torch.Tensor:
     """The gradient, divided by the number of ranks where their average was taken."""
-    return gradient / ctx.group.size() if canonical_op(ctx.op)[0] is ReduceOp.AVG else gradient
+    return gradient / group.size() if canonical_op(op)[0] is ReduceOp.AVG else gradient
