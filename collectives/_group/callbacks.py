@@ -5,9 +5,8 @@ comes first is chance, and another on each rank, where operations have to come i
 
  1. The callbacks of a group run one at a time, in the order in which the program attached them: the same on all ranks,
     as that of the program's operations is. Each waits for its future before it runs.
-2. Operations that callbacks call have an order of their own: a second group of the same ranks runs it
-(`EngineBackend.here`), which
-    is made when the first callback calls an operation.
+ 2. Operations that callbacks call have an order of their own: a second group of the same ranks runs it
+    (`EngineBackend.here`), which is made when the first callback calls an operation.
  3. A callback that attaches another one waits for its future, and runs it at once.
  4. A callback whose future the attaching thread has waited for runs at once, like a call that the program writes there;
     operations that it calls come in the order of the program's. On torch it has run, too, when `then` returns.

@@ -116,9 +116,6 @@ class StoreTable:
             del self._watching[waiter.watched]
 
 
-__all__ = ["HashStore"]
-
-
 class _Call:
     """An operation under way: its result so far, and what tells its caller that the result has changed."""
 

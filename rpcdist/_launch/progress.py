@@ -122,10 +122,6 @@ class Progress:
         """The ranks that have not imported everything yet."""
         return [rank for rank in self._ranks if rank not in self._ready]
 
-    def all_have_ended(self) -> bool:
-        """Whether no process is left."""
-        return len(self._ended) == len(self._ranks)
-
     def outcome(self, now: float) -> Outcome | None:
         """How the job has ended; None while it runs."""
         if self._failures:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import torch.distributed
 
@@ -29,19 +29,13 @@ __all__ = [
 ]
 
 
-class _InitBackend(Protocol):
-    def __call__(
-        self, store: object, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions
-    ) -> object: ...
-
-
 # Compared by identity: an enum takes members of equal value for aliases of one.
 @dataclass(frozen=True, slots=True, eq=False)
 class BackendValue:
     """A member of `BackendType`: how to make the backend's options, and how to start its agent."""
 
     construct_rpc_backend_options_handler: Callable[..., RpcBackendOptions]
-    init_backend_handler: _InitBackend
+    init_backend_handler: Callable[..., object]
 
 
 class _BackendTypeBase(enum.Enum):
@@ -78,7 +72,7 @@ def backend_registered(backend_name: str) -> bool:
 def register_backend(
     backend_name: str,
     construct_rpc_backend_options_handler: Callable[..., RpcBackendOptions],
-    init_backend_handler: _InitBackend,
+    init_backend_handler: Callable[..., object],
 ) -> _BackendTypeBase:
     """Add a backend.
 

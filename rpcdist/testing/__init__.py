@@ -13,9 +13,8 @@ Linux and other systems that can fork. Every wait has a time limit; see `rpcdist
 """
 
 from rpcdist.testing.in_process_cluster import InProcessCluster
-from rpcdist.testing.limits import LIMIT_S, UNIT_S
+from rpcdist.testing.limits import LIMIT_S, UNIT_S, eventually, eventually_async, wait_until_asleep
 from rpcdist.testing.memory_network import MemoryNetwork
-from rpcdist.testing.polling import eventually, eventually_async, wait_until_asleep
 from rpcdist.testing.program import Program, free_port
 from rpcdist.testing.rank_pool import RankPool
 from rpcdist.testing.worker import Pending, Worker, WorkerEnded, WorkerTimeout, preload, server_pid, wait_for_any

@@ -1,4 +1,6 @@
-"""The time limits of tests: multiples of one unit, which `RPCDIST_TEST_SCALE` stretches on slow machines.
+"""The time limits of tests, and waits for facts that no event reports.
+
+The limits are multiples of one unit, which `RPCDIST_TEST_SCALE` stretches on slow machines.
 
 A limit decides only how long a test that fails takes to do so; a test that passes never waits for one. Limits that a
 test is *about* (a lease that ends, a peer that is silent) are small multiples of `UNIT_S`.
@@ -6,9 +8,24 @@ test is *about* (a lease that ends, a peer that is silent) are small multiples o
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
 
-__all__ = ["END_LIMIT_S", "LIMIT_S", "STACKS_LIMIT_S", "UNIT_S"]
+__all__ = [
+    "END_LIMIT_S",
+    "LIMIT_S",
+    "STACKS_LIMIT_S",
+    "UNIT_S",
+    "eventually",
+    "eventually_async",
+    "wait_until_asleep",
+    "wait_until_stopped",
+]
 
 UNIT_S = 0.1 * float(os.environ.get("RPCDIST_TEST_SCALE", "1"))
 """Seconds. The shortest time in which every worker of a loaded machine runs at least once."""
@@ -21,3 +38,77 @@ END_LIMIT_S = 20 * UNIT_S
 
 STACKS_LIMIT_S = 20 * UNIT_S
 """For the stacks of a worker that did not answer in time."""
+
+
+POLL_S = 0.005
+NUM_LOOKS = 4
+"""A thread that sleeps at so many looks, one after the other, waits for something that others have to do."""
+
+T = TypeVar("T")
+
+
+def eventually(condition: Callable[[], T], what: str = "the condition", within_s: float = LIMIT_S) -> T:
+    """Calls `condition` until it returns a true value, and returns that value.
+
+    Prefer an event, a barrier or the result of a call: this is for what nothing reports, such as a file that another
+    process writes or a table that is cleaned in the background.
+
+    Args:
+        condition: called again and again in this thread.
+        what: the fact, for the error: "the client waits".
+        within_s: the time limit in seconds.
+
+    Raises:
+        AssertionError: the limit has passed; it shows the last value.
+    """
+    for value in _looks(condition, what, within_s):
+        if value:
+            return value
+        time.sleep(POLL_S)  # nothing tells this process of the change
+    raise AssertionError("unreachable")
+
+
+async def eventually_async(condition: Callable[[], T], what: str = "the condition", within_s: float = LIMIT_S) -> T:
+    """As `eventually`, in a coroutine; its loop goes on in the meantime."""
+    for value in _looks(condition, what, within_s):
+        if value:
+            return value
+        await asyncio.sleep(POLL_S)
+    raise AssertionError("unreachable")
+
+
+def _looks(condition: Callable[[], T], what: str, within_s: float) -> Iterator[T]:
+    limit = time.monotonic() + within_s
+    while True:
+        yield (value := condition())
+        assert time.monotonic() < limit, f"not within {within_s} s: {what}; the last value was {value!r}"
+
+
+def wait_until_asleep(thread: threading.Thread | int, within_s: float = LIMIT_S) -> None:
+    """Waits until a thread sleeps in the kernel: it has come to the point where it waits for others.
+
+    Args:
+        thread: a thread of this process, or a process id, for the main thread of that process.
+        within_s: the time limit in seconds.
+    """
+    pid, tid = (thread, thread) if isinstance(thread, int) else (os.getpid(), thread.native_id)
+    stat = Path(f"/proc/{pid}/task/{tid}/stat")
+    num_asleep = 0
+
+    def sleeps() -> bool:
+        nonlocal num_asleep
+        state = stat.read_text().rpartition(")")[2].split()[0]
+        num_asleep = num_asleep + 1 if state == "S" else 0
+        return num_asleep == NUM_LOOKS
+
+    eventually(sleeps, f"{thread!r} sleeps", within_s)
+
+
+def wait_until_stopped(pid: int, within_s: float = LIMIT_S) -> None:
+    """Waits until all threads of a process stand still: a SIGSTOP takes effect when one of them next runs."""
+    tasks = Path(f"/proc/{pid}/task")
+
+    def stands_still() -> bool:
+        return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks.iterdir())
+
+    eventually(stands_still, f"process {pid} is stopped", within_s)

@@ -32,8 +32,7 @@ from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
 from rpcdist.testing import _child
-from rpcdist.testing.limits import END_LIMIT_S, LIMIT_S, STACKS_LIMIT_S
-from rpcdist.testing.polling import eventually, wait_until_stopped
+from rpcdist.testing.limits import END_LIMIT_S, LIMIT_S, STACKS_LIMIT_S, eventually, wait_until_stopped
 
 _modules = ["__main__", "torch", "torch.utils.data", "rpcdist.rpc", "rpcdist.collectives", "rpcdist.collectives.tcp"]
 _context = multiprocessing.get_context("forkserver")

@@ -13,7 +13,7 @@ from threads_at_once import problems_of_threads
 from rpcdist import rpc
 from rpcdist.errors import DeadlineExceeded, OwnerLost
 from rpcdist.rpc._current import current_agent
-from rpcdist.testing.polling import wait_until_stopped
+from rpcdist.testing.limits import wait_until_stopped
 
 _gate: Final = threading.Event()
 _made: Final[list[Any]] = []

@@ -16,7 +16,7 @@ from session_pairs import LIMIT_S, Bytes, ChannelPair, announced, call
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import TransportError
-from rpcdist.testing.polling import eventually_async
+from rpcdist.testing.limits import eventually_async
 from rpcdist.transport import session_writer as writer_module
 from rpcdist.transport._framing.frames import CHUNK_BYTES, CHUNK_WINDOW_BYTES, frame
 from rpcdist.transport._framing.incoming import Incoming, heap_buffer
