@@ -292,8 +292,8 @@ class Published:
         with self._reading:
             purpose = f"the targets for {self.name!r}"
             targets = pieces_of(target, purpose, self._seen_targets)
-        if not targets.are_seen:
-            check_targets(targets, purpose)
+            if not targets.are_seen:
+                check_targets(targets, purpose, self._seen_targets)
         if not targets.names:
             raise ConfigError(f"there is nothing to pull {self.name!r} into: the module or dictionary is empty")
         plans: dict[int, ShardCopies] = {}

@@ -428,6 +428,13 @@ def test_targets_that_cannot_be_written_leave_the_others_as_they_are(cluster: In
                 weights.pull_into({"a": a, "b": b})
             assert not a.any()
         weights.close()
+        many = {"b": torch.zeros(1).expand(4)} | {f"t{n}": torch.zeros(4) for n in range(100)}  # checked at first sight
+        weights = Published("many")
+        weights.publish(many)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="'b' of the targets for 'many' is expanded"):
+                weights.pull_into(many)
+        weights.close()
 
 
 def without_memory() -> torch.Tensor:

@@ -231,8 +231,11 @@ def _problem_of(tensor: Tensor) -> str:
     return "" if has_memory else f"has no memory of its own (it is a {type(tensor).__name__})"
 
 
-def check_targets(targets: Pieces, purpose: str) -> None:
-    """Raises `ConfigError` for a tensor that torch refuses to write, which it does after it has written others."""
+def check_targets(targets: Pieces, purpose: str, seen: SeenTensors) -> None:
+    """Raises `ConfigError` for a tensor that torch refuses to write, which it does after it has written others.
+
+    Then `seen` is emptied, so the same targets are checked again in the next call.
+    """
     tensors = targets.tensors
     if (
         all(map(Tensor.is_contiguous, tensors))
@@ -243,6 +246,7 @@ def check_targets(targets: Pieces, purpose: str) -> None:
     for name, tensor in zip(targets.names, tensors, strict=True):
         kind = "expanded" if torch._debug_has_internal_overlap(tensor) == 1 else "a conjugate or negative view"
         if kind == "expanded" or tensor.is_neg() or tensor.is_conj():
+            seen.clear()
             raise ConfigError(f"{name!r} of {purpose} is {kind}, and cannot be written; give a clone of it")
 
 
