@@ -1,5 +1,5 @@
-"""Ranges in the profiles of `torch.profiler` (of calls, handlers, collective operations and buckets of DDP), and the
-spans of `rpcdist.trace`.
+"""Ranges in the profiles of `torch.profiler` (of calls, handlers, collective operations and buckets of DDP), the spans
+of `rpcdist.trace`, and torch's older profiler, `profile`, with the events of remote functions.
 
 While no profiler runs in this process, a place that has a range asks for one attribute and does nothing else. A
 profiler records the thread that started it, and with `_ExperimentalConfig(profile_all_threads=True)` all threads, which
@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Self
 
-from torch.autograd import profiler
+import torch
+from torch.autograd import profiler, profiler_legacy
+from torch.autograd.profiler_util import EventList, FunctionEvent, Interval
 
 _forget: Final = ctypes.pythonapi.Py_IncRef
 _forget.argtypes, _forget.restype = (ctypes.py_object,), None
@@ -81,3 +84,148 @@ class record_function:
                 self._range.__exit__(None, None, None)
             else:
                 _forget(self._range)
+
+
+_SENT: Final = "id thread fwd_thread input_shapes stack scope cpu_memory_usage device_memory_usage sequence_nr flops"
+_OPTIONS: Final = "use_cuda record_shapes with_flops profile_memory with_stack with_modules"
+_here: Final = threading.local()
+Row = dict[str, Any]
+"""An event as it travels: the arguments of a `FunctionEvent`."""
+
+
+def profiling_key(mode: str, function: str, caller: str, callee: str) -> str:
+    """The name of a call's event in `profile`, which is that in torch: `rpc_sync#add(worker0 -> worker1)`."""
+    return f"rpc_{mode}#{function}({caller} -> {callee})"
+
+
+class profile(profiler_legacy.profile):
+    """torch's older profiler, which also gets the events of functions that its thread calls on other workers.
+
+    The name of a remote event begins with the key of its call and `#remote_op: `, and its `node_id` is the id of the
+    worker. Its times are those of the callee, moved so that they lie in the middle of the call.
+    """
+
+    running: Final[list[profile]] = []
+    """Those of all threads: calls look here first."""
+    of_process: Final[list[_server_process_global_profile]] = []
+    """Those of all functions that others call in this process: the threads that run these look here."""
+
+    @staticmethod
+    def here() -> profile | None:
+        """The one of this thread."""
+        found: profile | None = getattr(_here, "profile", None)
+        return found
+
+    def options(self) -> dict[str, bool]:
+        """The arguments for a profiler of a callee."""
+        return {name: getattr(self, name) for name in _OPTIONS.split()}
+
+    def add(
+        self, key: str, node_id: int, when_done: Callable[[Any], object], rows: Callable[[Any], list[Row]] | None = None
+    ) -> None:
+        """Notes a call that began now, in a range called `key`, on this thread.
+
+        Args:
+            key: the name of the event.
+            node_id: of this worker.
+            when_done: has a function called with the future of the call when that is done; the event ends then.
+            rows: the events of the callee, of the result of that future.
+        """
+        times, found = [time.monotonic()], list[Row]()
+        self._calls.append((key, node_id, times, found))
+
+        def ended(done: Any) -> None:
+            times.append(time.monotonic())
+            if rows is not None and done.exception() is None:
+                found.extend(rows(done.value()))
+
+        when_done(ended)
+
+    def __enter__(self) -> Self:
+        self._calls: list[tuple[str, int, list[float], list[Row]]] = []
+        if self.enabled:
+            super().__enter__()  # type: ignore[no-untyped-call]
+            self.running.append(self)
+            _here.profile = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.enabled:
+            _here.profile = None
+            self.running.remove(self)
+            if self.use_cuda:
+                torch.cuda.synchronize()
+            self._parsed: list[FunctionEvent] = profiler_legacy._parse_legacy_records(
+                profiler_legacy._disable_profiler_legacy()
+            )
+            self.function_events = EventList(
+                self._merged(), use_device="cuda" if self.use_cuda else None,
+                profile_memory=self.profile_memory, with_flops=self.with_flops,
+            )  # fmt: skip
+            self.function_events._build_tree()
+
+    def rows(self, node_id: int) -> list[Row]:
+        """The events after the block, for the caller of this worker; those of calls that have ended since, too."""
+        rows: list[Row] = []
+        for event in self._merged():
+            row: Row = {name: getattr(event, name) for name in _SENT.split()}
+            row |= {"name": event.name, "start_us": event.time_range.start, "end_us": event.time_range.end}
+            rows.append(row | {"node_id": event.node_id if event.is_remote else node_id, "is_async": event.is_async})
+        return rows
+
+    @classmethod
+    def serve(cls, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a function that a peer calls, under the profiles `of_process`."""
+        if cls.here() is not None or not (profiles := list(cls.of_process)):
+            return function(*args, **kwargs)
+        with profile(**profiles[0].options()) as ran:  # type: ignore[no-untyped-call]
+            result = function(*args, **kwargs)
+        for one in profiles:
+            if one in cls.of_process:
+                one.process_global_function_events.append(
+                    ran._merged()
+                )  # without the ties of a tree, which travel badly
+        return result
+
+    def _merged(self) -> list[FunctionEvent]:
+        """The events of this thread, those of its calls with their true ends, and those of the callees."""
+        by_name: dict[str, list[FunctionEvent]] = {}
+        for event in self._parsed:
+            by_name.setdefault(event.name, []).append(event)
+        events = list(self._parsed)
+        for key, node_id, times, rows in self._calls:
+            of_call = by_name[key].pop(0)
+            start, end = of_call.time_range.start, of_call.time_range.end
+            of_call.node_id = node_id
+            if len(times) == 2:
+                of_call.is_async = True  # it may end after events that begin later
+                end = max(end, start + (times[1] - times[0]) * 1e6)
+                of_call.time_range = Interval(start, end)
+            first, last = (min(row["start_us"] for row in rows), max(row["end_us"] for row in rows)) if rows else (0, 0)
+            moved_us = start + max(0.0, (end - start - (last - first)) / 2) - first
+            for row in rows:
+                name = f"{key}#remote_op: {row['name']}"
+                at: Row = {"start_us": row["start_us"] + moved_us, "end_us": row["end_us"] + moved_us}
+                at |= {"name": name, "trace_name": name}
+                events.append(FunctionEvent(**row | at, is_remote=True, is_legacy=True))
+        return sorted(events, key=lambda event: (event.time_range.start, -event.time_range.end))
+
+
+class _server_process_global_profile(profile):
+    """torch's profiler of the functions that others call in this process, on any threads.
+
+    Attributes:
+        process_global_function_events: a list of events for each call that has ended meanwhile.
+        function_events: all of them, after the block.
+    """
+
+    def __enter__(self) -> Self:
+        self.process_global_function_events: list[list[FunctionEvent]] = []
+        self.of_process.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.of_process.remove(self)
+        events = [event for of_call in self.process_global_function_events for event in of_call]
+        self.function_events = EventList(events, profile_memory=self.profile_memory)
+        self.function_events._tree_built = True  # each call has one of its own

@@ -138,6 +138,9 @@ def install() -> None:
         return
     import torch.distributed
     from torch import nn
+    from torch.autograd import profiler_legacy
+
+    from rpcdist.profile_ranges import profile
 
     if not torch.distributed.is_available():
         raise ConfigError("this torch was built without torch.distributed; use rpcdist itself instead")
@@ -154,6 +157,7 @@ def install() -> None:
     places: list[Any] = [nn, nn.modules, nn.modules.batchnorm]
     for place in places:
         place.SyncBatchNorm = SyncBatchNorm  # for torch, too: it is of torch's class
+    profiler_legacy.profile = profile  # type: ignore[misc]
     _prepare_children()
 
 

@@ -23,7 +23,7 @@ ALIASES: Final = {
 MISSING: Final = {
     "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook": "use ZeroRedundancyOptimizer without overlap",
     "torch.distributed.rpc._testing": "it tests torch's own agent",
-    "torch.distributed.rpc.server_process_global_profiler": "profile each worker by torch.profiler",
+    "torch.distributed.rpc.server_process_global_profiler": "use rpc._server_process_global_profile, or torch.profiler",
 }
 """Modules that can be imported and have nothing in them, and what to do instead."""
 

@@ -28,6 +28,7 @@ for coroutines, whose names end in `_async`. The guide is `docs/rpc.md`; the err
 
 from __future__ import annotations
 
+from rpcdist.profile_ranges import _server_process_global_profile  # noqa: F401  # torch has it here
 from rpcdist.rpc import api, backend_registry, constants, functions, internal, options
 from rpcdist.rpc._agent import Agent as RpcAgent
 from rpcdist.rpc._agent import Agent as TensorPipeAgent

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from rpcdist.errors import SerializationError
+from rpcdist.profile_ranges import profiling_key
 from rpcdist.rpc._values import ReceiveBuffer, register_reducer
 from rpcdist.rpc._values.pickled import read_pickle, write_pickle
 from rpcdist.rpc.rref import PyRRef
@@ -120,4 +121,4 @@ def _build_rpc_profiling_key(
     exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
 ) -> str:
     """The name under which a call appears in a profile, such as `rpc_sync#torch.add(worker0 -> worker1)`."""
-    return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"
+    return profiling_key(exec_type.value, func_name, current_worker_name, dst_worker_name)

@@ -70,6 +70,7 @@ class PyRRef(Generic[T]):
         "_home",
         "_kind",
         "_order",
+        "_profiled",
         "_type_future",
     )
 
@@ -96,6 +97,7 @@ class PyRRef(Generic[T]):
         self._kind = ""  # the name of the value's class, if it was known from the start
         self._order: object = None  # of the calls of an actor
         self._type_future: Future[type] | None = None
+        self._profiled: Future[Any] | None = None
 
     if not TYPE_CHECKING:  # checkers know the attributes that there are
 
@@ -276,6 +278,10 @@ class PyRRef(Generic[T]):
         done: Future[Any] = Future()
         done.set_result(None)
         return done
+
+    def _get_profiling_future(self) -> Future[Any] | None:
+        """Done when the profile that ran where `remote` made this reference has that call; None if none ran."""
+        return self._profiled
 
     @off_loop("await rref.backward_async(...)")
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:

@@ -6,8 +6,10 @@ Only what these tests are about is replaced, and not `torch.distributed` itself:
 from __future__ import annotations
 
 import torch
+from torch.autograd import profiler_legacy
 
 from rpcdist.compat._aliases import install_aliases
+from rpcdist.profile_ranges import profile
 
 __all__ = ["MAPPED", "install", "torch_agent_is_set"]
 
@@ -22,6 +24,7 @@ MAPPED = {
 def install() -> None:
     """Map torch's names to ours in this process; once, and before a module that uses them is imported."""
     install_aliases(MAPPED, {})
+    profiler_legacy.profile = profile  # type: ignore[misc]
 
 
 def torch_agent_is_set() -> bool:

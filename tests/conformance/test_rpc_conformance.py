@@ -34,7 +34,9 @@ RpcTest:
     shutdown_followed_by_rpc callback_chain future_nested_callback mark_future_twice pickle_future
     async_function_simple async_function_chained_remote async_function_raise async_function_wrong_return_type
     async_class_rref_proxy return_future set_and_get_default_rpc_timeout duplicate_name duplicate_name_2 reinit
-    init_rpc_twice init_pg_then_rpc wrong_types
+    init_rpc_twice init_pg_then_rpc wrong_types profiler_export_trace profiler_remote_events_profiled
+    profiler_rpc_memory profiler_rpc_record_shapes profiler_with_autograd_context profiler_with_remote_builtin
+    profiler_with_sync_rpc_builtin rpc_profiling_async_function rref_type_non_blocking server_process_global_profiler
     cannot_infer_backend_from_options world_size_one my_parameter_server
 TensorPipeAgentRpcTest:
     mismatched_type_for_options infer_backend_from_options set_and_get_num_worker_threads
@@ -106,7 +108,6 @@ def test_the_cross_section_is_counted() -> None:
 
 
 OPTIONAL_NAMES = {
-    "rpc._server_process_global_profile",  # of torch's profiler, which only optional tests use
     "rpc.api._broadcast_to_followers",  # a step of torch's gathering that ours does not have
 }
 

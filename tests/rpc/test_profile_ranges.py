@@ -137,3 +137,59 @@ def test_without_a_profiler_there_are_no_ranges(cluster: InProcessCluster, monke
     with cluster.use("trainer"):
         assert rpc.rpc_sync("server", double, (torch.ones(2),)).tolist() == [2.0, 2.0]
         assert rpc.rpc_async("server", double, (torch.ones(2),)).wait().tolist() == [2.0, 2.0]
+
+
+def refuse(x: torch.Tensor) -> torch.Tensor:
+    raise ValueError("seven")
+
+
+@rpc.functions.async_execution
+def double_there(x: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    return rpc.rpc_async("trainer", double, (x,))
+
+
+def test_torchs_older_profiler_has_the_events_of_callees(cluster: InProcessCluster) -> None:
+    x = torch.ones(3)
+    with cluster.use("trainer"):
+        with profile_ranges.profile(record_shapes=True) as profiled:  # type: ignore[no-untyped-call]
+            results = [rpc.rpc_sync("server", double, (x,)), rpc.rpc_async("server", double_later, (x,)).wait()]
+            results.append(rpc.rpc_async("server", double_there, (x,)).wait())
+            rref = rpc.remote("server", double, (x,))
+            results.append(rref.to_here())
+            noted = rref._get_profiling_future()
+            assert noted is not None
+            noted.wait()
+            with pytest.raises(ValueError, match="seven"):
+                rpc.rpc_sync("server", refuse, (x,))
+            broken = rpc.remote("server", refuse, (x,))
+            with pytest.raises(ValueError, match="seven"):
+                broken.to_here()
+        assert rpc.remote("server", double, (x,))._get_profiling_future() is None
+        del rref, broken
+    assert all(result.tolist() == [2.0] * 3 for result in results)
+    events: Any = profiled.function_events
+    local = [event.name for event in events if event.name.startswith("rpc_") and not event.is_remote]
+    way, back = "(trainer -> server)", "rpc_async#double(server -> trainer)"
+    names = ["sync#double", "async#double_later", "async#double_there", "remote#double", "sync#refuse", "remote#refuse"]
+    assert local == [f"rpc_{name}{way}" for name in names]
+    remote = {event.name: event for event in events if event.is_remote}
+    for call in (f"rpc_sync#double{way}", f"rpc_remote#double{way}", f"rpc_async#double_there{way}#remote_op: {back}"):
+        product = remote[f"{call}#remote_op: aten::mul"]
+        assert product.node_id == (0 if back in call else 1) and product.input_shapes[0] == [3]
+        [outer] = [event for event in events if event.name == call]
+        assert outer.time_range.start <= product.time_range.start < product.time_range.end <= outer.time_range.end
+    assert not profile_ranges.profile.running
+
+
+def test_torchs_profiler_of_a_process_has_a_list_for_each_call(cluster: InProcessCluster) -> None:
+    with profile_ranges._server_process_global_profile() as profiled, cluster.use("trainer"):  # type: ignore[no-untyped-call]
+        for _ in range(2):
+            rpc.rpc_sync("server", double, (torch.ones(3),))
+        with pytest.raises(ValueError, match="seven"):
+            rpc.rpc_sync("server", refuse, (torch.ones(3),))
+    with cluster.use("trainer"):
+        rpc.rpc_sync("server", double, (torch.ones(3),))
+    found = [[event.name for event in events] for events in profiled.process_global_function_events]
+    assert [names[0] for names in found if names] == ["aten::mul"] * 2
+    averages: Any = profiled.key_averages()  # type: ignore[no-untyped-call]
+    assert {row.key: row.count for row in averages}["aten::mul"] == 2

@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
+import torch
+from torch.autograd import profiler
+
 from rpcdist.errors import BlockingInLoop, ConfigError, RpcdistError
+from rpcdist.profile_ranges import Row, profile, profiling_key
 from rpcdist.rpc._actors.actor_names import MAX_NAME_CHARS
 from rpcdist.rpc._api.restarting_actor import RestartingActor
 from rpcdist.rpc._calling.caller import Destination
+from rpcdist.rpc._calling.new_calls import by_keyword, positional
 from rpcdist.rpc._calling.result_streams import StartingStream, Stream, check_is_stream
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
 from rpcdist.rpc._futures.waiting import note_started
 from rpcdist.rpc._peers.device_maps import check_own_devices
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
-from rpcdist.rpc.functions import is_idempotent
+from rpcdist.rpc.functions import async_execution, is_async_execution, is_idempotent
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.options import DeviceMap, DeviceType, to_device_map
 from rpcdist.rpc.rref import Items, Later, RRef
@@ -152,6 +159,9 @@ def rpc_sync(
         Exception: what the function raised, with the remote traceback as `__cause__`.
     """
     own_map = None if device_map is None else _own_map(to, device_map)
+    if profile.running and profile.here() is not None and asyncio._get_running_loop() is None:
+        with _profiled("sync", to, func) as start:
+            return start(args, kwargs, timeout, own_map).wait()
     if is_idempotent(func):
         if asyncio._get_running_loop() is not None:
             raise BlockingInLoop("rpc_sync", "await rpc.rpc_async(...)")
@@ -203,10 +213,12 @@ def rpc_async(
     Arguments as for `rpc_sync`. Tensors in them must not be changed before the future is done. Raises at once what is
     wrong with the arguments (`UnknownWorker`, a value that cannot be pickled); all else comes through the future.
     """
-    agent = current_agent()
-    calls = agent.retries if is_idempotent(func) else agent.caller
     own_map = None if device_map is None else _own_map(to, device_map)
-    future: Future[Any] = calls.start(to, func, args, kwargs, timeout, device_map=own_map)
+    if profile.running and profile.here() is not None:
+        with _profiled("async", to, func) as start:
+            future: Future[Any] = start(args, kwargs, timeout, own_map)
+    else:
+        future = _start(to, func, args, kwargs, timeout, own_map)
     note_started(future)
     return future
 
@@ -354,8 +366,90 @@ def remote(
     if name is not None:
         return named_remote(to, func, args, kwargs, timeout, serial, name, own_map)
     home = current_agent().rref_home
+    if profile.running and profile.here() is not None and not serial:
+        with _profiled("remote", to, func) as start:
+            profiled: RRef[Any] = start(args, kwargs, timeout, own_map)
+            return profiled
     rref: RRef[Any] = home.remote(to, func, args, timeout, kwargs, is_serial=serial, device_map=own_map)
     return rref
+
+
+def _start(
+    to: Destination, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float, own_map: DeviceMap | None
+) -> Future[Any]:
+    agent = current_agent()
+    calls = agent.retries if is_idempotent(func) else agent.caller
+    return calls.start(to, func, args, kwargs, timeout, device_map=own_map)
+
+
+# ---------------------------------------------------------------- under torch's older profiler
+
+
+@contextmanager
+def _profiled(mode: str, to: Destination, func: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """A range of `profile` on this thread, with a function that starts the call, whose callee profiles it, too.
+
+    The function takes `args`, `kwargs`, the timeout and the device map. Coroutine and generator functions, which run
+    on threads of their own, are called as they are, without events of the callee. The callee knows the others
+    as calls of `run_profiled`.
+    """
+    found, agent = profile.here(), current_agent()
+    assert found is not None
+    me, callee = agent.directory.me, agent.directory.resolve(to)
+    name = getattr(func, "__qualname__", type(func).__qualname__)
+    key = profiling_key(mode, name, me.name, agent.directory.name_of(callee))
+
+    def start(args: Any, kwargs: Any, timeout: float, own_map: DeviceMap | None) -> Any:
+        packed = found.options(), func, positional(args), dict(by_keyword(kwargs))
+        if mode == "remote":
+            pair = agent.rref_home.remote(callee, run_profiled, packed, timeout, device_map=own_map)
+            rref = agent.rref_home.remote(callee, part_of, (pair, 0), timeout)
+            events = agent.caller.start(callee, part_of, (pair, 1), None, timeout)
+            found.add(key, me.id, events._when_done, lambda rows: rows)
+            rref._profiled = _part(events, lambda rows: None)
+            events.is_quiet = rref._profiled.is_quiet = True  # the use of the reference has the error
+            return rref
+        if any(test(func) for test in (iscoroutinefunction, isgeneratorfunction, isasyncgenfunction)):
+            future = _start(callee, func, args, kwargs, timeout, own_map)
+            found.add(key, me.id, future._when_done)
+            return _part(future, lambda result: result)
+        future = _start(callee, run_profiled, packed, None, timeout, own_map)
+        found.add(key, me.id, future._when_done, lambda pair: pair[1])
+        return _part(future, lambda pair: pair[0])
+
+    with profiler.record_function(key):
+        yield start
+
+
+def _part(future: Any, part: Callable[[Any], Any]) -> Future[Any]:
+    """A future of a part of a future's result, with that future's error as it is, where `then` makes one of its own."""
+    child: Future[Any] = Future(on_cancel=getattr(future, "cancel", None))
+
+    def ended(done: Any) -> None:
+        try:
+            child.set_result(part(done.wait()))
+        except Exception as exc:
+            child.set_exception(exc)
+
+    getattr(future, "_when_done", future.add_done_callback)(ended)
+    return child
+
+
+@async_execution
+def run_profiled(options: Any, func: Any, args: Any, kwargs: Any) -> torch.futures.Future[tuple[Any, list[Row]]]:
+    """At the callee: runs a function under a profiler of this thread; its result, and the events."""
+    with profile(**options) as ran:  # type: ignore[no-untyped-call]
+        result = func(*args, **kwargs)
+    if not is_async_execution(func):
+        result, value = Future(), result
+        result.set_result(value)
+    me = current_agent().directory.me.id
+    return _part(result, lambda value: (value, ran.rows(me)))
+
+
+async def part_of(pair: RRef[Any], index: int) -> Any:
+    """At the owner: the value or the events that `run_profiled` has made for a `remote`."""
+    return (await pair)[index]
 
 
 def _own_map(to: Destination, device_map: Mapping[DeviceType, DeviceType]) -> DeviceMap:

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from rpcdist._proto import value_pb2
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import CallRefused, RpcdistError, RRefError
+from rpcdist.profile_ranges import profile, profiling_key
 from rpcdist.rpc._actors.actor_table import ActorTable
 from rpcdist.rpc._actors.serial_actor import running_actor
 from rpcdist.rpc._actors.serial_calls import SerialCalls
@@ -99,7 +101,13 @@ class RRefCalls:
 
     def rpc_async(self, rref: Any, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Future[Any]:
         owner, args, on = self._on_value(rref, args)
-        future = self._caller.start(owner, func, args, None, timeout_s, on)
+        if profile.running and (found := profile.here()) is not None:  # without the events of the owner
+            key = profiling_key("async", func.__name__, self.my_name, self._directory.name_of(owner))
+            with profiler.record_function(key):
+                future = self._caller.start(owner, func, args, None, timeout_s, on)
+            found.add(key, self.me.worker, future._when_done)
+        else:
+            future = self._caller.start(owner, func, args, None, timeout_s, on)
         note_started(future)
         return future
 

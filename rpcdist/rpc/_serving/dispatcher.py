@@ -26,7 +26,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import current_deadline
 from rpcdist.errors import CallRefused, Cancelled, DeadlineExceeded, Overloaded, PoolExhausted, RpcdistError
 from rpcdist.ids import Identity
-from rpcdist.profile_ranges import is_profiling, record_function
+from rpcdist.profile_ranges import is_profiling, profile, record_function
 from rpcdist.rpc._actors.actor_table import ActorTable
 from rpcdist.rpc._actors.serial_actor import Turn
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
@@ -407,6 +407,8 @@ class Dispatcher:
         if is_profiling():
             with record_function(f"handler of {active.what}"):
                 result = function(*args, **kwargs)
+        elif profile.of_process:
+            result = profile.serve(function, args, kwargs)
         else:
             result = function(*args, **kwargs)
         if streams is not None:  # the result is for other threads, too
