@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -13,6 +14,7 @@ import pytest
 
 import rpcdist
 from rpcdist import rpc
+from rpcdist._dashboard.page_process import PageProcess
 
 LIMIT_S = 60.0
 
@@ -42,6 +44,32 @@ def test_a_cluster_with_a_page(no_agent: None, capfd: pytest.CaptureFixture[str]
         assert view["curves"]["worker0: loss"][0][1] == 0.5
     with pytest.raises(OSError):
         first_view(cluster.dashboard_url, "worker0: loss")
+
+
+@pytest.mark.multiproc
+@pytest.mark.timeout(240)
+def test_a_job_goes_on_when_its_page_is_slow_stopped_or_killed(no_agent: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages: list[subprocess.Popen[bytes]] = []
+    first_line = PageProcess._first_line
+
+    def note(page: PageProcess) -> str:
+        pages.append(page._process)
+        return first_line(page)
+
+    monkeypatch.setattr(PageProcess, "_first_line", note)
+    with rpcdist.LocalCluster(2, dashboard=True) as cluster:
+        assert cluster.dashboard_url is not None
+        opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(CookieJar()))
+        opener.open(cluster.dashboard_url, timeout=LIMIT_S).close()
+        with opener.open(cluster.dashboard_url.partition("?")[0] + "events", timeout=LIMIT_S) as events:
+            assert events.readline()  # a reader that reads no more from here on
+            assert rpc.rpc_sync("worker1", pow, (2, 10)) == 1024
+            [page] = pages
+            page.send_signal(signal.SIGSTOP)
+            assert rpc.rpc_sync("worker1", pow, (2, 11)) == 2048
+            page.kill()
+            page.wait(LIMIT_S)
+            assert rpc.rpc_sync("worker1", pow, (2, 12)) == 4096
 
 
 @pytest.mark.parametrize("command", ["dashboard", "top"])

@@ -122,6 +122,23 @@ def test_shutdown_with_a_timeout_names_the_call_that_does_not_end(cluster: InPro
     cluster.close()
 
 
+def test_a_shutdown_that_waits_logs_for_what_with_stacks(
+    cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shutdown, "LOG_PERIOD_S", SHORT_S)
+    with cluster.use("a"):
+        held = rpc.rpc_async("b", enter_and_wait)
+    assert entered.wait(LIMIT_S)
+    everybody = [cluster.begin(name, rpc.shutdown) for name in cluster.names]
+    eventually(lambda: "shutdown of b waits for" in caplog.text and "in enter_and_wait" in caplog.text)
+    assert "enter_and_wait" in next(line for line in caplog.text.splitlines() if "shutdown of b waits for" in line)
+    released.set()
+    held.wait(LIMIT_S)
+    for future in everybody:
+        future.result(LIMIT_S)
+    cluster.close()
+
+
 @pytest.mark.parametrize("how", ["deadline", "cancel"])
 def test_shutdown_gives_up_a_handler_that_never_ends_when_its_caller_has(
     cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
