@@ -120,7 +120,10 @@ def trace(path: str | os.PathLike[str], max_calls: int = MAX_CALLS, timeout: flo
             except SerializationError as error:  # the notes of the others are as good as before
                 logger.warning("worker %r is not in the trace: %s", worker, error)
         if notes:
-            _write(target, notes)
+            try:
+                _write(target, notes)
+            except OSError as error:
+                raise ConfigError(f"the trace {target} is not complete: {error}") from error
         if omitted := sum(one.omitted for one in notes):
             logger.warning(
                 "the trace %s lacks the %d oldest calls: max_calls is %d for each worker", target, omitted, max_calls

@@ -14,7 +14,7 @@ import pytest
 
 import rpcdist
 from rpcdist import rpc
-from rpcdist._dashboard.page_process import PageProcess
+from rpcdist._cluster.local_cluster import PageProcess
 
 LIMIT_S = 60.0
 

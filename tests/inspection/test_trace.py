@@ -250,6 +250,13 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(no_agent: None, tmp_pa
             pass
 
 
+def test_a_full_disk_is_named_with_the_file(no_agent: None) -> None:
+    with InProcessCluster("a") as cluster, cluster.use("a"):
+        with pytest.raises(ConfigError, match=r"the trace /dev/full is not complete: .*No space left"):
+            with rpcdist.trace("/dev/full"):
+                pass
+
+
 def test_a_file_that_is_there_stays_if_there_is_no_trace(no_agent: None, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text("of yesterday")
