@@ -148,6 +148,11 @@ class ProcessGroup(LowerCaseOperations):
         return tuple(self._backends)
 
     @property
+    def _device_types(self) -> list[torch.device]:
+        """The same as torch's checkpoints ask for it."""
+        return [torch.device(device_type) for device_type in self._backends]
+
+    @property
     def timeout(self) -> timedelta:
         """Default limit of each operation."""
         return timedelta(seconds=self.timeout_s)

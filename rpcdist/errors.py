@@ -7,7 +7,7 @@
     ├── ForkedProcess                       used in a child forked from a running process
     ├── BlockingInLoop                      a blocking wait on an event loop's thread
     ├── TransportError (ConnectionError)
-    │   ├── ConnectFailed                   no process answered at the address
+    │   ├── ConnectFailed (DistNetworkError)   no process answered at the address
     │   ├── AuthenticationFailed            the job token was not proven
     │   ├── ProtocolViolation               the peer sent a forbidden message
     │   └── WorkerLost                      a peer died, or its connection broke, with work in flight
@@ -153,11 +153,19 @@ class BlockingInLoop(RpcdistError):
         return f"{self.what} would block the event loop of this thread; write `{self.instead}` there"
 
 
+class DistError(RpcdistError):
+    """Base of the errors of stores and collectives, named as in torch.distributed."""
+
+
+class DistNetworkError(DistError):
+    """The network failed under a collective operation or a store."""
+
+
 class TransportError(RpcdistError, ConnectionError):
     """Base of the errors between two processes."""
 
 
-class ConnectFailed(TransportError):
+class ConnectFailed(TransportError, DistNetworkError):
     """No process answered at an address in time."""
 
     def __init__(self, address: str, reason: str, waited_s: float | None = None) -> None:
@@ -376,10 +384,6 @@ class LeaseExpired(RRefError):
     """The owner has not heard of this process for too long, and dropped its references."""
 
 
-class DistError(RpcdistError):
-    """Base of the errors of stores and collectives, named as in torch.distributed."""
-
-
 class DistBackendError(DistError):
     """A collective operation failed."""
 
@@ -450,10 +454,6 @@ class RankLost(_RanksFailed, ConnectionError):
 
 class GroupAborted(CollectiveError):
     """The group was aborted or destroyed, here or on another rank, while the operation ran or before it."""
-
-
-class DistNetworkError(DistError):
-    """The network failed under a collective operation or a store."""
 
 
 class DistStoreError(DistError):

@@ -18,7 +18,7 @@ from rpcdist.collectives._group.creation import open_group, timeout_of_group
 from rpcdist.collectives._group.group_failure import list_ranks
 from rpcdist.collectives._group.kept_store import MPI_ADDRESS, KeptStore, StoreAndRank
 from rpcdist.collectives._group.world import NON_GROUP_MEMBER, Group, current_world, default_group
-from rpcdist.collectives._operations.operation import check_whole_number
+from rpcdist.collectives._operations.operation import whole_number
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
@@ -76,6 +76,7 @@ def init_process_group(
     world = current_world()
     if world.default is not None:
         raise ConfigError("trying to initialize the default process group twice!")
+    rank, world_size = whole_number(rank, "rank"), whole_number(world_size, "world_size")
     _check_rendezvous(init_method, store, rank, world_size)
     if enable_reconfigure:
         raise ConfigError(
@@ -186,8 +187,6 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 def _check_rendezvous(
     init_method: str | None, store: Store | torch_distributed.Store | None, rank: int, world_size: int
 ) -> None:
-    check_whole_number(rank, "rank")
-    check_whole_number(world_size, "world_size")
     if store is None:
         return
     if init_method is not None:

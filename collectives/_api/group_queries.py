@@ -9,6 +9,7 @@ import torch
 
 from rpcdist.collectives._group.backend_contract import GroupBackend
 from rpcdist.collectives._group.world import NON_GROUP_MEMBER, Group, current_world, group_or_default
+from rpcdist.collectives._operations.operation import whole_number
 from rpcdist.collectives.backends import Backend
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError
@@ -68,7 +69,7 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
     Raises:
         ConfigError: it is not a member.
     """
-    return group_or_default(group).group_rank(global_rank)
+    return group_or_default(group).group_rank(whole_number(global_rank, "global_rank"))
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
@@ -77,7 +78,7 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
     Raises:
         ConfigError: the group has no such rank.
     """
-    return group_or_default(group).world_rank(group_rank)
+    return group_or_default(group).world_rank(whole_number(group_rank, "group_rank"))
 
 
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:

@@ -15,7 +15,7 @@ from rpcdist.collectives._api.operations import barrier
 from rpcdist.collectives._group.bootstrap import agree
 from rpcdist.collectives._group.creation import open_group
 from rpcdist.collectives._group.world import World, current_world
-from rpcdist.collectives._operations.operation import check_timeout, check_whole_number
+from rpcdist.collectives._operations.operation import check_timeout, whole_number
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.signed_records import SignedRecords
 from rpcdist.collectives._stores.store_base import Store
@@ -90,7 +90,7 @@ def grow_group(
         limit_s = (limit or default_pg_timeout).total_seconds()
         return _enter(world, desk, world_size, limit_s, device_id)
     if world_size is not None:
-        check_whole_number(world_size, "world_size")
+        world_size = whole_number(world_size, "world_size")
     if world_size is None or world_size <= old.size():
         raise ConfigError(f"world_size has to be more than the {old.size()} ranks that are there, not {world_size}")
     limit_s = old.timeout_s if limit is None else limit.total_seconds()

@@ -10,6 +10,7 @@ import torch
 
 from rpcdist.collectives._group.creation import make_group, timeout_of_group
 from rpcdist.collectives._group.world import NON_GROUP_MEMBER, current_world, default_group, group_or_default
+from rpcdist.collectives._operations.operation import whole_number
 from rpcdist.collectives.backends import Backend, BackendConfig
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError
@@ -97,7 +98,9 @@ def _make(
 def _members(ranks: Sequence[int] | None, world_size: int, sort_ranks: bool) -> tuple[int, ...]:
     if ranks is None:
         return tuple(range(world_size))
-    members = tuple(sorted(ranks) if sort_ranks else ranks)
+    members = tuple(whole_number(rank, "rank") for rank in ranks)
+    if sort_ranks:
+        members = tuple(sorted(members))
     if not members:
         raise ConfigError("ranks is empty; a group has at least one rank")
     if len(set(members)) != len(members):
@@ -196,7 +199,7 @@ def _enumerated(
         raise ConfigError("The arg 'ranks_per_subgroup_list' cannot be empty")
     owner: dict[int, Sequence[int]] = {}
     for ranks in ranks_per_subgroup_list:
-        for rank in ranks:
+        for rank in (whole_number(rank, "rank") for rank in ranks):
             if rank in owner:
                 raise ConfigError(f"Rank {rank} has appeared in both subgroup {owner[rank]} and {ranks}")
             owner[rank] = ranks

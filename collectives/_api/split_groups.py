@@ -10,6 +10,7 @@ from rpcdist.collectives._group.backend_contract import GroupBackend, GroupConte
 from rpcdist.collectives._group.bootstrap import agree
 from rpcdist.collectives._group.creation import MakeBackend, check_split, make_group, open_group, split_off
 from rpcdist.collectives._group.world import World, current_world, group_or_default
+from rpcdist.collectives._operations.operation import whole_number
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.backends import Backend, BackendConfig, make_backend
@@ -53,7 +54,8 @@ def split_group(
         _check_subset(backend, parent)
     make = make_backend if nccl is None else _by_splitting(nccl)
     own_part: Sequence[int] = ()
-    for part in split_ranks:
+    for ranks in split_ranks:
+        part = [whole_number(rank, "rank") for rank in ranks]
         check_split(part, parent)
         if parent.rank() in part:
             own_part = own_part or part
@@ -118,7 +120,7 @@ def shrink_group(
     if shrink_flags not in (SHRINK_DEFAULT, SHRINK_ABORT):
         raise ConfigError(f"Invalid shrink_flags value: {shrink_flags}. Must be 0 (default) or 1 (abort first).")
     old = group_or_default(group)
-    members = _remaining(ranks_to_exclude, old)
+    members = _remaining([whole_number(rank, "rank") for rank in ranks_to_exclude], old)
     if shrink_flags == SHRINK_ABORT:
         old.abort()
     options = old.options if pg_options is None else pg_options
@@ -168,8 +170,6 @@ def _remaining(excluded: list[int], old: ProcessGroup) -> tuple[int, ...]:
     if not excluded:
         raise ConfigError("ranks_to_exclude cannot be empty. Name at least one rank to exclude, e.g. [failed_rank].")
     for rank in excluded:
-        if not isinstance(rank, int):
-            raise TypeError(f"All elements in ranks_to_exclude must be integers, not {rank!r}")
         if not 0 <= rank < old.size():
             raise ConfigError(f"Rank {rank} is out of bounds for group size {old.size()}.")
     if len(set(excluded)) != len(excluded):

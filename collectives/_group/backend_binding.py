@@ -11,6 +11,7 @@ from rpcdist.collectives._group.operation_hooks import HookOpName, OperationHook
 from rpcdist.collectives._operations import lowering
 from rpcdist.collectives._operations.dense import Copies, is_ready
 from rpcdist.collectives._operations.lowering import Lowered, Place
+from rpcdist.collectives._operations.operation import whole_number
 from rpcdist.collectives._operations.sparse_all_reduce import all_reduce_sparse
 from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError
@@ -89,7 +90,7 @@ class BackendBinding:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, asynchronous: bool = True) -> Work:
         """Sends to a rank of the group, or starts to."""
-        self._check_peer(peer, tag, "destination")
+        tag = self._checked_tag(peer, tag, "destination")
         if self.hooks is None:
             return self._send(tensor, peer, tag, asynchronous)
         return self.hooks.around(
@@ -103,7 +104,7 @@ class BackendBinding:
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, asynchronous: bool = True) -> Work:
         """Receives from a rank of the group, or starts to; from whichever sends first when `peer` is None."""
-        self._check_peer(peer, tag, "source")
+        tag = self._checked_tag(peer, tag, "source")
         if self.hooks is None:
             return self._recv(tensor, peer, tag, asynchronous)
         source = -1 if peer is None else peer
@@ -119,13 +120,14 @@ class BackendBinding:
         work = self.backend.recv(dense, peer, tag, asynchronous=asynchronous, timeout_s=limit_s, finish=finish)
         return self._limited(work, limit_s)
 
-    def _check_peer(self, peer: int | None, tag: int, role: str) -> None:
-        if not isinstance(tag, int):
-            raise TypeError(f"`tag` is a whole number, not {tag!r}")
+    def _checked_tag(self, peer: int | None, tag: int, role: str) -> int:
+        """The tag; raises for one that is wrong, and for a wrong peer."""
+        if type(tag) is not int:
+            tag = whole_number(tag, "tag")
         if not 0 <= tag <= MAX_TAG:
             raise ConfigError(f"Tag must be nonnegative and below 2**31, not {tag}")
         if peer is None:
-            return
+            return tag
         rank, size, _ = self.place
         if not 0 <= peer < size:
             raise ConfigError(f"Invalid {role} rank {peer}: the group's ranks are 0 to {size - 1}")
@@ -133,3 +135,4 @@ class BackendBinding:
             raise ConfigError(
                 f"Invalid {role} rank: {role} rank should not be the same as the rank of the current process."
             )
+        return tag

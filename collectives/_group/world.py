@@ -16,6 +16,7 @@ from typing import Final, cast
 from rpcdist.collectives._group.flight_records import Record
 from rpcdist.collectives._group.kept_store import KeptStore
 from rpcdist.collectives._group.local_process import LocalProcess
+from rpcdist.collectives._operations.operation import whole_number
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError
@@ -166,10 +167,10 @@ def resolve_group_rank(group: ProcessGroup, world_rank: int | None, group_rank: 
     if group_rank is not None:
         if world_rank is not None:
             raise ConfigError("Can't specify both group_rank and global_rank")
-        return _whole(group_rank)
+        return whole_number(group_rank, "group_rank")
     if world_rank is None:
         raise ConfigError("Must specify global_rank or group_rank")
-    return group.group_rank(world_rank if type(world_rank) is int else _whole(world_rank))
+    return group.group_rank(world_rank if type(world_rank) is int else whole_number(world_rank, "rank"))
 
 
 def resolve_root(group: ProcessGroup, world_rank: int | None, group_rank: int | None) -> int:
@@ -177,9 +178,3 @@ def resolve_root(group: ProcessGroup, world_rank: int | None, group_rank: int | 
     if world_rank is None and group_rank is None:
         world_rank = 0
     return resolve_group_rank(group, world_rank, group_rank)
-
-
-def _whole(rank: int) -> int:
-    if not isinstance(rank, int):
-        raise TypeError(f"a rank is a whole number, not {rank!r}")
-    return rank

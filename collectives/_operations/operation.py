@@ -24,13 +24,14 @@ output of REDUCE_SCATTER in[m] itself. Tensors may be empty.
 
 from __future__ import annotations
 
+import operator
 import struct
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum, IntEnum
-from typing import Final, TypeGuard
+from typing import Final, SupportsIndex, TypeGuard, cast
 
 import torch
 
@@ -214,10 +215,16 @@ def check_group_rank(rank: int, size: int, what: str) -> None:
         raise ConfigError(f"{what}: invalid root rank: {rank}; the group's ranks are 0 to {size - 1}")
 
 
-def check_whole_number(value: object, name: str) -> None:
-    """Raises TypeError unless it is an int."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"`{name}` is a whole number, not {value!r}")
+def whole_number(value: object, name: str) -> int:
+    """The value as an int; numpy's integers and integer tensors of one element are whole numbers, too.
+
+    Raises:
+        TypeError: it is none, a float or a text for one.
+    """
+    try:
+        return operator.index(cast(SupportsIndex, value))
+    except TypeError:
+        raise TypeError(f"`{name}` is a whole number, not {value!r}") from None
 
 
 def check_timeout(timeout: object) -> timedelta:

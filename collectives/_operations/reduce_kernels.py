@@ -18,6 +18,7 @@ from typing import Final
 import torch
 
 from rpcdist.collectives._operations.operation import Operation, ReduceOp
+from rpcdist.errors import ConfigError
 
 Combine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 
@@ -116,8 +117,7 @@ def premultiply_to(operation: Operation, source: torch.Tensor, target: torch.Ten
 
 def _factor(operation: Operation) -> float | torch.Tensor:
     factor = operation.factor
-    if factor is None or (isinstance(factor, torch.Tensor) and factor.numel() != 1):
-        raise ValueError("PREMUL_SUM needs a factor: a number, or a tensor of one element")
+    assert factor is not None, "canonical_op has seen to it"
     # Without dimensions the factor does not change the dtype of the product.
     return factor.reshape(()) if isinstance(factor, torch.Tensor) else factor
 
@@ -246,9 +246,10 @@ def canonical_op(op: object) -> tuple[ReduceOp, Factor | None]:
 
     Raises:
         TypeError: `op` is no reduce operation.
+        ConfigError: it is PREMUL_SUM without a factor.
     """
     if isinstance(op, ReduceOp):
-        return op, None
+        return (op, None) if op is not ReduceOp.PREMUL_SUM else (op, _checked_factor(None))
     if isinstance(op, PremulSum):
         return op.op, op.factor
     found = _torch_ops().get(getattr(op, "op", op)) if type(op).__module__.startswith("torch.") else None
@@ -256,8 +257,16 @@ def canonical_op(op: object) -> tuple[ReduceOp, Factor | None]:
         raise TypeError(f"op is a ReduceOp, e.g. ReduceOp.SUM, not {op!r}")
     if found is ReduceOp.PREMUL_SUM:
         factor: Factor | None = op.__getstate__()[1] if hasattr(op, "op") else None  # type: ignore[index]
-        return found, factor
+        return found, _checked_factor(factor)
     return found, None
+
+
+def _checked_factor(factor: Factor | None) -> Factor:
+    if factor is None:
+        raise ConfigError(
+            "PREMUL_SUM needs a factor: a number, or a tensor of one element. Pass op=_make_nccl_premul_sum(factor)"
+        )
+    return factor
 
 
 @cache

@@ -59,7 +59,7 @@ LATE_VIEWS: Final = {
 }
 """The same for modules that are not loaded before the program does, as that takes seconds."""
 
-READS_OURS: Final = ("torch.distributed.checkpoint", "torch.distributed.utils")
+READS_OURS: Final = ("torch.distributed._state_dict_utils", "torch.distributed.checkpoint", "torch.distributed.utils")
 """Modules of torch that find our names, too: with torch's, each rank would be alone to them, or our groups refused."""
 
 _TORCH_GROUPS: Final = (

@@ -351,3 +351,16 @@ def test_the_traceback_of_a_mismatch_shows_the_program_and_one_line_of_ours(case
 
     frames = run_ranks(2, on_rank, backend="tcp")
     assert frames == [1, 1] or (case == "a message" and frames == [None, 1])
+
+
+def test_a_premultiplied_sum_without_a_factor_is_refused_and_the_group_goes_on() -> None:
+    def on_rank(rank: int) -> float:
+        for op in (ours.ReduceOp.PREMUL_SUM, theirs.ReduceOp.PREMUL_SUM):
+            for call in (ours.all_reduce, lambda tensor, op: ours.reduce(tensor, 0, op)):
+                with pytest.raises(ConfigError, match="PREMUL_SUM needs a factor"):
+                    call(one(2), op=op)
+        total = torch.tensor([rank + 1.0])
+        ours.all_reduce(total)
+        return total.item()
+
+    assert run_ranks(2, on_rank) == [3, 3]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from collectives_local import LocalBackend
@@ -542,3 +543,46 @@ def test_a_programs_own_store_with_few_methods_is_enough(base: Any) -> None:
             c.destroy_process_group()
 
     assert in_threads(2, on_rank) == [None] * 2
+
+
+@pytest.mark.parametrize("whole", [np.int64, np.int32, torch.tensor], ids=["int64", "int32", "tensor"])
+def test_ranks_and_tags_may_be_integers_of_numpy_and_torch(whole: Callable[[int], Any]) -> None:
+    """Programs take ranks from arrays and meshes; torch accepts whatever has `__index__`."""
+
+    def on_rank(rank: int) -> None:
+        group = c.new_group([whole(1), whole(0)])
+        assert c.get_process_group_ranks(group) == [0, 1]
+        assert all(type(member) is int for member in c.get_process_group_ranks(group))
+        assert c.get_group_rank(group, whole(1)) == 1 == c.get_global_rank(group, whole(1))
+        assert total(c.new_group(whole_tensor_or_array(whole, [0, 1])), rank) == 1
+        _, groups = c.new_subgroups_by_enumeration([[whole(0)], [whole(1)]])
+        assert len(groups) == 2
+        split = c.split_group(split_ranks=[[whole(0)], [whole(1)]])
+        assert split is not None and split.size() == 1
+        value = torch.tensor([float(rank)])
+        c.broadcast(value, whole(1))
+        c.reduce(value, dst=whole(0))
+        c.broadcast(value, group_src=whole(0))
+        assert value.item() == 2
+        objects: list[object] = [rank]
+        c.broadcast_object_list(objects, whole(1))
+        assert objects == [1]
+        other = whole(1 - rank)
+        received = torch.empty(1)
+        sending, receiving = c.isend(value, other, tag=whole(3)), c.irecv(received, other, tag=whole(3))
+        assert sending is not None and receiving is not None
+        sending.wait(), receiving.wait()
+        operations = [c.P2POp(c.isend, value, other), c.P2POp(c.irecv, received, other, tag=whole(0))]
+        for work in c.batch_isend_irecv(operations):
+            work.wait()
+        assert received.item() == 2
+        with pytest.raises(TypeError, match=r"`rank` is a whole number, not 0\.0"):
+            c.broadcast(value, 0.0)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="`rank` is a whole number, not '0'"):
+            c.new_group(["0", "1"])  # type: ignore[list-item]
+
+    run_ranks(2, on_rank)
+
+
+def whole_tensor_or_array(whole: Callable[[int], Any], ranks: list[int]) -> Any:
+    return torch.tensor(ranks) if whole is torch.tensor else np.array([whole(rank) for rank in ranks])

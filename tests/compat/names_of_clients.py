@@ -4,6 +4,7 @@ import importlib
 import re
 import sys
 import tempfile
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -164,13 +165,17 @@ def check_agent(url: str, asks: Any) -> None:
 
 def check_checkpoint() -> None:
     """torch's checkpoints, which import `DTensor`, are written and read by our groups."""
-    from torch.distributed import checkpoint
+    from torch.distributed import _state_dict_utils, checkpoint
 
     read = {"x": torch.zeros(3, dtype=torch.int64)}
     with tempfile.TemporaryDirectory() as folder:
         checkpoint.save({"x": torch.arange(3)}, checkpoint_id=folder)
         checkpoint.load(read, checkpoint_id=folder)
+        saving = checkpoint.async_save({"x": torch.arange(3)}, checkpoint_id=f"{folder}/later")
+        check(isinstance(saving, Future) and saving.result() is not None, "a checkpoint saved in the background")
     check(read["x"].tolist() == [0, 1, 2], f"read {read}")
+    _state_dict_utils._broadcast_tensors({"x": torch.arange(3)}, read, ["x"], torch.device("cpu"))
+    check(read["x"].tolist() == [0, 1, 2], f"spread {read}")
 
 
 def check_clients(page: str) -> None:
