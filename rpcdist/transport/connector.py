@@ -208,18 +208,24 @@ class Connector:
         self, place: tuple[str, int], wanted: _Wanted, session_id: bytes, count: int
     ) -> list[socket.socket | TlsSocket]:
         """Opens the connections for a session's large messages; see `OpenConnections`."""
-        opened: list[socket.socket | TlsSocket] = []
+        opened: dict[int, socket.socket | TlsSocket] = {}
         wanted = wanted._replace(role=SOCKET_ROLE)
-        try:
-            async with asyncio.timeout(SIDE_ATTEMPT_LIMIT_S):
+
+        async def open_one(index: int) -> None:
+            purpose = socket_purpose(PAYLOAD_TAKER, payload_purpose(session_id, (index, count)))
+            opened[index] = (await self._proven(connect_tcp(*place), wanted, purpose))[0]
+
+        try:  # all at once: each of them takes several round trips
+            async with asyncio.timeout(SIDE_ATTEMPT_LIMIT_S), asyncio.TaskGroup() as group:
                 for index in range(count):
-                    purpose = socket_purpose(PAYLOAD_TAKER, payload_purpose(session_id, (index, count)))
-                    opened.append((await self._proven(connect_tcp(*place), wanted, purpose))[0])
-        except BaseException:
-            for connection in opened:
+                    group.create_task(open_one(index), name=f"rpcdist payload connection {index}")
+        except BaseException as exc:
+            for connection in opened.values():
                 connection.close()
+            if isinstance(exc, BaseExceptionGroup):
+                raise exc.exceptions[0] from None
             raise
-        return opened
+        return [opened[index] for index in range(count)]
 
     async def _connect_by_grpc(self, wanted: _Wanted, may_be_tcp: bool, deadline: Deadline) -> Link:
         """Makes the link over gRPC, or over TCP if the server can be reached that way."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
+import os
 import socket
 import struct
 import threading
@@ -16,7 +18,8 @@ from transport_nodes import LIMIT_S, UNIT_S, Memory, Nodes, Recorder, open_link
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ConfigError, ProtocolViolation, TransportError
 from rpcdist.testing import eventually
-from rpcdist.transport import Link, Node, Session
+from rpcdist.transport import Link, Node, Session, connector
+from rpcdist.transport._channels import stream_sockets
 from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._framing.frames import frame
 from rpcdist.transport._framing.incoming import Delivery
@@ -117,6 +120,23 @@ def test_large_messages_travel_in_stripes(
     eventually(lambda: not payload_threads())
     answers.wait_closed()
     assert "that was all" in taker.wait_closed()
+
+
+def test_they_are_opened_at_once(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, 8 of them took 40 round trips: more than the limit of 3 s over a link of 100 ms."""
+    monkeypatch.setenv(PAYLOAD_CONNECTIONS_VARIABLE, "8")
+    (server, taker), answers = serve(nodes), Recorder()
+    client = nodes.make("client")
+    link = open_link(client, server, handler=answers)
+    all_begun = asyncio.Barrier(8)
+
+    async def connect(host: str, port: int) -> socket.socket:
+        await all_begun.wait()
+        return await stream_sockets.connect_tcp(host, port)
+
+    monkeypatch.setattr(connector, "connect_tcp", connect)
+    sessions = opened(link, answers, taker)
+    assert [num_open(session) for session in sessions] == [8, 8]
 
 
 def test_many_messages_from_many_threads_arrive_whole(nodes: Nodes) -> None:
@@ -452,6 +472,47 @@ def test_a_piece_that_stops_in_its_middle_hides_nothing(nodes: Nodes) -> None:
     bare.close()
     assert "broke: it ended within a piece" in taker.wait_closed()
     assert "payload connection" in answers.wait_closed()
+
+
+HALF_A_RECORD = b"\x17\x03\x03\x40\x00" + bytes(100)  # announces 16 KiB
+
+
+@pytest.mark.parametrize(
+    "injected", [struct.pack("<QI", 3, 1000) + b"x" * 1000, HALF_A_RECORD, b"\x17\x03\x03\x00\x20" + bytes(32)]
+)
+def test_bytes_that_nobody_encrypted_end_a_session_over_tls(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, injected: bytes, payload_threads: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setenv(TLS_VARIABLE, "always")
+    (server, taker), answers = serve(nodes), Recorder()
+    link = open_link(nodes.make("client"), server, handler=answers)
+    opened(link, answers, taker)
+    echo(link, answers, LARGE)
+    announce(link, MIN_STRIPED_BYTES)
+    num_before = len(taker.messages)
+    assert link.session.striping is not None
+    connection = link.session.striping._connections[0]._socket
+    os.write(connection.fileno(), injected)  # as somebody on the way would put it there
+    connection.shutdown(socket.SHUT_WR)
+    reasons = answers.wait_closed() + taker.wait_closed()  # the client hears of it by an alert, perhaps first
+    assert "a payload connection with" in reasons and "broke" in reasons
+    assert len(taker.messages) == num_before
+    eventually(lambda: not payload_threads())
+
+
+def test_half_a_record_of_tls_holds_nothing_up(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, payload_threads: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setenv(TLS_VARIABLE, "always")
+    (server, taker), answers = serve(nodes), Recorder()
+    link = open_link(nodes.make("client"), server, handler=answers)
+    opened(link, answers, taker)
+    assert link.session.striping is not None
+    os.write(link.session.striping._connections[0]._socket.fileno(), HALF_A_RECORD)
+    echo(link, answers, b"x")  # other messages pass
+    link.session.close("enough")
+    assert "enough" in taker.wait_closed()
+    eventually(lambda: not payload_threads())
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system's kernel cannot do that")
