@@ -23,13 +23,16 @@ from rpcdist.collectives._transports.memory import memory_of
 from rpcdist.collectives._transports.p2p.messenger import Mailboxes
 from rpcdist.collectives._transports.sockets.pair_connections import OperationFrame
 from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport
-from rpcdist.collectives._transports.transport_base import TransportPeerLost
+from rpcdist.collectives._transports.transport_base import TransportPeerLost, TransportTimeout
 from rpcdist.errors import CollectiveTimeout, GroupAborted, RankLost
 from rpcdist.testing import eventually
+from rpcdist.testing.limits import UNIT_S
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
 from rpcdist.transport._tls.tls_socket import TlsSocket
 
 SIZE, FAULTY = 3, 0
+HALF_A_RECORD = b"\x17\x03\x03\x40\x00" + bytes(100)  # announces 16 KiB
+INJECTED = {"garbage": os.urandom(300), "a plain message": b"rpcC" + bytes(60), "half a record": HALF_A_RECORD}
 TOLD = GroupAborted("an operation", "another rank told the engine")
 
 
@@ -91,7 +94,7 @@ def test_small_all_reduces_of_two_ranks() -> None:
             run_and_compare(ranks, [operation_for(Kind.ALL_REDUCE, rank, 2, count) for rank in range(2)])
 
 
-@pytest.mark.parametrize("fault", ["cut", "garbage", "a plain message"])
+@pytest.mark.parametrize("fault", ["cut", "garbage", "a plain message", "half a record"])
 def test_a_connection_that_breaks_names_the_peer(fault: str) -> None:
     with socket_ranks(SIZE, unix=False) as ranks:
         ranks.run_well(operations(Kind.ALL_TO_ALL, 1))
@@ -99,7 +102,9 @@ def test_a_connection_that_breaks_names_the_peer(fault: str) -> None:
             if fault == "cut":
                 connection.shutdown(socket.SHUT_RDWR)
             else:  # as somebody on the way would put it there
-                os.write(connection.fileno(), os.urandom(300) if fault == "garbage" else b"rpcC" + bytes(60))
+                os.write(connection.fileno(), INJECTED[fault])
+                if fault == "half a record":
+                    connection.shutdown(socket.SHUT_WR)
         running = ranks.start(operations(Kind.ALL_REDUCE, 100_000))
         assert isinstance(running.join_any(), TransportPeerLost)
         for control in ranks.controls:
@@ -108,6 +113,21 @@ def test_a_connection_that_breaks_names_the_peer(fault: str) -> None:
         errors = running.join()
         lost = [(rank, error.rank) for rank, error in enumerate(errors) if isinstance(error, TransportPeerLost)]
         assert lost and all(FAULTY in pair for pair in lost), errors
+
+
+@pytest.mark.parametrize("count", [1, 1 << 20])
+def test_half_a_record_is_waited_for_until_the_deadline(count: int) -> None:
+    with socket_ranks(2, unix=False) as ranks:
+        for _ in range(2):
+            ranks.run_well([operation_for(Kind.ALL_REDUCE, rank, 2, 1) for rank in range(2)])
+        [connection] = connections(ranks, FAULTY)
+        os.write(connection.fileno(), HALF_A_RECORD)
+        operation = operation_for(Kind.ALL_REDUCE, 1 - FAULTY, 2, count)
+        error = ranks.run([None, operation], timeout_s=UNIT_S)[1 - FAULTY]
+        assert isinstance(error, TransportTimeout)
+        assert error.waiting_for == {FAULTY}
+        [connection] = connections(ranks, 1 - FAULTY)
+        assert not connection.has_buffered  # it slept, and did not look again and again
 
 
 def test_messages_of_all_sizes_both_ways_at_once(mailboxes: tuple[Mailboxes, Mailboxes]) -> None:
