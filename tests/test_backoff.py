@@ -1,4 +1,4 @@
-"""Pauses between attempts; see `rpcdist/backoff.py`."""
+"""Pauses between attempts; see `backoff` in `rpcdist/deadline.py`."""
 
 from __future__ import annotations
 
