@@ -389,7 +389,8 @@ def register() -> None:
     keep_what_torch_holds()
     serve_functional_ops(TorchProcessGroup, _DEVICES)
     # Since 2.15 torch attaches its recorder, which asks C++ for a backend that ours has not, to all but these.
-    getattr(torch_distributed.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(NAME)
+    exempt: set[str] = getattr(torch_distributed.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    exempt.add(NAME)
     for module in (torch_distributed, torch_distributed.distributed_c10d):
         module.monitored_barrier = _monitored_barrier  # type: ignore[attr-defined]  # the stub of a module has no names
 
