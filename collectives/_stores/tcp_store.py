@@ -13,7 +13,7 @@ from typing import Final
 from rpcdist._proto import store_pb2
 from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, DROPPED_STORES, Store, Timeout, seconds
 from rpcdist.collectives._stores.store_operations import Missing, NumKeys, QueuePop, StoreOperation
-from rpcdist.collectives._stores.table_server import CLOSED, TABLE_SERVER, TableShare, request_for, result_of
+from rpcdist.collectives._stores.store_service import CLOSED, TABLE_SERVER, TableShare, request_for, result_of
 from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import (
     AuthenticationFailed,

@@ -25,7 +25,7 @@ from rpcdist.collectives import (
     TCPStore,
     TorchStoreAdapter,
 )
-from rpcdist.collectives._stores import store_base, store_operations, table_server
+from rpcdist.collectives._stores import store_base, store_operations, store_service
 from rpcdist.collectives._stores.store_operations import next_number
 from rpcdist.collectives.store import Add, Get, Set, StoreOperation, Wait
 from rpcdist.deadline import Deadline
@@ -226,7 +226,7 @@ def test_what_is_too_large_is_refused_with_size_and_limit(call: Callable[[Store,
 @pytest.fixture(autouse=True)
 def small_limit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "too_large" in request.node.name:
-        for module in (store_base, store_operations, table_server):
+        for module in (store_base, store_operations, store_service):
             monkeypatch.setattr(module, "LARGEST_BYTES", 100_000)
 
 
@@ -236,7 +236,7 @@ def test_an_answer_that_is_too_large_is_refused_with_size_and_limit() -> None:
         for key in "ab":
             client.set(key, b"x" * 60_000)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(table_server, "LARGEST_UNCUT_BYTES", 50_000)
+            patch.setattr(store_service, "LARGEST_UNCUT_BYTES", 50_000)
             with pytest.raises(DistStoreError, match=r"get\(\) has 1200\d\d bytes, more than .* 100000 bytes"):
                 client.multi_get(["a", "b"])
             assert client.get("b") == b"x" * 60_000

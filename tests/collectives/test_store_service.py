@@ -25,7 +25,7 @@ from rpcdist.collectives._stores.store_operations import (
     StoreOperation,
     Wait,
 )
-from rpcdist.collectives._stores.table_server import StoreService, operation_of, reply_with, request_for, result_of
+from rpcdist.collectives._stores.store_service import StoreService, operation_of, reply_with, request_for, result_of
 from rpcdist.errors import DistStoreError
 from rpcdist.ids import Identity
 

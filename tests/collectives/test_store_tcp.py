@@ -19,7 +19,7 @@ from full_sets import FULL_ONLY
 
 from rpcdist.collectives import DistNetworkError, DistStoreError, PrefixStore, StoreTimeout, TCPStore
 from rpcdist.collectives._stores import tcp_store
-from rpcdist.collectives._stores.table_server import TABLE_SERVER, StoreService
+from rpcdist.collectives._stores.store_service import TABLE_SERVER, StoreService
 from rpcdist.errors import AuthenticationFailed, BlockingInLoop, ConfigError, ConnectFailed
 from rpcdist.ids import Identity
 from rpcdist.testing import Program, eventually, free_port, wait_until_asleep
