@@ -96,7 +96,8 @@ RPC_INIT_TIMEOUT_S: Final = 60.0
 """The workers of a job find each other in `init_rpc`, measured by each; then it fails and names who is missing."""
 INIT_NOTICE_S: Final = 10.0
 """A worker that waits in `init_rpc` for this long logs which workers it waits for, once for each thing that it waits
-for; and the parent of a `LocalCluster` logs which processes have not imported the program yet."""
+for; so does a rank that makes a process group. The parent of a `LocalCluster` logs which processes have not imported
+the program yet."""
 HANDSHAKE_LIMIT_S: Final = 10.0
 """Mutual proof of the job token on a new connection, measured by the side that accepts; then it is turned away."""
 ROLE_LIMIT_S: Final = 60.0

@@ -34,7 +34,8 @@ def new_group(
 
     Args:
         ranks: ranks in the world; all by default.
-        timeout: limit of making it, and of each operation; 30 minutes by default, 10 for `nccl` alone.
+        timeout: limit of making it, and of each operation; as in torch 30 minutes by default, 10 for `nccl` alone, and
+            not that of the default group. After 10 s a rank logs whom it waits for.
         backend: as in `init_process_group`; that of the default group by default.
         pg_options: options of the backend.
         use_local_synchronization: only the members need to call it.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,12 @@ from rpcdist.collectives._stores.store_base import Store, timed_out
 from rpcdist.collectives._stores.store_operations import Get, Missing, StoreOperation, Wait
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveMismatch, ConnectFailed, DistNetworkError, RendezvousError, StoreTimeout, listed
-from rpcdist.time_limits import MIN_WAIT_S, STORE_CHECK_INTERVAL_S
+from rpcdist.time_limits import INIT_NOTICE_S, MIN_WAIT_S, STORE_CHECK_INTERVAL_S
 from rpcdist.transport._socket_hub.hub_connector import HubAddress
 from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.sockets import SocketHub
+
+logger = logging.getLogger(__name__)
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -180,9 +183,17 @@ def agree(
     deadline = Deadline.after(timeout_s)
     steps = agreement(wish, fresh)
     result: object = None
+    notice: Deadline | None = Deadline.after(INIT_NOTICE_S)
     try:
         while True:
-            result = _carry_out(store, steps.send(result), deadline, check)
+            operation = steps.send(result)
+            if notice is not None:
+                result = _carry_out(store, operation, min(notice, deadline, key=lambda limit: limit.at), check)
+                if not isinstance(result, Missing) or deadline.expired():
+                    continue
+                notice = None
+                _log_waiting(what, wish, result.keys, timeout_s)
+            result = _carry_out(store, operation, deadline, check)
     except StopIteration as done:
         match done.value:
             case Made(number):
@@ -224,6 +235,17 @@ def wait_for_keys(store: Store, keys: list[str], timeout_s: float, check: Callab
 def _disagree(what: str, own: Wish, other: Wish) -> NoReturn:
     views = [f"rank {wish.rank} wants {wish.description} (ranks {listed(wish.ranks)})" for wish in (own, other)]
     raise CollectiveMismatch(f"making {what}", f"{views[0]}, but {views[1]}; all ranks have to pass the same arguments")
+
+
+def _log_waiting(what: str, wish: Wish, keys: Sequence[str], timeout_s: float) -> None:
+    """Says whom this rank waits for, by the keys that are not there."""
+    here = [key.rpartition("/here/")[2] for key in keys if "/here/" in key]
+    waits = f"for ranks {listed(here)}" if here else f"for rank {wish.ranks[0]}, which waits for all of them"
+    logger.warning(
+        "making %s (ranks %s): rank %d still waits after %g s %s; it gives up after %g s. Do those ranks run, and does "
+        "every rank make the same groups in the same order?",
+        what, listed(wish.ranks), wish.rank, INIT_NOTICE_S, waits, timeout_s,
+    )  # fmt: skip
 
 
 def _missing(late: Sequence[int], twice: int | None, size: int, what: str, timeout_s: float) -> StoreTimeout:

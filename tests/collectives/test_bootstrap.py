@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from socket_hubs import open_hub
 
-from rpcdist.collectives import HashStore
+from rpcdist.collectives import HashStore, PrefixStore
+from rpcdist.collectives._group import bootstrap
 from rpcdist.collectives._group.backend_contract import GroupContext
-from rpcdist.collectives._group.bootstrap import Bootstrap, connect_watch, wait_until_made
+from rpcdist.collectives._group.bootstrap import Bootstrap, agree, connect_watch, wait_until_made
 from rpcdist.deadline import Deadline
-from rpcdist.errors import ConnectFailed, DistNetworkError, RendezvousError
+from rpcdist.errors import ConnectFailed, DistNetworkError, RendezvousError, StoreTimeout
 
 SHORT_S = 0.2
 
@@ -40,3 +41,22 @@ def test_rank_0_is_not_done_before_the_others_are() -> None:
         wait_until_made(context(0, store), Deadline.after(SHORT_S))
     wait_until_made(context(1, store), Deadline.after(0.0))
     wait_until_made(context(0, store), Deadline.after(SHORT_S))
+
+
+def test_each_rank_logs_once_whom_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A group's limit is 30 minutes by default: a rank that makes other groups than the others must not be silent."""
+    monkeypatch.setattr(bootstrap, "INIT_NOTICE_S", 0.05)
+    store = HashStore()
+    for rank in (0, 1):
+        ranks = (rank, 1 - rank, 2)  # both lead a group of their own name
+        with pytest.raises(StoreTimeout):
+            agree(PrefixStore(f"lead/{rank}", store), rank, ranks, f"group '{rank}'", SHORT_S, "one", fresh=True)
+    with pytest.raises(StoreTimeout):
+        agree(PrefixStore("follow", store), 2, (0, 1, 2), "group '2'", SHORT_S, "one", fresh=True)
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == 3
+    assert "making group '0' (ranks 0, 1, 2): rank 0 still waits after 0.05 s for ranks 1, 2" in logged[0]
+    assert "for ranks 0, 2" in logged[1]
+    assert "rank 2 still waits after 0.05 s for rank 0, which waits for all of them" in logged[2]
