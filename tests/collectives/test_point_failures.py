@@ -241,14 +241,43 @@ def test_the_next_send_raises_what_was_refused(caplog: pytest.LogCaptureFixture)
         prompt(lambda: recv(b, number(0), 0), CollectiveMismatch, "rank 0 sent 12 bytes")
         time.sleep(2e-3)  # a sender looks for refusals once a millisecond
         with pytest.raises(CollectiveMismatch, match="rank 1 receives 4 bytes") as caught:
-            send(a, number(0), 1)
-        assert "this call does nothing" in caught.value.__notes__[0]
+            send(a, number(6), 1)
+        assert "The message of this call was sent." in caught.value.__notes__[0]
         told = "rank 1 refused message 0 of this pair (12 bytes of float32, tag 0): it receives 4 bytes of float32"
         assert told in caplog.messages
-        got = number(0)
         send(a, number(7), 1)
+        for value in (6, 7):  # left out, the message of the send that failed would shift all later ones
+            got = number(0)
+            recv(b, got, 0)
+            assert got == value
+
+
+def test_a_receive_that_raises_what_was_refused_says_that_it_took_no_message() -> None:
+    with mesh(2) as made:
+        a, b = made.members
+        send(a, torch.zeros(3), 1)
+        prompt(lambda: recv(b, number(0), 0), CollectiveMismatch, "rank 0 sent 12 bytes")
+        a._state.outgoing[1].refusals_read_at = 0.0  # it is time to look for them
+        a._state.read_refusals(a._state.outgoing[1], time.monotonic())
+        with pytest.raises(CollectiveMismatch, match="rank 1 receives 4 bytes") as caught:
+            recv(a, number(0), 1)
+        assert "This receive took no message" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("size", [1, BIG])
+def test_a_send_that_fails_with_an_earlier_refusal_ends_when_its_message_has_left(size: int) -> None:
+    """Its caller may write to the tensor from then on."""
+    with mesh(2) as made:
+        a, b = made.members
+        send(a, number(0), 1)
+        prompt(lambda: recv(b, torch.zeros(3), 0), CollectiveMismatch, "rank 0 sent 4 bytes")
+        a._state.outgoing[1].refusals_read_at = 0.0
+        sent, got = torch.rand(size), torch.zeros(size)
+        sending = isend(a, sent, 1)
         recv(b, got, 0)
-        assert got == 7  # the send that failed has sent nothing
+        with pytest.raises(CollectiveMismatch, match="rank 1 receives 12 bytes"):
+            sending.wait()
+        assert torch.equal(sent, got)
 
 
 def test_another_dtype_of_the_same_size() -> None:

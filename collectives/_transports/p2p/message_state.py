@@ -38,6 +38,7 @@ T = TypeVar("T")
 
 _LATE: Final = "Timed out waiting"
 """torch's words, which programs look for in the text of an error."""
+_REFUSED_BEFORE: Final = "An earlier message was refused, and nothing could tell so before."
 
 _Source = int | None  # None for any
 
@@ -191,8 +192,12 @@ class MessageState:
 
     def post(self, receive: PostedReceive) -> None:
         """Takes a receive that was called."""
-        if not self._admit(receive, None if receive.peer is None else self.outgoing.get(receive.peer)):
+        error = None if receive.peer is None else self._refused_before(receive, receive.peer)
+        if error is not None:
+            error.add_note(f"{_REFUSED_BEFORE} This receive took no message: the next one gets what was meant for it.")
+            self.complete(receive, error)
             return
+        self._keep(receive)
         arrived = self.matcher.post(receive.peer, receive.tag, receive)
         if arrived is None:
             self._fail_if_gone(receive)
@@ -209,20 +214,28 @@ class MessageState:
         reason = connection.ended or self.lost.get(connection.peer)
         if reason is not None:
             self.complete(request, self._lost_error(request, connection.peer, reason))
-        elif self._admit(request, connection):
+        else:
+            self._keep(request)
             connection.stream.put(request, num_sent)
             connection.write()
 
-    def _admit(self, request: Request, connection: OutgoingConnection | None) -> bool:
-        """Adds a request to those that are pending, unless it fails with a refusal that no earlier one could report."""
-        if connection is not None and connection.refusals:
-            error = self._mismatch(request, self.rank, connection.peer, *connection.refusals.popleft())
-            error.add_note("An earlier message was refused, and nothing could tell so before: this call does nothing.")
-            self.complete(request, error)
-            return False
+    def _sent(self, peer: int, request: Request) -> None:
+        """Ends a send, all of which has left. It still fails with a refusal that no earlier request could report."""
+        error = None if request.done else self._refused_before(request, peer)
+        if error is not None:  # left out, this message would be missing: its receive would get the next one
+            error.add_note(f"{_REFUSED_BEFORE} The message of this call was sent.")
+        self.complete(request, error)
+
+    def _refused_before(self, request: Request, peer: int) -> CollectiveMismatch | None:
+        """Takes the error of a refusal by the peer that no earlier request could report; None if there is none."""
+        connection = self.outgoing.get(peer)
+        if connection is None or not connection.refusals:
+            return None
+        return self._mismatch(request, self.rank, peer, *connection.refusals.popleft())
+
+    def _keep(self, request: Request) -> None:
         self.pending[request] = None
         self.next_deadline = min(self.next_deadline, request.deadline_at)
-        return True
 
     def _fail_if_gone(self, receive: PostedReceive) -> None:
         """Fails a receive if its source, or every other rank for any source, is gone."""
@@ -275,7 +288,7 @@ class MessageState:
 
     def new_connection(self, peer: int) -> OutgoingConnection:
         """A new connection on which this rank sends to `peer`; it is not open."""
-        connection = OutgoingConnection(peer, OutStream(self.complete), partial(self._end_outgoing, peer))
+        connection = OutgoingConnection(peer, OutStream(partial(self._sent, peer)), partial(self._end_outgoing, peer))
         self.outgoing[peer] = connection
         return connection
 

@@ -11,7 +11,8 @@ what others send to it, up to a limit; so two ranks that send to each other firs
 other below that limit, and not at all when their receives are posted.
 
 [Note: what an error leaves behind] A mismatch fails the receive and the send, or one of the sender's next operations
-with that rank, as it looks for refusals once a millisecond; the payload is dropped, and the connection goes on. A
+with that rank, as it looks for refusals once a millisecond; the payload is dropped, and the connection goes on. A later
+send that fails so is sent all the same, since the receiver counts on it. A
 receive that timed out is withdrawn; when its message had begun, that message is lost. A send that timed out is
 withdrawn, but when it had begun, its connection ends, and both sides say so. The end of a connection is final.
 """
@@ -189,7 +190,7 @@ class Messenger:
         if connection.stream.queue or not connection.is_open or tensor.nbytes > SMALL_BYTES:
             return b""
         self._state.read_refusals(connection, time.monotonic())
-        if connection.refusals or not connection.is_open:  # `put` raises it: none of this message may be sent
+        if connection.refusals or not connection.is_open:  # only a request can fail with it
             return b""
         number = connection.stream.num_sent
         header = pack_header(MessageFrame.MESSAGE, dtype_code(tensor.dtype), tag, number, tensor.nbytes)
