@@ -10,6 +10,7 @@ import argparse
 import difflib
 import io
 import os
+import runpy
 import sys
 import tokenize
 from pathlib import Path
@@ -94,28 +95,33 @@ def add_run(commands: Commands) -> None:
         "and optimizers, and DDP mean rpcdist's. Under torchrun: torchrun ... -m rpcdist run --compat script.py",
     )
     parser.add_argument("--compat", action="store_true", help="put rpcdist in torch's place")
-    parser.add_argument("script", help="the file to run")
+    parser.add_argument("-m", "--module", action="store_true", help="run a module, as python -m does, not a file")
+    parser.add_argument("script", help="the file to run, or with -m the name of the module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script finds in sys.argv")
     parser.set_defaults(run=_run_program)
 
 
-def run_script(script: str, arguments: list[str]) -> None:
-    """Runs a file as the main module, with its folder first on `sys.path`.
+def run_script(script: str, arguments: list[str], is_module: bool = False) -> None:
+    """Runs a file as the main module, with its folder first on `sys.path`; or a module, as `python -m` does.
 
     The module takes the place of `__main__`, as the processes that it starts import the script by its path.
     """
-    path = Path(script)
-    code = compile(path.read_bytes(), script, "exec")
     main = ModuleType("__main__")
-    main.__dict__.update(__file__=os.path.abspath(script), __builtins__=__builtins__, __spec__=None)
     sys.argv[:] = [script, *arguments]
+    if is_module:
+        sys.modules["__main__"] = main
+        runpy._run_module_as_main(script)  # type: ignore[attr-defined]  # `run_module` would take `__main__` away again
+        return
+    path = Path(script)
+    code = compile(path.read_bytes(), script, "exec", dont_inherit=True)  # this file's future imports are not its own
+    main.__dict__.update(__file__=os.path.abspath(script), __builtins__=__builtins__, __spec__=None)
     sys.path[0] = str(path.resolve().parent)
     sys.modules["__main__"] = main
     exec(code, main.__dict__)
 
 
 def _run_program(arguments: argparse.Namespace) -> int:
-    if not Path(arguments.script).is_file():
+    if not arguments.module and not Path(arguments.script).is_file():
         print(f"error: there is no file {arguments.script}", file=sys.stderr)
         return 2
     if arguments.compat:
@@ -123,10 +129,10 @@ def _run_program(arguments: argparse.Namespace) -> int:
 
         install()
     try:
-        run_script(arguments.script, arguments.arguments)
+        run_script(arguments.script, arguments.arguments, arguments.module)
     except Exception as error:
         frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_globals.get("__name__") == __name__:
+        while frames is not None and frames.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
             frames = frames.tb_next
         # Told as `python script.py` would, without the way here.
         sys.excepthook(type(error), error.with_traceback(frames), frames)

@@ -56,6 +56,46 @@ def test_a_script_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -
     assert "no file /nowhere/train.py" in capsys.readouterr().err
 
 
+@pytest.fixture
+def another_main(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script may take this process over: what it replaces comes back after the test."""
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch's groups install another
+
+
+@pytest.mark.usefixtures("another_main")
+def test_annotations_of_a_script_are_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not texts, as in a file with `from __future__ import annotations`: dataclasses and TorchScript look at them."""
+    script = tmp_path / "train.py"
+    script.write_text("def f(x: int) -> str: ...\nprint(f.__annotations__)\n")
+    assert main(["run", str(script)]) == 0
+    assert capsys.readouterr().out == "{'x': <class 'int'>, 'return': <class 'str'>}\n"
+
+
+@pytest.mark.usefixtures("another_main")
+def test_a_module_runs_as_by_python_m(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "package_of_a_user"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "tools.py").write_text("NAME = 'tools'\n")
+    (package / "__main__.py").write_text(
+        "import sys\nfrom .tools import NAME\nprint(__name__, __package__, __spec__.name, NAME, sys.argv[1:])\n"
+        "assert sys.modules['__main__'].NAME == NAME and sys.argv[0] == __file__\nraise ValueError('x')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["run", "-m", package.name, "--epochs", "3"]) == 1
+    told = capsys.readouterr()
+    assert told.out == "__main__ package_of_a_user package_of_a_user.__main__ tools ['--epochs', '3']\n"
+    assert told.err.splitlines()[1].startswith(f'  File "{package / "__main__.py"}"')
+    with pytest.raises(SystemExit, match="No module named not_there"):
+        main(["run", "-m", "not_there"])
+
+
+@pytest.mark.usefixtures("another_main")
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -68,13 +108,9 @@ def test_a_script_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -
     ],
 )
 def test_errors_of_a_script_are_told_without_the_way_to_it(
-    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(text)
-    monkeypatch.setattr(sys, "argv", [*sys.argv])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch's groups install another
     assert main(["run", str(script)]) == 1
     assert capsys.readouterr().err == said.format(script)
