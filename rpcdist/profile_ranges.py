@@ -120,26 +120,26 @@ class profile(profiler_legacy.profile):
         """The arguments for a profiler of a callee."""
         return {name: getattr(self, name) for name in _OPTIONS.split()}
 
-    def add(
-        self, key: str, node_id: int, when_done: Callable[[Any], object], rows: Callable[[Any], list[Row]] | None = None
-    ) -> None:
-        """Notes a call that began now, in a range called `key`, on this thread.
+    def add(self, key: str, node_id: int) -> Callable[..., None]:
+        """Notes a call that begins now, in a range called `key`, on this thread.
 
         Args:
             key: the name of the event.
             node_id: of this worker.
-            when_done: has a function called with the future of the call when that is done; the event ends then.
-            rows: the events of the callee, of the result of that future.
+
+        Returns:
+            A function to be called with one that takes the events of the callee from the result of the call, or None,
+            and with the future of the call when that is done; the event ends then.
         """
         times, found = [time.monotonic()], list[Row]()
         self._calls.append((key, node_id, times, found))
 
-        def ended(done: Any) -> None:
+        def ended(rows: Callable[[Any], list[Row]] | None, done: Any) -> None:
             times.append(time.monotonic())
             if rows is not None and done.exception() is None:
                 found.extend(rows(done.value()))
 
-        when_done(ended)
+        return ended
 
     def __enter__(self) -> Self:
         self._calls: list[tuple[str, int, list[float], list[Row]]] = []

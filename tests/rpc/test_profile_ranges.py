@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from rpcdist import profile_ranges, rpc
 from rpcdist.parallel.pipeline import Pipeline
 from rpcdist.parallel.pipeline._mailbox import push
-from rpcdist.testing import UNIT_S, InProcessCluster
+from rpcdist.rpc._api.call_functions import run_profiled
+from rpcdist.testing import LIMIT_S, UNIT_S, InProcessCluster
 
 
 @pytest.fixture
@@ -179,6 +181,104 @@ def test_torchs_older_profiler_has_the_events_of_callees(cluster: InProcessClust
         [outer] = [event for event in events if event.name == call]
         assert outer.time_range.start <= product.time_range.start < product.time_range.end <= outer.time_range.end
     assert not profile_ranges.profile.running
+
+
+class Doubler:
+    async def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+class Counting:
+    def __call__(self, n: int) -> Iterator[int]:
+        yield from range(n)
+
+
+def counting(n: int) -> Iterator[int]:
+    return (number for number in range(n))
+
+
+@rpc.functions.async_execution
+def no_future() -> Any:
+    return 3
+
+
+OUTCOMES: dict[str, Callable[[], object]] = {
+    "remote of a coroutine": lambda: rpc.remote("server", double_later, (3,)).to_here(),
+    "remote of a callable": lambda: rpc.remote("server", Doubler(), (3,)).to_here(),
+    "a callable": lambda: rpc.rpc_sync("server", Doubler(), (3,)),
+    "a callable with yield": lambda: list(rpc.rpc_sync("server", Counting(), (3,))),
+    "a function with a generator": lambda: list(rpc.rpc_async("server", counting, (3,)).wait()),
+    "remote of a generator": lambda: list(rpc.remote("server", counting, (3,)).to_here()),
+    "no future": lambda: rpc.rpc_sync("server", no_future),
+    "no function": lambda: rpc.rpc_sync("server", cast(Any, 3)),
+}
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_a_call_ends_under_torchs_older_profiler_as_it_does_without(cluster: InProcessCluster, name: str) -> None:
+    def outcome() -> str:
+        try:
+            return repr(OUTCOMES[name]())
+        except (RuntimeError, TypeError) as exc:
+            return str(exc)
+
+    with cluster.use("trainer"):
+        plain = outcome()
+        with profile_ranges.profile():  # type: ignore[no-untyped-call]
+            assert outcome() == plain
+
+
+def enter_and_wait() -> None:
+    entered.set()
+    assert released.wait(LIMIT_S)
+
+
+entered, released = threading.Event(), threading.Event()
+
+
+def test_a_call_may_be_cancelled_under_torchs_older_profiler(
+    cluster: InProcessCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    with cluster.use("trainer"), profile_ranges.profile():  # type: ignore[no-untyped-call]
+        future = rpc.rpc_async("server", enter_and_wait)
+        assert entered.wait(LIMIT_S)
+        assert future.cancel() and future.cancelled()
+        released.set()
+        rpc.rpc_sync("server", double, (torch.ones(2),))
+    assert not caplog.records
+
+
+def test_a_call_that_could_not_begin_has_no_events_of_another(cluster: InProcessCluster) -> None:
+    with cluster.use("trainer"):
+        with profile_ranges.profile() as profiled:  # type: ignore[no-untyped-call]
+            with pytest.raises(AttributeError, match="pickle"):
+                rpc.rpc_sync("server", double, (lambda: None,))
+            rpc.rpc_sync("server", double, (torch.ones(2),))
+    events: Any = profiled.function_events
+    failed, called = [event for event in events if event.name == "rpc_sync#double(trainer -> server)"]
+    [product] = [event for event in events if event.name.endswith("#remote_op: aten::mul")]
+    assert failed.time_range.end <= called.time_range.start <= product.time_range.start <= called.time_range.end
+
+
+def test_idempotent_functions_are_called_again_under_torchs_older_profiler(
+    cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retried = list[object]()
+    with cluster.use("trainer") as agent, profile_ranges.profile():  # type: ignore[no-untyped-call]
+        start = agent.retries.start
+
+        def note(_: object, *args: Any, **kwargs: Any) -> Any:
+            retried.append(args[1])
+            return start(*args, **kwargs)
+
+        monkeypatch.setattr(type(agent.retries), "start", note)
+        assert rpc.rpc_sync("server", triple, (2,)) == rpc.rpc_async("server", triple, (2,)).wait() == 6
+    assert retried == [run_profiled] * 2
+
+
+@rpc.functions.idempotent
+def triple(x: int) -> int:
+    return 3 * x
 
 
 def test_torchs_profiler_of_a_process_has_a_list_for_each_call(cluster: InProcessCluster) -> None:

@@ -10,14 +10,15 @@ import asyncio
 import logging
 from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
+from functools import partial
+from inspect import iscoroutine
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
 from torch.autograd import profiler
 
 from rpcdist.errors import BlockingInLoop, ConfigError, RpcdistError
-from rpcdist.profile_ranges import Row, profile, profiling_key
+from rpcdist.profile_ranges import profile, profiling_key
 from rpcdist.rpc._actors.actor_names import MAX_NAME_CHARS
 from rpcdist.rpc._api.restarting_actor import RestartingActor
 from rpcdist.rpc._calling.caller import Destination
@@ -25,6 +26,7 @@ from rpcdist.rpc._calling.new_calls import by_keyword, positional
 from rpcdist.rpc._calling.result_streams import StartingStream, Stream, check_is_stream
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
+from rpcdist.rpc._executors.generators import is_generator
 from rpcdist.rpc._futures.waiting import note_started
 from rpcdist.rpc._peers.device_maps import check_own_devices
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
@@ -218,7 +220,9 @@ def rpc_async(
         with _profiled("async", to, func) as start:
             future: Future[Any] = start(args, kwargs, timeout, own_map)
     else:
-        future = _start(to, func, args, kwargs, timeout, own_map)
+        agent = current_agent()
+        calls = agent.retries if is_idempotent(func) else agent.caller
+        future = calls.start(to, func, args, kwargs, timeout, device_map=own_map)
     note_started(future)
     return future
 
@@ -374,14 +378,6 @@ def remote(
     return rref
 
 
-def _start(
-    to: Destination, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float, own_map: DeviceMap | None
-) -> Future[Any]:
-    agent = current_agent()
-    calls = agent.retries if is_idempotent(func) else agent.caller
-    return calls.start(to, func, args, kwargs, timeout, device_map=own_map)
-
-
 # ---------------------------------------------------------------- under torch's older profiler
 
 
@@ -389,35 +385,34 @@ def _start(
 def _profiled(mode: str, to: Destination, func: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """A range of `profile` on this thread, with a function that starts the call, whose callee profiles it, too.
 
-    The function takes `args`, `kwargs`, the timeout and the device map. Coroutine and generator functions, which run
-    on threads of their own, are called as they are, without events of the callee. The callee knows the others
-    as calls of `run_profiled`.
+    The function takes `args`, `kwargs`, the timeout and the device map. The callee knows the call as one of
+    `run_profiled`. Coroutines and generators run on threads of their own, without events of the callee.
     """
     found, agent = profile.here(), current_agent()
     assert found is not None
     me, callee = agent.directory.me, agent.directory.resolve(to)
     name = getattr(func, "__qualname__", type(func).__qualname__)
     key = profiling_key(mode, name, me.name, agent.directory.name_of(callee))
+    calls = agent.retries if is_idempotent(func) else agent.caller
 
     def start(args: Any, kwargs: Any, timeout: float, own_map: DeviceMap | None) -> Any:
+        if not callable(func):
+            return calls.start(callee, func, args, kwargs, timeout)  # says so
         packed = found.options(), func, positional(args), dict(by_keyword(kwargs))
         if mode == "remote":
             pair = agent.rref_home.remote(callee, run_profiled, packed, timeout, device_map=own_map)
             rref = agent.rref_home.remote(callee, part_of, (pair, 0), timeout)
             events = agent.caller.start(callee, part_of, (pair, 1), None, timeout)
-            found.add(key, me.id, events._when_done, lambda rows: rows)
+            events._when_done(partial(ended, lambda rows: rows))
             rref._profiled = _part(events, lambda rows: None)
             events.is_quiet = rref._profiled.is_quiet = True  # the use of the reference has the error
             return rref
-        if any(test(func) for test in (iscoroutinefunction, isgeneratorfunction, isasyncgenfunction)):
-            future = _start(callee, func, args, kwargs, timeout, own_map)
-            found.add(key, me.id, future._when_done)
-            return _part(future, lambda result: result)
-        future = _start(callee, run_profiled, packed, None, timeout, own_map)
-        found.add(key, me.id, future._when_done, lambda pair: pair[1])
-        return _part(future, lambda pair: pair[0])
+        future = calls.start(callee, run_profiled, packed, None, timeout, device_map=own_map)
+        future._when_done(partial(ended, lambda pair: _item(pair, 1)))
+        return _part(future, lambda pair: _item(pair, 0))
 
     with profiler.record_function(key):
+        ended = found.add(key, me.id)
         yield start
 
 
@@ -426,30 +421,53 @@ def _part(future: Any, part: Callable[[Any], Any]) -> Future[Any]:
     child: Future[Any] = Future(on_cancel=getattr(future, "cancel", None))
 
     def ended(done: Any) -> None:
+        if child.done():  # cancelled
+            return
         try:
-            child.set_result(part(done.wait()))
-        except Exception as exc:
-            child.set_exception(exc)
+            result = part(done.wait())
+            if (arrived := getattr(done, "_arrived", None)) is not None:
+                child._arrived = arrived.followed_by(result)
+        except BaseException as exc:
+            child._fail(exc)
+        else:
+            child._complete(result)
 
     getattr(future, "_when_done", future.add_done_callback)(ended)
     return child
 
 
+def _item(result: Any, index: int) -> Any:
+    """The value or the events in a result of `run_profiled`; a generator is the value itself, without events."""
+    if type(result) is tuple:
+        return result[index]
+    return [] if index else result
+
+
 @async_execution
-def run_profiled(options: Any, func: Any, args: Any, kwargs: Any) -> torch.futures.Future[tuple[Any, list[Row]]]:
+def run_profiled(options: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """At the callee: runs a function under a profiler of this thread; its result, and the events."""
     with profile(**options) as ran:  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
-    if not is_async_execution(func):
-        result, value = Future(), result
-        result.set_result(value)
     me = current_agent().directory.me.id
-    return _part(result, lambda value: (value, ran.rows(me)))
+
+    def with_events(value: Any) -> Any:
+        return value if is_generator(value) else (value, ran.rows(me))
+
+    async def awaited() -> Any:
+        return with_events(await result)
+
+    if iscoroutine(result):
+        return awaited()
+    if is_async_execution(func):  # one that returns no future is refused as without a profile
+        return _part(result, with_events) if isinstance(result, torch._C.Future) else result
+    done: Future[Any] = Future()
+    done.set_result(with_events(result))
+    return done
 
 
 async def part_of(pair: RRef[Any], index: int) -> Any:
     """At the owner: the value or the events that `run_profiled` has made for a `remote`."""
-    return (await pair)[index]
+    return _item(await pair, index)
 
 
 def _own_map(to: Destination, device_map: Mapping[DeviceType, DeviceType]) -> DeviceMap:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,8 +105,9 @@ class RRefCalls:
         if profile.running and (found := profile.here()) is not None:  # without the events of the owner
             key = profiling_key("async", func.__name__, self.my_name, self._directory.name_of(owner))
             with profiler.record_function(key):
+                ended = found.add(key, self.me.worker)
                 future = self._caller.start(owner, func, args, None, timeout_s, on)
-            found.add(key, self.me.worker, future._when_done)
+            future._when_done(partial(ended, None))
         else:
             future = self._caller.start(owner, func, args, None, timeout_s, on)
         note_started(future)
