@@ -17,7 +17,7 @@ import torch
 from torch.autograd import Function
 
 from rpcdist.collectives._api import operations
-from rpcdist.collectives._group.world import Group, group_or_default
+from rpcdist.collectives._group.world import Group, group_or_default, resolve_group_rank
 from rpcdist.collectives._operations.operation import ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import canonical_op
 from rpcdist.collectives.process_group import ProcessGroup
@@ -42,19 +42,19 @@ Tensors = tuple[torch.Tensor, ...]
 def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tensor:
     """The tensor of rank `src`. Its gradient is the sum of all ranks' gradients at `src`, and zero elsewhere."""
     pg = group_or_default(group)
-    return _broadcast(pg, pg.group_rank(src), tensor)
+    return _broadcast(pg, resolve_group_rank(pg, src, None), tensor)
 
 
 def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> tuple[torch.Tensor, ...]:
     """All ranks' tensors, by rank, at `dst`; zeros of the same shapes elsewhere."""
     pg = group_or_default(group)
-    return _gather(pg, pg.group_rank(dst), tensor)
+    return _gather(pg, resolve_group_rank(pg, dst, None), tensor)
 
 
 def scatter(tensors: Sequence[torch.Tensor], src: int = 0, group: Group = None) -> torch.Tensor:
     """Tensor i of rank `src` on rank i. The other ranks pass tensors of the same shape, whose values do not count."""
     pg = group_or_default(group)
-    return _scatter(pg, pg.group_rank(src), tensors)
+    return _scatter(pg, resolve_group_rank(pg, src, None), tensors)
 
 
 def reduce(tensor: torch.Tensor, dst: int, op: object = ReduceOp.SUM, group: Group = None) -> torch.Tensor:
@@ -64,7 +64,7 @@ def reduce(tensor: torch.Tensor, dst: int, op: object = ReduceOp.SUM, group: Gro
         ConfigError: another operation, where a gradient is wanted.
     """
     pg = group_or_default(group)
-    return _reduce(pg, pg.group_rank(dst), _check(op, tensor), tensor)
+    return _reduce(pg, resolve_group_rank(pg, dst, None), _check(op, tensor), tensor)
 
 
 def reduce_scatter(

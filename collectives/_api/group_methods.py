@@ -15,7 +15,7 @@ import torch
 
 from rpcdist.collectives._group.backend_binding import BackendBinding
 from rpcdist.collectives._operations import lowering
-from rpcdist.collectives._operations.operation import ReduceOp, check_tensor, check_timeout
+from rpcdist.collectives._operations.operation import ReduceOp, check_tensor, check_timeout, whole_number
 from rpcdist.collectives.options import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -225,11 +225,11 @@ class LowerCaseOperations:
 
     def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:
         """To a rank of the group; done when the tensor may be changed again."""
-        return self._binding_of(_one(tensors)).send(_one(tensors), dstRank, tag)
+        return self._binding_of(_one(tensors)).send(_one(tensors), whole_number(dstRank, "dstRank"), tag)
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Work:
         """From a rank of the group."""
-        return self._binding_of(_one(tensors)).recv(_one(tensors), srcRank, tag)
+        return self._binding_of(_one(tensors)).recv(_one(tensors), whole_number(srcRank, "srcRank"), tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """From whichever rank sends first."""

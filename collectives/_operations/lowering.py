@@ -16,9 +16,9 @@ from rpcdist.collectives._operations.operation import (
     Kind,
     Operation,
     ReduceOp,
-    check_group_rank,
     check_num_tensors,
     check_same_count,
+    checked_root,
 )
 from rpcdist.collectives._operations.reduce_kernels import canonical_op, unsupported
 from rpcdist.errors import ConfigError
@@ -93,7 +93,7 @@ def all_reduce_coalesced(place: Place, tensors: list[torch.Tensor], op: object) 
 
 
 def reduce(place: Place, tensor: torch.Tensor, root: int, op: object) -> Lowered:
-    check_group_rank(root, place.size, "reduce")
+    root = checked_root(root, place.size, "reduce")
     reduce_op, factor = canonical_op(op)
     _check_reduces(reduce_op, tensor, "reduce")
     copies = Copies(place.staged)
@@ -102,7 +102,7 @@ def reduce(place: Place, tensor: torch.Tensor, root: int, op: object) -> Lowered
 
 
 def broadcast(place: Place, tensor: torch.Tensor, root: int) -> Lowered:
-    check_group_rank(root, place.size, "broadcast")
+    root = checked_root(root, place.size, "broadcast")
     copies = Copies(place.staged, moves_only=True)
     dense = (copies.update(tensor, copy_back=place.rank != root),)
     return Lowered(Operation(Kind.BROADCAST, dense, dense, root=root), copies.finish(), [tensor], [tensor])
@@ -132,7 +132,7 @@ def all_gather_single(place: Place, output: torch.Tensor, tensor: torch.Tensor) 
 
 def gather(place: Place, outputs: list[torch.Tensor], tensor: torch.Tensor, root: int) -> Lowered:
     """`outputs` is empty on all ranks but the root."""
-    check_group_rank(root, place.size, "gather")
+    root = checked_root(root, place.size, "gather")
     if place.rank == root:
         check_num_tensors(outputs, place.size, "gather", "gather_list")
     copies, (source, *targets) = _read_and_write(place, [tensor], outputs)
@@ -144,7 +144,7 @@ def gather(place: Place, outputs: list[torch.Tensor], tensor: torch.Tensor, root
 
 def gather_single(place: Place, output: torch.Tensor | None, tensor: torch.Tensor, root: int) -> Lowered:
     """The root's output is the inputs of all ranks, concatenated or stacked; the others have none."""
-    check_group_rank(root, place.size, "gather_single")
+    root = checked_root(root, place.size, "gather_single")
     if output is None or place.rank != root:
         copies, (source,) = _read_and_write(place, [tensor], [])
         return Lowered(Operation(Kind.GATHER, (source,), (), root=root), copies.finish(), [], [tensor])
@@ -159,7 +159,7 @@ def gather_single(place: Place, output: torch.Tensor | None, tensor: torch.Tenso
 
 def scatter(place: Place, output: torch.Tensor, tensors: list[torch.Tensor], root: int) -> Lowered:
     """`tensors` is empty on all ranks but the root."""
-    check_group_rank(root, place.size, "scatter")
+    root = checked_root(root, place.size, "scatter")
     if place.rank == root:
         check_num_tensors(tensors, place.size, "scatter", "scatter_list")
     copies, (*sources, target) = _read_and_write(place, tensors, [output])

@@ -209,10 +209,13 @@ def check_same_count(tensor: torch.Tensor, count: int, what: str, name: str, oth
         )
 
 
-def check_group_rank(rank: int, size: int, what: str) -> None:
-    """Raises unless it is a rank of the group."""
-    if not 0 <= rank < size:
-        raise ConfigError(f"{what}: invalid root rank: {rank}; the group's ranks are 0 to {size - 1}")
+def checked_root(root: int, size: int, what: str) -> int:
+    """The root as an int; raises unless it is a rank of the group."""
+    if type(root) is not int:
+        root = whole_number(root, "root")
+    if not 0 <= root < size:
+        raise ConfigError(f"{what}: invalid root rank: {root}; the group's ranks are 0 to {size - 1}")
+    return root
 
 
 def whole_number(value: object, name: str) -> int:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -576,6 +576,14 @@ def test_ranks_and_tags_may_be_integers_of_numpy_and_torch(whole: Callable[[int]
         for work in c.batch_isend_irecv(operations):
             work.wait()
         assert received.item() == 2
+        world = cast(Any, c.group.WORLD)
+        for sent in (world.send([value], other, whole(4)), world.recv([received], other, whole(4))):
+            sent.wait()
+        world.broadcast([value], whole(1)).wait()
+        assert c.functional.broadcast(value, whole(1)).item() == value.item() == 2
+        for method in (world.broadcast, world.reduce):
+            with pytest.raises(TypeError, match=r"`root` is a whole number, not 1\.0"):  # and the group goes on
+                method([value], 1.0)
         with pytest.raises(TypeError, match=r"`rank` is a whole number, not 0\.0"):
             c.broadcast(value, 0.0)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="`rank` is a whole number, not '0'"):
