@@ -222,7 +222,7 @@ class Reply(_message.Message):
     def __init__(self, id: _Optional[int] = ..., value: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., stream: bool = ..., created: bool = ...) -> None: ...
 
 class Failure(_message.Message):
-    __slots__ = ("kind", "type_name", "text", "traceback", "worker", "exception", "type_module")
+    __slots__ = ("kind", "type_name", "text", "traceback", "worker", "exception", "type_module", "type_bases")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         USER: _ClassVar[Failure.Kind]
@@ -250,6 +250,7 @@ class Failure(_message.Message):
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EXCEPTION_FIELD_NUMBER: _ClassVar[int]
     TYPE_MODULE_FIELD_NUMBER: _ClassVar[int]
+    TYPE_BASES_FIELD_NUMBER: _ClassVar[int]
     kind: Failure.Kind
     type_name: str
     text: str
@@ -257,7 +258,8 @@ class Failure(_message.Message):
     worker: str
     exception: _value_pb2.Value
     type_module: str
-    def __init__(self, kind: _Optional[_Union[Failure.Kind, str]] = ..., type_name: _Optional[str] = ..., text: _Optional[str] = ..., traceback: _Optional[str] = ..., worker: _Optional[str] = ..., exception: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., type_module: _Optional[str] = ...) -> None: ...
+    type_bases: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, kind: _Optional[_Union[Failure.Kind, str]] = ..., type_name: _Optional[str] = ..., text: _Optional[str] = ..., traceback: _Optional[str] = ..., worker: _Optional[str] = ..., exception: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., type_module: _Optional[str] = ..., type_bases: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("id",)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from rpcdist import rpc
+from rpcdist.errors import SerializationError
 from rpcdist.rpc import Stream
+from rpcdist.rpc._values.pickled import script_function
 from rpcdist.testing import InProcessCluster
 
 
@@ -45,10 +49,45 @@ async def words_of(text: str) -> AsyncIterator[str]:
         yield word
 
 
+def compiled(function: Any) -> Any:
+    """In TorchScript, which torch has deprecated."""
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        return torch.jit.script(function)
+
+
+@compiled
+def scripted(x: torch.Tensor, number: int) -> torch.Tensor:
+    return x + number
+
+
+def script_of_another_name() -> Any:
+    def sum_of(x: torch.Tensor, number: int) -> torch.Tensor:
+        return x + number
+
+    return compiled(sum_of)
+
+
 @pytest.fixture
 def cluster() -> Iterator[InProcessCluster]:
     with InProcessCluster("a", "b") as cluster:
         yield cluster
+
+
+@pytest.mark.parametrize("make", [lambda: scripted, script_of_another_name])
+def test_functions_of_torchscript(cluster: InProcessCluster, make: Any) -> None:
+    """Those of a module go by its name for them, others by the name under which TorchScript compiled them."""
+    function, ones = make(), torch.ones(2)
+    with cluster.use("a"):
+        assert rpc.rpc_sync("b", function, (ones, 3)).tolist() == [4, 4]
+        assert rpc.rpc_async("b", function, (ones,), {"number": 4}).wait().tolist() == [5, 5]
+        assert rpc.remote("b", function, (ones, 5)).to_here().tolist() == [6, 6]
+        with pytest.raises(RuntimeError, match="missing value for argument 'number'"):
+            rpc.rpc_sync("b", function, (ones,))
+
+
+def test_a_function_of_torchscript_that_the_callee_has_not_compiled_is_named() -> None:
+    with pytest.raises(SerializationError, match=r"this process has no TorchScript function '__torch__\.nowhere'"):
+        script_function("__torch__.nowhere")
 
 
 def test_functions(cluster: InProcessCluster) -> None:

@@ -318,12 +318,26 @@ def test_what_cannot_be_rebuilt_is_a_remote_error_of_the_original_class(monkeypa
             assert exc.text in str(exc) and "could not be rebuilt" in str(exc)
 
 
+def test_an_error_of_a_class_that_only_the_callee_has_is_of_its_nearest_base() -> None:
+    class OfTheCallee(KeywordsOnly): ...
+
+    class AlsoOfTheCallee(OfTheCallee, KeyError): ...
+
+    for cls, caught in ((OfTheCallee, (KeywordsOnly,)), (AlsoOfTheCallee, (KeywordsOnly,))):
+        arrived, failure = sent(cls(code=3))
+        assert isinstance(arrived, RemoteError) and isinstance(arrived, caught) and isinstance(arrived, ValueError)
+        assert arrived.type_name.endswith(cls.__name__) and "keywords" in str(arrived)
+        failure.type_bases[:] = ["no.such:Module", "builtins:RuntimeError", "builtins:SystemExit", "builtins:OSError"]
+        assert isinstance(exception_of(failure), OSError)
+
+
 def test_a_class_that_wants_no_part_in_it_is_only_named(monkeypatch: pytest.MonkeyPatch) -> None:
     failures = [fail(AtHomeWithoutChildren("a")), fail(NoAttributes())]
     monkeypatch.setattr(sys.modules[__name__], "go_home", nobody_is_home)
     for failed in failures:
         arrived = failed.arrived()
-        assert type(arrived) is RemoteError and arrived.type_name == failed.failure.type_name
+        assert isinstance(arrived, RemoteError) and arrived.type_name == failed.failure.type_name
+        assert not isinstance(arrived, AtHomeWithoutChildren | NoAttributes)  # of a base of theirs it may be
 
 
 def test_a_class_whose_own_way_is_broken_arrives_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import operator
 import sys
 import threading
 import types
+import warnings
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -44,6 +45,17 @@ def _hidden(number: int) -> int:
 
 shadowed = functools.wraps(_hidden)(lambda number: -number)
 module_lambda = lambda number: number  # noqa: E731
+
+
+def compiled(function: Any) -> Any:
+    """In TorchScript, which torch has deprecated."""
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        return torch.jit.script(function)
+
+
+@compiled
+def scripted(x: torch.Tensor, number: int) -> torch.Tensor:
+    return x + number
 
 
 class Base:
@@ -106,6 +118,7 @@ NAMED = [
     (torch.linalg.norm, "torch._C._linalg:linalg_norm"),
     (torch.fft.fft, "torch._C._fft:fft_fft"),
     (torch.ops.aten.add, "torch:ops.aten.add"),
+    (scripted, f"{HERE}:scripted"),
     (torch.ops.aten.add.Tensor, "torch:ops.aten.add.Tensor"),
     (nn.Linear, "torch.nn.modules.linear:Linear"),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from typing import Any, Final
 
 import torch
@@ -44,6 +45,7 @@ MAX_EXCEPTION_BYTES: Final = 16 << 20
 PART_BYTES: Final = (1 << 20, 64 << 10, 1 << 10)  # how far the parts are cut, until the whole is small enough
 MAX_DEPTH: Final = 8  # containers and groups within an exception of which parts are cut
 MAX_REPR: Final = 1000
+MAX_BASES: Final = 16
 _TEXTS: Final = (str, bytes, bytearray)
 MAX_TRIALS: Final = 1000
 """So many parts of an exception are tried; those behind them are cut."""
@@ -93,6 +95,10 @@ def failure_of(
         kind=_kind_of(exc),
         type_name=described("the name of the type", lambda: type(exc).__qualname__),
         type_module=described("the module of the type", lambda: type(exc).__module__),
+        type_bases=[
+            described("the name of a base", lambda base=base: f"{base.__module__}:{base.__qualname__}")  # type: ignore[misc]
+            for base in islice(type.__dict__["__mro__"].__get__(type(exc)), 1, 1 + MAX_BASES)
+        ],
         text=text_of(exc),
         traceback=traceback_of(exc),
         worker=worker,
@@ -303,16 +309,18 @@ def _substitute(failure: rpc_pb2.Failure) -> Exception:
 
 
 def _remote_error(failure: rpc_pb2.Failure) -> RemoteError:
-    """A `RemoteError`, which is also of the original class where this process has that already."""
+    """A `RemoteError`, which is also of the original class, or else its nearest base, that this process has."""
     args = (failure.worker, failure.type_name, failure.text, failure.traceback)
-    try:
-        cls = _exception_class(failure.type_module, failure.type_name)
-        if cls is not None:
-            return _also(cls, args)
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # the class does not want it, or cannot; [Note: hostile exceptions]
-        pass
+    bases = (name.partition(":") for name in failure.type_bases[:MAX_BASES])
+    for module, name in ((failure.type_module, failure.type_name), *((module, name) for module, _, name in bases)):
+        try:
+            cls = _exception_class(module, name)
+            if cls is not None:
+                return _also(cls, args)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # the class does not want it, or cannot; [Note: hostile exceptions]
+            continue
     return RemoteError(*args)
 
 

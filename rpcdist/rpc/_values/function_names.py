@@ -242,7 +242,7 @@ def _unbound_builtin(func: Any) -> Any:
 
 
 def _special_name(func: Any) -> str | None:
-    """Names of callables that do not tell their own: torch's builtins, methods of C types, operators."""
+    """Names of callables that do not tell their own: torch's builtins, methods of C types, operators, TorchScript."""
     kind = type(func)
     if kind is types.BuiltinFunctionType:
         owner = func.__self__
@@ -255,6 +255,9 @@ def _special_name(func: Any) -> str | None:
         return f"{func.__objclass__.__module__}:{func.__objclass__.__qualname__}.{func.__name__}"
     if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return f"torch:ops.{func}"
+    if kind is torch.jit.ScriptFunction:
+        module, _, name = func.qualified_name.removeprefix("__torch__").rpartition(".")
+        return f"{module.removeprefix('.') or '__main__'}:{name}"
     return None
 
 

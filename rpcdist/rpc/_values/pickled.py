@@ -160,6 +160,8 @@ class _ObjectReducer:
             return _reduce_storage(obj)
         if isinstance(obj, torch.storage.TypedStorage):
             return _typed_storage, (obj._untyped_storage, obj.dtype)
+        if kind is torch.jit.ScriptFunction:
+            return script_function, (obj.qualified_name,)
         if isinstance(obj, torch.futures.Future):
             raise SerializationError("Can not pickle torch.futures.Future; wait for it, and send its value")
         return NotImplemented
@@ -267,6 +269,17 @@ def external_(index: int) -> object:
     raise SerializationError(
         f"remote reference {index} belongs to a value of rpcdist, and can be read only as its part"
     )
+
+
+def script_function(qualified_name: str) -> Any:
+    """The function that this process has compiled in TorchScript under a name; as in torch, it does not travel."""
+    function = torch.jit._state._python_cu.find_function(qualified_name)
+    if function is None:
+        raise SerializationError(
+            f"this process has no TorchScript function {qualified_name!r}; compile it in a module that both processes "
+            "import"
+        )
+    return function
 
 
 def _attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
