@@ -17,7 +17,7 @@ from collectives_local import LocalBackend
 from collectives_ranks import LIMIT_S, run_ranks
 
 import rpcdist.collectives as c
-from rpcdist.collectives import HashStore, ProcessGroup, Store
+from rpcdist.collectives import HashStore, ProcessGroup, Store, functional
 from rpcdist.collectives._group.world import World, current_world, use_world
 from rpcdist.errors import CollectiveMismatch, GroupAborted, RendezvousError, StoreTimeout
 
@@ -580,7 +580,7 @@ def test_ranks_and_tags_may_be_integers_of_numpy_and_torch(whole: Callable[[int]
         for sent in (world.send([value], other, whole(4)), world.recv([received], other, whole(4))):
             sent.wait()
         world.broadcast([value], whole(1)).wait()
-        assert c.functional.broadcast(value, whole(1)).item() == value.item() == 2
+        assert functional.broadcast(value, whole(1)).item() == value.item() == 2
         for method in (world.broadcast, world.reduce):
             with pytest.raises(TypeError, match=r"`root` is a whole number, not 1\.0"):  # and the group goes on
                 method([value], 1.0)

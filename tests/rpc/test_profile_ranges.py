@@ -248,6 +248,19 @@ def test_a_call_may_be_cancelled_under_torchs_older_profiler(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("options", [{"allow_functions": ("test_profile_ranges:*",)}, {"allow_pickle": False}])
+def test_restricted_workers_are_called_as_they_allow_it(options: dict[str, Any]) -> None:
+    x = torch.ones(2)
+    with InProcessCluster("trainer", "server", **options) as cluster, cluster.use("trainer"):
+        with profile_ranges.profile() as profiled:  # type: ignore[no-untyped-call]
+            results = [rpc.rpc_sync("server", double, (x,)), rpc.rpc_async("server", double, (x,)).wait()]
+            results.append(rpc.remote("server", double, (x,)).to_here())
+    assert all(result.tolist() == [2.0, 2.0] for result in results)
+    events: Any = profiled.function_events
+    names = [event.name for event in events if event.name.startswith("rpc_")]
+    assert names == [f"rpc_{mode}#double(trainer -> server)" for mode in ("sync", "async", "remote")]
+
+
 def test_a_call_that_could_not_begin_has_no_events_of_another(cluster: InProcessCluster) -> None:
     with cluster.use("trainer"):
         with profile_ranges.profile() as profiled:  # type: ignore[no-untyped-call]

@@ -32,7 +32,7 @@ from rpcdist.rpc._peers.device_maps import check_own_devices
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.functions import async_execution, is_async_execution, is_idempotent
 from rpcdist.rpc.future import Future
-from rpcdist.rpc.options import DeviceMap, DeviceType, to_device_map
+from rpcdist.rpc.options import DeviceMap, DeviceType, RpcOptions, to_device_map
 from rpcdist.rpc.rref import Items, Later, RRef
 from rpcdist.time_limits import RREF_DELETION_LIMIT_S
 
@@ -386,7 +386,8 @@ def _profiled(mode: str, to: Destination, func: Callable[..., Any]) -> Iterator[
     """A range of `profile` on this thread, with a function that starts the call, whose callee profiles it, too.
 
     The function takes `args`, `kwargs`, the timeout and the device map. The callee knows the call as one of
-    `run_profiled`. Coroutines and generators run on threads of their own, without events of the callee.
+    `run_profiled`, or, where this worker would take none such, as it is. Coroutines and generators run on threads of
+    their own, without events of the callee.
     """
     found, agent = profile.here(), current_agent()
     assert found is not None
@@ -396,8 +397,12 @@ def _profiled(mode: str, to: Destination, func: Callable[..., Any]) -> Iterator[
     calls = agent.retries if is_idempotent(func) else agent.caller
 
     def start(args: Any, kwargs: Any, timeout: float, own_map: DeviceMap | None) -> Any:
-        if not callable(func):
-            return calls.start(callee, func, args, kwargs, timeout)  # says so
+        if not callable(func) or not _is_allowed(agent.options):
+            if mode == "remote":
+                return agent.rref_home.remote(callee, func, args, timeout, kwargs, device_map=own_map)
+            future = calls.start(callee, func, args, kwargs, timeout, device_map=own_map)
+            future._when_done(partial(ended, None))
+            return future
         packed = found.options(), func, positional(args), dict(by_keyword(kwargs))
         if mode == "remote":
             pair = agent.rref_home.remote(callee, run_profiled, packed, timeout, device_map=own_map)
@@ -414,6 +419,12 @@ def _profiled(mode: str, to: Destination, func: Callable[..., Any]) -> Iterator[
     with profiler.record_function(key):
         ended = found.add(key, me.id)
         yield start
+
+
+def _is_allowed(options: RpcOptions) -> bool:
+    """Whether peers may call `run_profiled` here, and most likely this worker there."""
+    functions = (run_profiled, part_of)
+    return options.allow_pickle and all(options.allows(each.__module__, each.__qualname__) for each in functions)
 
 
 def _part(future: Any, part: Callable[[Any], Any]) -> Future[Any]:
