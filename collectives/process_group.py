@@ -122,6 +122,8 @@ class ProcessGroup(LowerCaseOperations):
         """The name of its backend, as in torch; the group's own is `group_name`."""
         return self._backend_name
 
+    _get_backend_name = name
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks of the members in the world, by rank in the group."""

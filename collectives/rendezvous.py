@@ -311,6 +311,10 @@ def _rank_and_size(scheme: str, query: dict[str, str]) -> tuple[int, int]:
 
 
 def _check_rank(scheme: str, rank: int, world_size: int) -> None:
+    if world_size == 0:
+        raise _error(
+            scheme, "the world size is 0, and has to be at least 1. See the argument world_size, or WORLD_SIZE"
+        )
     if world_size >= 0 and not 0 <= rank < world_size:
         raise _error(scheme, f"rank {rank} is not from 0 to {world_size - 1}, though the world size is {world_size}")
 

@@ -329,9 +329,8 @@ def all_to_all_single(
     if pg is None:
         return None
     binding = _binding(pg, input, output)
-    lowered = lowering.all_to_all_single(
-        binding.place, output, input, output_split_sizes or (), input_split_sizes or ()
-    )
+    splits = [() if sizes is None else sizes for sizes in (output_split_sizes, input_split_sizes)]
+    lowered = lowering.all_to_all_single(binding.place, output, input, *splits)
     return binding.run(lowered, async_op)
 
 

@@ -19,6 +19,7 @@ from rpcdist.collectives._operations.operation import (
     check_num_tensors,
     check_same_count,
     checked_root,
+    whole_number,
 )
 from rpcdist.collectives._operations.reduce_kernels import canonical_op, unsupported
 from rpcdist.errors import ConfigError
@@ -244,13 +245,14 @@ def _counts(given: torch.Tensor, dense: torch.Tensor, splits: Sequence[int], siz
     if given.dim() == 0:
         raise ConfigError(f"all_to_all_single: `{name}` has no dimension to split; it needs at least one")
     rows = given.shape[0]
-    if not splits:
+    if len(splits) == 0:
         if rows % size:
             raise ConfigError(
                 f"all_to_all_single: dimension 0 of `{name}` has length {rows}, which {size} ranks cannot divide "
                 f"equally; pass {name}_split_sizes"
             )
         splits = [rows // size] * size
+    splits = [whole_number(split, f"{name}_split_sizes") for split in splits]  # of numpy or torch, too
     if len(splits) != size:
         raise ConfigError(f"Number of tensor splits not equal to group size: {len(splits)} {name} splits, {size} ranks")
     if sum(splits) != rows or min(splits) < 0:

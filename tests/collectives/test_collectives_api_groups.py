@@ -576,6 +576,11 @@ def test_ranks_and_tags_may_be_integers_of_numpy_and_torch(whole: Callable[[int]
         for work in c.batch_isend_irecv(operations):
             work.wait()
         assert received.item() == 2
+        sizes, parts = whole_tensor_or_array(whole, [1, 1]), torch.zeros(2)
+        c.all_to_all_single(parts, torch.arange(2.0) + 10 * rank, sizes, sizes)
+        assert parts.tolist() == [rank, 10 + rank]
+        with pytest.raises(TypeError, match=r"`output_split_sizes` is a whole number, not 1\.0"):
+            c.all_to_all_single(parts, parts, [1.0, 1.0], sizes)  # type: ignore[list-item]
         world = cast(Any, c.group.WORLD)
         for sent in (world.send([value], other, whole(4)), world.recv([received], other, whole(4))):
             sent.wait()

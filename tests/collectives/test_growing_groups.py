@@ -53,7 +53,7 @@ def test_new_processes_get_what_the_others_have(backend: str) -> None:
     def on_rank(rank: int) -> Seen:
         part = c.new_group([0, 1])
         group = c.grow_group(store, 4)
-        assert group is c.group.WORLD and group.name() == backend
+        assert group is c.group.WORLD and group.name() == group._get_backend_name() == backend
         with pytest.raises(ValueError, match="destroyed"):
             c.barrier(part)
         trained = train(torch.full((2,), 7.0))
