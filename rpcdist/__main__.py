@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import signal
 import sys
 import threading
@@ -39,13 +40,13 @@ def main(arguments: list[str] | None = None) -> int:
         status: int = chosen.run(chosen)
         sys.stdout.flush()
     except BrokenPipeError:
-        try:
-            sys.stdout.flush()
-        except BrokenPipeError:  # the reader of the output, such as `head`, has had enough
-            with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), sys.stdout.fileno())
-            return 1
-        raise
+        output = select.poll()
+        output.register(sys.stdout, 0)
+        if not output.poll(0):  # another pipe
+            raise
+        with open(os.devnull, "wb") as nowhere:  # the reader of the output, such as `head`, has had enough
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return 1
     return status
 
 

@@ -9,18 +9,23 @@ import secrets
 import socket
 import sys
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Final
 
-from rpcdist.errors import ConfigError, RpcdistError
+from rpcdist._launch.job_records import address_of
+from rpcdist.errors import AuthenticationFailed, ConfigError, RpcdistError
+from rpcdist.inspection.text import printable_lines
 from rpcdist.time_limits import LIVE_VIEW_PERIOD_S
+from rpcdist.transport.unix_sockets import process_at
 
 if TYPE_CHECKING:
-    from rpcdist._inspect.asking import Asker
+    from rpcdist._inspect.asking import Asker, JobFacts
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _PERIODS: Final = (0.2, 3600.0)
+MAX_LISTED: Final = 10
+MAX_COMMAND: Final = 100
 
 
 def add_live_commands(commands: Commands) -> None:
@@ -35,7 +40,11 @@ def add_live_commands(commands: Commands) -> None:
     top = commands.add_parser("top", help="shows the workers of a job live, in the terminal")
     top.set_defaults(run=_run_top)
     for command in (dashboard, top):
-        command.add_argument("address", nargs="?", help="of a worker, or MASTER_ADDR:MASTER_PORT; the job of this host")
+        command.add_argument(
+            "address",
+            nargs="?",
+            help="of a worker, MASTER_ADDR:MASTER_PORT, or the name of a job of `launch`; the only job here by default",
+        )
         command.add_argument(
             "--period",
             type=float,
@@ -106,17 +115,43 @@ def _lacks(error: ImportError) -> int:
 
 
 def _address_of_job(asker: Asker, given: str | None) -> str:
-    """The address of a worker that answers: the given one, or one of the only job that has workers on this host."""
+    """The address of a worker that answers: of the given job, or of the only one that has workers on this host."""
     if given is not None:
-        asker.job_at(given)
-        return given
-    jobs = [job for job in asker.jobs_here()[0] if job.workers]
-    if len(jobs) != 1:
+        address = address_of(given)
+        asker.job_at(address)
+        return address
+    found, refusals = asker.jobs_here()
+    jobs = [job for job in found if job.workers]
+    if not jobs:
         raise ConfigError(
-            f"{len(jobs)} jobs with this token have workers on this host: name the address of a worker"
-            + "".join(f", such as {job.workers[0].address} of {job.job}" for job in jobs[:10])
+            "no worker that has this token runs on this host: name the address of one that runs elsewhere"
         )
+    lines = [printable_lines(_in_a_line(job)) for job in jobs[:MAX_LISTED]]
+    if len(jobs) > 1:
+        raise ConfigError(
+            "\n  ".join([f"{len(jobs)} jobs have workers on this host: give one of these addresses", *lines])
+        )
+    print(f"the only job here: {lines[0]}", file=sys.stderr)
+    for address, refusal in refusals.items():
+        if not isinstance(refusal, AuthenticationFailed):  # of another user
+            print(f"not asked: the process at {address}: {refusal}", file=sys.stderr)
     return jobs[0].workers[0].address
+
+
+def _in_a_line(job: JobFacts) -> str:
+    """The address of a job, its workers, and the program of the first one on this host."""
+    names = [worker.worker for worker in job.workers] + [one.worker for one in job.silent]
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    pids = (process_at(worker.address) for worker in job.workers)
+    pid = next((pid for pid in pids if pid is not None), None)
+    program = "" if pid is None else f", process {pid}: {_command_of(pid)}"
+    return f"{job.workers[0].address} is {job.job}: {shown}{program}"
+
+
+def _command_of(pid: int) -> str:
+    with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read(MAX_COMMAND).replace(b"\0", b" ").decode(errors="replace").strip()
+    return "it has ended"
 
 
 def _check_period(period_s: float) -> None:

@@ -303,7 +303,14 @@ def _answer_findings(worker: WorkerFact, host: HostFacts) -> Iterator[Finding]:
             f"{_who(worker)} opens a session, and then does not answer ({_clause(answer.failure_of_question)})",
             "look at what holds it up: a debugger, a stopped process, a machine without memory",
         )
-    if answer.failure:
+    here = next((port.own_host for port in worker.ports if not is_loopback(port.own_host)), None)
+    if answer.failure and here is not None and is_loopback(split_address(answer.own_address)[0]):
+        yield Finding(
+            f"a worker here listens at {answer.own_address}, where {_who(worker)} cannot reach it",
+            f"set RPCDIST_HOST to an address of this machine that it can reach, such as {here}, or unset it: every "
+            "worker must be able to connect to every other",
+        )
+    elif answer.failure:
         yield Finding(
             f"{_who(worker)} cannot connect to this machine at {answer.own_address}, although this machine can connect "
             f"to it ({_clause(answer.failure)})",

@@ -169,8 +169,9 @@ def story(files: Sequence[FlightFile], notes: Iterable[str] = (), groups: Iterab
         lines.append(f"no file of {', '.join(absent)}")
     events = _timeline(files, groups)
     if events:
-        lines += ["", *_first(events, files, absent)]
-        began = _cause(events).time_ns
+        cause = _cause(events, absent)
+        lines += ["", *_first(cause, files, absent)]
+        began = cause.time_ns
         lines += ["", "then:"]
         lines += [f"  {_at(event, began)}" for event in events[:MAX_EVENTS_SHOWN]]
         if len(events) > MAX_EVENTS_SHOWN:
@@ -192,15 +193,15 @@ def _timeline(files: Sequence[FlightFile], groups: Iterable[Incident]) -> list[I
     return sorted(kept, key=lambda event: event.time_ns)
 
 
-def _cause(events: Sequence[Incident]) -> Incident:
+def _cause(events: Sequence[Incident], absent: Sequence[str]) -> Incident:
     """The event that says most about the cause: the first that is no call, or a stronger one that came at the same
-    moment, or that the others only echo.
+    moment, or that the others only echo. A program that fails since a worker without a file is lost only echoes that.
     """
     failures = [event for event in events if event.kind == "failed"]
     others = [event for event in events if event.kind not in ("call", "signal")] or list(events)
     first = others[0]
     close = [event for event in others if event.time_ns - first.time_ns <= _TOGETHER_NS]
-    best = min(close, key=lambda event: _RANKS.get(event.kind, 9))
+    best = min(close, key=lambda event: _RANKS.get("lost" if _named(event, absent) else event.kind, 9))
     # A worker whose program has failed breaks its connections, and others notice that before its file is written.
     if best.kind in ("broken", "heard", "lost") and failures:
         named = [event for event in failures if f"{event.worker!r}" in best.text]
@@ -208,14 +209,18 @@ def _cause(events: Sequence[Incident]) -> Incident:
     return best
 
 
-def _first(events: Sequence[Incident], files: Sequence[FlightFile], absent: Sequence[str]) -> Iterator[str]:
-    cause = _cause(events)
+def _named(event: Incident, absent: Sequence[str]) -> list[str]:
+    """The workers without a file that the text of a failure names."""
+    return [name for name in absent if event.kind in ("failed", "group") and f"{name!r}" in event.text]
+
+
+def _first(cause: Incident, files: Sequence[FlightFile], absent: Sequence[str]) -> Iterator[str]:
     clock = time.strftime("%H:%M:%S", time.localtime(cause.time_ns // 1_000_000_000))
     yield f"first, at {clock}.{cause.time_ns // 1_000_000 % 1000:03d}: {_sentence(cause)}"
     if cause.traceback:
         yield from (f"    {line}" for line in cause.traceback.splitlines())
     gone = [name for name in absent if f"{name!r}" in cause.text]
-    if cause.kind in ("broken", "lost") and gone:
+    if cause.kind != "heard" and gone:
         yield (
             f"  {', '.join(gone)} wrote nothing: the process was killed (SIGKILL), crashed, or is stopped or cut off "
             "from the network"

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from rpcdist._launch.job_records import jobs as launched_jobs
+from rpcdist._launch.job_records import address_of
 from rpcdist.errors import AuthenticationFailed, RpcdistError
 from rpcdist.inspection import describe, explain, facts_to_json
 from rpcdist.inspection.text import printable_lines
@@ -41,7 +41,7 @@ def _run(arguments: argparse.Namespace) -> int:
             if arguments.address is None:
                 jobs, errors = asker.jobs_here()
             else:
-                jobs, errors = [asker.job_at(_address_of(arguments.address))], {}
+                jobs, errors = [asker.job_at(address_of(arguments.address))], {}
     except RpcdistError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -59,11 +59,6 @@ def _run(arguments: argparse.Namespace) -> int:
         else:
             print(text_of(job, arguments.older_than))
     return 0
-
-
-def _address_of(wanted: str) -> str:
-    """The address of a job that `launch` runs on this host under a name; any other text is an address."""
-    return next((job.address for job in launched_jobs() if job.is_called(wanted)), wanted)
 
 
 def text_of(job: JobFacts, older_than_s: float) -> str:

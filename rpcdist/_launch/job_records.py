@@ -128,6 +128,11 @@ def find_job(wanted: str) -> LaunchedJob:
     raise ConfigError(f"no job {wanted!r} of this user runs on this machine; running: {running}")
 
 
+def address_of(wanted: str) -> str:
+    """The address of a job that `launch` runs on this host under a name; any other text is an address."""
+    return next((job.address for job in jobs() if job.is_called(wanted)), wanted)
+
+
 def start_of(pid: int) -> str:
     """When a process was started, so that another one of the same id is told apart; empty if there is none."""
     try:

@@ -25,7 +25,7 @@ def describe(explanation: Explanation, most_chains: int = 20) -> str:
     shown: set[str] = set()
     chain_of: dict[tuple[WaitLink, ...], int] = {}  # of each end of a chain that was shown
     for number, chain in enumerate(explanation.chains[:most_chains], 1):
-        lines += ["", f"chain {number}{' (a circle)' if chain.is_circle else ''}:"]
+        lines += ["", f"chain {number}{' (ends in a circle)' if chain.is_circle else ''}:"]
         lines += _chain_lines(chain, number, shown, chain_of)
     if len(explanation.chains) > most_chains:
         lines += ["", f"{len(explanation.chains) - most_chains} more chains are not shown"]

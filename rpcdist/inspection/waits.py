@@ -153,15 +153,29 @@ def _paths(graph: _WaitGraph, root: WaitNode) -> Iterator[tuple[list[WaitNode], 
 
 
 def _sentence(graph: _WaitGraph, circle: Sequence[WaitNode]) -> str:
-    """A circle in words, from one of its calls."""
-    steps = [graph.name(node) for node in circle if node.kind in ("served", "thread")]
-    steps = [step for step, before in zip(steps, [None, *steps], strict=False) if step != before]
+    """A circle in words, from one of its calls. A thread is one step with the call that it serves."""
+    if circle[0].kind == "thread" and circle[-1].kind == "served":
+        circle = [circle[-1], *circle[:-1]]
+    steps: list[WaitNode] = []
+    locks: list[str] = []  # that a step waits for, or ""
+    before = ""
+    for node in circle:
+        if node.kind == "thread" and before == "served":
+            locks[-1] = graph.lock(node)
+        elif node.kind in ("served", "thread"):
+            steps.append(node)
+            locks.append(graph.lock(node))
+        before = node.kind
     if not steps:
-        steps = [graph.name(node) for node in circle]
-    if len(steps) > 1 and steps[-1] == steps[0]:
-        steps.pop()
-    first, *others = steps
-    return f"{first} waits for " + "".join(f"{other}, which waits for " for other in others) + first
+        steps, locks = list(circle), [""] * len(circle)
+    names = [graph.name(node) for node in steps]
+    if len(set(names)) < len(names):
+        names = [f"{name}{graph.caller(node)}" for name, node in zip(names, steps, strict=True)]
+    if len(names) == 1 and locks[0]:
+        return f"{names[0]} waits for the lock `{locks[0]}`, which it holds itself"
+    awaited = zip(locks, [*names[1:], names[0]], strict=True)
+    parts = [f"the lock `{lock}`, held by {name}" if lock else name for lock, name in awaited]
+    return f"{names[0]} waits for " + ", which waits for ".join(parts)
 
 
 class _WaitGraph:
@@ -407,6 +421,8 @@ class _WaitGraph:
         if thread.lock:
             holder = thread.lock_holder
             whose = "whose holder cannot be seen" if holder is None else "which another thread of this worker holds"
+            if holder == thread.id:
+                whose = "which it holds itself"
             text += f" waits for the lock `{thread.lock}`, {whose}"
         return text
 
@@ -477,6 +493,14 @@ class _WaitGraph:
             case "pass":
                 return f"{node.worker}'s backward pass"
         return node.worker
+
+    def lock(self, node: WaitNode) -> str:
+        """The name of the lock that a thread waits for; "" for all else."""
+        return self._threads[node].lock if node.kind == "thread" else ""
+
+    def caller(self, node: WaitNode) -> str:
+        """Tells a call from another one of the same function."""
+        return f" (called by {self._served[node].caller})" if node.kind == "served" else ""
 
     def culprit(self, node: WaitNode) -> str:
         """The end of a chain in a sentence."""

@@ -41,6 +41,7 @@ import torch
 import torch.futures
 
 from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistError
+from rpcdist.profile_ranges import is_profiling, record_function
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._futures.failure import Failure, raise_failure
 from rpcdist.rpc._futures.interrupt import acquire
@@ -78,6 +79,9 @@ class Expected(Protocol):
     @property
     def session(self) -> MessageSink | None:
         """By which the result will come; None if that is not known."""
+
+    def what(self) -> str:
+        """For messages, such as "rpc to 'w1' of torch.add"."""
 
 
 class OnGpus(Protocol):
@@ -180,7 +184,10 @@ class Future(torch.futures.Future[T]):
             BaseException: the call's own error, the same object each time.
         """
         if not self._finished:
-            self._block(timeout)
+            if is_profiling():
+                self._block_in_range(timeout)
+            else:
+                self._block(timeout)
         if self._devices and self._error is None:
             _Base.wait(self)  # has the current streams wait for pending copies
         try:
@@ -243,6 +250,11 @@ class Future(torch.futures.Future[T]):
             raise error
         finally:
             del error, self  # [Note: frames]
+
+    def _block_in_range(self, timeout: float | None) -> None:
+        what = "a future" if self._expected is None else self._expected.what()
+        with record_function(f"wait for {what}"):
+            self._block(timeout)
 
     def _block(self, timeout: float | None) -> None:
         """Returns when done; raises `DeadlineExceeded` after `timeout` seconds."""

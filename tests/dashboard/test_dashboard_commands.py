@@ -15,6 +15,8 @@ import pytest
 import rpcdist
 from rpcdist import rpc
 from rpcdist._cluster.local_cluster import PageProcess
+from rpcdist.testing import WorkerPool
+from rpcdist.testing.worker_pool import join
 
 LIMIT_S = 60.0
 
@@ -70,6 +72,23 @@ def test_a_job_goes_on_when_its_page_is_slow_stopped_or_killed(no_agent: None, m
             page.kill()
             page.wait(LIMIT_S)
             assert rpc.rpc_sync("worker1", pow, (2, 12)) == 4096
+
+
+@pytest.mark.multiproc
+@pytest.mark.timeout(240)
+def test_several_jobs_of_a_host_are_listed(no_agent: None, module_pool: WorkerPool) -> None:
+    workers = [module_pool.start("first"), module_pool.start("second")]
+    for worker in workers:
+        worker.run(join, "worker0", 0, 1, module_pool.new_url())
+    for command in ("dashboard", "top"):
+        arguments = [sys.executable, "-m", "rpcdist", command]
+        ended = subprocess.run(arguments, capture_output=True, text=True, timeout=LIMIT_S)
+        says, *lines = ended.stderr.splitlines()
+        assert ended.returncode == 1 and "2 jobs have workers on this host: give one of these addresses" in says
+        assert len(lines) == 2
+        for worker in workers:
+            [line] = [line for line in lines if f"process {worker.pid}: " in line]
+            assert "is default/" in line and ": worker0, process" in line and "python" in line
 
 
 @pytest.mark.parametrize("command", ["dashboard", "top"])

@@ -191,6 +191,10 @@ def test_why_there_is_no_session(worker: WorkerFact, words: str) -> None:
         ),
         (replace(REACHED, listen_error="cannot listen on 10.9.9.9"), "cannot listen on 10.9.9.9"),
         (replace(REACHED, answer=replace(ANSWER, failure="no answer")), "cannot connect to this machine at 10.0.0.1:4"),
+        (
+            replace(REACHED, answer=replace(ANSWER, own_address="127.0.0.1:4000", failure="refused")),
+            "a worker here listens at 127.0.0.1:4000, where",
+        ),
         (replace(REACHED, answer=WorkerAnswer(failure_of_question="late")), "then does not answer (late)"),
         (replace(REACHED, answer=replace(ANSWER, large_failure="late")), "MTU"),
         (replace(REACHED, ports=(OPEN._replace(mtu_bytes=576),)), "packets of 576 bytes only"),

@@ -158,6 +158,32 @@ def test_the_holder_of_a_lock_is_found(
         )
 
 
+own_lock = threading.Lock()
+
+
+def take_twice() -> None:
+    with own_lock:
+        take_again()
+        own_lock.acquire()  # for the end of the block
+
+
+def take_again() -> None:
+    with own_lock:
+        pass
+
+
+def test_a_lock_that_its_thread_takes_twice_has_this_thread_as_its_holder() -> None:
+    twice = threading.Thread(target=take_twice)
+    twice.start()
+    try:
+        wait_until_asleep(twice)
+        state = next(state for state in thread_states()[0] if state.id == twice.ident)
+        assert (state.lock, state.lock_holder) == ("own_lock", twice.ident)
+    finally:
+        own_lock.release()  # of which any thread is capable
+        twice.join(LIMIT_S)
+
+
 def test_a_thread_that_runs_waits_for_no_lock() -> None:
     assert awaited_lock(sys._getframe()) is None
     assert not holds_lock(sys._getframe(), module_lock)

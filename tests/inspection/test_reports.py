@@ -161,6 +161,17 @@ def test_a_worker_that_the_kernel_has_killed_for_memory() -> None:
     assert "the kernel of its host killed 1 process since the job began because memory had run out" in text
 
 
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_a_program_that_fails_since_a_worker_was_killed_echoes_that(is_noticed: bool) -> None:
+    """As in a `LocalCluster`, where the other processes are ended at once, and write nothing."""
+    broke = Incident(5 * SECOND_NS, "w0", "broken", "the connection with 'w2' ended: the process there is gone")
+    failed = Incident(5 * SECOND_NS + 9_000_000, "w0", "failed", "WorkerLost: worker 'w2' was lost during f")
+    events = [broke, failed] if is_noticed else [failed]
+    text = story([file_of("w0", 0, *events, num_kills=1)])
+    assert ("the connection with 'w2' ended" in first_of(text)) == is_noticed
+    assert "w2 wrote nothing" in text and "the kernel of its host killed 1 process" in text
+
+
 def test_a_program_that_fails_comes_before_the_connections_that_break_by_it() -> None:
     failed = Incident(5 * SECOND_NS + 9_000_000, "w1", "failed", "ValueError: seven", "File x\nValueError: seven")
     broke = Incident(5 * SECOND_NS, "w0", "broken", "the connection with 'w1' ended: broke")

@@ -100,6 +100,21 @@ def test_a_circle_is_a_deadlock() -> None:
     assert "DEADLOCK" in describe(found).splitlines()[0]
 
 
+def test_a_deadlock_names_its_locks() -> None:
+    def waits_for(holder: int, id: int) -> ThreadState:
+        return replace(thread(id), lock=f"lock{holder}", lock_holder=holder)
+
+    calls = (served(1, "aa", "w1"), served(2, "bb", "w2", 2))
+    both = facts("w0", calls_served=calls, threads=(waits_for(2, 1), waits_for(1, 2)))
+    assert explain([both]).deadlocks == (
+        "w0's m:f (called by w1) waits for the lock `lock2`, held by w0's m:f (called by w2), which waits for the lock "
+        "`lock1`, held by w0's m:f (called by w1)",
+    )
+    itself = facts("w0", calls_served=calls[:1], threads=(waits_for(1, 1),))
+    assert explain([itself]).deadlocks == ("w0's m:f waits for the lock `lock1`, which it holds itself",)
+    assert "waits for the lock `lock1`, which it holds itself" in explain([itself]).chains[0].links[1].text
+
+
 def test_a_circle_that_nothing_outside_waits_for_is_found() -> None:
     workers = [
         facts("w0", calls_served=(served(9, "bb", "w1"),), calls_made=(made(1, "w1", "aa"),), threads=(thread(1, 1),)),

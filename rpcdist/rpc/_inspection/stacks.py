@@ -54,8 +54,8 @@ def thread_states(only: int | None = None) -> tuple[list[ThreadState], int]:
         awaited = waiting.get(ident)
         holder = None
         if awaited is not None and not waits_for:
-            others = ((other, innermost) for other, innermost in chosen if other != ident)
-            holder = awaited.owner or next((other for other, top in others if _holds(top, awaited.lock)), None)
+            ordered = sorted(chosen, key=lambda one: one[0] == ident)  # it may hold the lock itself
+            holder = awaited.owner or next((one for one, top in ordered if _holds(top, awaited.lock)), None)
         found.append(
             ThreadState(
                 ident,

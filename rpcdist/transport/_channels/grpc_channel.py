@@ -183,8 +183,8 @@ def _error_for(code: grpc.StatusCode, details: str, address: str) -> RpcdistErro
         return TransportError(f"the connection with {address} was closed")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return ProtocolViolation(
-            f"{address} does not serve this call ({connect_reason(details)}): it still joins its job, or is no worker "
-            "of this version. Try again, or give the address of another worker"
+            f"{address} does not serve this call: it still joins its job, or is no worker of this version. Try again, "
+            "or give the address of another worker"
         )
     if code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT):
         return ProtocolViolation(f"{address}: {connect_reason(details)}")
