@@ -253,6 +253,30 @@ browser_test = pytest.mark.skipif(headless_browser.CHROMIUM is None, reason="Chr
 
 
 @browser_test
+def test_the_workers_of_a_busy_job_fit_on_a_desk() -> None:
+    """With a value in each column, none has to be scrolled to."""
+    numbers = (
+        "served_rate: 12345, made_rate: 12345, latency_s: 0.1234, serving: 1234, calls: 1234, oldest_s: 7000, "
+        "sent_rate: 999e6, received_rate: 999e6, memory_bytes: 99.9e9, queued: 1234, references: 12345, passes: 12, "
+        "operations: 123, lent_bytes: 999e6, refused: 12, role: 'trainer', name: 'trainer12', host: 'node-0017', "
+        "pid: 1234567, pool: {running: 100, threads: 128}"
+    )
+    with served_page(MadeUpJob(facts())) as url, Browser(1200, 900) as browser:
+        browser.open(url)
+        browser.wait_until("document.querySelectorAll('#workers tbody tr').length === 1")
+        fits = browser.evaluate(
+            f"""(() => {{
+                view.workers = [{{...view.workers[0], {numbers}}}];
+                drawWorkers();
+                const row = document.querySelector('#workers tbody tr');
+                const around = document.querySelector('#workers').parentElement;
+                return [row.cells.length, around.scrollWidth - around.clientWidth, row.textContent];
+            }})()"""
+        )
+        assert fits[0] > 15 and fits[1] == 0, fits
+
+
+@browser_test
 @pytest.mark.parametrize(("width", "is_dark"), [(1300, False), (390, True)], ids=["desk", "phone"])
 def test_a_browser_shows_the_job(tmp_path: Path, width: int, is_dark: bool) -> None:
     """Also on a phone and in the dark, and what workers call themselves does nothing."""
@@ -279,7 +303,7 @@ def test_a_browser_shows_the_job(tmp_path: Path, width: int, is_dark: bool) -> N
         assert browser.evaluate("document.querySelector('#status').textContent") == "a worker is silent"
         assert NASTY in browser.evaluate("document.querySelector('#functions').textContent")
         assert NASTY in browser.evaluate("document.querySelector('#actors').textContent")
-        assert "300.0 MiB" in browser.evaluate("document.querySelector('#workers').textContent")
+        assert "300 MiB" in browser.evaluate("document.querySelector('#workers').textContent")
         assert browser.evaluate("!document.querySelector('#curves-section').hidden")
         assert NASTY in browser.evaluate("document.querySelector('#curves .legend').textContent")
         assert browser.evaluate("document.documentElement.scrollWidth") <= width

@@ -70,6 +70,32 @@ def test_calls_and_handlers_are_in_a_profile(cluster: InProcessCluster, all_thre
     assert handlers.get(f"handler of {__name__}:double", 0) == (3 if all_threads else 0)
 
 
+gate = threading.Event()
+
+
+def wait_for_gate() -> int:
+    assert gate.wait(LIMIT_S)
+    return 7
+
+
+def test_a_wait_for_a_future_is_a_range(cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the handler has run, which ends only when the range has begun."""
+    block = rpc.Future._block
+
+    def open_gate(self: rpc.Future[int], timeout: float | None) -> None:
+        gate.set()
+        block(self, timeout)
+
+    monkeypatch.setattr(rpc.Future, "_block", open_gate)
+    with cluster.use("trainer"), profiler(all_threads=False) as profiled:
+        assert rpc.rpc_async("server", wait_for_gate).wait() == 7
+        gate.clear()
+        assert rpc.rpc_async("server", wait_for_gate).then(lambda done: done.value() + 1).wait() == 8
+        gate.clear()
+    found = [event.name for event in profiled.events() if "wait for" in event.name]
+    assert found == [f"wait for rpc to 'server' of {__name__}:wait_for_gate", "wait for a future"]
+
+
 def slow(duration_s: float) -> torch.Tensor:
     time.sleep(duration_s)  # what is tried is a handler that outlives a profiler
     return torch.ones(2) * 2

@@ -18,7 +18,8 @@ function number(value) {
 function bytes(value) {
   if (!value) return "0 B";
   const power = Math.min(4, Math.floor(Math.log2(Math.max(1, value)) / 10));
-  return (value / 2 ** (10 * power)).toFixed(power ? 1 : 0) + " " + ["B", "KiB", "MiB", "GiB", "TiB"][power];
+  const shown = value / 2 ** (10 * power);
+  return shown.toFixed(power && shown < 100 ? 1 : 0) + " " + ["B", "KiB", "MiB", "GiB", "TiB"][power];
 }
 
 function seconds(value) {
@@ -51,7 +52,7 @@ const COLUMNS = [
   ["serving", "serving", (w) => number(w.serving)],
   ["calls", "waits for", (w) => number(w.calls)],
   ["oldest_s", "oldest", (w) => (w.oldest_s ? seconds(w.oldest_s) : "")],
-  ["threads", "threads busy", (w) => (w.pool ? `${w.pool.running} of ${w.pool.threads}` : "")],
+  ["threads", "threads busy", (w) => (w.pool ? `${w.pool.running}/${w.pool.threads}` : "")],
   ["sent_rate", "sent /s", (w) => (w.state === "answers" ? bytes(w.sent_rate) : "")],
   ["received_rate", "received /s", (w) => (w.state === "answers" ? bytes(w.received_rate) : "")],
   ["memory_bytes", "memory", (w) => (w.memory_bytes ? bytes(w.memory_bytes) : "")],
@@ -61,12 +62,18 @@ const COLUMNS = [
   ["operations", "collectives", (w) => number(w.operations)],
   ["lent_bytes", "lent", (w) => (w.lent_bytes ? bytes(w.lent_bytes) : "")],
   ["refused", "refused", (w) => number(w.refused)],
-  ["host", "host", (w) => (w.host ? `${w.host} ${w.pid}` : w.address)],
+  ["host", "host", (w) => w.host || w.address],
 ];
+// Shown where some worker has a value.
+const SPARSE = new Set(["role", "passes", "operations", "lent_bytes", "refused"]);
+
+function shownColumns() {
+  return COLUMNS.filter(([key]) => !SPARSE.has(key) || view?.workers.some((worker) => worker[key]));
+}
 
 function drawHeads() {
   const row = element("tr");
-  for (const [key, label] of COLUMNS) {
+  for (const [key, label] of shownColumns()) {
     const head = element("th");
     const button = element("button", label + (sorting.key === key ? (sorting.down ? " \u25be" : " \u25b4") : ""));
     button.addEventListener("click", () => {
@@ -81,18 +88,20 @@ function drawHeads() {
 }
 
 function drawWorkers() {
+  if (document.querySelectorAll("#workers th").length !== shownColumns().length) drawHeads();
   const value = (w) => (sorting.key === "threads" ? (w.pool ? w.pool.running : -1) : w[sorting.key] ?? -1);
   const order = (a, b) => (typeof a === "string" ? String(a).localeCompare(String(b)) : a - b);
   const rows = [...view.workers].sort((a, b) => order(value(a), value(b)) * (sorting.down ? -1 : 1) || (a.id ?? 0) - (b.id ?? 0));
   document.querySelector("#workers tbody").replaceChildren(...rows.map((worker) => {
     const row = element("tr");
     row.tabIndex = 0;
-    for (const [key, , text] of COLUMNS) {
+    for (const [key, , text] of shownColumns()) {
       const cell = element("td", text(worker));
+      cell.dataset.of = key;
       if (key === "state") cell.className = worker.state === "answers" ? (worker.phase === "leaving" ? "" : "good") : "bad";
       row.append(cell);
     }
-    row.title = worker.detail || "";
+    row.title = worker.detail || (worker.pid ? `process ${worker.pid}` : "");
     const open = () => showWorker(worker.name);
     row.addEventListener("click", open);
     row.addEventListener("keydown", (event) => { if (event.key === "Enter") open(); });
