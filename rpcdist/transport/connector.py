@@ -12,13 +12,14 @@ import asyncio
 import logging
 import socket
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import grpc.aio
 
+from rpcdist._proto import handshake_pb2
 from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError
 from rpcdist.ids import Identity
@@ -124,7 +125,7 @@ class Connector:
                 if may_be_local:
                     limit = deadline.earlier(Deadline.after(min(timeout_s / 2, ATTEMPT_LIMIT_S)))
                     try:
-                        return await self._connect_raw(connect_unix(local_name(address)), wanted, limit)
+                        return await self._connect_raw(partial(connect_unix, local_name(address)), wanted, limit)
                     except (TransportError, TimeoutError) as exc:
                         logger.info("no local channel to %s, so the network is used: %s", address, _reason(exc))
                         wanted.passed_over.append(("local", _reason(exc)))
@@ -172,7 +173,7 @@ class Connector:
 
     async def _connect_raw(
         self,
-        connecting: Coroutine[Any, Any, socket.socket],
+        connect: Callable[[], Coroutine[Any, Any, socket.socket]],
         wanted: _Wanted,
         limit: Deadline,
         tcp: tuple[str, int] | None = None,
@@ -184,25 +185,36 @@ class Connector:
             TransportError, TimeoutError: the handshake failed; the caller then falls back to gRPC.
         """
         async with asyncio.timeout(limit.wait_s()):
-            used, handshake = await self._proven(connecting, wanted)
+            used, handshake = await self._proven(connect, wanted)
         channel = SocketChannel(used, wanted.address)
         return self._link(wanted, channel, handshake, None, tcp)
 
     async def _proven(
-        self, connecting: Coroutine[Any, Any, socket.socket], wanted: _Wanted, purpose: str = ""
+        self, connect: Callable[[], Coroutine[Any, Any, socket.socket]], wanted: _Wanted, purpose: str = ""
     ) -> tuple[socket.socket | TlsSocket, ClientHandshake]:
-        """A raw connection whose both ends are proven."""
-        raw = await connecting
-        used: socket.socket | TlsSocket = raw
-        try:
-            used, pipe, ends = await connected_pipe(raw, wanted.address, self._credentials)
-            handshake = self._credentials.client_handshake(wanted.role, wanted.expected, purpose=purpose, channel=ends)
-            await prove_client(pipe, handshake)
-            names_senders(raw, on=False)
-        except BaseException:
-            used.close()
-            raise
-        return used, handshake
+        """A raw connection whose both ends are proven; one for a purpose is tried again while the peer is too busy."""
+        pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        while True:
+            raw = await connect()
+            used: socket.socket | TlsSocket = raw
+            handshake: ClientHandshake | None = None
+            try:
+                used, pipe, ends = await connected_pipe(raw, wanted.address, self._credentials)
+                handshake = self._credentials.client_handshake(
+                    wanted.role, wanted.expected, purpose=purpose, channel=ends
+                )
+                await prove_client(pipe, handshake)
+                names_senders(raw, on=False)
+            except AuthenticationFailed:
+                used.close()
+                if not purpose or handshake is None or handshake.refusal_code != handshake_pb2.Refusal.BUSY:
+                    raise
+            except BaseException:
+                used.close()
+                raise
+            else:
+                return used, handshake
+            await asyncio.sleep(next(pauses))
 
     async def _open_payload_connections(
         self, place: tuple[str, int], wanted: _Wanted, session_id: bytes, count: int
@@ -213,7 +225,7 @@ class Connector:
 
         async def open_one(index: int) -> None:
             purpose = socket_purpose(PAYLOAD_TAKER, payload_purpose(session_id, (index, count)))
-            opened[index] = (await self._proven(connect_tcp(*place), wanted, purpose))[0]
+            opened[index] = (await self._proven(partial(connect_tcp, *place), wanted, purpose))[0]
 
         try:  # all at once: each of them takes several round trips
             async with asyncio.timeout(SIDE_ATTEMPT_LIMIT_S), asyncio.TaskGroup() as group:
@@ -261,7 +273,7 @@ class Connector:
         """Runs a handshake with a process of this host, so that it logs the wrong token: it logs no TLS failures."""
         limit = Deadline.after(QUICK_ANSWER_LIMIT_S)
         with suppress(OSError, TimeoutError):
-            link = await self._connect_raw(connect_unix(local_name(wanted.address)), wanted, limit)
+            link = await self._connect_raw(partial(connect_unix, local_name(wanted.address)), wanted, limit)
             await link.close()
 
     async def _connect_by_tcp(self, wanted: _Wanted, proven: ClientHandshake) -> Link | None:
@@ -273,7 +285,7 @@ class Connector:
         limit = Deadline.after(SIDE_ATTEMPT_LIMIT_S)
         try:
             wanted = wanted._replace(expected=server)
-            return await self._connect_raw(connect_tcp(host, port), wanted, limit, (host, port))
+            return await self._connect_raw(partial(connect_tcp, host, port), wanted, limit, (host, port))
         except (OSError, RuntimeError) as exc:  # RuntimeError: no thread for the name lookup could be started
             logger.info("no TCP channel to %s, so gRPC is used: %s", wanted.address, _reason(exc))
             wanted.passed_over.append(("tcp", f"port {port}: {_reason(exc)}"))

@@ -17,12 +17,14 @@ from transport_nodes import LIMIT_S, UNIT_S, Memory, Nodes, Recorder, open_link
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ConfigError, ProtocolViolation, TransportError
-from rpcdist.testing import eventually
+from rpcdist.testing import eventually, eventually_async
 from rpcdist.transport import Link, Node, Session, connector
 from rpcdist.transport._channels import stream_sockets
 from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
+from rpcdist.transport._channels.proving import prove_client
 from rpcdist.transport._framing.frames import frame
 from rpcdist.transport._framing.incoming import Delivery
+from rpcdist.transport._server import admission
 from rpcdist.transport._socket_hub.hub_connector import HubAddress, connect_to_hub
 from rpcdist.transport._striping import striping
 from rpcdist.transport._striping.striping import (
@@ -135,6 +137,25 @@ def test_they_are_opened_at_once(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) 
         return await stream_sockets.connect_tcp(host, port)
 
     monkeypatch.setattr(connector, "connect_tcp", connect)
+    sessions = opened(link, answers, taker)
+    assert [num_open(session) for session in sessions] == [8, 8]
+
+
+def test_those_that_a_busy_peer_refuses_are_opened_again(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 workers of one host that open 8 each at the same time are more than the peer lets in from a host at once."""
+    monkeypatch.setenv(PAYLOAD_CONNECTIONS_VARIABLE, "8")
+    for module in (connector, striping):
+        monkeypatch.setattr(module, "SIDE_ATTEMPT_LIMIT_S", LIMIT_S)
+    (server, taker), answers = serve(nodes), Recorder()
+    link = open_link(nodes.make("client"), server, handler=answers)
+    echo(link, answers, b"x")
+
+    async def prove_when_some_are_refused(*arguments: Any) -> Any:
+        await eventually_async(lambda: server.num_refused >= 4)
+        return await prove_client(*arguments)
+
+    monkeypatch.setattr(admission, "MAX_UNPROVEN", 8)  # and half of them for one host
+    monkeypatch.setattr(connector, "prove_client", prove_when_some_are_refused)
     sessions = opened(link, answers, taker)
     assert [num_open(session) for session in sessions] == [8, 8]
 
