@@ -171,7 +171,8 @@ class Asker:
             answered.append(answer)
             return None
         if isinstance(answer, RpcdistError):
-            answer = FrozenProcess("unknown", f"{answer} (and nobody on its host sees the process)")
+            unseen = " (and nobody on its host sees the process)" if _is_silence(answer) else ""
+            answer = FrozenProcess("unknown", f"{answer}{unseen}")
         return _silent(member.name, member.address, answer)
 
     async def _ask(

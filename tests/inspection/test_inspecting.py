@@ -19,7 +19,7 @@ from rpcdist import rpc
 from rpcdist._inspect.asking import Asker
 from rpcdist._inspect.stacks_command import text_of
 from rpcdist._proto import inspection_pb2
-from rpcdist.errors import AuthenticationFailed, BlockingInLoop, ConnectFailed
+from rpcdist.errors import AuthenticationFailed, BlockingInLoop, ConnectFailed, ProtocolViolation, RpcdistError
 from rpcdist.inspection import MAX_FACTS_BYTES, MemberFacts, WorkerFacts, facts_to_json
 from rpcdist.rpc import RpcOptions
 from rpcdist.rpc._inspection import inspector as inspector_module
@@ -269,3 +269,23 @@ def test_brief_facts_have_the_stack_of_the_main_thread_alone_where_nothing_takes
         assert [thread.id for thread in facts.threads] == [threading.main_thread().ident] and not facts.members
         monkeypatch.setattr(inspector_module, "LONG_WAIT_S", 0.0)
         assert len(brief().threads) > 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (ConnectFailed("host:1", "connection refused", 1.0), "(and nobody on its host sees the process)"),
+        (ProtocolViolation("host:1 still joins its job"), "host:1 still joins its job"),
+    ],
+    ids=["silent", "joins"],
+)
+def test_only_a_silent_worker_is_said_to_be_unseen(
+    monkeypatch: pytest.MonkeyPatch, answer: RpcdistError, says: str
+) -> None:
+    async def ask(asker: Asker, address: str, answered: object) -> RpcdistError:
+        return answer
+
+    monkeypatch.setattr(Asker, "_ask", ask)
+    with Asker() as asker:
+        seen = asyncio.run(asker._ask_member(MemberFacts("w1", 1, "host:1"), []))
+    assert seen is not None and seen.state == "unknown" and seen.detail.endswith(says)

@@ -183,8 +183,7 @@ def _error_for(code: grpc.StatusCode, details: str, address: str) -> RpcdistErro
         return TransportError(f"the connection with {address} was closed")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return ProtocolViolation(
-            f"{address} does not serve this call: it still joins its job, or is no worker of this version. Try again, "
-            "or give the address of another worker"
+            f"{address} still joins its job, or is no worker of this version: it does not serve this call"
         )
     if code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT):
         return ProtocolViolation(f"{address}: {connect_reason(details)}")
