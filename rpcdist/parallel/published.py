@@ -317,9 +317,9 @@ class Published:
                 # Looked up again: while this waited, the tensors may have got other memory.
                 now = None if into is None else self._small_targets(reader, targets)
                 if now is not None and reader is not None:
+                    copy_tensors([plan.targets[i] for i in reader.large], [theirs[i] for i in reader.large])
                     reader.small_tensors().copy_to(now)
                     torch.autograd.graph.increment_version(reader.small_of(targets.tensors))  # as a write by torch does
-                    copy_tensors([plan.targets[i] for i in reader.large], [theirs[i] for i in reader.large])
                 elif plan.is_whole:
                     copy_tensors(plan.targets, theirs)
                 else:
@@ -494,16 +494,21 @@ class Published:
         while shards and shards[0].agent is not current_agent():  # of a job that this process has left
             shards.pop().close()
         if not shards:
-            shards.append(ShardConnection(self.name, 0, self._dtype))
+            shards.append(self._new_connection(0))
         shards[0].refresh(wanted, ())
         num = shards[0].num_shards
         while len(shards) > num:
             shards.pop().close()
         for number in range(1, num):
             if number == len(shards):
-                shards.append(ShardConnection(self.name, number, self._dtype))
+                shards.append(self._new_connection(number))
             shards[number].refresh(wanted, shards[:number])
         return shards
+
+    def _new_connection(self, shard: int) -> ShardConnection:
+        # In another job, and after a checkpoint, the publisher may not know that its numbers have to go on from here.
+        known(self.name).saw(self._version, shard)
+        return ShardConnection(self.name, shard, self._dtype)
 
     def _wait_for(self, shards: Sequence[ShardConnection], floor: int, deadline: Deadline) -> None:
         """Waits a while for a version, where one is missing."""

@@ -302,6 +302,50 @@ def test_bad_input_is_an_error_that_names_tensor_shapes_and_workers(cluster: InP
         mine.close()
 
 
+def test_a_later_version_has_values_of_the_kinds_of_the_first(cluster: InProcessCluster) -> None:
+    with cluster.use("trainer"):
+        weights, into = Published("policy"), {"a": torch.zeros(1), "n": torch.zeros(1, dtype=torch.int64)}
+        weights.publish({"a": torch.ones(1), "n": torch.tensor([7])})
+        for a, n, text in [
+            (torch.ones(1), torch.tensor([0.5]), r"'n' of 'policy' is torch\.float32 in this version, .*torch\.int64"),
+            (torch.tensor([1j]), torch.tensor([8]), r"'a' of 'policy' is torch\.complex64 in this version"),
+        ]:
+            with pytest.raises(ConfigError, match=text):
+                weights.publish({"a": a, "n": n})
+        assert weights.publish({"a": torch.ones(1, dtype=torch.float64), "n": torch.tensor([8])}) == 2
+        with pytest.raises(ConfigError, match=r"which cannot be converted to torch\.int32"):
+            weights.pull_into(into | {"a": torch.zeros(1, dtype=torch.int32)})
+        assert weights.pull_into(into) == 2 and into["n"].item() == 8
+        weights.close()
+
+
+def test_tensors_that_lose_their_memory_are_an_error(cluster: InProcessCluster) -> None:
+    """In torch, and where small tensors are copied at once, they are the end of the process."""
+    values = {f"t{n}": torch.ones(10) for n in range(100)} | {"large": torch.ones(10_000)}
+    into = {name: torch.zeros_like(value) for name, value in values.items()}
+    with cluster.use("trainer"):
+        weights = Published("policy")
+        for version in (1, 2):
+            assert weights.publish(values) == weights.pull_into(into) == version
+        for name in ("t7", "large"):
+            for tensors in (values, into):
+                storage, size_bytes = tensors[name].untyped_storage(), tensors[name].nbytes
+                storage.resize_(0)
+                others = torch.cat([tensor for other, tensor in into.items() if other != name])
+                with pytest.raises(ConfigError, match=r"a tensor of shape \(10(000)?,\) has lost its memory"):
+                    if tensors is values:
+                        weights.publish(values)
+                    else:
+                        weights.pull_into(into)
+                assert torch.cat([tensor for other, tensor in into.items() if other != name]).equal(others)
+                storage.resize_(size_bytes)
+                tensors[name].fill_(1)
+            assert weights.publish({key: value.mul_(2) for key, value in values.items()}) > 2
+            weights.pull_into(into)
+            assert all(into[key].equal(value) for key, value in values.items())
+        weights.close()
+
+
 def test_a_checkpoint_has_the_number_of_the_version(cluster: InProcessCluster, tmp_path: Path) -> None:
     values = {"a": torch.ones(3)}
     with cluster.use("trainer"):
@@ -463,6 +507,21 @@ def test_a_process_that_joins_another_job_publishes_and_pulls_there() -> None:
                 assert new.pull_into(into) == job
                 new.close()
     mine.close()
+
+
+@pytest.mark.parametrize("consumer", ["trainer", "g0"])
+def test_a_consumer_of_another_job_gets_the_first_version_of_this_one(consumer: str) -> None:
+    mine, into = Published("policy"), {"a": torch.zeros(3)}
+    for job, num in ((1, 3), (2, 1)):
+        with InProcessCluster("trainer", "g0") as cluster:
+            with cluster.use("trainer"):
+                weights = Published("policy")  # of a trainer that was started for this job
+                for _ in range(num):
+                    weights.publish({"a": torch.full((3,), float(job))})
+            with cluster.use(consumer):
+                assert mine.pull_into(into, mine.version, wait=True) == (3 if job == 1 else 4)
+                assert into["a"].eq(job).all()
+                mine.close()
 
 
 def test_a_pull_that_fails_for_want_of_descriptors_can_be_repeated(

@@ -44,11 +44,13 @@ def have_dtypes(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> boo
 @functools.cache
 def can_convert(dtype: torch.dtype, to: torch.dtype) -> bool:
     """Whether torch converts values without a loss of kind; `can_cast` is true also where torch has no code for it."""
+    if not torch.can_cast(dtype, to):  # before the attempt, at which torch warns of imaginary parts
+        return False
     try:
         torch.zeros(1, dtype=dtype, device="cpu").to(to)
     except (RuntimeError, TypeError):
         return False
-    return torch.can_cast(dtype, to)
+    return True
 
 
 class VersionLayout(NamedTuple):
@@ -168,6 +170,14 @@ class VersionLayout(NamedTuple):
                         f"{shape} in the first; publish it under another name"
                     )
             raise ConfigError(f"{name!r} has other parts of its tensors in this version than in the first")
+        pairs = list(zip(map(_dtype_of, tensors), self.dtypes, strict=True))
+        for dtype, first in set(pairs):
+            if dtype is not first and not can_convert(dtype, first):
+                tensor_name = self.names[pairs.index((dtype, first))]
+                raise ConfigError(
+                    f"tensor {tensor_name!r} of {name!r} is {dtype} in this version, which cannot be converted to the "
+                    f"{first} that is published since the first; publish it under another name"
+                )
         return tensors
 
     def box(self, index: int) -> Box:

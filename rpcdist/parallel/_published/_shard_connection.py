@@ -60,7 +60,7 @@ class Known:
         return self._newest.get(shard, 0)
 
     def saw(self, version: int, shard: int) -> None:
-        """A version of a shard has been published here."""
+        """A version of a shard has been published or pulled here."""
         with self._came:
             self._newest[shard] = max(self.newest(shard), version)
 
@@ -229,6 +229,7 @@ class ShardConnection:
         self.publisher = origin.owner_name()
         if origin.is_owner():
             publisher = origin.local_value()
+            publisher.start_at(state.newest(self.shard))
             self.published, self._boxes = publisher.layout, []
             selection = self._selection(publisher.layout, None, ())
             try:

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from rpcdist.errors import ConfigError
 from rpcdist.parallel._published._layout import VersionLayout
 from rpcdist.parallel._published._parts import MANY_TENSORS
 
@@ -52,7 +53,7 @@ class SmallTensors:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], last: SmallTensors | None, are_seen: bool = False) -> SmallTensors | None:
-        """The memory of tensors; None if torch has to copy one of them, as it is strided, or on another device.
+        """The memory of tensors; None if one of them is strided, on another device, or has none: see `copy_tensors`.
 
         Args:
             tensors: of the sizes of a layout.
@@ -64,6 +65,8 @@ class SmallTensors:
         addresses = list(map(Tensor.data_ptr, tensors))
         if last is not None and last.addresses == addresses:
             return last
+        if 0 in addresses:
+            return None
         return cls(tensors, addresses) if all(map(_is_on_cpu, tensors)) else None
 
     def copy_to(self, targets: SmallTensors) -> None:
@@ -75,7 +78,17 @@ class SmallTensors:
 
 
 def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copies tensors by torch, which converts them where that is needed."""
+    """Copies tensors by torch, which converts them where that is needed.
+
+    Raises:
+        ConfigError: one has no memory, where torch would end the process; nothing was copied.
+    """
+    for tensor in (*targets, *sources) if not all(map(Tensor.data_ptr, (*targets, *sources))) else ():
+        if tensor.numel() and not tensor.data_ptr():
+            raise ConfigError(
+                f"a tensor of shape {tuple(tensor.shape)} has lost its memory since the last call: its storage "
+                f"has the size {tensor.untyped_storage().size()}. Give it memory again, or leave it out"
+            )
     if targets:
         with torch.inference_mode():  # which may write to targets that were made in it, as to all others
             torch._foreach_copy_(targets, sources)
