@@ -109,9 +109,18 @@ def free_port() -> int:
     """A TCP port of this host on which nobody listens at the moment.
 
     It is below those that the system chooses from, so that no connection and no other server gets it before it is used.
+
+    Raises:
+        OSError: no port can be bound, and why.
     """
-    while True:
-        port = 20_000 + secrets.randbelow(9_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+    ports = secrets.SystemRandom().sample(range(20_000, 29_000), 100)
+    for port in ports:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                if port == ports[-1]:
+                    raise
+            else:
+                return port
+    raise AssertionError("unreachable")

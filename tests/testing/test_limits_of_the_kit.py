@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import Future
@@ -13,7 +14,16 @@ import kit_functions as functions
 import psutil
 import pytest
 
-from rpcdist.testing import InProcessCluster, Program, WorkerEnded, WorkerPool, WorkerTimeout, eventually, worker
+from rpcdist.testing import (
+    InProcessCluster,
+    Program,
+    WorkerEnded,
+    WorkerPool,
+    WorkerTimeout,
+    eventually,
+    free_port,
+    worker,
+)
 from rpcdist.testing import in_process_cluster as cluster_module
 from rpcdist.testing.limits import LIMIT_S
 
@@ -103,3 +113,12 @@ def test_calls_of_a_cluster_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> 
     go_on.set()
     assert waiting.result(LIMIT_S)
     cluster.close()
+
+
+def test_a_free_port_is_looked_for_until_it_is_clear_that_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(probe: socket.socket, address: object) -> None:
+        raise PermissionError("no ports here")
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    with pytest.raises(PermissionError, match="no ports here"):
+        free_port()
