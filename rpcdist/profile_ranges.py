@@ -175,17 +175,20 @@ class profile(profiler_legacy.profile):
 
     @classmethod
     def serve(cls, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs a function that a peer calls, under the profiles `of_process`."""
-        if cls.here() is not None or not (profiles := list(cls.of_process)):
+        """Runs a function that a peer calls, under the profiles `of_process`, unless it is `profiles_itself`."""
+        profiles, is_profiled = list(cls.of_process), any(function is each for each in profiles_itself)
+        if not profiles or is_profiled or cls.here() is not None:
             return function(*args, **kwargs)
         with profile(**profiles[0].options()) as ran:  # type: ignore[no-untyped-call]
             result = function(*args, **kwargs)
-        for one in profiles:
-            if one in cls.of_process:
-                one.process_global_function_events.append(
-                    ran._merged()
-                )  # without the ties of a tree, which travel badly
+        ran.note()
         return result
+
+    def note(self) -> None:
+        """After the block: gives the events of a call to the profiles `of_process`."""
+        for one in list(self.of_process):
+            # Without the ties of a tree, which travel badly.
+            one.process_global_function_events.append(self._merged())
 
     def _merged(self) -> list[FunctionEvent]:
         """The events of this thread, those of its calls with their true ends, and those of the callees."""
@@ -211,6 +214,10 @@ class profile(profiler_legacy.profile):
         return sorted(events, key=lambda event: (event.time_range.start, -event.time_range.end))
 
 
+profiles_itself: Final[list[Callable[..., Any]]] = []
+"""Functions that peers call, which have their own `profile` and call its `note`: torch allows one on a thread."""
+
+
 class _server_process_global_profile(profile):
     """torch's profiler of the functions that others call in this process, on any threads.
 
@@ -221,10 +228,13 @@ class _server_process_global_profile(profile):
 
     def __enter__(self) -> Self:
         self.process_global_function_events: list[list[FunctionEvent]] = []
-        self.of_process.append(self)
+        if self.enabled:
+            self.of_process.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
+        if not self.enabled:
+            return
         self.of_process.remove(self)
         events = [event for of_call in self.process_global_function_events for event in of_call]
         self.function_events = EventList(events, profile_memory=self.profile_memory)

@@ -332,3 +332,30 @@ def test_torchs_profiler_of_a_process_has_a_list_for_each_call(cluster: InProces
     assert [names[0] for names in found if names] == ["aten::mul"] * 2
     averages: Any = profiled.key_averages()  # type: ignore[no-untyped-call]
     assert {row.key: row.count for row in averages}["aten::mul"] == 2
+
+
+def test_torchs_profiler_of_a_process_has_calls_of_callers_that_have_one_too(cluster: InProcessCluster) -> None:
+    """torch allows one profiler on a thread."""
+    x = torch.ones(3)
+    with cluster.use("trainer"), profile_ranges._server_process_global_profile() as served:  # type: ignore[no-untyped-call]
+        with profile_ranges.profile() as called:  # type: ignore[no-untyped-call]
+            assert rpc.rpc_sync("server", double, (x,)).tolist() == [2.0] * 3
+    [events] = served.process_global_function_events
+    remote: Any = called.function_events
+    assert "aten::mul" in [event.name for event in events]
+    assert "rpc_sync#double(trainer -> server)#remote_op: aten::mul" in [event.name for event in remote]
+
+
+def test_torchs_profiler_of_a_process_has_calls_beside_another_profiler(cluster: InProcessCluster) -> None:
+    with cluster.use("trainer"), profiler(False):
+        with profile_ranges._server_process_global_profile() as served:  # type: ignore[no-untyped-call]
+            rpc.rpc_sync("server", double, (torch.ones(3),))
+    [events] = served.process_global_function_events
+    assert "aten::mul" in [event.name for event in events]
+
+
+def test_torchs_profiler_of_a_process_may_be_off(cluster: InProcessCluster) -> None:
+    with cluster.use("trainer"):
+        with profile_ranges._server_process_global_profile(enabled=False) as served:  # type: ignore[no-untyped-call]
+            assert rpc.rpc_sync("server", double, (torch.ones(3),)).tolist() == [2.0] * 3
+    assert not served.process_global_function_events

@@ -18,7 +18,7 @@ import torch
 from torch.autograd import profiler
 
 from rpcdist.errors import BlockingInLoop, ConfigError, RpcdistError
-from rpcdist.profile_ranges import profile, profiling_key
+from rpcdist.profile_ranges import profile, profiles_itself, profiling_key
 from rpcdist.rpc._actors.actor_names import MAX_NAME_CHARS
 from rpcdist.rpc._api.restarting_actor import RestartingActor
 from rpcdist.rpc._calling.caller import Destination
@@ -459,6 +459,7 @@ def run_profiled(options: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """At the callee: runs a function under a profiler of this thread; its result, and the events."""
     with profile(**options) as ran:  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
+    ran.note()
     me = current_agent().directory.me.id
 
     def with_events(value: Any) -> Any:
@@ -474,6 +475,9 @@ def run_profiled(options: Any, func: Any, args: Any, kwargs: Any) -> Any:
     done: Future[Any] = Future()
     done.set_result(with_events(result))
     return done
+
+
+profiles_itself.append(run_profiled)
 
 
 async def part_of(pair: RRef[Any], index: int) -> Any:

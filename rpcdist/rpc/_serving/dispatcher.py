@@ -406,7 +406,7 @@ class Dispatcher:
             calling_worker.set(active.session.peer)
         if is_profiling():
             with record_function(f"handler of {active.what}"):
-                result = function(*args, **kwargs)
+                result = profile.serve(function, args, kwargs)
         elif profile.of_process:
             result = profile.serve(function, args, kwargs)
         else:
