@@ -248,25 +248,31 @@ def canonical_op(op: object) -> tuple[ReduceOp, Factor | None]:
         TypeError: `op` is no reduce operation.
         ConfigError: it is PREMUL_SUM without a factor.
     """
-    if isinstance(op, ReduceOp):
-        return (op, None) if op is not ReduceOp.PREMUL_SUM else (op, _checked_factor(None))
+    found = _operation_of(op)
+    if found is not ReduceOp.PREMUL_SUM:
+        return found, None
+    factor: Factor | None = None
     if isinstance(op, PremulSum):
-        return op.op, op.factor
-    found = _torch_ops().get(getattr(op, "op", op)) if type(op).__module__.startswith("torch.") else None
-    if found is None:
-        raise TypeError(f"op is a ReduceOp, e.g. ReduceOp.SUM, not {op!r}")
-    if found is ReduceOp.PREMUL_SUM:
-        factor: Factor | None = op.__getstate__()[1] if hasattr(op, "op") else None  # type: ignore[index]
-        return found, _checked_factor(factor)
-    return found, None
-
-
-def _checked_factor(factor: Factor | None) -> Factor:
+        factor = op.factor
+    elif not isinstance(op, ReduceOp) and hasattr(op, "op"):
+        factor = op.__getstate__()[1]  # type: ignore[index]
     if factor is None:
         raise ConfigError(
             "PREMUL_SUM needs a factor: a number, or a tensor of one element. Pass op=_make_nccl_premul_sum(factor)"
         )
-    return factor
+    return found, factor
+
+
+def _operation_of(op: object) -> ReduceOp:
+    """Our `ReduceOp` for a caller's `op`, whatever its factor. Raises `TypeError`."""
+    if isinstance(op, ReduceOp):
+        return op
+    if isinstance(op, PremulSum):
+        return op.op
+    found = _torch_ops().get(getattr(op, "op", op)) if type(op).__module__.startswith("torch.") else None
+    if found is None:
+        raise TypeError(f"op is a ReduceOp, e.g. ReduceOp.SUM, not {op!r}")
+    return found
 
 
 @cache
@@ -284,7 +290,7 @@ _NOT_FOR_COMPLEX: Final = frozenset(
 
 def supports_complex(reduceOp: object) -> bool:
     """Whether complex tensors can be reduced by this operation."""
-    return canonical_op(reduceOp)[0] not in _NOT_FOR_COMPLEX
+    return _operation_of(reduceOp) not in _NOT_FOR_COMPLEX
 
 
 class _DeprecatedReduceOp:

@@ -121,13 +121,10 @@ def test_premultiplication(dtype: torch.dtype, factor: float | torch.Tensor) -> 
     assert tensor.tolist() == [2.0, 4.0]
 
 
-@pytest.mark.parametrize("factor", [None, torch.ones(2)], ids=["none", "two"])
-def test_a_factor_is_one_number(factor: torch.Tensor | None) -> None:
-    tensor = torch.ones(2)
+@pytest.mark.parametrize("op", [ReduceOp.PREMUL_SUM, torch.distributed.ReduceOp.PREMUL_SUM], ids=["ours", "torch's"])
+def test_premultiplication_without_a_factor_is_refused(op: object) -> None:
     with pytest.raises(ValueError, match="needs a factor"):
-        reduce_kernels.premultiply(
-            Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.PREMUL_SUM, factor=factor), tensor
-        )
+        reduce_kernels.canonical_op(op)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
