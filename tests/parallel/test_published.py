@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import gc
 import signal
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -507,6 +509,18 @@ def test_a_process_that_joins_another_job_publishes_and_pulls_there() -> None:
                 assert new.pull_into(into) == job
                 new.close()
     mine.close()
+
+
+def test_the_memory_of_a_publisher_goes_with_its_job() -> None:
+    weights = Published("policy")
+    with InProcessCluster("trainer") as cluster, cluster.use("trainer"):
+        weights.publish({"a": torch.ones(3)})
+        assert weights._origin is not None
+        origin = weakref.ref(weights._origin)
+    with InProcessCluster("trainer") as cluster, cluster.use("trainer"):
+        weights.publish({"a": torch.ones(3)})
+        gc.collect()
+        assert origin() is None
 
 
 @pytest.mark.parametrize("consumer", ["trainer", "g0"])

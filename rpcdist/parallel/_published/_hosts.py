@@ -324,7 +324,7 @@ class Publisher(VersionSource):
     def _update_extracts(self) -> None:
         """Has the extracts follow; the pool does that, and this thread goes on."""
         for extract in self._drop_unused():
-            self.agent.pool.submit(extract.update)
+            current_agent().pool.submit(extract.update)
 
     def _drop_unused(self) -> list[Extract]:
         """Closes the extracts that nobody uses; returns the others."""

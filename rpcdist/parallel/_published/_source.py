@@ -174,7 +174,6 @@ class VersionSource:
 
     Attributes:
         address: where the readers of this host connect; empty where memory cannot be shared.
-        agent: to which it belongs; a process that leaves a job and joins another one has another agent then.
         source_name: tells it apart from all others; `worker_of` has the worker.
     """
 
@@ -184,7 +183,8 @@ class VersionSource:
         self.layout = layout
         self._keep = keep
         self.num_shards = num_shards
-        self.agent = agent
+        # Weak: torch's future of an actor has the source, and Python's collector sees no circle through it.
+        self._agent = weakref.ref(agent)
         self._me = agent.worker_name
         self.source_name = f"{self._me}{_SEPARATOR}{secrets.token_hex(4)}"
         self._connections: list[_AdmittedReader] = []
@@ -214,6 +214,11 @@ class VersionSource:
             self._hub = SocketHub(network)
             self._hub.announce(_PURPOSE, self._on_connection)
             self.address = self._hub.open(split_address(network.address)[0], SLOW_ANSWER_LIMIT_S)
+
+    @property
+    def agent(self) -> Agent | None:
+        """The agent to which it belongs, which a process leaves with its job; None if that is gone."""
+        return self._agent()
 
     @property
     def newest(self) -> int:
@@ -446,7 +451,8 @@ class VersionSource:
 
     def close(self) -> None:
         """Ends all connections; readers keep what they have mapped. Idempotent."""
-        if (sources := _sources.get(self.agent)) is not None:
+        agent = self.agent
+        if agent is not None and (sources := _sources.get(agent)) is not None:
             sources.pop(self.source_name, None)
         hub, self._hub = self._hub, None
         if hub is not None:
