@@ -18,7 +18,7 @@ from rpcdist.transport.session import NullHandler
 
 PEER_TIMEOUT_S = 0.4
 PROMPT_S = 5.0
-HEARD_S = 1.0  # for tests in which nobody may seem silent for so long, and six times as long passes
+HEARD_S = 1.5  # for tests in which nobody may seem silent for so long, and six times as long passes
 
 
 @pytest.fixture
