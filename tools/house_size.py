@@ -33,11 +33,11 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(94_109, 63_000),
-    "code": Limit(55_937, 36_000),
-    "files": Limit(482, 400),
-    "classes": Limit(930, 620),
-    "protocols": Limit(43, 30),
+    "lines": Limit(94_529, 63_000),
+    "code": Limit(56_330, 36_000),
+    "files": Limit(466, 400),
+    "classes": Limit(911, 620),
+    "protocols": Limit(42, 30),
     "time limits": Limit(90, 90),
     "environment variables": Limit(20, 20),
     "import circles": Limit(0, 0),
