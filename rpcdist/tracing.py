@@ -35,7 +35,7 @@ from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._current import AgentLocal, agent_or_none, current_agent
 from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._inspection.call_recorder import Row
-from rpcdist.time_limits import RPC_TIMEOUT_S
+from rpcdist.time_limits import QUICK_ANSWER_LIMIT_S, RPC_TIMEOUT_S
 
 __all__ = ["Notes", "export_to_opentelemetry", "trace", "trace_events"]
 
@@ -386,9 +386,10 @@ def _begin(owner: str, max_calls: int) -> None:
 
 def _end(owner: str) -> bytes:
     """At each worker: ends, and returns the notes."""
-    recording = _recordings.get().pop(owner, None)
+    recording, agent = _recordings.get().pop(owner, None), current_agent()
     if recording is None:
-        raise ConfigError(f"worker {current_agent().worker_name!r} knows nothing of the trace {owner!r}")
+        raise ConfigError(f"worker {agent.worker_name!r} knows nothing of the trace {owner!r}")
+    agent.dispatcher.calls.wait_noted(QUICK_ANSWER_LIMIT_S)  # a call is noted after its answer has left
     return json.dumps(recording.end(), separators=(",", ":")).encode()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -26,8 +27,11 @@ from rpcdist.errors import ConfigError, NotInitialized
 from rpcdist.parallel import DistributedDataParallel, Pipeline
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._inspection import call_spans
+from rpcdist.rpc._serving.active_calls import ActiveCall
 from rpcdist.testing import InProcessCluster, eventually
 from rpcdist.tracing import Notes, trace_events
+
+CALL_LIMIT_S = 20.0
 
 
 def events_of(path: Path) -> list[dict[str, Any]]:
@@ -76,6 +80,25 @@ def test_calls_of_all_workers_with_arrows(no_agent: None, tmp_path: Path) -> Non
         ends = {event["id"]: event for event in events if event["ph"] == "f" and event["cat"] == arrow}
         assert len(begins) == 3 and begins.keys() == ends.keys()
         assert {(begins[id]["pid"], ends[id]["pid"]) for id in begins} == pairs
+
+
+def test_a_call_that_was_answered_is_noted(no_agent: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trace.json"
+    goes_on = threading.Event()
+    with InProcessCluster("a", "b") as cluster, cluster.use("a"):
+        calls = cluster.run("b", current_agent).dispatcher.calls
+        remove = calls.remove
+
+        def remove_late(active: ActiveCall, *outcome: str) -> None:
+            if active.what.endswith("double"):
+                assert goes_on.wait(CALL_LIMIT_S)
+            remove(active, *outcome)
+
+        monkeypatch.setattr(calls, "remove", remove_late)
+        with rpcdist.trace(path):
+            rpc.rpc_sync("b", double, (1,))
+            threading.Timer(0.3, goes_on.set).start()  # when the trace ends at "b"
+    assert {one["name"].rpartition(":")[2] for one in slices(events_of(path), "served")} == {"double"}
 
 
 def wait_for(seconds: float) -> None:

@@ -63,6 +63,7 @@ class ActiveCall:
         counts_as_idle: it waits for other workers; a shutdown of this one does not wait for it.
         is_serial: for `remote()`: the result is an actor.
         awaited: the future that the function has returned, while that is waited for.
+        is_answered: its answer is on the way, or was sent; it is removed at once after that.
         is_chained: the function has returned a future, and that is waited for.
         arrived: when it came, in seconds of the monotonic clock.
         span: of OpenTelemetry, if the program wants spans.
@@ -82,6 +83,7 @@ class ActiveCall:
         "function",
         "handle",
         "id",
+        "is_answered",
         "is_by_value",
         "is_chained",
         "is_nested",
@@ -124,6 +126,7 @@ class ActiveCall:
         self.entry: OwnerValue | None = None
         self.autograd: CallContext | None = None
         self.target: Future[Any] | None = None
+        self.is_answered = False
         self.is_chained = False
         self.awaited: object = None
         self.is_serial = False
@@ -341,6 +344,11 @@ class ActiveCalls:
     def wait_gathered(self, timeout_s: float) -> bool:
         """Waits until the workers that wait here for others have been answered; False when the time is over."""
         return self._wait(lambda: not any(active.counts_as_idle for active in self), timeout_s)
+
+    def wait_noted(self, timeout_s: float) -> bool:
+        """Waits until the end of each call whose caller may have the answer is noted; False when the time is over."""
+        answered = [active for active in self if active.is_answered]
+        return self._wait(lambda: not any(self.find(one.session, one.id) is one for one in answered), timeout_s)
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
         with self._ended:

@@ -166,6 +166,7 @@ class Answers:
                 large or not isinstance(message, CompactReply) or len(message.body) > UNCOUNTED_BYTES
             ) and not active.entry:
                 self._marshal.check_room(active.session, message, large, forks)
+            active.is_answered = True
             self._marshal.send(active.session, message, large, forks)
         except BaseException as exc:
             self.fail(active, exc)
@@ -224,6 +225,7 @@ class Answers:
                 self._marshal.give_back(forks)
             else:
                 message = rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.id, failure=failure))
+                active.is_answered = True
                 self._marshal.send(active.session, message, large, forks)
         return f"{failure.type_name}: {failure.text}"[:MAX_LOGGED_CHARS]
 
