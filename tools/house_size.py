@@ -33,8 +33,8 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(94_529, 63_000),
-    "code": Limit(56_330, 36_000),
+    "lines": Limit(94_541, 63_000),
+    "code": Limit(56_338, 36_000),
     "files": Limit(466, 400),
     "classes": Limit(911, 620),
     "protocols": Limit(42, 30),

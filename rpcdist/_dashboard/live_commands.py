@@ -16,7 +16,6 @@ from rpcdist._launch.job_records import address_of
 from rpcdist.errors import AuthenticationFailed, ConfigError, RpcdistError
 from rpcdist.inspection.text import printable_lines
 from rpcdist.time_limits import LIVE_VIEW_PERIOD_S
-from rpcdist.transport.unix_sockets import process_at
 
 if TYPE_CHECKING:
     from rpcdist._inspect.asking import Asker, JobFacts
@@ -140,6 +139,8 @@ def _address_of_job(asker: Asker, given: str | None) -> str:
 
 def _in_a_line(job: JobFacts) -> str:
     """The address of a job, its workers, and the program of the first one on this host."""
+    from rpcdist.transport.unix_sockets import process_at  # loads gRPC
+
     names = [worker.worker for worker in job.workers] + [one.worker for one in job.silent]
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     pids = (process_at(worker.address) for worker in job.workers)
