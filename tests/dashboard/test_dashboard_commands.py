@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -77,12 +78,13 @@ def test_a_job_goes_on_when_its_page_is_slow_stopped_or_killed(no_agent: None, m
 @pytest.mark.multiproc
 @pytest.mark.timeout(240)
 def test_several_jobs_of_a_host_are_listed(no_agent: None, module_pool: WorkerPool) -> None:
-    workers = [module_pool.start("first"), module_pool.start("second")]
+    token = {"RPCDIST_TOKEN": "only of the two jobs here"}  # other tests have jobs on this host meanwhile
+    workers = [module_pool.start(name, token) for name in ("first", "second")]
     for worker in workers:
         worker.run(join, "worker0", 0, 1, module_pool.new_url())
     for command in ("dashboard", "top"):
         arguments = [sys.executable, "-m", "rpcdist", command]
-        ended = subprocess.run(arguments, capture_output=True, text=True, timeout=LIMIT_S)
+        ended = subprocess.run(arguments, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, **token})
         says, *lines = ended.stderr.splitlines()
         assert ended.returncode == 1 and "2 jobs have workers on this host: give one of these addresses" in says
         assert len(lines) == 2
