@@ -330,9 +330,6 @@ def decode_outcome(outcome: bytes) -> tuple[bool, int]:
     return kind == _STEPPED, number if kind == _FAILED else 0
 
 
-workers.append(_step)
-
-
 _CLASSES: Final = frozenset({torch.optim.Adam, torch.optim.AdamW})
 _UNSET: Final = (("fused", None), ("foreach", None), ("capturable", False), ("differentiable", False))
 
@@ -385,3 +382,6 @@ def _is_fusable(parameter: Tensor) -> bool:
         and parameter.is_contiguous()
         and (gradient is None or gradient.layout is torch.strided)
     )
+
+
+workers.append(_step)

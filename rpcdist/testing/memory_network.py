@@ -40,6 +40,8 @@ from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.roles import Roles
 from rpcdist.transport.session import NullHandler, Session, SessionHandler
 
+__all__ = ["MemoryConnection", "MemoryNetwork", "MemoryNode"]
+
 
 class Path:
     """The way from one worker to another: delay, loss and cuts of everything that is sent on it. Used on the I/O loop.
@@ -140,8 +142,6 @@ def channel_pair(there: Path, back: Path) -> tuple[MemoryChannel, MemoryChannel]
     near._far, far._far = far, near
     return near, far
 
-
-__all__ = ["MemoryConnection", "MemoryNetwork", "MemoryNode"]
 
 ReplyT = TypeVar("ReplyT", bound=Message)
 Method = Callable[[Identity, Any], Awaitable[Message]]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torchscript_functions import compiled, scripted
 
 from rpcdist import rpc
 from rpcdist.errors import SerializationError
@@ -47,17 +47,6 @@ async def join_later(*words: str) -> str:
 async def words_of(text: str) -> AsyncIterator[str]:
     for word in text.split():
         yield word
-
-
-def compiled(function: Any) -> Any:
-    """In TorchScript, which torch has deprecated."""
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        return torch.jit.script(function)
-
-
-@compiled
-def scripted(x: torch.Tensor, number: int) -> torch.Tensor:
-    return x + number
 
 
 def script_of_another_name() -> Any:

@@ -8,13 +8,13 @@ import operator
 import sys
 import threading
 import types
-import warnings
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 import pytest
 import torch
 from torch import nn
+from torchscript_functions import scripted
 
 from rpcdist.errors import RpcdistError
 from rpcdist.rpc._values.function_names import FunctionLookupError, decode_function, function_reference, unwrap
@@ -45,17 +45,6 @@ def _hidden(number: int) -> int:
 
 shadowed = functools.wraps(_hidden)(lambda number: -number)
 module_lambda = lambda number: number  # noqa: E731
-
-
-def compiled(function: Any) -> Any:
-    """In TorchScript, which torch has deprecated."""
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        return torch.jit.script(function)
-
-
-@compiled
-def scripted(x: torch.Tensor, number: int) -> torch.Tensor:
-    return x + number
 
 
 class Base:
@@ -118,7 +107,7 @@ NAMED = [
     (torch.linalg.norm, "torch._C._linalg:linalg_norm"),
     (torch.fft.fft, "torch._C._fft:fft_fft"),
     (torch.ops.aten.add, "torch:ops.aten.add"),
-    (scripted, f"{HERE}:scripted"),
+    (scripted, "torchscript_functions:scripted"),
     (torch.ops.aten.add.Tensor, "torch:ops.aten.add.Tensor"),
     (nn.Linear, "torch.nn.modules.linear:Linear"),
 ]

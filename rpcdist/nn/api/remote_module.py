@@ -18,6 +18,10 @@ from rpcdist.nn._owner_functions import parse_remote_device
 from rpcdist.rpc import Future, RRef
 from rpcdist.rpc._executors.async_forms import off_loop
 
+__all__ = ["RemoteModule"]
+
+logger = logging.getLogger(__name__)
+
 REFUSED = (
     "add_module",
     "apply",
@@ -93,11 +97,6 @@ for _name, _empty in {
 
 for _name in REFUSED:
     setattr(RefusesLocalMethods, _name, _refusing(_name))
-
-
-__all__ = ["RemoteModule"]
-
-logger = logging.getLogger(__name__)
 
 # The attributes that are sent when a RemoteModule is an argument or a result of a call.
 _REMOTE_MODULE_PICKLED_ATTRIBUTES = (

@@ -10,7 +10,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from rpcdist._launch.placement import ROLE_VARIABLE
 from rpcdist.collectives import HashStore, PrefixStore, Store
@@ -27,10 +27,6 @@ from rpcdist.rpc.options import RpcBackendOptions, RpcOptions
 from rpcdist.transport import acquire_node
 from rpcdist.transport.fork import check_not_forked
 from rpcdist.waiters import run_in_thread
-
-if TYPE_CHECKING:
-    from rpcdist.rpc.options import RpcBackendOptions
-
 
 logger = logging.getLogger(__name__)
 

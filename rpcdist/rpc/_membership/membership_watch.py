@@ -43,6 +43,7 @@ class MembershipWatch:
 
     Args:
         submit: gives jobs to the pool.
+        lifetime: of the agent; losses are not told once all workers leave.
     """
 
     def __init__(self, submit: Callable[[Callable[[], None]], object], lifetime: Lifetime) -> None:

@@ -67,6 +67,13 @@ class SendControl:
     message: Message
 
 
+def control_to(
+    to: Incarnation, kind: MessageKind, rref: RRefId, fork: ForkId = NO_FORK, reason: Reason = Reason.UNKNOWN
+) -> SendControl:
+    """The action that sends a message; see `Message`."""
+    return SendControl(to, Message(kind, rref, fork, reason))
+
+
 @dataclass(frozen=True, slots=True)
 class SettleHandle:
     """The owner counts this handle; or, if it failed, every use of it raises and the protocol has forgotten it."""

@@ -20,14 +20,13 @@ from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, UniqueId,
 from rpcdist.rpc._rref.messages import (
     AnswerFetch,
     FailValue,
-    Message,
     MessageKind,
     Reason,
     RefuseCreation,
     ReleaseValue,
     RRefAction,
-    SendControl,
     SettleHandle,
+    control_to,
 )
 
 MAX_WAITING: Final = 1 << 16
@@ -123,11 +122,11 @@ class OwnerTable:
             return
         entry = self.entries.get(rref)
         if entry is not None and fork in entry.forks:
-            self._emit(SendControl(sender, Message(MessageKind.FORK_CONFIRMED, rref, fork)))
+            self._emit(control_to(sender, MessageKind.FORK_CONFIRMED, rref, fork))
             return
         if entry is None:
             remember(self.refused, rref)
-        self._emit(SendControl(sender, Message(MessageKind.FORK_REFUSED, rref, fork, Reason.CREATION_FAILED)))
+        self._emit(control_to(sender, MessageKind.FORK_REFUSED, rref, fork, Reason.CREATION_FAILED))
         self.creation_over(rref, Reason.CREATION_FAILED)
 
     def creation_over(self, rref: RRefId, reason: Reason) -> None:
@@ -145,14 +144,14 @@ class OwnerTable:
     def request(self, rref: RRefId, fork: ForkId, sender: Incarnation, creator_is_gone: bool) -> None:
         entry = self._entry_or_expect(rref, creator_is_gone)
         if entry is None:
-            self._emit(SendControl(sender, Message(MessageKind.FORK_REFUSED, rref, fork, Reason.UNKNOWN)))
+            self._emit(control_to(sender, MessageKind.FORK_REFUSED, rref, fork, Reason.UNKNOWN))
         elif sender != entry.forks.get(fork, sender) or sender != entry.askers.get(fork, sender):
-            self._emit(SendControl(sender, Message(MessageKind.FORK_REFUSED, rref, fork, Reason.NOT_HELD)))
+            self._emit(control_to(sender, MessageKind.FORK_REFUSED, rref, fork, Reason.NOT_HELD))
         elif entry.state is not State.EXPECTED:
             self._count(entry, fork, sender)
-            self._emit(SendControl(sender, Message(MessageKind.FORK_CONFIRMED, rref, fork)))
+            self._emit(control_to(sender, MessageKind.FORK_CONFIRMED, rref, fork))
         elif not self._wait(entry.askers, fork, sender):
-            self._emit(SendControl(sender, Message(MessageKind.FORK_REFUSED, rref, fork, Reason.UNKNOWN)))
+            self._emit(control_to(sender, MessageKind.FORK_REFUSED, rref, fork, Reason.UNKNOWN))
             self._settle(entry)
 
     def delete(self, rref: RRefId, fork: ForkId, sender: Incarnation) -> None:
@@ -189,7 +188,7 @@ class OwnerTable:
             remember(self.expired, (to, rref, child))
             self.delete(rref, child, to)
         else:
-            self._emit(SendControl(to, Message(MessageKind.SHARE_QUERY, rref, child)))
+            self._emit(control_to(to, MessageKind.SHARE_QUERY, rref, child))
 
     def shared_with(self, node: Incarnation) -> list[tuple[RRefId, ForkId]]:
         """Forks that this worker handed to the node itself: counted since then, perhaps never received."""
@@ -202,7 +201,7 @@ class OwnerTable:
     ) -> None:
         """A fork came back to the owner: it becomes a local handle, and its sender need not wait."""
         if parent is not None:
-            self._emit(SendControl(sender, Message(MessageKind.CHILD_CONFIRMED, rref, fork)))
+            self._emit(control_to(sender, MessageKind.CHILD_CONFIRMED, rref, fork))
         entry = self._entry_or_expect(rref, creator_is_gone)
         if entry is None:
             reason = Reason.LEASE_EXPIRED if sender in self.ended else Reason.UNKNOWN
@@ -232,7 +231,7 @@ class OwnerTable:
     def fetch(self, rref: RRefId, fork: ForkId, sender: Incarnation, creator_is_gone: bool) -> None:
         if sender in self.ended or (sender, rref, fork) in self.expired:
             self._emit(AnswerFetch(rref, fork, sender, Reason.LEASE_EXPIRED))
-            self._emit(SendControl(sender, Message(MessageKind.FORK_REFUSED, rref, fork, Reason.LEASE_EXPIRED)))
+            self._emit(control_to(sender, MessageKind.FORK_REFUSED, rref, fork, Reason.LEASE_EXPIRED))
             return
         entry = self.entries.get(rref)
         if entry is None and rref.creator == sender == fork.creator:  # the fetch has overtaken the call of `remote()`
@@ -279,7 +278,7 @@ class OwnerTable:
         self.ended.remove(node)
         for holder, rref, fork in self.expired:
             if holder == node:
-                self._emit(SendControl(node, Message(MessageKind.FORK_REFUSED, rref, fork, Reason.LEASE_EXPIRED)))
+                self._emit(control_to(node, MessageKind.FORK_REFUSED, rref, fork, Reason.LEASE_EXPIRED))
 
     def creator_gone(self, node: Incarnation) -> None:
         """Values that a dead worker announced and never created will not come."""
@@ -301,7 +300,7 @@ class OwnerTable:
             remember(self.expired, (node, entry.rref, fork))
         for fork in _forks_of(entry.askers, node):
             self._end_wait(entry.askers, fork)
-            self._emit(SendControl(node, Message(MessageKind.FORK_REFUSED, entry.rref, fork, Reason.LEASE_EXPIRED)))
+            self._emit(control_to(node, MessageKind.FORK_REFUSED, entry.rref, fork, Reason.LEASE_EXPIRED))
         for fork in _forks_of(entry.fetchers, node):
             self._end_wait(entry.fetchers, fork)
             self._emit(AnswerFetch(entry.rref, fork, node, Reason.LEASE_EXPIRED))
@@ -324,13 +323,13 @@ class OwnerTable:
         if creator_is_gone or rref.creator == self._me or rref in self.refused:
             return None
         entry = self.entries[rref] = OwnerEntry(rref, State.EXPECTED)
-        self._emit(SendControl(rref.creator, Message(MessageKind.CREATION_PROBE, rref)))
+        self._emit(control_to(rref.creator, MessageKind.CREATION_PROBE, rref))
         return entry
 
     def _answer_the_waiting(self, entry: OwnerEntry) -> None:
         for fork, holder in entry.askers.items():
             self._count(entry, fork, holder)
-            self._emit(SendControl(holder, Message(MessageKind.FORK_CONFIRMED, entry.rref, fork)))
+            self._emit(control_to(holder, MessageKind.FORK_CONFIRMED, entry.rref, fork))
         for fork, sender in entry.fetchers.items():
             if self._is_held(entry, fork, sender):
                 self._emit(AnswerFetch(entry.rref, fork, sender))
@@ -340,7 +339,7 @@ class OwnerTable:
 
     def _refuse_the_waiting(self, entry: OwnerEntry, reason: Reason) -> None:
         for fork, holder in entry.askers.items():
-            self._emit(SendControl(holder, Message(MessageKind.FORK_REFUSED, entry.rref, fork, reason)))
+            self._emit(control_to(holder, MessageKind.FORK_REFUSED, entry.rref, fork, reason))
         for fork, sender in entry.fetchers.items():
             self._emit(AnswerFetch(entry.rref, fork, sender, reason))
         self._end_waits(entry)

@@ -25,10 +25,10 @@ Guarantees:
 - G6. A message counts only from the worker that may send it: about a fork, its holder; about a creation, its creator;
   with the verdict on a fork, its owner; about a share, its maker or receiver. A value goes to the holder of the fork.
 
-[Note: stale requests] No table remembers forks that are gone. A `ForkRequest` that is applied again after its fork was
-deleted counts a fork without a holder; but the answer to it, `ForkConfirmed`, reaches a user that does not know the
-fork, and that user says `UserDeleted` once more. A request for a value that is gone makes an expected entry, and
-its creator answers the probe with `CreationOver`, which removes it. So duplicates heal, with no memory of the dead.
+[Note: stale requests] No table remembers forks that are gone. A `FORK_REQUEST` that is applied again after its fork was
+deleted counts a fork without a holder; but the answer to it, `FORK_CONFIRMED`, reaches a user that does not know the
+fork, and that user says `USER_DELETED` once more. A request for a value that is gone makes an expected entry, and
+its creator answers the probe with `CREATION_OVER`, which removes it. So duplicates heal, with no memory of the dead.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from rpcdist.rpc._rref.messages import (
     RRefAction,
     SendControl,
     SettleHandle,
+    control_to,
 )
 from rpcdist.rpc._rref.owner import OwnerTable
 from rpcdist.rpc._rref.users import UserTable
@@ -215,9 +216,7 @@ class RRefProtocol:
 
     def _arrived(self, sender: Incarnation, message: Message) -> None:
         if sender in self.owners.ended and message.kind is MessageKind.FORK_REQUEST:
-            self._emit(
-                SendControl(sender, Message(MessageKind.FORK_REFUSED, message.rref, message.fork, Reason.LEASE_EXPIRED))
-            )
+            self._emit(control_to(sender, MessageKind.FORK_REFUSED, message.rref, message.fork, Reason.LEASE_EXPIRED))
             return
         _MESSAGES[message.kind](self, message, sender)
 
@@ -244,9 +243,8 @@ class RRefProtocol:
             if user.owner == sender:
                 self.users.confirm(user)
         else:
-            self._emit(
-                SendControl(sender, Message(MessageKind.USER_DELETED, message.rref, message.fork))
-            )  # [Note: stale requests]
+            # [Note: stale requests]
+            self._emit(control_to(sender, MessageKind.USER_DELETED, message.rref, message.fork))
 
     def _on_fork_refused(self, message: Message, sender: Incarnation) -> None:
         user = self.users.forks.get(message.fork)
@@ -258,12 +256,12 @@ class RRefProtocol:
         if not self.users.expire(message.fork) and message.fork.creator == sender:
             remember(self.refused_shares, message.fork)  # it may have overtaken the fork
         if message.rref.creator == self.me:  # a probe for what was dropped may have come while we were silent
-            self._emit(SendControl(sender, Message(MessageKind.CREATION_OVER, message.rref)))
+            self._emit(control_to(sender, MessageKind.CREATION_OVER, message.rref))
 
     def _on_creation_probe(self, message: Message, sender: Incarnation) -> None:
         """While our call is under way we are silent: it will arrive, or our query about it will."""
         if message.rref not in self.users.creating:
-            self._emit(SendControl(sender, Message(MessageKind.CREATION_OVER, message.rref)))
+            self._emit(control_to(sender, MessageKind.CREATION_OVER, message.rref))
 
     # Messages between parent and child.
 
@@ -277,7 +275,7 @@ class RRefProtocol:
         if message.fork in self.users.forks or self.owners.holds(message.rref, message.fork):
             return
         remember(self.refused_shares, message.fork)
-        self._emit(SendControl(sender, Message(MessageKind.SHARE_LOST, message.rref, message.fork)))
+        self._emit(control_to(sender, MessageKind.SHARE_LOST, message.rref, message.fork))
 
     def _on_share_lost(self, message: Message, sender: Incarnation) -> None:
         self.users.release_by(message.fork, sender)

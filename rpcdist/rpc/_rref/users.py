@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 
 from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId
 from rpcdist.rpc._rref.messages import (
-    Message,
     MessageKind,
     Reason,
     RRefAction,
-    SendControl,
     SettleHandle,
+    control_to,
 )
 
 
@@ -63,7 +62,7 @@ class UserTable:
         """Whether the owner got the call is unknown, so it is asked; until it answers the fork stays pending."""
         user = self.forks.get(fork)
         if user is not None and not user.confirmed:
-            self._emit(SendControl(user.owner, Message(MessageKind.CREATION_QUERY, user.rref, fork)))
+            self._emit(control_to(user.owner, MessageKind.CREATION_QUERY, user.rref, fork))
 
     def share(self, user: UserFork, child: ForkId, to: Incarnation) -> None:
         user.children[child] = to
@@ -77,7 +76,7 @@ class UserTable:
         if is_gone(to):
             self.release(child)
         else:
-            self._emit(SendControl(to, Message(MessageKind.SHARE_QUERY, rref, child)))
+            self._emit(control_to(to, MessageKind.SHARE_QUERY, rref, child))
 
     def receive(
         self, rref: RRefId, fork: ForkId, owner: Incarnation, parent_worker: Incarnation | None, owner_is_lost: bool
@@ -91,7 +90,7 @@ class UserTable:
         elif parent_worker is None:
             self.confirm(user)
         else:
-            self._emit(SendControl(owner, Message(MessageKind.FORK_REQUEST, rref, fork)))
+            self._emit(control_to(owner, MessageKind.FORK_REQUEST, rref, fork))
 
     def drop(self, fork: ForkId) -> None:
         user = self.forks.get(fork)
@@ -160,9 +159,9 @@ class UserTable:
     def _abandon(self, user: UserFork, reason: Reason) -> None:
         """The owner counts as dead, or we did for it. The message matters if it counts the fork after all: no leak."""
         if user.creating:
-            self._emit(SendControl(user.owner, Message(MessageKind.CREATION_QUERY, user.rref, user.fork)))
+            self._emit(control_to(user.owner, MessageKind.CREATION_QUERY, user.rref, user.fork))
         else:
-            self._emit(SendControl(user.owner, Message(MessageKind.USER_DELETED, user.rref, user.fork)))
+            self._emit(control_to(user.owner, MessageKind.USER_DELETED, user.rref, user.fork))
         self._fail(user, reason)
 
     def _fail(self, user: UserFork, reason: Reason) -> None:
@@ -177,11 +176,11 @@ class UserTable:
     def _settle(self, user: UserFork) -> None:
         if user.dropped and user.confirmed and not user.children:
             del self.forks[user.fork]
-            self._emit(SendControl(user.owner, Message(MessageKind.USER_DELETED, user.rref, user.fork)))
+            self._emit(control_to(user.owner, MessageKind.USER_DELETED, user.rref, user.fork))
 
     def _tell_parent(self, user: UserFork) -> None:
         if user.parent_worker is not None:
-            self._emit(SendControl(user.parent_worker, Message(MessageKind.CHILD_CONFIRMED, user.rref, user.fork)))
+            self._emit(control_to(user.parent_worker, MessageKind.CHILD_CONFIRMED, user.rref, user.fork))
             user.parent_worker = None
 
     def _creation_is_over(self, user: UserFork) -> None:

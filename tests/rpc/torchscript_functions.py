@@ -1,0 +1,17 @@
+"""A function in TorchScript, and how to make others."""
+
+import warnings
+from typing import Any
+
+import torch
+
+
+def compiled(function: Any) -> Any:
+    """In TorchScript, which torch has deprecated."""
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        return torch.jit.script(function)
+
+
+@compiled
+def scripted(x: torch.Tensor, number: int) -> torch.Tensor:
+    return x + number
