@@ -123,7 +123,7 @@ def test_half_a_record_is_waited_for_until_the_deadline(count: int) -> None:
         [connection] = connections(ranks, FAULTY)
         os.write(connection.fileno(), HALF_A_RECORD)
         operation = operation_for(Kind.ALL_REDUCE, 1 - FAULTY, 2, count)
-        error = ranks.run([None, operation], timeout_s=UNIT_S)[1 - FAULTY]
+        error = ranks.run([None, operation], timeout_s=5 * UNIT_S)[1 - FAULTY]
         assert isinstance(error, TransportTimeout)
         assert error.waiting_for == {FAULTY}
         [connection] = connections(ranks, 1 - FAULTY)
