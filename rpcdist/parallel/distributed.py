@@ -243,13 +243,16 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         if self.process_group is not collectives.group.WORLD:
             raise ConfigError("only a DistributedDataParallel of the default group can be pickled or copied")
         left_out = ("process_group", "reducer", "_hooks")
-        return {name: value for name, value in self.__dict__.items() if name not in left_out}
+        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
+        return {**state, "_by_hand": self.reducer.by_hand}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        by_hand = state.pop("_by_hand", False)
         nn.Module.__setstate__(self, state)
         self.process_group = member_group(None)
         self._precision.mark_parameters(self.module, self._ignored_by_module())
         self._make_reducer(self._trainable())
+        self.reducer.end_by_hand(by_hand)
 
     @property
     def bucket_bytes_cap(self) -> int:
@@ -546,9 +549,10 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         self._make_reducer_again()
 
     def _make_reducer_again(self) -> None:
-        hook = self.reducer.hook
+        hook, by_hand = self.reducer.hook, self.reducer.by_hand
         self._remove_autograd_hooks()
         self._make_reducer(self.reducer.parameters)
+        self.reducer.end_by_hand(by_hand)
         if hook is not None:
             self.reducer.use_hook(hook)
 

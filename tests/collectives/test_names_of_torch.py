@@ -140,9 +140,6 @@ SINCE: dict[str, dict[str, tuple[int, int]]] = {
     )
     | dict.fromkeys(("supports_abort_hooks", "supports_completion_hooks"), (2, 15)),
     "Work": {"timeout": (2, 14)},
-    "DistributedDataParallel": dict.fromkeys(
-        ("finalize_backward", "require_manual_backward_finalization", "should_finalize_after_backward"), (2, 15)
-    ),
 }
 """By the key of the lists, the version that brought a name."""
 
@@ -173,10 +170,7 @@ CLASSES: dict[str, tuple[type, type, dict[str, str]]] = {
     "DistributedDataParallel": (
         TorchDataParallel,
         DistributedDataParallel,
-        dict.fromkeys(
-            ("finalize_backward", "require_manual_backward_finalization", "should_finalize_after_backward"),
-            "every backward pass ends when the gradients are averaged",
-        ),
+        {},
     ),
     "DistributedSampler": (TorchSampler, DistributedSampler, {}),
     "SyncBatchNorm": (torch.nn.SyncBatchNorm, SyncBatchNorm, {}),

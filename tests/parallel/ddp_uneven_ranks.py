@@ -21,7 +21,9 @@ def uneven(rank: int, size: int, by_initial: bool, name: str, options: dict[str,
     """Rank i has `first` + i inputs; compares every step with the sum over those that train, and the final models."""
     case = ddp_models.CASES[name]
     alone, module = case.model(), case.model()
+    by_hand = options.pop("by hand", False)
     model = DistributedDataParallel(module, **options)
+    model.require_manual_backward_finalization = by_hand
     steps = [ddp_models.batches(case, size) for _ in range(first + size)]
     worst = 0.0
     with model.join(divide_by_initial_world_size=by_initial):
@@ -30,6 +32,8 @@ def uneven(rank: int, size: int, by_initial: bool, name: str, options: dict[str,
             model.zero_grad()
             alone.zero_grad()
             ddp_models.loss_of(model(steps[step][rank])).backward()
+            if by_hand:
+                model.finalize_backward()
             for other in training:
                 divisor = size if by_initial else len(training)
                 (ddp_models.loss_of(alone(steps[step][other])) / divisor).backward()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed
-from gradient_programs import draw, problem, reference
+from gradient_programs import Gradients, Program, draw, problem, reference
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 from rpcdist import collectives
@@ -55,10 +56,11 @@ class _Groups:
 
 
 def try_programs(rank: int, size: int, path: str, seeds: Sequence[int], num_with_torch: int) -> list[Found]:
-    """(seed, our problem, torch's) of each program that one process can run.
+    """(seed, our problem, the peer's) of each program that one process can run.
 
     Args:
-        num_with_torch: so many of them run under torch's class on Gloo, too; the others' third item is None.
+        num_with_torch: so many of them run under torch's class on Gloo, too; the others' third item is None. Where the
+            program ends iterations itself, the peer is our class that ends them.
     """
     groups = _Groups(rank, size, path)
     groups.begin(-1)
@@ -84,10 +86,22 @@ def _results(groups: _Groups, rank: int, size: int, seeds: Sequence[int], num_wi
             collectives.destroy_process_group()
             groups.begin(seed)
         if len(results) < num_with_torch:
-            groups.begin_torch(seed)
-            try:
-                theirs = problem(program, size, rank, TorchDataParallel, wanted)
-            finally:
-                torch.distributed.destroy_process_group()
+            theirs = _of_peer(groups, program, rank, size, wanted)
         results.append((seed, ours, theirs))
     return results
+
+
+def _of_peer(groups: _Groups, program: Program, rank: int, size: int, wanted: Sequence[Gradients]) -> str | None:
+    if program.ends in ("after", "hook"):
+        theirs = problem(replace(program, ends="backward"), size, rank, DistributedDataParallel, wanted)
+        if groups.any_failed(-2 - program.seed, bool(theirs)):
+            collectives.destroy_process_group()
+            groups.begin(-2 - program.seed)
+        return theirs
+    if program.ends != "backward":
+        return None
+    groups.begin_torch(program.seed)
+    try:
+        return problem(program, size, rank, TorchDataParallel, wanted)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -65,7 +65,13 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Program:
-    """A module, the options of its wrapper, and its steps; `zero` is how gradients are cleared before a step."""
+    """A module, the options of its wrapper, and its steps.
+
+    Attributes:
+        zero: how gradients are cleared before a step.
+        ends: who ends the iterations: "backward", or the program, by `finalize_backward` after backward, in a hook of
+            the rows where there is one pass; or as it should not: never, twice, or after a change.
+    """
 
     seed: int
     num_blocks: int
@@ -77,6 +83,7 @@ class Program:
     options: dict[str, Any]
     steps: tuple[tuple[MicroBatch, ...], ...]
     zero: str
+    ends: str
 
 
 class Net(nn.Module):
@@ -163,8 +170,52 @@ IN_ONE_PASS = tuple(recipe for recipe in RECIPES if recipe not in ("each", "forc
 """Those that are no error for a model whose parameters all have to be used; "norm before" gives one of them two."""
 
 
+ENDS = ("backward", "after", "hook", "never", "twice", "changed", "stepped")
+
+
+class Ends:
+    """The end of each iteration, as a program says; nothing for a model without wrapper."""
+
+    def __init__(self, model: Any, net: Net, batch: MicroBatch) -> None:
+        self._way = net.program.ends if model is not net and batch.syncs else "backward"
+        self._model, self._net = model, net
+        self._called = False
+        if self._way == "hook" and (batch.recipe != "sum" or model.should_finalize_after_backward):
+            self._way = "after"
+
+    def watch(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows as the module gets them, behind whose gradients all of the module's have come."""
+        if self._way == "hook":
+            rows = rows * 1
+            rows.register_hook(self._in_hook)
+        return rows
+
+    def _in_hook(self, _: torch.Tensor) -> None:
+        self._called = True
+        self._model.finalize_backward()
+
+    def __call__(self) -> None:
+        """A backward pass through the outputs has ended."""
+        way = self._way
+        if way in ("backward", "never") or self._called:
+            return
+        parameter = next(each for each in self._net.parameters() if each.requires_grad)
+        if way == "changed":
+            for each in self._net.parameters():
+                if each.grad is not None:
+                    each.grad.mul_(2)
+        elif way == "stepped":
+            with torch.no_grad():
+                parameter.sub_(1)
+        self._model.finalize_backward()
+        if way == "twice":
+            self._model.finalize_backward()
+
+
 def differentiate(model: Any, net: Net, batch: MicroBatch, use: Use, rows: torch.Tensor) -> None:
     """Runs a micro-batch; `model` is `net`, or a wrapper of it."""
+    end = Ends(model, net, batch)
+    rows = end.watch(rows)
     outputs = _unwrap(model(rows, use))
     losses = [outputs[index % len(outputs)].square().mean() for index in dict.fromkeys(batch.chosen)]
     if net.kept is not None:
@@ -178,55 +229,75 @@ def differentiate(model: Any, net: Net, batch: MicroBatch, use: Use, rows: torch
     if recipe == "each":
         for each in losses:
             each.backward(retain_graph=True)
+            end()
     elif recipe in ("each forward", "two forwards"):
         other = _unwrap(model(rows * 2, use))[0].sum()
         if recipe == "each forward":
             loss.backward()
+            end()
             other.backward()
+            end()
         else:
             (loss + other).backward()
+            end()
     elif recipe == "again":
         loss.backward(retain_graph=True)
+        end()
         loss.backward()
+        end()
     elif recipe == "grad of rows":
         torch.autograd.grad(loss, rows, retain_graph=True, allow_unused=True)
         loss.backward()
+        end()
     elif recipe == "grad of a parameter":
         torch.autograd.grad(loss, trained[batch.chosen[0] % len(trained)], retain_graph=True, allow_unused=True)
         loss.backward()
+        end()
     elif recipe.startswith("force"):
         (force,) = torch.autograd.grad(losses[0], rows, create_graph=True)
         penalty = force.square().sum()
         if recipe == "force apart":
             loss.backward(retain_graph=True)
+            end()
             penalty.backward()
+            end()
         else:
             (penalty if recipe == "force alone" else loss + penalty).backward()
+            end()
     elif recipe == "inputs":
         gradients = torch.autograd.grad(loss, trained, retain_graph=True, allow_unused=True)
         reached = [parameter for parameter, found in zip(trained, gradients, strict=True) if found is not None]
         loss.backward(inputs=reached[batch.chosen[0] % len(reached) :] if reached else None)
+        end()
     elif recipe == "norm":
         (loss + net.scale.norm()).backward()
+        end()
     elif recipe == "norm apart":
         loss.backward()
+        end()
         net.scale.norm().backward()
     elif recipe == "norm before":
         net.scale.norm().backward()
         loss.backward()
+        end()
     elif recipe == "retained":
         loss.backward(retain_graph=True)
+        end()
     elif recipe == "create_graph":
         loss.backward(create_graph=True)
+        end()
     elif recipe == "without gradient":
         with torch.no_grad():
             model(rows, use)
         loss.backward()
+        end()
     elif recipe == "looked at":
         model(rows, use)
         loss.backward()
+        end()
     else:
         loss.backward()
+        end()
 
 
 # ---------------------------------------------------------------- drawing
@@ -297,6 +368,7 @@ def draw(seed: int, size: int) -> Program:
         },
         steps=steps,
         zero=random_.choice(["none", "none", "zeros", "keep"]),
+        ends=random_.choice(["backward"] * 8 + ["after"] * 4 + ["hook"] * 2 + [random_.choice(ENDS[3:])]),
     )
 
 
@@ -356,6 +428,8 @@ def problem(program: Program, size: int, rank: int, wrap: Callable[..., Any], wa
     """Runs a program; what was wrong with the gradients, or "refused: " and the error, or nothing."""
     net = Net(program)
     model = wrap(net, **program.options)
+    if program.ends != "backward":
+        model.require_manual_backward_finalization = True
     for step, right in enumerate(wanted):
         clear(net, program.zero)
         try:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ddp_ranks
+import finalize_ranks
 import profile_ranks
 import pytest
 
@@ -10,6 +13,7 @@ from rpcdist.testing import RankPool
 
 pytestmark = pytest.mark.multiproc
 ROUNDING = 1e-5  # of float32
+STATIC = {"static_graph": True}
 
 
 @pytest.mark.parametrize("backend", ["gloo", "rpcdist"])
@@ -141,6 +145,34 @@ def test_buckets_and_reductions_are_in_a_profile(rank_pool: RankPool) -> None:
 def test_optimizers_in_backward_step_with_the_average(rank_pool: RankPool, options: dict[str, bool], hook: str) -> None:
     for found in rank_pool.run(2, ddp_ranks.step_in_backward, rank_pool.new_file(), options, hook):
         assert max(found) < 1e-12
+
+
+@pytest.mark.parametrize("hook", ["", "allreduce_hook"])
+@pytest.mark.parametrize(
+    "options", [{"bucket_cap_mb": 0.0001}, {"find_unused_parameters": True, "gradient_as_bucket_view": True}, STATIC]
+)
+def test_the_program_may_end_iterations_itself(rank_pool: RankPool, options: dict[str, Any], hook: str) -> None:
+    for found in rank_pool.run(2, finalize_ranks.end_by_hand, rank_pool.new_file(), options, hook):
+        assert found["worst"] < 1e-12
+        assert found["local until then"] == [True] * 3
+        assert found["late"] == [options == STATIC, False, False, False, False, False]
+
+
+def test_ends_by_the_program_that_are_missing_early_or_late_are_errors(rank_pool: RankPool) -> None:
+    missing = "finalize_backward() was not called for iteration 1 on rank {rank}, whose gradients are averaged"
+    wanted = {
+        "not asked for": "finalize_backward() needs require_manual_backward_finalization = True",
+        "twice": "finalize_backward() was called on rank {rank}, and no gradients wait for it",
+        "under no_sync": "finalize_backward() was called on rank {rank}, and no gradients wait for it",
+        "before the gradients": "finalize_backward() was called on rank {rank} before all gradients of iteration 2",
+        **dict.fromkeys(("forward", "forward under no_sync", "backward", "setting", "check"), missing),
+        **dict.fromkeys(("clipped", "cleared"), "gradients were changed between backward and finalize_backward()"),
+        "stepped": "parameters were changed during the backward pass of iteration 1 on rank {rank}",
+    }
+    for rank, found in enumerate(rank_pool.run(2, finalize_ranks.end_by_hand_wrongly, rank_pool.new_file())):
+        assert found.keys() == wanted.keys()
+        for name, text in wanted.items():
+            assert found[name].startswith(text.format(rank=rank)), (name, found[name])
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])

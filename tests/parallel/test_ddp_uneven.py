@@ -25,6 +25,7 @@ ROUNDING = 1e-12
         ("mlp", 3, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0005}, 2),
         ("mlp", 3, {"find_unused_parameters": True}, 1),
         ("mlp", 3, {"static_graph": True}, 0),
+        ("wide", 3, {"by hand": True, "bucket_cap_mb": 1}, 1),
     ],
 )
 def test_uneven_inputs(

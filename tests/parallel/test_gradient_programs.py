@@ -24,7 +24,10 @@ def verdict(problem: str | None) -> str:
 @pytest.mark.timeout(960 if FULL else 120)
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
 def test_gradients_are_those_of_one_process(rank_pool: RankPool, chunk: int) -> None:
-    """Also, what torch's class gets right is right here, with None where it has None, and no error."""
+    """Also, what torch's class gets right is right here, with None where it has None, and no error.
+
+    A program that ends its iterations itself, as it should, is right where one that does not is right.
+    """
     count, with_torch = num_examples(100, 2000) // NUM_CHUNKS, num_examples(6, 100)
     size = 3 if chunk == NUM_CHUNKS - 1 else 2
     seeds = range(chunk * count, (chunk + 1) * count)
@@ -52,3 +55,4 @@ def test_programs_are_drawn_alike_on_all_ranks() -> None:
     assert programs == [gradient_programs.draw(seed, 2) for seed in range(200)]
     drawn = {batch.recipe for program in programs for step in program.steps for batch in step}
     assert drawn == set(gradient_programs.RECIPES)
+    assert {program.ends for program in programs} == set(gradient_programs.ENDS)

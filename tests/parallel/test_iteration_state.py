@@ -157,6 +157,33 @@ def test_an_iteration_that_has_begun_is_given_up_with_what_it_lacks() -> None:
     assert state.abandon() == []
 
 
+def test_the_program_may_end_an_iteration_in_its_pass_once_nothing_is_missing() -> None:
+    for rule in DueRule:
+        state = IterationState(2, rule)
+        state.use_buckets([[0], [1]], keeps_last=False)
+        state.arm(watched=True)
+        assert not state.end_in_pass()
+        number = state.begin_pass([0, 1])
+        state.reach(builds_graph=False)
+        assert list(state.add(1)) == [] and not state.end_in_pass()
+        assert list(state.add(0)) == ([] if rule is DueRule.STATIC else [0, 1])
+        assert state.end_in_pass() is (rule is not DueRule.STATIC)  # its first iteration has to count them all
+        if rule is not DueRule.STATIC:
+            assert state.finish() == [] and state.phase is PASSING
+            assert not state.end_pass(number) and state.phase is IDLE
+
+
+def test_a_closed_iteration_awaits_its_end_by_the_program() -> None:
+    state = IterationState(2, DueRule.FOUND)
+    state.arm(watched=True)
+    state.begin_pass([1])
+    state.add(1)
+    assert _end(state) and state.finish(awaits=True) == [0]
+    assert state.awaits and state.phase is IDLE and state.unaveraged == {1}
+    state.restart()  # other ranks: nobody ends it
+    assert not state.awaits and state.unaveraged == {1}
+
+
 # ---------------------------------------------------------------- buckets
 
 

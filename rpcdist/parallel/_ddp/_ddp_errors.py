@@ -96,6 +96,41 @@ def unexpected_gradient(
     )
 
 
+def not_finalized(iteration: int, rank: int) -> DataParallelError:
+    """The error about a pass, or a setting, that came too early."""
+    return DataParallelError(
+        f"finalize_backward() was not called for iteration {iteration} on rank {rank}, whose gradients are averaged "
+        "meanwhile. With require_manual_backward_finalization = True call it once after each backward pass outside of "
+        "no_sync, before the next pass"
+    )
+
+
+def nothing_to_finalize(by_hand: bool, missing: Sequence[str], iteration: int, rank: int) -> DataParallelError:
+    """The error about a `finalize_backward` that came too early, or for nothing."""
+    if not by_hand:
+        return DataParallelError(
+            "finalize_backward() needs require_manual_backward_finalization = True, set before the forward pass; "
+            "without it backward ends when the gradients are averaged"
+        )
+    if missing:
+        return DataParallelError(
+            f"finalize_backward() was called on rank {rank} before all gradients of iteration {iteration} were ready; "
+            f"those of {list_names(missing)} are missing. Call it after backward, or in a hook that runs later"
+        )
+    return DataParallelError(
+        f"finalize_backward() was called on rank {rank}, and no gradients wait for it: call it once after each "
+        "backward pass outside of no_sync. If should_finalize_after_backward is True, a hook comes too early"
+    )
+
+
+def changed_gradients(names: Sequence[str], iteration: int, rank: int) -> DataParallelError:
+    """The error about gradients that the program has changed, where their averages would replace them."""
+    return DataParallelError(
+        f"gradients were changed between backward and finalize_backward() of iteration {iteration} on rank {rank}: "
+        f"{list_names(names)}. Their averages would replace them: clip, clear or step after finalize_backward()"
+    )
+
+
 class NonFiniteGradients(UserWarning):
     """Some rank contributed gradients with NaN or infinity, and so all ranks have them now."""
 

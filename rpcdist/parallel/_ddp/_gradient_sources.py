@@ -279,6 +279,6 @@ def refuse_changes(parameters: Sequence[Trained], before: Sequence[int], iterati
     raise DataParallelError(
         f"parameters were changed during the backward pass of iteration {iteration} on rank {rank}, before their "
         f"gradients were averaged: {list_names(names)}. A hook steps an optimizer with this rank's gradients, "
-        "so the ranks' copies differ now: step after backward, or use "
+        "so the ranks' copies differ now: step after backward, or after finalize_backward if you call it, or use "
         "torch.distributed.optim._apply_optimizer_in_backward, which DistributedDataParallel takes over"
     )

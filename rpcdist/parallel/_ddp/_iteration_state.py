@@ -12,6 +12,8 @@ Rules:
     gradient was added to it since its last average, by whichever pass; all others keep what they have.
  6. Buckets are reduced in their order, each as soon as it and all buckets before it are complete; the rest of them at
     the end of the iteration.
+ 7. Where the program ends iterations itself, one that has all its gradients and is closed awaits that. Until then no
+    iteration may open, and no gradient may come. The program may also end it in its pass, once nothing is missing.
 
 The phases, and what leads from one to the next (`arm` leads to ARMED from each, and `pause` out of a pass):
 
@@ -101,6 +103,7 @@ class IterationState:
         iteration: the number of the iteration that was opened last, from 1.
         num_unused_forwards: forward passes that synchronised and had no backward pass yet.
         missing: the parameters whose gradients the iteration waits for.
+        awaits: whether the last iteration is closed, and the program has yet to end it (rule 7).
         unaveraged: the parameters to whose `.grad` something was added since their last average; empty under `EVERY`.
         ready_order: the parameters in the order in which their gradients became ready in this iteration.
         reduced: the buckets whose reductions were started in this iteration, in their order.
@@ -112,6 +115,7 @@ class IterationState:
         self.phase = IDLE
         self.iteration = self.num_unused_forwards = 0
         self.missing: set[int] = set()
+        self.awaits = False
         self.unaveraged: set[int] = set()
         self.ready_order: list[int] = []
         self.reduced: list[int] = []
@@ -154,7 +158,7 @@ class IterationState:
         """The ranks changed: the static graph is found out again. Gradients that were not averaged yet stay so."""
         self._close()
         self.ready_order = []
-        self._has_told = self._takes_passes = False
+        self._has_told = self._takes_passes = self.awaits = False
         self.static_use = self._expected = None
         self._expects = self._all
 
@@ -163,7 +167,12 @@ class IterationState:
     @property
     def ends_with_pass(self) -> bool:
         """Whether the iteration ends with the next backward pass, whatever is missing then."""
-        return self._rule is DueRule.FOUND or (self._rule is DueRule.STATIC and self._expected is None)
+        return self._rule is DueRule.FOUND or self.counts
+
+    @property
+    def counts(self) -> bool:
+        """Whether the iteration counts the gradients of a static graph, so that only the end of its pass ends it."""
+        return self._rule is DueRule.STATIC and self._expected is None
 
     @property
     def tracks(self) -> bool:
@@ -334,6 +343,14 @@ class IterationState:
             self.missing.clear()
         return not self.missing
 
+    def end_in_pass(self) -> bool:
+        """The program ends the iteration while its pass runs; whether it may: the gradients are there."""
+        if self.phase is not AVERAGING or self.missing or self.counts:
+            return False
+        if self._rule is DueRule.FOUND:
+            self._compare_use(self._unused)
+        return True
+
     def _compare_use(self, unused: set[int]) -> None:
         self.could_be_static = self.could_be_static and self._unused_before in (None, unused)
         self._unused_before = unused
@@ -361,8 +378,13 @@ class IterationState:
         self.reduced.append(number)
         return [number]
 
-    def finish(self) -> list[int]:
-        """Ends the iteration, whose gradients are all there: the buckets that are still to reduce."""
+    def finish(self, awaits: bool = False) -> list[int]:
+        """Closes the iteration, whose gradients are all there: the buckets that are still to reduce.
+
+        Args:
+            awaits: whether the program has yet to end it.
+        """
+        self.awaits = awaits
         self._takes_passes = self._takes_passes or self._has_told
         self._close()
         return [number for _ in range(self._next, len(self._buckets)) for number in self._reduce_next()]

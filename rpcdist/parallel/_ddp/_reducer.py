@@ -11,6 +11,8 @@ Rules:
     rank 0.
  5. The last bucket is reduced at the end of the pass: no computation is left to overlap with, so no other thread is
     needed.
+ 6. Where the program ends iterations itself, all reductions are started during the pass and work on copies: until the
+    program calls `finalize`, `.grad` has this rank's gradients, and may not change.
 
 Hooks run on the engine's threads; one lock guards the reducer.
 """
@@ -34,7 +36,14 @@ from rpcdist.parallel._ddp._bucket_reduction import Bucket, BucketReductions, No
 from rpcdist.parallel._ddp._buckets import DenseBucket, SparseBucket
 from rpcdist.parallel._ddp._comm_hook import RegisteredHook
 from rpcdist.parallel._ddp._ddp_arguments import ReducerOptions
-from rpcdist.parallel._ddp._ddp_errors import DataParallelError, UnusedParameters, unexpected_gradient
+from rpcdist.parallel._ddp._ddp_errors import (
+    DataParallelError,
+    UnusedParameters,
+    changed_gradients,
+    not_finalized,
+    nothing_to_finalize,
+    unexpected_gradient,
+)
 from rpcdist.parallel._ddp._finite_check import FiniteCheck
 from rpcdist.parallel._ddp._gradient_sources import (
     AccumulationNodes,
@@ -51,7 +60,7 @@ from rpcdist.parallel._ddp._gradient_sources import (
     versions_of,
     watch_outputs,
 )
-from rpcdist.parallel._ddp._iteration_state import AVERAGING, ENTERED, IDLE, IterationState, UnexpectedGradient
+from rpcdist.parallel._ddp._iteration_state import ARMED, AVERAGING, ENTERED, IDLE, IterationState, UnexpectedGradient
 from rpcdist.parallel._ddp._parameters import Trained
 from rpcdist.profile_ranges import span_taps
 
@@ -72,6 +81,7 @@ class Reducer:
         self.parameters = list(parameters)
         self.options = options
         self.divide_by: float | None = None  # None: the size of the group
+        self.by_hand = False  # whether the program ends iterations itself
         self.joins = False  # under `join`, whose ranks without data mirror one iteration for each forward pass
         self.hook: RegisteredHook | None = None
         self.has_rebuilt = False
@@ -91,6 +101,7 @@ class Reducer:
         self._source: GradientSource | None = None
         self._shadows: NoPass | None = None
         self._versions = versions_of(self._tensors)  # when the running pass began
+        self._left: list[tuple[torch.Tensor | None, int]] = []  # gradients and versions, until the program ends it
         self._stepped: list[nn.Parameter] | None = None  # by optimizers of their own, once that is known
         self.use_group(group)
 
@@ -118,13 +129,34 @@ class Reducer:
                 self.buckets.append(SparseBucket(number, members[0], self.group))
             else:
                 self.buckets.append(DenseBucket(number, members, flat=self.hook is not None))
-        self._state.use_buckets(indices, keeps_last=self.hook is None)
+        self._state.use_buckets(indices, keeps_last=self.hook is None and not self.by_hand)
 
     def use_hook(self, hook: RegisteredHook) -> None:
         """Reduces the dense buckets by a comm hook from now on."""
         self.hook = hook
         self._reductions = self._make_reductions()
+        self._make_buckets_again()
+
+    def _make_buckets_again(self) -> None:
         self._make_buckets([[member.index for member in bucket.members] for bucket in self.buckets])
+
+    def end_by_hand(self, required: bool) -> None:
+        """Whether the program ends iterations by `finalize` from now on.
+
+        Raises:
+            DataParallelError: an iteration has begun.
+        """
+        with self._lock:
+            if required == self.by_hand:
+                return
+            self._refuse_if_awaited()
+            if self._state.phase not in (IDLE, ARMED):
+                raise DataParallelError(
+                    f"require_manual_backward_finalization was set while iteration {self.iteration} is averaged on "
+                    f"rank {self._world_rank}: set it before forward, or after finalize_backward()"
+                )
+            self.by_hand = required
+            self._make_buckets_again()
 
     @property
     def iteration(self) -> int:
@@ -167,6 +199,7 @@ class Reducer:
             UnusedParameters: gradients are missing; it names the parameters.
         """
         with self._lock:
+            self._refuse_if_awaited()
             indices = self._state.abandon()
             if indices is None:
                 return
@@ -190,6 +223,7 @@ class Reducer:
         """
         watched = watch_outputs(output, partial(_outputs_reached, weakref.ref(self)))
         with self._lock:
+            self._refuse_if_awaited()
             self._prepare()
             self._state.arm(watched)
             self._begin_iteration()
@@ -202,6 +236,7 @@ class Reducer:
     def pause(self) -> None:
         """A forward pass that does not synchronise: its gradients belong to no iteration."""
         with self._lock:
+            self._refuse_if_awaited()
             self._state.pause()
 
     def _begin_iteration(self) -> None:
@@ -223,7 +258,8 @@ class Reducer:
     def outputs_reached(self) -> None:
         """A pass, perhaps one of `torch.autograd.grad`, comes to outputs of a forward pass that synchronised."""
         with self._lock:
-            if not self._state.phase.in_pass and (self._state.phase.is_open or self._syncs()):
+            begins = not self._state.phase.in_pass and not self._state.awaits
+            if begins and (self._state.phase.is_open or self._syncs()):
                 self._begin_pass(adds=False)
             self._state.reach(builds_graph=torch.is_grad_enabled())  # create_graph=True
 
@@ -242,7 +278,7 @@ class Reducer:
             if not state.phase.is_open:
                 self._reopen()
         if not distributed:
-            self._source = OrdinaryPass(self.options.view)
+            self._source = OrdinaryPass(self.options.view and not self.by_hand)
         elif not (state.phase.is_open and isinstance(self._source, DistributedPass)):  # it may take several calls
             self._source = DistributedPass()
         assert self._source is not None
@@ -255,17 +291,62 @@ class Reducer:
             if not self._state.runs(number):  # a forward pass in it has ended it
                 return
             if self._state.end_pass(number):
-                try:
-                    self._finish()
-                except CollectiveError as exc:
-                    self.error = str(exc)
-                    raise exc.with_traceback(None) from exc.__cause__  # the frames below would hide the program's line
-                except Exception as exc:
-                    self.error = str(exc)
-                    raise
+                self._noting_errors(self._leave if self.by_hand else self._finish)
             elif self._state.owes_notice():  # in rare cases another backward pass makes the missing gradients ready
                 missing = [self.parameters[index].name for index in sorted(self._state.missing)]
                 self._notices.post(self.iteration, missing, final=False)
+
+    def _noting_errors(self, ends: Callable[[], None]) -> None:
+        try:
+            ends()
+        except CollectiveError as exc:
+            self.error = str(exc)
+            raise exc.with_traceback(None) from exc.__cause__  # the frames below would hide the program's line
+        except Exception as exc:
+            self.error = str(exc)
+            raise
+
+    # ------------------------------------------------------------ ends by the program
+
+    def ends_after_pass(self) -> bool:
+        """Whether `finalize` has to wait until the backward pass that is expected now has ended."""
+        return self._state.counts
+
+    def _leave(self) -> None:
+        """Starts the reductions that are left; the program ends the iteration."""
+        for number in self._state.finish(awaits=True):
+            self._launch(number, asynchronous=True)
+        self.computed_ns = time.time_ns()
+        self._left = [(each.grad, 0 if each.grad is None else each.grad._version) for each in self._tensors]
+
+    def finalize(self) -> None:
+        """The program ends an iteration: after its backward pass, or in a hook, once all gradients are there.
+
+        Raises:
+            DataParallelError: there is no such iteration, gradients are missing, or `.grad` or parameters were changed.
+        """
+        with self._lock:
+            if self.by_hand and self._state.end_in_pass():
+                self._noting_errors(self._finish)
+                return
+            if not self._state.awaits:
+                missing = [self.parameters[index].name for index in sorted(self._state.missing)]
+                begun = self._state.phase not in (IDLE, ARMED)
+                raise nothing_to_finalize(self.by_hand, missing if begun else [], self.iteration, self._world_rank)
+            self._state.awaits = False
+            self._noting_errors(self._end_left)
+
+    def _end_left(self) -> None:
+        pairs = zip(self.parameters, self._left, strict=True)
+        changed = [each.name for each, (gradient, version) in pairs if not _is_left(each.tensor, gradient, version)]
+        self._left = []
+        if changed:
+            raise self._giving_up(changed_gradients(changed, self.iteration, self._world_rank))
+        self._conclude()
+
+    def _refuse_if_awaited(self) -> None:
+        if self._state.awaits:
+            raise not_finalized(self.iteration, self._world_rank)
 
     # ------------------------------------------------------------ gradients
 
@@ -275,6 +356,8 @@ class Reducer:
             if self._state.phase is not IDLE or self._state.takes(self._syncs()):
                 self._ready(index, captured=False)
                 return
+            if self._state.awaits:
+                raise self._giving_up(not_finalized(self.iteration, self._world_rank))
             try:
                 self._state.add_outside(index)
             except UnexpectedGradient as exc:
@@ -285,6 +368,13 @@ class Reducer:
         with self._lock:
             if self._state.phase is IDLE and not self._state.takes(self._syncs()):
                 return
+            if self.by_hand:
+                raise self._giving_up(
+                    DataParallelError(
+                        "require_manual_backward_finalization is for loss.backward(): a pass of rpcdist.autograd ends "
+                        "when its gradients are averaged. Set it to False before the forward pass"
+                    )
+                )
             if not self._state.phase.in_pass:
                 self._begin_pass(adds=True)
             if isinstance(self._source, DistributedPass):
@@ -312,10 +402,15 @@ class Reducer:
             self.first_gradient_ns = time.time_ns()
 
     def _refusal(self, unexpected: UnexpectedGradient) -> DataParallelError:
-        """The error about a gradient; other ranks that wait for this one's next reduction are told."""
-        error = unexpected_gradient(
-            unexpected, self.parameters[unexpected.index].name, self.iteration, self._world_rank, self.options.rule
+        """The error about a gradient."""
+        return self._giving_up(
+            unexpected_gradient(
+                unexpected, self.parameters[unexpected.index].name, self.iteration, self._world_rank, self.options.rule
+            )
         )
+
+    def _giving_up(self, error: DataParallelError) -> DataParallelError:
+        """Tells the other ranks of an error: they may wait for this one's next reduction."""
         self.error = str(error)
         self._notices.post(self.iteration, [], final=True, problem=self.error)
         return error
@@ -331,7 +426,7 @@ class Reducer:
         self._reductions.start(
             bucket,
             self._gradient,
-            in_place=self._source is None or self._source.lends,
+            in_place=(self._source is None or self._source.lends) and not self.by_hand,
             is_last=bucket is self.buckets[-1],
             asynchronous=asynchronous,
         )
@@ -344,12 +439,16 @@ class Reducer:
         return gradient.clone()  # it stays as it is if no other rank uses the parameter
 
     def _finish(self) -> None:
-        """Waits for the reductions, delivers the results, and agrees with the other ranks on the next buckets."""
-        state = self._state
-        rest = state.finish()
+        """Starts the reductions that are left, and ends the iteration."""
+        rest = self._state.finish()
         self.computed_ns = time.time_ns()
         for number in rest:
             self._launch(number, asynchronous=False)
+        self._conclude()
+
+    def _conclude(self) -> None:
+        """Waits for the reductions, delivers the results, and agrees with the other ranks on the next buckets."""
+        state = self._state
         knew_graph = state.static_use is not None
         self._used = self._share_used()
         for number in state.reduced:
@@ -417,6 +516,7 @@ class Reducer:
     def shadow(self) -> None:
         """Takes part in one iteration of other ranks with gradients of zero; see `DistributedDataParallel.join`."""
         with self._lock:
+            self._refuse_if_awaited()
             self.rebuild()
             self._prepare()
             if self._shadows is None:
@@ -433,6 +533,10 @@ class Reducer:
         if self._shadows is not None:
             self._shadows.restore()
             self._shadows = None
+
+
+def _is_left(parameter: torch.Tensor, gradient: torch.Tensor | None, version: int) -> bool:
+    return parameter.grad is gradient and (gradient is None or gradient._version == version)
 
 
 def _outputs_reached(reference: weakref.ref[Reducer]) -> None:

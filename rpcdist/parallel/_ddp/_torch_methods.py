@@ -12,6 +12,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp._logging_data import SampledIteration
 from rpcdist.parallel._ddp._parameters import trainable
+from rpcdist.parallel._ddp._reducer import Reducer
 from rpcdist.parallel._ddp._tensor_tree import move_to
 
 
@@ -22,9 +23,46 @@ class TorchMethods(nn.Module):
     device_type: str
     module: nn.Module
     parameters_to_ignore: Collection[str]
+    mixed_precision: object | None
+    reducer: Reducer
+    _delayed: object | None
     _logged: SampledIteration
 
     broadcast_bucket_size = 250 << 20  # bytes; for functions of torch that ask for it
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether the program ends each backward pass that averages by `finalize_backward`; False at first.
+
+        Until then the reductions go on beside what the program does, and `.grad` has this rank's own gradients. Set it
+        before a forward pass, the same on all ranks.
+        """
+        return self.reducer.by_hand
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        self.reducer.end_by_hand(required)
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether `finalize_backward` must wait for the end of the backward pass; ask after the forward pass.
+
+        Otherwise a hook may call it as well, once all gradients are there.
+        """
+        late = self.mixed_precision is not None or self._delayed is not None or self.reducer.ends_after_pass()
+        return self.reducer.by_hand and late
+
+    def finalize_backward(self) -> None:
+        """Waits until the gradients of a backward pass are averaged, and puts the averages into `.grad`.
+
+        Call it once for each backward pass outside of `no_sync`, before the next pass, and before anything else changes
+        gradients or parameters: after `backward`, or in a hook of the pass.
+
+        Raises:
+            DataParallelError: `require_manual_backward_finalization` is False, gradients are missing, or there are none
+                to average; gradients or parameters were changed since they were ready.
+        """
+        self.reducer.finalize()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Loads a state of this class, or one of the bare module, whose names lack the prefix `module.`."""
