@@ -278,6 +278,8 @@ def differentiate(model: Any, net: Net, batch: MicroBatch, use: Use, rows: torch
         net.scale.norm().backward()
     elif recipe == "norm before":
         net.scale.norm().backward()
+        if net.program.options["find_unused_parameters"]:
+            end()  # this pass is the first one
         loss.backward()
         end()
     elif recipe == "retained":
