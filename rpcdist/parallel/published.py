@@ -87,6 +87,8 @@ class Published:
         self._shards: list[ShardConnection] = []
         self._is_viewing = False
         self._into: SmallTensors | None = None
+        self._checked: object = None  # what was seen of targets that can be written
+        self._whole: tuple[object, object] = (None, None)  # a layout, and what was seen of targets that are exactly it
         self._seen_values: SeenTensors = []
         self._seen_targets: SeenTensors = []
         self._publishing = threading.Lock()
@@ -175,9 +177,12 @@ class Published:
             if origin is None:
                 layout = VersionLayout.of(pieces, dtype)
                 origin = self._origin = self._become_publisher(layout, _checked_shard(shard), deadline)
-            values = origin.layout.in_order(pieces, self.name)
+            values = pieces.tensors
+            if pieces.seen is None or pieces.seen is not origin.in_order:
+                values = origin.layout.in_order(pieces, self.name)
+                origin.in_order = pieces.seen if values is pieces.tensors else None
             published = origin.publish(
-                values, version, None if within is None else deadline, skip_unchanged, pieces.are_seen
+                values, version, None if within is None else deadline, skip_unchanged, pieces.seen
             )
         self._version = published
         known(self.name).saw(published, origin.shard)
@@ -292,34 +297,31 @@ class Published:
         with self._reading:
             purpose = f"the targets for {self.name!r}"
             targets = pieces_of(target, purpose, self._seen_targets)
-            if not targets.are_seen:
-                check_targets(targets, purpose, self._seen_targets)
+            if targets.seen is None or targets.seen is not self._checked:
+                check_targets(targets, purpose)
+                self._checked = targets.seen
         if not targets.names:
             raise ConfigError(f"there is nothing to pull {self.name!r} into: the module or dictionary is empty")
         plans: dict[int, ShardCopies] = {}
         planned_for: list[VersionReader | None] = []
-        into: SmallTensors | None = None
 
         def choose(shards: Sequence[ShardConnection]) -> list[ShardConnection]:
-            nonlocal into
             readers = [shard.reader for shard in shards]
             if readers != planned_for:
                 plans.clear()
                 plans.update(self._copies_into(targets, isinstance(target, nn.Module), shards))
                 planned_for[:] = readers
-                is_whole = len(shards) == 1 and plans[0].is_whole
-                into = self._small_targets(readers[0], targets) if is_whole else None
             return [shard for shard in shards if shard.shard in plans]
 
         def copy(views: dict[int, list[Tensor]]) -> None:
             for number, plan in plans.items():
                 theirs, reader = views[number], planned_for[number]
-                # Looked up again: while this waited, the tensors may have got other memory.
-                now = None if into is None else self._small_targets(reader, targets)
-                if now is not None and reader is not None:
-                    copy_tensors([plan.targets[i] for i in reader.large], [theirs[i] for i in reader.large])
-                    reader.small_tensors().copy_to(now)
+                # Looked up now: while this waited, the tensors may have got other memory.
+                into = self._small_targets(reader, targets) if plan.is_whole else None
+                if into is not None and reader is not None:
                     torch.autograd.graph.increment_version(reader.small_of(targets.tensors))  # as a write by torch does
+                    copy_tensors([plan.targets[i] for i in reader.large], [theirs[i] for i in reader.large])
+                    reader.small_tensors().copy_to(into)
                 elif plan.is_whole:
                     copy_tensors(plan.targets, theirs)
                 else:
@@ -371,26 +373,25 @@ class Published:
 
     def _small_targets(self, reader: VersionReader | None, targets: Pieces) -> SmallTensors | None:
         """The memory of the small tensors among targets of the published dtypes; None if torch has to copy them."""
-        if reader is None or not reader.small:
-            return None
-        small = reader.small_of(targets.tensors)
-        into = SmallTensors.of(small, self._into, targets.are_seen)
-        if into is None or (not (targets.are_seen and into is self._into) and any(map(Tensor.is_inference, small))):
-            return None  # torch does not count writes to inference tensors
-        self._into = into
-        return into
+        if reader is not None and reader.small:
+            self._into = SmallTensors.of(reader.small_of(targets.tensors), self._into, targets.seen)
+        return self._into
 
     def _copies_into(
         self, targets: Pieces, is_whole: bool, shards: Sequence[ShardConnection]
     ) -> Mapping[int, ShardCopies]:
         """The copies from each shard that is needed."""
         layouts = [self._layout_of(shard) for shard in shards]
+        layout, seen = self._whole
+        if len(layouts) == 1 and layout is layouts[0] and seen is targets.seen is not None:
+            return {0: ShardCopies([], targets.tensors, True)}
         publishers = [shard.publisher for shard in shards]
         me = current_agent().worker_name
         published = [shard.published for shard in shards if shard.published is not None]
         if published != layouts:  # parts of them; errors tell of all
             copies_for(published, targets, is_whole, self.name, publishers, me)
         if len(layouts) == 1 and (copies := whole_copies(layouts[0], targets)) is not None:
+            self._whole, self._into = (layouts[0], targets.seen), None
             return {0: copies}
         found = copies_for(layouts, targets, is_whole, self.name, publishers, me)
         return {number: copies for number, copies in enumerate(found) if copies.targets} or {0: found[0]}
@@ -428,7 +429,8 @@ class Published:
             floor = max(newer_than, self._version - 1)
             while True:
                 shards = self._refreshed(wanted)
-                if all(shard.newest > floor for shard in shards):
+                newest = [shard.newest for shard in shards]  # the wait below ends for any that comes from now on
+                if min(newest) > floor:
                     needed = choose(shards)
                     if version := self._take(needed, take, floor, None if len(shards) == 1 else shards):
                         self._version = version
@@ -441,7 +443,8 @@ class Published:
                     raise DeadlineExceeded(self._why_none(shards, newer_than))
                 if all(shard.reader is not None for shard in shards):
                     choose(shards)  # now, and not while others wait for the processor with the version
-                self._wait_for(shards, floor, deadline)
+                slowest = min(range(len(shards)), key=newest.__getitem__)
+                self._wait_for(shards[slowest].reader, max(floor, newest[slowest]), deadline)
 
     def _take(
         self,
@@ -510,13 +513,12 @@ class Published:
         known(self.name).saw(self._version, shard)
         return ShardConnection(self.name, shard, self._dtype)
 
-    def _wait_for(self, shards: Sequence[ShardConnection], floor: int, deadline: Deadline) -> None:
-        """Waits a while for a version, where one is missing."""
+    def _wait_for(self, reader: VersionReader | None, have: int, deadline: Deadline) -> None:
+        """Waits a while for a version that is newer, or for a publisher."""
         # Not to the end: a source may be here, and its publisher on another host may have ended.
         soon = Deadline.after(CHECK_INTERVAL_S).earlier(deadline)
-        slowest = min(shards, key=lambda shard: shard.newest)
-        if slowest.reader is not None and not slowest.reader.has_ended:
-            slowest.reader.wait_for_newer(max(floor, slowest.newest), soon)
+        if reader is not None and not reader.has_ended:
+            reader.wait_for_newer(have, soon)
         else:
             known(self.name).wait_for_publisher(soon)
 

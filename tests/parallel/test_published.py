@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import published_functions as there
 import pytest
@@ -18,6 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rpcdist import checkpoint
+from rpcdist.deadline import Deadline
 from rpcdist.errors import BlockingInLoop, ConfigError, DeadlineExceeded, TransportError
 from rpcdist.parallel import Published
 from rpcdist.parallel._published._hosts import HostCopy
@@ -63,6 +65,33 @@ def test_consumers_get_the_newest_version_whole(world: RpcWorld) -> None:
     assert world["trainer"].run(there.publish, 10) == 4
     assert waiting.result() == (4, [10.0])
     assert in_coroutine.result() == 4
+
+
+def test_a_version_that_comes_just_before_the_wait_ends_it(
+    cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster.use("trainer"):
+        weights, consumer = Published("policy"), Published("policy")
+        weights.publish({"a": torch.ones(3)})
+        assert consumer.pull_into(into := {"a": torch.zeros(3)}) == 1
+        has_come = []
+        wait_for, wait_for_newer = Published._wait_for, VersionReader.wait_for_newer
+
+        def publish_and_wait(pulling: Published, *args: Any) -> None:
+            weights.publish({"a": torch.full((3,), 2.0)})
+            wait_for(pulling, *args)
+
+        def noted(reader: VersionReader, version: int, deadline: Deadline) -> bool:
+            has_come.append(wait_for_newer(reader, version, deadline))
+            return has_come[-1]
+
+        monkeypatch.setattr(Published, "_wait_for", publish_and_wait)
+        monkeypatch.setattr(VersionReader, "wait_for_newer", noted)
+        assert consumer.pull_into(into, 1, wait=True) == 2
+        assert has_come == [True], "not found by another look, when the time of a wait is over"
+        assert into["a"].eq(2).all()
+        consumer.close()
+        weights.close()
 
 
 def test_all_on_a_host_share_the_memory_of_the_publisher(world: RpcWorld) -> None:
@@ -399,11 +428,41 @@ def test_many_small_tensors_are_copied_as_torch_would(cluster: InProcessCluster)
         assert all(tensor._version > before for tensor, before in zip(into.values(), versions, strict=True))
         source["t5"] = torch.arange(36.0).reshape(3, 12)[:, ::2].t()  # strided, as are targets
         into["t8"] = torch.zeros(3, 2).t()
-        weights.publish(source)
-        weights.pull_into(into)
+        for _ in range(2):
+            weights.publish(source)
+            weights.pull_into(into)
+            torch.testing.assert_close(into, source, rtol=0, atol=0)
+            source["t9"].t_()  # the same objects, memory and shapes
+            into["t16"].t_()
+        with torch.inference_mode():
+            weights.publish(source)
+            weights.pull_into(into)
         torch.testing.assert_close(into, source, rtol=0, atol=0)
         weights.pull_into(converted := {name: tensor.double() for name, tensor in into.items()})
         torch.testing.assert_close(converted, {name: tensor.double() for name, tensor in source.items()})
+        weights.close()
+
+
+def test_a_module_of_many_small_tensors(cluster: InProcessCluster) -> None:
+    source, into = (nn.Sequential(*[nn.Linear(3, 3) for _ in range(40)]) for _ in range(2))
+    with cluster.use("trainer"):
+        weights = Published("small")
+        for version in range(1, 4):
+            assert weights.publish(source) == weights.pull_into(into) == version
+            torch.testing.assert_close(into.state_dict(), source.state_dict(), rtol=0, atol=0)
+            with torch.no_grad():
+                for parameter in source.parameters():
+                    parameter.add_(1)
+        source.half()
+        with torch.no_grad():
+            list(source.parameters())[6].t_()
+        weights.publish(source)
+        into.double()
+        weights.pull_into(into)
+        torch.testing.assert_close(into.state_dict(), source.double().state_dict(), rtol=0, atol=0)
+        list(source.parameters())[11].data = torch.zeros(5)
+        with pytest.raises(ConfigError, match=r"'5.bias' of 'small' has shape \(5,\) in this version, and \(3,\)"):
+            weights.publish(source)
         weights.close()
 
 
@@ -416,7 +475,7 @@ def test_small_targets_may_get_other_memory_while_a_pull_waits(cluster: InProces
         before = [tensor.data for tensor in into.values()]
         consumer = Published("small")
         pulling = cluster.begin("trainer", partial(consumer.pull_into, into, 1, wait=True, timeout=LIMIT_S))
-        eventually(lambda: consumer._into is not None, "it has looked at its targets")
+        eventually(lambda: consumer._whole[0] is not None, "it has looked at its targets")
         for tensor in into.values():
             tensor.data = torch.zeros(10)
         weights.publish({name: torch.full((10,), 7.0) for name in into})

@@ -76,6 +76,7 @@ class Publisher(VersionSource):
     Attributes:
         shard: its number.
         has_asked: whether the other workers have said which versions they have seen.
+        in_order: what was seen of values that are those of the layout, in its order; see `Pieces`.
     """
 
     def __init__(self, name: str, plain_layout: PlainLayout, keep: int, shard: tuple[int, int] = (0, 1)) -> None:
@@ -85,6 +86,7 @@ class Publisher(VersionSource):
         super().__init__(name, VersionLayout.from_plain(plain_layout), keep, shard[1])
         self.shard = shard[0]
         self.has_asked = False
+        self.in_order: object = None
         num_tensors = len(self.layout.names)
         self._changed_in = [0] * num_tensors  # the version in which each tensor changed last
         self._counters: list[tuple[object, ...] | None] = [None] * num_tensors  # of the newest version
@@ -105,7 +107,7 @@ class Publisher(VersionSource):
         version: int | None,
         deadline: Deadline | None,
         skip_unchanged: Comparison | None = None,
-        are_seen: bool = False,
+        seen: object = None,
     ) -> int:
         """Makes tensors the newest version; returns its number, or the last one if there was no room.
 
@@ -114,7 +116,7 @@ class Publisher(VersionSource):
             version: its number; None for the next one.
             deadline: for the wait for room; None not to wait.
             skip_unchanged: how tensors that did not change are found; None if all count as changed.
-            are_seen: whether they are the tensors of the last call; see `Pieces`.
+            seen: see `Pieces`.
 
         Raises:
             ConfigError: the number is not newer than the last one.
@@ -140,7 +142,7 @@ class Publisher(VersionSource):
             if skip_unchanged == "counter":
                 counters = [_counter_of(tensor) for tensor in tensors]
             changed = self._changed_tensors(tensors, skip_unchanged, counters)
-            self._write(segment, tensors, changed, are_seen)
+            self._write(segment, tensors, changed, seen)
             with self._changed:
                 number = max(self._next, version or 0)  # now: `start_at` may have been called meanwhile
                 self._next = number + 1
@@ -155,14 +157,14 @@ class Publisher(VersionSource):
             self._update_extracts()
         return number
 
-    def _write(self, segment: int, tensors: list[Tensor], changed: Sequence[int] | None, are_seen: bool) -> None:
+    def _write(self, segment: int, tensors: list[Tensor], changed: Sequence[int] | None, seen: object) -> None:
         """Copies tensors into a segment: those that it does not have yet from an older version."""
         held, self._contents[segment] = self._contents[segment], 0
         views = self._views_of(segment)
         if (
             (changed is None or not held)
             and self._small
-            and (rest := self._written_small(segment, tensors, are_seen)) is not None
+            and (rest := self._written_small(segment, tensors, seen)) is not None
         ):
             views, tensors = [views[index] for index in rest], [tensors[index] for index in rest]
         elif changed is not None and held:
@@ -171,12 +173,13 @@ class Publisher(VersionSource):
             views, tensors = [views[index] for index in stale], [tensors[index] for index in stale]
         copy_tensors(views, tensors)
 
-    def _written_small(self, segment: int, tensors: list[Tensor], are_seen: bool) -> list[int] | None:
+    def _written_small(self, segment: int, tensors: list[Tensor], seen: object) -> list[int] | None:
         """Copies the small tensors, if torch need not; the indices of the others, or None."""
         small = [tensors[index] for index in self._small] if self._large else tensors
-        if not have_dtypes(small, self._small_dtypes):
+        last = self._sources
+        if (last is None or seen is None or last.seen is not seen) and not have_dtypes(small, self._small_dtypes):
             return None
-        sources = self._sources = SmallTensors.of(small, self._sources, are_seen)
+        sources = self._sources = SmallTensors.of(small, last, seen)
         if sources is None:
             return None
         targets = self._small_in[segment]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 import sys
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.guards import TensorGuards
 from torch.nn.parameter import is_lazy
 
 from rpcdist.errors import ConfigError
@@ -91,25 +91,25 @@ class Pieces(NamedTuple):
         names: of the tensors; several parts of one tensor have the same name.
         tensors: the values.
         parts: for those that are parts of larger tensors, by their index: the offsets, and the shape of the whole.
-        are_seen: whether they are the same plain tensors as in the last call; only their memory, shapes and dtypes may
-            have changed.
+        seen: the same object for tensors of the same names, kinds, dtypes, shapes and strides, which may have other
+            memory; None if nothing is known of earlier ones.
     """
 
     names: list[str]
     tensors: list[Tensor]
     parts: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
-    are_seen: bool = False
+    seen: object = None
 
 
-SeenTensors = list["weakref.ref[Tensor]"]
-"""The plain tensors of the last call, where they are many: the checks of each take longer than copying 4 KiB."""
+SeenTensors = list[tuple[list[str], TensorGuards]]
+"""The names of the last call's plain tensors, and how torch's compiler knows tensors again, all in one call. Empty
+where they are few: a look at each takes longer than copying 4 KiB."""
 
 MANY_TENSORS: Final = 64
 
 _PLAIN: Final = frozenset((Tensor, nn.Parameter))
 _TEXT: Final = frozenset((str,))
-_is_meta, _is_quantized = operator.attrgetter("is_meta"), operator.attrgetter("is_quantized")
-_is_nested = operator.attrgetter("is_nested")
+_is_meta, _is_quantized, _is_nested = map(operator.attrgetter, ("is_meta", "is_quantized", "is_nested"))
 
 
 def pieces_of(what: nn.Module | Mapping[str, Value], purpose: str, seen: SeenTensors) -> Pieces:
@@ -118,24 +118,18 @@ def pieces_of(what: nn.Module | Mapping[str, Value], purpose: str, seen: SeenTen
     Args:
         what: a module, whose `state_dict` counts, or tensors and parts of tensors by name.
         purpose: what they are for, for the error.
-        seen: those of the last call, which are replaced; not those of a module, whose `state_dict` makes other objects
-            each time.
+        seen: what is known of those of the last call, which is replaced.
 
     Raises:
         ConfigError: it is something else, or has a value that is no dense tensor.
     """
-    is_module = isinstance(what, nn.Module)
     if isinstance(what, nn.Module):
         what = what.state_dict()
     if not isinstance(what, Mapping):
         raise ConfigError(f"{purpose} are a {type(what).__name__}: give a module, or a dictionary of tensors by name")
     names, tensors = list(what), list(what.values())
-    if (
-        len(seen) == len(tensors) > 0
-        and all(map(operator.is_, map(operator.call, seen), tensors))
-        and _TEXT.issuperset(map(type, names))
-    ):
-        return Pieces(names, tensors, {}, are_seen=True)
+    if seen and seen[0][0] == names and seen[0][1].check(*tensors):
+        return Pieces(names, tensors, {}, seen[0][1])
     seen.clear()
     if (
         _PLAIN.issuperset(map(type, tensors))
@@ -146,9 +140,9 @@ def pieces_of(what: nn.Module | Mapping[str, Value], purpose: str, seen: SeenTen
         and all(map(Tensor.data_ptr, tensors))
         and _TEXT.issuperset(map(type, names))
     ):
-        if len(tensors) >= MANY_TENSORS and not is_module:
-            seen.extend(map(weakref.ref, tensors))
-        return Pieces(names, tensors, {})
+        if len(tensors) >= MANY_TENSORS:
+            seen.append((names, TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)))
+        return Pieces(names, tensors, {}, seen[0][1] if seen else None)
     return _unusual_pieces(what, purpose)
 
 
@@ -231,11 +225,8 @@ def _problem_of(tensor: Tensor) -> str:
     return "" if has_memory else f"has no memory of its own (it is a {type(tensor).__name__})"
 
 
-def check_targets(targets: Pieces, purpose: str, seen: SeenTensors) -> None:
-    """Raises `ConfigError` for a tensor that torch refuses to write, which it does after it has written others.
-
-    Then `seen` is emptied, so the same targets are checked again in the next call.
-    """
+def check_targets(targets: Pieces, purpose: str) -> None:
+    """Raises `ConfigError` for a tensor that torch refuses to write, which it does after it has written others."""
     tensors = targets.tensors
     if (
         all(map(Tensor.is_contiguous, tensors))
@@ -246,7 +237,6 @@ def check_targets(targets: Pieces, purpose: str, seen: SeenTensors) -> None:
     for name, tensor in zip(targets.names, tensors, strict=True):
         kind = "expanded" if torch._debug_has_internal_overlap(tensor) == 1 else "a conjugate or negative view"
         if kind == "expanded" or tensor.is_neg() or tensor.is_conj():
-            seen.clear()
             raise ConfigError(f"{name!r} of {purpose} is {kind}, and cannot be written; give a clone of it")
 
 

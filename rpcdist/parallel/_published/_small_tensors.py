@@ -40,34 +40,39 @@ class SmallTensors:
     Args:
         tensors: their memory has to stay as long as this object is used.
         addresses: of the tensors.
+        seen: see `Pieces`.
     """
 
-    __slots__ = ("addresses", "memory")
+    __slots__ = ("addresses", "memory", "seen")
 
-    def __init__(self, tensors: Sequence[Tensor], addresses: list[int]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], addresses: list[int], seen: object = None) -> None:
         self.addresses = addresses
+        self.seen = seen
         self.memory = [
             memoryview((ctypes.c_char * tensor.nbytes).from_address(address)).cast("B")
             for tensor, address in zip(tensors, addresses, strict=True)
         ]
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], last: SmallTensors | None, are_seen: bool = False) -> SmallTensors | None:
-        """The memory of tensors; None if one of them is strided, on another device, or has none: see `copy_tensors`.
+    def of(cls, tensors: Sequence[Tensor], last: SmallTensors | None, seen: object = None) -> SmallTensors | None:
+        """The memory of tensors; None if one is strided, on another device, has none, or was made in inference mode.
 
         Args:
             tensors: of the sizes of a layout.
             last: the memory of tensors of the same sizes; mostly they are the same again.
-            are_seen: whether these are the tensors of the last call; see `Pieces`.
+            seen: see `Pieces`.
         """
-        if not all(map(Tensor.is_contiguous, tensors)) or not (are_seen or not any(map(Tensor.is_neg, tensors))):
+        if (last is None or seen is None or last.seen is not seen) and not (
+            all(map(Tensor.is_contiguous, tensors))
+            and not any(map(Tensor.is_neg, tensors))
+            and not any(map(Tensor.is_inference, tensors))  # torch does not count writes to those
+        ):
             return None
-        addresses = list(map(Tensor.data_ptr, tensors))
-        if last is not None and last.addresses == addresses:
+        if last is not None and all(map(operator.eq, map(Tensor.data_ptr, tensors), last.addresses)):
+            last.seen = seen
             return last
-        if 0 in addresses:
-            return None
-        return cls(tensors, addresses) if all(map(_is_on_cpu, tensors)) else None
+        addresses = list(map(Tensor.data_ptr, tensors))
+        return cls(tensors, addresses, seen) if all(addresses) and all(map(_is_on_cpu, tensors)) else None
 
     def copy_to(self, targets: SmallTensors) -> None:
         """Copies all bytes into tensors of the same sizes."""
