@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
 
 from rpcdist.collectives._group.backend_contract import GroupContext
-from rpcdist.collectives._group.bootstrap import Bootstrap, wait_until_made
 from rpcdist.collectives._group.engine import Engine
 from rpcdist.collectives._group.engine_backend import EngineBackend
 from rpcdist.collectives._group.group_failure import GroupFailure, Reporter
@@ -24,7 +22,6 @@ from rpcdist.collectives._transports.shm.shm_transport import ShmTransport
 from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport
 from rpcdist.collectives._transports.transport_base import SingleRankTransport, Transport
 from rpcdist.deadline import Deadline
-from rpcdist.transport.sockets import SocketHub
 
 __all__ = ["TcpBackend", "TcpOptions"]
 
@@ -119,8 +116,7 @@ class TcpBackend(EngineBackend):
 def _make_mailboxes(context: GroupContext, watch: GroupWatch | None) -> Mailboxes:
     if watch is None:
         return Mailboxes(context.name, context.rank, context.ranks)
-    bootstrap = watch.bootstrap
-    return Mailboxes(context.name, context.rank, context.ranks, watch.hub, bootstrap.uid, bootstrap.addresses)
+    return Mailboxes(context.name, context.rank, context.ranks, watch.hub, watch.uid, watch.addresses)
 
 
 def _connect(
@@ -130,29 +126,25 @@ def _connect(
     if watch is None:
         return SingleRankTransport()
     undo.callback(watch.give_up)
-    context = dataclasses.replace(context, check=watch.check)
     transport = _make_transport(context, watch, options, deadline)
     undo.callback(transport.close)
-    wait_until_made(context, deadline)
     return transport
 
 
 def _make_transport(context: GroupContext, watch: GroupWatch, options: TcpOptions, deadline: Deadline) -> Transport:
     """The fastest transport that the ranks share."""
-    hub, bootstrap = watch.hub, watch.bootstrap
     refused = unsupported_here()
     allowed = options.allows_shared_memory()
     if refused is not None and allowed:
         logger.warning("collectives use TCP within this host: %s", refused)
-    hosts = find_hosts(context, hub, bootstrap, allowed and refused is None, deadline, watch.reached_rank_0)
+    hosts = find_hosts(context.rank, watch, allowed and refused is None, deadline)
     largest = max(map(len, hosts.members))
     size_bytes = segment_size(len(hosts.members[hosts.index_of(context.rank)])) if largest > 1 else 0
     segment = None
     if largest > 1:
-        segment, hosts = share_memory(context, hub, bootstrap, hosts, size_bytes, deadline)
-    addresses = list(bootstrap.addresses)
+        segment, hosts = share_memory(context, watch, hosts, size_bytes, deadline)
     if len(hosts.members) == context.size:
-        return SocketTransport(context.rank, context.size, hub, f"{bootstrap.uid}/all", addresses)
+        return SocketTransport(context.rank, context.size, watch.hub, f"{watch.uid}/all", list(watch.addresses))
     on_host = hosts.members[hosts.index_of(context.rank)]
     local: Transport
     if segment is None:
@@ -161,16 +153,15 @@ def _make_transport(context: GroupContext, watch: GroupWatch, options: TcpOption
         local = ShmTransport(on_host.index(context.rank), len(on_host), segment)
     if len(hosts.members) == 1:
         return local
-    return _make_hierarchical(context, hub, bootstrap, hosts, local)
+    return _make_hierarchical(context, watch, hosts, local)
 
 
-def _make_hierarchical(
-    context: GroupContext, hub: SocketHub, bootstrap: Bootstrap, hosts: Hosts, local: Transport
-) -> Transport:
+def _make_hierarchical(context: GroupContext, watch: GroupWatch, hosts: Hosts, local: Transport) -> Transport:
     leaders = hosts.leaders
     between = None
     if context.rank in leaders:
-        addresses = [bootstrap.addresses[rank] for rank in leaders]
-        between = SocketTransport(leaders.index(context.rank), len(leaders), hub, f"{bootstrap.uid}/leaders", addresses)
-    everyone = SocketTransport(context.rank, context.size, hub, f"{bootstrap.uid}/all", list(bootstrap.addresses))
+        addresses = [watch.addresses[rank] for rank in leaders]
+        name = f"{watch.uid}/leaders"
+        between = SocketTransport(leaders.index(context.rank), len(leaders), watch.hub, name, addresses)
+    everyone = SocketTransport(context.rank, context.size, watch.hub, f"{watch.uid}/all", list(watch.addresses))
     return HierarchicalTransport(context.rank, hosts, local, between, everyone)

@@ -5,21 +5,30 @@ The latter is the common part of a group's engine and of its device's watchdog: 
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from rpcdist.collectives._group.backend_contract import GroupContext
-from rpcdist.collectives._group.bootstrap import connect_watch, exchange_addresses
-from rpcdist.collectives._group.group_failure import GroupFailure, WatchListener
+from rpcdist.collectives._group.bootstrap import address_of_rank_0, not_made
+from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure, WatchListener
 from rpcdist.collectives._group.local_process import bind_host
 from rpcdist.collectives._group.state import Action, GroupState
-from rpcdist.collectives._group.watch import Watch
+from rpcdist.collectives._group.watch import Watch, encoded
 from rpcdist.deadline import Deadline
-from rpcdist.time_limits import THREAD_GRACE_S
+from rpcdist.errors import ConnectFailed, DistNetworkError, RendezvousError
+from rpcdist.time_limits import ANSWER_LIMIT_S, CHECK_INTERVAL_S, THREAD_GRACE_S
+from rpcdist.transport._socket_hub.hub_connector import HubAddress
+from rpcdist.transport._tls.tls_socket import StreamSocket
+from rpcdist.transport.sockets import SocketHub
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class StateKeeper(ABC):
@@ -63,7 +72,8 @@ class StateKeeper(ABC):
 class GroupWatch(WatchListener):
     """Connects the watch of a group before anything else of it, so that a rank that dies meanwhile is noticed.
 
-    It keeps in the group's state what the watch hears, until there is an engine to act on it.
+    It keeps in the group's state what the watch hears, until there is an engine to act on it. The store tells the other
+    ranks only where rank 0 is; all else that they have to know of one another goes through the watch (`exchange`).
 
     Args:
         context: describes the group, which has more than one rank.
@@ -72,7 +82,9 @@ class GroupWatch(WatchListener):
         unix_sockets: whether other ranks may reach this one through Unix sockets.
 
     Attributes:
-        bootstrap: how the ranks reach one another.
+        uid: random name of this group, equal on all its ranks.
+        addresses: addresses of the ranks' socket hubs, by rank in the group.
+        boots: boot id of the kernel that each rank runs on; empty where it is unknown.
         reached_rank_0: whether this rank, another one than rank 0, has reached the Unix socket of that.
         hub: connects to the other ranks.
         reporter: tells the other ranks what this one found.
@@ -84,28 +96,69 @@ class GroupWatch(WatchListener):
 
     def __init__(self, context: GroupContext, state: GroupState, deadline: Deadline, unix_sockets: bool = True) -> None:
         self._state = state
-        self._check = context.check  # raises when a member cannot come any more; None where nobody would know
+        self._context = context
         self._lock = threading.Lock()
         self._group: StateKeeper | None = None
         self._sockets = context.process.acquire_sockets(bind_host(context.store))
         self.hub = self._sockets.hub
         try:
-            self.bootstrap = exchange_addresses(context, self.hub, deadline, unix_sockets)
-            sockets = connect_watch(context, self.hub, self.bootstrap, deadline)
+            own = HubAddress.parse(self.hub.address)
+            if not unix_sockets:
+                own = dataclasses.replace(own, unix_name="")
+            rank_0, self.uid = address_of_rank_0(context, own, deadline)
+            sockets = connect_watch(context, self.hub, rank_0, self.uid, deadline)
             self.reached_rank_0 = context.rank != 0 and sockets[0].family == socket.AF_UNIX
             self.reporter = Watch(self._sockets.node, context.rank, context.ranks, context.name, self)
             self.reporter.start(sockets, deadline.remaining_s() + THREAD_GRACE_S)
         except BaseException:
             self.release()
             raise
+        try:
+            entries = [text.partition(" ") for text in self.exchange(f"{own} {_boot_id()}", deadline)]
+            self.addresses = tuple(address for address, _, _ in entries)
+            self.boots = tuple(boot for _, _, boot in entries)
+        except BaseException:
+            self.give_up()
+            raise
 
     def check(self) -> None:
         """Raises when the group cannot be made any more."""
-        if self._check is not None:
-            self._check()
+        if self._context.check is not None:
+            self._context.check()  # a member cannot come any more
         failure = self._state.setup_failure()
-        if failure is not None:
-            raise failure.error(f"making group {self._state.group!r}")
+        if failure is None:
+            return
+        if failure.kind is FailureKind.TIMEOUT:
+            raise RendezvousError(failure.reason)
+        raise failure.error(f"making group {self._state.group!r}")
+
+    def exchange(self, value: str, deadline: Deadline) -> list[str]:
+        """Returns the texts of all ranks, by rank. All ranks call it, in one order; blocks.
+
+        Raises:
+            CollectiveError: the group cannot be made any more.
+            RendezvousError: some ranks did not come in time; names them.
+        """
+        context = self._context
+        answer = self.reporter.exchange(value)
+        # Rank 0 knows which ranks are missing, and tells the others: they leave it the time.
+        limit = deadline if context.rank == 0 else Deadline.after(deadline.remaining_s() + ANSWER_LIMIT_S)
+        while True:
+            try:
+                return answer.result(min(CHECK_INTERVAL_S, limit.remaining_s()))
+            except TimeoutError:
+                pass
+            try:
+                self.check()
+            except Exception:
+                if answer.done():  # before: rank 0 sends the answer first, and may leave then
+                    continue
+                raise
+            if limit.expired() and not answer.done():
+                missing = self.reporter.missing() if context.rank == 0 else [0]
+                error = not_made(context, missing)
+                self.reporter.report(GroupFailure(FailureKind.TIMEOUT, str(error), tuple(missing)))
+                raise error
 
     def hand_over(self, group: StateKeeper) -> None:
         """The group is made, and acts on what the watch heard and hears."""
@@ -144,3 +197,47 @@ class GroupWatch(WatchListener):
 
     def where(self) -> tuple[int, str]:
         return self._state.where(0.0) if self._group is None else self._group.where()
+
+
+def connect_watch(
+    context: GroupContext, hub: SocketHub, rank_0: str, uid: str, deadline: Deadline
+) -> dict[int, StreamSocket]:
+    """The connections of the group's watch: at rank 0 one with every other rank, elsewhere one with rank 0.
+
+    Raises:
+        ConnectFailed: nobody listens at the address of rank 0.
+        DistNetworkError: some ranks did not connect to rank 0 in time; names them, to the ranks that did as well.
+    """
+    purpose = f"{uid}/watch/"
+    if context.rank != 0:
+        try:
+            return {0: hub.connect(rank_0, f"{purpose}{context.rank}", deadline.remaining_s())}
+        except ConnectFailed as exc:
+            reason = f"{exc.reason} (rank 0 of group {context.name!r}). Did it end?"
+            raise ConnectFailed(exc.address, reason, exc.waited_s) from exc
+    sockets: dict[int, StreamSocket] = {}
+    try:
+        for rank in range(1, context.size):
+            sockets[rank] = hub.expect(f"{purpose}{rank}", deadline.remaining_s(), context.check)
+    except BaseException as exc:
+        missing = [rank for rank in range(1, context.size) if rank not in sockets]
+        late = [context.ranks[rank] for rank in missing]
+        text = (
+            f"ranks {late} of group {context.name!r} did not connect to rank 0. Did they end? Their own error says why"
+        )
+        failure = GroupFailure(FailureKind.TIMEOUT, text if isinstance(exc, TimeoutError) else str(exc), tuple(missing))
+        for sock in sockets.values():
+            with suppress(OSError):  # it ended meanwhile
+                sock.sendmsg([encoded({"say": "failure", **failure.to_json()})])
+            sock.close()
+        if isinstance(exc, TimeoutError):
+            raise DistNetworkError(text) from exc
+        raise
+    return sockets
+
+
+def _boot_id() -> str:
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""

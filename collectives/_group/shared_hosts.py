@@ -14,49 +14,41 @@ import select
 import socket
 
 from rpcdist.collectives._group.backend_contract import GroupContext
-from rpcdist.collectives._group.bootstrap import Bootstrap, exchange_values
+from rpcdist.collectives._group.group_watch import GroupWatch
 from rpcdist.collectives._transports.hierarchical import Hosts
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ProtocolViolation, RpcdistError, TransportError
 from rpcdist.time_limits import ATTEMPT_LIMIT_S, CHECK_INTERVAL_S, SLOW_ANSWER_LIMIT_S
 from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.shared_memory import Segment, accept, offer
-from rpcdist.transport.sockets import SocketHub
 
 logger = logging.getLogger(__name__)
 
 
-def find_hosts(
-    context: GroupContext,
-    hub: SocketHub,
-    bootstrap: Bootstrap,
-    allowed: bool,
-    deadline: Deadline,
-    reached_rank_0: bool = False,
-) -> Hosts:
+def find_hosts(rank: int, watch: GroupWatch, allowed: bool, deadline: Deadline) -> Hosts:
     """Groups the ranks by host. A rank that passes `allowed` as False stays alone; rank 0 need not be tried again."""
-    prefix = f"{bootstrap.uid}/probe/"
-    hub.announce(prefix, _close_probe)
+    prefix = f"{watch.uid}/probe/"
+    watch.hub.announce(prefix, _close_probe)
     try:
-        leader = context.rank
+        leader = rank
         if allowed:
-            is_with_rank_0 = reached_rank_0 and bootstrap.boots[0] == bootstrap.boots[context.rank]
-            leader = 0 if is_with_rank_0 else _lowest_reachable(context.rank, hub, bootstrap)
-        texts = exchange_values(context, "host", json.dumps([leader, allowed]), deadline)
+            is_with_rank_0 = watch.reached_rank_0 and watch.boots[0] == watch.boots[rank]
+            leader = 0 if is_with_rank_0 else _lowest_reachable(rank, watch)
+        texts = watch.exchange(json.dumps([leader, allowed]), deadline)
     finally:
-        hub.withdraw(prefix)
+        watch.hub.withdraw(prefix)
     entries = [json.loads(text) for text in texts]
     # A rank that is not allowed to share can be reached by others all the same: they must not follow it.
     leaders = [leader if entries[leader][1] else rank for rank, (leader, _) in enumerate(entries)]
     return Hosts.from_leaders(leaders)
 
 
-def _lowest_reachable(rank: int, hub: SocketHub, bootstrap: Bootstrap) -> int:
+def _lowest_reachable(rank: int, watch: GroupWatch) -> int:
     for other in range(rank):
-        if bootstrap.boots[other] != bootstrap.boots[rank]:
+        if watch.boots[other] != watch.boots[rank]:
             continue
         try:
-            hub.connect(bootstrap.addresses[other], f"{bootstrap.uid}/probe/{rank}", ATTEMPT_LIMIT_S, unix=True).close()
+            watch.hub.connect(watch.addresses[other], f"{watch.uid}/probe/{rank}", ATTEMPT_LIMIT_S, unix=True).close()
             return other
         except TransportError as exc:
             logger.debug("rank %s is not on this host: %s", other, exc)
@@ -68,7 +60,7 @@ def _close_probe(purpose: str, sock: StreamSocket) -> None:
 
 
 def share_memory(
-    context: GroupContext, hub: SocketHub, bootstrap: Bootstrap, hosts: Hosts, size_bytes: int, deadline: Deadline
+    context: GroupContext, watch: GroupWatch, hosts: Hosts, size_bytes: int, deadline: Deadline
 ) -> tuple[Segment | None, Hosts]:
     """Gives every host with several ranks its memory.
 
@@ -81,10 +73,10 @@ def share_memory(
     limit = deadline.earlier(Deadline.after(SLOW_ANSWER_LIMIT_S))
     try:
         if len(members) > 1:
-            segment = _share_on_host(context, members, hub, bootstrap, size_bytes, limit)
+            segment = _share_on_host(context, members, watch, size_bytes, limit)
     except (RpcdistError, OSError) as exc:
         reason = f"{type(exc).__name__}: {exc}"
-    outcomes = exchange_values(context, "memory", reason, deadline)
+    outcomes = watch.exchange(reason, deadline)
     works = [all(not outcomes[rank] for rank in ranks) for ranks in hosts.members]
     if not works[hosts.index_of(context.rank)]:
         failed = "; ".join(f"rank {context.ranks[rank]}: {outcomes[rank]}" for rank in members if outcomes[rank])
@@ -97,24 +89,18 @@ def share_memory(
 
 
 def _share_on_host(
-    context: GroupContext,
-    members: tuple[int, ...],
-    hub: SocketHub,
-    bootstrap: Bootstrap,
-    size_bytes: int,
-    deadline: Deadline,
+    context: GroupContext, members: tuple[int, ...], watch: GroupWatch, size_bytes: int, deadline: Deadline
 ) -> Segment:
-    rank, purpose = context.rank, f"{bootstrap.uid}/memory/"
+    rank, purpose = context.rank, f"{watch.uid}/memory/"
     if rank != members[0]:
-        with hub.connect(
-            bootstrap.addresses[members[0]], f"{purpose}{rank}", deadline.remaining_s(), unix=True
-        ) as connection:
-            _await_offer(context, connection, deadline)
+        address = watch.addresses[members[0]]
+        with watch.hub.connect(address, f"{purpose}{rank}", deadline.remaining_s(), unix=True) as connection:
+            _await_offer(watch, connection, deadline)
             return accept(connection, deadline.remaining_s())
     segment = Segment.create(size_bytes)
     try:
         for member in members[1:]:
-            with hub.expect(f"{purpose}{member}", deadline.remaining_s(), context.check) as connection:
+            with watch.hub.expect(f"{purpose}{member}", deadline.remaining_s(), watch.check) as connection:
                 if not isinstance(connection, socket.socket):
                     raise ProtocolViolation(f"rank {context.ranks[member]} asked for shared memory from another host")
                 offer(connection, segment)
@@ -124,10 +110,9 @@ def _share_on_host(
     return segment
 
 
-def _await_offer(context: GroupContext, connection: socket.socket, deadline: Deadline) -> None:
+def _await_offer(watch: GroupWatch, connection: socket.socket, deadline: Deadline) -> None:
     """Waits until something can be read, or the time is over; the leader may have given up because of another rank."""
     poller = select.poll()
     poller.register(connection, select.POLLIN)
     while not poller.poll(1000 * CHECK_INTERVAL_S) and not deadline.expired():
-        if context.check is not None:
-            context.check()
+        watch.check()

@@ -11,6 +11,8 @@ A message is four bytes of length and then JSON, an object with a `say`:
     where     question                  rank 0 asks: where are you?
     here      question sequence text    the answer
     left      rank sequence             a rank leaves in order after that many operations; rank 0 passes it on
+    value     number value              what a rank brings to an exchange
+    values    number values             rank 0: what all ranks brought to it, by rank
 
 All of it runs on the I/O loop; `report*` and `close` may be called by any thread.
 """
@@ -23,6 +25,7 @@ import logging
 import select
 import socket
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Final
 
 from rpcdist.collectives._group.group_failure import (
@@ -47,23 +50,32 @@ from rpcdist.transport.sockets import receive_some, send_all
 MAX_MESSAGE_BYTES: Final = 64 * 1024
 """More than the longest failure; a peer cannot make this process reserve more."""
 
+MAX_VALUE_BYTES: Final = 4 * 1024
+"""Of what a rank brings to an exchange; rank 0 sends those of all in one message."""
+
 Message = dict[str, object]
+
+
+def encoded(message: Message) -> bytes:
+    """A message as it is sent."""
+    data = json.dumps(message).encode()
+    return len(data).to_bytes(4, "big") + data
 
 
 class WatchConnection:
     """The connection with one rank. Messages leave in order; one that cannot leave in time ends the connection."""
 
-    def __init__(self, rank: int, sock: StreamSocket) -> None:
+    def __init__(self, rank: int, sock: StreamSocket, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self.rank = rank
         self.sock = sock
+        self._max_message_bytes = max_message_bytes
         self._sending = asyncio.Lock()
         sock.setblocking(False)
         _notice_silence(sock)
 
     async def send(self, message: Message) -> None:
-        data = json.dumps(message).encode()
         async with self._sending, asyncio.timeout(ANSWER_LIMIT_S):
-            await send_all(self.sock, len(data).to_bytes(4, "big") + data)
+            await send_all(self.sock, encoded(message))
 
     async def receive(self) -> Message | None:
         """The next message; None at the end of the stream. Waits as long as the peer lives."""
@@ -71,7 +83,7 @@ class WatchConnection:
         if header is None:
             return None
         size = int.from_bytes(header, "big")
-        if size > MAX_MESSAGE_BYTES:
+        if size > self._max_message_bytes:
             raise ProtocolViolation(f"rank {self.rank} announced a watch message of {size} bytes")
         data = await self._exactly(size)
         try:
@@ -153,6 +165,9 @@ class Watch(Reporter):
         self._asking = False  # rank 0: the first rank that times out makes it ask; the verdict is for all
         self._telling: asyncio.Task[object] | None = None  # rank 0: the others are told of the first failure, the final
         self._closing = False
+        self._exchanges = 0  # that are over
+        self._values: dict[int, str] = {}  # rank 0: what has been brought to the one under way
+        self._exchange: Future[list[str]] = Future()  # the one under way, once this rank takes part in it
 
     def start(self, sockets: dict[int, StreamSocket], timeout_s: float) -> None:
         """Takes over the connections: at rank 0 with every other rank, elsewhere with rank 0. Blocks, bounded."""
@@ -160,7 +175,8 @@ class Watch(Reporter):
 
     async def _start(self, sockets: dict[int, StreamSocket]) -> None:
         for rank, sock in sockets.items():
-            connection = self._connections[rank] = WatchConnection(rank, sock)
+            most = MAX_MESSAGE_BYTES + (0 if self._rank == 0 else MAX_VALUE_BYTES * len(self._world_ranks))
+            connection = self._connections[rank] = WatchConnection(rank, sock, most)
             self._listeners[rank] = self._spawn(self._listen(connection), f"with rank {rank}")
 
     def _spawn(self, coroutine: Coroutine[object, object, object], what: str) -> asyncio.Task[object]:
@@ -168,6 +184,47 @@ class Watch(Reporter):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    # ------------------------------------------------------------ exchanges
+
+    def exchange(self, value: str) -> Future[list[str]]:
+        """The texts of all ranks, by rank, once every rank has brought its own; ranks exchange in one order.
+
+        Any thread, but only one at a time. A text that is too long is cut. The future waits for ever once the group has
+        failed: the listener was told.
+        """
+        self._exchange = Future()
+        self._post({"say": "value", "number": self._exchanges, "value": value[: MAX_VALUE_BYTES // 12]})
+        return self._exchange
+
+    def missing(self) -> list[int]:
+        """At rank 0: the ranks that have not come to the exchange under way."""
+        return [rank for rank in range(len(self._world_ranks)) if rank not in self._values]
+
+    def _brought(self, rank: int, message: Message) -> None:
+        value = message.get("value")
+        # No rank can be at a later exchange than rank 0, or bring two values to one.
+        if integer(message, "number") != self._exchanges or not isinstance(value, str) or rank in self._values:
+            raise ProtocolViolation(f"rank {rank} brought a value to an exchange that is not under way")
+        self._values[rank] = value
+        if not self.missing():
+            values = [self._values[rank] for rank in range(len(self._world_ranks))]
+            self._values.clear()
+            self._spawn(self._send_all({"say": "values", "number": self._exchanges, "values": values}), "sends values")
+            self._exchanged(values)
+
+    def _got_values(self, message: Message) -> None:
+        values = message.get("values")
+        is_under_way = integer(message, "number") == self._exchanges and not self._exchange.done()
+        if not is_under_way or not isinstance(values, list) or len(values) != len(self._world_ranks):
+            raise ProtocolViolation("rank 0 sent values of an exchange that is not under way")
+        if not all(isinstance(value, str) for value in values):
+            raise ProtocolViolation("rank 0 sent values that are no texts")
+        self._exchanged(values)
+
+    def _exchanged(self, values: list[str]) -> None:
+        self._exchanges += 1
+        self._exchange.set_result(values)
 
     # ------------------------------------------------------------ Reporter (any thread)
 
@@ -234,6 +291,10 @@ class Watch(Reporter):
             if not self._asking:
                 self._asking = True
                 self._spawn(self._find_missing(str(message.get("title")), integer(message, "sequence")), "asks")
+        elif say == "value" and self._rank == 0:
+            self._brought(sender, message)
+        elif say == "values" and self._rank != 0:
+            self._got_values(message)
         elif say == "here" and self._rank == 0:
             if message.get("question") == self._question:
                 self._answers[sender] = integer(message, "sequence"), str(message.get("text"))[:MAX_REASON_LENGTH]

@@ -137,8 +137,9 @@ def _literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 def _resolve(host: str) -> list[tuple[int, str]]:
     """Family and address for all addresses of the name, IPv4 first: a name with both is most likely served there."""
+    name = host.encode() if host.isascii() else host  # a text makes Python import the tables of its IDNA codec
     try:
-        found = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(name, _DISCARD_PORT, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError) as exc:
         _refuse_if_short(exc)
         raise ConfigError(

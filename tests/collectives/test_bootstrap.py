@@ -2,45 +2,99 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from socket_hubs import open_hub
 
 from rpcdist.collectives import HashStore, PrefixStore
 from rpcdist.collectives._group import bootstrap
 from rpcdist.collectives._group.backend_contract import GroupContext
-from rpcdist.collectives._group.bootstrap import Bootstrap, agree, connect_watch, wait_until_made
+from rpcdist.collectives._group.bootstrap import agree
+from rpcdist.collectives._group.group_watch import GroupWatch, connect_watch
+from rpcdist.collectives._group.state import GroupState
 from rpcdist.deadline import Deadline
-from rpcdist.errors import ConnectFailed, DistNetworkError, RendezvousError, StoreTimeout
+from rpcdist.errors import ConnectFailed, DistNetworkError, RankLost, RendezvousError, StoreTimeout
+from rpcdist.testing import eventually
 
-SHORT_S = 0.2
+SHORT_S, LIMIT_S = 0.2, 20.0
 
 
-def context(rank: int, store: HashStore) -> GroupContext:
-    return GroupContext("world", rank, (0, 1), store, timeout_s=SHORT_S)
+def context(rank: int, store: HashStore, size: int = 2) -> GroupContext:
+    return GroupContext("world", rank, tuple(range(size)), store, timeout_s=SHORT_S)
+
+
+def watch(context: GroupContext, limit_s: float = LIMIT_S) -> GroupWatch:
+    return GroupWatch(context, GroupState("world", context.rank, context.ranks), Deadline.after(limit_s))
 
 
 def test_who_cannot_reach_rank_0_names_it() -> None:
     with open_hub() as gone:
         address = gone.address
-    old = Bootstrap("group", (address, address), ("", ""))
     with open_hub() as hub, pytest.raises(ConnectFailed) as caught:
-        connect_watch(context(1, HashStore()), hub, old, Deadline.after(SHORT_S))
+        connect_watch(context(1, HashStore()), hub, address, "group", Deadline.after(SHORT_S))
     assert caught.value.address == address
     assert "rank 0 of group 'world'" in str(caught.value)
 
 
 def test_rank_0_names_those_that_do_not_connect() -> None:
     with open_hub() as hub, pytest.raises(DistNetworkError, match=r"ranks \[1\] of group 'world'"):
-        connect_watch(context(0, HashStore()), hub, Bootstrap("group", ("", ""), ("", "")), Deadline.after(SHORT_S))
+        connect_watch(context(0, HashStore()), hub, "", "group", Deadline.after(SHORT_S))
 
 
-def test_rank_0_is_not_done_before_the_others_are() -> None:
-    """It may end at once, and take the store with it."""
+def test_a_rank_without_rank_0_says_so() -> None:
+    with pytest.raises(RendezvousError, match=r"these ranks did not come within 0\.2 s: 0\. Do they run"):
+        watch(context(1, HashStore()), SHORT_S)
+
+
+def test_rank_0_tells_the_others_which_rank_did_not_connect() -> None:
+    """They see the end of their own connections only."""
     store = HashStore()
-    with pytest.raises(RendezvousError, match=r"these ranks did not come within .*: 1"):
-        wait_until_made(context(0, store), Deadline.after(SHORT_S))
-    wait_until_made(context(1, store), Deadline.after(0.0))
-    wait_until_made(context(0, store), Deadline.after(SHORT_S))
+    with ThreadPoolExecutor() as ranks:
+        first = ranks.submit(watch, context(0, store, 3), 1.0)
+        second = ranks.submit(watch, context(1, store, 3))
+        with pytest.raises(DistNetworkError, match=r"ranks \[2\] of group 'world' did not connect"):
+            first.result(LIMIT_S)
+        with pytest.raises(RendezvousError, match=r"ranks \[2\] of group 'world' did not connect"):
+            second.result(LIMIT_S)
+
+
+def test_the_texts_of_an_exchange_arrive_in_order_and_its_missing_ranks_are_named_to_all() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor() as ranks:
+        watches = [task.result(LIMIT_S) for task in [ranks.submit(watch, context(rank, store, 3)) for rank in range(3)]]
+        try:
+            assert watches[2].addresses == tuple(each.hub.address for each in watches)
+            for number in range(3):
+                texts = [
+                    ranks.submit(w.exchange, f"{number} of {rank}", Deadline.after(LIMIT_S))
+                    for rank, w in enumerate(watches)
+                ]
+                assert [t.result(LIMIT_S) for t in texts] == [[f"{number} of {rank}" for rank in range(3)]] * 3
+            late = [ranks.submit(watches[1].exchange, "here", Deadline.after(SHORT_S))]
+            eventually(lambda: watches[0].reporter.missing() == [0, 2], "rank 1 has come")
+            late.append(ranks.submit(watches[0].exchange, "here", Deadline.after(SHORT_S)))
+            for task in late:
+                with pytest.raises(RendezvousError, match=r"these ranks did not come within 0\.2 s: 2\. Do they run"):
+                    task.result(LIMIT_S)
+        finally:
+            for each in reversed(watches):
+                each.give_up()
+
+
+def test_a_rank_that_gives_up_ends_the_exchange_of_the_others() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor() as ranks:
+        watches = [task.result(LIMIT_S) for task in [ranks.submit(watch, context(rank, store, 3)) for rank in range(3)]]
+        waiting = [ranks.submit(watches[rank].exchange, "here", Deadline.after(LIMIT_S)) for rank in (0, 2)]
+        watches[1].give_up()
+        try:
+            for task in waiting:
+                with pytest.raises(RankLost, match="rank 1 gave up; see what it raised"):
+                    task.result(LIMIT_S)
+        finally:
+            watches[2].give_up()
+            watches[0].give_up()
 
 
 def test_each_rank_logs_once_whom_it_waits_for(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure
-from rpcdist.collectives._group.watch import Watch
+from rpcdist.collectives._group.watch import Message, Watch, encoded
 from rpcdist.transport import Node, acquire_node
 
 LIMIT_S = 10.0
@@ -168,3 +168,30 @@ def test_garbage_ends_the_connection_and_is_named(star: Star, garbage: bytes) ->
     failure = star.failure(2)
     assert failure.ranks == (1,)
     assert "rank 21 was lost" in failure.reason
+
+
+@pytest.mark.parametrize(
+    ("rank", "messages"),
+    [
+        (1, [{"say": "value", "number": 1, "value": "of a later exchange"}]),
+        (1, [{"say": "value", "number": 0, "value": 7}]),
+        (1, [{"say": "value", "number": 0, "value": "twice"}] * 2),
+        (0, [{"say": "values", "number": 0, "values": ["too", "few"]}]),
+        (0, [{"say": "values", "number": 0, "values": ["no", "text", 3, "?"]}]),
+        (0, [{"say": "values", "number": 0, "values": ["a", "b", "c", "d"]}] * 2),
+        (0, [{"say": "value", "number": 0, "value": "not for this rank"}]),
+    ],
+)
+def test_a_wrong_part_of_an_exchange_ends_the_connection(node: Node, rank: int, messages: list[Message]) -> None:
+    """A rank that may speak in this group cannot bring more than one text, or answer what nobody asked."""
+    listener, (inner, outer) = Listener(), socket.socketpair()
+    own = Watch(node, 1 - rank, WORLD, "g", listener)
+    own.start({rank: inner}, LIMIT_S)
+    try:
+        for message in messages:
+            outer.sendall(encoded(message))
+        failure = listener.failures.get(timeout=LIMIT_S)
+        assert (failure.kind, failure.ranks) == (FailureKind.LOST, (rank,)), failure
+    finally:
+        own.close(0)
+        outer.close()
