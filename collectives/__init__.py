@@ -41,7 +41,9 @@ _MODULES = {
         "all_gather_object broadcast_object_list gather_object recv_object_list scatter_object_list send_object_list"
     ),
     "._operations.operation": "ReduceOp",
-    "._api.private_names": (
+    "._api.torch_names": (
+        "GroupName ProcessGroupGloo ProcessGroupNCCL ProcessGroupNCCL2 ProcessGroupNCCLLazy _all_gather_base "
+        "_coalescing_manager _reduce_scatter_base breakpoint "
         "_abort_process_group _broadcast_coalesced _get_all_pg_configs _get_default_group _get_default_store "
         "_get_global_rank _get_group_size _get_object_coll_device _get_pg_config _get_pg_default_device "
         "_get_process_group_name _pg_group_ranks _pg_map _pg_names _rank_not_in_group _register_process_group "
@@ -50,10 +52,6 @@ _MODULES = {
     "._api.point_to_point": "P2POp all_gather_coalesced all_reduce_coalesced batch_isend_irecv irecv isend recv send",
     "._operations.reduce_kernels": "_make_nccl_premul_sum reduce_op supports_complex",
     "._api.split_groups": "shrink_group split_group",
-    "._api.torch_names": (
-        "GroupName ProcessGroupGloo ProcessGroupNCCL ProcessGroupNCCL2 ProcessGroupNCCLLazy _all_gather_base "
-        "_coalescing_manager _reduce_scatter_base breakpoint"
-    ),
     "._stores.store_base": "Store",
     "._stores.file_store": "FileStore",
     "._stores.shared_table": "HashStore",
@@ -111,7 +109,6 @@ if TYPE_CHECKING:
     from rpcdist.collectives._api.objects import *
     from rpcdist.collectives._api.operations import *
     from rpcdist.collectives._api.point_to_point import *
-    from rpcdist.collectives._api.private_names import *
     from rpcdist.collectives._api.split_groups import *
     from rpcdist.collectives._api.torch_names import *
     from rpcdist.collectives._group.backend_contract import GroupBackend

@@ -16,8 +16,15 @@ from rpcdist._upper_layers import load
 from rpcdist.collectives._group.bootstrap import DEFAULT_GROUP, agree
 from rpcdist.collectives._group.creation import open_group, timeout_of_group
 from rpcdist.collectives._group.group_failure import list_ranks
-from rpcdist.collectives._group.kept_store import MPI_ADDRESS, KeptStore, StoreAndRank
-from rpcdist.collectives._group.world import NON_GROUP_MEMBER, Group, current_world, default_group
+from rpcdist.collectives._group.world import (
+    MPI_ADDRESS,
+    NON_GROUP_MEMBER,
+    Group,
+    KeptStore,
+    StoreAndRank,
+    current_world,
+    default_group,
+)
 from rpcdist.collectives._operations.operation import whole_number
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.store_base import Store

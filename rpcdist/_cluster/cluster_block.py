@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rpcdist._launch.progress import interrupted
-from rpcdist._launch.rank_call import main_has_a_file
+from rpcdist._launch.reports import main_has_a_file
 from rpcdist.errors import ConfigError
 from rpcdist.ids import check_worker_name
 from rpcdist.waiters import run_in_thread

@@ -22,9 +22,8 @@ from rpcdist._launch.local_ranks import LocalRanks, RankTask
 from rpcdist._launch.output import KEPT_LINES, JobOutput
 from rpcdist._launch.placement import Placement, placement_from_environment
 from rpcdist._launch.progress import error_of, interrupted
-from rpcdist._launch.rank_call import pickle_call
 from rpcdist._launch.rank_main import check_not_importing_main
-from rpcdist._launch.reports import Raised
+from rpcdist._launch.reports import Raised, pickle_call
 from rpcdist._launch.supervisor import BackgroundRanks, KeptInterrupt, StopSignals
 from rpcdist.errors import (
     AlreadyInitialized,

@@ -16,8 +16,8 @@ from rpcdist._launch.local_ranks import LocalRanks, RankTask
 from rpcdist._launch.output import ERROR_LINES, JobOutput
 from rpcdist._launch.placement import ROLE_VARIABLE, Placement, placement_from_environment
 from rpcdist._launch.progress import Outcome, Progress, Succeeded, error_of, interrupted, restart_pause_s
-from rpcdist._launch.rank_call import load_result, pickle_call
 from rpcdist._launch.rank_main import check_not_importing_main
+from rpcdist._launch.reports import load_result, pickle_call
 from rpcdist._launch.supervisor import StopSignals, run_job
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, ProcessFailed

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rpcdist._launch.output import JobOutput
-from rpcdist._launch.rank_call import RankCall
 from rpcdist._launch.rank_process import RankProcess, start_rank
-from rpcdist._launch.reports import Event, ProcessEnded, Ready
+from rpcdist._launch.reports import Event, ProcessEnded, RankCall, Ready
 from rpcdist._launch.supervisor import StopSignals
 from rpcdist.deadline import Deadline
 from rpcdist.time_limits import CLOSE_LIMIT_S, LONGEST_WAIT_S

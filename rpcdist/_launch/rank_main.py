@@ -20,8 +20,7 @@ from multiprocessing import spawn
 from types import ModuleType
 from typing import Any, Final, NoReturn
 
-from rpcdist._launch.rank_call import RankCall
-from rpcdist._launch.reports import Exited, Raised, Ready, Report, Returned, frame, report_of_exception
+from rpcdist._launch.reports import Exited, Raised, RankCall, Ready, Report, Returned, frame, report_of_exception
 from rpcdist.errors import ConfigError
 from rpcdist.flight_files import note_failure
 

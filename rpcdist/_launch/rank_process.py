@@ -16,9 +16,8 @@ from multiprocessing import spawn
 from typing import IO, Any
 
 from rpcdist._launch.output import WorkerOutput
-from rpcdist._launch.rank_call import RankCall
 from rpcdist._launch.rank_main import BOOTSTRAP, Task
-from rpcdist._launch.reports import Ready, Report, take_reports
+from rpcdist._launch.reports import RankCall, Ready, Report, take_reports
 
 _READ_BYTES = 1 << 20
 

@@ -63,7 +63,7 @@ def _scripts_below(folder: Path) -> list[Path]:
 
 def _port_file(path: Path, *, write: bool) -> int:
     """Ports a file; returns 0, 1 if something is left to do, or 2 if it cannot be read."""
-    from rpcdist.compat._porting._rewriting import port
+    from rpcdist.compat._porting import port
 
     content = path.read_bytes()
     try:

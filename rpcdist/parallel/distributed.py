@@ -17,7 +17,7 @@ from torch import nn
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
-from rpcdist.collectives._torch.functional_ops import hide_frame_from_compiler, hide_from_compiler
+from rpcdist.collectives._torch_side import hide_frame_from_compiler, hide_from_compiler
 from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp._bucket_assignment import BucketCaps
 from rpcdist.parallel._ddp._comm_hook import CommHook, RegisteredHook, check_comm_hook, refuse_complex
@@ -31,7 +31,6 @@ from rpcdist.parallel._ddp._ddp_arguments import (
 from rpcdist.parallel._ddp._ddp_errors import DataParallelError, list_names
 from rpcdist.parallel._ddp._finite_check import CheckFinite
 from rpcdist.parallel._ddp._gradient_sources import in_distributed_context
-from rpcdist.parallel._ddp._logging_data import SampledIteration, logging_data
 from rpcdist.parallel._ddp._model_hooks import (
     BufferHookLocation,
     DataParallelJoinHook,
@@ -52,7 +51,7 @@ from rpcdist.parallel._ddp._parameters import (
 from rpcdist.parallel._ddp._quantization import adapt_hook
 from rpcdist.parallel._ddp._reducer import Reducer
 from rpcdist.parallel._ddp._tensor_tree import choose_device, move_to
-from rpcdist.parallel._ddp._torch_methods import TorchMethods
+from rpcdist.parallel._ddp._torch_methods import SampledIteration, TorchMethods, logging_data
 from rpcdist.parallel.algorithms import Join, Joinable
 from rpcdist.parallel.comm_hooks import BuiltinCommHookType, average_in, builtin_hook, leaves_equal_bits
 from rpcdist.parallel.sync_batch_norm import adopt_sync_batch_norms

@@ -22,8 +22,8 @@ from rpcdist._launch.launching import check_join_timeout, progress_of, results_b
 from rpcdist._launch.output import JobOutput
 from rpcdist._launch.placement import placement_from_environment
 from rpcdist._launch.progress import Late, Outcome, Progress
-from rpcdist._launch.rank_call import RankCall, main_has_a_file, pickle_call
 from rpcdist._launch.rank_main import check_not_importing_main
+from rpcdist._launch.reports import RankCall, main_has_a_file, pickle_call
 from rpcdist._launch.supervisor import StopSignals, run_job
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError

@@ -18,8 +18,17 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rpcdist._launch.job_plan import DEVICES_VARIABLE, RankPlan
-from rpcdist._launch.rank_call import RankCall
-from rpcdist._launch.reports import Event, Exited, ProcessEnded, Raised, Ready, Report, Returned, report_of_exception
+from rpcdist._launch.reports import (
+    Event,
+    Exited,
+    ProcessEnded,
+    Raised,
+    RankCall,
+    Ready,
+    Report,
+    Returned,
+    report_of_exception,
+)
 from rpcdist.errors import ConfigError
 from rpcdist.time_limits import SIGNAL_CHECK_INTERVAL_S
 

@@ -16,9 +16,8 @@ from rpcdist.testing.in_process_cluster import InProcessCluster
 from rpcdist.testing.limits import LIMIT_S, UNIT_S, eventually, eventually_async, wait_until_asleep
 from rpcdist.testing.memory_network import MemoryNetwork
 from rpcdist.testing.program import Program, free_port
-from rpcdist.testing.rank_pool import RankPool
 from rpcdist.testing.worker import Pending, Worker, WorkerEnded, WorkerTimeout, preload, server_pid, wait_for_any
-from rpcdist.testing.worker_pool import RpcWorld, WorkerPool
+from rpcdist.testing.worker_pool import RankPool, RpcWorld, WorkerPool
 
 __all__ = [
     "LIMIT_S",

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 import torch_backend_ranks
 
-from rpcdist.collectives import HashStore
-from rpcdist.collectives._torch import functional_ops
+from rpcdist.collectives import HashStore, _torch_side
 from rpcdist.collectives.torch_backend import TorchWork, register, torch_group
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveTimeout, ConfigError
@@ -42,9 +41,9 @@ def test_torch_runs_on_our_groups(rank_pool: RankPool, name: str) -> None:
 def test_functional_operations_that_an_older_torch_lacks_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.11 has no `batch_p2p_ops`; here is a torch that has none of them."""
     libraries: list[torch.library.Library] = []
-    monkeypatch.setattr(functional_ops, "_libraries", libraries)
-    monkeypatch.setattr(functional_ops, "_NAMESPACE", "operations_of_an_older_torch")
-    functional_ops.serve_functional_ops(TorchWork, ["cpu"])
+    monkeypatch.setattr(_torch_side, "_libraries", libraries)
+    monkeypatch.setattr(_torch_side, "_NAMESPACE", "operations_of_an_older_torch")
+    _torch_side.serve_functional_ops(TorchWork, ["cpu"])
     assert [library._op_impls for library in libraries] == [set()]
 
 

@@ -9,7 +9,7 @@ import pytest
 from docs_programs import page
 
 from rpcdist.__main__ import main
-from rpcdist.compat._porting._rewriting import port
+from rpcdist.compat._porting import port
 
 
 @pytest.mark.parametrize(

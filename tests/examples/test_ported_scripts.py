@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from docs_programs import environment, run, two_free_ports
 
-from rpcdist.compat._porting._rewriting import port
+from rpcdist.compat._porting import port
 
 PORTED = Path(__file__).parents[1] / "ported"
 PROGRAMS = sorted(path.stem for path in PORTED.glob("ported_*.py"))

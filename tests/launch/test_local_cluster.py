@@ -29,7 +29,7 @@ from program_sessions import (
 from rpcdist import LocalCluster, rpc
 from rpcdist._launch.local_ranks import LocalRanks, RankTask
 from rpcdist._launch.output import JobOutput
-from rpcdist._launch.rank_call import pickle_call
+from rpcdist._launch.reports import pickle_call
 from rpcdist._launch.supervisor import BackgroundRanks
 from rpcdist.errors import AlreadyInitialized, BlockingInLoop, ConfigError, DeadlineExceeded, WorkerLost
 from rpcdist.testing import eventually, eventually_async, free_port

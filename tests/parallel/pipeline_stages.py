@@ -132,7 +132,7 @@ def step_of_doom(workers: Sequence[str], doomed: int) -> tuple[str, str, float]:
 
 def num_runners() -> int:
     """How many pipelines have stages on this worker."""
-    from rpcdist.parallel.pipeline._mailbox import receivers
+    from rpcdist.parallel.pipeline._step_messages import receivers
 
     gc.collect()  # an exception and the frames that it passed hold one another
     return len(receivers.get())

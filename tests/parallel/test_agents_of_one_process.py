@@ -15,7 +15,7 @@ from rpcdist.collectives import HashStore
 from rpcdist.optim import DistributedOptimizer
 from rpcdist.optim._local_optimizer import tables
 from rpcdist.parallel import Pipeline
-from rpcdist.parallel.pipeline._mailbox import receivers
+from rpcdist.parallel.pipeline._step_messages import receivers
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._current import forget_agent, use_agent
 from rpcdist.rpc._start import node_options, start_agent

@@ -15,11 +15,10 @@ from rpcdist import rpc
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded, RpcdistError
 from rpcdist.parallel import Pipeline
-from rpcdist.parallel.pipeline import _mailbox, _pipeline, _step_execution
-from rpcdist.parallel.pipeline._mailbox import Mailbox, push, receivers
+from rpcdist.parallel.pipeline import _pipeline, _step_execution, _step_messages
 from rpcdist.parallel.pipeline._schedules import Action
 from rpcdist.parallel.pipeline._step_execution import Stage, StepExecution
-from rpcdist.parallel.pipeline._step_messages import PipelineConfig, StepOrder
+from rpcdist.parallel.pipeline._step_messages import Mailbox, PipelineConfig, StepOrder, push, receivers
 from rpcdist.testing import InProcessCluster
 
 LIMIT_S = 30.0
@@ -112,7 +111,7 @@ def test_tensors_on_gpus_are_waited_for_by_the_thread_that_takes_them(monkeypatc
         def join_gpus(self) -> None:
             events.append(("joined", threading.get_ident()))
 
-    monkeypatch.setattr(_mailbox, "ArrivedTensors", Arrived)
+    monkeypatch.setattr(_step_messages, "ArrivedTensors", Arrived)
     mailbox = Mailbox({}, on_gpu=True)
     mailbox.put(FORWARD, noted)
     assert events == [("noted", noted)]

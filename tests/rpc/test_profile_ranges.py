@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from rpcdist import profile_ranges, rpc
 from rpcdist.parallel.pipeline import Pipeline
-from rpcdist.parallel.pipeline._mailbox import push
+from rpcdist.parallel.pipeline._step_messages import push
 from rpcdist.rpc._api.call_functions import run_profiled
 from rpcdist.testing import LIMIT_S, UNIT_S, InProcessCluster
 

@@ -35,8 +35,7 @@ from rpcdist.collectives._transports.shm.routes import (
     two_phase_slice_bytes,
 )
 from rpcdist.collectives._transports.shm.segment_layout import ALIGNMENT, Layout, RankBuffers, one_thread
-from rpcdist.collectives._transports.shm.signals import Signals
-from rpcdist.collectives._transports.shm.size_tables import SizeTables
+from rpcdist.collectives._transports.shm.signals import Signals, SizeTables
 from rpcdist.collectives._transports.transport_base import Control
 
 DIRECT_BYTES: Final = 32 << 10

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 import rpcdist.rpc as rpc
 from rpcdist.errors import ConfigError
 from rpcdist.parallel.parameter_server._shard import Mode, ParameterShard
-from rpcdist.parallel.parameter_server._shard_state import RowLayout
-from rpcdist.parallel.parameter_server._sharded_parameters import ShardedParameters, make_config, values_of
+from rpcdist.parallel.parameter_server._sharded_parameters import RowLayout, ShardedParameters, make_config, values_of
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
 
 

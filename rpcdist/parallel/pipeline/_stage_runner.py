@@ -15,16 +15,18 @@ from torch import Tensor, nn
 import rpcdist.rpc as rpc
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import ConfigError, RpcdistError
-from rpcdist.parallel.pipeline._mailbox import Mailbox, TensorSources, receivers
 from rpcdist.parallel.pipeline._schedules import KINDS, Action
 from rpcdist.parallel.pipeline._step_execution import Stage, StepExecution
 from rpcdist.parallel.pipeline._step_messages import (
+    Mailbox,
     PipelineAborted,
     PipelineConfig,
     PipelineTimeout,
     StageSource,
     StepOrder,
     StepReport,
+    TensorSources,
+    receivers,
 )
 from rpcdist.rpc._devices.handler_streams import HandlerStreams
 from rpcdist.rpc._peers.network import MessageSink

@@ -24,9 +24,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded
-from rpcdist.parallel.pipeline._mailbox import Mailbox, push
 from rpcdist.parallel.pipeline._schedules import Action
 from rpcdist.parallel.pipeline._step_messages import (
+    Mailbox,
     PipelineConfig,
     PipelineError,
     PipelineTimeout,
@@ -34,6 +34,7 @@ from rpcdist.parallel.pipeline._step_messages import (
     StepReport,
     as_tuple,
     clock_s,
+    push,
 )
 from rpcdist.profile_ranges import span_taps
 from rpcdist.rpc._current import current_agent

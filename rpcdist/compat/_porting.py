@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 
-from rpcdist.compat._porting._bindings import Import, Meaning, Scope, Use, meaning_of, read_uses
+from rpcdist.compat._names_in_programs import Import, Meaning, Scope, Use, meaning_of, read_uses
 
 
 @dataclass(frozen=True)
