@@ -74,8 +74,6 @@ class DeviceMesh:
         """Sets all attributes.
 
         Args:
-            device_type, ranks, names: as the constructor's.
-            groups: this rank's, by dimension.
             slices: all parts of the whole mesh that have these dimensions, one behind the other; every rank makes the
                 groups of all of them.
             flattened: the meshes that `_flatten` made from the whole mesh and its parts, by name.

@@ -32,13 +32,7 @@ class Algorithm(Enum):
 
 
 def choose(kind: Kind, size: int, size_bytes: int) -> Algorithm:
-    """The algorithm for an operation; every rank comes to the same from the same arguments.
-
-    Args:
-        kind: the kind of operation.
-        size: number of ranks.
-        size_bytes: `Operation.size_bytes`.
-    """
+    """The algorithm for an operation; every rank comes to the same from the same arguments."""
     if kind is Kind.ALL_REDUCE:
         limit = _DOUBLING_LIMIT_OF_PAIR_BYTES if size <= 2 else _DOUBLING_LIMIT_BYTES
         return Algorithm.DOUBLING if size_bytes <= limit else Algorithm.RING
@@ -65,12 +59,7 @@ def plan_for(
     """The plan of one rank.
 
     Args:
-        kind: the kind of operation.
-        rank: the rank whose plan it is.
-        size: number of ranks.
-        root: the root's rank, for the kinds that have one.
         counts: elements of the tensor, or of each chunk (of ALL_TO_ALL: that this rank sends).
-        element_bytes: size of an element.
         received: for ALL_TO_ALL, the elements of each chunk that arrives.
     """
     size_bytes = element_bytes * (counts[0] if kind is Kind.ALL_GATHER else sum(counts))

@@ -127,11 +127,7 @@ def chain_broadcast(rank: int, size: int, root: int, count: int, slice_elements:
     """Slices go from the root along the ring, one behind the other: each rank sends and receives everything once.
 
     Args:
-        rank: the rank whose plan it is.
-        size: number of ranks.
-        root: the rank that has the data.
         count: elements of the tensor, which is buffer 0.
-        slice_elements: number of elements of a slice.
     """
     place = (rank - root) % size
     slices = [Region(0, start, min(start + slice_elements, count)) for start in range(0, max(count, 1), slice_elements)]
@@ -184,8 +180,6 @@ def ring_all_reduce(rank: int, size: int, count: int, multiple: int = 1) -> Plan
     """The ranks reduce a part each, and pass the parts around.
 
     Args:
-        rank: the rank whose plan it is.
-        size: number of ranks.
         count: elements of the tensor. Buffer 0 is the tensor, in place.
         multiple: parts start at multiples of this many elements.
     """
@@ -223,8 +217,6 @@ def ring_all_gather(rank: int, size: int, counts: Sequence[int]) -> Plan:
     """Chunks go around the ring until every rank has all of them.
 
     Args:
-        rank: the rank whose plan it is.
-        size: number of ranks.
         counts: elements of each rank's chunk. Buffer i is rank i's chunk; this rank's own holds its data already.
     """
     return _gather_parts(rank, size, [Region(index, 0, count) for index, count in enumerate(counts)])
@@ -234,8 +226,6 @@ def ring_reduce_scatter(rank: int, size: int, counts: Sequence[int]) -> Plan:
     """Partial reductions go around, and each ends at the rank that it belongs to.
 
     Args:
-        rank: the rank whose plan it is.
-        size: number of ranks.
         counts: elements of each chunk. Buffers 0 to size - 1 are the chunks, which are only read; buffer `size` is
             the output; buffers `size` + 1 and `size` + 2 are scratch space as large as the largest chunk.
     """
@@ -291,8 +281,6 @@ def pairwise_all_to_all(rank: int, size: int, sent: Sequence[int], received: Seq
     before all have checked theirs.
 
     Args:
-        rank: the rank whose plan it is.
-        size: number of ranks.
         sent: elements for each rank. Buffers 0 to size - 1 are these chunks.
         received: elements from each rank. Buffers size to 2 * size - 1 are these chunks.
     """

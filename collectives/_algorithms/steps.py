@@ -125,7 +125,6 @@ def split_evenly(count: int, parts: int, multiple: int = 1) -> list[tuple[int, i
     """Start and stop of `parts` neighbouring parts of `count` elements, as equal as possible.
 
     Args:
-        count: number of elements.
         parts: number of parts; some are empty when there are too few elements.
         multiple: parts start at multiples of this many elements.
     """

@@ -209,7 +209,6 @@ def agreement(wish: Wish, fresh: bool) -> Steps[Result]:
     """The steps of one process. Operations on the store are yielded, and their results sent.
 
     Args:
-        wish: what the process asks for.
         fresh: whether only processes of this start have written here: then a disagreement in the past counts.
     """
     ticket = cast(int, (yield Add(TICKETS, 1)))

@@ -160,10 +160,6 @@ def all_reduce_sparse(
     parts (`nccl`, and those that users register) it blocks until the counts are known, also with `async_op`.
 
     Args:
-        place: rank and size of the group.
-        tensor: the caller's tensor; it is changed in place.
-        op: SUM, ours or torch's.
-        async_op: whether to return before the operation is done.
         submit: submits an operation to the backend; the second argument says whether it is asynchronous.
         run_part: runs an operation as a part of the current one; None for a backend whose operations have no parts.
 
@@ -192,8 +188,6 @@ class _Exchange:
     """One rank's part of the exchange.
 
     Args:
-        rank: this process's rank in the group.
-        size: number of ranks in the group.
         tensor: the caller's tensor; `go_on` changes it.
         staged: whether tensors of other devices go through the CPU's memory.
     """

@@ -96,11 +96,8 @@ def agree(
 
     Args:
         store: the part of the store where groups of this name find each other, one after the other.
-        rank: rank of this process in the world.
         ranks: ranks of the members in the world, this one included; the first of them leads.
-        what: names the group in errors.
         timeout_s: limit for all of them to come.
-        description: has to be equal on all of them, as the ranks have.
         fresh: whether only processes of this start of the job have used that part of the store.
         check: raises when one of them cannot come any more.
 

@@ -150,7 +150,6 @@ class OrderedFuture(torch.futures.Future[T]):
     """A future of an operation, or of a callback of one, whose callbacks run in the order of their group.
 
     Args:
-        callbacks: of the group.
         was_awaited: whether the calling thread has waited for the operation itself.
     """
 

@@ -159,11 +159,7 @@ class Engine(StateKeeper):
     """Runs the operations of one group.
 
     Args:
-        transport: moves their bytes.
         state: the group's state; the engine's from now on.
-        timeout_s: limit of operations that bring none.
-        recorder: the flight recorder of this process.
-        reporter: tells the other ranks what this one found.
         outlives_ranks: see `GroupContext`.
         on_failure: told of the group's failure, once; any thread; must not block.
         on_departure: told of a rank that left, and of that in words; likewise.

@@ -111,8 +111,6 @@ def timeout_verdict(
     """Names the ranks that did not come to an operation. Pure.
 
     Args:
-        title: the operation that timed out.
-        sequence: its number.
         answers: rank to its newest operation and what it does, for the ranks that answered.
         world_ranks: ranks of the members in the world, by rank in the group.
     """

@@ -77,7 +77,6 @@ class GroupWatch(WatchListener):
 
     Args:
         context: describes the group, which has more than one rank.
-        state: the state of the group, which its engine goes on with.
         deadline: for the other ranks to come.
         unix_sockets: whether other ranks may reach this one through Unix sockets.
 

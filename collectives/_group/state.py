@@ -75,8 +75,6 @@ class GroupState:
     """See the module's text.
 
     Args:
-        group: the group's name.
-        rank: rank of this process in the group.
         world_ranks: ranks of the members in the world, by rank in the group; errors name these.
 
     Attributes:

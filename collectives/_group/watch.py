@@ -137,15 +137,7 @@ logger = logging.getLogger(__name__)
 
 
 class Watch(Reporter):
-    """One rank's end of the watch; see the module's text.
-
-    Args:
-        node: the I/O loop of this process.
-        rank: rank of this process in the group.
-        world_ranks: ranks of the members in the world, by rank in the group; errors name these.
-        group: the group's name.
-        listener: the engine.
-    """
+    """One rank's end of the watch; see the module's text."""
 
     def __init__(
         self, node: Node, rank: int, world_ranks: tuple[int, ...], group: str, listener: WatchListener

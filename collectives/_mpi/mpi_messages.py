@@ -102,11 +102,8 @@ class MpiMessages:
     """The messages of one group.
 
     Args:
-        mpi: from `load_mpi`.
         headers: a communicator of the group's members in their order, for these messages alone.
         elements: another one.
-        group: the group's name.
-        world_ranks: ranks of the members in the world, by rank in the group; errors name these.
         report: told when a message fails in a way that ends the group; any thread.
     """
 

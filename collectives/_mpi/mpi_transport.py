@@ -41,7 +41,6 @@ class MpiTransport(Transport):
     """See above.
 
     Args:
-        mpi: from `load_mpi`.
         agreement: a communicator of the group's members in their order, for this transport alone.
         data: another one.
     """

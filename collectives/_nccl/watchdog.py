@@ -53,14 +53,10 @@ class NcclWork(Work):
     `wait(timeout)` and `is_completed()` ask the device. Awaiting it waits for the device.
 
     Args:
-        title: names the operation in errors.
         sequence: number of a collective; 0 for a message.
-        runtime: the group's device and its NCCL.
         deadline: after which the group's watchdog ends the group.
         keep: tensors that have to live until the device is done: no others may get their memory before that.
-        record: in the flight recorder.
         blocking: whether `wait()` waits for the device.
-        result: the output tensors.
     """
 
     def __init__(
@@ -337,8 +333,6 @@ def call_bounded(call: Callable[[], T], deadline: Deadline, what: str) -> T:
 
     Args:
         call: may block for ever.
-        deadline: limit of the wait for it.
-        what: names the call in errors.
 
     Raises:
         CollectiveTimeout: the call did not come back in time; it goes on, on a thread that lets the process end.

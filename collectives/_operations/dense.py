@@ -150,8 +150,6 @@ def separate(
     """Copies those inputs that share memory with an output, since outputs are written while inputs are still read.
 
     Args:
-        inputs: dense tensors.
-        outputs: dense tensors.
         mine: the positions of an input and an output that may be the same memory.
 
     Raises:

@@ -82,9 +82,6 @@ class HierarchicalTransport(Transport):
     """Runs each operation in parts: inside the hosts, between their leaders, inside the hosts.
 
     Args:
-        rank: this process's rank in the group.
-        hosts: the hosts of the whole group.
-        local: the transport of this host's ranks.
         between: the transport of the leaders; None on a rank that does not lead.
         everyone: a socket transport of all ranks.
     """

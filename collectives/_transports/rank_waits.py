@@ -80,9 +80,6 @@ class SpinPolicy:
     also with a `sched_yield` after each attempt, so there is none of it where a host has more ranks than cores, and
     little where other programs keep the cores busy: there the waits are long.
 
-    Args:
-        num_ranks: ranks of the group on this host.
-
     Attributes:
         spin_s: how long to try before the next sleep, in seconds.
     """

@@ -99,12 +99,7 @@ class JobHistory:
         self._is_lost = False
 
     def add(self, answers: JobAnswers, at_s: float) -> None:
-        """Adds a look.
-
-        Args:
-            answers: what the workers said.
-            at_s: when, in seconds since the epoch.
-        """
+        """Adds a look."""
         if answers.error:
             if not self._is_lost:
                 self._note(at_s, "lost", "", f"nobody answers: {answers.error}")

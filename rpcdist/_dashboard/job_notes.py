@@ -35,12 +35,7 @@ class JobNotes:
         self._seen: dict[str, tuple[str, int]] = {}  # by worker: its incarnation, and the number of its last note
 
     def add(self, workers: Iterable[WorkerFacts], names: Set[str]) -> None:
-        """Adds the notes of a look; those that came before already are left out.
-
-        Args:
-            workers: those that have answered.
-            names: of all workers of the job.
-        """
+        """Adds the notes of a look; those that came before already are left out."""
         lines: list[tuple[float, str, Any]] = []
         for facts in workers:
             incarnation, last = self._seen.get(facts.worker, ("", 0))

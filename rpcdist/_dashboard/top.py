@@ -47,13 +47,7 @@ class _WorkerPage(Screen[None]):
 
 
 class Top(App[None]):
-    """The table.
-
-    Args:
-        asker: asks the job.
-        address: of a worker of the job.
-        period_s: between two looks, in seconds.
-    """
+    """The table."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ("q", "quit", "quit"),

@@ -44,7 +44,6 @@ def host_findings(host: HostFacts, *, is_asked_about_workers: bool) -> list[Find
     """Finds what is wrong with this machine.
 
     Args:
-        host: the facts.
         is_asked_about_workers: whether addresses were named; some facts matter only then.
     """
     return [*_setting_findings(host, is_asked_about_workers), *_limit_findings(host), *_gpu_findings(host)]

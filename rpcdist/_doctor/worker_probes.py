@@ -52,11 +52,7 @@ class Probed(NamedTuple):
 
 
 class WorkerProbes:
-    """Examines workers from a node of its own. Any thread may use it; `close` ends it.
-
-    Args:
-        node: started; ended by `close`.
-    """
+    """Examines workers from a node of its own. Any thread may use it; `close` ends it."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

@@ -154,13 +154,7 @@ def _call_text(call: dict[str, Any]) -> str:
 
 
 def story(files: Sequence[FlightFile], notes: Iterable[str] = (), groups: Iterable[Incident] = ()) -> str:
-    """The text.
-
-    Args:
-        files: of one job, at least one.
-        notes: shown at the end.
-        groups: operations of process groups that failed, of ranks of the job.
-    """
+    """The text."""
     members = {member.name: member for file in files if file.facts is not None for member in file.facts.members}
     present = {file.worker for file in files}
     absent = sorted(set(members) - present)

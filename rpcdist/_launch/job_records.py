@@ -49,11 +49,6 @@ class JobRecord:
 
     A job runs without it where no folder can be had, which the log says then.
 
-    Args:
-        name: what the user calls the job; the address where it is None.
-        address: of its rendezvous.
-        log_dir: where the output of the ranks goes.
-
     Raises:
         ConfigError: another job runs under this name.
     """

@@ -26,13 +26,7 @@ class RankTask:
 
 
 class LocalRanks:
-    """See `RankEngine`. `pause` may be called on any thread, all else on one.
-
-    Args:
-        tasks: by rank.
-        wake: ends `reports` while it is readable.
-        output: where the output of the processes goes.
-    """
+    """See `RankEngine`. `pause` may be called on any thread, all else on one."""
 
     def __init__(self, tasks: Mapping[int, RankTask], wake: StopSignals | int, output: JobOutput) -> None:
         self._tasks = tasks

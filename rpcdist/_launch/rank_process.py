@@ -26,10 +26,8 @@ class RankProcess:
     """The process of one rank, as its parent sees it.
 
     Args:
-        rank: its rank.
         popen: the process, the leader of a process group of its own.
         reports: the end of its pipe that is read; owned by this object.
-        output: takes in what it writes.
     """
 
     def __init__(self, rank: int, popen: subprocess.Popen[bytes], reports: int, output: WorkerOutput) -> None:
@@ -103,13 +101,7 @@ class RankProcess:
 
 
 def start_rank(rank: int, call: RankCall, environment: Mapping[str, str], output: WorkerOutput) -> RankProcess:
-    """Starts a process that calls a function.
-
-    Args:
-        rank: the first argument of the function.
-        call: the function and its other arguments.
-        environment: all of the process's environment variables.
-    """
+    """Starts a process that calls a function."""
     reports, report_fd = os.pipe()
     try:
         task = Task(rank, os.getpid(), report_fd, _preparation(rank, call), call)

@@ -122,8 +122,6 @@ def _advance(
     """Starts what is due, waits for reports and takes them in; returns whether there was anything.
 
     Args:
-        engine: where the ranks run.
-        progress: decides.
         next_look: the moment until which the wait may last.
         guard: held while the progress is used, where other threads look at it.
     """
@@ -144,14 +142,7 @@ def _advance(
 def run_job(
     engine: RankEngine, progress: Progress, stop: StopSignals, changed: Callable[[], object] = lambda: None
 ) -> Outcome | signal.Signals:
-    """Starts the ranks and waits for the outcome; when this returns or raises, all processes have ended.
-
-    Args:
-        engine: where they run; it is woken by `stop`.
-        progress: decides.
-        stop: Ctrl-C and SIGTERM.
-        changed: called after each step in which something was started or reported.
-    """
+    """Starts the ranks and waits for the outcome; when this returns or raises, all processes have ended."""
     try:
         while not (outcome := stop.received or progress.outcome(time.monotonic())):
             if _advance(engine, progress, progress.next_deadline):
@@ -173,9 +164,7 @@ class BackgroundRanks:
     death of one ends no other.
 
     Args:
-        ranks: those to start.
         make_engine: makes the engine where they run, from a descriptor that wakes it when it is readable.
-        max_restarts: as in `Progress`.
     """
 
     def __init__(

@@ -83,11 +83,7 @@ class _NamesForProgram(dict[str, Any]):
 
 
 def install_views(table: Mapping[str, str]) -> None:
-    """Lets the program find our names in modules of torch; modules that are imported later, too.
-
-    Args:
-        table: torch's module to ours, or to several, with spaces between them.
-    """
+    """Lets the program find our names in modules of torch; modules that are imported later, too."""
     for theirs in table:
         importlib.import_module(theirs)  # all of them before the first is viewed: they import each other
     for theirs, ours in table.items():

@@ -65,7 +65,6 @@ class LocalOptimizer:
         """Steps with the gradients of a context, and leaves every `.grad` as it was.
 
         Args:
-            context_id: the context.
             options: for each group, those that have changed since the last step; None if none has.
             hogwild: as for `DistributedOptimizer.step`.
 
@@ -267,7 +266,6 @@ def new_local_optimizer(
     """Makes a local optimizer.
 
     Args:
-        optimizer_class: makes the optimizer.
         groups: the parameter groups, with references to parameters of this worker.
         is_flat: whether the user gave a plain list of parameters instead of groups.
         numbers: for each group, the numbers of its parameters in the distributed optimizer.
@@ -347,10 +345,6 @@ def fused_if_possible(optim: torch.optim.Optimizer, parameters: Sequence[Tensor]
     a gradient in the order of its parameter's memory, so a gradient with other strides gives wrong numbers, which torch
     2.13 does not check. So only contiguous parameters use it, and get contiguous gradients. The choice is made for each
     step and is not an option of the optimizer, so its state can be loaded anywhere.
-
-    Args:
-        optim: of any class.
-        parameters: all of its parameters, with their gradients.
     """
     groups: list[dict[str, Any]] = optim.param_groups
     if (

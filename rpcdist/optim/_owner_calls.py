@@ -80,12 +80,10 @@ def ask_steps(
 
     Args:
         what: the operation, for the texts of errors.
-        context_id: of the context.
         calls: the steps as calls, at most one for each owner; the arguments of each are the number of the local
             optimizer, the method, the context, the options that have changed, and whether it is a hogwild step.
         timeout_s: with torch's conventions, see `rpc_sync`.
         instead: the asynchronous alternative that the text of `BlockingInLoop` names.
-        roots: of the backward pass.
 
     Returns:
         Which owners took part in the context; None if nothing was done, since only calls can carry the arguments.

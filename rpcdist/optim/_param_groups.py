@@ -123,13 +123,7 @@ def _equal(first: Any, second: Any) -> bool:
 def gather_state(
     shards: Sequence[Shard], groups: Sequence[Group], parts: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The owners' optimizer states as one dictionary, as an optimizer of all parameters in one process would have it.
-
-    Args:
-        shards: of all owners.
-        groups: the parameter groups of the user, with their options.
-        parts: the `state_dict` of each owner's optimizer.
-    """
+    """The owners' optimizer states as one dictionary, as an optimizer of all parameters in one process would have it."""
     state: dict[Any, Any] = {}
     for shard, part in zip(shards, parts, strict=True):
         numbers = shard.flat_numbers()

@@ -391,7 +391,6 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         """Gives all ranks the tensors of one of them, the buffers by default; for hooks of buffers.
 
         Args:
-            bufs: the tensors.
             bucket_size: kept for scripts.
             authoritative_rank: the rank in the group that has the right values.
         """

@@ -116,13 +116,9 @@ class RayRanks:
     """See `RankEngine`.
 
     Args:
-        plans: by rank.
-        calls: what each role runs, by its name.
-        common: variables of all ranks.
         token: the job's secret. It travels as an argument of a method: it is in no environment and in no file.
         main: the script of the driver; None where functions go by value.
         group: a bundle for each rank; removed at the end.
-        runtime_env: of the actors.
         wake: `reports` returns soon while this is readable.
         placed: called once with where each rank runs, when all of them do.
     """

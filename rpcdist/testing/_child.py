@@ -46,10 +46,7 @@ def serve(
     """Runs in the new process, and does not return.
 
     Args:
-        connection: requests come here, and outcomes go back.
         lifeline: a pipe whose other end only the test's process holds.
-        output: the file that receives stdout and stderr.
-        environment: the whole environment of the process.
     """
     _redirect_output(output)
     _die_with(lifeline)

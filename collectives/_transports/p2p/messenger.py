@@ -55,9 +55,6 @@ class Messenger:
     """The messages of one rank. Any thread may use it, except the threads of event loops: calls may block.
 
     Args:
-        group_name: the group's name in errors.
-        rank: this process's rank in the group.
-        ranks: the members' ranks in the world, by rank in the group.
         connect: opens a connection; called once for each peer, on the thread of the first send to it.
         buffer_limit_bytes: limit for each peer of the messages that are kept before their receive is called.
         num_ranks_here: ranks of the group on this host, for the `SpinPolicy`.
@@ -270,12 +267,8 @@ class Mailboxes(Messenger):
     """A `Messenger` whose connections come from and go to socket hubs. Connections are opened by the first send.
 
     Args:
-        group_name: the group's name in errors.
-        rank: this process's rank in the group.
-        ranks: the members' ranks in the world, by rank in the group.
         hub: the hub of this process; None for a group of one.
         uid: an identifier of the group; the same on all ranks, and different from those of other groups.
-        addresses: the addresses of the ranks' hubs, by rank in the group.
     """
 
     def __init__(

@@ -48,8 +48,6 @@ class _MessageConnection(Generic[S]):
     """One of the two.
 
     Args:
-        peer: the other rank.
-        stream: its bytes as messages.
         on_end: called when the connection cannot be used any more, with the reason.
 
     Attributes:

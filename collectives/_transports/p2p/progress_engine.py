@@ -31,9 +31,7 @@ class ProgressEngine:
     """Lets the threads of one rank move its messages, one at a time; see [Note: progress] in `messenger`.
 
     Args:
-        state: the requests, messages and connections.
         spin_policy: how long a blocked thread tries its sockets before it sleeps.
-        group_name: the group's name in errors, and that of its own thread.
 
     Attributes:
         lock: guards the state and all that is here.

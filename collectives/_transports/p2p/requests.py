@@ -133,11 +133,8 @@ class Request(Work):
     """A send, or a receive: the work that its caller waits for. The messenger's lock guards what it adds to `Work`.
 
     Args:
-        title: its name in errors, with the message's tag.
         tensor: dense; read or written until the request is done.
         peer: the other rank in the group; None for any.
-        timeout_s: the time limit, in seconds.
-        driver: moves the messages.
 
     Attributes:
         memory: the bytes of the tensor.

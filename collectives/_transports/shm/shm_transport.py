@@ -32,8 +32,6 @@ class ShmTransport(Transport):
     """The transport of ranks that share a host.
 
     Args:
-        rank: this process's rank in the group.
-        size: number of ranks in the group.
         segment: shared memory of `segment_size(size)` bytes, or of the layout's size; the same on all ranks, zero when
             the group starts, and used by no other group. The transport maps it at once and closes it in `close`; its
             creator may close it before, as soon as all ranks have it.

@@ -45,8 +45,6 @@ class PairConnections:
     """The sockets of one rank of a group. One thread at a time uses `get`.
 
     Args:
-        rank: this process's rank in the group.
-        hub: opens and accepts connections.
         name: the group's name; random enough that no other group has it.
         addresses: each rank's hub address, by rank.
         unix: as in `SocketHub.connect`.
@@ -172,9 +170,6 @@ class OperationFrame:
     """Makes and compares the headers of one operation on one rank.
 
     Args:
-        rank: this process's rank in the group, for errors.
-        fingerprint: `Control.fingerprint`.
-        sequence: `Control.sequence`.
         detail: a number that has to be equal on all ranks beside the fingerprint.
     """
 

@@ -45,15 +45,7 @@ class _MessageBuffers:
 
 
 class PairExchange:
-    """One rank's part of these operations.
-
-    Args:
-        rank: this process's rank in the group.
-        size: number of ranks in the group; with more than two it takes no operation.
-        connections: the connections of the group.
-        pollers: those of the transport.
-        spin_policy: how long the transport spins.
-    """
+    """One rank's part of these operations."""
 
     def __init__(
         self, rank: int, size: int, connections: PairConnections, pollers: Pollers, spin_policy: SpinPolicy

@@ -76,16 +76,8 @@ class PlanRunner:
     """Runs the plan of one operation.
 
     Args:
-        rank: this process's rank in the group.
-        connections: the connections of the group.
-        control: the control of the operation.
-        frame: makes the headers.
-        buffers: the buffers that the plan's regions name.
-        reducer: the kernel, for plans that reduce.
         finish: makes a region final, given it in the reducer's dtype; None when there is nothing to do.
         scratch: memory for messages that are reduced as they arrive.
-        pollers: those of the transport.
-        spin_policy: how long the transport spins.
     """
 
     def __init__(

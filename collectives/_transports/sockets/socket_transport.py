@@ -25,8 +25,6 @@ class SocketTransport(Transport):
     """Runs a plan between the ranks for each operation. It connects when the first operation needs it.
 
     Args:
-        rank: this process's rank in the group.
-        size: number of ranks in the group.
         hub: the hub of this process; stays open until the transport is closed.
         group_name: a name that is the same on all ranks, and that no other open transport has.
         addresses: `SocketHub.address` of every rank.

@@ -107,11 +107,8 @@ class Reduction:
     """How to reduce a message with a tensor as it arrives.
 
     Args:
-        combine: `ReduceKernel.combine`.
-        target: the tensor for the result.
         operand: the tensor that the message is reduced with; as long as `target`, and perhaps the same.
         staging: the tensor in which the message arrives; as long as `target`, or as one slice.
-        staging_memory: the same memory.
         received_first: whether the message is the first operand.
         size: of a slice in bytes, see `slice_bytes`.
         deferred: whether to reduce in `complete`; then `staging` is as long as `target`.

@@ -119,12 +119,6 @@ def reduce_runs(runs: Sequence[torch.Tensor], group: ProcessGroup, divisor: floa
 class BucketReductions:
     """The reductions of one iteration at a time. The reducer's lock guards it.
 
-    Args:
-        group: the ranks that reduce.
-        notices: those of the ranks about missing gradients.
-        finite: examines the gradients.
-        hook: reduces the dense buckets, where there is one.
-
     Attributes:
         first_launch_ns: when the first operation of the iteration was started; 0 before.
     """
@@ -159,11 +153,7 @@ class BucketReductions:
         """Starts the reduction of a bucket.
 
         Args:
-            bucket: whose gradients are ready.
-            gradient_of: returns the gradient of each member.
             in_place: whether the reduction may overwrite gradients.
-            is_last: whether it is the last bucket of the iteration.
-            asynchronous: whether to return before the reduction has ended.
         """
         if span_taps:
             self._began[bucket.number] = time.monotonic()

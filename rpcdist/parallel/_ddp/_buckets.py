@@ -59,8 +59,6 @@ class DenseBucket:
     """Dense gradients of one dtype and device. The reducer's lock guards it.
 
     Args:
-        number: position in the order of communication.
-        members: the parameters, in the order of the bucket's buffer.
         flat: whether all gradients are packed, as those on a GPU are always; see [Note: in place].
 
     Attributes:

@@ -33,7 +33,6 @@ class FiniteCheck:
     """Examines the gradients of one iteration at a time. The reducer's lock guards it.
 
     Args:
-        group: the ranks that reduce.
         mode: "probes", "all" (every element), or "never".
         results_are_equal: whether all ranks get the same reduced bits.
     """

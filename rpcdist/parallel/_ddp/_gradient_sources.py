@@ -55,8 +55,6 @@ class OrdinaryPass:
         """Stores reduced gradients.
 
         Args:
-            members: the parameters.
-            reduced: their gradients.
             lasting: whether the tensors may be kept; else the next iteration overwrites them.
         """
         keep = lasting or self._view

@@ -93,11 +93,6 @@ class UnexpectedGradient(Exception):
 class IterationState:
     """The state of one iteration at a time; see the rules at the top of the file.
 
-    Args:
-        count: the number of parameters, which are known by their indices.
-        rule: which of them get gradients.
-        skips_unused: whether buckets without used parameters are not reduced.
-
     Attributes:
         phase: see `Phase`.
         iteration: the number of the iteration that was opened last, from 1.
@@ -141,7 +136,6 @@ class IterationState:
         """Reduces in these buckets from now on.
 
         Args:
-            buckets: the parameters of each.
             keeps_last: whether the last bucket is reduced at the end of the iteration only.
         """
         self._buckets = [frozenset(bucket) for bucket in buckets]
@@ -198,11 +192,7 @@ class IterationState:
         return self._expected is not None and self._expected[index] > 0
 
     def takes(self, syncs: bool) -> bool:
-        """Whether a gradient that arrives now is for an iteration.
-
-        Args:
-            syncs: whether backward passes average now.
-        """
+        """Whether a gradient that arrives now is for an iteration."""
         return self.phase is not IDLE or (self._outputs is DIFFERENTIATED and syncs)
 
     # ------------------------------------------------------------ forward passes
@@ -277,7 +267,6 @@ class IterationState:
         """A gradient was added in an iteration; returns the buckets to reduce now.
 
         Args:
-            index: the parameter.
             captured: whether a distributed pass has it, and not `.grad`.
 
         Raises:

@@ -31,12 +31,7 @@ from rpcdist.parallel.algorithms import JoinHook
 
 
 class GradientHooks:
-    """The hooks that tell a reducer of gradients.
-
-    Args:
-        parameters: those that the reducer averages.
-        reducer: is told.
-    """
+    """The hooks that tell a reducer of gradients."""
 
     def __init__(self, parameters: Sequence[Trained], reducer: Reducer) -> None:
         self._tensors = [each.tensor for each in parameters]
@@ -97,9 +92,7 @@ class DelayedReduction:
     """Reduces the gradients of the delayed parameters.
 
     Args:
-        named: the delayed parameters by name.
         trigger: the chosen parameter; its gradient must become ready after those of all delayed parameters.
-        group: the ranks that reduce.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], trigger: nn.Parameter, group: ProcessGroup) -> None:

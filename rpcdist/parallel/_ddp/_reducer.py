@@ -70,7 +70,6 @@ class Reducer:
 
     Args:
         parameters: in the same order on all ranks.
-        group: the ranks that reduce.
         options: the same on all ranks.
         syncs: whether backward passes average now; False under `no_sync`.
     """
@@ -264,11 +263,7 @@ class Reducer:
             self._state.reach(builds_graph=torch.is_grad_enabled())  # create_graph=True
 
     def _begin_pass(self, adds: bool) -> None:
-        """A pass begins.
-
-        Args:
-            adds: whether it is known to add gradients.
-        """
+        """A pass begins, which is known to add gradients or not."""
         state, distributed = self._state, in_distributed_pass()
         due: Sequence[int] = ()
         if state.ends_with_pass:

@@ -72,15 +72,7 @@ def logging_data(
     forward_sync_buffers: bool,
     device_ids: Sequence[object] | None,
 ) -> dict[str, str | int]:
-    """The options and the buckets, and the times of the last iteration that was sampled.
-
-    Args:
-        module: the data parallel module.
-        reducer: averages its gradients.
-        sampled: the last iteration that was sampled.
-        forward_sync_buffers: whether buffers are synchronised before each forward pass.
-        device_ids: the device to which inputs are moved.
-    """
+    """The options and the buckets, and the times of the last iteration that was sampled."""
     group, options, hook = reducer.group, reducer.options, reducer.hook
     tensors = [named.tensor for named in reducer.parameters]
     sizes = _joined(bucket.num_bytes for bucket in reducer.buckets)

@@ -26,10 +26,6 @@ Gradient = Tensor | SparseGradient | None
 def check_gradients(parameters: Sequence[Tensor], gradients: Sequence[Gradient]) -> None:
     """Whether one trainer's gradients fit: what does not would fail the step of all, or be written beside the rows.
 
-    Args:
-        parameters: of a server.
-        gradients: one for each of them, or none at all.
-
     Raises:
         ConfigError: one does not fit.
     """
@@ -120,8 +116,6 @@ class StepClock(Generic[T]):
         """A trainer has taken a step, and may take the next one when its ticket is returned, now or later.
 
         Args:
-            trainer: its name.
-            step: the number of the step.
             ticket: anything that stands for its call.
             takes_part: whether the others wait for the trainer from now on.
 
@@ -237,8 +231,6 @@ class ParameterShard:
         """A step of a trainer. The call ends when it may take the next one; no thread waits for that.
 
         Args:
-            trainer: name of the worker.
-            step: its number.
             begins: whether it is the first one after `floor`.
             gradients: of each parameter; none at all for a step whose gradients take another way.
             wants_values: whether the result has the new values.

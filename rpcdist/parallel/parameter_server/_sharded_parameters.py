@@ -75,11 +75,6 @@ class RowLayout:
 def join_states(layouts: Mapping[str, RowLayout], trained: Sequence[str], states: Sequence[ShardState]) -> ShardState:
     """The state of the whole parameters, as one process would have it.
 
-    Args:
-        layouts: of all parameters, by name, in their order.
-        trained: the names of those that the optimizer has, in its order.
-        states: of all servers.
-
     Returns:
         `parameters`, the tensors by name, and `optimizer`.
     """
@@ -152,13 +147,6 @@ class ShardedParameters:
 
     The parameters live as long as one such object on any worker. Its methods may be called on any thread, those that
     take a step one at a time.
-
-    Args:
-        shards: one on each server.
-        layouts: of the parameters, by name.
-        trained: the names of those that the optimizer has.
-        waits: whether trainers wait for each other.
-        timeout: of each call, in seconds.
     """
 
     def __init__(

@@ -156,13 +156,7 @@ def _align(cells: list[list[str]]) -> str:
 
 
 class Timeline:
-    """The measured slots of one step.
-
-    Args:
-        workers: names of the workers.
-        slots: times in seconds of one clock.
-        actions: the schedule that was executed.
-    """
+    """The measured slots of one step."""
 
     def __init__(self, workers: Sequence[str], slots: Sequence[Slot], actions: Sequence[Sequence[Action]]) -> None:
         self.workers = tuple(workers)

@@ -57,9 +57,7 @@ class Stage:
     edges are kept, but not the outputs, so that their memory is free when the next stage has them.
 
     Args:
-        index: number of the stage in the pipeline.
         module: takes the outputs of the stage before as positional arguments; returns a value or a tuple of values.
-        device: of the module; its inputs are moved there.
     """
 
     def __init__(self, index: int, module: nn.Module, device: torch.device) -> None:

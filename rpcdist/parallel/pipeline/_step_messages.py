@@ -216,7 +216,6 @@ class Mailbox:
     """The tensors of one worker and one step. Any thread may put, one thread takes.
 
     Args:
-        sources: where to read for tensors that are not there yet.
         on_gpu: tensors may be on a GPU, and not computed yet: the current streams of the thread that takes them wait
             for them.
     """
