@@ -22,7 +22,7 @@ from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure, 
 from rpcdist.collectives._group.group_watch import GroupWatch
 from rpcdist.collectives._group.state import GroupState
 from rpcdist.collectives._nccl.communicator_calls import NcclCalls
-from rpcdist.collectives._nccl.nccl_library import Communicator, CudaRuntime, CudaStream, Runtime
+from rpcdist.collectives._nccl.nccl_library import Communicator, CudaRuntime
 from rpcdist.collectives._nccl.watchdog import NcclWatchdog, NcclWork, call_bounded
 from rpcdist.collectives._operations.operation import Kind, Operation, describe_fingerprint
 from rpcdist.collectives.work import Work
@@ -53,7 +53,7 @@ class NcclOptions:
 class _BatchedMessage:
     """A send or receive of a batch that is being put together."""
 
-    call: Callable[[torch.Tensor, int, CudaStream], None]
+    call: Callable[[torch.Tensor, int, torch.cuda.Stream], None]
     tensor: torch.Tensor
     peer: int
     work: NcclWork
@@ -85,7 +85,7 @@ class NcclBackend(GroupBackend):
         self,
         context: GroupContext,
         *,
-        runtime: Runtime | None = None,
+        runtime: CudaRuntime | None = None,
         reporter: Reporter | None = None,
         communicator: Communicator | None = None,
     ) -> None:
@@ -93,7 +93,7 @@ class NcclBackend(GroupBackend):
         options = context.options if isinstance(context.options, NcclOptions) else NcclOptions()
         self._blocking_wait = options.blocking_wait
         self._check = options.check
-        self._runtime: Runtime = CudaRuntime(default_device(context)) if runtime is None else runtime
+        self._runtime: CudaRuntime = CudaRuntime(default_device(context)) if runtime is None else runtime
         state = GroupState(context.name, context.rank, context.ranks)
         deadline = Deadline.after(context.timeout_s)
         self._watch = GroupWatch(context, state, deadline) if reporter is None and context.size > 1 else None
@@ -216,7 +216,7 @@ class NcclBackend(GroupBackend):
         self,
         work: NcclWork,
         asynchronous: bool,
-        call: Callable[[CudaStream], list[torch.Tensor]],
+        call: Callable[[torch.cuda.Stream], list[torch.Tensor]],
         finish: Callable[[], None] | None,
     ) -> None:
         stream = self._stream(asynchronous)
@@ -275,7 +275,7 @@ class NcclBackend(GroupBackend):
     def _message(
         self,
         title: str,
-        call: Callable[[torch.Tensor, int, CudaStream], None],
+        call: Callable[[torch.Tensor, int, torch.cuda.Stream], None],
         tensor: torch.Tensor,
         peer: int,
         tag: int,
@@ -337,7 +337,7 @@ class NcclBackend(GroupBackend):
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline.after(self.context.timeout_s if timeout_s is None else timeout_s)
 
-    def _stream(self, asynchronous: bool) -> CudaStream:
+    def _stream(self, asynchronous: bool) -> torch.cuda.Stream:
         """The current stream, or the group's own, which then waits for what the current one has been given so far."""
         current = self._runtime.current_stream()
         if not asynchronous:

@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from rpcdist.collectives._nccl.nccl_library import Communicator, CudaStream, Runtime
+from rpcdist.collectives._nccl.nccl_library import Communicator, CudaRuntime
 from rpcdist.collectives._operations import reduce_kernels
 from rpcdist.collectives._operations.dense import joined
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
@@ -100,7 +100,7 @@ def _keep_last_bit(tensor: torch.Tensor, size: int) -> None:
 class NcclCalls:
     """Enqueues the operations of one group."""
 
-    def __init__(self, runtime: Runtime, communicator: Communicator, rank: int, size: int) -> None:
+    def __init__(self, runtime: CudaRuntime, communicator: Communicator, rank: int, size: int) -> None:
         self._runtime = runtime
         self._communicator = communicator
         self._rank = rank
@@ -117,15 +117,15 @@ class NcclCalls:
             Kind.BARRIER: self._barrier,
         }
 
-    def enqueue(self, operation: Operation, stream: CudaStream) -> list[torch.Tensor]:
+    def enqueue(self, operation: Operation, stream: torch.cuda.Stream) -> list[torch.Tensor]:
         """Call it with `stream` as torch's current one. Returns tensors that have to live until it is done."""
         return self._calls[operation.kind](operation, stream.cuda_stream)
 
-    def send(self, tensor: torch.Tensor, peer: int, stream: CudaStream) -> None:
+    def send(self, tensor: torch.Tensor, peer: int, stream: torch.cuda.Stream) -> None:
         if tensor.nbytes:
             self._communicator.send(tensor.data_ptr(), tensor.nbytes, _UINT8, peer, stream.cuda_stream)
 
-    def recv(self, tensor: torch.Tensor, peer: int, stream: CudaStream) -> None:
+    def recv(self, tensor: torch.Tensor, peer: int, stream: torch.cuda.Stream) -> None:
         if tensor.nbytes:
             self._communicator.recv(tensor.data_ptr(), tensor.nbytes, _UINT8, peer, stream.cuda_stream)
 

@@ -1,17 +1,17 @@
 """NCCL and the GPU behind it, as far as the `nccl` backend uses them: CuPy's NCCL communicator, and torch's streams.
 
-This is the only module that imports CuPy, and it does so when a group is made. `Runtime` and what it hands out are the
-seam at which tests put a stand-in that needs no GPU; the methods of `Communicator` are those of `cupy.cuda.nccl`.
+This is the only module that imports CuPy, and it does so when a group is made. `CudaRuntime` is
+the seam at which tests put a stand-in that needs no GPU; the methods of `Communicator` are those of `cupy.cuda.nccl`.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
@@ -28,25 +28,6 @@ _ADVICE: Final = (
     "install it with `pip install 'rpcdist[cuda]' nvidia-nccl-cu12` (for CUDA 13: cupy-cuda13x, nvidia-nccl-cu13) on "
     'a machine with an NVIDIA GPU, or choose the backend "tcp" for CPU tensors'
 )
-
-
-class CudaEvent(Protocol):
-    """A point in a stream."""
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
-
-
-class CudaStream(Protocol):
-    """A queue of work of one device."""
-
-    @property
-    def cuda_stream(self) -> int: ...
-
-    def record_event(self) -> CudaEvent: ...
-
-    def wait_event(self, event: CudaEvent) -> None: ...
 
 
 class Communicator(Protocol):
@@ -79,46 +60,13 @@ class Communicator(Protocol):
     def destroy(self) -> None: ...
 
 
-class Runtime(Protocol):
-    """One device and its NCCL.
+class CudaRuntime:
+    """One device and its NCCL. Tests put a stand-in for it.
 
     Attributes:
         device: that the tensors of a group live on.
         version: of NCCL, e.g. 22907 for 2.29.7.
         errors: what calls raise when NCCL or CUDA fail.
-    """
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def version(self) -> int: ...
-
-    @property
-    def errors(self) -> tuple[type[Exception], ...]: ...
-
-    def unique_id(self) -> bytes:
-        """A new name for a group, under which its ranks find one another."""
-
-    def connect(self, size: int, unique_id: bytes, rank: int) -> Communicator:
-        """Blocks until all ranks have come; other threads run meanwhile. Nothing can end it early."""
-
-    def grouped(self) -> AbstractContextManager[None]:
-        """The calls in this block start together, at its end."""
-
-    def on(self, stream: CudaStream) -> AbstractContextManager[object]:
-        """Work of torch in this block goes to the stream."""
-
-    def current_stream(self) -> CudaStream: ...
-
-    def new_stream(self) -> CudaStream: ...
-
-    def is_capturing(self) -> bool:
-        """Whether the current stream records a CUDA graph."""
-
-
-class CudaRuntime:
-    """The real `Runtime`.
 
     Raises (constructor):
         ConfigError: CuPy, NCCL or a GPU is missing; says what to install.
@@ -132,15 +80,18 @@ class CudaRuntime:
         self.errors: tuple[type[Exception], ...] = (self._nccl.NcclError, torch.AcceleratorError, KeyError)
 
     def unique_id(self) -> bytes:
+        """A new name for a group, under which its ranks find one another."""
         return bytes(self._nccl.get_unique_id())
 
     def connect(self, size: int, unique_id: bytes, rank: int) -> Communicator:
+        """Blocks until all ranks have come; other threads run meanwhile. Nothing can end it early."""
         with torch.cuda.device(self.device):  # NCCL takes the thread's current device
             communicator: Communicator = self._nccl.NcclCommunicator(size, unique_id, rank)
         return communicator
 
     @contextmanager
     def grouped(self) -> Iterator[None]:
+        """The calls in this block start together, at its end."""
         with torch.cuda.device(self.device):
             self._nccl.groupStart()
             try:
@@ -149,18 +100,19 @@ class CudaRuntime:
                 self._nccl.groupEnd()
 
     @contextmanager
-    def on(self, stream: CudaStream) -> Iterator[None]:
-        assert isinstance(stream, torch.cuda.Stream)
+    def on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Work of torch in this block goes to the stream."""
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
 
-    def current_stream(self) -> CudaStream:
-        return cast("CudaStream", torch.cuda.current_stream(self.device))  # torch's takes torch's events only
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
 
-    def new_stream(self) -> CudaStream:
-        return cast("CudaStream", torch.cuda.Stream(self.device))
+    def new_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)
 
     def is_capturing(self) -> bool:
+        """Whether the current stream records a CUDA graph."""
         return torch.cuda.is_current_stream_capturing()
 
 

@@ -30,7 +30,7 @@ from rpcdist.collectives._group.state import (
     GroupState,
     TellRanks,
 )
-from rpcdist.collectives._nccl.nccl_library import Communicator, CudaEvent, CudaStream, Runtime
+from rpcdist.collectives._nccl.nccl_library import Communicator, CudaRuntime
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import BlockingInLoop, CollectiveTimeout
@@ -63,7 +63,7 @@ class NcclWork(Work):
         self,
         title: str,
         sequence: int,
-        runtime: Runtime,
+        runtime: CudaRuntime,
         deadline: Deadline,
         keep: list[torch.Tensor],
         record: Record,
@@ -78,14 +78,14 @@ class NcclWork(Work):
         self._runtime = runtime
         self._keep = keep
         self._blocking = blocking
-        self._event: CudaEvent | None = None
+        self._event: torch.cuda.Event | None = None
         self._enqueued = threading.Event()
         self._peer = -1
         self._device_future: torch.futures.Future[list[torch.Tensor]] | None = None
 
     # ------------------------------------------------------------ for the backend
 
-    def enqueued(self, stream: CudaStream, keep: list[torch.Tensor], peer: int = -1) -> None:
+    def enqueued(self, stream: torch.cuda.Stream, keep: list[torch.Tensor], peer: int = -1) -> None:
         """Everything has gone to the stream; `peer` is the sender, for a receive."""
         self._keep.extend(keep)
         self._peer = peer
@@ -174,7 +174,7 @@ class NcclWatchdog(StateKeeper):
     def __init__(
         self,
         state: GroupState,
-        runtime: Runtime,
+        runtime: CudaRuntime,
         communicator: Communicator,
         recorder: FlightRecorder,
         reporter: Reporter,

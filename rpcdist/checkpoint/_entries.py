@@ -6,26 +6,18 @@ entry in which markers stand for its tensors, and one entry for each tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 
 from rpcdist.errors import ConfigError
 
 Entries = dict[str, Any]
 """Tensors, which may be those of a model itself, and other objects."""
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An optimizer, a scheduler, a pipeline, parameter servers and other objects with a state."""
-
-    def state_dict(self) -> Mapping[Any, Any]: ...
-
-    def load_state_dict(self, state_dict: Any, /) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +43,7 @@ def entries_of(key: str, value: object) -> Entries:
 
 
 def is_stateful(value: object) -> TypeGuard[Stateful]:
-    """Whether a value has a state that is saved in its place."""
+    """Whether a value, such as an optimizer or a pipeline, has a state that is saved in its place."""
     return isinstance(value, Stateful) and not isinstance(value, type)
 
 

@@ -15,12 +15,13 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint import SavePlan
+from torch.distributed.checkpoint.stateful import Stateful
 
 import rpcdist.rpc as rpc
 from rpcdist import collectives
 from rpcdist.checkpoint import _folders
 from rpcdist.checkpoint._digests import algorithm_of
-from rpcdist.checkpoint._entries import Entries, Stateful, entries_of
+from rpcdist.checkpoint._entries import Entries, entries_of
 from rpcdist.checkpoint._folders import checkpoint_path
 from rpcdist.checkpoint._storage import CheckpointPart, StoredEntries, WrittenFiles, end_with_index, plan_together
 from rpcdist.collectives import ProcessGroup

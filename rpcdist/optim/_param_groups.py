@@ -123,7 +123,7 @@ def _equal(first: Any, second: Any) -> bool:
 def gather_state(
     shards: Sequence[Shard], groups: Sequence[Group], parts: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The owners' optimizer states as one dictionary, as an optimizer of all parameters in one process would have it."""
+    """The owners' optimizer states as one dictionary, as one optimizer of all parameters would have it."""
     state: dict[Any, Any] = {}
     for shard, part in zip(shards, parts, strict=True):
         numbers = shard.flat_numbers()

@@ -13,10 +13,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 
-from rpcdist.collectives._nccl.nccl_library import CudaEvent, CudaStream
+from rpcdist.collectives._nccl.nccl_library import CudaRuntime
 
 __all__ = ["LIMIT_S", "StandInError", "StandInRuntime", "StandInWorld"]
 
@@ -232,11 +233,11 @@ class StandInStream:
     def record_event(self) -> StandInEvent:
         return StandInEvent(self, self.hung)
 
-    def wait_event(self, event: CudaEvent) -> None:
+    def wait_event(self, event: StandInEvent) -> None:
         self.runtime.log.append((self.name, "waits"))
 
 
-class StandInRuntime:
+class StandInRuntime(CudaRuntime):
     """One rank's device. `log` lists what went to which stream, in order; the main one is the default."""
 
     def __init__(self, world: StandInWorld, version: int = 22907) -> None:
@@ -288,7 +289,7 @@ class StandInRuntime:
             end()
 
     @contextmanager
-    def on(self, stream: CudaStream) -> Iterator[None]:
+    def on(self, stream: torch.cuda.Stream) -> Iterator[None]:
         before = self.current_stream()
         self._local.stream = stream
         try:
@@ -296,12 +297,11 @@ class StandInRuntime:
         finally:
             self._local.stream = before
 
-    def current_stream(self) -> CudaStream:
-        stream: CudaStream = getattr(self._local, "stream", self.main)
-        return stream
+    def current_stream(self) -> torch.cuda.Stream:
+        return cast(torch.cuda.Stream, getattr(self._local, "stream", self.main))
 
-    def new_stream(self) -> StandInStream:
-        return StandInStream(self, f"side {len(self.streams)}")
+    def new_stream(self) -> torch.cuda.Stream:
+        return cast(torch.cuda.Stream, StandInStream(self, f"side {len(self.streams)}"))
 
     def is_capturing(self) -> bool:
         return self.capturing

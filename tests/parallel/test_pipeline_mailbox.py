@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from rpcdist.parallel.pipeline import _pipeline, _step_execution, _step_messages
 from rpcdist.parallel.pipeline._schedules import Action
 from rpcdist.parallel.pipeline._step_execution import Stage, StepExecution
 from rpcdist.parallel.pipeline._step_messages import Mailbox, PipelineConfig, StepOrder, push, receivers
+from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.testing import InProcessCluster
 
 LIMIT_S = 30.0
@@ -50,18 +52,22 @@ class Channel:
         self._bell.release()
 
 
+def mailbox_of(channel: Channel) -> Mailbox:
+    return Mailbox({(1, "F"): cast(MessageSink, channel)})
+
+
 def test_what_the_waiting_thread_reads_it_takes() -> None:
     def read() -> None:
         mailbox.put(FORWARD, ["tensor"])
 
-    mailbox = Mailbox({(1, "F"): Channel(read)})
+    mailbox = mailbox_of(Channel(read))
     assert mailbox.take(FORWARD, Deadline.after(LIMIT_S)) == ["tensor"]
 
 
 @pytest.mark.parametrize("may_lead", [True, False])
 def test_what_another_thread_puts_wakes_the_one_that_reads(may_lead: bool) -> None:
     channel = Channel(lambda: None, may_lead)
-    mailbox = Mailbox({(1, "F"): channel})
+    mailbox = mailbox_of(channel)
     with ThreadPoolExecutor(1) as threads:
         taken = threads.submit(mailbox.take, FORWARD, Deadline.after(LIMIT_S))
         if may_lead:
@@ -72,7 +78,7 @@ def test_what_another_thread_puts_wakes_the_one_that_reads(may_lead: bool) -> No
 
 def test_a_failure_wakes_the_one_that_reads() -> None:
     channel = Channel(lambda: None)
-    mailbox = Mailbox({(1, "F"): channel})
+    mailbox = mailbox_of(channel)
     with ThreadPoolExecutor(1) as threads:
         taken = threads.submit(mailbox.take, FORWARD, Deadline.after(LIMIT_S))
         assert channel.asleep.wait(LIMIT_S)
@@ -82,7 +88,7 @@ def test_a_failure_wakes_the_one_that_reads() -> None:
 
 
 def test_nothing_comes() -> None:
-    mailbox = Mailbox({(1, "F"): Channel(lambda: None)})
+    mailbox = mailbox_of(Channel(lambda: None))
     with pytest.raises(DeadlineExceeded):
         mailbox.take(FORWARD, Deadline.after(0.01))
 

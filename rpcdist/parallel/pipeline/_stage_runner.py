@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import rpcdist.rpc as rpc
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import ConfigError, RpcdistError
-from rpcdist.parallel.pipeline._schedules import KINDS, Action
+from rpcdist.parallel.pipeline._schedules import KINDS, Action, Kind
 from rpcdist.parallel.pipeline._step_execution import Stage, StepExecution
 from rpcdist.parallel.pipeline._step_messages import (
     Mailbox,
@@ -25,7 +25,6 @@ from rpcdist.parallel.pipeline._step_messages import (
     StageSource,
     StepOrder,
     StepReport,
-    TensorSources,
     receivers,
 )
 from rpcdist.rpc._devices.handler_streams import HandlerStreams
@@ -53,7 +52,7 @@ class StageRunner:
         # Guards the attributes below against `arrived`, `run` and `abort`, on several threads.
         self._lock = threading.Lock()
         self._mailboxes: dict[int, Mailbox] = {}
-        self._sources: TensorSources = {}
+        self._sources: dict[tuple[int, Kind], MessageSink] = {}
         self._ended_step = 0
         receivers.get()[config.key, worker] = self
 

@@ -198,36 +198,24 @@ def merge(parts: Sequence[object]) -> object:
     return list(parts)
 
 
-class TensorSource(Protocol):
-    """Where tensors arrive, and where a thread that waits for them can read: a session with a neighbour."""
-
-    def lead(self, is_waiting: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Reads while `is_waiting`, unless another thread does; whether the wait is over."""
-
-    def ring(self) -> None:
-        """Has a thread that reads ask `is_waiting` again."""
-
-
-TensorSources = dict[tuple[int, Kind], TensorSource]
-"""Where the tensors for a stage and kind of action came from last; filled as they arrive."""
-
-
 class Mailbox:
     """The tensors of one worker and one step. Any thread may put, one thread takes.
+
+    `sources` are the sessions on which tensors for a stage and kind of action came last; it is filled as they arrive.
 
     Args:
         on_gpu: tensors may be on a GPU, and not computed yet: the current streams of the thread that takes them wait
             for them.
     """
 
-    def __init__(self, sources: Mapping[tuple[int, Kind], TensorSource], on_gpu: bool = False) -> None:
+    def __init__(self, sources: Mapping[tuple[int, Kind], MessageSink], on_gpu: bool = False) -> None:
         self._sources = sources
         self._on_gpu = on_gpu
         self._streams: dict[Action, ArrivedTensors] = {}
         self._condition = threading.Condition()
         self._arrived: dict[Action, Sequence[object]] = {}
         self._failure: BaseException | None = None
-        self._reading: tuple[int, TensorSource] | None = None  # the thread that takes, and where it reads
+        self._reading: tuple[int, MessageSink] | None = None  # the thread that takes, and where it reads
 
     def put(self, action: Action, values: Sequence[object]) -> None:
         """Stores the tensors that `action` needs; those on GPUs are in the current streams of this thread."""
