@@ -195,14 +195,30 @@ class StoreService:
 DESCRIPTOR = store_pb2.DESCRIPTOR.services_by_name["Store"]
 
 
-class _Serving:
-    """The service of one table while it runs, and how many shares there are of it."""
+class ServedTable:
+    """A table that this process serves, and uses without the network; its service ends with the last share of it."""
 
-    def __init__(self, node: Node, address: str) -> None:
+    def __init__(self, server: TableServer, node: Node, address: str) -> None:
         self.address = address
         self.service = StoreService()
         self.num_shares = 0
+        self._server = server
         self._node = node
+
+    def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
+        """Carries out an operation on this thread, which must be none of an event loop."""
+        if asyncio._get_running_loop() is not None:
+            raise BlockingInLoop("this call of a store", "await asyncio.to_thread(...)")
+        return self.service.table.execute(operation, deadline)
+
+    def share(self) -> ServedTable:
+        """Takes another share."""
+        host, port = split_address(self.address)
+        return self._server.share(host, port, may_share=True, timeout_s=STORE_GRACE_S)
+
+    def close(self) -> None:
+        """Gives up a share. Blocks, bounded."""
+        self._server.give_up(self)
 
     def start(self, timeout_s: float) -> None:
         self._node.add_service(DESCRIPTOR, self.service.methods(), timeout_s, self.address)
@@ -227,45 +243,20 @@ class _Serving:
             pass
 
 
-class TableShare:
-    """A share of a table that this process serves and uses without the network; the last one ends the service."""
-
-    def __init__(self, server: TableServer, serving: _Serving) -> None:
-        self.address = serving.address
-        self.table = serving.service.table
-        self._server = server
-        self._serving = serving
-
-    def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
-        """Carries out an operation on this thread, which must be none of an event loop."""
-        if asyncio._get_running_loop() is not None:
-            raise BlockingInLoop("this call of a store", "await asyncio.to_thread(...)")
-        return self.table.execute(operation, deadline)
-
-    def share(self) -> TableShare:
-        """Another share of the table."""
-        host, port = split_address(self.address)
-        return self._server.share(host, port, may_share=True, timeout_s=STORE_GRACE_S)
-
-    def close(self) -> None:
-        """Gives up the share; call it once. Blocks, bounded."""
-        self._server.give_up(self._serving)
-
-
 class TableServer:
     """Serves a table at each port that a store asks for, all on one node."""
 
     def __init__(self, acquire: Callable[[], Node]) -> None:
         self._acquire = acquire
         self._lock = threading.Lock()
-        self._serving: dict[int, _Serving] = {}  # by port
+        self._serving: dict[int, ServedTable] = {}  # by port
 
     @property
     def tables(self) -> list[SharedTable]:
         """Those that are served now."""
         return [serving.service.table for serving in self._serving.values()]
 
-    def share(self, host: str, port: int, may_share: bool, timeout_s: float) -> TableShare:
+    def share(self, host: str, port: int, may_share: bool, timeout_s: float) -> ServedTable:
         """Starts to serve a table, or returns a share of the one that is served at that port already.
 
         Args:
@@ -290,12 +281,12 @@ class TableServer:
                     "multi_tenant=True to share its table, close() that store first, or choose another port."
                 )
             serving.num_shares += 1
-            return TableShare(self, serving)
+            return serving
 
-    def _start(self, host: str, port: int, timeout_s: float) -> _Serving:
+    def _start(self, host: str, port: int, timeout_s: float) -> ServedTable:
         node = self._acquire()
         try:
-            serving = _Serving(node, node.serve(host, port, timeout_s, is_apart=True))
+            serving = ServedTable(self, node, node.serve(host, port, timeout_s, is_apart=True))
         except BaseException:
             node.release()
             raise
@@ -307,8 +298,8 @@ class TableServer:
         self._serving[split_address(serving.address)[1]] = serving
         return serving
 
-    def give_up(self, serving: _Serving) -> None:
-        """See `TableShare.close`."""
+    def give_up(self, serving: ServedTable) -> None:
+        """See `ServedTable.close`."""
         with self._lock:
             serving.num_shares -= 1
             if serving.num_shares or in_forked_child():

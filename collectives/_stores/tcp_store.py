@@ -13,7 +13,7 @@ from typing import Final
 from rpcdist._proto import store_pb2
 from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, DROPPED_STORES, Store, Timeout, seconds
 from rpcdist.collectives._stores.store_operations import Missing, NumKeys, QueuePop, StoreOperation
-from rpcdist.collectives._stores.store_service import CLOSED, TABLE_SERVER, TableShare, request_for, result_of
+from rpcdist.collectives._stores.store_service import CLOSED, TABLE_SERVER, ServedTable, request_for, result_of
 from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import (
     AuthenticationFailed,
@@ -54,7 +54,7 @@ JOIN_KEY: Final = "init/"  # counts those who connected, as in torch
 class _Remote:
     """The table is behind an authenticated link, which is opened again when it broke or was idle between two calls.
 
-    The clones of a store share it. It has the methods of `TableShare`.
+    The clones of a store share it. It has the methods of `ServedTable`.
     """
 
     def __init__(self, address: str, timeout_s: float) -> None:
@@ -230,7 +230,7 @@ class TCPStore(Store):
                 self.close()
                 raise
 
-    def _attach(self, access: TableShare | _Remote) -> None:
+    def _attach(self, access: ServedTable | _Remote) -> None:
         self._access = access
         self._closer = weakref.finalize(self, DROPPED_STORES.add, os.getpid(), access.close)
         self._closer.atexit = False  # at exit the transport stops by itself
@@ -272,8 +272,8 @@ class TCPStore(Store):
         return twin
 
     def note_failure(self, reason: str) -> None:
-        if isinstance(self._access, TableShare):
-            self._access.table.failure = reason
+        if isinstance(self._access, ServedTable):
+            self._access.service.table.failure = reason
 
     def close(self) -> None:
         """Ends the connection, or the service when this is its last user here; idempotent, bounded."""
@@ -311,7 +311,7 @@ async def _ask(link: Link, operation: StoreOperation[object], wait_s: float) -> 
     return await link.in_pieces("Store", "ExecuteLarge", request, store_pb2.StoreReply, store_pb2.Piece, limit_s)
 
 
-def _open(host: str, port: int, is_master: bool, share: bool, timeout_s: float) -> TableShare | _Remote:
+def _open(host: str, port: int, is_master: bool, share: bool, timeout_s: float) -> ServedTable | _Remote:
     if is_master:
         return TABLE_SERVER.share(host, port, share, max(timeout_s, STORE_GRACE_S))
     if port == 0:
