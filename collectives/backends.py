@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
@@ -34,11 +34,6 @@ __all__ = [
 BackendFactory = Callable[..., GroupBackend]
 
 
-class _Plugin(NamedTuple):
-    creator_fn: BackendFactory
-    extended_api: bool
-
-
 class Backend(str):
     """The name of a backend, in lower case; `Backend("GLOO") == "gloo" == Backend.GLOO`.
 
@@ -55,7 +50,7 @@ class Backend(str):
     XCCL = "xccl"
     FAKE = "fake"
 
-    _plugins: ClassVar[dict[str, _Plugin]] = {}
+    _plugins: ClassVar[dict[str, tuple[BackendFactory, bool]]] = {}  # and whether it takes the extended arguments
     backend_list: ClassVar[list[str]] = [UNDEFINED, TCP, GLOO, NCCL, MPI]
     default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": TCP, "cuda": NCCL}
     backend_capability: ClassVar[dict[str, list[str]]] = {
@@ -98,7 +93,7 @@ class Backend(str):
         if devices is not None:
             for device in capable:
                 cls.default_device_backend_map.setdefault(device, lower)
-        cls._plugins[name.upper()] = _Plugin(func, extended_api)
+        cls._plugins[name.upper()] = func, extended_api
 
 
 class BackendConfig:
@@ -148,9 +143,10 @@ def make_backend(name: Backend | str, context: GroupContext) -> GroupBackend:
     """
     plugin = Backend._plugins.get(name.upper())
     if plugin is not None:
-        if plugin.extended_api:
-            return plugin.creator_fn(context, context.options)
-        return plugin.creator_fn(context.store, context.rank, context.size, timedelta(seconds=context.timeout_s))
+        create, extended_api = plugin
+        if extended_api:
+            return create(context, context.options)
+        return create(context.store, context.rank, context.size, timedelta(seconds=context.timeout_s))
     return _built_in(str(name))(context)
 
 

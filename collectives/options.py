@@ -111,8 +111,7 @@ class DebugLevel(IntEnum):
     DETAIL = 2
 
 
-class _Debug:
-    level: DebugLevel | None = None
+_debug_level: DebugLevel | None = None
 
 
 def get_debug_level() -> DebugLevel:
@@ -120,20 +119,22 @@ def get_debug_level() -> DebugLevel:
 
     Operations are compared between ranks at every level, so DETAIL is not needed to find a mismatch.
     """
-    if _Debug.level is None:
+    if _debug_level is None:
         set_debug_level_from_env()
-    assert _Debug.level is not None
-    return _Debug.level
+    assert _debug_level is not None
+    return _debug_level
 
 
 def set_debug_level(level: DebugLevel) -> None:
     """Sets it for this process."""
-    _Debug.level = DebugLevel(int(level))  # torch's has the same numbers
+    global _debug_level
+    _debug_level = DebugLevel(int(level))  # torch's has the same numbers
 
 
 def set_debug_level_from_env() -> None:
     """Reads TORCH_DISTRIBUTED_DEBUG again: OFF (the default), INFO or DETAIL."""
+    global _debug_level
     text = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() or "OFF"
     if text not in DebugLevel.__members__:
         raise ConfigError(f"TORCH_DISTRIBUTED_DEBUG has to be OFF, INFO or DETAIL, not {text!r}")
-    _Debug.level = DebugLevel[text]
+    _debug_level = DebugLevel[text]

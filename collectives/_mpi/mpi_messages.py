@@ -38,35 +38,25 @@ _NUMBERS: Final = 1 << 15
 """Numbers of messages repeat after that many; MPI guarantees tags up to 2**15 - 1."""
 
 
-class _PendingMessage:
-    """One send or receive of this rank. `look` is called with the lock held, until it says that it is done."""
+class _Message:
+    """A send of this rank. `look` is called with the lock held, until it says that it is done."""
 
-    def __init__(self, title: str, deadline: Deadline, tensor: torch.Tensor) -> None:
+    def __init__(self, title: str, deadline: Deadline, tensor: torch.Tensor, header: bytes | bytearray) -> None:
         self.work = Work(title, [tensor])
         self.deadline = deadline
         self.tensor = tensor
+        self.header = header
         self.requests: list[MPI.Request] = []
-        self.memory: list[object] = [tensor]
         self.source = -1
-
-    def look(self) -> bool:
-        raise NotImplementedError
-
-
-class _Send(_PendingMessage):
-    def __init__(
-        self, title: str, deadline: Deadline, tensor: torch.Tensor, header: bytes, requests: list[MPI.Request]
-    ) -> None:
-        super().__init__(title, deadline, tensor)
-        self.memory.append(header)
-        self.requests = requests
 
     def look(self) -> bool:
         self.requests = [request for request in self.requests if not request.Test()]
         return not self.requests
 
 
-class _Recv(_PendingMessage):
+class _Recv(_Message):
+    """A receive."""
+
     def __init__(
         self,
         messages: MpiMessages,
@@ -75,9 +65,7 @@ class _Recv(_PendingMessage):
         tensor: torch.Tensor,
         finish: Callable[[], None] | None,
     ) -> None:
-        super().__init__(title, deadline, tensor)
-        self.header = bytearray(_HEADER.size)
-        self.memory.append(self.header)
+        super().__init__(title, deadline, tensor, bytearray(_HEADER.size))
         self._messages = messages
         self._finish = finish
         self._announced = False
@@ -126,7 +114,7 @@ class MpiMessages:
         self._lock = threading.Lock()
         self._looking = threading.Lock()  # the thread that holds it looks for all
         self._changed = threading.Condition(self._lock)
-        self._under_way: deque[_PendingMessage] = deque()
+        self._under_way: deque[_Message] = deque()
         self._numbers = [0] * headers.Get_size()
         self._error: GroupFailure | None = None
         self._closing = False
@@ -142,11 +130,11 @@ class MpiMessages:
             number = self._numbers[peer]
             self._numbers[peer] = (number + 1) % _NUMBERS
             header = _HEADER.pack(tensor.nbytes, number, dtype_code(tensor.dtype))
-            requests = [
+            message = _Message(title, Deadline.after(timeout_s), tensor, header)
+            message.requests = [
                 self._headers.Isend([header, self.mpi.BYTE], peer, tag),
                 self._elements.Isend(as_bytes(self.mpi, tensor), peer, number),
             ]
-            message = _Send(title, Deadline.after(timeout_s), tensor, header, requests)
             self._add(message, asynchronous)
         return self._see_to(message, asynchronous)
 
@@ -178,14 +166,14 @@ class MpiMessages:
         if not 0 <= tag <= largest:
             raise ConfigError(f"{title}: tags of this MPI go from 0 to {largest}")
 
-    def _add(self, message: _PendingMessage, asynchronous: bool) -> None:
+    def _add(self, message: _Message, asynchronous: bool) -> None:
         self._under_way.append(message)
         if asynchronous and self._poller is None:
             self._poller = threading.Thread(target=self._poll, name=f"rpcdist mpi {self._group}", daemon=True)
             self._poller.start()
         self._changed.notify_all()
 
-    def _see_to(self, message: _PendingMessage, asynchronous: bool) -> Work:
+    def _see_to(self, message: _Message, asynchronous: bool) -> Work:
         if asynchronous:
             return message.work
         pause = Pause()
@@ -238,7 +226,7 @@ class MpiMessages:
         if failed is not None:
             self._fail(*failed)
 
-    def _find_done(self) -> tuple[list[_PendingMessage], tuple[_PendingMessage, Exception] | None]:
+    def _find_done(self) -> tuple[list[_Message], tuple[_Message, Exception] | None]:
         done = []
         for message in self._under_way:
             try:
@@ -250,11 +238,11 @@ class MpiMessages:
                 return done, (message, exc)
         return done, None
 
-    def _timed_out(self, message: _PendingMessage) -> CollectiveError:
+    def _timed_out(self, message: _Message) -> CollectiveError:
         reason = "it was not done in time: the other side did not call its part, or is not there any more"
         return GroupFailure(FailureKind.TIMEOUT, reason).error(message.work.title)
 
-    def _fail(self, message: _PendingMessage, exc: Exception) -> None:
+    def _fail(self, message: _Message, exc: Exception) -> None:
         kind = FailureKind.ERROR
         if isinstance(exc, ValueError):
             kind = FailureKind.MISMATCH
@@ -276,7 +264,7 @@ class MpiMessages:
             self._under_way.clear()
             self._changed.notify_all()
         for message in messages:
-            abandon(message.requests, message.memory)
+            abandon(message.requests, [message.tensor, message.header])
             message.work.fail(failure.error(message.work.title))
 
     def close(self, deadline: Deadline) -> bool:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any, Final
 
 from rpcdist._dashboard.job_notes import JobNotes
 from rpcdist.inspection import CallServed, ChannelFacts, SilentWorker, WorkerFacts, explain
+from rpcdist.inspection.facts import JobFacts
 from rpcdist.time_limits import LONG_WAIT_S
 
 KEPT_EVENTS: Final = 200
@@ -30,23 +31,6 @@ _OWN_CALLS: Final = "rpcdist.rpc._membership."
 _SHUTDOWN_CALL: Final = "rpcdist.rpc._membership.shutdown:depart"
 
 
-@dataclass(frozen=True, slots=True)
-class JobAnswers:
-    """The facts of the workers of a job at one time, or the reason why there are none.
-
-    Attributes:
-        job: its name.
-        workers: those that have answered.
-        silent: those that have not.
-        error: why there is no answer at all; empty if there is one.
-    """
-
-    job: str = ""
-    workers: tuple[WorkerFacts, ...] = ()
-    silent: tuple[SilentWorker, ...] = ()
-    error: str = ""
-
-
 @dataclass(slots=True)
 class _Seen:
     """A worker as it was at the last look."""
@@ -61,44 +45,22 @@ class _Seen:
     state: str = "answers"
 
 
-@dataclass(slots=True)
-class _Totals:
-    """The curves of the whole job: one entry for each look."""
-
-    time_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_POINTS))
-    calls: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_POINTS))
-    in_flight: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT_POINTS))
-    bytes_by_kind: dict[str, deque[float]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Curve:
-    """Published points, oldest first. When there are too many, every second one of the older half goes."""
-
-    points: list[tuple[float, float]] = field(default_factory=list)
-
-    def add(self, points: Iterable[tuple[float, float]]) -> None:
-        last_s = self.points[-1][0] if self.points else -inf
-        self.points += [point for point in points if point[0] > last_s]
-        while len(self.points) > KEPT_CURVE_POINTS:
-            half = len(self.points) // 2
-            self.points[:half] = self.points[:half:2]
-
-
 class JobHistory:
     """The looks at one job. Not for several threads at once."""
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
-        self._totals = _Totals()
+        # The curves of the whole job, and the bytes by kind: one entry for each look.
+        self._totals = {name: deque[float](maxlen=KEPT_POINTS) for name in ("time_s", "calls", "in_flight")}
+        self._bytes_by_kind: dict[str, deque[float]] = {}
         self._events: deque[dict[str, Any]] = deque(maxlen=KEPT_EVENTS)
         self._num_events = 0
-        self._curves: dict[str, _Curve] = {}
+        self._curves: dict[str, list[tuple[float, float]]] = {}
         self._notes = JobNotes()
         self._view: dict[str, Any] = {"job": "", "error": "no answer yet", "workers": []}
         self._is_lost = False
 
-    def add(self, answers: JobAnswers, at_s: float) -> None:
+    def add(self, answers: JobFacts, at_s: float) -> None:
         """Adds a look."""
         if answers.error:
             if not self._is_lost:
@@ -109,7 +71,7 @@ class JobHistory:
         if self._is_lost:
             self._note(at_s, "back", "", "the job answers again")
         self._is_lost = False
-        rows, by_kind = [], dict.fromkeys(self._totals.bytes_by_kind, 0.0)
+        rows, by_kind = [], dict.fromkeys(self._bytes_by_kind, 0.0)
         links: dict[str, dict[str, Any]] = {}
         all_leave = all(facts.phase == "leaving" for facts in answers.workers)
         for facts in answers.workers:
@@ -124,7 +86,7 @@ class JobHistory:
             for curve in facts.curves:
                 name = f"{facts.worker}: {curve.name}"
                 if name in self._curves or len(self._curves) < MAX_CURVES:
-                    self._curves.setdefault(name, _Curve()).add(curve.points)
+                    _extend(self._curves.setdefault(name, []), curve.points)
         for silent in answers.silent:
             rows.append(self._silent_row(silent, at_s))
         self._note_departures(answers, at_s)
@@ -143,17 +105,14 @@ class JobHistory:
 
     def view(self) -> dict[str, Any]:
         """The job now, with the curves of the last minutes and all events, as JSON takes it."""
-        totals = self._totals
         return {
             **self._view,
             **self._notes.view(),
             "events": list(self._events),
-            "curves": {name: curve.points for name, curve in self._curves.items()},
+            "curves": dict(self._curves),
             "totals": {
-                "time_s": list(totals.time_s),
-                "calls": list(totals.calls),
-                "in_flight": list(totals.in_flight),
-                "bytes": {kind: list(values) for kind, values in totals.bytes_by_kind.items()},
+                **{name: list(values) for name, values in self._totals.items()},
+                "bytes": {kind: list(values) for kind, values in self._bytes_by_kind.items()},
             },
         }
 
@@ -242,7 +201,7 @@ class JobHistory:
                 text = f"actor {actor.kind} of {facts.worker} was made again, restart {actor.num_restarts}"
                 self._note(at_s, "restarted", facts.worker, text)
 
-    def _note_departures(self, answers: JobAnswers, at_s: float) -> None:
+    def _note_departures(self, answers: JobFacts, at_s: float) -> None:
         """Workers that nobody names any more have left, or are lost."""
         known = {facts.worker for facts in answers.workers} | {silent.worker for silent in answers.silent}
         lost = {one.name for facts in answers.workers for one in facts.members if one.is_lost}
@@ -256,17 +215,26 @@ class JobHistory:
     def _add_totals(self, rows: Iterable[Mapping[str, Any]], by_kind: Mapping[str, float], at_s: float) -> None:
         totals = self._totals
         answering = [row for row in rows if row["state"] == "answers"]
-        totals.calls.append(sum(row["served_rate"] for row in answering))
-        totals.in_flight.append(sum(row["calls"] for row in answering))
+        totals["calls"].append(sum(row["served_rate"] for row in answering))
+        totals["in_flight"].append(sum(row["calls"] for row in answering))
         for kind, value in by_kind.items():
-            if kind not in totals.bytes_by_kind:  # zero until now
-                totals.bytes_by_kind[kind] = deque([0.0] * len(totals.time_s), maxlen=KEPT_POINTS)
-            totals.bytes_by_kind[kind].append(value)
-        totals.time_s.append(at_s)
+            if kind not in self._bytes_by_kind:  # zero until now
+                self._bytes_by_kind[kind] = deque([0.0] * len(totals["time_s"]), maxlen=KEPT_POINTS)
+            self._bytes_by_kind[kind].append(value)
+        totals["time_s"].append(at_s)
 
     def _note(self, at_s: float, kind: str, worker: str, text: str) -> None:
         self._num_events += 1
         self._events.append({"id": self._num_events, "time_s": at_s, "kind": kind, "worker": worker, "text": text})
+
+
+def _extend(curve: list[tuple[float, float]], points: Iterable[tuple[float, float]]) -> None:
+    """Adds published points, oldest first. When there are too many, every second one of the older half goes."""
+    last_s = curve[-1][0] if curve else -inf
+    curve += [point for point in points if point[0] > last_s]
+    while len(curve) > KEPT_CURVE_POINTS:
+        half = len(curve) // 2
+        curve[:half] = curve[:half:2]
 
 
 def _of_program(calls: Iterable[CallServed]) -> list[CallServed]:
@@ -363,7 +331,7 @@ def _without_shutdown(facts: WorkerFacts) -> WorkerFacts:
     )
 
 
-def _waits(answers: JobAnswers) -> dict[str, Any]:
+def _waits(answers: JobFacts) -> dict[str, Any]:
     """The reasons why the job waits, in sentences. Workers that serve until the others shut down are none of that."""
     workers: Sequence[WorkerFacts] = answers.workers
     if any(facts.phase != "leaving" for facts in workers):

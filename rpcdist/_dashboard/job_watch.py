@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from rpcdist._dashboard.job_history import JobAnswers, JobHistory
+from rpcdist._dashboard.job_history import JobHistory
 from rpcdist._inspect.asking import Asker
 from rpcdist.errors import RpcdistError
 from rpcdist.inspection import WorkerFacts
+from rpcdist.inspection.facts import JobFacts
 from rpcdist.waiters import run_in_thread
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class JobWatch:
                 self.history.add(answers, self._clock())
             except Exception as error:  # the view must not stand still without a word
                 logger.exception("a look at the job failed")
-                answers = JobAnswers(error=f"a look at the job failed: {error}")
+                answers = JobFacts(error=f"a look at the job failed: {error}")
                 self.history.add(answers, self._clock())
             if not answers.error:
                 self._latest = {facts.worker: facts for facts in answers.workers}
@@ -108,7 +109,7 @@ def _nothing() -> None:
     """A look that is not waited for any more ends by itself: its waits have limits."""
 
 
-def ask(asker: Asker, addresses: list[str]) -> JobAnswers:
+def ask(asker: Asker, addresses: list[str]) -> JobFacts:
     """The facts of the job at the first address that answers; blocks."""
     reason = ""
     for address in addresses:
@@ -118,5 +119,5 @@ def ask(asker: Asker, addresses: list[str]) -> JobAnswers:
             reason = reason or str(error)
             continue
         if job.workers or job.silent:
-            return JobAnswers(job.job, job.workers, job.silent)
-    return JobAnswers(error=reason or "no worker of the job answers")
+            return job
+    return JobFacts(error=reason or "no worker of the job answers")

@@ -18,7 +18,8 @@ from rpcdist.inspection.text import printable_lines
 from rpcdist.time_limits import LIVE_VIEW_PERIOD_S
 
 if TYPE_CHECKING:
-    from rpcdist._inspect.asking import Asker, JobFacts
+    from rpcdist._inspect.asking import Asker
+    from rpcdist.inspection.facts import JobFacts
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 

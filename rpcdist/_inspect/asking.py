@@ -10,7 +10,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
@@ -25,6 +25,7 @@ from rpcdist.errors import (
 )
 from rpcdist.frozen_process import FrozenProcess, look_at_process
 from rpcdist.inspection import MemberFacts, SilentWorker, WorkerFacts, facts_from_json, notes_from_json
+from rpcdist.inspection.facts import JobFacts
 from rpcdist.time_limits import (
     CONNECTION_CLOSE_LIMIT_S,
     LOOK_LATE_S,
@@ -46,15 +47,6 @@ MAX_AT_ONCE: Final = 32
 MAX_NEIGHBOURS: Final = 2
 MAX_STACKS_CHARS: Final = 256 << 10
 MAX_NOTE_NUMBER: Final = (1 << 63) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class JobFacts:
-    """The workers of one job: the facts of those that have answered, by rank, and those that have not."""
-
-    job: str
-    workers: tuple[WorkerFacts, ...]
-    silent: tuple[SilentWorker, ...]
 
 
 class Asker:

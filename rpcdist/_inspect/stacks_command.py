@@ -13,7 +13,7 @@ from rpcdist.inspection.text import printable_lines
 from rpcdist.time_limits import LONG_WAIT_S
 
 if TYPE_CHECKING:
-    from rpcdist._inspect.asking import JobFacts
+    from rpcdist.inspection.facts import JobFacts
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 

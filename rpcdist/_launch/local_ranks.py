@@ -1,19 +1,177 @@
-"""The engine of this machine: ranks are processes that this one starts."""
+"""The engine of this machine: ranks are processes that this one starts.
+
+A `RankProcess` is one of them: its command and environment, its reports and output, and how it is ended.
+"""
 
 from __future__ import annotations
 
+import ast
+import os
+import pickle
 import selectors
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from multiprocessing import spawn
+from typing import IO, Any
 
-from rpcdist._launch.output import JobOutput
-from rpcdist._launch.rank_process import RankProcess, start_rank
-from rpcdist._launch.reports import Event, ProcessEnded, RankCall, Ready
+from rpcdist._launch.output import JobOutput, WorkerOutput
+from rpcdist._launch.rank_main import BOOTSTRAP, Task
+from rpcdist._launch.reports import Event, ProcessEnded, RankCall, Ready, Report, take_reports
 from rpcdist._launch.supervisor import StopSignals
 from rpcdist.deadline import Deadline
 from rpcdist.time_limits import CLOSE_LIMIT_S, LONGEST_WAIT_S
+
+_READ_BYTES = 1 << 20
+
+
+class RankProcess:
+    """The process of one rank, as its parent sees it.
+
+    Args:
+        popen: the process, the leader of a process group of its own.
+        reports: the end of its pipe that is read; owned by this object.
+    """
+
+    def __init__(self, rank: int, popen: subprocess.Popen[bytes], reports: int, output: WorkerOutput) -> None:
+        self.rank = rank
+        self._popen = popen
+        self._reports = reports
+        self._output = output
+        self._received = bytearray()
+        self.has_ended = False
+        self.streams: dict[str, IO[bytes]] = {}
+        for name, stream in (("stdout", popen.stdout), ("stderr", popen.stderr)):
+            assert stream is not None  # they are pipes
+            os.set_blocking(stream.fileno(), False)
+            self.streams[name] = stream
+
+    def fileno(self) -> int:
+        """Readable when the rank has written, or ended."""
+        return self._reports
+
+    def read(self) -> list[Ready | Report]:
+        """The complete reports that have arrived, called when it is readable; sets `has_ended` at the end."""
+        data = os.read(self._reports, _READ_BYTES)
+        self.has_ended = not data
+        self._received += data
+        return take_reports(self._received)
+
+    def copy_output(self, name: str) -> bool:
+        """Takes in what can be read of `stdout` or `stderr`; returns False when nothing will come any more."""
+        try:
+            data = os.read(self.streams[name].fileno(), _READ_BYTES)  # more than a pipe holds
+        except BlockingIOError:
+            return True
+        if data:
+            self._output.write(name, data)
+        return bool(data)
+
+    def terminate(self) -> None:
+        """Asks it to end: SIGTERM, which ends a process that installed no handler."""
+        with suppress(ProcessLookupError):
+            os.kill(self._popen.pid, signal.SIGTERM)
+
+    def pause(self) -> None:
+        """Stops it where it is, until `resume`: it notices nothing of what happens meanwhile."""
+        with suppress(ProcessLookupError):
+            os.kill(self._popen.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Ends `pause`; signals that came meanwhile are delivered before anything else runs."""
+        with suppress(ProcessLookupError):
+            os.kill(self._popen.pid, signal.SIGCONT)
+
+    def kill_group(self) -> None:
+        """Ends it and its children. The process must not have been reaped, or the id could be another's."""
+        with suppress(ProcessLookupError, PermissionError):  # the second: on macOS, for a group of dead processes
+            os.killpg(self._popen.pid, signal.SIGKILL)
+
+    def reap(self, limit_s: float) -> int | None:
+        """Its return code as in `subprocess`; None if it has not ended within `limit_s` seconds."""
+        try:
+            return self._popen.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def close(self) -> None:
+        """Takes in the rest of the output, and closes the pipes. Children that live on cannot write any more."""
+        for name, stream in self.streams.items():
+            self.copy_output(name)
+            stream.close()
+        self._output.close()
+        os.close(self._reports)
+
+
+def start_rank(rank: int, call: RankCall, environment: Mapping[str, str], output: WorkerOutput) -> RankProcess:
+    """Starts a process that calls a function."""
+    reports, report_fd = os.pipe()
+    try:
+        task = Task(rank, os.getpid(), report_fd, _preparation(rank, call), call)
+        # A file rather than a pipe: writing to a pipe would wait for the process to read.
+        with tempfile.TemporaryFile() as file:
+            file.write(pickle.dumps(task.preparation["sys_path"]) + pickle.dumps(task))
+            file.seek(0)
+            popen = subprocess.Popen(
+                _command(),
+                stdin=file,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                env=dict(environment),
+                pass_fds=(report_fd,),
+                process_group=0,  # so that Ctrl-C in a terminal reaches only the parent, which ends all
+            )
+    except BaseException:
+        os.close(reports)
+        raise
+    finally:
+        os.close(report_fd)
+    return RankProcess(rank, popen, reports, output)
+
+
+def _command() -> list[str]:
+    """Python with the options of this interpreter, as `multiprocessing` would start it, but with our program."""
+    *python, _program, _mark = spawn.get_command_line()
+    return [*python, BOOTSTRAP]
+
+
+def _preparation(rank: int, call: RankCall) -> dict[str, Any]:
+    """The data that `multiprocessing` gives a process that it spawns: above all how to import the main module."""
+    preparation: dict[str, Any] = spawn.get_preparation_data(f"rank{rank}")
+    preparation["authkey"] = bytes(preparation["authkey"])  # its own type refuses to be pickled
+    if call.by_value:  # of a notebook, or of `python -`: there is no file to import
+        preparation.pop("init_main_from_path", None)
+        preparation.pop("init_main_from_name", None)
+        return preparation
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.name == "__main__" and spec.origin is not None and _is_guarded(spec):
+        # A folder or a zip file, which `multiprocessing` knows by this name, and then does not import.
+        del preparation["init_main_from_name"]
+        preparation["init_main_from_path"] = os.path.dirname(os.path.abspath(spec.origin))
+    elif spec is not None and spec.name.endswith(".__main__") and not _is_guarded(spec):
+        del preparation["init_main_from_name"]
+    return preparation
+
+
+def _is_guarded(spec: ModuleSpec) -> bool:
+    """Whether the main module of a package, a folder or a zip file asks for its name, so that it can be imported again.
+
+    Many of these do nothing but run the program. Then others must not import them, and need not.
+    """
+    source = getattr(spec.loader, "get_source", lambda name: None)(spec.name)
+    if source is None:
+        return False
+    conditions = [part.test for part in ast.parse(source).body if isinstance(part, ast.If)]
+    names = [node.id for test in conditions for node in ast.walk(test) if isinstance(node, ast.Name)]
+    return "__name__" in names
 
 
 @dataclass(frozen=True, slots=True)

@@ -514,3 +514,17 @@ class SilentWorker:
     state: str
     detail: str
     stacks: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JobFacts:
+    """The workers of a job at one time: the facts of those that have answered, by rank, and those that have not.
+
+    Attributes:
+        error: why there is no answer at all; empty if there is one.
+    """
+
+    job: str = ""
+    workers: tuple[WorkerFacts, ...] = ()
+    silent: tuple[SilentWorker, ...] = ()
+    error: str = ""

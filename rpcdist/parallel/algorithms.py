@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from types import TracebackType
 from typing import Final, NamedTuple
 
@@ -56,6 +57,21 @@ class JoinHook:
         Args:
             is_last_joiner: whether this rank is one of those that trained longest.
         """
+
+
+class CallingJoinHook(JoinHook):
+    """Calls functions: `main` for each iteration of the other ranks, and `post` once all have joined."""
+
+    def __init__(self, main: Callable[[], object], post: Callable[[bool], object] | None = None) -> None:
+        self._main = main
+        self._post = post
+
+    def main_hook(self) -> None:
+        self._main()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        if self._post is not None:
+            self._post(is_last_joiner)
 
 
 class _JoinConfig(NamedTuple):

@@ -33,7 +33,6 @@ from rpcdist.parallel._ddp._finite_check import CheckFinite
 from rpcdist.parallel._ddp._gradient_sources import in_distributed_context
 from rpcdist.parallel._ddp._model_hooks import (
     BufferHookLocation,
-    DataParallelJoinHook,
     DelayedReduction,
     GradientHooks,
     count_ranks,
@@ -52,7 +51,7 @@ from rpcdist.parallel._ddp._quantization import adapt_hook
 from rpcdist.parallel._ddp._reducer import Reducer
 from rpcdist.parallel._ddp._tensor_tree import choose_device, move_to
 from rpcdist.parallel._ddp._torch_methods import SampledIteration, TorchMethods, logging_data
-from rpcdist.parallel.algorithms import Join, Joinable
+from rpcdist.parallel.algorithms import CallingJoinHook, Join, Joinable, JoinHook
 from rpcdist.parallel.comm_hooks import BuiltinCommHookType, average_in, builtin_hook, leaves_equal_bits
 from rpcdist.parallel.sync_batch_norm import adopt_sync_batch_norms
 
@@ -436,9 +435,9 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             divide_by_initial_world_size=divide_by_initial_world_size,
         )
 
-    def join_hook(self, **kwargs: object) -> DataParallelJoinHook:
+    def join_hook(self, **kwargs: object) -> JoinHook:
         self._divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
-        return DataParallelJoinHook(self._shadow_iteration, self._sync_final_model)
+        return CallingJoinHook(self._shadow_iteration, self._sync_final_model)
 
     @property
     def join_device(self) -> torch.device:

@@ -20,7 +20,7 @@ from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp._ddp_arguments import member_group
 from rpcdist.parallel._ddp._parameters import broadcast_tensors
-from rpcdist.parallel.algorithms import Join, Joinable, JoinHook
+from rpcdist.parallel.algorithms import CallingJoinHook, Join, Joinable, JoinHook
 from rpcdist.torch_optimizers import take_step
 
 __all__ = ["ZeroRedundancyOptimizer"]
@@ -199,8 +199,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # ------------------------------------------------------------ uneven inputs
 
     def join_hook(self, **kwargs: object) -> JoinHook:
-        """Steps with the others: put the model before it, as in `Join([model, optimizer])`."""
-        return _StepHook(self)
+        """Steps with the others: put the model before it, as in `Join([model, optimizer])`.
+
+        It takes the gradients that the model's hook has left: the averages over the ranks that still train.
+        """
+        return CallingJoinHook(self.step)
 
     @property
     def join_device(self) -> torch.device:
@@ -209,15 +212,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def join_process_group(self) -> ProcessGroup:
         return self.process_group
-
-
-class _StepHook(JoinHook):
-    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        self._optimizer = optimizer
-
-    def main_hook(self) -> None:
-        """With the gradients that the model's hook has left: the averages over the ranks that still train."""
-        self._optimizer.step()
 
 
 def _copy_options(sources: list[Group], targets: list[Group]) -> None:

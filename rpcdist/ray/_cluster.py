@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -27,14 +26,6 @@ from rpcdist.ray._ray_ranks import RayRanks
 from rpcdist.rpc import RpcOptions
 from rpcdist.time_limits import CLUSTER_START_LIMIT_S, INIT_NOTICE_S
 from rpcdist.transport.token import job_token
-
-
-@dataclass(frozen=True, slots=True)
-class _StartedWorkers:
-    """Workers that were started together: by rank, and what watches their actors."""
-
-    names: Mapping[int, str]
-    ranks: BackgroundRanks
 
 
 class Cluster(ClusterBlock):
@@ -86,7 +77,7 @@ class Cluster(ClusterBlock):
         self._join_timeout_s = join_timeout_s
         self._strategy = strategy
         self._runtime_env = runtime_env
-        self._batches: list[_StartedWorkers] = []
+        self._others: dict[str, tuple[int, BackgroundRanks]] = {}  # the rank, and what watches its actor and others
         self._held = ExitStack()  # the port
         self._next_rank = 1
         self._is_worker = False
@@ -97,7 +88,7 @@ class Cluster(ClusterBlock):
     @property
     def names(self) -> list[str]:
         """The workers that were started and not removed, this process first."""
-        return [self._first_names[0], *(name for batch in self._batches for name in batch.names.values())]
+        return [self._first_names[0], *self._others]
 
     def start(self) -> Self:
         """Joins the job and starts the others; blocks until all have joined. Errors: see the class."""
@@ -157,18 +148,14 @@ class Cluster(ClusterBlock):
             DeadlineExceeded: it did not end; then it is killed at the end of the cluster.
         """
         self._check_open()
-        batch = next((batch for batch in self._batches if name in batch.names.values()), None)
-        if batch is None:
+        if name not in self._others:
             raise ConfigError(f"{name!r} is no worker that can be removed; there are {', '.join(self.names[1:])}")
-        rank = next(rank for rank, its in batch.names.items() if its == name)
+        rank, watched = self._others[name]
         rpc.stop_serving(name)
-        batch.ranks.wait_until_ended([rank])
-        names = {other: its for other, its in batch.names.items() if other != rank}
-        self._batches.remove(batch)
-        if names:
-            self._batches.append(_StartedWorkers(names, batch.ranks))
-        else:
-            batch.ranks.end()
+        watched.wait_until_ended([rank])
+        del self._others[name]
+        if all(ranks is not watched for _, ranks in self._others.values()):
+            watched.end()
 
     def close(self) -> None:
         """Has all workers finish and leave, and waits for the ends of their actors.
@@ -186,9 +173,9 @@ class Cluster(ClusterBlock):
             if rpc.api._is_current_rpc_agent_set():
                 rpc.shutdown()
             self._is_worker = False
-            for batch in self._batches:
-                batch.ranks.wait_until_ended(list(batch.names))
-                failure = batch.ranks.failure()
+            for rank, ranks in self._others.values():
+                ranks.wait_until_ended([rank])
+                failure = ranks.failure()
                 if failure is not None and isinstance(failure.cause, Raised):
                     raise error_of(failure, len(self.names))
         except KeyboardInterrupt:
@@ -225,16 +212,16 @@ class Cluster(ClusterBlock):
             self._runtime_env,
             placed=partial(say_where, plans),
         )
-        batch = _StartedWorkers(by_rank, BackgroundRanks(ranks, make_engine, dict.fromkeys(ranks, self._max_restarts)))
-        self._batches.append(batch)
-        batch.ranks.start()
+        started = BackgroundRanks(ranks, make_engine, dict.fromkeys(ranks, self._max_restarts))
+        self._others |= {name: (rank, started) for rank, name in by_rank.items()}
+        started.start()
         limit_s = min(deadline.remaining_s(), CLUSTER_START_LIMIT_S)
-        batch.ranks.wait_until_ready(limit_s, min(limit_s, INIT_NOTICE_S), lambda missing: None)
+        started.wait_until_ready(limit_s, min(limit_s, INIT_NOTICE_S), lambda missing: None)
         try:
             for name in names:
                 rpc.wait_for_worker(name, timeout=min(deadline.remaining_s(), CLUSTER_START_LIMIT_S))
         except RpcdistError as error:
-            failure = batch.ranks.failure()
+            failure = started.failure()
             if failure is None:
                 raise
             raise error_of(failure, len(self.names)) from error
@@ -242,15 +229,15 @@ class Cluster(ClusterBlock):
     def _abandon(self) -> None:
         """Ends what is left of the job at once."""
         with StopSignals():  # a second Ctrl-C does not interrupt this, which takes seconds at most
-            batches, self._batches = self._batches, []
+            others, self._others = self._others, {}
             try:
                 if self._is_worker:
                     self._is_worker = False
                     with suppress(NotInitialized):  # the block has done it
                         rpc.shutdown(graceful=False)
             finally:
-                for engine in {id(batch.ranks): batch.ranks for batch in batches}.values():
-                    engine.end()
+                for ranks in {id(ranks): ranks for _, ranks in others.values()}.values():
+                    ranks.end()
                 self._held.close()
 
 

@@ -13,13 +13,13 @@ from rpcdist._dashboard.job_history import (
     KEPT_EVENTS,
     KEPT_POINTS,
     MAX_CURVES,
-    JobAnswers,
     JobHistory,
 )
 from rpcdist.inspection import ActorFacts, CallMade, CurveFacts, FunctionTimes, MemberFacts, SilentWorker, ThreadState
+from rpcdist.inspection.facts import JobFacts
 
 
-def after(*looks: JobAnswers, period_s: float = 2.0) -> dict[str, Any]:
+def after(*looks: JobFacts, period_s: float = 2.0) -> dict[str, Any]:
     history = JobHistory()
     for number, look in enumerate(looks):
         history.add(look, 100.0 + number * period_s)
@@ -28,8 +28,8 @@ def after(*looks: JobAnswers, period_s: float = 2.0) -> dict[str, Any]:
     return view
 
 
-def job(*workers: Any, silent: tuple[SilentWorker, ...] = ()) -> JobAnswers:
-    return JobAnswers("default/1", workers, silent)
+def job(*workers: Any, silent: tuple[SilentWorker, ...] = ()) -> JobFacts:
+    return JobFacts("default/1", workers, silent)
 
 
 def texts(view: dict[str, Any]) -> list[tuple[str, str]]:
@@ -109,10 +109,10 @@ def test_events_of_a_job() -> None:
 
 
 def test_the_last_look_stays_when_nobody_answers() -> None:
-    view = after(job(facts()), JobAnswers(error="refused"), JobAnswers(error="refused"), job(facts()))
+    view = after(job(facts()), JobFacts(error="refused"), JobFacts(error="refused"), job(facts()))
     assert view["error"] == ""
     assert [kind for kind, _ in texts(view)] == ["joined", "lost", "back"]
-    view = after(job(facts()), JobAnswers(error="refused"))
+    view = after(job(facts()), JobFacts(error="refused"))
     assert view["error"] == "refused" and [row["name"] for row in view["workers"]] == ["worker0"]
 
 

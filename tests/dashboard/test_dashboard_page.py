@@ -20,9 +20,10 @@ from headless_browser import Browser
 from rpcdist._dashboard import page_server
 from rpcdist._dashboard.job_watch import JobWatch, ask
 from rpcdist._dashboard.page_server import cookie_of, make_page_server
-from rpcdist._inspect.asking import Asker, JobFacts
+from rpcdist._inspect.asking import Asker
 from rpcdist.errors import ConnectFailed
 from rpcdist.inspection import ActorFacts, CurveFacts, LiveNotes, LogLine, SilentWorker, SpanFacts, WorkerFacts
+from rpcdist.inspection.facts import JobFacts
 
 TOKEN = "the-token-of-this-page"
 LIMIT_S = 30.0

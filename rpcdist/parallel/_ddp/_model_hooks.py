@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from functools import partial
 
@@ -27,7 +27,6 @@ from rpcdist.parallel._ddp._buckets import DenseBucket
 from rpcdist.parallel._ddp._gradient_sources import OrdinaryPass, in_distributed_pass
 from rpcdist.parallel._ddp._parameters import Trained, broadcast_tensors
 from rpcdist.parallel._ddp._reducer import Reducer
-from rpcdist.parallel.algorithms import JoinHook
 
 
 class GradientHooks:
@@ -131,25 +130,6 @@ class BufferHookLocation(Enum):
     def _missing_(cls, value: object) -> BufferHookLocation | None:
         """The one of torch's name: programs take torch's."""
         return cls.__members__.get(value.name) if isinstance(value, Enum) else None
-
-
-class DataParallelJoinHook(JoinHook):
-    """Hands the two steps of a joined rank to the model.
-
-    Args:
-        shadow_iteration: takes part in the communication of one iteration of the other ranks.
-        sync_final_model: copies the final model to all ranks; gets whether this rank is one that trained longest.
-    """
-
-    def __init__(self, shadow_iteration: Callable[[], None], sync_final_model: Callable[[bool], None]) -> None:
-        self._shadow_iteration = shadow_iteration
-        self._sync_final_model = sync_final_model
-
-    def main_hook(self) -> None:
-        self._shadow_iteration()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self._sync_final_model(is_last_joiner)
 
 
 def count_ranks(mine: bool, group: ProcessGroup, device: torch.device) -> int:
