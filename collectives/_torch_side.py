@@ -1,4 +1,4 @@
-"""What torch's C++ code and its compiler meet of ours.
+"""Our parts that torch's C++ code and its compiler see.
 
 Our Work stands where torch expects its own, alive for as long as torch's C++ code holds it. Functional collectives
 whose C++ code asks a group for a backend of torch's, which ours do not have, get kernels of ours; the others call

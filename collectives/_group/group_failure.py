@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 from rpcdist.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, GroupAborted, RankLost
 
@@ -90,19 +89,6 @@ class Reporter:
     def explains_losses(self) -> bool:
         """Whether a verdict will come on the state of a rank whose connection broke."""
         return False
-
-
-class WatchListener(Protocol):
-    """Acts on what the watch hears from other ranks. Called on the I/O loop; must not block."""
-
-    def fail(self, failure: GroupFailure) -> object:
-        """The group failed on another rank."""
-
-    def rank_left(self, rank: int, last_sequence: int) -> None:
-        """A rank left the group in order, after taking part in all operations up to `last_sequence`."""
-
-    def where(self) -> tuple[int, str]:
-        """The newest operation that this rank has called, and what it does now, in words."""
 
 
 def timeout_verdict(

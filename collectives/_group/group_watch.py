@@ -1,26 +1,20 @@
-"""`GroupWatch`: a group's watch and its sockets, from the first moment of the group to its last; and `StateKeeper`.
-
-The latter is the common part of a group's engine and of its device's watchdog: events go to the group's state.
-"""
+"""`GroupWatch`: a group's watch and its sockets, from the first moment of the group to its last."""
 
 from __future__ import annotations
 
 import dataclasses
 import socket
 import threading
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.bootstrap import address_of_rank_0, not_made
-from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure, WatchListener
+from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure
 from rpcdist.collectives._group.local_process import bind_host
 from rpcdist.collectives._group.state import Action, GroupState
-from rpcdist.collectives._group.watch import Watch, encoded
+from rpcdist.collectives._group.watch import StateKeeper, Watch, encoded
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConnectFailed, DistNetworkError, RendezvousError
 from rpcdist.time_limits import ANSWER_LIMIT_S, CHECK_INTERVAL_S, THREAD_GRACE_S
@@ -31,45 +25,7 @@ from rpcdist.transport.sockets import SocketHub
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class StateKeeper(ABC):
-    """Owns the state of a group; any thread may bring it events (it is a `WatchListener`).
-
-    Attributes:
-        state: read by others, changed by the keeper only.
-        abort_hooks: called, each once, when the group fails and before its operations do, on any thread.
-    """
-
-    def __init__(self, state: GroupState) -> None:
-        self.state = state
-        self.abort_hooks: dict[int, Callable[[], object]] = {}
-
-    @abstractmethod
-    def _handle(self, event: Callable[[], Sequence[Action]]) -> Sequence[Action]:
-        """Calls an event of the state, under the lock, and carries out the actions, without it; returns them."""
-
-    def opened(self) -> None:
-        """All ranks are connected: acts on what was heard while the group was made."""
-        self._handle(self.state.open)
-
-    def fail(self, failure: GroupFailure) -> bool:
-        """Ends the group on this rank only: another rank said so. Returns False when it had failed before."""
-        return bool(self._handle(partial(self.state.fail, failure, heard=True)))
-
-    def fail_everywhere(self, failure: GroupFailure) -> GroupFailure:
-        """Makes it the group's failure, unless there is one, tells the other ranks, and returns the one that counts."""
-        self._handle(partial(self.state.fail, failure, heard=False))
-        return self.state.failure or failure
-
-    def rank_left(self, rank: int, last_sequence: int) -> None:
-        """A rank left the group in order, after taking part in all operations up to `last_sequence`."""
-        self._handle(partial(self.state.leave, rank, last_sequence))
-
-    def where(self) -> tuple[int, str]:
-        """The newest operation that this rank has called, and what it does now, in words."""
-        return self.state.where(time.monotonic())
-
-
-class GroupWatch(WatchListener):
+class GroupWatch(StateKeeper):
     """Connects the watch of a group before anything else of it, so that a rank that dies meanwhile is noticed.
 
     It keeps in the group's state what the watch hears, until there is an engine to act on it. The store tells the other
@@ -94,7 +50,7 @@ class GroupWatch(WatchListener):
     """
 
     def __init__(self, context: GroupContext, state: GroupState, deadline: Deadline, unix_sockets: bool = True) -> None:
-        self._state = state
+        super().__init__(state)
         self._context = context
         self._lock = threading.Lock()
         self._group: StateKeeper | None = None
@@ -124,12 +80,12 @@ class GroupWatch(WatchListener):
         """Raises when the group cannot be made any more."""
         if self._context.check is not None:
             self._context.check()  # a member cannot come any more
-        failure = self._state.setup_failure()
+        failure = self.state.setup_failure()
         if failure is None:
             return
         if failure.kind is FailureKind.TIMEOUT:
             raise RendezvousError(failure.reason)
-        raise failure.error(f"making group {self._state.group!r}")
+        raise failure.error(f"making group {self.state.group!r}")
 
     def exchange(self, value: str, deadline: Deadline) -> list[str]:
         """Returns the texts of all ranks, by rank. All ranks call it, in one order; blocks.
@@ -178,24 +134,11 @@ class GroupWatch(WatchListener):
         self.leave(0)
         self.release()
 
-    # ------------------------------------------------------------ WatchListener
-
-    def fail(self, failure: GroupFailure) -> None:
+    def _handle(self, event: Callable[[], Sequence[Action]]) -> Sequence[Action]:
         with self._lock:  # so that nothing is written to the state here once the group has it
             if self._group is None:
-                self._state.fail(failure, heard=True)
-                return
-        self._group.fail(failure)
-
-    def rank_left(self, rank: int, last_sequence: int) -> None:
-        with self._lock:
-            if self._group is None:
-                self._state.leave(rank, last_sequence)
-                return
-        self._group.rank_left(rank, last_sequence)
-
-    def where(self) -> tuple[int, str]:
-        return self._state.where(0.0) if self._group is None else self._group.where()
+                return event()
+        return self._group._handle(event)
 
 
 def connect_watch(

@@ -24,8 +24,11 @@ import json
 import logging
 import select
 import socket
-from collections.abc import Coroutine
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Final
 
 from rpcdist.collectives._group.group_failure import (
@@ -33,9 +36,9 @@ from rpcdist.collectives._group.group_failure import (
     FailureKind,
     GroupFailure,
     Reporter,
-    WatchListener,
     timeout_verdict,
 )
+from rpcdist.collectives._group.state import Action, GroupState
 from rpcdist.errors import ProtocolViolation, RpcdistError
 from rpcdist.time_limits import (
     ANSWER_LIMIT_S,
@@ -60,6 +63,44 @@ def encoded(message: Message) -> bytes:
     """A message as it is sent."""
     data = json.dumps(message).encode()
     return len(data).to_bytes(4, "big") + data
+
+
+class StateKeeper(ABC):
+    """Brings events to the state of a group; any thread. Its watch calls it on the I/O loop, so it must not block.
+
+    Attributes:
+        state: read by others, changed by the keeper only.
+        abort_hooks: called, each once, when the group fails and before its operations do, on any thread.
+    """
+
+    def __init__(self, state: GroupState) -> None:
+        self.state = state
+        self.abort_hooks: dict[int, Callable[[], object]] = {}
+
+    @abstractmethod
+    def _handle(self, event: Callable[[], Sequence[Action]]) -> Sequence[Action]:
+        """Calls an event of the state, under the lock, and carries out the actions, without it; returns them."""
+
+    def opened(self) -> None:
+        """All ranks are connected: acts on what was heard while the group was made."""
+        self._handle(self.state.open)
+
+    def fail(self, failure: GroupFailure) -> bool:
+        """Ends the group on this rank only: another rank said so. Returns False when it had failed before."""
+        return bool(self._handle(partial(self.state.fail, failure, heard=True)))
+
+    def fail_everywhere(self, failure: GroupFailure) -> GroupFailure:
+        """Makes it the group's failure, unless there is one, tells the other ranks, and returns the one that counts."""
+        self._handle(partial(self.state.fail, failure, heard=False))
+        return self.state.failure or failure
+
+    def rank_left(self, rank: int, last_sequence: int) -> None:
+        """A rank left the group in order, after taking part in all operations up to `last_sequence`."""
+        self._handle(partial(self.state.leave, rank, last_sequence))
+
+    def where(self) -> tuple[int, str]:
+        """The newest operation that this rank has called, and what it does now, in words."""
+        return self.state.where(time.monotonic())
 
 
 class WatchConnection:
@@ -139,9 +180,7 @@ logger = logging.getLogger(__name__)
 class Watch(Reporter):
     """One rank's end of the watch; see the module's text."""
 
-    def __init__(
-        self, node: Node, rank: int, world_ranks: tuple[int, ...], group: str, listener: WatchListener
-    ) -> None:
+    def __init__(self, node: Node, rank: int, world_ranks: tuple[int, ...], group: str, listener: StateKeeper) -> None:
         self._node = node
         self._rank = rank
         self._world_ranks = world_ranks

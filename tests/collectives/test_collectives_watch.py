@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import queue
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure
-from rpcdist.collectives._group.watch import Message, Watch, encoded
+from rpcdist.collectives._group.state import Action, GroupState
+from rpcdist.collectives._group.watch import Message, StateKeeper, Watch, encoded
 from rpcdist.transport import Node, acquire_node
 
 LIMIT_S = 10.0
@@ -17,10 +18,11 @@ SIZE = 4
 WORLD = (20, 21, 22, 23)
 
 
-class Listener:
+class Listener(StateKeeper):
     """An engine, as the watch sees it."""
 
     def __init__(self) -> None:
+        super().__init__(GroupState("g", 0, WORLD))
         self.failures: queue.Queue[GroupFailure] = queue.Queue()
         self.departures: queue.Queue[tuple[int, int]] = queue.Queue()
         self.place = (5, "is in all_reduce #5")
@@ -28,6 +30,9 @@ class Listener:
     def fail(self, failure: GroupFailure) -> bool:
         self.failures.put(failure)
         return True
+
+    def _handle(self, event: Callable[[], Sequence[Action]]) -> Sequence[Action]:
+        raise AssertionError("its events go to the queues")
 
     def rank_left(self, rank: int, last_sequence: int) -> None:
         self.departures.put((rank, last_sequence))
