@@ -174,11 +174,7 @@ class Family(NamedTuple):
     """The values of one metric, under OpenTelemetry's name.
 
     Attributes:
-        name: with dots.
-        kind: of the metric.
         unit: by UCUM: "s", "By", or what is counted, in braces.
-        help: what it is.
-        samples: labels, and the value.
     """
 
     name: str

@@ -59,8 +59,6 @@ class ReceiveStep:
     """Receives a region from a peer.
 
     Attributes:
-        peer: the rank that sends it.
-        region: the region that is written.
         operand: if given, the message is reduced with this region, and the result goes to `region`, which may be the
             same. The data of the lower rank is the first operand, so that two ranks that exchange get the same bits.
         deferred: whether to reduce only after this round's sends, since they read the region that is written.
@@ -81,8 +79,6 @@ class Round:
     """Steps that run at the same time.
 
     Attributes:
-        sends: at most one to each peer.
-        receives: at most one from each peer.
         final: the region of a receive with an operand, if that receive completes the reduction over all ranks. Other
             ranks may get it from here.
     """

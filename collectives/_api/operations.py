@@ -138,12 +138,8 @@ def all_gather_single(
     return binding.run(lowering.all_gather_single(binding.place, output_tensor, input_tensor), async_op)
 
 
-@begins_traceback
-def all_gather_into_tensor(
-    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None, async_op: bool = False
-) -> Work | None:
-    """Another name of `all_gather_single`."""
-    return all_gather_single(output_tensor, input_tensor, group, async_op)
+all_gather_into_tensor = all_gather_single
+"""Another name of `all_gather_single`."""
 
 
 @begins_traceback
@@ -197,17 +193,8 @@ def gather_single(
     return binding.run(lowering.gather_single(binding.place, gather_tensor, tensor, root), async_op)
 
 
-@begins_traceback
-def gather_into_tensor(
-    tensor: torch.Tensor,
-    gather_tensor: torch.Tensor | None = None,
-    dst: int | None = None,
-    group: Group = None,
-    async_op: bool = False,
-    group_dst: int | None = None,
-) -> Work | None:
-    """Another name of `gather_single`."""
-    return gather_single(tensor, gather_tensor, dst, group, async_op, group_dst)
+gather_into_tensor = gather_single
+"""Another name of `gather_single`."""
 
 
 @begins_traceback
@@ -273,16 +260,8 @@ def reduce_scatter_single(
     return binding.run(lowering.reduce_scatter_single(binding.place, output, input, op), async_op)
 
 
-@begins_traceback
-def reduce_scatter_tensor(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    op: object = ReduceOp.SUM,
-    group: Group = None,
-    async_op: bool = False,
-) -> Work | None:
-    """Another name of `reduce_scatter_single`."""
-    return reduce_scatter_single(output, input, op, group, async_op)
+reduce_scatter_tensor = reduce_scatter_single
+"""Another name of `reduce_scatter_single`."""
 
 
 @begins_traceback

@@ -28,7 +28,6 @@ class BackendBinding:
     """Hands the operations of a group to the backend that its tensors' device type needs.
 
     Attributes:
-        backend: carries the operations out.
         place: rank and size of the group, and whether tensors are staged in CPU memory; for lowering.
         timeout_s: limit of operations that bring none; None for the backend's own.
         hooks: called around each operation; None when there are none.

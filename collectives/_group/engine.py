@@ -78,10 +78,6 @@ class Job(Control):
 
     Attributes:
         name: what it is; `title` is the same as text.
-        operation: its tensors and kind.
-        finish: called once when the transport is done, before the Work is.
-        record: its entry in the flight recorder.
-        work: what the caller waits for.
     """
 
     __slots__ = ("_engine", "deadline", "fingerprint", "finish", "name", "operation", "record", "sequence", "work")

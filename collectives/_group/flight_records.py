@@ -31,7 +31,6 @@ class Record:
     """One operation of one rank. Times are in nanoseconds since the epoch.
 
     Attributes:
-        group: the group's name.
         family: "collective", or "point" for send and recv, which each rank numbers by itself.
         sequence: its number among the group's operations of that family.
         operation: e.g. "all_reduce".

@@ -30,7 +30,6 @@ class LocalProcess:
     """The sockets through which other ranks reach this process, its flight recorder, and its open backends.
 
     Attributes:
-        recorder: the flight recorder.
         counts: what `rpcdist.metrics` counts here, once it is asked for.
     """
 

@@ -82,7 +82,6 @@ class GroupState:
         departed: rank to the last sequence number that it took part in, for ranks that left, in their order.
         refusal: why operations that are called now are refused; None while they are accepted.
         sequence: number of operations accepted so far; the shell counts, after a look at `refusal`.
-        current: the running operation; the shell sets it.
         last: title of the operation that ended last; the shell sets it.
         last_ended: when that was, in seconds of a monotonic clock.
     """

@@ -103,9 +103,6 @@ class Operation:
     """One operation on one rank; see the table above.
 
     Attributes:
-        kind: the kind of operation.
-        inputs: the tensors that are read.
-        outputs: the tensors that are written.
         reduce_op: the reduction, for the kinds that reduce.
         root: the root's rank in the group, for the kinds that have one; else -1.
         factor: this rank's factor, for PREMUL_SUM.

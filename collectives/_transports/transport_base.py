@@ -91,8 +91,6 @@ class Transport(ABC):
     """The medium of one group.
 
     Attributes:
-        rank: this process's rank in the group.
-        size: number of ranks in the group.
         reduces_many: whether ALL_REDUCE takes any number of tensors.
     """
 

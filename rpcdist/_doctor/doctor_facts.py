@@ -62,8 +62,6 @@ class HostFacts:
         free_shm_bytes: what is left of it.
         memfd_error: why no shared memory without a name can be had.
         abstract_error: why no abstract Unix socket can be had.
-        gpu: the GPUs.
-        versions: of the libraries.
     """
 
     setting_error: str | None = None
@@ -88,7 +86,6 @@ class PortFact(NamedTuple):
     """One address that the name of a worker stands for.
 
     Attributes:
-        host: the address.
         answer: what became of the attempt to connect.
         detail: what the system said.
         own_host: the address of this machine that the connection left from.
@@ -127,7 +124,6 @@ class SessionFact(NamedTuple):
     """A session with a worker.
 
     Attributes:
-        name: the worker's.
         channel: "local", "tcp" or "grpc".
         passed_over: better channels that were tried in vain, and why.
         round_trip_s: of a small question over gRPC.
@@ -149,7 +145,6 @@ class WorkerAnswer:
         own_address: where it tried to reach this process.
         clock_offset_s: its clock less ours.
         clock_error_s: how much that may be wrong.
-        versions: of its libraries.
         large_failure: why a message of 20 kB did not come through, though small ones did.
     """
 
@@ -167,18 +162,14 @@ class WorkerFact:
     """One address that was asked for, or that the coordinator named.
 
     Attributes:
-        address: host:port.
         member: the name of the worker, where the coordinator named the address.
         name_error: why the name cannot be resolved.
-        ports: what answers there.
         is_this_machine: whether the address is one of this machine.
-        session: with the worker.
         session_error: why there is none.
         listen_error: why this process could not listen where that worker would reach it.
         is_refused: whether the two sides did talk, and one refused the other.
         shown: the worker's certificate, where there is no session.
         now_s: this machine's clock when it was looked at.
-        answer: of the worker.
     """
 
     address: str

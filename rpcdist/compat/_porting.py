@@ -10,13 +10,6 @@ from dataclasses import dataclass
 from rpcdist.compat._names_in_programs import Import, Meaning, Scope, Use, meaning_of, read_uses
 
 
-@dataclass(frozen=True)
-class _Edit:
-    start: int
-    end: int
-    text: str
-
-
 class Text:
     """The source of a module, and the changes to make in it.
 
@@ -30,7 +23,7 @@ class Text:
         for line in source.split("\n"):
             starts.append(starts[-1] + len(line) + 1)
         self._line_starts = starts
-        self._edits: list[_Edit] = []
+        self._edits: list[tuple[int, int, str]] = []  # start, end, and what comes there
 
     def start_of(self, node: ast.expr | ast.stmt | ast.alias) -> int:
         """Where a node starts."""
@@ -43,7 +36,7 @@ class Text:
 
     def replace(self, start: int, end: int, text: str) -> None:
         """Puts `text` in the place of what is from `start` to `end`; the changes of one text must not overlap."""
-        self._edits.append(_Edit(start, end, text))
+        self._edits.append((start, end, text))
 
     def add_after(self, statement: ast.stmt, lines: list[str]) -> None:
         """Adds statements after one: on lines of their own with its indentation, or else on its line."""
@@ -84,9 +77,9 @@ class Text:
     def changed(self) -> str:
         """The text with all changes."""
         parts, position = [], 0
-        for edit in sorted(self._edits, key=lambda edit: (edit.start, edit.end)):
-            parts += [self.source[position : edit.start], edit.text]
-            position = max(position, edit.end)
+        for start, end, text in sorted(self._edits, key=lambda edit: edit[:2]):
+            parts += [self.source[position:start], text]
+            position = max(position, end)
         return "".join([*parts, self.source[position:]])
 
     def _has_parentheses(self, statement: ast.ImportFrom) -> bool:

@@ -124,7 +124,6 @@ class RemoteDevice(NamedTuple):
 
     Attributes:
         on: name or rank of the worker; None for this worker.
-        device: the device on that worker.
     """
 
     on: str | int | None

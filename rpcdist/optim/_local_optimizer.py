@@ -37,9 +37,6 @@ class LocalOptimizer:
         lock: held by all of its methods. Several trainers, each with an optimizer of its own here, may share the
             parameters; one of them works on the parameters at a time.
         optimizer_class, groups, is_flat, numbers, args, kwargs: as for `new_local_optimizer`.
-
-    Attributes:
-        optim: the optimizer.
     """
 
     def __init__(
@@ -193,9 +190,6 @@ class OptimizerTable:
     """The local optimizers of one agent, as long as some `DistributedOptimizer` refers to them.
 
     Calls identify an optimizer by its number: a call with plain arguments costs half of one with a reference.
-
-    Attributes:
-        lock: see `LocalOptimizer`.
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,6 @@ class Shard:
     """The parameters that one worker owns.
 
     Attributes:
-        owner: the worker.
         groups: for each of its local groups, the index of the user's group.
         numbers: for each of its local groups, the numbers of the parameters.
         params: for each of its local groups, the references.

@@ -52,7 +52,6 @@ class _MessageConnection(Generic[S]):
 
     Attributes:
         sock: the socket, from `open` on.
-        is_open: the socket can be used.
         ended: the reason why the connection cannot be used any more; None while it can.
     """
 

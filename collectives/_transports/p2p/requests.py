@@ -103,8 +103,6 @@ class MessageTitle(NamedTuple):
         verb: "send" or "recv".
         number: the number of the call among those of its kind, on this rank.
         rank: the other rank in the world; None for any.
-        tag: the message's.
-        group: the group's name.
     """
 
     verb: str
@@ -137,7 +135,6 @@ class Request(Work):
         peer: the other rank in the group; None for any.
 
     Attributes:
-        memory: the bytes of the tensor.
         deadline_at: when its time is over, on the monotonic clock.
         error: the error with which it failed; set before `done`.
         source: the sender's rank, for a receive that has its message.
@@ -212,8 +209,6 @@ class UnexpectedMessage:
     """A message that arrived, or begins to, before its receive.
 
     Attributes:
-        source: the sender's rank.
-        header: the header of the message.
         tensor: as many bytes as the header says; their pages become resident as they are filled.
     """
 

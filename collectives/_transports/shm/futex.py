@@ -20,8 +20,7 @@ _WAKE: Final = 1
 _EVERYBODY: Final = (1 << 31) - 1
 
 
-class _TimeSpec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+_TimeSpec = ctypes.c_long * 2  # seconds and nanoseconds
 
 
 def _load() -> ctypes._NamedFuncPointer | None:

@@ -6,6 +6,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -72,37 +73,25 @@ _STAGING_SLOT: Final = -1
 _NO_BYTES: Final = memoryview(b"")
 
 
+@dataclass(slots=True)
 class PlanRunner:
     """Runs the plan of one operation.
 
-    Args:
+    Attributes:
         finish: makes a region final, given it in the reducer's dtype; None when there is nothing to do.
         scratch: memory for messages that are reduced as they arrive.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        connections: PairConnections,
-        control: Control,
-        frame: OperationFrame,
-        buffers: Sequence[PlanBuffer],
-        reducer: ReduceKernel | None,
-        finish: Callable[[torch.Tensor], object] | None,
-        scratch: Scratch,
-        pollers: Pollers,
-        spin_policy: SpinPolicy,
-    ) -> None:
-        self._rank = rank
-        self._connections = connections
-        self._control = control
-        self._frame = frame
-        self._buffers = buffers
-        self._reducer = reducer
-        self._finish = finish
-        self._scratch = scratch
-        self._pollers = pollers
-        self._spin_policy = spin_policy
+    rank: int
+    connections: PairConnections
+    control: Control
+    frame: OperationFrame
+    buffers: Sequence[PlanBuffer]
+    reducer: ReduceKernel | None
+    finish: Callable[[torch.Tensor], object] | None
+    scratch: Scratch
+    pollers: Pollers
+    spin_policy: SpinPolicy
 
     def run(self, plan: Plan) -> None:
         """Runs all rounds; raises like `Transport.run`."""
@@ -119,43 +108,43 @@ class PlanRunner:
     # ------------------------------------------------------------ from steps to messages
 
     def _sending(self, number: int, step: SendStep) -> Iterator[Sending]:
-        payload = self._buffers[step.region.buffer].bytes_of(step.region) if step.region.count else _NO_BYTES
-        for channel, (start, stop) in enumerate(self._connections.stripes(step.peer, len(payload))):
-            yield Sending(step.peer, channel, self._frame.header(number, stop - start), payload[start:stop])
+        payload = self.buffers[step.region.buffer].bytes_of(step.region) if step.region.count else _NO_BYTES
+        for channel, (start, stop) in enumerate(self.connections.stripes(step.peer, len(payload))):
+            yield Sending(step.peer, channel, self.frame.header(number, stop - start), payload[start:stop])
 
     def _receiving(self, number: int, step: ReceiveStep, final: Region | None) -> Iterator[Receiving]:
         region = step.region
-        payload = self._buffers[region.buffer].bytes_of(region) if region.count else _NO_BYTES
-        for channel, (start, stop) in enumerate(self._connections.stripes(step.peer, len(payload))):
-            expected = self._frame.header(number, stop - start)
+        payload = self.buffers[region.buffer].bytes_of(region) if region.count else _NO_BYTES
+        for channel, (start, stop) in enumerate(self.connections.stripes(step.peer, len(payload))):
+            expected = self.frame.header(number, stop - start)
             part, reduction = payload[start:stop], None
             if step.operand is not None and region.count:
                 reduction = self._reduction(step, channel, start, stop, region == final)
                 part = reduction.memory
-            yield Receiving(step.peer, channel, self._frame, expected, part, stop - start, reduction)
+            yield Receiving(step.peer, channel, self.frame, expected, part, stop - start, reduction)
 
     def _reduction(self, step: ReceiveStep, channel: int, start: int, stop: int, final: bool) -> Reduction:
         """How to reduce bytes `start` to `stop` of a message."""
-        assert self._reducer is not None and step.operand is not None
-        operand = self._buffers[step.operand.buffer].numbers(step.operand, start, stop)
-        buffer = self._buffers[step.region.buffer]
+        assert self.reducer is not None and step.operand is not None
+        operand = self.buffers[step.operand.buffer].numbers(step.operand, start, stop)
+        buffer = self.buffers[step.region.buffer]
         target = buffer.numbers(step.region, start, stop)
         size = slice_bytes(target.element_size())
         if target.data_ptr() != operand.data_ptr():
             staging, memory = target, buffer.bytes_of(step.region)[start:stop]
         else:
             length = target.nbytes if step.deferred else min(target.nbytes, size)
-            staging = self._scratch.get(_STAGING_SLOT - channel, length // target.element_size(), target.dtype)
+            staging = self.scratch.get(_STAGING_SLOT - channel, length // target.element_size(), target.dtype)
             memory = memory_of(staging)
         return Reduction(
-            self._reducer.combine, target, operand, staging, memory, step.peer < self._rank, size,
-            step.deferred, self._finish if final else None,
+            self.reducer.combine, target, operand, staging, memory, step.peer < self.rank, size,
+            step.deferred, self.finish if final else None,
         )  # fmt: skip
 
     # ------------------------------------------------------------ transfers
 
     def _finish_transfers(self, transfers: list[Transfer]) -> None:
-        spin_policy = self._spin_policy
+        spin_policy = self.spin_policy
         pending = self._unfinished(transfers)
         while pending:
             num_before = len(pending)
@@ -177,7 +166,7 @@ class PlanRunner:
 
     def _advance(self, transfer: Transfer) -> bool:
         if transfer.connection is None:
-            transfer.connection = self._connections.get(transfer.peer, transfer.channel, self._control)
+            transfer.connection = self.connections.get(transfer.peer, transfer.channel, self.control)
             if transfer.connection is None:
                 return False
         return transfer.advance()
@@ -186,7 +175,7 @@ class PlanRunner:
         """Waits until one of the transfers can go on."""
         if any(transfer.has_buffered for transfer in pending):
             return
-        arrivals = self._connections.waker.fileno()
+        arrivals = self.connections.waker.fileno()
         masks: dict[int, int] = {}
         for transfer in pending:
             if transfer.connection is None:
@@ -194,18 +183,18 @@ class PlanRunner:
             else:
                 descriptor = transfer.connection.fileno()
                 masks[descriptor] = masks.get(descriptor, 0) | (select.POLLOUT if transfer.is_send else select.POLLIN)
-        wakeup_fd = self._control.wakeup_fd
-        poller = self._pollers.get(masks, wakeup_fd)
+        wakeup_fd = self.control.wakeup_fd
+        poller = self.pollers.get(masks, wakeup_fd)
         while True:
             ready = {descriptor for descriptor, _ in poller.poll(1000 * CHECK_INTERVAL_S)}
-            self._control.check()
+            self.control.check()
             if ready - {wakeup_fd}:
                 break
-            if self._control.deadline.expired():
+            if self.control.deadline.expired():
                 self._check_own_shortage(pending)
                 raise TransportTimeout(frozenset(transfer.peer for transfer in pending))
         if arrivals in ready:
-            self._connections.waker.drain()
+            self.connections.waker.drain()
 
     def _check_own_shortage(self, pending: list[Transfer]) -> None:
         """Raises `TransportError` if lower ranks may have connected, and this process could not accept them."""

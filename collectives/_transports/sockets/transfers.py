@@ -38,7 +38,6 @@ class Transfer:
     """A message between this rank and a peer.
 
     Attributes:
-        peer: the other rank.
         channel: the index of the connection with it.
         connection: the connection; None until it is open.
     """

@@ -25,9 +25,7 @@ class GradientFacts:
     """The properties of a gradient that determine its bucket.
 
     Attributes:
-        num_bytes: size of the dense gradient.
         kind: dtype and device; a bucket holds one kind.
-        sparse: whether the gradient is expected to be sparse.
     """
 
     num_bytes: int

@@ -49,7 +49,6 @@ class Notice:
     Attributes:
         rank: rank in the world.
         iteration: number of the backward pass, from 1.
-        missing: names of the parameters without gradients.
         final: whether the rank has raised an error; else the gradients may still become ready.
         problem: the error, where it is not about missing gradients.
     """

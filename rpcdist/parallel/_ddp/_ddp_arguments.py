@@ -109,7 +109,6 @@ class ReducerOptions:
     """The choices of the user that the reducer needs.
 
     Attributes:
-        caps: size limits of the buckets.
         find_unused: whether parameters may stay without gradients, different ones in each iteration.
         static: whether every iteration uses the same parameters as the first one.
         view: whether gradients become views of the buckets.

@@ -29,7 +29,6 @@ class UnusedParameters(DataParallelError):
 
     Attributes:
         rank: rank in the world on which the gradients are missing.
-        parameters: names of the parameters without gradients.
         iteration: number of the backward pass, from 1.
         rule: which parameters were to get gradients.
         indices: their numbers among the parameters that are averaged.

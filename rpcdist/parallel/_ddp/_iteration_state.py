@@ -94,7 +94,6 @@ class IterationState:
     """The state of one iteration at a time; see the rules at the top of the file.
 
     Attributes:
-        phase: see `Phase`.
         iteration: the number of the iteration that was opened last, from 1.
         num_unused_forwards: forward passes that synchronised and had no backward pass yet.
         missing: the parameters whose gradients the iteration waits for.

@@ -23,14 +23,7 @@ MAX_DIFFERENCES: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A parameter that is trained.
-
-    Attributes:
-        index: its position among them.
-        name: name in the module.
-        tensor: the parameter.
-        sparse: whether its gradient is expected to be sparse.
-    """
+    """A parameter that is trained."""
 
     index: int
     name: str

@@ -80,7 +80,6 @@ class PipelineConfig:
     Attributes:
         key: names the pipeline; the same on all its workers.
         workers: names of the workers; stage `s` lives on `workers[s % len(workers)]`.
-        num_stages: number of stages in the whole pipeline.
         loss_fn: called with the output of the last stage, and with the targets.
         devices: of the stages of each worker.
     """
@@ -115,7 +114,6 @@ class StepOrder:
         targets: one tuple per micro-batch; empty unless the worker has the last stage.
         weights: weight of each micro-batch in the loss of the batch; empty unless the worker has the last stage.
         with_outputs: whether the report shall have the outputs of the last stage.
-        timeout_s: limit of the whole step.
     """
 
     step: int
