@@ -30,12 +30,7 @@ from rpcdist.collectives._operations.operation import barrier_timeout
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
-from rpcdist.collectives._torch_side import (
-    TorchWork,
-    hide_from_compiler,
-    keep_what_torch_holds,
-    serve_functional_ops,
-)
+from rpcdist.collectives._torch_side import TorchWork, hide_from_compiler, keep_what_torch_holds, serve_functional_ops
 from rpcdist.collectives.backends import default_backend
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.rendezvous import job_attempt

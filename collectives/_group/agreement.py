@@ -34,16 +34,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, cast
 
-from rpcdist.collectives._stores.store_operations import (
-    Add,
-    Check,
-    CompareSet,
-    Get,
-    Missing,
-    Set,
-    StoreOperation,
-    Wait,
-)
+from rpcdist.collectives._stores.store_operations import Add, Check, CompareSet, Get, Missing, Set, StoreOperation, Wait
 
 R = TypeVar("R")
 Steps = Generator[StoreOperation[object], object, R]

@@ -40,12 +40,7 @@ from rpcdist.collectives._group.group_failure import (
 )
 from rpcdist.collectives._group.state import Action, GroupState
 from rpcdist.errors import ProtocolViolation, RpcdistError
-from rpcdist.time_limits import (
-    ANSWER_LIMIT_S,
-    CLOSE_STEP_LIMIT_S,
-    GROUP_ANSWER_LIMIT_S,
-    GROUP_SILENCE_LIMIT_S,
-)
+from rpcdist.time_limits import ANSWER_LIMIT_S, CLOSE_STEP_LIMIT_S, GROUP_ANSWER_LIMIT_S, GROUP_SILENCE_LIMIT_S
 from rpcdist.transport import Node
 from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.sockets import receive_some, send_all
