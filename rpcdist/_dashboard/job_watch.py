@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from functools import partial
 
 from rpcdist._dashboard.job_history import JobHistory
@@ -25,16 +24,14 @@ class JobWatch:
         asker: asks; its calls block, so a thread makes them.
         address: of a worker of the job. Where it does not answer any more, other workers are asked.
         period_s: between two looks, in seconds.
-        clock: seconds since the epoch.
     """
 
-    def __init__(self, asker: Asker, address: str, period_s: float, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, asker: Asker, address: str, period_s: float) -> None:
         self.history = JobHistory()
         self.num_looks = 0
         self._asker = asker
         self._addresses = [address]
         self._period_s = period_s
-        self._clock = clock
         self._latest: dict[str, WorkerFacts] = {}
         self._num_viewers = 0
         self._wanted = asyncio.Event()
@@ -50,11 +47,11 @@ class JobWatch:
             began = time.monotonic()
             try:
                 answers = await run_in_thread(partial(ask, self._asker, self._addresses), _nothing, "rpcdist-looks")
-                self.history.add(answers, self._clock())
+                self.history.add(answers, time.time())
             except Exception as error:  # the view must not stand still without a word
                 logger.exception("a look at the job failed")
                 answers = JobFacts(error=f"a look at the job failed: {error}")
-                self.history.add(answers, self._clock())
+                self.history.add(answers, time.time())
             if not answers.error:
                 self._latest = {facts.worker: facts for facts in answers.workers}
                 others = [facts.address for facts in answers.workers if facts.address != self._addresses[0]]

@@ -33,7 +33,7 @@ from rpcdist.time_limits import (
     LOOK_PATIENCE_S,
     QUICK_ANSWER_LIMIT_S,
 )
-from rpcdist.transport import NodeOptions, acquire_node
+from rpcdist.transport import acquire_node
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.link import Link
 from rpcdist.transport.unix_sockets import INSPECTION_ROLE, local_addresses, process_at
@@ -53,7 +53,6 @@ class Asker:
     """Asks; use it as a context manager. Its methods block, bounded, and may be called again and again.
 
     Args:
-        options: the token and the like; by default those of the environment.
         is_live: asks for log lines and spans, too, which workers then note; each answer has those since the one before.
             Of stacks it gets only those of workers where something takes long, and of members those of the worker that
             is asked first; `facts_at` has all.
@@ -62,8 +61,8 @@ class Asker:
         ConfigError: there is no usable token.
     """
 
-    def __init__(self, options: NodeOptions | None = None, is_live: bool = False) -> None:
-        self._node = acquire_node(options)
+    def __init__(self, is_live: bool = False) -> None:
+        self._node = acquire_node()
         self._is_live = is_live
         # By address: those that answered last time, for the next look, and the numbers of the last notes that came.
         self._links: dict[str, tuple[Link, int]] = {}
