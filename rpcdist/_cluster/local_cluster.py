@@ -12,18 +12,19 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rpcdist._cluster.cluster_block import ClusterBlock, join_cluster, worker_names
 from rpcdist._launch.job_plan import HOST, Role, held_port, plan_job, this_machine
-from rpcdist._launch.local_ranks import LocalRanks, RankTask
+from rpcdist._launch.local_ranks import LocalRanks
 from rpcdist._launch.output import KEPT_LINES, JobOutput
 from rpcdist._launch.placement import Placement, placement_from_environment
 from rpcdist._launch.progress import error_of, interrupted
 from rpcdist._launch.rank_main import check_not_importing_main
-from rpcdist._launch.reports import Raised, pickle_call
+from rpcdist._launch.reports import Raised, RankCall, pickle_call
 from rpcdist._launch.supervisor import BackgroundRanks, KeptInterrupt, StopSignals
 from rpcdist.errors import (
     AlreadyInitialized,
@@ -196,11 +197,8 @@ class LocalCluster(ClusterBlock):
         # They import torch while this process does.
         call = pickle_call(join_cluster, (self.names, address, self._options, True), imports=("rpcdist.rpc",))
         common = {**os.environ, "MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
-        tasks = {
-            rank: RankTask(name, call, {**common, **one.variables})
-            for rank, (name, one) in enumerate(zip(self.names, self._plan.ranks, strict=True))
-        }
-        processes = self._processes = BackgroundRanks(range(1, len(tasks)), partial(self._make_engine, tasks))
+        make_engine = partial(self._make_engine, call, common)
+        processes = self._processes = BackgroundRanks(range(1, len(self.names)), make_engine)
         self._check_not_cancelled()  # from here on, `_cancel` finds the processes
         processes.start()
         with KeptInterrupt():
@@ -234,8 +232,9 @@ class LocalCluster(ClusterBlock):
         self.dashboard_url = page.url
         print(f"dashboard: {page.url}", file=sys.stderr, flush=True)
 
-    def _make_engine(self, tasks: Mapping[int, RankTask], wake: int) -> LocalRanks:
-        self._engine = LocalRanks(tasks, wake, self._output)
+    def _make_engine(self, call: RankCall, common: Mapping[str, str], wake: int) -> LocalRanks:
+        plans = {rank: replace(one, name=self.names[rank]) for rank, one in enumerate(self._plan.ranks)}
+        self._engine = LocalRanks(plans, {one.role.name: call for one in plans.values()}, common, wake, self._output)
         return self._engine
 
     def _join(self, processes: BackgroundRanks, address: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, TypeVarTuple, overload
 
 from rpcdist._launch.job_plan import HOST, JobPlan, Role, held_port, plan_job, this_machine
 from rpcdist._launch.job_records import JobRecord
-from rpcdist._launch.local_ranks import LocalRanks, RankTask
+from rpcdist._launch.local_ranks import LocalRanks
 from rpcdist._launch.output import ERROR_LINES, JobOutput
 from rpcdist._launch.placement import ROLE_VARIABLE, Placement, placement_from_environment
 from rpcdist._launch.progress import Outcome, Progress, Succeeded, error_of, interrupted, restart_pause_s
@@ -141,13 +141,10 @@ def launch(
     calls = {role.name: pickle_call(role.function, role.args) for role in all_roles}
     progress = progress_of(plan, join_timeout_s)
     with names_shortage("launch"), StopSignals() as stop, held_port(master_port) as port:
-        address = {"MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
-        tasks = {
-            rank: RankTask(one.name, calls[one.role.name], {**os.environ, **one.variables, **address})
-            for rank, one in enumerate(plan.ranks)
-        }
+        variables = {**os.environ, "MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
+        engine = LocalRanks(dict(enumerate(plan.ranks)), calls, variables, stop, output)
         with JobRecord(name, f"{HOST}:{port}", output.log_dir) as record:
-            outcome = run_job(LocalRanks(tasks, stop, output), progress, stop, partial(record.write, plan, progress))
+            outcome = run_job(engine, progress, stop, partial(record.write, plan, progress))
     results = results_of(outcome, plan, progress, output, join_timeout_s, named=roles is not None)
     return results if roles is None else results_by_role(results, plan)
 

@@ -17,11 +17,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from multiprocessing import spawn
 from typing import IO, Any
 
+from rpcdist._launch.job_plan import RankPlan
 from rpcdist._launch.output import JobOutput, WorkerOutput
 from rpcdist._launch.rank_main import BOOTSTRAP, Task
 from rpcdist._launch.reports import Event, ProcessEnded, RankCall, Ready, Report, take_reports
@@ -174,20 +174,28 @@ def _is_guarded(spec: ModuleSpec) -> bool:
     return "__name__" in names
 
 
-@dataclass(frozen=True, slots=True)
-class RankTask:
-    """The task of a rank's process: `name` is that of its worker, `variables` are its environment."""
-
-    name: str
-    call: RankCall
-    variables: Mapping[str, str]
-
-
 class LocalRanks:
-    """See `RankEngine`. `pause` may be called on any thread, all else on one."""
+    """See `RankEngine`. `pause` may be called on any thread, all else on one.
 
-    def __init__(self, tasks: Mapping[int, RankTask], wake: StopSignals | int, output: JobOutput) -> None:
-        self._tasks = tasks
+    Args:
+        plans: by rank.
+        calls: what each role runs, by its name.
+        common: the environment variables that all ranks get.
+        wake: ends `reports` while it is readable.
+        output: where the output of the processes goes.
+    """
+
+    def __init__(
+        self,
+        plans: Mapping[int, RankPlan],
+        calls: Mapping[str, RankCall],
+        common: Mapping[str, str],
+        wake: StopSignals | int,
+        output: JobOutput,
+    ) -> None:
+        self._plans = plans
+        self._calls = calls
+        self._common = common
         self._output = output
         self._selector = selectors.DefaultSelector()
         self._selector.register(wake, selectors.EVENT_READ)
@@ -197,10 +205,10 @@ class LocalRanks:
         self._reaping = threading.Lock()  # nobody is reaped while it is held: the process id could be another's
 
     def start(self, rank: int, attempt: int) -> None:
-        task = self._tasks[rank]
-        output = self._output.open(task.name, attempt)
+        plan = self._plans[rank]
+        output = self._output.open(plan.name, attempt)
         try:
-            process = start_rank(rank, task.call, task.variables, output)
+            process = start_rank(rank, self._calls[plan.role.name], {**self._common, **plan.variables}, output)
         except BaseException:
             output.close()
             raise

@@ -27,7 +27,8 @@ from program_sessions import (
 )
 
 from rpcdist import LocalCluster, rpc
-from rpcdist._launch.local_ranks import LocalRanks, RankTask
+from rpcdist._launch.job_plan import RankPlan, Role
+from rpcdist._launch.local_ranks import LocalRanks
 from rpcdist._launch.output import JobOutput
 from rpcdist._launch.reports import pickle_call
 from rpcdist._launch.supervisor import BackgroundRanks
@@ -214,8 +215,9 @@ def test_a_start_cancelled_before_its_thread_runs_starts_nothing(monkeypatch: py
 
 
 def engine(wake: int) -> LocalRanks:
-    call = pickle_call(pid, ())
-    return LocalRanks({rank: RankTask(f"worker{rank}", call, {}) for rank in (1, 2)}, wake, JobOutput())
+    role = Role("worker", pid, 2)
+    plans = {rank: RankPlan(f"worker{rank}", role, {}) for rank in (1, 2)}
+    return LocalRanks(plans, {"worker": pickle_call(pid, ())}, {}, wake, JobOutput())
 
 
 def test_what_the_watching_thread_failed_with_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
