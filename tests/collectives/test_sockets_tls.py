@@ -18,8 +18,8 @@ from socket_hubs import LIMIT_S, hubs, write_all
 from socket_ranks import FakeControl, Ranks, socket_ranks
 from transport_in_memory import reference
 
+from rpcdist.collectives._operations.dense import memory_of
 from rpcdist.collectives._operations.operation import Kind, Operation
-from rpcdist.collectives._transports.memory import memory_of
 from rpcdist.collectives._transports.p2p.messenger import Mailboxes
 from rpcdist.collectives._transports.sockets.pair_connections import OperationFrame
 from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport

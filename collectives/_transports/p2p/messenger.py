@@ -27,8 +27,8 @@ from typing import Final
 
 import torch
 
+from rpcdist.collectives._operations.dense import memory_of
 from rpcdist.collectives._operations.operation import dtype_code
-from rpcdist.collectives._transports.memory import memory_of
 from rpcdist.collectives._transports.p2p.message_state import MessageState
 from rpcdist.collectives._transports.p2p.peer_sockets import OutgoingConnection
 from rpcdist.collectives._transports.p2p.progress_engine import ProgressEngine

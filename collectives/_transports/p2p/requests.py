@@ -21,8 +21,8 @@ from typing import Final, NamedTuple, Protocol
 
 import torch
 
+from rpcdist.collectives._operations.dense import copy_bytes, memory_of
 from rpcdist.collectives._operations.operation import DTYPES, dtype_code
-from rpcdist.collectives._transports.memory import copy_bytes, memory_of
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveError, ProtocolViolation
 

@@ -22,9 +22,9 @@ from typing import Final
 
 import torch
 
+from rpcdist.collectives._operations.dense import copy_bytes
 from rpcdist.collectives._operations.operation import Operation, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import ReduceKernel, premultiply_to, reducer
-from rpcdist.collectives._transports.memory import copy_bytes
 from rpcdist.collectives._transports.shm.routes import (
     Publish,
     Route,

@@ -11,8 +11,8 @@ from typing import Final
 
 import torch
 
+from rpcdist.collectives._operations.dense import copy_bytes
 from rpcdist.collectives._operations.operation import Kind, Operation
-from rpcdist.collectives._transports.memory import copy_bytes
 from rpcdist.collectives._transports.shm.reductions import Reductions
 from rpcdist.collectives._transports.shm.routes import Route, num_steps, route, span
 from rpcdist.collectives._transports.shm.segment_layout import Layout, RankBuffers

@@ -13,9 +13,9 @@ from typing import Final
 
 import torch
 
+from rpcdist.collectives._operations.dense import copy_bytes, memory_of
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import reducer
-from rpcdist.collectives._transports.memory import copy_bytes, memory_of
 from rpcdist.collectives._transports.rank_waits import Pollers, SpinPolicy
 from rpcdist.collectives._transports.sockets.pair_connections import HEADER_BYTES, OperationFrame, PairConnections
 from rpcdist.collectives._transports.transport_base import Control, TransportPeerLost, TransportTimeout

@@ -12,8 +12,8 @@ from typing import Final
 import torch
 
 from rpcdist.collectives._algorithms.steps import Plan, ReceiveStep, Region, SendStep
+from rpcdist.collectives._operations.dense import memory_of
 from rpcdist.collectives._operations.reduce_kernels import ReduceKernel
-from rpcdist.collectives._transports.memory import memory_of
 from rpcdist.collectives._transports.rank_waits import Pollers, SpinPolicy
 from rpcdist.collectives._transports.sockets.pair_connections import OperationFrame, PairConnections
 from rpcdist.collectives._transports.sockets.transfers import Receiving, Reduction, Sending, Transfer, slice_bytes

@@ -9,8 +9,8 @@ import torch
 
 from rpcdist.collectives._algorithms.choose import plan_for
 from rpcdist.collectives._operations import reduce_kernels
+from rpcdist.collectives._operations.dense import copy_bytes
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
-from rpcdist.collectives._transports.memory import copy_bytes
 from rpcdist.collectives._transports.rank_waits import Pollers, SpinPolicy, ranks_here
 from rpcdist.collectives._transports.sockets.pair_connections import OperationFrame, PairConnections
 from rpcdist.collectives._transports.sockets.pair_exchange import PairExchange
