@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from rpcdist._launch.job_records import address_of
 from rpcdist.errors import AuthenticationFailed, ConfigError, RpcdistError
-from rpcdist.inspection.text import printable_lines
+from rpcdist.inspection.fact_texts import printable_lines
 from rpcdist.time_limits import LIVE_VIEW_PERIOD_S
 
 if TYPE_CHECKING:

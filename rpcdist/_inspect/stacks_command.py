@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rpcdist._launch.job_records import address_of
 from rpcdist.errors import AuthenticationFailed, RpcdistError
 from rpcdist.inspection import describe, explain, facts_to_json
-from rpcdist.inspection.text import printable_lines
+from rpcdist.inspection.fact_texts import printable_lines
 from rpcdist.time_limits import LONG_WAIT_S
 
 if TYPE_CHECKING:

@@ -10,7 +10,15 @@
 
 from __future__ import annotations
 
-from rpcdist.inspection.fact_json import MAX_FACTS_BYTES, facts_from_json, facts_to_json, fields_of, notes_from_json
+from rpcdist.inspection.fact_texts import (
+    MAX_FACTS_BYTES,
+    describe,
+    facts_from_json,
+    facts_to_json,
+    fields_of,
+    notes_from_json,
+    printable_lines,
+)
 from rpcdist.inspection.facts import (
     ActorFacts,
     CallMade,
@@ -39,7 +47,6 @@ from rpcdist.inspection.facts import (
     ThreadState,
     WorkerFacts,
 )
-from rpcdist.inspection.text import describe, printable_lines
 from rpcdist.inspection.waits import Chain, Explanation, WaitLink, explain
 
 __all__ = [
