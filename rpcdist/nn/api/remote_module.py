@@ -69,34 +69,15 @@ def refuse(name: str, advice: str) -> NoReturn:
     raise ConfigError(f"Method ``{name}`` not supported for RemoteModule. {advice}")
 
 
-class RefusesLocalMethods(nn.Module):
-    """A module without parameters, buffers and submodules in this process."""
-
-
 def _refusing(name: str) -> Any:
-    def refused(self: RefusesLocalMethods, *args: Any, **kwargs: Any) -> NoReturn:
+    def refused(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
         refuse(name, f"Call it where the module lives: remote_module.get_module_rref().rpc_sync().{name}(...)")
 
     refused.__name__ = name
-    refused.__qualname__ = f"RefusesLocalMethods.{name}"
+    refused.__qualname__ = f"RemoteModule.{name}"
     refused.__doc__ = "Not supported for remote modules; raises ValueError."
     return refused
 
-
-# A handle that arrived in a call lacks the attributes that `nn.Module.__init__` sets. As a submodule of a local module
-# it needs some of them, so the class has empty ones.
-for _name, _empty in {
-    "training": True,
-    "_parameters": MappingProxyType({}),
-    "_buffers": MappingProxyType({}),
-    "_modules": MappingProxyType({}),
-    "_non_persistent_buffers_set": frozenset(),
-    "_load_state_dict_post_hooks": MappingProxyType({}),
-}.items():
-    setattr(RefusesLocalMethods, _name, _empty)
-
-for _name in REFUSED:
-    setattr(RefusesLocalMethods, _name, _refusing(_name))
 
 # The attributes that are sent when a RemoteModule is an argument or a result of a call.
 _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
@@ -154,8 +135,8 @@ def _rebuild(cls: type[_RemoteModule], *attributes: Any) -> _RemoteModule:
     return made
 
 
-class _RemoteModule(RefusesLocalMethods, Generic[P, R]):
-    """`RemoteModule`, with TorchScript at the owner on request.
+class _RemoteModule(nn.Module, Generic[P, R]):
+    """`RemoteModule`, with TorchScript at the owner on request. In this process it has no parameters and submodules.
 
     Args:
         remote_device, module_cls, args, kwargs: as for `RemoteModule`.
@@ -370,6 +351,22 @@ class _RemoteModule(RefusesLocalMethods, Generic[P, R]):
             "a RemoteModule cannot be compiled by TorchScript, because its calls are made by Python; call it from "
             "Python code. With _module_interface_cls the module itself is compiled, at its owner"
         )
+
+
+# A handle that arrived in a call lacks the attributes that `nn.Module.__init__` sets. As a submodule of a local module
+# it needs some of them, so the class has empty ones.
+for _name, _empty in {
+    "training": True,
+    "_parameters": MappingProxyType({}),
+    "_buffers": MappingProxyType({}),
+    "_modules": MappingProxyType({}),
+    "_non_persistent_buffers_set": frozenset(),
+    "_load_state_dict_post_hooks": MappingProxyType({}),
+}.items():
+    setattr(_RemoteModule, _name, _empty)
+
+for _name in REFUSED:
+    setattr(_RemoteModule, _name, _refusing(_name))
 
 
 class RemoteModule(_RemoteModule[P, R]):
