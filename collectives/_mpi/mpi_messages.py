@@ -38,7 +38,7 @@ _NUMBERS: Final = 1 << 15
 """Numbers of messages repeat after that many; MPI guarantees tags up to 2**15 - 1."""
 
 
-class _Message:
+class _MpiMessage:
     """A send of this rank. `look` is called with the lock held, until it says that it is done."""
 
     def __init__(self, title: str, deadline: Deadline, tensor: torch.Tensor, header: bytes | bytearray) -> None:
@@ -54,7 +54,7 @@ class _Message:
         return not self.requests
 
 
-class _Recv(_Message):
+class _Recv(_MpiMessage):
     """A receive."""
 
     def __init__(
@@ -114,7 +114,7 @@ class MpiMessages:
         self._lock = threading.Lock()
         self._looking = threading.Lock()  # the thread that holds it looks for all
         self._changed = threading.Condition(self._lock)
-        self._under_way: deque[_Message] = deque()
+        self._under_way: deque[_MpiMessage] = deque()
         self._numbers = [0] * headers.Get_size()
         self._error: GroupFailure | None = None
         self._closing = False
@@ -130,7 +130,7 @@ class MpiMessages:
             number = self._numbers[peer]
             self._numbers[peer] = (number + 1) % _NUMBERS
             header = _HEADER.pack(tensor.nbytes, number, dtype_code(tensor.dtype))
-            message = _Message(title, Deadline.after(timeout_s), tensor, header)
+            message = _MpiMessage(title, Deadline.after(timeout_s), tensor, header)
             message.requests = [
                 self._headers.Isend([header, self.mpi.BYTE], peer, tag),
                 self._elements.Isend(as_bytes(self.mpi, tensor), peer, number),
@@ -166,14 +166,14 @@ class MpiMessages:
         if not 0 <= tag <= largest:
             raise ConfigError(f"{title}: tags of this MPI go from 0 to {largest}")
 
-    def _add(self, message: _Message, asynchronous: bool) -> None:
+    def _add(self, message: _MpiMessage, asynchronous: bool) -> None:
         self._under_way.append(message)
         if asynchronous and self._poller is None:
             self._poller = threading.Thread(target=self._poll, name=f"rpcdist mpi {self._group}", daemon=True)
             self._poller.start()
         self._changed.notify_all()
 
-    def _see_to(self, message: _Message, asynchronous: bool) -> Work:
+    def _see_to(self, message: _MpiMessage, asynchronous: bool) -> Work:
         if asynchronous:
             return message.work
         pause = Pause()
@@ -226,7 +226,7 @@ class MpiMessages:
         if failed is not None:
             self._fail(*failed)
 
-    def _find_done(self) -> tuple[list[_Message], tuple[_Message, Exception] | None]:
+    def _find_done(self) -> tuple[list[_MpiMessage], tuple[_MpiMessage, Exception] | None]:
         done = []
         for message in self._under_way:
             try:
@@ -238,11 +238,11 @@ class MpiMessages:
                 return done, (message, exc)
         return done, None
 
-    def _timed_out(self, message: _Message) -> CollectiveError:
+    def _timed_out(self, message: _MpiMessage) -> CollectiveError:
         reason = "it was not done in time: the other side did not call its part, or is not there any more"
         return GroupFailure(FailureKind.TIMEOUT, reason).error(message.work.title)
 
-    def _fail(self, message: _Message, exc: Exception) -> None:
+    def _fail(self, message: _MpiMessage, exc: Exception) -> None:
         kind = FailureKind.ERROR
         if isinstance(exc, ValueError):
             kind = FailureKind.MISMATCH
