@@ -49,9 +49,17 @@ class Actor:
 
 
 @contextlib.contextmanager
-def open_actor(python: str) -> Iterator[Actor]:
-    """Starts Ray and an actor with the interpreter `python`; ends both in any case."""
-    process = subprocess.Popen([python, str(PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def open_actor(python: str, *program: str) -> Iterator[Actor]:
+    """Starts Ray and an actor with the interpreter `python`; ends both in any case.
+
+    Args:
+        python: the interpreter.
+        program: another program than `PROGRAM`, of this folder, and its arguments.
+    """
+    name, *arguments = program or (PROGRAM.name,)
+    process = subprocess.Popen(
+        [python, str(PROGRAM.with_name(name)), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert process.stdin is not None and process.stdout is not None
     try:
         actor = Actor(process)

@@ -4,6 +4,8 @@ Measures published weights, and calls to many workers, against plain copies and 
 Each row is measured beside what it is compared with, in rounds and in turns, by a trainer and four generators of one
 host, with one thread each (16 workers for the calls). The table shows medians, and the ratio of the medians.
 
+With `--ray PYTHON`, there is a row for Ray: put, get in four actors, and a copy into tensors of their own.
+
 With `--hosts`, it measures five network namespaces in place of that, which play hosts with links of 1 Gbit/s each way
 (`tc tbf`; it takes root): until four hosts have the weights, against one.
 """
@@ -18,11 +20,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import _ray
 from _report import about_machine, layout, show, write_results
 
 HEAD = ("what", "ms", "against", "ms", "ratio", "in single rounds", "at most", "ok")
@@ -35,6 +38,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--mib", type=int, default=256, help="size of the weights")
     parser.add_argument("--hosts", action="store_true", help="between network namespaces, with links of 1 Gbit/s")
+    parser.add_argument("--ray", metavar="PYTHON", help=f"against Ray, too; PYTHON has `{_ray.REQUIREMENT}` and torch")
     parser.add_argument("--write", action="store_true", help="put the table into benchmarks/RESULTS.md")
     arguments = parser.parse_args()
     from rpcdist.testing import WorkerPool
@@ -47,9 +51,14 @@ def main() -> int:
             lines = lines_between_hosts(pool, namespaces, arguments.rounds, arguments.mib)
         print("\n".join(["", *layout(HEAD, lines)]))
         return 0
-    with WorkerPool({"OMP_NUM_THREADS": "1", "PYTHONPATH": folder}) as pool:
+    with WorkerPool({"OMP_NUM_THREADS": "1", "PYTHONPATH": folder}) as pool, ExitStack() as stack:
+        ray = None
+        if arguments.ray:
+            about.append(f"- Ray {_ray.version(arguments.ray)}")
+            program = ("_ray_weights.py", str(arguments.mib))
+            ray = stack.enter_context(_ray.open_actor(arguments.ray, *program))
         names = ["trainer", *(f"g{number}" for number in range(16))]
-        bench = Bench(pool.world(*names, rpc_timeout=LIMIT_S), arguments.rounds, arguments.mib)
+        bench = Bench(pool.world(*names, rpc_timeout=LIMIT_S), arguments.rounds, arguments.mib, ray)
         lines = bench.lines()
     table = layout(HEAD, lines)
     print("\n".join(["", *table]))
@@ -65,9 +74,11 @@ class Bench:
         world: the workers, which call the functions below.
         rounds: how often each row is measured.
         mib: size of the weights.
+        ray: actors of Ray to compare with; None without it.
     """
 
-    def __init__(self, world: Any, rounds: int, mib: int) -> None:
+    def __init__(self, world: Any, rounds: int, mib: int, ray: _ray.Actor | None = None) -> None:
+        self.ray = ray
         self.trainer = world["trainer"]
         self.generators = [world[f"g{number}"] for number in range(NUM_GENERATORS)]
         self.rounds = rounds
@@ -87,7 +98,15 @@ class Bench:
             pending.result(LIMIT_S)
         copy = f"one copy of {self.mib} MiB"
         self.prepare_shards()
+        lines = []
+        if (ray := self.ray) is not None:
+            ray.measure(1)  # its first put takes the memory
+            theirs = "Ray: put, get in 4 actors, copied"
+            lines.append(
+                self.row(all_have_it, lambda: self.spread("weights", pull), theirs, lambda: ray.measure(1)["s"], 0.5)
+            )
         return [
+            *lines,
             self.row(all_have_it, lambda: self.spread("weights", pull), "five copies", self.five_copies, 1.2),
             self.row(all_have_it + " as a view", lambda: self.spread("weights", look), copy, self.one_copy, 1.3),
             self.row(all_have_it, lambda: self.spread("weights", pull), "Gloo: broadcast in 5 ranks", self.gloo, 0.5),

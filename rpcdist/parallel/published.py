@@ -294,6 +294,10 @@ class Published:
             ConfigError: the target's tensors are not those that are published; nothing was copied.
             DeadlineExceeded: nobody has published under this name in time.
         """
+        if isinstance(newer_than, bool) or not isinstance(newer_than, int) or newer_than < 0:
+            raise ConfigError(
+                f"newer_than is the number of a version of {self.name!r}, 0 for none, not {newer_than!r:.100}"
+            )
         with self._reading:
             purpose = f"the targets for {self.name!r}"
             targets = pieces_of(target, purpose, self._seen_targets)

@@ -48,15 +48,19 @@ def test_a_peer_keeps_a_bounded_number_of_versions_from_being_overwritten(cluste
     assert len(origin._pins) == MAX_SOURCES_OF_WORKER
 
 
-def test_a_peer_adds_a_bounded_number_of_hosts_to_the_chain(cluster: InProcessCluster) -> None:
+def test_a_peer_adds_a_bounded_number_of_hosts_to_the_chain(
+    cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     origin = publisher_of(cluster)
+    monkeypatch.setattr(origin, "_tell", lambda *_: None)  # an attacker would not say that it has no such source
+    names = [f"evil/{number}" for number in range(MAX_SOURCES_OF_WORKER)]
     with cluster.use("evil"):
         with pytest.raises(CallRefused, match="no worker of this job has a source"):
-            ask(origin.source_name, "join", "nobody/1", "", None, timeout=LIMIT_S).wait()
-        for number in range(MAX_SOURCES_OF_WORKER):
-            ask(origin.source_name, "join", f"evil/{number}", "", None, timeout=LIMIT_S).wait()
+            ask(origin.source_name, "join", "nobody/1", "", None, [], timeout=LIMIT_S).wait()
+        for name in names:
+            ask(origin.source_name, "join", name, "", None, names, timeout=LIMIT_S).wait()
         with pytest.raises(CallRefused, match="'evil' has 16 sources"):
-            ask(origin.source_name, "join", "evil/x", "", None, timeout=LIMIT_S).wait()
+            ask(origin.source_name, "join", "evil/x", "", None, names, timeout=LIMIT_S).wait()
     assert len(origin._hosts) == MAX_SOURCES_OF_WORKER
 
 

@@ -265,6 +265,16 @@ def test_memory_and_descriptors_stay_as_they_are(world: RpcWorld) -> None:
     assert {worker.name: worker.run(there.descriptors_and_maps) for worker in world} == before
 
 
+def test_consumers_that_have_gone_keep_no_descriptors_of_a_publisher_that_is_done(world: RpcWorld) -> None:
+    world["trainer"].run(there.publish, 1)
+    found = []
+    for _ in range(10):
+        assert world["g0"].run(there.pull) == (1, [1.0])
+        world["g0"].run(there.close)
+        found.append(world["trainer"].run(there.descriptors_and_maps)[0])
+    assert found[-1] == found[0]
+
+
 # ---------------------------------------------------------------- bad input
 
 
@@ -299,6 +309,14 @@ def test_bad_input_is_an_error_that_names_tensor_shapes_and_workers(cluster: InP
         ]:
             with pytest.raises(ConfigError, match=text):
                 weights.publish(further)
+        for number in (0, -1, True, "3", 1.5):
+            with pytest.raises(ConfigError, match="the numbers of versions are 1 to"):
+                weights.publish({"a": torch.ones(2, 3), "b": torch.ones(4)}, version=number)  # type: ignore[arg-type]
+        for number in (-1, True, "1", None):
+            with pytest.raises(
+                ConfigError, match=f"newer_than is the number of a version of 'policy', .* not {number!r}"
+            ):
+                weights.pull_into({"b": torch.ones(4)}, number)  # type: ignore[arg-type]
         assert weights.publish({"b": torch.full((4,), 2.0), "a": torch.ones(2, 3)}) == 2  # in another order
         with pytest.raises(ConfigError, match="within is a number of versions"):
             weights.publish({"a": torch.ones(2, 3), "b": torch.ones(4)}, within=-1)

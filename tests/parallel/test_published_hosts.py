@@ -80,6 +80,22 @@ def test_each_host_gets_the_bytes_once_from_the_one_before(job: Job, monkeypatch
     assert counts == {"trainer": num_chunks, "g0": num_chunks, "g1": num_chunks}  # g2 passes nothing on
 
 
+def test_consumers_that_are_freed_and_not_closed_are_forgotten(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    assert job.publish("trainer", 1) == 1
+    origin = job.held["trainer"]._origin
+    assert origin is not None
+    for _ in range(_source.MAX_SOURCES_OF_WORKER + 1):
+        job.held["g0"] = Published("policy")
+        assert job.pull("g0") == (1, [1.0])
+    assert len(origin._hosts) == 1
+    job.held["g0"] = Published("policy")
+    caplog.clear()
+    assert job.publish("trainer", 2) == 2
+    eventually(lambda: not origin._hosts, "it is forgotten")
+    assert not caplog.records
+    assert job.pull("g0") == (2, [2.0])
+
+
 def test_the_bound_on_staleness_holds_between_hosts(job: Job) -> None:
     job.publish("trainer", 1)
     for name in HOSTS:

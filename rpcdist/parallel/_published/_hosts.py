@@ -26,7 +26,7 @@ from rpcdist.errors import CallRefused, ConfigError, DeadlineExceeded, RpcdistEr
 from rpcdist.parallel._published._layout import PlainLayout, PlainSelection, Selection, VersionLayout, have_dtypes
 from rpcdist.parallel._published._parts import MAX_SEGMENTS, NEWEST, unpacked
 from rpcdist.parallel._published._small_tensors import SmallTensors, copy_tensors, small_ones
-from rpcdist.parallel._published._source import CHUNK_BYTES, VersionSource, ask, check_fetcher, worker_of
+from rpcdist.parallel._published._source import CHUNK_BYTES, VersionSource, ask, check_fetcher, sources_of, worker_of
 from rpcdist.rpc._current import current_agent
 from rpcdist.time_limits import IDLE_LIMIT_S, SLOW_ANSWER_LIMIT_S
 
@@ -98,7 +98,7 @@ class Publisher(VersionSource):
         self._next = 1
         self._hosts: dict[str, str] = {}  # addresses by the sources' names, in the order of the chain
         self._num_changes = 0  # of the hosts
-        self._fetches: dict[str, rpc.Future[int]] = {}  # by source name: those that may go on
+        self._fetches: dict[str, rpc.Future[int | None]] = {}  # by source name: those that may go on
         self._publishing = threading.Lock()
 
     def publish(
@@ -124,7 +124,7 @@ class Publisher(VersionSource):
         """
         with self._publishing:
             number = self._next if version is None else version
-            if not 0 < number < MAX_VERSION:
+            if isinstance(number, bool) or not isinstance(number, int) or not 0 < number < MAX_VERSION:
                 raise ConfigError(f"version={number!r:.100}: the numbers of versions are 1 to {MAX_VERSION - 1}")
             if number < self._next:
                 raise ConfigError(
@@ -246,11 +246,12 @@ class Publisher(VersionSource):
         self._fetches[source] = future = ask(source, "fetch", self.source_name, version, timeout=0)
         future.add_done_callback(lambda done: self._on_fetched(source, version, done))
 
-    def _on_fetched(self, source: str, version: int, done: rpc.Future[int]) -> None:
+    def _on_fetched(self, source: str, version: int, done: rpc.Future[int | None]) -> None:
         if self._fetches.get(source) is done:
             del self._fetches[source]
         try:
-            done.wait()
+            if done.wait() is None:
+                self.forget(source)
         except Exception as exc:
             is_here = source in self._living_hosts()  # or its consumer has closed it
             level = logging.WARNING if is_here else logging.DEBUG
@@ -356,13 +357,14 @@ class Publisher(VersionSource):
             plain = self.layout.plain()
             return self.source_name, plain, self._keep, self._num_changes, addresses, self.num_shards
 
-    def join(self, source: str, address: str, num_changes: int | None) -> bool:
+    def join(self, source: str, address: str, num_changes: int | None, living: Sequence[str]) -> bool:
         """A host wants to fetch from now on, the newest version first.
 
         Args:
             source: its source's name.
             address: where that one's readers connect; empty where there are none.
             num_changes: of the description by which it found that its host has no source yet; None if it knows that.
+            living: the sources of its worker; others were freed by the garbage collector, which tells nobody.
 
         Returns:
             False if another host has come meanwhile, which may be the same one.
@@ -370,6 +372,9 @@ class Publisher(VersionSource):
         with self._changed:
             if address and num_changes not in (None, self._num_changes):
                 return False
+            for other in [other for other in self._hosts if worker_of(other) == worker_of(source)]:
+                if other not in living:
+                    del self._hosts[other]
             check_fetcher(source, self._hosts)
             self._hosts[source] = address
             self._num_changes += 1
@@ -529,7 +534,8 @@ class HostCopy(VersionSource):
                 self._contents = [0] * len(self._contents)
                 self._wanted = self.newest
             self.origin = origin  # which begins to call `fetch` here now
-        asked = ask(origin, "join", self.source_name, self.address, num_changes, timeout=SLOW_ANSWER_LIMIT_S)
+        living = list(sources_of(current_agent()))
+        asked = ask(origin, "join", self.source_name, self.address, num_changes, living, timeout=SLOW_ANSWER_LIMIT_S)
         return bool(asked.wait())
 
     @property

@@ -94,9 +94,10 @@ def ask(source_name: str, method: str, *args: object, timeout: float) -> rpc.Fut
 
 def _answer(source_name: str, method: str, args: tuple[object, ...]) -> object:
     """At the worker of a source."""
-    sources = _sources.get(current_agent())
-    source = None if sources is None else sources.get(source_name)
+    source = sources_of(current_agent()).get(source_name)
     if source is None:
+        if method == "fetch":  # the publisher forgets it
+            return None
         raise TransportError(f"the source {source_name!r} of published tensors has been closed")
     if method not in _CALLED_BY_PEERS:
         raise CallRefused(f"{method!r} of a source of published tensors is not for other workers")
@@ -188,10 +189,8 @@ class VersionSource:
         self._me = agent.worker_name
         self.source_name = f"{self._me}{_SEPARATOR}{secrets.token_hex(4)}"
         self._connections: list[_AdmittedReader] = []
-        self._pins: dict[
-            str, tuple[int, int]
-        ] = {}  # version and segment that other hosts fetch, by their sources' names
-        _sources.setdefault(agent, weakref.WeakValueDictionary())[self.source_name] = self
+        self._pins: dict[str, tuple[int, int]] = {}  # version and segment that other hosts' sources fetch, by name
+        sources_of(agent)[self.source_name] = self
         self._changed = threading.Condition()  # guards the two above, and what subclasses say
         self._fence = threading.Lock()
         # The version whose bytes each segment has, also while readers are not given it any more; 0 if none is whole.
@@ -255,6 +254,7 @@ class VersionSource:
         page = Segment.create(PAGE_BYTES)
         words = words_of(page, True)
         with self._changed:  # before it reads
+            self._forget_readers()  # a publisher may publish once, and never look at them again
             self._connections.append(_AdmittedReader(name, words, connection))
         descriptors = self._memory.descriptors
         hello = HELLO.pack(HELLO_MAGIC, self._memory.size_bytes, len(descriptors) - 1)
@@ -262,11 +262,15 @@ class VersionSource:
             files = [descriptors[0].fileno(), page.fileno(), *(s.fileno() for s in descriptors[1:])]
             socket.send_fds(connection, [hello], files)
 
-    def _forget_ended(self) -> None:
-        """Lets go of readers that are gone, and of other hosts' workers that are; needs the lock."""
+    def _forget_readers(self) -> None:
+        """Lets go of readers that are gone; needs the lock."""
         for connection in [connection for connection in self._connections if connection.has_ended()]:
             self._connections.remove(connection)
             connection.socket.close()
+
+    def _forget_ended(self) -> None:
+        """Lets go of readers that are gone, and of other hosts' workers that are; needs the lock."""
+        self._forget_readers()
         if self._pins:
             living = {worker.name for worker in rpc.workers()}
             self._pins = {source: pin for source, pin in self._pins.items() if worker_of(source) in living}
@@ -452,8 +456,8 @@ class VersionSource:
     def close(self) -> None:
         """Ends all connections; readers keep what they have mapped. Idempotent."""
         agent = self.agent
-        if agent is not None and (sources := _sources.get(agent)) is not None:
-            sources.pop(self.source_name, None)
+        if agent is not None:
+            sources_of(agent).pop(self.source_name, None)
         hub, self._hub = self._hub, None
         if hub is not None:
             hub.close()
@@ -468,3 +472,8 @@ class VersionSource:
 _sources: Final[weakref.WeakKeyDictionary[Agent, weakref.WeakValueDictionary[str, VersionSource]]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+def sources_of(agent: Agent) -> weakref.WeakValueDictionary[str, VersionSource]:
+    """The sources that a worker has, by their names."""
+    return _sources.setdefault(agent, weakref.WeakValueDictionary())
