@@ -72,7 +72,7 @@ def end_by_hand_wrongly(rank: int, size: int) -> dict[str, str]:
         except DataParallelError as exc:
             found[name] = str(exc)
             collectives.barrier()  # no rank makes the next model while another waits for this one
-            if name.startswith(("forward", "setting", "check")):
+            if name.startswith(("forward", "setting", "check", "comm")):
                 model.finalize_backward()  # it is not too late
                 assert all(each.grad is not None for each in model.parameters())
 
@@ -89,6 +89,13 @@ def end_by_hand_wrongly(rank: int, size: int) -> dict[str, str]:
     def clip(model: Any) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
 
+    def penalize(model: Any) -> None:
+        given = rows.clone().requires_grad_()
+        loss = ddp_models.loss_of(model(given))
+        (slope,) = torch.autograd.grad(loss, given, create_graph=True)
+        loss.backward(retain_graph=True)
+        slope.square().sum().backward()
+
     def in_hook(model: Any) -> None:
         model.module[0].weight.register_post_accumulate_grad_hook(lambda _: model.finalize_backward())
         again(model)
@@ -100,6 +107,8 @@ def end_by_hand_wrongly(rank: int, size: int) -> dict[str, str]:
     attempt("forward", again)
     attempt("forward under no_sync", accumulate_more)
     attempt("backward", lambda model: ddp_models.loss_of(model.module(rows)).backward())
+    attempt("penalty", end, penalize)
+    attempt("comm hook", lambda model: model.register_comm_hook(None, comm_hooks.allreduce_hook))
     attempt("setting", lambda model: setattr(model, "require_manual_backward_finalization", False))
     attempt("check", lambda model: model._check_reducer_finalized())
     attempt("clipped", clip, end)

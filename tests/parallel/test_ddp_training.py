@@ -165,7 +165,8 @@ def test_ends_by_the_program_that_are_missing_early_or_late_are_errors(rank_pool
         "twice": "finalize_backward() was called on rank {rank}, and no gradients wait for it",
         "under no_sync": "finalize_backward() was called on rank {rank}, and no gradients wait for it",
         "before the gradients": "finalize_backward() was called on rank {rank} before all gradients of iteration 2",
-        **dict.fromkeys(("forward", "forward under no_sync", "backward", "setting", "check"), missing),
+        **dict.fromkeys(("forward", "forward under no_sync", "backward", "comm hook", "setting", "check"), missing),
+        "penalty": missing.replace("iteration 1", "iteration 2"),
         **dict.fromkeys(("clipped", "cleared"), "gradients were changed between backward and finalize_backward()"),
         "stepped": "parameters were changed during the backward pass of iteration 1 on rank {rank}",
     }

@@ -132,6 +132,7 @@ class Reducer:
 
     def use_hook(self, hook: RegisteredHook) -> None:
         """Reduces the dense buckets by a comm hook from now on."""
+        self._refuse_if_awaited()
         self.hook = hook
         self._reductions = self._make_reductions()
         self._make_buckets_again()
@@ -185,7 +186,7 @@ class Reducer:
 
     def rebuild(self) -> bool:
         """Makes new buckets once the order of readiness is known; returns whether it did. It does not communicate."""
-        if self._order is None or self.has_rebuilt:
+        if self._order is None or self.has_rebuilt or self._state.awaits:
             return False
         self.has_rebuilt = True
         self._make_buckets(rebuilt_buckets(self._facts, self.options.caps, self._order))
@@ -348,11 +349,11 @@ class Reducer:
     def gradient_added(self, index: int) -> None:
         """An ordinary backward pass has added to a parameter's `.grad`."""
         with self._lock:
+            if self._state.awaits:
+                raise self._giving_up(not_finalized(self.iteration, self._world_rank))
             if self._state.phase is not IDLE or self._state.takes(self._syncs()):
                 self._ready(index, captured=False)
                 return
-            if self._state.awaits:
-                raise self._giving_up(not_finalized(self.iteration, self._world_rank))
             try:
                 self._state.add_outside(index)
             except UnexpectedGradient as exc:
