@@ -106,6 +106,11 @@ def test_a_call_is_taken_once() -> None:
     assert table.wait_empty(0)
 
 
+def test_to_ask_how_many_calls_were_made_uses_up_no_number() -> None:
+    table = CallTable(lambda at: None, InFlightBytes(1))
+    assert [(table.num_made, table.next_id()) for _ in range(3)] == [(0, 1), (1, 2), (2, 3)]
+
+
 def test_calls_expire_at_their_deadline_and_the_timer_follows_the_earliest() -> None:
     wakes: list[float] = []
     table = CallTable(wakes.append, InFlightBytes(1))

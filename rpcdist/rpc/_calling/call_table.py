@@ -14,7 +14,7 @@ import time
 from _thread import allocate_lock, get_ident
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol
 
 from rpcdist._counters import OK
 from rpcdist._proto import rpc_pb2, value_pb2
@@ -472,8 +472,7 @@ class CallTable:
     @property
     def num_made(self) -> int:
         """How many calls were ever made."""
-        (next_id,) = cast(tuple[int], self._numbers.__reduce__()[1])  # so that no number is used up
-        return next_id - 1
+        return int(repr(self._numbers)[len("count(") : -1]) - 1  # uses up no number; copies end with Python 3.14
 
     def add(self, call: PendingCall) -> None:
         """Registers a call before it is sent; asks to be woken at its deadline."""
