@@ -107,8 +107,9 @@ class _FileState:
             return result
 
     @contextmanager
-    def _open(self, writing: bool, limit_s: float = SLOW_ANSWER_LIMIT_S) -> Iterator[OpenLog]:
+    def _open(self, writing: bool, limit_s: float | None = None) -> Iterator[OpenLog]:
         """Locks the file and brings the contents up to date."""
+        limit_s = SLOW_ANSWER_LIMIT_S if limit_s is None else limit_s
         deadline = Deadline.after(limit_s)
         if not self._lock.acquire(timeout=deadline.remaining_s()):
             raise DistStoreError(f"another thread has used {self.log.path} for {limit_s} s")
@@ -132,7 +133,7 @@ class _FileState:
             self._num_opened += change.code is Code.OPENED
             self._num_closed += change.code is Code.CLOSED
 
-    def close(self, limit_s: float = SLOW_ANSWER_LIMIT_S) -> None:
+    def close(self, limit_s: float | None = None) -> None:
         # A forked child did not open the file, and does not count.
         if self._world_size <= 0 or self._pid != os.getpid() or not os.path.exists(self.log.path):
             self._closed = True

@@ -6,6 +6,8 @@ import asyncio
 import ctypes
 import os
 import queue
+import select
+import struct
 import subprocess
 import threading
 import time
@@ -50,13 +52,13 @@ def wait_released() -> None:
 # ---------------------------------------------------------------- calls and locks
 
 
-def call_along(workers: list[str], last: str) -> None:
+def call_along(workers: list[str], last: str, *args: str) -> None:
     """Calls the function `last` on the last of the workers, through all the others."""
     first, *others = workers
     if others:
-        rpc.rpc_sync(first, call_along, (others, last), timeout=0)
+        rpc.rpc_sync(first, call_along, (others, last, *args), timeout=0)
     else:
-        rpc.rpc_sync(first, globals()[last], timeout=0)
+        rpc.rpc_sync(first, globals()[last], args, timeout=0)
 
 
 def hold_table() -> None:
@@ -118,10 +120,17 @@ def spin() -> int:
     return count
 
 
-def hold_interpreter() -> None:
-    """Keeps the interpreter's lock in C. The signal by which others look at this process ends one sleep."""
+def hold_interpreter(fifo: str) -> None:
+    """Keeps the interpreter's lock in C until somebody writes to a FIFO, or for 48 s.
+
+    The signal by which others look at this process ends one wait.
+    """
+    reader = os.open(fifo, os.O_RDWR)
+    polled = ctypes.create_string_buffer(struct.pack("ihh", reader, select.POLLIN, 0))
     for _ in range(4):
-        ctypes.PyDLL(None).sleep(12)
+        if ctypes.PyDLL(None).poll(polled, 1, 12_000) == 1:
+            break
+    os.close(reader)
 
 
 # ---------------------------------------------------------------- coroutines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -143,10 +144,13 @@ def test_a_loop_that_keeps_the_interpreter_busy(job: HungJob) -> None:
     caller.result()
 
 
-def test_c_code_that_keeps_the_lock_of_the_interpreter(job: HungJob) -> None:
-    caller = job["w0"].begin(hangs.call_along, ["w1"], "hold_interpreter")
+def test_c_code_that_keeps_the_lock_of_the_interpreter(job: HungJob, tmp_path: Path) -> None:
+    fifo = tmp_path / "end"
+    os.mkfifo(fifo)
+    caller = job["w0"].begin(hangs.call_along, ["w1"], "hold_interpreter", str(fifo))
     waits = "w0: waits"  # not at the first look, perhaps: the call is young then
     job.explained(waits, "w1: did not answer", "in code that keeps the interpreter's lock", "in hold_interpreter")
+    fifo.write_text("!")
     caller.result()
 
 
