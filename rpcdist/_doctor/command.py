@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Final
 from rpcdist.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rpcdist._doctor.doctor_facts import HostFacts
-    from rpcdist._doctor.worker_probes import Probed
+    from rpcdist._doctor.doctor_facts import HostFacts, WorkerFact
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -55,9 +54,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if addresses and (host.setting_error or host.token_error or host.is_token_missing):
         print("the addresses were not tried: a worker could not start here either")
     elif addresses:
-        for probed in _examined(addresses):
-            print(summary(probed.facts))
-            found += worker_findings(probed.facts, host)
+        for facts in _examined(addresses):
+            print(summary(facts))
+            found += worker_findings(facts, host)
     found = list(dict.fromkeys(found))
     if not found:
         print("nothing is wrong")
@@ -75,7 +74,7 @@ def _machine(host: HostFacts) -> str:
     return f"this machine: {versions}{memory}, {host.descriptors or 'unlimited'} files a process{gpu}"
 
 
-def _examined(addresses: Sequence[str]) -> list[Probed]:
+def _examined(addresses: Sequence[str]) -> list[WorkerFact]:
     """The workers at the addresses, and those that a coordinator among them names."""
     from rpcdist._doctor.worker_probes import WorkerProbes
     from rpcdist.transport import Node, NodeOptions
@@ -84,7 +83,7 @@ def _examined(addresses: Sequence[str]) -> list[Probed]:
     try:
         with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="doctor") as threads:
             asked = list(threads.map(probes.examine, addresses))
-            named = dict.fromkeys((address, name) for probed in asked for name, address in probed.members)
+            named = dict.fromkeys((address, name) for facts in asked for name, address in facts.members)
             others = [(address, name) for address, name in named if address not in addresses]
             others = [each for each in others if not _is_asked(each[1], asked)]
             if len(others) > MAX_MEMBERS:
@@ -94,5 +93,5 @@ def _examined(addresses: Sequence[str]) -> list[Probed]:
         probes.close()
 
 
-def _is_asked(name: str, asked: Sequence[Probed]) -> bool:
-    return any(probed.facts.session is not None and probed.facts.session.name == name for probed in asked)
+def _is_asked(name: str, asked: Sequence[WorkerFact]) -> bool:
+    return any(facts.session is not None and facts.session.name == name for facts in asked)

@@ -165,11 +165,12 @@ class WorkerFact:
         member: the name of the worker, where the coordinator named the address.
         name_error: why the name cannot be resolved.
         is_this_machine: whether the address is one of this machine.
-        session_error: why there is none.
+        session_error: why there is no session.
         listen_error: why this process could not listen where that worker would reach it.
         is_refused: whether the two sides did talk, and one refused the other.
         shown: the worker's certificate, where there is no session.
         now_s: this machine's clock when it was looked at.
+        members: name and address of the workers that a coordinator there names.
     """
 
     address: str
@@ -184,3 +185,4 @@ class WorkerFact:
     shown: Shown | None = None
     now_s: float = 0.0
     answer: WorkerAnswer | None = None
+    members: tuple[tuple[str, str], ...] = ()

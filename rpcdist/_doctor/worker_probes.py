@@ -11,10 +11,9 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -44,13 +43,6 @@ _NOT_TLS: Final = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNEXPECTED_MESSAGE",
 _NO_WAY: Final = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 
 
-class Probed(NamedTuple):
-    """The facts about one address, and the workers (name, address) that a coordinator there names."""
-
-    facts: WorkerFact
-    members: Sequence[tuple[str, str]] = ()
-
-
 class WorkerProbes:
     """Examines workers from a node of its own. Any thread may use it; `close` ends it."""
 
@@ -62,7 +54,7 @@ class WorkerProbes:
     def close(self) -> None:
         self._node.release()
 
-    def examine(self, address: str, member: str = "") -> Probed:
+    def examine(self, address: str, member: str = "") -> WorkerFact:
         """Looks at one worker; takes up to 30 seconds where nothing answers.
 
         Args:
@@ -73,7 +65,7 @@ class WorkerProbes:
         try:
             hosts = _resolved(host)
         except OSError as exc:
-            return Probed(WorkerFact(address, member, name_error=exc.strerror or str(exc)))
+            return WorkerFact(address, member, name_error=exc.strerror or str(exc))
         ways = tuple(PortFact(each, PortAnswer.OPEN, "", *_way_to(each)) for each in hosts)
         is_here = any(way.host == way.own_host or is_loopback(way.host) for way in ways)
         facts = WorkerFact(address, member, ports=ways, is_this_machine=is_here, now_s=time.time())
@@ -81,7 +73,7 @@ class WorkerProbes:
             connecting = self._node.connect(address, DIAGNOSIS_ROLE, ATTEMPT_LIMIT_S, NullHandler(), retry=False)
             link = self._node.run(connecting, 2 * ATTEMPT_LIMIT_S)
         except (TransportError, ConfigError, TimeoutError) as exc:
-            return Probed(self._without_session(replace(facts, session_error=str(exc) or "no answer in time"), exc))
+            return self._without_session(replace(facts, session_error=str(exc) or "no answer in time"), exc)
         try:
             return self._with_session(facts, link)
         finally:
@@ -101,7 +93,7 @@ class WorkerProbes:
 
     # ------------------------------------------------------------ with a session
 
-    def _with_session(self, facts: WorkerFact, link: Link) -> Probed:
+    def _with_session(self, facts: WorkerFact, link: Link) -> WorkerFact:
         session = SessionFact(printable(link.peer.name), link.session.channel_kind, link.passed_over)
         facts = replace(facts, session=session)
         try:
@@ -110,7 +102,7 @@ class WorkerProbes:
             reply = self._ask(link)
             trip_s = time.monotonic() - started
         except (RpcdistError, TimeoutError) as exc:
-            return Probed(replace(facts, answer=WorkerAnswer(failure_of_question=str(exc) or "no answer in time")))
+            return replace(facts, answer=WorkerAnswer(failure_of_question=str(exc) or "no answer in time"))
         answer = WorkerAnswer(
             clock_offset_s=reply.time_s - (sent_s + trip_s / 2),
             clock_error_s=trip_s / 2,
@@ -125,7 +117,7 @@ class WorkerProbes:
         else:
             answer = replace(answer, own_address=own, failure=self._failure_to_reach(link, own))
         answer = replace(answer, large_failure=self._large_failure(link))  # last: it may leave the connection stuck
-        return Probed(replace(facts, answer=answer), members)
+        return replace(facts, answer=answer, members=members)
 
     def _ask(
         self, link: Link, address: str = "", size_bytes: int = 0, limit_s: float = ATTEMPT_LIMIT_S
@@ -155,17 +147,17 @@ class WorkerProbes:
                 self._own[bind] = self._node.serve(bind, 0, is_apart=True)
             return self._own[bind]
 
-    def _members(self, link: Link) -> list[tuple[str, str]]:
+    def _members(self, link: Link) -> tuple[tuple[str, str], ...]:
         """The workers of the job, if this is the coordinator."""
         if link.peer.id != 0:
-            return []
+            return ()
         request = membership_pb2.MembersRequest()
         asking = link.unary("Membership", "Members", request, membership_pb2.JoinReply, ATTEMPT_LIMIT_S)
         with suppress(RpcdistError, DecodeError, TimeoutError):  # a rank 0 of a group alone has no such list
             reply = self._node.run(asking, 2 * ATTEMPT_LIMIT_S)
             members = parsed(membership_pb2.MemberList, reply.members).members
-            return [(printable(each.identity.name), printable(each.address)) for each in members]
-        return []
+            return tuple((printable(each.identity.name), printable(each.address)) for each in members)
+        return ()
 
 
 def _resolved(host: str) -> list[str]:
