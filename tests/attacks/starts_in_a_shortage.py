@@ -134,7 +134,9 @@ class _no_thread:
         def fail(*_arguments: Any, **_named: Any) -> None:
             raise RuntimeError("can't start new thread")
 
-        self._patch.setattr(threading, "_start_new_thread", fail)
+        # Python 3.13 has another one.
+        started_by = "_start_joinable_thread" if hasattr(threading, "_start_joinable_thread") else "_start_new_thread"
+        self._patch.setattr(threading, started_by, fail)
 
     def __exit__(self, *_error: object) -> None:
         self._patch.undo()

@@ -208,6 +208,6 @@ def test_a_file_that_is_no_good_is_named(tmp_path: Path, content: str) -> None:
         read_folder(tmp_path)
 
 
-def test_a_folder_without_files() -> None:
+def test_a_folder_without_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no folder"):
-        read_folder(Path("/nonexistent"))
+        read_folder(tmp_path / "missing")
