@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,11 +16,16 @@ from rpcdist._proto import rpc_pb2, rref_pb2
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import DeadlineExceeded, ProtocolViolation
 from rpcdist.ids import Identity
-from rpcdist.rpc._calling.call_table import CallTable, PendingCall
+from rpcdist.rpc._autograd_hooks import current_autograd
+from rpcdist.rpc._calling.call_table import CallFuture, CallTable, PendingCall
 from rpcdist.rpc._calling.in_flight import InFlightBytes
+from rpcdist.rpc._marshal.arrived_value import ArrivedCompact
 from rpcdist.rpc._peers.connections import Leases
 from rpcdist.rpc._peers.control import ControlInbox, ControlOutbox
+from rpcdist.rpc._values.codec import write_plain
+from rpcdist.rpc._values.compact import compact_value
 from rpcdist.time_limits import CALL_QUESTION_LEAD_S
+from rpcdist.transport.wire_messages import CompactReply
 
 # ---------------------------------------------------------------- control messages
 
@@ -167,6 +174,48 @@ def test_the_error_at_the_deadline_says_how_far_the_call_was(phase: Any, text: s
     call.transfer = 3
     session.transfer_progress = {3: (1 << 19, 3 << 20)}.get
     assert "Its arguments were under way: 0.5 of 3.0 MiB were sent." in str(call.deadline_error())
+
+
+def arrived(value: object, autograd: Any = None) -> ArrivedCompact:
+    writer = write_plain(value)
+    assert writer is not None
+    compact = compact_value(writer)
+    assert compact is not None
+    payload = ArrivedCompact(CompactReply(1, compact.body, compact.num_tensors), (), Identity("b", 1, 7))
+    payload.autograd = autograd
+    return payload
+
+
+def test_the_thread_that_reads_a_short_reply_with_tensors_completes_the_future() -> None:
+    received: list[int] = []
+    context = SimpleNamespace(received=lambda history, tensors, sender: received.append(sender))
+    future, jobs = CallFuture(), list[Any]()
+    future.replied(None, arrived(torch.ones(3), context), jobs)
+    assert future.done()
+    assert torch.equal(future.wait(), torch.ones(3))
+    assert (jobs, received) == ([], [1])
+
+
+def test_a_thread_in_a_mode_of_torch_leaves_the_tensors_of_other_calls_to_the_pool() -> None:
+    future, jobs, payload = CallFuture(), list[Any](), arrived(torch.ones(3))
+    with torch.device("meta"):
+        future.replied(None, payload, jobs)
+        assert not future.done()
+    for function, arguments in jobs:
+        function(*arguments)
+    assert future.wait().device.type == "cpu"
+
+
+def test_callbacks_run_in_the_pool_and_in_the_context_of_the_call() -> None:
+    context = SimpleNamespace(received=lambda history, tensors, sender: None)
+    future, jobs, seen = CallFuture(), list[Any](), list[object]()
+    future.add_done_callback(lambda _: seen.append(current_autograd.get()))
+    future.replied(None, arrived(torch.ones(3), context), jobs)
+    assert future.done()
+    assert seen == []
+    for function, arguments in jobs:
+        contextvars.copy_context().run(function, *arguments)
+    assert seen == [context]
 
 
 def test_calls_are_taken_by_what_they_wait_for() -> None:

@@ -26,6 +26,7 @@ from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.in_flight import InFlightBytes
 from rpcdist.rpc._executors.blocking import blocking, hooks
 from rpcdist.rpc._executors.io_thread import IoThread
+from rpcdist.rpc._executors.torch_state import is_default
 from rpcdist.rpc._futures.interrupt import acquire
 from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._inspection.call_recorder import CallRecorder, EndedCalls
@@ -301,16 +302,20 @@ def result_of(failure: ArrivedFailure | None, payload: object) -> object:
 
 
 def _is_made_here(payload: object) -> bool:
-    """Whether the thread that has read a reply makes its value: that is quick, and runs no code of users."""
+    """Whether the thread that has read a reply makes its value: that is quick, and runs no code of users.
+
+    A thread of the user's makes no tensors of other calls in torch's modes, which could change them.
+    """
     if isinstance(payload, Arrived):
-        return payload.is_simple and payload.is_short and payload.autograd is None
+        return payload.is_short and ((payload.is_simple and payload.autograd is None) or is_default())
     return payload is None  # of most functions
 
 
-def _settle_inside(context: CallContext, future: Future[Any]) -> None:
+def _run_inside(context: CallContext | None, job: Callable[[], object]) -> None:
     """Callbacks of a call that was made in an autograd context run in it. Each job has a `contextvars` context."""
-    current_autograd.set(context)
-    future._settle()
+    if context is not None:
+        current_autograd.set(context)
+    job()
 
 
 class SyncReplySink:
@@ -367,11 +372,11 @@ class SyncReplySink:
                 with blocking():
                     ended = self._wait(call, send, session)
         except BaseException:  # Ctrl-C in the main thread
-            self._cancel(call, Cancelled(f"{call.what()} was interrupted"))
+            call.owner.cancel(call, Cancelled(f"{call.what()} was interrupted"))
             raise
         if not ended:
             overdue = call.deadline_error()
-            if self._cancel(call, None):
+            if call.owner.cancel(call, None):
                 raise overdue
             self._lock.acquire(timeout=THREAD_GRACE_S)  # the outcome arrived in this very moment
         if (error := self._error) is not None:
@@ -381,10 +386,6 @@ class SyncReplySink:
             finally:
                 del error  # it holds this frame, and with it the arguments: a cycle, in which references would live on
         return result_of(self._failure, self._payload)
-
-    def _cancel(self, call: PendingCall, exc: BaseException | None) -> bool:
-        """Ends a call that was interrupted, or whose deadline is over; False if it has ended already."""
-        return call.owner.cancel(call, exc)
 
     def _wait(self, call: PendingCall, send: Callable[[], object] | None, session: MessageSink | None) -> bool:
         if session is None and send is not None:
@@ -399,8 +400,8 @@ class SyncReplySink:
 
 
 class CallFuture(Future[Any]):
-    """The future of a call. The thread that reads the reply completes it if its value is plain and short and has no
-    tensors. Another value is decoded by a thread that waits, or else by the pool, which runs callbacks, too.
+    """The future of a call. The thread that reads the reply completes it if its value is plain and short. Another value
+    is decoded by a thread that waits, or else by the pool, which runs callbacks, too.
     """
 
     __slots__ = ()
@@ -411,6 +412,7 @@ class CallFuture(Future[Any]):
         self._on_cancel = call.cancel
 
     def replied(self, failure: ArrivedFailure | None, payload: object, jobs: list[PoolJob]) -> None:
+        context = payload.autograd if isinstance(payload, Arrived) else None
         if failure is None and _is_made_here(payload):
             try:
                 value = result_of(None, payload)
@@ -418,14 +420,13 @@ class CallFuture(Future[Any]):
                 logger.debug("a reply is left to the pool: %r", exc)
             else:
                 if self._arrive(value):
-                    jobs.append((self._run_callbacks, ()))
+                    jobs.append((_run_inside, (context, self._run_callbacks)))
                 return
         if isinstance(payload, Arrived) and payload.is_on_gpus:
             payload.keep_gpu_tensors()
             self._arrived = payload
         if self._deliver(partial(result_of, failure, payload)):
-            context = payload.autograd if isinstance(payload, Arrived) else None
-            jobs.append((self._settle, ()) if context is None else (_settle_inside, (context, self)))
+            jobs.append((_run_inside, (context, self._settle)))
         elif self.cancelled() and isinstance(payload, Arrived):
             payload.discard()
         elif self.cancelled() and failure is not None:

@@ -16,7 +16,7 @@ from rpcdist.time_limits import POLL_S, POOL_STALL_S
 
 MAX_BURST: Final = 64
 BUSY_SHARE: Final = 0.2  # threads that used less processor time than this, together, only wait
-LINGER_TICKS: Final = 20  # it goes on sampling for so many ticks after the queue was empty: waking it costs more
+LINGER_TICKS: Final = 2  # it goes on sampling for so many ticks after the queue was empty: a burst wakes it once
 
 
 class PoolSample(NamedTuple):
