@@ -10,6 +10,7 @@ from typing import Final
 
 from rpcdist.time_limits import SPIN_LIMIT_S
 from rpcdist.transport._socket_hub.hub_connector import HubAddress
+from rpcdist.transport._tls.tls_socket import NO_SIGPIPE
 
 _MAX_POLLERS: Final = 64
 
@@ -29,7 +30,7 @@ class Waker:
     def wake(self) -> None:
         """Wakes the sleeper; any thread may call it, and it never blocks."""
         try:
-            self._write_end.send(b"!")
+            self._write_end.send(b"!", NO_SIGPIPE)
         except OSError:  # full: readable already; closed: nobody polls any more
             pass
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import signal
 import threading
 from collections.abc import Callable, Coroutine
 from errno import EBADF
@@ -68,6 +69,9 @@ class IoLoop:
         self._thread.start()
 
     def _run(self) -> None:
+        if hasattr(signal, "pthread_sigmask"):
+            # The loop's own writes to connections pass no `NO_SIGPIPE`, and this thread runs nothing of the user's.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()

@@ -41,7 +41,7 @@ from rpcdist.time_limits import CHECK_INTERVAL_S, ROLE_LIMIT_S, SLOW_ANSWER_LIMI
 from rpcdist.transport._channels.socket_pipe import until_ready
 from rpcdist.transport._socket_hub.hub_connector import HubAddress, connect_to_hub
 from rpcdist.transport._socket_hub.waiting_room import WaitingRoom
-from rpcdist.transport._tls.tls_socket import StreamSocket
+from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket
 from rpcdist.transport.node import Node
 
 T = TypeVar("T")
@@ -227,7 +227,7 @@ async def send_all(connection: StreamSocket, data: bytes) -> None:
     rest = memoryview(data)
     while rest:
         try:
-            rest = rest[connection.send(rest) :]
+            rest = rest[connection.send(rest, NO_SIGPIPE) :]
         except BlockingIOError:
             await until_ready(connection, for_writing=True)
 

@@ -99,7 +99,7 @@ class Messenger:
                 connection = self._state.new_connection(peer) if is_new else self._state.outgoing[peer]
                 message = self._small_message(connection, tensor, tag)
                 try:
-                    num_sent = (connection.send(message) or 0) if message else 0
+                    num_sent = (connection.send_at_once(message) or 0) if message else 0
                     if 0 < num_sent == len(message):
                         connection.stream.num_sent += 1
                     else:

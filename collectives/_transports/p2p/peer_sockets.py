@@ -11,7 +11,7 @@ from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar
 from rpcdist.collectives._transports.p2p.byte_streams import MOST_BYTES, InStream, OutStream
 from rpcdist.collectives._transports.p2p.requests import Header, MessageFrame, pack_header, take_refusals
 from rpcdist.errors import ProtocolViolation
-from rpcdist.transport._tls.tls_socket import StreamSocket, has_buffered, num_owed
+from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket, has_buffered, num_owed
 
 _REFUSALS_READ: Final = 4096
 
@@ -107,7 +107,7 @@ class IncomingConnection(_MessageConnection[InStream]):
     def refuse(self, data: bytes) -> None:
         """Sends a refusal. A sender that has not read hundreds of them is disconnected instead."""
         try:
-            self.sock.send(data)
+            self.sock.send(data, NO_SIGPIPE)
         except OSError:
             self.end("it does not read what is refused; the connection was closed")
 
@@ -127,10 +127,10 @@ class OutgoingConnection(_MessageConnection[OutStream]):
         self._refusal_bytes = bytearray()
 
     @_step
-    def send(self, message: bytes) -> int:
+    def send_at_once(self, message: bytes) -> int:
         """Sends a message with nothing before it; returns the number of bytes that were sent."""
         try:
-            return self.sock.send(message)
+            return self.sock.send(message, NO_SIGPIPE)
         finally:
             self.stream.num_owed = num_owed(self.sock)
 
@@ -140,7 +140,7 @@ class OutgoingConnection(_MessageConnection[OutStream]):
         if not (self.is_open and self.stream.queue):
             return False
         try:
-            self.stream.advance(self.sock.sendmsg(self.stream.parts()))
+            self.stream.advance(self.sock.sendmsg(self.stream.parts(), (), NO_SIGPIPE))
         finally:
             self.stream.num_owed = num_owed(self.sock)
         return True
@@ -158,4 +158,4 @@ class OutgoingConnection(_MessageConnection[OutStream]):
         """Tells the receiver that nothing follows, if the last message was sent completely."""
         if self.is_open and not self.stream.queue and not self.stream.inside_message:
             with suppress(OSError):  # the peer will see the end of the connection
-                self.sock.send(pack_header(MessageFrame.GOODBYE, 0, 0, self.stream.num_sent, 0))
+                self.sock.send(pack_header(MessageFrame.GOODBYE, 0, 0, self.stream.num_sent, 0), NO_SIGPIPE)

@@ -20,7 +20,7 @@ from rpcdist.collectives._transports.rank_waits import Pollers, SpinPolicy
 from rpcdist.collectives._transports.sockets.pair_connections import HEADER_BYTES, OperationFrame, PairConnections
 from rpcdist.collectives._transports.transport_base import Control, TransportPeerLost, TransportTimeout
 from rpcdist.time_limits import CHECK_INTERVAL_S
-from rpcdist.transport._tls.tls_socket import StreamSocket, has_buffered
+from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket, has_buffered
 
 SMALL_BYTES: Final = 4 << 10
 _START: Final = 64 - HEADER_BYTES  # so that the numbers start at a multiple of 64
@@ -108,7 +108,7 @@ class PairExchange:
     def _send(self, connection: StreamSocket, data: memoryview, control: Control) -> None:
         while len(data):
             try:
-                data = data[connection.send(data) :]
+                data = data[connection.send(data, NO_SIGPIPE) :]
             except BlockingIOError:
                 self._wait(connection, select.POLLOUT, control)
             except OSError as exc:

@@ -10,7 +10,7 @@ import torch
 from rpcdist.collectives._operations.reduce_kernels import Combine
 from rpcdist.collectives._transports.sockets.pair_connections import HEADER_BYTES, OperationFrame
 from rpcdist.collectives._transports.transport_base import TransportPeerLost
-from rpcdist.transport._tls.tls_socket import StreamSocket, has_buffered
+from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket, has_buffered
 
 SLICE_ELEMENTS: Final = 32 << 10
 """Numbers that are reduced at once. Torch runs larger kernels on several threads, which spin while they wait for each
@@ -91,10 +91,11 @@ class Sending(Transfer):
         try:
             while self._sent < self._total and self._sent < limit:
                 if self._sent < HEADER_BYTES:
-                    self._sent += connection.sendmsg((self._header[self._sent :], self._payload[:_TURN_BYTES]))
+                    parts = (self._header[self._sent :], self._payload[:_TURN_BYTES])
+                    self._sent += connection.sendmsg(parts, (), NO_SIGPIPE)
                 else:
                     start = self._sent - HEADER_BYTES
-                    self._sent += connection.send(self._payload[start : start + _TURN_BYTES])
+                    self._sent += connection.send(self._payload[start : start + _TURN_BYTES], NO_SIGPIPE)
         except BlockingIOError:
             pass
         except OSError as exc:

@@ -31,6 +31,7 @@ from rpcdist.parallel._published._parts import (
 )
 from rpcdist.parallel._published._small_tensors import SmallTensors, small_ones
 from rpcdist.time_limits import CHECK_INTERVAL_S, SLOW_ANSWER_LIMIT_S
+from rpcdist.transport._tls.tls_socket import NO_SIGPIPE
 from rpcdist.transport.shared_memory import MappedSegment, Segment
 
 HELLO: Final = struct.Struct("<8sQQ")
@@ -196,7 +197,7 @@ class VersionReader:
             pass
         if self._source[ASKED]:
             with suppress(OSError):  # it has ended, or has not read the bytes of earlier reads
-                self._connection.send(b"r")
+                self._connection.send(b"r", NO_SIGPIPE)
 
     def wait_for_newer(self, version: int, deadline: Deadline) -> bool:
         """Waits until there is a newer version, or the source has ended; whether there is. It looks again by itself."""

@@ -35,7 +35,7 @@ from rpcdist.parallel._published._reader import HELLO, HELLO_MAGIC, VersionReade
 from rpcdist.rpc._current import current_agent
 from rpcdist.time_limits import CHECK_INTERVAL_S, PARKED_LIMIT_S, SLOW_ANSWER_LIMIT_S
 from rpcdist.transport import Node
-from rpcdist.transport._tls.tls_socket import StreamSocket
+from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.shared_memory import MappedSegment, Segment, SegmentError
 from rpcdist.transport.sockets import SocketHub
@@ -127,7 +127,7 @@ class _AdmittedReader:
 
     def wake(self) -> None:
         with suppress(OSError):  # it has ended, or has enough to wake up by
-            self.socket.send(b"n")
+            self.socket.send(b"n", NO_SIGPIPE)
 
 
 class _Memory:

@@ -42,7 +42,7 @@ from rpcdist.transport._framing.frames import (
     ChunkHead,
 )
 from rpcdist.transport._framing.frames import parse_chunk_head as parse_head
-from rpcdist.transport._tls.tls_socket import TlsSocket
+from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, TlsSocket
 from rpcdist.transport.identities import printable
 from rpcdist.transport.shared_memory import Segment
 from rpcdist.transport.unix_sockets import ANCILLARY_BYTES, CLOSE_ON_EXEC, CUT_OFF, ReceivedDescriptors, rights
@@ -431,7 +431,7 @@ class SocketChannel:
             if self._closed:
                 raise TransportError(f"the connection with {self._address} is closed")
             try:
-                sent = self._socket.sendmsg(parts, () if segment is None else rights(segment))
+                sent = self._socket.sendmsg(parts, () if segment is None else rights(segment), NO_SIGPIPE)
             except (BlockingIOError, InterruptedError):
                 sent = 0
             except OSError as exc:
@@ -488,7 +488,7 @@ class SocketChannel:
             self._closed = True
             if not self._rest:  # otherwise the peer would take the reason for the rest of a frame
                 with suppress(OSError):
-                    self._socket.sendmsg([_LENGTH.pack(len(text) | _LAST), text])
+                    self._socket.sendmsg([_LENGTH.pack(len(text) | _LAST), text], (), NO_SIGPIPE)
         self._rest, self.is_free = [], True
         if not self._lead.stop():
             with suppress(OSError):

@@ -13,7 +13,7 @@ from typing import Final
 
 from rpcdist.errors import AuthenticationFailed, ProtocolViolation, TransportError
 from rpcdist.transport._channels.stream_sockets import connected_ends
-from rpcdist.transport._tls.tls_socket import StreamSocket, TlsSocket
+from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket, TlsSocket
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import STRANGE_CERTIFICATE
 from rpcdist.transport.handshake_side import MAX_HANDSHAKE_BYTES
@@ -69,7 +69,7 @@ class SocketPipe:
         try:
             while rest:
                 try:
-                    rest = rest[self._socket.send(rest) :]
+                    rest = rest[self._socket.send(rest, NO_SIGPIPE) :]
                 except BlockingIOError:
                     await until_ready(self._socket, for_writing=True)
         except OSError as exc:

@@ -46,7 +46,7 @@ from rpcdist.time_limits import CLOSE_STEP_LIMIT_S, SIDE_ATTEMPT_LIMIT_S
 from rpcdist.transport._channels.stream_sockets import break_when_silent
 from rpcdist.transport._framing.incoming import Delivery, Incoming
 from rpcdist.transport._framing.stripes import MAX_STRIPES, StripeCursor
-from rpcdist.transport._tls.tls_socket import TlsSocket
+from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, TlsSocket
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.memory_copies import OutgoingBuffer
 
@@ -187,7 +187,7 @@ class StripeConnection:
         parts = [head, *(buffers[number].view[start:end] for number, start, end in ranges)]
         while parts:
             try:
-                sent = self._socket.sendmsg(parts)
+                sent = self._socket.sendmsg(parts, (), NO_SIGPIPE)
             except BlockingIOError:  # with TLS
                 self._wait(select.POLLOUT)
                 continue

@@ -15,16 +15,21 @@ rest: a thread that is about to wait has to look at `has_buffered` first.
 from __future__ import annotations
 
 import errno
+import signal
 import socket
 import ssl
 import struct
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from rpcdist.transport import fork
 from rpcdist.transport._tls.certificate import PEER_NAME, fingerprint
+
+NO_SIGPIPE: Final[int] = getattr(socket, "MSG_NOSIGNAL", 0)
+"""The flag for every `send` and `sendmsg` to another process, whose end may be gone: that is an `OSError`, also where
+the program lets SIGPIPE end it (`signal.signal(SIGPIPE, SIG_DFL)`, for the sake of its standard output)."""
 
 _RECORD_BYTES: Final = 16 << 10  # of plain text, at most
 _PIECE_BYTES: Final = 128 << 10  # encrypted with one call of OpenSSL
@@ -104,7 +109,8 @@ class TlsSocket:
         """Says so to the peer, if the socket takes it, and closes."""
         with self._lock:
             if self._tls.fileno() >= 0 and not self._is_broken:
-                with suppress(OSError, ValueError):  # among them SSLWantReadError: the peer need not answer
+                # Among them SSLWantReadError: the peer need not answer.
+                with suppress(OSError, ValueError), _without_sigpipe():
                     self._tls.unwrap()
             self._tls.close()
 
@@ -123,7 +129,8 @@ class TlsSocket:
         with self._lock:
             self._waits_for_room = False
             try:
-                self._tls.do_handshake()
+                with _without_sigpipe():
+                    self._tls.do_handshake()
                 return True
             except ssl.SSLWantReadError:
                 pass
@@ -194,12 +201,14 @@ class TlsSocket:
 
     # ------------------------------------------------------------ writing
 
-    def send(self, data: memoryview | bytes) -> int:
+    def send(self, data: memoryview | bytes, flags: int = NO_SIGPIPE) -> int:
         """See `sendmsg`."""
         return self.sendmsg((data,))
 
-    def sendmsg(self, parts: Sequence[memoryview | bytes], ancillary: Sequence[object] = ()) -> int:
-        """As of a socket. After `BlockingIOError`, or fewer bytes than all, come again with the rest."""
+    def sendmsg(
+        self, parts: Sequence[memoryview | bytes], ancillary: Sequence[object] = (), flags: int = NO_SIGPIPE
+    ) -> int:
+        """As of a socket, with no other flag. After `BlockingIOError`, or fewer bytes than all, come with the rest."""
         if ancillary:
             raise OSError("descriptors cannot be sent over TLS")
         with self._lock:
@@ -212,7 +221,8 @@ class TlsSocket:
             for piece in pieces:
                 self.num_owed = len(piece)
                 try:
-                    self._tls.write(piece)
+                    with _without_sigpipe():
+                        self._tls.write(piece)
                 except ssl.SSLWantWriteError:
                     break
                 self.num_owed = 0
@@ -228,6 +238,22 @@ class TlsSocket:
 
 
 StreamSocket = socket.socket | TlsSocket
+
+
+@contextmanager
+def _without_sigpipe() -> Iterator[None]:
+    """As `NO_SIGPIPE`, for OpenSSL, which passes no flags: the signal is held back, and taken if it came."""
+    if not NO_SIGPIPE or signal.getsignal(signal.SIGPIPE) is signal.SIG_IGN:  # as Python starts
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
+    try:
+        yield
+    finally:
+        signal.sigtimedwait({signal.SIGPIPE}, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 """A connected stream that never blocks, plain or with TLS. Both have `fileno`, `recv`, `recv_into`, `send`, `sendmsg`
 and `close`; `has_buffered` and `num_owed` say what differs."""
 

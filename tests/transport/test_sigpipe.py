@@ -1,0 +1,110 @@
+"""A peer that has gone is an error of the operation, also where the program lets SIGPIPE end it, as commands do."""
+
+from __future__ import annotations
+
+import ast
+import select
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+import rpcdist
+from rpcdist.ids import Identity
+from rpcdist.transport._tls.tls_identity import TlsIdentity, issued_certificates
+from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket, TlsSocket
+from rpcdist.transport.io_loop import IoLoop
+
+LIMIT_MS = 20_000
+LIMIT_S = 20
+TOKEN = b"a token for these tests only"
+# What the names of sockets end with. The other `send`s are of sessions, peers and coroutines.
+SOCKETS = ("socket", "sock", "connection", "write_end")
+
+
+@pytest.fixture
+def signals() -> Iterator[list[int]]:
+    """The SIGPIPEs that would have ended a program that lets them."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGPIPE, lambda number, _: came.append(number))
+    yield came
+    signal.signal(signal.SIGPIPE, before)
+
+
+@pytest.fixture(params=["plain", "tls"])
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[StreamSocket, StreamSocket]]:
+    raw = socket.socketpair()
+    with ExitStack() as stack:
+        for each in raw:
+            stack.enter_context(each)
+        if request.param == "plain":
+            yield raw
+            return
+        tls = TlsIdentity(issued_certificates(TOKEN, "default", lambda: Identity("worker", 0, 1)))
+        made = []
+        for each, is_server in zip(raw, (False, True), strict=True):
+            context, fingerprint = tls.ssl_context(is_server)
+            made.append(stack.enter_context(TlsSocket(each, context, is_server, fingerprint)))
+        client, server = made
+        while not client.shake_hands() & server.shake_hands():
+            assert select.select(made, [], [], LIMIT_S)[0], "the handshake did not come to its end"
+        yield client, server
+
+
+def test_sending_to_a_closed_end(ends: tuple[StreamSocket, StreamSocket], signals: list[int]) -> None:
+    here, there = ends
+    here.setblocking(False)
+    there.close()
+    with pytest.raises(OSError):  # the first one may still be taken
+        for _ in range(3):
+            here.send(b"x", NO_SIGPIPE)
+            here.sendmsg([b"x"], (), NO_SIGPIPE)
+    here.close()
+    assert not signals
+    assert signal.SIGPIPE not in signal.sigpending()
+    assert signal.SIGPIPE not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_the_io_loop_writes_without_the_signal(signals: list[int]) -> None:
+    """asyncio and uvloop, on which stores and the health port speak, pass no flags."""
+    loop = IoLoop()
+    loop.start()
+    try:
+
+        async def blocked() -> set[int]:
+            return set(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+        assert signal.SIGPIPE in loop.run(blocked(), LIMIT_S)
+    finally:
+        loop.close()
+
+
+def test_every_send_of_a_socket_goes_without_the_signal() -> None:
+    root = Path(rpcdist.__file__).parent
+    places = [
+        path for folder in (root, *(root / name for name in ("collectives", "autograd"))) for path in files(folder)
+    ]
+    sends = [(path, call) for path in places for call in sends_of_sockets(path)]
+    missing = [f"{path}:{call.lineno}" for path, call in sends if "NO_SIGPIPE" not in ast.unparse(call)]
+    assert len(sends) > 10
+    assert not missing
+
+
+def files(folder: Path) -> list[Path]:
+    """The links to the packages beside `rpcdist` are followed, whatever Python's `rglob` does."""
+    return sorted(folder.resolve().rglob("*.py"))
+
+
+def sends_of_sockets(path: Path) -> list[ast.Call]:
+    tree = ast.parse(path.read_text())
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("send", "sendmsg", "sendall")
+        and ast.unparse(node.func.value).rpartition(".")[2].lower().endswith(SOCKETS)
+    ]
