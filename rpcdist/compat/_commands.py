@@ -7,12 +7,15 @@
 from __future__ import annotations
 
 import argparse
+import builtins
 import difflib
 import io
 import os
+import pkgutil
 import runpy
 import sys
 import tokenize
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -96,32 +99,42 @@ def add_run(commands: Commands) -> None:
     )
     parser.add_argument("--compat", action="store_true", help="put rpcdist in torch's place")
     parser.add_argument("-m", "--module", action="store_true", help="run a module, as python -m does, not a file")
-    parser.add_argument("script", help="the file to run, or with -m the name of the module")
+    parser.add_argument(
+        "script", help="the file to run, or a folder or zip file with __main__.py, or with -m the name of the module"
+    )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script finds in sys.argv")
     parser.set_defaults(run=_run_program)
 
 
 def run_script(script: str, arguments: list[str], is_module: bool = False) -> None:
-    """Runs a file as the main module, with its folder first on `sys.path`; or a module, as `python -m` does.
+    """Runs a program as `python` would: a file (source or byte code) as the main module, with its folder first on
+    `sys.path`; a folder or a zip file by its `__main__`; or a module, as `python -m` does.
 
     The module takes the place of `__main__`, as the processes that it starts import the script by its path.
     """
     main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
     sys.argv[:] = [script, *arguments]
-    if is_module:
+    if is_module or pkgutil.get_importer(script) is not None:
+        sys.path[0] = sys.path[0] if is_module else os.path.abspath(script)
         sys.modules["__main__"] = main
-        runpy._run_module_as_main(script)  # type: ignore[attr-defined]  # `run_module` would take `__main__` away again
+        # `run_module` would take `__main__` away again.
+        runpy._run_module_as_main(script if is_module else "__main__", alter_argv=is_module)  # type: ignore[attr-defined]
         return
-    path = Path(script)
-    code = compile(path.read_bytes(), script, "exec", dont_inherit=True)  # this file's future imports are not its own
-    main.__dict__.update(__file__=os.path.abspath(script), __builtins__=__builtins__, __spec__=None)
-    sys.path[0] = str(path.resolve().parent)
+    path = os.path.abspath(script)
+    code = pkgutil.read_code(io.BytesIO(Path(path).read_bytes()))  # None if it is source
+    loader = SourcelessFileLoader("__main__", path) if code else SourceFileLoader("__main__", path)
+    # `dont_inherit`: this file's future imports are not the program's.
+    code = code or compile(Path(path).read_bytes(), script, "exec", dont_inherit=True)
+    main.__dict__.update(__file__=path, __spec__=None, __loader__=loader)
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(script).resolve().parent)
     sys.modules["__main__"] = main
     exec(code, main.__dict__)
 
 
 def _run_program(arguments: argparse.Namespace) -> int:
-    if not arguments.module and not Path(arguments.script).is_file():
+    if not arguments.module and not Path(arguments.script).exists():
         print(f"error: there is no file {arguments.script}", file=sys.stderr)
         return 2
     if arguments.compat:

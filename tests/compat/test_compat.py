@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import py_compile
+import subprocess
 import sys
+import zipapp
 from pathlib import Path
 
 import pytest
@@ -93,6 +96,32 @@ def test_a_module_runs_as_by_python_m(
     assert told.err.splitlines()[1].startswith(f'  File "{package / "__main__.py"}"')
     with pytest.raises(SystemExit, match="No module named not_there"):
         main(["run", "-m", "not_there"])
+
+
+@pytest.mark.parametrize("form", ["file", "byte code", "folder", "zip file"])
+def test_a_program_finds_itself_as_under_python(form: str, tmp_path: Path) -> None:
+    """In each form that `python` takes: its path, its place on `sys.path`, and how the interpreter made the module."""
+    source = (
+        "import sys, helper\n"
+        "print(sys.argv[0], __name__, __file__, sys.path[0], helper.PLACE, __package__, __spec__ and __spec__.name,\n"
+        "      type(__builtins__), type(__loader__), __name__ in sys.modules, __doc__)\n"
+    )
+    folder = tmp_path / "program"
+    folder.mkdir()
+    (folder / "helper.py").write_text("PLACE = __file__\n")
+    script = folder / "__main__.py"
+    script.write_text(source)
+    program = {"folder": folder, "file": script}.get(form, tmp_path / "program.zip")
+    if form == "zip file":
+        zipapp.create_archive(folder, program)
+    elif form == "byte code":
+        program = Path(py_compile.compile(str(script), str(folder / "main.pyc")) or "")
+    for options in ([], ["-P"]):  # with -P, the folder of a file is not on `sys.path`
+        commands = [[sys.executable, *options, *way, program] for way in ([], ["-m", "rpcdist", "run"])]
+        ends = [subprocess.run(command, capture_output=True, text=True) for command in commands]
+        assert ends[0].stdout == ends[1].stdout
+        assert ends[0].returncode == ends[1].returncode == int("-P" in options and form in ("file", "byte code"))
+        assert ends[0].stdout.startswith(str(program)) == (ends[0].returncode == 0)
 
 
 @pytest.mark.usefixtures("another_main")
