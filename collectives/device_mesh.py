@@ -9,7 +9,7 @@ All ranks of the world make the same meshes in the same order, as they do with g
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -17,7 +17,8 @@ from rpcdist._launch.placement import launcher_variable
 from rpcdist.collectives._api.default_group import init_process_group
 from rpcdist.collectives._api.group_queries import get_rank, get_world_size, is_initialized
 from rpcdist.collectives._api.new_groups import new_group
-from rpcdist.collectives._group.world import default_group
+from rpcdist.collectives._group.world import current_world, default_group
+from rpcdist.collectives._operations.operation import whole_number
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError
 
@@ -161,6 +162,20 @@ class DeviceMesh:
     def __hash__(self) -> int:
         return hash(self._key())
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the groups, which belong to this process. A copy takes those of their names where it is made."""
+        return {**self.__dict__, "_groups": [None if each is None else each.group_name for each in self._groups]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        groups = current_world().groups
+        self.__dict__.update(state, _groups=tuple(groups.get(name) for name in state["_groups"]))
+
+    def __enter__(self) -> DeviceMesh:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing ends: torch's DTensor takes the mesh that is entered for the current one, and here nothing asks."""
+
     def _key(self) -> tuple[object, ...]:
         return self.device_type, self.shape, tuple(self.mesh.flatten().tolist()), self.mesh_dim_names
 
@@ -220,13 +235,15 @@ class DeviceMesh:
         """The groups of this rank, by dimension. Raises ConfigError when it is not in the mesh."""
         if self.get_coordinate() is None:
             raise ConfigError(f"rank {get_rank()} is not in the mesh {self!r}, so it has no group there")
+        if None in self._groups:
+            raise ConfigError(f"{self!r} was pickled on a rank that has other groups; make it on all ranks instead")
         return list(self._groups)
 
     def _dimension(self, key: Dimension) -> int:
-        if isinstance(key, int):
-            if not -self.ndim <= key < self.ndim:
-                raise ConfigError(f"the mesh has {self.ndim} dimensions, and no number {key}")
-            return key % self.ndim
+        if not isinstance(key, str):
+            if not -self.ndim <= (number := whole_number(key, "mesh_dim")) < self.ndim:
+                raise ConfigError(f"the mesh has {self.ndim} dimensions, and no number {number}")
+            return number % self.ndim
         if self.mesh_dim_names is None:
             raise KeyError("No `mesh_dim_names` found: name the dimensions when you make the mesh")
         if key not in self.mesh_dim_names:

@@ -17,7 +17,7 @@ from rpcdist.collectives._group.group_failure import monitored_text
 from rpcdist.collectives._group.operation_hooks import OperationHooks, PostHookArgs, PreHookArgs
 from rpcdist.collectives._operations.lowering import Place, barrier
 from rpcdist.collectives.work import Work
-from rpcdist.errors import CollectiveTimeout, ConfigError, RankLost, RpcdistError
+from rpcdist.errors import CollectiveTimeout, ConfigError, RankLost, RpcdistError, refuse_pickling
 from rpcdist.time_limits import GROUP_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ class ProcessGroup(LowerCaseOperations):
         MPI = 4
         XCCL = 5
         CUSTOM = 6
+
+    __reduce_ex__ = refuse_pickling
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rpcdist.collectives._group.callbacks import Callbacks, OrderedFuture, fail_future
-from rpcdist.errors import CollectiveTimeout, ForkedProcess
+from rpcdist.errors import CollectiveTimeout, ForkedProcess, refuse_pickling
 from rpcdist.own_shortage import own_shortage
 from rpcdist.waiters import wake_threadsafe
 
@@ -44,6 +44,7 @@ class Work:
     """
 
     limit_s: float = 0.0
+    __reduce_ex__ = refuse_pickling
 
     def __init__(
         self, title: object, result: list[torch.Tensor] | None = None, *, callbacks: Callbacks | None = None

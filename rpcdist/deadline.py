@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from random import SystemRandom
-from typing import Final
+from typing import Any, Final
 
 from rpcdist.errors import ConfigError
 from rpcdist.time_limits import LONGEST_TIMEOUT_S
@@ -18,8 +18,8 @@ from rpcdist.time_limits import LONGEST_TIMEOUT_S
 __all__ = ["NEVER", "Deadline", "backoff", "checked_timeout", "current_deadline"]
 
 
-def checked_timeout(timeout_s: object, name: str = "timeout", none: str = "write 0 for no limit") -> float:
-    """A timeout that a user wrote, in seconds.
+def checked_timeout(timeout_s: Any, name: str = "timeout", none: str = "write 0 for no limit") -> float:
+    """A timeout that a user wrote, in seconds; numbers of numpy and tensors of one element are numbers, too.
 
     Args:
         timeout_s: what was written.
@@ -30,15 +30,16 @@ def checked_timeout(timeout_s: object, name: str = "timeout", none: str = "write
         TypeError: it is not a number.
         ConfigError: it is negative, not a number of seconds, or longer than `LONGEST_TIMEOUT_S`.
     """
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
+    if isinstance(timeout_s, bool) or not hasattr(timeout_s, "__float__"):
         raise TypeError(f"{name} is a number of seconds, such as 5 or 0.5, but got {timeout_s!r}")
-    if math.isnan(timeout_s):
+    seconds = float(timeout_s)
+    if math.isnan(seconds):
         raise ConfigError(f"{name} is a number of seconds, but got nan, which is none; {none}")
-    if timeout_s < 0:
+    if seconds < 0:
         raise ConfigError(f"{name} must be non-negative, got {timeout_s} s; {none}")
-    if LONGEST_TIMEOUT_S < timeout_s < math.inf:
-        raise ConfigError(f"{name} of {timeout_s:g} s is longer than {LONGEST_TIMEOUT_S:g} s; {none}")
-    return float(timeout_s)
+    if LONGEST_TIMEOUT_S < seconds < math.inf:
+        raise ConfigError(f"{name} of {seconds:g} s is longer than {LONGEST_TIMEOUT_S:g} s; {none}")
+    return seconds
 
 
 class Deadline:

@@ -51,7 +51,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
 __all__ = [
     "AlreadyInitialized",
@@ -97,6 +97,7 @@ __all__ = [
     "WorldMismatch",
     "begins_traceback",
     "listed",
+    "refuse_pickling",
 ]
 
 P = ParamSpec("P")
@@ -107,6 +108,14 @@ def listed(items: Iterable[object], limit: int = 10) -> str:
     """Names or ranks as a text for a message: the first ones, and the number of others; empty for none."""
     texts = list(map(str, items))
     return ", ".join(texts[:limit]) + (f" and {len(texts) - limit} more" if len(texts) > limit else "")
+
+
+def refuse_pickling(value: object, _protocol: object = None) -> NoReturn:
+    """The `__reduce_ex__` of what belongs to one process: it cannot be pickled, sent or copied."""
+    raise TypeError(
+        f"cannot pickle {type(value).__name__!r} object: it belongs to the process that made it. Send what it is made "
+        "from, and leave it out of the objects that hold it (`__getstate__`)"
+    )
 
 
 class RpcdistError(RuntimeError):

@@ -23,7 +23,7 @@ from typing import Final
 from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, Store, Timeout
 from rpcdist.collectives._stores.store_operations import Change, Code, Contents, Missing, QueuePop, StoreOperation
 from rpcdist.deadline import Deadline
-from rpcdist.errors import DistStoreError
+from rpcdist.errors import DistStoreError, refuse_pickling
 from rpcdist.time_limits import PARKED_LIMIT_S
 
 __all__ = ["HashStore"]
@@ -237,6 +237,8 @@ class HashStore(Store):
     Args:
         timeout: how long methods wait that take no timeout of their own.
     """
+
+    __reduce_ex__ = refuse_pickling
 
     def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         super().__init__(timeout)

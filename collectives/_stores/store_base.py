@@ -8,6 +8,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from operator import index
 from types import TracebackType
 from typing import Final, Self, TypeVar, cast
 
@@ -106,9 +107,9 @@ class Store:
         Raises:
             DistStoreError: the key holds something that is not a number.
         """
-        if not isinstance(amount, int) or amount not in _INT64:
+        if not hasattr(amount, "__index__") or (number := index(amount)) not in _INT64:
             raise TypeError(f"add() takes a whole number of 64 bits, not {amount!r}")
-        return self._run(Add(_text(key), int(amount)))
+        return self._run(Add(_text(key), number))
 
     def append(self, key: str, value: Value) -> None:
         """Appends to the value of `key`; a missing one counts as empty."""

@@ -25,6 +25,7 @@ from rpcdist.errors import (
     RpcdistError,
     StoreTimeout,
     TransportError,
+    refuse_pickling,
 )
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import (
@@ -195,6 +196,7 @@ class TCPStore(Store):
     """
 
     libuvBackend: Final = False
+    __reduce_ex__ = refuse_pickling
 
     def __init__(  # torch's signature
         self,

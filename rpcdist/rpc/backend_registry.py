@@ -44,6 +44,9 @@ class _BackendTypeBase(enum.Enum):
     def __repr__(self) -> str:
         return f"BackendType.{self.name}"
 
+    def __reduce_ex__(self, _protocol: object) -> tuple[Callable[[str], object], tuple[str]]:
+        return _named, (self.name,)  # a member of the enum that there is by then
+
 
 _DOC = """The RPC backends that this process knows.
 
@@ -58,6 +61,10 @@ def _enum_of(members: dict[str, BackendValue]) -> type[_BackendTypeBase]:
     made = functional("BackendType", members, module=__name__)
     made.__doc__ = _DOC
     return made
+
+
+def _named(name: str) -> object:
+    return BackendType[name]
 
 
 BackendType = _enum_of({})

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
+from operator import index
 
 import torch
 
@@ -98,12 +99,10 @@ class RpcBackendOptions:
 
     # The words "incompatible constructor (function) arguments" are torch's, and callers match them.
     def _checked_timeout(self, seconds: object, kind: str) -> float:
-        if not isinstance(seconds, (int, float)):
-            raise TypeError(
-                f"{type(self).__name__}: incompatible {kind} arguments: rpc_timeout is a number of seconds, "
-                f"but got {seconds!r}"
-            )
-        return checked_timeout(seconds, "RPC Timeout")
+        try:
+            return checked_timeout(seconds, "RPC Timeout")
+        except TypeError as exc:
+            raise TypeError(f"{type(self).__name__}: incompatible {kind} arguments: {exc}") from None
 
     def _checked_init_method(self, url: object, kind: str) -> str:
         if not isinstance(url, str):
@@ -369,11 +368,11 @@ def _more_than_zero(name: str, seconds: float) -> float:
 
 
 def _at_least_one(name: str, num: int) -> int:
-    if not isinstance(num, int):
+    if not hasattr(num, "__index__"):
         raise TypeError(f"{name} is an integer, but got {num!r}")
     if num < 1:
         raise ConfigError(f"{name} must be positive, got {num}")
-    return num
+    return index(num)
 
 
 def _tls(tls: object) -> bool | TlsOptions | None:
@@ -383,11 +382,11 @@ def _tls(tls: object) -> bool | TlsOptions | None:
 
 
 def _port(port: int) -> int:
-    if not isinstance(port, int):
+    if not hasattr(port, "__index__"):
         raise TypeError(f"port is an integer, but got {port!r}")
     if not 0 <= port < 2**16:
         raise ConfigError(f"port must be 0 (let the system choose) to 65535, got {port}")
-    return port
+    return index(port)
 
 
 def _ports(ports: str | None) -> str | None:

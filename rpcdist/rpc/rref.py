@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec
 import torch
 
 from rpcdist.deadline import Deadline, checked_timeout, current_deadline
-from rpcdist.errors import BlockingInLoop, NotInitialized, RRefError, WorkerLost
+from rpcdist.errors import BlockingInLoop, ConfigError, NotInitialized, RRefError, WorkerLost
 from rpcdist.rpc._calling.creations import Creation
 from rpcdist.rpc._calling.result_streams import Stream
 from rpcdist.rpc._calling.rref_calls import RRefCalls
@@ -57,10 +57,11 @@ class PyRRef(Generic[T]):
 
     Args:
         value: anything. It does not move: others get at it through this worker.
-        type_hint: accepted for compatibility with torch, and ignored; the type is read from the value.
+        type_hint: for a TorchScript module only, as in torch, and ignored; the type is read from the value.
 
     Raises:
         NotInitialized: before `init_rpc`, or after `shutdown`.
+        ConfigError: a type hint for another value.
     """
 
     __slots__ = (
@@ -79,6 +80,8 @@ class PyRRef(Generic[T]):
             raise NotInitialized(
                 "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
             )
+        if type_hint is not None and not isinstance(value, torch.jit.ScriptModule):
+            raise ConfigError("type_hint should only be specified when the RRef being created contains a ScriptModule.")
         agent = current_agent()
         handle = agent.rrefs.own(value)
         handle.state.is_serial = agent.actors.is_actor(value)

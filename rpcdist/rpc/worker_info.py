@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from operator import index
+from typing import Any, NoReturn
 
 from rpcdist.ids import check_worker_name
 
@@ -31,14 +32,14 @@ class WorkerInfo:
     _name: str
 
     def __init__(self, name: str, id: int | None = None, *, worker_id: int | None = None) -> None:
-        given = id if id is not None else worker_id
-        if not isinstance(name, str) or not isinstance(given, int) or given not in _ID_RANGE:
+        given: Any = id if id is not None else worker_id
+        if not isinstance(name, str) or not hasattr(given, "__index__") or index(given) not in _ID_RANGE:
             raise TypeError(
                 "__init__(): incompatible constructor arguments: WorkerInfo takes a name (str) and an id "
                 f"({_ID_RANGE.start} to {_ID_RANGE.stop - 1}), but got {name!r} and {given!r}"
             )
         object.__setattr__(self, "_name", check_worker_name(name))
-        object.__setattr__(self, "_id", int(given))
+        object.__setattr__(self, "_id", index(given))
 
     @property
     def name(self) -> str:

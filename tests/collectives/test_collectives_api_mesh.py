@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from collectives_ranks import run_ranks
@@ -138,6 +142,54 @@ def test_a_mesh_of_groups_that_there_are() -> None:
             DeviceMesh.from_group([rows, columns], "cpu")
 
     run_ranks(4, on_rank)
+
+
+def test_a_copy_has_the_groups_of_the_process_that_makes_it() -> None:
+    """Programs keep a mesh in their configuration, which is copied, or sent to another process."""
+
+    def on_rank(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        flat = mesh._flatten("all")
+        for made in (copy.copy(mesh), copy.deepcopy({"mesh": mesh})["mesh"], pickle.loads(pickle.dumps(mesh))):
+            assert made == mesh and made.mesh.tolist() == mesh.mesh.tolist()
+            assert made.get_coordinate() == divmod(rank, 2) and made.get_group(
+                cast(int, np.int64(1))
+            ) is mesh.get_group(1)
+            assert made.get_all_groups() == mesh.get_all_groups() and made["b"].get_group() is mesh.get_group("b")
+            assert made["all"].get_group() is flat.get_group()
+        given: list[object] = [mesh]
+        c.broadcast_object_list(given, 0)
+        came = given[0]
+        assert isinstance(came, DeviceMesh) and came.shape == (2, 2)
+        if rank == 0:
+            assert came.get_all_groups() == mesh.get_all_groups()
+        else:
+            with pytest.raises(ConfigError, match="pickled on a rank that has other groups"):
+                came.get_all_groups()
+        with mesh as entered:
+            assert entered is mesh
+
+    run_ranks(4, on_rank)
+
+
+def test_what_belongs_to_a_process_is_not_copied() -> None:
+    """The error names it, and not a lock somewhere inside."""
+
+    def on_rank(rank: int) -> None:
+        group = c.group.WORLD
+        work = c.barrier(async_op=True)
+        assert work is not None
+        message, store = c.P2POp(c.isend, torch.ones(1), 1 - rank), c.HashStore()
+        assert store.add("counter", cast(int, np.int64(2))) == 2
+        held = [group, work, message, store, c.PrefixStore("a", store)]
+        named = ["ProcessGroup", "Work", "ProcessGroup", "HashStore", "HashStore"]
+        for each, name in zip(held, named, strict=True):
+            for copied in (pickle.dumps, copy.deepcopy):
+                with pytest.raises(TypeError, match=f"cannot pickle '{name}' object: it belongs to the process"):
+                    copied(each)
+        work.wait()
+
+    run_ranks(2, on_rank)
 
 
 def test_it_makes_the_default_group_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

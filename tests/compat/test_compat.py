@@ -117,7 +117,7 @@ def test_a_program_finds_itself_as_under_python(form: str, tmp_path: Path) -> No
     elif form == "byte code":
         program = Path(py_compile.compile(str(script), str(folder / "main.pyc")) or "")
     for options in ([], ["-P"]):  # with -P, the folder of a file is not on `sys.path`
-        commands = [[sys.executable, *options, *way, program] for way in ([], ["-m", "rpcdist", "run"])]
+        commands = [[sys.executable, *options, *way, str(program)] for way in ([], ["-m", "rpcdist", "run"])]
         ends = [subprocess.run(command, capture_output=True, text=True) for command in commands]
         assert ends[0].stdout == ends[1].stdout
         assert ends[0].returncode == ends[1].returncode == int("-P" in options and form in ("file", "byte code"))

@@ -15,7 +15,9 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
+import torch
 
 from rpcdist import rpc
 from rpcdist.errors import (
@@ -191,6 +193,31 @@ def test_a_timeout_that_is_none(pair: InProcessCluster, timeout: Any, error: typ
         with pytest.raises((TypeError, ConfigError)):
             rpc.RpcOptions(peer_timeout=timeout)
     assert pair.run("worker0", rpc.rpc_sync, "worker1", sum, ((1, 2),), timeout=math.inf) == 3
+
+
+@pytest.mark.parametrize("timeout", [np.float32(5.5), np.float64(5.5), np.int64(5), torch.tensor(5.5)], ids=repr)
+def test_a_timeout_is_any_number(pair: InProcessCluster, timeout: Any) -> None:
+    rref = pair.run("worker0", rpc.remote, "worker1", list)
+    assert pair.run("worker0", rpc.rpc_sync, "worker1", sum, ((1, 2),), timeout=timeout) == 3
+    assert pair.run("worker0", rref.to_here, timeout) == []
+    assert rpc.TensorPipeRpcBackendOptions(rpc_timeout=timeout).rpc_timeout == float(timeout)
+
+
+def test_numbers_of_threads_and_ids_may_be_integers_of_numpy() -> None:
+    assert rpc.TensorPipeRpcBackendOptions(num_worker_threads=as_int(np.int32(3))).num_worker_threads == 3
+    assert rpc.WorkerInfo("worker", as_int(np.int64(7))).id == 7
+
+
+def as_int(value: Any) -> int:
+    return value  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+def test_a_type_hint_is_for_a_script_module(pair: InProcessCluster) -> None:
+    with pytest.raises(ConfigError, match="should only be specified when the RRef being created contains a Script"):
+        pair.run("worker0", rpc.RRef, 3, int)
+    module = torch.jit.script(torch.nn.Identity())
+    assert pair.run("worker0", lambda: rpc.RRef(module, torch.nn.Module).local_value()) is module
 
 
 class Counter:

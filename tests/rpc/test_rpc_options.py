@@ -212,6 +212,14 @@ def test_a_backend_can_be_registered_once() -> None:
         backend_registry.register_backend("OTHER", OtherOptions, start_nothing)
 
 
+@pytest.mark.usefixtures("registry")
+def test_a_backend_travels_by_its_name() -> None:
+    added = backend_registry.register_backend("LATER", OtherOptions, start_nothing)
+    known = backend_registry.BackendType["TENSORPIPE"]
+    for each in (added, known):
+        assert pickle.loads(pickle.dumps(each)) is each
+
+
 def test_backends_with_equal_handlers_are_not_one(registry: None) -> None:
     first = backend_registry.register_backend("ONE", OtherOptions, start_nothing)
     second = backend_registry.register_backend("TWO", OtherOptions, start_nothing)

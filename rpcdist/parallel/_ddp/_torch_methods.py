@@ -6,7 +6,7 @@ The answer of `_get_ddp_logging_data` has options, buckets and times of a model,
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -203,12 +203,6 @@ class TorchMethods(nn.Module):
                 to average; gradients or parameters were changed since they were ready.
         """
         self.reducer.finalize()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Loads a state of this class, or one of the bare module, whose names lack the prefix `module.`."""
-        if not any(name.startswith("module.") for name in state_dict):
-            state_dict = {f"module.{name}": value for name, value in state_dict.items()}
-        return super().load_state_dict(state_dict, *args, **kwargs)
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
