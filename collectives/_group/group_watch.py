@@ -19,7 +19,7 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import ConnectFailed, DistNetworkError, RendezvousError
 from rpcdist.time_limits import ANSWER_LIMIT_S, CHECK_INTERVAL_S, THREAD_GRACE_S
 from rpcdist.transport._socket_hub.hub_connector import HubAddress
-from rpcdist.transport._tls.tls_socket import StreamSocket
+from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket
 from rpcdist.transport.sockets import SocketHub
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -170,7 +170,7 @@ def connect_watch(
         failure = GroupFailure(FailureKind.TIMEOUT, text if isinstance(exc, TimeoutError) else str(exc), tuple(missing))
         for sock in sockets.values():
             with suppress(OSError):  # it ended meanwhile
-                sock.sendmsg([encoded({"say": "failure", **failure.to_json()})])
+                sock.sendmsg([encoded({"say": "failure", **failure.to_json()})], (), NO_SIGPIPE)
             sock.close()
         if isinstance(exc, TimeoutError):
             raise DistNetworkError(text) from exc
