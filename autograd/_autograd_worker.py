@@ -37,15 +37,15 @@ from rpcdist.errors import CallRefused, Overloaded, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.inspection import ContextFacts, PassFacts
 from rpcdist.rpc._calling.autograd_links import AutogradLinks
-from rpcdist.rpc._executors.io_thread import Timer
 from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._peers.demultiplexer import PoolJob
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._serving.active_calls import CALL_BYTES
 from rpcdist.rpc._values import ReceiveBuffer
 from rpcdist.rpc._values.exceptions import add_note
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import CONTEXT_DROP_DELAY_S
+from rpcdist.transport.io_loop import Timer
 from rpcdist.transport.wire_messages import CompactPass
 
 
@@ -272,7 +272,7 @@ class AutogradWorker:
     # ------------------------------------------------------------ messages (I/O loop, or a thread that reads for it)
 
     def on_pass(
-        self, session: MessageSink, part: CompactPass, buffers: Sequence[ReceiveBuffer], jobs: list[PoolJob]
+        self, session: AnySession, part: CompactPass, buffers: Sequence[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
         self._take(session.peer, part, buffers, session, jobs)
 
@@ -281,7 +281,7 @@ class AutogradWorker:
         sender: Identity,
         part: CompactPass,
         buffers: Sequence[ReceiveBuffer],
-        via: MessageSink | None,
+        via: AnySession | None,
         jobs: list[PoolJob],
     ) -> None:
         context = self.contexts.look_up(part.context)

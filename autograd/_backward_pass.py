@@ -37,7 +37,7 @@ from rpcdist.rpc._calling.autograd_links import AutogradLinks
 from rpcdist.rpc._executors.blocking import blocking, hooks
 from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._peers.demultiplexer import PoolJob
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._values import LargeBuffer
 from rpcdist.rpc._values.exceptions import set_cause, text_of, traceback_of
 from rpcdist.transport.wire_messages import CompactPass
@@ -141,17 +141,17 @@ class BackwardPass:
         self._out: dict[int, PassMessage] = {}
         self._follow_up: bytes | None = None  # what this worker does for its parent when its part is done
         self._involved: set[int] = set()
-        self._links: dict[int, MessageSink] = {}  # by neighbour: the session that carries the messages of both
+        self._links: dict[int, AnySession] = {}  # by neighbour: the session that carries the messages of both
         self.spans: list[tuple[SpanKind, int, float, float]] = []
         self.hops = hops
         self.traceparent = ""
         self._idle_since = 0.0
-        self._inbox: deque[Job | tuple[int, PassMessage, MessageSink | None]] = deque()
+        self._inbox: deque[Job | tuple[int, PassMessage, AnySession | None]] = deque()
         self._is_draining = False
         self._has_waiter = False
         self._changed: threading.Condition | None = None  # made for the first sleep on it: most passes read instead
-        self._source: MessageSink | None = None  # where the next message will probably come
-        self._led: MessageSink | None = None  # read by the thread that waits
+        self._source: AnySession | None = None  # where the next message will probably come
+        self._led: AnySession | None = None  # read by the thread that waits
 
     # ------------------------------------------------------------ beginning
 
@@ -228,7 +228,7 @@ class BackwardPass:
 
     # ------------------------------------------------------------ what comes
 
-    def receive(self, sender: int, message: PassMessage, via: MessageSink | None, jobs: list[PoolJob]) -> None:
+    def receive(self, sender: int, message: PassMessage, via: AnySession | None, jobs: list[PoolJob]) -> None:
         """Takes a neighbour's message, which came by a session; `jobs` gets what a thread of the pool has to do."""
         if self.is_over:
             if message.begins:
@@ -241,7 +241,7 @@ class BackwardPass:
         if self._add(job):
             self.submit(self._drain)
 
-    def _add(self, item: Job | tuple[int, PassMessage, MessageSink | None]) -> bool:
+    def _add(self, item: Job | tuple[int, PassMessage, AnySession | None]) -> bool:
         """Whether a thread of the pool has to be found."""
         with self.lock:
             self._inbox.append(item)
@@ -264,7 +264,7 @@ class BackwardPass:
         if led is not None:
             led.ring()
 
-    def _take(self, sender: int, message: PassMessage, via: MessageSink | None) -> None:
+    def _take(self, sender: int, message: PassMessage, via: AnySession | None) -> None:
         if self.hops is None:
             self._take_in(sender, message, via)
             return
@@ -276,7 +276,7 @@ class BackwardPass:
         finally:
             hop[3] = time.time()
 
-    def _take_in(self, sender: int, message: PassMessage, via: MessageSink | None) -> None:
+    def _take_in(self, sender: int, message: PassMessage, via: AnySession | None) -> None:
         if via is not None:
             self._links[sender] = self._source = via
         if self._idle_since:
@@ -575,7 +575,7 @@ class _PassMessageObserver:
         """None: another process in that place knows nothing of the pass."""
         return None
 
-    def on_sent(self, session: MessageSink, transfer: int) -> None:
+    def on_sent(self, session: AnySession, transfer: int) -> None:
         self._pass._links[self._to] = self._pass._source = session  # the answers will come there
         if session.closed_reason is not None:
             self._fail(self._pass.lost_worker(self._to, session.closed_reason))

@@ -18,7 +18,7 @@ from rpcdist.autograd._pass_message import PassMessage
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.rpc._executors.blocking import hooks
 from rpcdist.rpc._executors.deferred_replies import DeferredReply
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.network import AnySession
 
 Outcome = bytes | Exception
 """The answer of an owner, or the reason why there is none."""
@@ -67,7 +67,7 @@ class StepPart:
 
 
 def do_work(
-    work: bytes, deadline: Deadline, context_id: int, backward: int, via: MessageSink, num_counted: int = 0
+    work: bytes, deadline: Deadline, context_id: int, backward: int, via: AnySession, num_counted: int = 0
 ) -> DeferredReply | None:
     """Does what a worker asks for (see `workers`), and answers by `via`; on a thread of the pool.
 

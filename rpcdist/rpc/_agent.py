@@ -43,7 +43,6 @@ from rpcdist.rpc._calling.retries import Retries
 from rpcdist.rpc._calling.rref_calls import RRefCalls
 from rpcdist.rpc._devices.gpu_sharing import GpuSharing
 from rpcdist.rpc._executors import torch_state
-from rpcdist.rpc._executors.io_thread import Timer
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._futures.interrupt import InterruptWatch
@@ -74,7 +73,8 @@ from rpcdist.rpc._serving.dispatcher import Dispatcher, GilWait, describe_job
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.time_limits import CLOSE_LIMIT_S, SLOW_ANSWER_LIMIT_S, TICK_S
-from rpcdist.transport.wire_messages import CompactCall, CompactPass, CompactReply
+from rpcdist.transport.io_loop import Timer
+from rpcdist.transport.wire_messages import Call, CompactPass, Reply
 
 ROLE = "rpc"
 AUTOGRAD_SERVICE = autograd_pb2.DESCRIPTOR.services_by_name["Autograd"]
@@ -354,10 +354,8 @@ class Agent:
     def _wire_messages(self) -> None:
         """Which part takes which kind of message."""
         handle = self._demultiplexer.handle
-        handle("call", self.dispatcher.on_call)
-        handle("reply", self.caller.on_reply)
-        handle(CompactCall, self.dispatcher.on_call)
-        handle(CompactReply, self.caller.on_reply)
+        handle(Call, self.dispatcher.on_call)
+        handle(Reply, self.caller.on_reply)
         handle(CompactPass, self.autograd.on_pass)
         handle("cancel", self.dispatcher.on_cancel)
         handle("call_question", self.dispatcher.on_question)

@@ -24,7 +24,7 @@ from rpcdist.deadline import Deadline
 from rpcdist.ids import Identity
 from rpcdist.inspection import ContextFacts, PassFacts
 from rpcdist.rpc._peers.demultiplexer import PoolJob
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._values import ReceiveBuffer
 from rpcdist.transport.wire_messages import CompactPass, History
 
@@ -74,7 +74,7 @@ class AutogradHooks(Protocol):
         ...
 
     def on_pass(
-        self, session: MessageSink, part: CompactPass, buffers: Sequence[ReceiveBuffer], jobs: list[PoolJob]
+        self, session: AnySession, part: CompactPass, buffers: Sequence[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
         """Likewise, for a message of a backward pass; the pool runs the functions added to `jobs`."""
         ...

@@ -45,7 +45,7 @@ from rpcdist.profile_ranges import is_profiling, record_function
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._futures.failure import Failure, raise_failure
 from rpcdist.rpc._futures.interrupt import acquire
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._values.exceptions import (
     described,
     drop_first_frame,
@@ -77,7 +77,7 @@ class Expected(Protocol):
     """The operation that will complete a future."""
 
     @property
-    def session(self) -> MessageSink | None:
+    def session(self) -> AnySession | None:
         """By which the result will come; None if that is not known."""
 
     def what(self) -> str:
@@ -312,7 +312,7 @@ class Future(torch.futures.Future[T]):
         session = self._session()
         return session is not None and session.lead(baton.locked, timeout_s)
 
-    def _session(self) -> MessageSink | None:
+    def _session(self) -> AnySession | None:
         expected = self._expected  # read once: another thread may complete this now
         return None if expected is None else expected.session
 

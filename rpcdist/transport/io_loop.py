@@ -181,3 +181,38 @@ class IoLoop:
             self.loop.call_soon_threadsafe(self.loop.stop)
             for thread in (self._thread, *tuple(self._workers)):
                 thread.join(deadline.remaining_s())
+
+
+class Timer:
+    """Has a function called on the I/O loop later, so it must be short; any thread may make and cancel it.
+
+    Args:
+        delay_s: in seconds.
+    """
+
+    __slots__ = ("_function", "_handle", "_io")
+
+    def __init__(self, io: IoLoop, delay_s: float, function: Callable[[], object]) -> None:
+        self._io = io
+        self._function: Callable[[], object] | None = function
+        self._handle: asyncio.TimerHandle | None = None
+        io.call_soon(self._start, delay_s)
+
+    def cancel(self) -> None:
+        """The function is not called any more, unless it is being called; any thread, any number of times."""
+        if self._function is not None:
+            self._function = None
+            self._io.call_soon(self._stop)
+
+    def _start(self, delay_s: float) -> None:
+        if self._function is not None:
+            self._handle = self._io.loop.call_later(delay_s, self._fire)
+
+    def _stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+
+    def _fire(self) -> None:
+        function, self._function = self._function, None
+        if function is not None:
+            function()

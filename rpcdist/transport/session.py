@@ -69,18 +69,24 @@ connections that ended in the next."""
 class SessionHandler(Protocol):
     """The owner of a session. It must not block or run user code.
 
-    Its methods are called on the I/O loop, except `on_messages`: a leading thread may call it with compact messages and
-    with messages that the handler `takes_anywhere`. It is called on one thread at a time, in the order of the messages.
+    Its methods are called on the I/O loop, except `on_messages`: a leading thread may call it with messages
+    that the handler `takes_anywhere`. It is called on one thread at a time, in the order of the messages.
     """
 
     def on_opened(self, session: Any) -> None:
         """A peer opened this session. Not called for sessions that this process opens."""
 
-    def on_messages(self, session: Any, messages: list[tuple[Any, list[IncomingBuffer]]]) -> None:
-        """Complete messages (`WireMessage`) arrived, in the order in which they became complete."""
+    def on_messages(self, session: Any, messages: list[tuple[Any, list[Any]]]) -> None:
+        """Complete messages (`WireMessage`) arrived, in the order in which they became complete.
 
-    def takes_anywhere(self, message: WireMessage) -> bool:
-        """Whether `on_messages` may be called with this message on a thread other than the I/O loop's."""
+        Their buffers were made by `allocate` or `borrow`.
+        """
+
+    def takes_anywhere(self, message: rpc_pb2.Message) -> bool:
+        """Whether `on_messages` may be called with this message on a thread other than the I/O loop's.
+
+        Calls, parts of backward passes, and replies that begin no stream always may.
+        """
 
     def on_closed(self, session: Any, reason: str) -> None:
         """The session ended; called once. Messages that are queued and not written are lost."""
@@ -104,7 +110,7 @@ class HeapPayloads:
 
     shares_payloads = False
 
-    def takes_anywhere(self, message: WireMessage) -> bool:
+    def takes_anywhere(self, message: rpc_pb2.Message) -> bool:
         return False
 
     def announced_by(self, peer: Identity) -> AnnouncedBytes:
@@ -338,7 +344,14 @@ class Session:
                 shield.leave()
 
     def want_value(self, call: int) -> bool:
-        """See `MessageSink`; any thread."""
+        """Has the reply to a `remote()` bring the result along, unless its message has left; any thread.
+
+        Args:
+            call: its number; it was the last message that this thread sent here.
+
+        Returns:
+            Whether it will.
+        """
         return self._outgoing.want_value(call)
 
     def abort_transfer(self, number: int, reason: str) -> None:
@@ -346,7 +359,7 @@ class Session:
         self._io.call_soon(self._abort_transfer, number, reason)
 
     def transfer_progress(self, number: int) -> tuple[int, int] | None:
-        """See `MessageSink`; any thread."""
+        """The bytes of a transfer that were sent, and all; None if none are left to send, or it is not known."""
         return self._outgoing.progress(number)
 
     def close(self, reason: str) -> None:
@@ -500,8 +513,11 @@ class Session:
         """Gives messages to the handler, on the thread that read them or on the loop. [Note: order]"""
         if not self._left_to_loop:
             for message, _ in messages:
-                # Compact messages may be handled on any thread.
-                if message.__class__ is rpc_pb2.Message and not self._handler.takes_anywhere(message):
+                if isinstance(message, rpc_pb2.Message):
+                    is_for_loop = not self._handler.takes_anywhere(message)
+                else:
+                    is_for_loop = message.is_stream
+                if is_for_loop:
                     may_be_here = self._io.on_thread()
                     break
             else:

@@ -13,13 +13,13 @@ from rpcdist.errors import ProtocolViolation
 from rpcdist.time_limits import CONTROL_DELAY_S, SEGMENTS_TRIM_S
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._framing.incoming import IncomingBuffer
-from rpcdist.transport._framing.outgoing import Outgoing, stream_of
+from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.common_buffers import CommonBuffers, CommonPack
 from rpcdist.transport.lending import Borrower, Lender, Pack, offsets, packs
 from rpcdist.transport.memory_copies import OutgoingBuffer
 from rpcdist.transport.shared_memory import unavailable
-from rpcdist.transport.wire_messages import Loan, WireMessage
+from rpcdist.transport.wire_messages import Loan, WireMessage, set_large, stream_of
 
 _NOTHING: Final = OutgoingBuffer(memoryview(b""))
 """Takes the place of a lent buffer in a message's list of buffers: no chunk of it follows."""
@@ -137,12 +137,7 @@ class SharedPayloads:
                     left[index] = _NOTHING
         if loans:
             loans.sort()
-            sizes = [buffer.size for buffer in buffers]
-            if isinstance(message, rpc_pb2.Message):
-                message.large.extend(sizes)
-                message.loans.extend(rpc_pb2.Loan(buffer=loan.buffer, segment=loan.segment) for loan in loans)
-            else:
-                message.large, message.loans = sizes, loans
+            set_large(message, [buffer.size for buffer in buffers], loans)
         return left
 
     def _lend_common(self, pack: Pack, common: CommonPack) -> int | None:

@@ -1,8 +1,8 @@
-"""The messages that a session carries for the layers above: protobuf messages, and compact forms of the frequent ones.
+"""The messages that a session carries for the layers above: calls, replies, parts of backward passes, and the others.
 
 Protobuf can express every message, but its objects, its serialization and its parsing take longer than the network. So
-common calls and replies, those with plain values, have a compact form, which one `struct` packs and unpacks
-(`rpcdist/transport/_framing/frames.py`). Every receiver takes both forms.
+calls and replies are plain objects here. `rpcdist/transport/_framing/frames.py` gives them their bytes: one `struct` if
+their values have the compact form, and a protobuf message otherwise.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Final, NamedTuple
 
-from rpcdist._proto import rpc_pb2
+from rpcdist._proto import rpc_pb2, value_pb2
 
 MAX_COMPACT_BODY_BYTES: Final = 1 << 18
 """A value with more bytes (apart from large buffers) travels in a protobuf message, which can be cut into chunks."""
 
 MAX_NAME_BYTES: Final = 1000
-"""A call of a function with a longer name travels in a protobuf message: receivers keep the names of compact calls."""
+"""A call of a function with a longer name travels in a protobuf message: receivers keep the names of compact frames."""
 
 NamedReference = tuple[int, int, int, int, int, int]
 """A remote reference and the used share of it: worker, number and incarnation of each `UniqueId`."""
@@ -48,25 +48,32 @@ class Loan(NamedTuple):
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class CompactCall:
-    """A call whose arguments are plain values without references.
+class Call:
+    """A call of a function, or the request of the value of a reference.
 
     Attributes:
         id: the caller's number for the call.
-        function: "module:qualified.name"; empty for a request of the value of `target`.
+        function: "module:qualified.name"; empty for a function by value, and for a request of the value of `target`.
         timeout_us: the time left until the deadline at the send; 0 for no deadline.
         body: the arguments, see `rpcdist/rpc/_values/compact.py`; empty for a call without arguments.
         num_tensors: the number of tensors in `body`.
         result: for `remote()`, the ids under which the callee keeps the result.
-        wants_value: for `remote()`, whether the reply should also have the result.
         target: the reference whose value is the first argument, or is requested itself.
-        context: the autograd context in which the function runs; 0 for none.
-        history: the autograd record of the arguments.
+        wants_value: for `remote()`, whether the reply should also have the result.
         is_nested: a handler made the call: another call may wait for it.
+        context: the autograd context in which the function runs; 0 for none.
+        history: the autograd record of the arguments in `body`.
         transfer, large, loans: its large buffers, as in a protobuf `Message`; the session fills them in.
+        value: the arguments where the compact form cannot say them; `body` is empty then.
+        is_by_value: whether the function is the last one of the arguments.
+        is_serial: for `remote()`, whether the result is an actor.
+        counts_as_idle: whether it waits for other workers: a callee that shuts down does not wait for it.
+        traceparent: the W3C header of the caller's span; empty for none.
+        device_map: takes the place of the caller's map for this worker, for the arguments and the answer.
     """
 
     wrapped: ClassVar[bool] = False
+    is_stream: ClassVar[bool] = False
 
     id: int
     function: str
@@ -82,23 +89,49 @@ class CompactCall:
     transfer: int = 0
     large: Sequence[int] = ()
     loans: Sequence[Loan] = ()
+    value: value_pb2.Value | None = None
+    is_by_value: bool = False
+    is_serial: bool = False
+    counts_as_idle: bool = False
+    traceparent: str = ""
+    device_map: rpc_pb2.DeviceMap | None = None
 
     def __repr__(self) -> str:
-        return f"<CompactCall {self.id} of {self.function!r}, {len(self.body)} B, {self.num_tensors} tensors>"
+        return f"<Call {self.id} of {self.function!r}, {self.size_bytes} B>"
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether it has no part that only a protobuf message can carry."""
+        return self.value is None and not (
+            self.is_by_value
+            or self.is_serial
+            or self.counts_as_idle
+            or self.traceparent
+            or self.device_map is not None
+            or len(self.function) * 4 > MAX_NAME_BYTES
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of its arguments, without large buffers."""
+        return len(self.body) if self.value is None else self.value.ByteSize()
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class CompactReply:
-    """The reply to a call that returned None, or a plain value without references.
+class Reply:
+    """The reply to a call.
 
     Attributes:
         id: the id of the call.
-        body: the result, like `CompactCall.body`; empty for None.
+        body: the result, like `Call.body`; empty for None.
         num_tensors: the number of tensors in `body`.
         created: whether it answers a `remote()` whose result the callee keeps.
-        has_value: whether `body` is the result of that `remote()`, as its caller asked.
-        history: the autograd record of the result.
-        transfer, large, loans: as in `CompactCall`.
+        has_value: whether it has the result of that `remote()`, as its caller asked.
+        history: the autograd record of the result in `body`.
+        transfer, large, loans: as in `Call`.
+        value: the result where the compact form cannot say it.
+        failure: why there is no result.
+        is_stream: whether the result is a stream, whose items follow.
     """
 
     wrapped: ClassVar[bool] = False
@@ -112,9 +145,22 @@ class CompactReply:
     transfer: int = 0
     large: Sequence[int] = ()
     loans: Sequence[Loan] = ()
+    value: value_pb2.Value | None = None
+    failure: rpc_pb2.Failure | None = None
+    is_stream: bool = False
 
     def __repr__(self) -> str:
-        return f"<CompactReply {self.id}, {len(self.body)} B, {self.num_tensors} tensors>"
+        return f"<Reply {self.id}, {self.size_bytes} B>"
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether it has no part that only a protobuf message can carry."""
+        return self.value is None and self.failure is None and not self.is_stream
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the result, without large buffers."""
+        return len(self.body) if self.value is None else self.value.ByteSize()
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -125,10 +171,11 @@ class CompactPass:
         context: the autograd context.
         backward: the id of the pass.
         body: the content, see `autograd/_pass_message.py`. If it is empty, the first large buffer is the body.
-        transfer, large, loans: as in `CompactCall`.
+        transfer, large, loans: as in `Call`.
     """
 
     wrapped: ClassVar[bool] = False
+    is_stream: ClassVar[bool] = False
 
     context: int
     backward: int
@@ -141,20 +188,35 @@ class CompactPass:
         return f"<CompactPass {self.backward:#x} in context {self.context}, {len(self.body)} B>"
 
 
-WireMessage = rpc_pb2.Message | CompactCall | CompactReply | CompactPass
+WireMessage = rpc_pb2.Message | Call | Reply | CompactPass
+"""Calls and replies are never a `rpc_pb2.Message`, except in frames."""
+
+
+def set_large(message: WireMessage, sizes: Sequence[int], loans: Sequence[Loan] = ()) -> None:
+    """Announces large buffers in a message: their sizes, and which of them are lent."""
+    if isinstance(message, rpc_pb2.Message):
+        message.large.extend(sizes)
+        message.loans.extend(rpc_pb2.Loan(buffer=loan.buffer, segment=loan.segment) for loan in loans)
+    else:
+        message.large, message.loans = sizes, loans
 
 
 def can_linger(message: WireMessage) -> bool:
     """Whether this message may wait for the next one: that of a `remote()`, whose caller will ask for the value."""
-    if message.__class__ is CompactCall:
-        return message.result is not None
-    return isinstance(message, rpc_pb2.Message) and message.HasField("call") and message.call.HasField("result")
+    return message.__class__ is Call and message.result is not None
 
 
 def is_urgent(message: WireMessage) -> bool:
     """Whether the message deserves its own write, so that the peer can begin at once."""
     if not isinstance(message, rpc_pb2.Message):
         return True
-    if message.HasField("autograd"):
-        return not message.control_seq
-    return message.HasField("call") or message.HasField("reply")
+    return message.HasField("autograd") and not message.control_seq
+
+
+def stream_of(message: WireMessage) -> int:
+    """The number of the stream whose item or end this message is; 0 for none."""
+    if not isinstance(message, rpc_pb2.Message):
+        return 0
+    if message.HasField("stream_item"):
+        return message.stream_item.id
+    return message.stream_end.id

@@ -14,6 +14,7 @@ from rpcdist import rpc
 from rpcdist._proto import rpc_pb2, rref_pb2, value_pb2
 from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
 from rpcdist.testing import InProcessCluster, eventually
+from rpcdist.transport._framing.calls_in_protobuf import from_protobuf
 from rpcdist.transport._framing.frames import frame
 
 LIMIT_S = 20.0
@@ -65,7 +66,7 @@ def inject(cluster: InProcessCluster, messages: list[rpc_pb2.Message]) -> None:
         handed = threading.Event()
 
         def arrive() -> None:
-            agent._inbound.on_messages(session, [(message, []) for message in messages])
+            agent._inbound.on_messages(session, [(from_protobuf(message), []) for message in messages])
             handed.set()
 
         agent.caller._io.call_soon(arrive)

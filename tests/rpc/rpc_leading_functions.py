@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 from unittest.mock import patch
 
 from threads_at_once import problems_of_threads
@@ -130,8 +131,8 @@ def _until_led(to: str, by: threading.Thread) -> Iterator[None]:
     agent = current_agent()
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
-        session = agent.router.session_with(agent.directory.resolve(to))
-        if session is not None and session._direct._lead._holder == by.ident:  # type: ignore[attr-defined]
+        session: Any = agent.router.session_with(agent.directory.resolve(to))
+        if session is not None and session._direct._lead._holder == by.ident:
             yield
             return
         time.sleep(0.001)  # until the other thread sleeps in its read

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -166,7 +166,7 @@ def test_the_error_at_the_deadline_says_how_far_the_call_was(phase: Any, text: s
     assert "It was not sent" in str(call.deadline_error())
     call.session, call.was_asked = session, True
     assert "'b' did not say how far it was; it was last heard 0.0 s ago" in str(call.deadline_error())
-    table.note_state(SimpleNamespace(), CallState(id=call.id, phase=phase))  # somebody else
+    table.note_state(cast(Any, object()), CallState(id=call.id, phase=phase))  # somebody else
     assert "did not say" in str(call.deadline_error())
     table.note_state(session, CallState(id=call.id + 1, phase=phase))  # of no call
     table.note_state(session, CallState(id=call.id, phase=phase, running_us=7_000_000))
@@ -232,7 +232,8 @@ def test_a_call_that_met_a_closed_session_is_reported() -> None:
     table = CallTable(lambda at: None, InFlightBytes(1))
     made = pending(table, 10, owner=owner)
     peer = Identity("b", 1, 7)
-    made.on_sent(SimpleNamespace(peer=peer, closed_reason=None, last_received=0.0), 3)
+    session: Any = SimpleNamespace(peer=peer, closed_reason=None, last_received=0.0)
+    made.on_sent(session, 3)
     assert made.transfer == 3 and not unanswered
     session = SimpleNamespace(peer=peer, closed_reason="broken", last_received=0.0)
     made.on_sent(session, 0)

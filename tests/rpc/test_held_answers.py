@@ -15,7 +15,7 @@ from rpcdist.rpc._executors import deferred_replies
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._executors.deferred_replies import MAX_HELD, DeferredReply, HeldAnswers
 from rpcdist.rpc._executors.thread_pool import ThreadPool
-from rpcdist.rpc._peers.demultiplexer import Loopback
+from rpcdist.rpc._peers.network import Loopback
 
 LIMIT_S = 30.0
 

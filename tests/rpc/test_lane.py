@@ -12,7 +12,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._executors.lane import Lane
 from rpcdist.rpc._executors.thread_pool import ThreadPool
-from rpcdist.rpc._peers.demultiplexer import Loopback
+from rpcdist.rpc._peers.network import Loopback
 from rpcdist.testing import eventually
 
 LIMIT_S = 30.0

@@ -17,8 +17,8 @@ from rpcdist.errors import LeaseExpired, OwnerLost, RpcdistError, RRefError
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.connections import LeaseWatch
 from rpcdist.rpc._peers.directory import PeerEvents
-from rpcdist.rpc._peers.network import PeerSession
 from rpcdist.testing import InProcessCluster, eventually
+from rpcdist.transport.session import Session
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_session_that_outlives_a_lease_begins_another_one() -> None:
     events.lease_ended.listen(lambda identity: told.append("ended"))
     events.found.listen(lambda identity: told.append("found"))
     session = SimpleNamespace(peer=Identity("user", 1, 5), last_received=time.monotonic() - 1e6)
-    watch = LeaseWatch(1e3, lambda: [cast(PeerSession, session)], events)
+    watch = LeaseWatch(1e3, lambda: [cast(Session, session)], events)
     watch.renew()
     assert told == ["ended"]
     session.last_received = time.monotonic()
@@ -97,7 +97,7 @@ def test_a_process_without_a_free_descriptor_ends_no_lease() -> None:
     events, told = PeerEvents(), list[Identity]()
     events.lease_ended.listen(told.append)
     sessions = [SimpleNamespace(peer=Identity("user", 1, 5), last_received=time.monotonic() - 1e6)]
-    watch = LeaseWatch(1e3, lambda: cast(list[PeerSession], sessions), events)
+    watch = LeaseWatch(1e3, lambda: cast(list[Session], sessions), events)
     with no_free_descriptor():
         watch.renew()
     sessions.clear()
@@ -109,7 +109,7 @@ def test_a_look_at_the_connections_is_as_rare_as_heartbeats() -> None:
     """Looks come ten times a second, also at a worker with a thousand connections."""
     looks = list[float]()
 
-    def sessions() -> list[PeerSession]:
+    def sessions() -> list[Session]:
         looks.append(now)
         return []
 

@@ -30,13 +30,13 @@ from rpcdist.time_limits import REFUSED_GRACE_S
 from rpcdist.transport._framing.frames import call_frame, frame, reply_frame
 from rpcdist.transport.keys import request_proof
 from rpcdist.transport.unary_proof import COUNTER_KEY, PROOF_KEY, SESSION_KEY
-from rpcdist.transport.wire_messages import CompactCall, CompactReply, Loan
+from rpcdist.transport.wire_messages import Call, Loan, Reply
 
 pytestmark = pytest.mark.multiproc
 
 
 BIG = rpc_pb2.Message(call=rpc_pb2.Call(id=1, function="builtins:print"), transfer=1, large=[1000])
-LENT = CompactReply(1)
+LENT = Reply(1)
 LENT.transfer, LENT.large, LENT.loans = 1, [100_000], [Loan(0, 7)]
 VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
     "more than announced": (
@@ -59,11 +59,11 @@ VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
         "that are not an envelope",
     ),
     "a function that has no name": (
-        [bytes(call_frame(CompactCall(1, ""), 3))],
+        [bytes(call_frame(Call(1, ""), 3))],
         "function 3 arrived; the peer has named 0",
     ),
     "functions out of order": (
-        [bytes(call_frame(CompactCall(1, "m:f"), 2, b"m:f"))],
+        [bytes(call_frame(Call(1, "m:f"), 2, b"m:f"))],
         "number 2 was given a name after 0",
     ),
     "a reply that lends memory": ([reply_frame(LENT)], "refers to lent memory on a channel that cannot lend"),
@@ -134,31 +134,31 @@ def test_messages_that_make_no_sense_harm_nobody(world: RpcWorld, address: str) 
     ]
     messages = [rpc_pb2.Message(call=call) for call in calls]
     compact = [
-        call_frame(CompactCall(11, "os:no_such_function"), 1, b"os:no_such_function"),
-        call_frame(CompactCall(12, "os:getpid", body=b"no value"), 2, b"os:getpid"),
-        call_frame(CompactCall(13, "os:getpid", body=b"\x01", num_tensors=9), 2),
-        call_frame(CompactCall(14, "", target=(0, 0, 0, 0, 0, 0)), 0),
-        reply_frame(CompactReply(12345, b"\x01")),
-        reply_frame(CompactReply(12345, created=True)),
+        call_frame(Call(11, "os:no_such_function"), 1, b"os:no_such_function"),
+        call_frame(Call(12, "os:getpid", body=b"no value"), 2, b"os:getpid"),
+        call_frame(Call(13, "os:getpid", body=b"\x01", num_tensors=9), 2),
+        call_frame(Call(14, "", target=(0, 0, 0, 0, 0, 0)), 0),
+        reply_frame(Reply(12345, b"\x01")),
+        reply_frame(Reply(12345, created=True)),
     ]
 
-    async def run() -> dict[int, rpc_pb2.Reply]:
+    async def run() -> dict[int, Reply]:
         async with connected(address) as channel:
             client = RawClient(channel)
             await client.prove()
             await client.call.write(b"".join([*map(frame, [*odd, *messages]), *compact]))
-            got: dict[int, rpc_pb2.Reply] = {}
+            got: dict[int, Reply] = {}
             with suppress(TimeoutError):
                 async with asyncio.timeout(3.0):
                     while len(got) < 16:
                         found = messages_of(await client.call.read())
-                        got.update({m.reply.id: m.reply for m in found if m.HasField("reply")})
+                        got.update({m.id: m for m in found if isinstance(m, Reply)})
             client.call.cancel()
             return got
 
     got = run_on_loop(run())
     assert sorted(got) == list(range(1, 17))
-    assert all(reply.HasField("failure") and reply.failure.text for reply in got.values()), got
+    assert all(reply.failure is not None and reply.failure.text for reply in got.values()), got
 
 
 def test_a_role_that_nobody_serves(address: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from rpcdist._proto import rpc_pb2
+from typing import Any
+
 from rpcdist.transport._framing.frames import Chunk, chunk_head, parse
+from rpcdist.transport.wire_messages import WireMessage
 
 __all__ = ["chunk_envelope", "chunk_of", "messages_of"]
 
@@ -19,6 +21,6 @@ def chunk_of(envelope: bytes | bytearray) -> Chunk | None:
     return first if isinstance(first, Chunk) else None
 
 
-def messages_of(envelope: bytes | bytearray) -> list[rpc_pb2.Message]:
-    """The messages of protobuf in an envelope."""
-    return [message for message in parse(envelope, []) if isinstance(message, rpc_pb2.Message)]
+def messages_of(envelope: bytes | bytearray) -> list[Any]:
+    """The messages in an envelope, without chunks."""
+    return [message for message in parse(envelope, []) if isinstance(message, WireMessage)]

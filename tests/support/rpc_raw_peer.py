@@ -25,6 +25,7 @@ from rpcdist.transport._tls.certificate import Certificate
 from rpcdist.transport._tls.job_authority import JobAuthority
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.keys import SessionKeys
+from rpcdist.transport.wire_messages import Reply
 
 __all__ = [
     "SESSION",
@@ -139,19 +140,19 @@ def end_of_session(address: str, envelopes: list[bytes], role: str = "rpc") -> t
     return run_on_loop(run())
 
 
-def answers_of(address: str, messages: list[rpc_pb2.Message]) -> list[rpc_pb2.Message]:
-    """What a worker answers in protobuf to messages of a peer with the token: not results, but failures."""
+def answers_of(address: str, messages: list[rpc_pb2.Message]) -> list[Reply]:
+    """What a worker answers to calls of a peer with the token."""
 
-    async def run() -> list[rpc_pb2.Message]:
+    async def run() -> list[Reply]:
         async with connected(address) as channel:
             client = RawClient(channel)
             await client.prove()
             await client.call.write(b"".join(map(frame, messages)))
-            got: list[rpc_pb2.Message] = []
+            got: list[Reply] = []
             async with asyncio.timeout(20.0):
                 while len(got) < len(messages):
                     found = messages_of(await client.call.read())
-                    got += [message for message in found if not message.HasField("heartbeat")]
+                    got += [message for message in found if isinstance(message, Reply)]
             client.call.cancel()
             return got
 

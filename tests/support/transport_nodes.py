@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from rpcdist._proto import rpc_pb2
 from rpcdist.ids import Identity, new_incarnation
 from rpcdist.transport import Link, Node, NodeOptions, Session
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._framing.incoming import IncomingBuffer
 from rpcdist.transport.memory_copies import OutgoingBuffer
 from rpcdist.transport.session import HeapPayloads
+from rpcdist.transport.wire_messages import Reply
 
 __all__ = ["LIMIT_S", "TOKEN", "UNIT_S", "Memory", "Nodes", "Recorder", "is_local", "kind_of", "nodes", "open_link"]
 
@@ -34,7 +34,7 @@ class Recorder(HeapPayloads):
     """Takes what a session brings; answers calls by their id if it is an echo."""
 
     def __init__(self, echo: bool = False) -> None:
-        self.messages: list[rpc_pb2.Message] = []
+        self.messages: list[Any] = []
         self.buffers: list[list[bytes]] = []
         self.sessions: list[Session] = []
         self.closed: list[str] = []
@@ -46,14 +46,13 @@ class Recorder(HeapPayloads):
             self.sessions.append(session)
             self._changed.notify_all()
 
-    def on_messages(self, session: Session, messages: list[tuple[rpc_pb2.Message, list[IncomingBuffer]]]) -> None:
+    def on_messages(self, session: Session, messages: list[tuple[Any, list[IncomingBuffer]]]) -> None:
         with self._changed:
             for message, buffers in messages:
                 self.messages.append(message)
                 self.buffers.append([bytes(buffer.view) for buffer in buffers])
                 if self._echo:
-                    answer = rpc_pb2.Message(reply=rpc_pb2.Reply(id=message.call.id))
-                    session.send(answer, [Memory(bytes(buffer.view)) for buffer in buffers])
+                    session.send(Reply(message.id), [Memory(bytes(buffer.view)) for buffer in buffers])
             self._changed.notify_all()
 
     def on_closed(self, session: Session, reason: str) -> None:
@@ -61,7 +60,7 @@ class Recorder(HeapPayloads):
             self.closed.append(reason)
             self._changed.notify_all()
 
-    def wait(self, count: int = 1) -> list[rpc_pb2.Message]:
+    def wait(self, count: int = 1) -> list[Any]:
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.messages) >= count, LIMIT_S)
             return list(self.messages)

@@ -8,15 +8,27 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rpcdist._proto import rpc_pb2
+from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.errors import TransportError
 from rpcdist.ids import Identity
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport.memory_copies import OutgoingBuffer
 from rpcdist.transport.session import HeapPayloads, Session
-from rpcdist.transport.wire_messages import WireMessage
+from rpcdist.transport.wire_messages import Call, Reply
 
-__all__ = ["LIMIT_S", "Borrowed", "Bytes", "ChannelPair", "Handler", "Io", "MemoryPair", "Pair", "announced", "call"]
+__all__ = [
+    "LIMIT_S",
+    "Borrowed",
+    "Bytes",
+    "ChannelPair",
+    "Handler",
+    "Io",
+    "MemoryPair",
+    "Pair",
+    "announced",
+    "call",
+    "for_loop",
+]
 
 LIMIT_S = 20.0
 
@@ -28,11 +40,13 @@ class Bytes(OutgoingBuffer):
         super().__init__(memoryview(data))
 
 
-def call(id: int, body: bytes = b"") -> rpc_pb2.Message:
-    message = rpc_pb2.Message()
-    message.call.id = id
-    message.call.arguments.body = body
-    return message
+def call(id: int, body: bytes = b"") -> Call:
+    return Call(id, "", value=value_pb2.Value(body=body))
+
+
+def for_loop(id: int) -> Reply:
+    """A message that only the loop may hand on."""
+    return Reply(id, is_stream=True)
 
 
 def announced(transfer: int, *sizes: int, wrapped: bool = False) -> rpc_pb2.Message:
@@ -97,24 +111,20 @@ class Handler(HeapPayloads):
     def __init__(self, shares_payloads: bool) -> None:
         self.shares_payloads = shares_payloads
         self._loop = asyncio.get_running_loop()
-        self.received: asyncio.Queue[tuple[rpc_pb2.Message, list[Any]]] = asyncio.Queue()
+        self.received: asyncio.Queue[tuple[Call, list[Any]]] = asyncio.Queue()
         self.opened = 0
         self.closed: list[str] = []
         self.failing = False
-        self.anywhere: set[int] = set()  # calls that any thread may hand on
         self.handed_on: list[tuple[int, threading.Thread]] = []  # which calls, and by whom
-
-    def takes_anywhere(self, message: WireMessage) -> bool:
-        return isinstance(message, rpc_pb2.Message) and message.call.id in self.anywhere
 
     def on_opened(self, session: Session) -> None:
         self.opened += 1
 
-    def on_messages(self, session: Session, messages: list[tuple[rpc_pb2.Message, list[Any]]]) -> None:
+    def on_messages(self, session: Session, messages: list[tuple[Call, list[Any]]]) -> None:
         if self.failing:
             raise ValueError("the handler fails")
         for message in messages:
-            self.handed_on.append((message[0].call.id, threading.current_thread()))
+            self.handed_on.append((message[0].id, threading.current_thread()))
             self._loop.call_soon_threadsafe(self.received.put_nowait, message)
 
     def on_closed(self, session: Session, reason: str) -> None:
@@ -127,7 +137,7 @@ class Handler(HeapPayloads):
     async def next(self) -> tuple[int, list[bytes]]:
         async with asyncio.timeout(LIMIT_S):
             message, buffers = await self.received.get()
-        return message.call.id, [bytes(buffer.view) for buffer in buffers]
+        return message.id, [bytes(buffer.view) for buffer in buffers]
 
 
 class Pair:

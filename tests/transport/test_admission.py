@@ -223,7 +223,7 @@ def works(client: Node, server: Node) -> str:
     answers = Recorder()
     link = open_link(client, server, handler=answers)
     link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=1)), [Memory(b"x" * 100_000)])
-    assert answers.wait()[0].reply.id == 1
+    assert answers.wait()[0].id == 1
     client.run(link.close(), LIMIT_S)
     return kind_of(link)
 

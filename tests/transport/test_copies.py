@@ -15,13 +15,14 @@ import torch
 from chunk_envelopes import chunk_of, messages_of
 from transport_nodes import is_local
 
-from rpcdist._proto import rpc_pb2
+from rpcdist._proto import value_pb2
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, decode, encode_into
 from rpcdist.transport import Node, Session, acquire_node
 from rpcdist.transport._framing.frames import CHUNK_BYTES
 from rpcdist.transport._framing.incoming import Delivery, Incoming
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.session import HeapPayloads
+from rpcdist.transport.wire_messages import Reply
 
 T = TypeVar("T")
 MIB = 1 << 20
@@ -49,10 +50,10 @@ def tensor() -> torch.Tensor:
     return torch.arange(SIZE_BYTES // 4, dtype=torch.int32)
 
 
-def message_of(value: torch.Tensor) -> tuple[rpc_pb2.Message, list[LargeBuffer]]:
-    message = rpc_pb2.Message()
-    message.reply.id = 1
-    return message, encode_into(message.reply.value, value)
+def message_of(value: torch.Tensor) -> tuple[Reply, list[LargeBuffer]]:
+    encoded = value_pb2.Value()
+    large = encode_into(encoded, value)
+    return Reply(1, value=encoded), large
 
 
 @pytest.mark.usefixtures("heap")
@@ -96,8 +97,8 @@ def test_receiver_copies_once() -> None:
         assert grown < SMALL, "no new memory: the one copy goes to the buffer"
     assert delivery is not None
     received, buffers = delivery
-    assert isinstance(received, rpc_pb2.Message)
-    value = received.reply.value
+    assert isinstance(received, Reply) and received.value is not None
+    value = received.value
     result, grown = heap_growth(lambda: decode(value, buffers))  # type: ignore[arg-type]
     assert grown < SMALL
     assert isinstance(result, torch.Tensor) and isinstance(buffers[0], ReceiveBuffer)
@@ -122,9 +123,10 @@ class Echo(HeapPayloads):
     def on_opened(self, session: Session) -> None:
         assert not session.opened_by_me
 
-    def on_messages(self, session: Session, messages: list[tuple[rpc_pb2.Message, list[Any]]]) -> None:
+    def on_messages(self, session: Session, messages: list[tuple[Reply, list[Any]]]) -> None:
         [(message, buffers)] = messages
-        value = decode(message.reply.value, buffers)
+        assert message.value is not None
+        value = decode(message.value, buffers)
         if session.opened_by_me:
             self.result = value
             self.done.set()

@@ -14,7 +14,6 @@ from rpcdist.testing import eventually
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.session import HeapPayloads, Session
-from rpcdist.transport.wire_messages import WireMessage
 
 LIMIT_S = 20.0
 
@@ -39,7 +38,7 @@ class Scene(HeapPayloads):
     def call_soon(self, function: Callable[[], object]) -> None:
         self.queued.append(function)
 
-    def takes_anywhere(self, message: WireMessage) -> bool:
+    def takes_anywhere(self, message: rpc_pb2.Message) -> bool:
         return isinstance(message, rpc_pb2.Message) and message.HasField("cancel")
 
     def on_opened(self, session: Any) -> None: ...

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 
 import pytest
-from session_pairs import LIMIT_S, Bytes, ChannelPair, call
+from session_pairs import LIMIT_S, Bytes, ChannelPair, call, for_loop
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.testing import eventually_async, wait_until_asleep
@@ -60,7 +60,6 @@ def misses(pair: ChannelPair, count: int) -> Callable[[], bool]:
 
 
 async def test_a_leader_hands_on_what_may_be_handled_anywhere(pair: ChannelPair) -> None:
-    pair.handlers[1].anywhere = {1, 2}
     leader = Leader(pair, misses(pair, 2)).asleep()
     pair.sessions[0].send(call(1))
     pair.sessions[0].send(call(2, b"x" * 1000))
@@ -72,10 +71,9 @@ async def test_a_leader_hands_on_what_may_be_handled_anywhere(pair: ChannelPair)
 async def test_what_the_loop_must_handle_keeps_back_what_comes_after_it(pair: ChannelPair) -> None:
     """Every other message is for the loop; all arrive in order, whoever reads them."""
     handler, here = pair.handlers[1], threading.current_thread()
-    handler.anywhere = set(range(0, 200, 2))
     leaders = [Leader(pair, misses(pair, 200)) for _ in range(2)]
     for number in range(200):
-        pair.sessions[0].send(call(number))
+        pair.sessions[0].send(for_loop(number) if number % 2 else call(number))
         if number % 20 == 0:
             await asyncio.sleep(0)  # the loop reads, too
     await eventually_async(lambda: len(handler.handed_on) == 200)
@@ -90,7 +88,7 @@ async def test_what_is_left_to_the_loop_does_not_see_the_variables_of_the_leader
     seen = []
     pair.handlers[1].on_messages = lambda session, messages: seen.append(in_leader.get())  # type: ignore[method-assign]
     leader = Leader(pair, lambda: not seen).asleep()
-    pair.sessions[0].send(call(1))
+    pair.sessions[0].send(for_loop(1))
     await eventually_async(lambda: bool(seen))
     pair.sessions[1].ring()
     await leader.joined()
@@ -100,7 +98,6 @@ async def test_what_is_left_to_the_loop_does_not_see_the_variables_of_the_leader
 @pytest.mark.parametrize("size", [100_000, 5 << 20], ids=["one chunk", "many"])
 async def test_a_leader_receives_large_buffers(pair: ChannelPair, size: int) -> None:
     """In chunks the first time, in lent memory the second."""
-    pair.handlers[1].anywhere = {1, 2}
     leader = Leader(pair, misses(pair, 2)).asleep()
     for number in (1, 2):
         pair.sessions[0].send(call(number), [Bytes(bytes([number]) * size)])
@@ -179,7 +176,6 @@ async def test_closing_while_a_thread_leads(pair: ChannelPair) -> None:
 async def test_a_handler_that_fails_on_a_leader_ends_the_session(
     pair: ChannelPair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair.handlers[1].anywhere = {1}
     pair.handlers[1].failing = True
     leader = Leader(pair, lambda: True).asleep()
     pair.sessions[0].send(call(1))
@@ -192,7 +188,7 @@ async def test_a_handler_that_fails_on_a_leader_ends_the_session(
 async def test_what_a_leader_left_to_the_loop_may_fail_there(pair: ChannelPair) -> None:
     pair.handlers[1].failing = True
     leader = Leader(pair, lambda: True).asleep()
-    pair.sessions[0].send(call(1))
+    pair.sessions[0].send(for_loop(1))
     await leader.joined()
     await eventually_async(lambda: bool(pair.handlers[1].closed))
     assert "the handler fails" in pair.handlers[1].closed[0]

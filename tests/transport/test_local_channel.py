@@ -56,7 +56,7 @@ def works(client: Node, server: Node) -> bool:
     answers = Recorder()
     link = open_link(client, server, handler=answers)
     link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=1)), [Memory(b"x" * 100_000)])
-    assert answers.wait()[0].reply.id == 1 and answers.buffers == [[b"x" * 100_000]]
+    assert answers.wait()[0].id == 1 and answers.buffers == [[b"x" * 100_000]]
     client.run(link.close(), LIMIT_S)
     return is_local(link)
 
@@ -208,7 +208,7 @@ def test_who_took_the_name_first_learns_nothing_and_stops_nobody(
         link = open_link(client, server, handler=answers, expected=server.identity)
         assert link.peer == server.identity and not is_local(link)
         link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=1, function="a secret")))
-        assert answers.wait()[0].reply.id == 1
+        assert answers.wait()[0].id == 1
     finally:
         squatter.close()
     assert f"no local channel to 127.0.0.1:{port}, so the network is used: " in caplog.text
@@ -377,7 +377,7 @@ FORKS = """
             link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=99)))    # goes nowhere
             os._exit(3 if channels() == 0 else 4)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-    assert sorted(message.reply.id for message in answers.wait(3)) == [1, 2, 3]
+    assert sorted(message.id for message in answers.wait(3)) == [1, 2, 3]
     assert all(buffers == [b"x" * (8 << 20)] for buffers in answers.buffers)
     node.release()
     print("done")

@@ -79,7 +79,7 @@ def test_a_node_ends_and_the_others_go_on(nodes: Nodes) -> None:
     link = open_link(client, server, handler=answers)
     nodes.stop(bystander)
     link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=7)))
-    assert [message.reply.id for message in answers.wait(1)] == [7]
+    assert [message.id for message in answers.wait(1)] == [7]
     with pytest.raises(RpcdistError, match="is closed"):
         bystander.run(bystander.connect("127.0.0.1:1", "echo", LIMIT_S), LIMIT_S)
 

@@ -69,7 +69,7 @@ def echo(link: Link, answers: Recorder, *buffers: bytes) -> None:
 def received(answers: Recorder) -> dict[int, list[bytes]]:
     """The buffers of all answers, by the number of the call."""
     with answers._changed:
-        return {message.reply.id: data for message, data in zip(answers.messages, answers.buffers, strict=True)}
+        return {message.id: data for message, data in zip(answers.messages, answers.buffers, strict=True)}
 
 
 def num_open(session: Session) -> int:

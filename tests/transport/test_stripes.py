@@ -20,6 +20,7 @@ from rpcdist.transport._framing.stripes import MAX_RANGES, MAX_STRIPES, StripeCu
 from rpcdist.transport._striping.striping import Striping
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.memory_copies import OutgoingBuffer
+from rpcdist.transport.wire_messages import Call
 
 LIMIT_S = 20.0
 
@@ -170,7 +171,7 @@ def test_what_a_peer_must_not_send(steps: list[tuple[str, int]], text: str) -> N
 
 
 def test_a_wrapped_message_may_come_in_stripes() -> None:
-    inner = call(3, b"y" * 5000)
+    inner = rpc_pb2.Message(stream_end=rpc_pb2.StreamEnd(failure=rpc_pb2.Failure(text="y" * 5000)))
     body = inner.SerializeToString()
     incoming = Incoming()
     assert incoming.announce(announced(7, len(body), wrapped=True)) is None
@@ -218,7 +219,7 @@ def test_both_sides_count_the_same_announcements() -> None:
     ordinals = {}
     while (envelope := outgoing.next_envelope()) is not None:
         for message in parse(envelope, names):
-            if isinstance(message, rpc_pb2.Message) and message.large:
+            if isinstance(message, Call) and message.large:
                 incoming.announce(message)
                 ordinals[message.transfer] = incoming._num_announced
     assert striper.taken == {number: ordinals[number] for number in (large[1], large[4], large[7])}

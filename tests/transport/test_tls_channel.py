@@ -48,7 +48,7 @@ def echo(link: Link, answers: Recorder, sizes: list[int]) -> None:
     for number, data in enumerate(sent):
         link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=number)), [Memory(data)])
     answers.wait(already + len(sizes))
-    got = dict(zip([message.reply.id for message in answers.messages], answers.buffers, strict=True))
+    got = dict(zip([message.id for message in answers.messages], answers.buffers, strict=True))
     assert [got[number] == [data] for number, data in enumerate(sent)] == [True] * len(sizes)
 
 

@@ -33,6 +33,7 @@ from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.grpc_channel import tls_failure
 from rpcdist.transport._server import unary_services
 from rpcdist.transport.unix_sockets import has_abstract_sockets
+from rpcdist.transport.wire_messages import Call
 
 SERVICE = membership_pb2.DESCRIPTOR.services_by_name["Membership"]
 
@@ -123,7 +124,7 @@ def test_both_sides_know_each_other(nodes: Nodes) -> None:
     link = open_link(client, server, handler=answers)
     assert link.peer == server.identity and kind_of(link) == kind_wanted()
     link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=5)))
-    assert [message.reply.id for message in answers.wait()] == [5]
+    assert [message.id for message in answers.wait()] == [5]
     assert [(session.peer, session.role) for session in recorder.sessions] == [(client.identity, "echo")]
     assert repr(link).startswith("<Link to server at 127.0.0.1:")
     client.run(link.close(), LIMIT_S)
@@ -206,7 +207,7 @@ def test_peers_wait_for_a_role_that_is_announced(nodes: Nodes) -> None:
     link = open_link(client, server, handler=answers)
     link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=1)))
     server.handle_role("echo", recorder)
-    assert [message.reply.id for message in answers.wait()] == [1]
+    assert [message.id for message in answers.wait()] == [1]
 
 
 def test_a_role_that_has_ended_says_so_to_who_comes_late(nodes: Nodes) -> None:
@@ -221,7 +222,7 @@ def test_a_role_that_has_ended_says_so_to_who_comes_late(nodes: Nodes) -> None:
     server.handle_role("echo", Recorder(echo=True))  # it may begin again
     answers = Recorder()
     open_link(client, server, handler=answers).session.send(call)
-    assert [message.reply.id for message in answers.wait()] == [1]
+    assert [message.id for message in answers.wait()] == [1]
 
 
 # ---------------------------------------------------------------- sessions
@@ -236,7 +237,7 @@ def test_messages_keep_their_order_and_large_ones_do_not_stop_the_others(nodes: 
     link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=1)), [Memory(data), Memory(b""), Memory(b"x")])
     for id in range(2, 200):
         link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=id)))
-    ids = [message.reply.id for message in answers.wait(199)]
+    ids = [message.id for message in answers.wait(199)]
     assert [id for id in ids if id != 1] == list(range(2, 200))
     assert answers.buffers[ids.index(1)] == [data, b"", b"x"]
 
@@ -246,9 +247,9 @@ def test_a_message_that_is_larger_than_an_envelope(nodes: Nodes) -> None:
     recorder = Recorder()
     server.handle_role("echo", recorder)
     link = open_link(client, server)
-    call = rpc_pb2.Call(id=1, arguments=value_pb2.Value(body=b"x" * (9 << 20)))
-    link.session.send(rpc_pb2.Message(call=call), [Memory(b"beside it")])
-    assert recorder.wait()[0].call == call and recorder.buffers == [[b"beside it"]]
+    arguments = value_pb2.Value(body=b"x" * (9 << 20))
+    link.session.send(Call(1, "", value=arguments), [Memory(b"beside it")])
+    assert recorder.wait()[0].value == arguments and recorder.buffers == [[b"beside it"]]
 
 
 def test_the_end_of_the_server_ends_sessions_and_says_why(nodes: Nodes) -> None:
@@ -273,7 +274,7 @@ def test_closing_one_session_names_the_reason_and_leaves_the_others(nodes: Nodes
     assert "because of a test" in first.wait_closed()
     assert recorder.wait_closed() == "because of a test"
     link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=3)))
-    assert second.wait()[0].reply.id == 3 and not second.closed
+    assert second.wait()[0].id == 3 and not second.closed
 
 
 def test_a_message_that_the_handler_chokes_on_ends_its_session(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:

@@ -28,7 +28,7 @@ from rpcdist.parallel.pipeline._step_messages import (
     receivers,
 )
 from rpcdist.rpc._devices.handler_streams import HandlerStreams
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.network import AnySession
 from rpcdist.torch_optimizers import take_step
 
 
@@ -74,7 +74,7 @@ class StageRunner:
 
     # ------------------------------------------------------------ messages
 
-    def arrived(self, step: int, action: Action, values: Sequence[object], source: MessageSink | None) -> None:
+    def arrived(self, step: int, action: Action, values: Sequence[object], source: AnySession | None) -> None:
         """Takes the tensors that a neighbour sent for an action of this or a later step; on any thread."""
         if action.stage not in self.stages or action.kind not in KINDS:
             raise RpcdistError(f"tensors for {action} came to worker {self._name!r}, which has no such action")

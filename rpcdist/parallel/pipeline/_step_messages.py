@@ -31,7 +31,7 @@ from rpcdist.parallel.pipeline._schedules import Action, Kind
 from rpcdist.rpc._current import AgentLocal
 from rpcdist.rpc._devices.handler_streams import ArrivedTensors
 from rpcdist.rpc._executors.blocking import blocking
-from rpcdist.rpc._peers.network import MessageSink, calling_session
+from rpcdist.rpc._peers.network import AnySession, calling_session
 from rpcdist.rpc.functions import runs_on_reader
 
 
@@ -206,14 +206,14 @@ class Mailbox:
             for them.
     """
 
-    def __init__(self, sources: Mapping[tuple[int, Kind], MessageSink], on_gpu: bool = False) -> None:
+    def __init__(self, sources: Mapping[tuple[int, Kind], AnySession], on_gpu: bool = False) -> None:
         self._sources = sources
         self._on_gpu = on_gpu
         self._streams: dict[Action, ArrivedTensors] = {}
         self._condition = threading.Condition()
         self._arrived: dict[Action, Sequence[object]] = {}
         self._failure: BaseException | None = None
-        self._reading: tuple[int, MessageSink] | None = None  # the thread that takes, and where it reads
+        self._reading: tuple[int, AnySession] | None = None  # the thread that takes, and where it reads
 
     def put(self, action: Action, values: Sequence[object]) -> None:
         """Stores the tensors that `action` needs; those on GPUs are in the current streams of this thread."""
@@ -284,7 +284,7 @@ class Mailbox:
 class Receiver(Protocol):
     """Takes the tensors that a neighbour pushes: a `StageRunner`."""
 
-    def arrived(self, step: int, action: Action, values: Sequence[object], source: MessageSink | None) -> None:
+    def arrived(self, step: int, action: Action, values: Sequence[object], source: AnySession | None) -> None:
         """Takes the tensors for an action of this or a later step, and where they came from; on any thread."""
 
 

@@ -13,15 +13,15 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import AutogradHooks
 from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._devices.gpu_sharing import GpuSharing
-from rpcdist.rpc._executors.io_thread import IoThread, Timer
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._peers.control import ControlReceiver
 from rpcdist.rpc._peers.demultiplexer import Handler, Lifetime, PoolJob
 from rpcdist.rpc._peers.directory import Directory, PeerEvents
-from rpcdist.rpc._peers.network import MessageSink, SendObserver
+from rpcdist.rpc._peers.network import AnySession, SendObserver
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
+from rpcdist.transport.io_loop import IoLoop, Timer
 from rpcdist.transport.wire_messages import CompactPass
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class AutogradLinks:
         router: Router,
         caller: Caller,
         pool: ThreadPool,
-        io: IoThread,
+        io: IoLoop,
         lifetime: Lifetime,
         options: RpcOptions,
         gpus: GpuSharing,
@@ -104,7 +104,7 @@ def autograd_handler(hooks: AutogradHooks, control: ControlReceiver) -> Handler:
     """Takes the messages of distributed autograd that arrive on sessions: numbered ones are applied once, in order."""
 
     def on_message(
-        session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+        session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
         if message.control_seq:
             control.on_message(session, message, buffers, jobs)
@@ -124,7 +124,7 @@ def tell_autograd(
             connection, since it is never declared lost.
     """
 
-    def broken(session: MessageSink, reason: str) -> None:
+    def broken(session: AnySession, reason: str) -> None:
         if not lifetime.is_closed:
             silence_s = time.monotonic() - session.last_received
             hooks.worker_lost(session.peer, WorkerLost(session.peer.name, "a backward pass", silence_s, reason))

@@ -25,18 +25,18 @@ from rpcdist.own_shortage import own_shortage
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.in_flight import InFlightBytes
 from rpcdist.rpc._executors.blocking import blocking, hooks
-from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._executors.torch_state import is_default
 from rpcdist.rpc._futures.interrupt import acquire
 from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._inspection.call_recorder import CallRecorder, EndedCalls
 from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedFailure
 from rpcdist.rpc._peers.demultiplexer import PoolJob
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import CALL_QUESTION_LEAD_S, THREAD_GRACE_S
+from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.wire_messages import WireMessage
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class CallOwner(Protocol):
     def is_pending(self, call: PendingCall) -> bool:
         """Whether it has not ended yet."""
 
-    def on_unanswered(self, call: PendingCall, session: MessageSink, reason: str) -> None:
+    def on_unanswered(self, call: PendingCall, session: AnySession, reason: str) -> None:
         """The session on which it was sent has ended."""
 
     def on_undelivered(self, call: PendingCall, silence_s: float, reason: str, is_lost: bool) -> None:
@@ -172,7 +172,7 @@ class PendingCall:
         self.reply_sink = reply_sink
         self.transfer = 0
         self.flags = flags
-        self.session: MessageSink | None = None
+        self.session: AnySession | None = None
         self.repeat: WireMessage | None = None
         self.forks: Sequence[value_pb2.RRefFork | int] | None = None
         self.autograd: CallContext | None = None
@@ -199,7 +199,7 @@ class PendingCall:
     def kept_until(self) -> Deadline | None:
         return None if self.is_bound or self.forks else self.deadline
 
-    def on_sent(self, session: MessageSink, transfer: int) -> None:
+    def on_sent(self, session: AnySession, transfer: int) -> None:
         """The message was given to a session; if that session has ended meanwhile, so has the call."""
         self.session = session
         self.transfer = transfer
@@ -334,7 +334,7 @@ class SyncReplySink:
         self._payload: object = None
         self._error: BaseException | None = None
         self._thread = 0  # the one that waits
-        self._session: MessageSink | None = None  # where the thread may be reading
+        self._session: AnySession | None = None  # where the thread may be reading
 
     def replied(self, failure: ArrivedFailure | None, payload: object, jobs: list[PoolJob]) -> None:
         self._failure = failure
@@ -353,7 +353,7 @@ class SyncReplySink:
         self,
         call: PendingCall,
         send: Callable[[], object] | None = None,
-        session: MessageSink | None = None,
+        session: AnySession | None = None,
     ) -> object:
         """Waits for the call, and sends it before.
 
@@ -372,11 +372,11 @@ class SyncReplySink:
                 with blocking():
                     ended = self._wait(call, send, session)
         except BaseException:  # Ctrl-C in the main thread
-            call.owner.cancel(call, Cancelled(f"{call.what()} was interrupted"))
+            self._cancel(call, Cancelled(f"{call.what()} was interrupted"))
             raise
         if not ended:
             overdue = call.deadline_error()
-            if call.owner.cancel(call, None):
+            if self._cancel(call, None):
                 raise overdue
             self._lock.acquire(timeout=THREAD_GRACE_S)  # the outcome arrived in this very moment
         if (error := self._error) is not None:
@@ -387,7 +387,11 @@ class SyncReplySink:
                 del error  # it holds this frame, and with it the arguments: a cycle, in which references would live on
         return result_of(self._failure, self._payload)
 
-    def _wait(self, call: PendingCall, send: Callable[[], object] | None, session: MessageSink | None) -> bool:
+    def _cancel(self, call: PendingCall, exc: BaseException | None) -> bool:
+        """Ends a call that was interrupted, or whose deadline is over; False if it has ended already."""
+        return call.owner.cancel(call, exc)
+
+    def _wait(self, call: PendingCall, send: Callable[[], object] | None, session: AnySession | None) -> bool:
         if session is None and send is not None:
             send()
             send = None
@@ -500,7 +504,7 @@ class CallTable:
         return call
 
     def take_answered(
-        self, id: int, session: MessageSink, outcome: str = OK, is_stream: bool = False
+        self, id: int, session: AnySession, outcome: str = OK, is_stream: bool = False
     ) -> PendingCall | None:
         """`take` for a reply. Only the session that carried the call may answer it; otherwise a peer could answer any
         call by guessing its number. While the call is being sent, its session is unknown yet, but its worker is known.
@@ -510,7 +514,7 @@ class CallTable:
             return None if call is None else self.take(id, outcome, is_stream)
         return self.take(id, outcome, is_stream) if call.session is None and call.peer == session.peer.id else None
 
-    def note_state(self, session: MessageSink, state: rpc_pb2.CallState) -> None:
+    def note_state(self, session: AnySession, state: rpc_pb2.CallState) -> None:
         """Notes how far a call is, if its own callee says it: on the session by which the call was sent."""
         call = self._calls.get(state.id)
         if call is not None and call.session is session:
@@ -574,7 +578,7 @@ class CallTimer:
         expire: called on it when a time has come; it asks for the next.
     """
 
-    def __init__(self, io: IoThread, expire: Callable[[], None]) -> None:
+    def __init__(self, io: IoLoop, expire: Callable[[], None]) -> None:
         self._io = io
         self._expire = expire
         self._handle: asyncio.TimerHandle | None = None

@@ -25,16 +25,15 @@ from rpcdist.rpc._calling.call_table import (
 )
 from rpcdist.rpc._calling.creations import WITHHELD, Creation, ValueSink
 from rpcdist.rpc._calling.in_flight import COUNTED_FROM_BYTES, CallAdmission, InFlightBytes
-from rpcdist.rpc._calling.new_calls import CallMessage, NewCall, NewCalls, num_bytes_of
+from rpcdist.rpc._calling.new_calls import NewCall, NewCalls
 from rpcdist.rpc._calling.result_streams import StreamTable
-from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._inspection.call_recorder import CallRecorder
-from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedNone
+from rpcdist.rpc._marshal.arrived_value import ArrivedNone
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.demultiplexer import Lifetime, PoolJob
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.directory import Directory
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.identifiers import ReferenceShare
@@ -44,7 +43,8 @@ from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.transport.common_buffers import CommonBuffers, CommonMemoryPool
-from rpcdist.transport.wire_messages import CompactCall, CompactReply
+from rpcdist.transport.io_loop import IoLoop
+from rpcdist.transport.wire_messages import Call, Reply
 
 Destination = str | int | WorkerInfo
 
@@ -70,7 +70,7 @@ class Caller:
         marshal: Marshal,
         streams: StreamTable,
         submit: Submit,
-        io: IoThread,
+        io: IoLoop,
         lifetime: Lifetime,
         rpc_timeout_s: float,
         max_in_flight_bytes: int,
@@ -128,9 +128,9 @@ class Caller:
         return self._send_and_wait(call, message, large, reply_sink)
 
     def _send_and_wait(
-        self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer], reply_sink: SyncReplySink
+        self, call: PendingCall, message: Call, large: Sequence[LargeBuffer], reply_sink: SyncReplySink
     ) -> Any:
-        if large or not _is_short(message):
+        if large or message.value is not None or len(message.body) >= COUNTED_FROM_BYTES:
             self._wait_for_room(call, message, large)
         session = self._router.session_for_call(call.peer)
         send = partial(self._send, call, message, large, session)
@@ -256,7 +256,7 @@ class Caller:
         self._send(call, message, large)
         return future
 
-    def _start_in_turn(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
+    def _start_in_turn(self, call: PendingCall, message: Call, large: Sequence[LargeBuffer]) -> None:
         if is_profiling():
             # Until it is sent. Where the result comes, on whatever thread, the profiler may have ended: its memory is
             # freed then, and ending the range would write to it.
@@ -265,10 +265,10 @@ class Caller:
         else:
             self._send_in_turn(call, message, large)
 
-    def _send_in_turn(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
+    def _send_in_turn(self, call: PendingCall, message: Call, large: Sequence[LargeBuffer]) -> None:
         """Sends a call when there is room for its bytes; see `in_flight`. Waits for that, except on an event loop."""
         later: Callable[[], None] | None = None
-        if large or not _is_short(message):
+        if large or message.value is not None or len(message.body) >= COUNTED_FROM_BYTES:
             if asyncio._get_running_loop() is None:
                 self._wait_for_room(call, message, large)
             else:
@@ -280,8 +280,8 @@ class Caller:
             raise
         self._send(call, message, large, session, later)
 
-    def _wait_for_room(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
-        num_bytes = num_bytes_of(message, large)
+    def _wait_for_room(self, call: PendingCall, message: Call, large: Sequence[LargeBuffer]) -> None:
+        num_bytes = _num_bytes(message, large)
         if num_bytes >= COUNTED_FROM_BYTES:
             try:
                 self._admission.wait(call.peer, call.id, num_bytes, call.deadline, call.what)
@@ -289,7 +289,7 @@ class Caller:
                 self._marshal.give_back(call.forks)
                 raise
 
-    def _send_later(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
+    def _send_later(self, call: PendingCall, message: Call, large: Sequence[LargeBuffer]) -> None:
         """Sends a call that had to wait, if it has not ended; on the I/O loop."""
         if call.ended:
             self._admission.end(call.peer, call.id)
@@ -310,9 +310,9 @@ class Caller:
     def _send(
         self,
         call: PendingCall,
-        message: CallMessage,
+        message: Call,
         large: Sequence[LargeBuffer],
-        session: MessageSink | None = None,
+        session: AnySession | None = None,
         later: Callable[[], None] | None = None,
     ) -> None:
         """Enters a call into the table, and gives its message to its session, or to the router if there is none.
@@ -327,7 +327,7 @@ class Caller:
             if call.flags.is_repeatable and not large and not call.forks:
                 call.repeat = message
             self.calls.add(call)
-            if later is None or self._admission.defer(call.peer, call.id, num_bytes_of(message, large), later):
+            if later is None or self._admission.defer(call.peer, call.id, _num_bytes(message, large), later):
                 self._dispatch(call, message, large, session)
         except BaseException:
             self._withdraw(call)
@@ -341,17 +341,12 @@ class Caller:
     def _dispatch(
         self,
         call: PendingCall,
-        message: CallMessage,
+        message: Call,
         large: Sequence[LargeBuffer],
-        session: MessageSink | None = None,
+        session: AnySession | None = None,
     ) -> None:
         at = call.deadline.at
-        timeout_us = 0 if at == INFINITE else max(1, int((at - time.monotonic()) * 1e6))
-        if isinstance(message, CompactCall):
-            message.timeout_us = timeout_us
-        else:
-            message.call.id = call.id
-            message.call.timeout_us = timeout_us
+        message.timeout_us = 0 if at == INFINITE else max(1, int((at - time.monotonic()) * 1e6))
         if session is not None:
             if self._marshal.gpu_news:
                 self._marshal.tell(session)
@@ -366,38 +361,29 @@ class Caller:
 
     def on_reply(
         self,
-        session: MessageSink,
-        message: rpc_pb2.Message | CompactReply,
+        session: AnySession,
+        reply: Reply,
         buffers: list[ReceiveBuffer],
         jobs: list[PoolJob],
     ) -> None:
         """A reply arrived; on the thread that read it: the I/O loop, or one that leads."""
-        failure, is_stream = None, False
-        payload: Arrived | None = None
-        if isinstance(message, CompactReply):
-            id = message.id
-            if message.body:
-                payload = self._marshal.arrived_compact(message, buffers, session.peer)
-            elif message.has_value:
-                payload = ArrivedNone()
-        else:
-            reply = message.reply
-            id, is_stream = reply.id, reply.stream
-            if reply.HasField("value"):
-                payload = self._marshal.arrived(reply.value, buffers, session.peer)
-            elif reply.HasField("failure"):
-                failure = self._marshal.arrived_failure(reply.failure, buffers, session.peer)
+        failure = None
+        payload = self._marshal.arrived_with(reply, buffers, session.peer)
+        if payload is None and reply.has_value:
+            payload = ArrivedNone()
+        elif reply.failure is not None:
+            failure = self._marshal.arrived_failure(reply.failure, buffers, session.peer)
         outcome = OK if failure is None else failure.type_name
-        call = self.calls.take_answered(id, session, outcome, is_stream)
+        call = self.calls.take_answered(reply.id, session, outcome, reply.is_stream)
         if call is None:  # it timed out or was cancelled here, or another worker was asked
             if payload is not None:
                 payload.discard()
             elif failure is not None:
                 failure.discard()
-            elif is_stream:
-                session.send(rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=id)))
+            elif reply.is_stream:
+                session.send(rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=reply.id)))
             return
-        if is_stream:
+        if reply.is_stream:
             stream = self._streams.open(call, session, None if call.timeout_s == INFINITE else call.timeout_s)
             call.reply_sink.replied(None, stream, jobs)
             return
@@ -450,7 +436,7 @@ class Caller:
                 call.session.flush()
 
     def on_state(
-        self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+        self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
         """A callee says how far a call is."""
         self.calls.note_state(session, message.call_state)
@@ -466,7 +452,7 @@ class Caller:
 
     # ------------------------------------------------------------ what happens to connections
 
-    def on_broken(self, session: MessageSink, reason: str) -> None:
+    def on_broken(self, session: AnySession, reason: str) -> None:
         """A session has ended: what was sent on it will not be answered. On the I/O loop."""
         for call in self.calls:
             if call.session is session:
@@ -476,14 +462,14 @@ class Caller:
         """See `CallOwner`."""
         return call.id in self.calls
 
-    def on_unanswered(self, call: PendingCall, session: MessageSink, reason: str) -> None:
+    def on_unanswered(self, call: PendingCall, session: AnySession, reason: str) -> None:
         """The session of a call has ended: the call fails, unless it may be repeated. Any thread."""
         if call.repeat is None:
             self.end(call, _lost(session, reason, call.what()))
         else:
             self._io.call_soon(self._send_again, call, session, reason)
 
-    def _send_again(self, call: PendingCall, session: MessageSink, reason: str) -> None:
+    def _send_again(self, call: PendingCall, session: AnySession, reason: str) -> None:
         if call.ended or call.session is not session or call.repeat is None:
             return
         call.session = None
@@ -500,10 +486,10 @@ class Caller:
             self.end(call, TransportError(f"{call.what()} was not sent: {reason}"))
 
 
-def _is_short(message: CallMessage) -> bool:
-    """As most calls; large buffers aside. Such do not count among the bytes in flight."""
-    return isinstance(message, CompactCall) and len(message.body) < COUNTED_FROM_BYTES
+def _num_bytes(message: Call, large: Sequence[LargeBuffer]) -> int:
+    """The bytes of a call with its large buffers, for its share of the memory in flight."""
+    return message.size_bytes + sum(buffer.size for buffer in large)
 
 
-def _lost(session: MessageSink, reason: str, what: str) -> WorkerLost:
+def _lost(session: AnySession, reason: str, what: str) -> WorkerLost:
     return WorkerLost(session.peer.name, what, time.monotonic() - session.last_received, reason)

@@ -25,8 +25,8 @@ from typing import Final
 from rpcdist.deadline import Deadline
 from rpcdist.errors import Overloaded
 from rpcdist.rpc._executors.blocking import hooks
-from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._futures.interrupt import acquire
+from rpcdist.transport.io_loop import IoLoop
 
 COUNTED_FROM_BYTES: Final = 4096
 """Calls with fewer bytes of arguments do not count, and cost nothing here."""
@@ -156,7 +156,7 @@ class CallAdmission:
     """
 
     _bound: InFlightBytes
-    _io: IoThread
+    _io: IoLoop
     _handler_loop: asyncio.AbstractEventLoop
 
     def wait(self, to: int, call: int, num_bytes: int, deadline: Deadline, what: Callable[[], str]) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import NEVER, Deadline, checked_timeout, current_deadline
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._autograd_hooks import current_autograd
@@ -30,28 +29,12 @@ from rpcdist.rpc._peers.device_maps import DeviceMap, device_map_to_pb
 from rpcdist.rpc._peers.network import calling_worker
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.identifiers import ReferenceShare
-from rpcdist.rpc._rref.protobuf import id_to_pb
 from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, called_method
 from rpcdist.rpc._values import LargeBuffer
-from rpcdist.rpc._values.compact import CompactValue
 from rpcdist.rpc._values.exceptions import add_note
 from rpcdist.rpc._values.function_names import KnownNames, function_reference, unwrap
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
-from rpcdist.transport.wire_messages import MAX_NAME_BYTES, CompactCall
-
-
-def num_bytes_of(message: rpc_pb2.Message | CompactCall, large: Sequence[LargeBuffer]) -> int:
-    """The bytes of a call with its large buffers, for its share of the memory in flight."""
-    num_bytes = len(message.body) if isinstance(message, CompactCall) else message.ByteSize()
-    for buffer in large:
-        num_bytes += buffer.size
-    return num_bytes
-
-
-def name_value(target: rpc_pb2.RRefFetch | value_pb2.RRefFork, share: ReferenceShare) -> None:
-    """Fills in which share of which reference is meant."""
-    target.rref.CopyFrom(id_to_pb(share.rref))
-    target.fork.CopyFrom(id_to_pb(share.fork))
+from rpcdist.transport.wire_messages import Call
 
 
 def positional(args: Any) -> tuple[Any, ...]:
@@ -78,10 +61,8 @@ def by_keyword(kwargs: Any) -> Mapping[str, Any]:
     return kwargs
 
 
-CallMessage = rpc_pb2.Message | CompactCall
-NewCall = tuple[PendingCall, CallMessage, Sequence[LargeBuffer]]
+NewCall = tuple[PendingCall, Call, Sequence[LargeBuffer]]
 """A call that was not sent yet, its message, and the large buffers of that."""
-NOTHING: Final = CompactValue(b"", 0, ())  # of a call without arguments
 
 
 class NewCalls:
@@ -167,52 +148,63 @@ class NewCalls:
         pending.autograd = context
         pending.on = on
         pending.is_bound = result is not None or on is not None or context is not None
+        written: Written | None = None
         if name is None:
-            written: Written | None = self._by_value(func, args, kwargs, to, device_map)
-        else:
-            written = self._marshal.write((args, kwargs), to, None, device_map) if args or kwargs else None
+            written = self._by_value(func, args, kwargs, to, device_map)
+        elif args or kwargs:
+            written = self._marshal.write((args, kwargs), to, None, device_map)
+        call = Call(pending.id, name or "")
+        if name is None:
+            call.is_by_value = True
+        if device_map is not None:
+            call.device_map = device_map_to_pb(device_map)
+        call.context = context_id
+        call.is_nested = _is_in_handler()
+        if result is not None:
+            call.result, call.is_serial = (*result.rref, *result.fork), is_serial
+        if on is not None:
+            call.target = (*on.state.rref, *on.state.id)
         if (spans := call_spans.exporter) is not None:  # not before: nobody ends it if the arguments cannot be written
             pending.span = spans.begin_made(called)
-        is_usual = not is_serial and device_map is None and pending.span is None
-        if name is not None and len(name) * 4 <= MAX_NAME_BYTES and is_usual:
-            compact = (NOTHING, None) if written is None else self._marshal.compact(written, context)
-            if compact is not None:
-                value, history = compact
-                call = CompactCall(pending.id, name, 0, value.body, value.num_tensors)
-                call.context, call.history = context_id, history
-                call.is_nested = _is_in_handler()
-                if result is not None:
-                    call.result = (*result.rref, *result.fork)
-                if on is not None:
-                    call.target = (*on.state.rref, *on.state.id)
-                return pending, call, value.large
+            call.traceparent = spans.traceparent(pending.span)
+        if written is None:
+            return pending, call, ()
         try:
-            message, large = self._in_protobuf(pending, name, written, context_id, result)
+            large, forks = self._marshal.put(call, written, context)
         except BaseException as exc:
             pending.end_span(type(exc).__name__)
+            if isinstance(exc, Exception):
+                self._explain(exc, pending, written)
             raise
-        if is_serial:
-            message.call.result.is_serial = True
-        if device_map is not None:
-            message.call.device_map.CopyFrom(device_map_to_pb(device_map))
-        return pending, message, large
+        pending.forks = forks or None
+        return pending, call, large
+
+    def _explain(self, exc: Exception, pending: PendingCall, written: Written) -> None:
+        """Notes on an error which of the arguments cannot be sent."""
+        assert isinstance(written.obj, tuple)
+        parts = dict(zip(("args", "kwargs", "function"), written.obj, strict=False))
+        self._marshal.explain(exc, written, f"in an {pending.what()}", **parts)
+        if "function" in parts and not self._marshal.by_value:
+            add_note(
+                exc,
+                "rpcdist sends a function by its name. Define it at the top level of a module that both sides can "
+                "import, or let the caller send it by value: RpcOptions(by_value=True).",
+            )
 
     def is_for_all(self, made: NewCall) -> bool:
         """Whether the same call may go to another worker."""
-        message = made[1]
-        return isinstance(message, CompactCall) and not (message.context or message.result or message.target)
+        call = made[1]
+        return call.is_compact and not (call.context or call.result or call.target)
 
     def for_another(self, made: NewCall, to: int, reply_sink: ReplySink) -> NewCall | None:
         """The same call for another worker, without encoding it again; None if parts of it are for one worker alone."""
         call, message, large = made
-        if not isinstance(message, CompactCall) or not self.is_for_all(made):
-            return None
-        if message.num_tensors and self._marshal.moves_cpu(to):
+        if not self.is_for_all(made) or (message.num_tensors and self._marshal.moves_cpu(to)):
             return None
         pending = PendingCall(
             self._owner, self._next_id(), to, call.called, call.deadline, call.timeout_s, reply_sink, USER_CALL
         )
-        again = CompactCall(pending.id, message.function, 0, message.body, message.num_tensors)
+        again = Call(pending.id, message.function, 0, message.body, message.num_tensors)
         again.is_nested = message.is_nested
         return pending, again, large
 
@@ -223,17 +215,12 @@ class NewCalls:
         context, context_id = (None, 0) if current is None else current.for_call(owner)
         pending = PendingCall(self._owner, self._next_id(), owner, share, deadline, timeout_s, reply_sink, REPEATABLE)
         pending.autograd = context
-        if (spans := call_spans.exporter) is not None:
-            pending.span = spans.begin_made(FETCH)
-            message = rpc_pb2.Message()
-            name_value(message.call.fetch, share)
-            message.call.autograd_context = context_id
-            message.call.is_nested = _is_in_handler()
-            message.call.traceparent = spans.traceparent(pending.span)
-            return pending, message, ()
-        call = CompactCall(pending.id, "", target=(*share.rref, *share.fork))
+        call = Call(pending.id, "", target=(*share.rref, *share.fork))
         call.context = context_id
         call.is_nested = _is_in_handler()
+        if (spans := call_spans.exporter) is not None:
+            pending.span = spans.begin_made(FETCH)
+            call.traceparent = spans.traceparent(pending.span)
         return pending, call, ()
 
     def of_gathering(
@@ -241,13 +228,10 @@ class NewCalls:
     ) -> NewCall:
         """A call of a function that every worker serves under this name, and that waits for other workers."""
         timeout_s, deadline = self._limits(timeout_s)
-        message = rpc_pb2.Message()
-        message.call.function = name
-        message.call.counts_as_idle = True
-        large, forks = self._marshal.encode(message.call.arguments, (args, {}), to)
         pending = PendingCall(self._owner, self._next_id(), to, name, deadline, timeout_s, reply_sink, GATHERING)
-        pending.forks = forks or None
-        return pending, message, large
+        call = Call(pending.id, name, counts_as_idle=True)
+        large, pending.forks = self._marshal.put(call, self._marshal.write((args, {}), to))
+        return pending, call, large
 
     def _by_value(
         self, func: Callable[..., Any], args: object, kwargs: object, to: int, device_map: DeviceMap | None
@@ -259,47 +243,6 @@ class NewCalls:
                 "pickle is off here; define it at the top level of a module that both sides can import"
             )
         return self._marshal.write((args, kwargs, func), to, None, device_map)
-
-    def _in_protobuf(
-        self,
-        pending: PendingCall,
-        name: str | None,
-        written: Written | None,
-        context_id: int,
-        result: ReferenceShare | None,
-    ) -> tuple[rpc_pb2.Message, Sequence[LargeBuffer]]:
-        """The message of a call that has parts which the compact form does not know, and its large buffers."""
-        message = rpc_pb2.Message()
-        call = message.call
-        if name is None:
-            call.by_value = True
-        else:
-            call.function = name
-        call.autograd_context = context_id
-        call.is_nested = _is_in_handler()
-        if pending.span is not None and (spans := call_spans.exporter) is not None:
-            call.traceparent = spans.traceparent(pending.span)
-        if result is not None:
-            name_value(call.result, result)
-        if pending.on is not None:
-            name_value(call.on, ReferenceShare(pending.on.state.rref, pending.on.state.id))
-        large: Sequence[LargeBuffer] = ()
-        if written is not None:  # else the field stays unset, and neither side has anything to encode or to decode
-            try:
-                large, forks = self._marshal.fill(call.arguments, written, pending.autograd)
-            except Exception as exc:
-                assert isinstance(written.obj, tuple)
-                parts = dict(zip(("args", "kwargs", "function"), written.obj, strict=False))
-                self._marshal.explain(exc, written, f"in an {pending.what()}", **parts)
-                if name is None and not self._marshal.by_value:
-                    add_note(
-                        exc,
-                        "rpcdist sends a function by its name. Define it at the top level of a module that both sides "
-                        "can import, or let the caller send it by value: RpcOptions(by_value=True).",
-                    )
-                raise
-            pending.forks = forks or None
-        return message, large
 
     def _limits(self, timeout_s: float) -> tuple[float, Deadline]:
         """The time that the user gave, and the deadline: that of the call that is handled here, if it is earlier."""

@@ -31,7 +31,7 @@ from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._marshal.arrived_value import ArrivedFailure, ArrivedValue
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.demultiplexer import PoolJob
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.rpc.future import Future
 from rpcdist.waiters import wake_threadsafe
@@ -297,7 +297,7 @@ class StreamTable:
     def __init__(self, send: Callable[[int, rpc_pb2.Message], None], marshal: Marshal) -> None:
         self._send = send
         self._marshal = marshal
-        self._streams: dict[int, tuple[StreamState, MessageSink]] = {}
+        self._streams: dict[int, tuple[StreamState, AnySession]] = {}
         self._dropped: deque[StreamState] = deque()
         self._changed = threading.Condition()
         self._waiters = 0
@@ -305,7 +305,7 @@ class StreamTable:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def open(self, call: PendingCall, session: MessageSink, timeout_s: float | None) -> Stream[object]:
+    def open(self, call: PendingCall, session: AnySession, timeout_s: float | None) -> Stream[object]:
         """Registers the stream that a call turned out to be; on the I/O loop, before its first item."""
         id, peer = call.id, call.peer
 
@@ -326,7 +326,7 @@ class StreamTable:
         return Stream(state, timeout_s, self._dropped)
 
     def on_item(
-        self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+        self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
         """An item arrived. The shares of references in it are received in any case, so that they can be given back."""
         item = message.stream_item
@@ -339,7 +339,7 @@ class StreamTable:
             entry[0].arrived(arrived)
 
     def on_end(
-        self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+        self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
         """The producer has sent its last item."""
         end = message.stream_end
@@ -350,7 +350,7 @@ class StreamTable:
             failed = end.HasField("failure")
             entry[0].end(self._marshal.arrived_failure(end.failure, buffers, session.peer) if failed else None)
 
-    def on_broken(self, session: MessageSink, reason: str) -> None:
+    def on_broken(self, session: AnySession, reason: str) -> None:
         """A connection has ended, and the streams that came on it."""
         silence_s = time.monotonic() - session.last_received
         self._fail(lambda on: on is session, lambda what: WorkerLost(session.peer.name, what, silence_s, reason))
@@ -359,14 +359,14 @@ class StreamTable:
         """Ends all streams here, without a message to the producers."""
         self._fail(lambda on: True, lambda what: RpcdistError(text))
 
-    def _pop(self, id: int) -> tuple[StreamState, MessageSink] | None:
+    def _pop(self, id: int) -> tuple[StreamState, AnySession] | None:
         entry = self._streams.pop(id, None)
         if not self._streams and self._waiters:
             with self._changed:
                 self._changed.notify_all()
         return entry
 
-    def _fail(self, matches: Callable[[MessageSink], bool], error: Callable[[str], BaseException]) -> None:
+    def _fail(self, matches: Callable[[AnySession], bool], error: Callable[[str], BaseException]) -> None:
         for id, (state, session) in list(self._streams.items()):
             if matches(session) and self._pop(id) is not None:
                 state.end(error(state.what))

@@ -11,11 +11,11 @@ from typing import Any
 from rpcdist.deadline import Deadline, backoff, current_deadline
 from rpcdist.errors import OwnerLost, WorkerLost
 from rpcdist.rpc._calling.caller import Caller, Destination
-from rpcdist.rpc._executors.io_thread import Timer
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import FIRST_PAUSE_S, LONGEST_PAUSE_S, MIN_WAIT_S
+from rpcdist.transport.io_loop import Timer
 
 
 class Retries:

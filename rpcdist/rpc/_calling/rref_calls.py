@@ -23,7 +23,7 @@ from rpcdist.rpc._futures.waiting import note_started
 from rpcdist.rpc._peers.demultiplexer import Lifetime
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.directory import Directory
-from rpcdist.rpc._peers.network import MessageSink, calling_worker
+from rpcdist.rpc._peers.network import AnySession, calling_worker
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import Handle, HandleState
@@ -202,7 +202,7 @@ class RRefCalls:
         deadline = Deadline.after(timeout_s).earlier(current_deadline.get())
         self._autograd.backward(context_id, [root], retain_graph, self._autograd_mode, deadline)
 
-    def on_broken(self, session: MessageSink, reason: str) -> None:
+    def on_broken(self, session: AnySession, reason: str) -> None:
         """Messages to a worker may be lost, and shares of references with them: ask for those that did not arrive.
 
         Calls that are still in flight give their shares back themselves when they end.

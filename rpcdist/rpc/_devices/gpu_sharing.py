@@ -24,7 +24,7 @@ from rpcdist.rpc._devices.gpu_arrivals import ValueOnGpus
 from rpcdist.rpc._devices.lent_gpu_memory import LentGpuMemory, LoanFields
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.device_maps import DeviceMap
-from rpcdist.rpc._peers.network import MessageSink, calling_worker
+from rpcdist.rpc._peers.network import AnySession, calling_worker
 from rpcdist.rpc._values import DeviceRoute, MapDevice, ReceiveBuffer
 from rpcdist.rpc._values.tensors import moves_cpu
 from rpcdist.rpc.future import Future
@@ -62,7 +62,7 @@ class GpuSharing:
         self,
         me: Identity,
         identity_of: Callable[[int], Identity],
-        find_map: Callable[[int, MessageSink | None, DeviceMap | None], MapDevice | None],
+        find_map: Callable[[int, AnySession | None, DeviceMap | None], MapDevice | None],
         ask: Callable[[int, str, tuple[Any, ...], float], Future[Any]],
         send: Callable[[int, rpc_pb2.Message], None],
         submit: Callable[..., None],
@@ -92,7 +92,7 @@ class GpuSharing:
         return f"<GpuSharing of {self._me.name} [{self._lent!r}, {self.borrowed!r}]>"
 
     def route(
-        self, to: int, session: MessageSink | None = None, of_call: DeviceMap | None = None, *, back: bool = False
+        self, to: int, session: AnySession | None = None, of_call: DeviceMap | None = None, *, back: bool = False
     ) -> DeviceRoute:
         """How tensors of GPUs in one value reach a worker.
 
@@ -105,7 +105,7 @@ class GpuSharing:
         lend = partial(self._lend, to, session)
         return DeviceRoute(None if back else self._find_map(to, session, of_call), lend, back=back)
 
-    def moves_cpu(self, to: int, session: MessageSink | None = None, of_call: DeviceMap | None = None) -> bool:
+    def moves_cpu(self, to: int, session: AnySession | None = None, of_call: DeviceMap | None = None) -> bool:
         """Whether tensors of the CPU in a value arrive on another device; arguments as for `route`."""
         map_device = self._find_map(to, session, of_call)
         return map_device is not None and moves_cpu(map_device)
@@ -115,7 +115,7 @@ class GpuSharing:
         return ValueOnGpus(value, sender, self.borrowed, self._me.name)
 
     def _lend(
-        self, to: int, session: MessageSink | None, device: int, spans: Sequence[tuple[int, int]]
+        self, to: int, session: AnySession | None, device: int, spans: Sequence[tuple[int, int]]
     ) -> tuple[LoanFields, list[int]] | None:
         """Lends memory to a worker; None if it cannot read it, that is not known yet, or there is too little."""
         identity = self.identity_of(to) if session is None else session.peer
@@ -131,7 +131,7 @@ class GpuSharing:
             self._note(identity, str(exc))
             return None
 
-    def tell(self, session: MessageSink) -> None:
+    def tell(self, session: AnySession) -> None:
         """Says what the worker at the other end of a session has to hear by now, with the next message there."""
         if (message := self.borrowed.release(session.peer.id)) is not None:
             session.hold_back(lambda: session.send(message, ()))
@@ -192,14 +192,14 @@ class GpuSharing:
     # ------------------------------------------------------------ on the I/O loop, or the thread that reads
 
     def on_release(
-        self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+        self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
         """A worker says what it has copied."""
         if self._lent is not None:
             release = message.gpu_release
             self._lent.release(release.copied, release.unwanted, session.peer, release.closed)
 
-    def on_broken(self, session: MessageSink, reason: str) -> None:
+    def on_broken(self, session: AnySession, reason: str) -> None:
         """A connection has ended."""
         if self._lent is not None:
             self._lent.on_broken(session.peer)

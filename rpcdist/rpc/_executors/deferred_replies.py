@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.network import AnySession
 from rpcdist.time_limits import ANSWER_HOLD_S
 
 MAX_HELD: Final = 16
@@ -29,7 +29,7 @@ class DeferredReply(NamedTuple):
     """
 
     answers: list[Callable[[], object]]
-    session: MessageSink
+    session: AnySession
     is_long: bool = False
 
     def send(self) -> None:
@@ -60,7 +60,7 @@ class HeldAnswers:
     ) -> None:
         self._on_held = on_held
         self._on_error = on_error
-        self._sinks: set[MessageSink] = set()  # changed by single operations, which are atomic in CPython
+        self._sinks: set[AnySession] = set()  # changed by single operations, which are atomic in CPython
         self._num_held = 0  # roughly: threads that count at once may miss one
         self._since = 0.0
 
@@ -70,7 +70,7 @@ class HeldAnswers:
     def __repr__(self) -> str:
         return f"<HeldAnswers for {len(self._sinks)} sessions>"
 
-    def hold(self, sink: MessageSink, answer: Callable[[], object]) -> None:
+    def hold(self, sink: AnySession, answer: Callable[[], object]) -> None:
         """Sends an answer; it is written now, or with the next ones."""
         try:
             sink.hold_back(answer)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from rpcdist.rpc._executors.blocking import new_baton
 from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._executors.thread_pool import ThreadPool
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.network import AnySession
 from rpcdist.time_limits import POOL_LEAD_S
 
 
@@ -35,7 +35,7 @@ class Lane:
         self._is_closed = False
         self._baton = new_baton()
         self._thread = 0
-        self._led: MessageSink | None = None  # where the thread may be reading
+        self._led: AnySession | None = None  # where the thread may be reading
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "idle" if self._is_parked else "busy" if self._is_started else "new"

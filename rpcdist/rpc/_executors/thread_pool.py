@@ -45,7 +45,7 @@ from rpcdist.inspection import PoolFacts
 from rpcdist.rpc._executors.blocking import HAS_THREAD_CLOCK, WorkerThread, forget_hooks, hooks, set_hooks
 from rpcdist.rpc._executors.deferred_replies import DeferredReply, HeldAnswers
 from rpcdist.rpc._executors.pool_monitor import LoadHistory, PoolMonitor, PoolSample
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._values.exceptions import traceback_of
 from rpcdist.time_limits import (
     CLOSE_LIMIT_S,
@@ -455,7 +455,7 @@ class ThreadPool:
             self._leave_blocking(worker)
 
     def _lead(
-        self, session: MessageSink, answer: Function, sleep: tuple[Callable[[], object], Callable[[], object]]
+        self, session: AnySession, answer: Function, sleep: tuple[Callable[[], object], Callable[[], object]]
     ) -> None:
         """Sends a job's answer, and reads the next job (rule 4)."""
         try:

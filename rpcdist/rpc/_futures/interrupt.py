@@ -23,8 +23,8 @@ import time
 from _thread import LockType, get_ident
 from collections.abc import Callable
 
-from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.time_limits import SIGNAL_CHECK_INTERVAL_S
+from rpcdist.transport.io_loop import IoLoop
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class InterruptWatch:
     descriptor belongs to somebody else, such as an asyncio loop of the main thread.
     """
 
-    def __init__(self, io: IoThread, interrupted: Callable[[], None]) -> None:
+    def __init__(self, io: IoLoop, interrupted: Callable[[], None]) -> None:
         self._io = io
         self._interrupted = interrupted
         self._sockets: tuple[socket.socket, socket.socket] | None = None

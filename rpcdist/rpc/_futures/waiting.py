@@ -27,7 +27,7 @@ import torch.futures
 from rpcdist.errors import BlockingInLoop, DeadlineExceeded
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._futures.interrupt import acquire
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc.future import Future, FutureObserver
 from rpcdist.waiters import wake_threadsafe
 
@@ -148,7 +148,7 @@ class Completions(FutureObserver, Generic[T]):
         self._arrived: deque[torch.futures.Future[T]] = deque()
         self._taken: deque[Future[T]] = deque()  # by the thread that waits here, which makes their results
         self._is_taking = False  # that thread looks at `_taken` after it has cleared this
-        self._led: MessageSink | None = None  # where it may be reading
+        self._led: AnySession | None = None  # where it may be reading
         self._num_finished = 0  # so many at the beginning of `_observed` were seen to be done
         self._num_wanted = 1  # so many must have arrived before the sleeping thread is woken
         self._failed: torch.futures.Future[T] | None = None  # the first that did

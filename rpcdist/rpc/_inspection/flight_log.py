@@ -28,7 +28,7 @@ from rpcdist.ids import Identity
 from rpcdist.inspection import WorkerFacts, fields_of
 from rpcdist.rpc._inspection.call_recorder import CallRecorder
 from rpcdist.rpc._peers.demultiplexer import Lifetime
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._values.exceptions import described_error, traceback_of
 from rpcdist.time_limits import FLIGHT_NOTICE_S, SLOW_CHECK_INTERVAL_S
 from rpcdist.transport._channels.signal_shield import SignalShield
@@ -136,7 +136,7 @@ class FlightLog:
 
     # ------------------------------------------------------------ of others, on the I/O loop
 
-    def on_broken(self, session: MessageSink, reason: str) -> None:
+    def on_broken(self, session: AnySession, reason: str) -> None:
         """A connection has ended. It comes before the calls on it fail, so that the file shows them."""
         if any(word in reason for word in _ABRUPT):
             self._heard("broken", f"the connection with {session.peer.name!r} ended: {reason}")
@@ -145,7 +145,7 @@ class FlightLog:
         """A worker is declared dead."""
         self._heard("lost", f"worker {identity.name!r} is lost: {error.reason}")
 
-    def on_notice(self, session: MessageSink, message: rpc_pb2.Message, buffers: Any, jobs: Any) -> None:
+    def on_notice(self, session: AnySession, message: rpc_pb2.Message, buffers: Any, jobs: Any) -> None:
         """A worker says that it fails."""
         self._heard("heard", f"worker {session.peer.name!r} said that it fails: {message.failure_notice.reason}")
 

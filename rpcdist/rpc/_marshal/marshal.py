@@ -18,19 +18,19 @@ from rpcdist.errors import Overloaded, SerializationError
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._devices.gpu_sharing import GpuSharing
-from rpcdist.rpc._marshal.arrived_value import ArrivedCompact, ArrivedFailure, ArrivedValue, OutgoingRRefs
+from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedCompact, ArrivedFailure, ArrivedValue, OutgoingRRefs
 from rpcdist.rpc._peers.device_maps import DeviceMap
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc._values.codec import add_weight, fill_pickled, fill_value, write_plain
-from rpcdist.rpc._values.compact import CompactValue, compact_value
+from rpcdist.rpc._values.compact import compact_value
 from rpcdist.rpc._values.exceptions import add_note
 from rpcdist.rpc._values.failures import failure_of
 from rpcdist.rpc._values.pickled import PickledParts
 from rpcdist.rpc._values.plain import PlainWriter
 from rpcdist.rpc._values.refusals import unpicklable_part
-from rpcdist.transport.wire_messages import CompactCall, CompactReply, History, WireMessage
+from rpcdist.transport.wire_messages import Call, Reply, WireMessage
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Written(NamedTuple):
 
     obj: object
     to: int
-    session: MessageSink | None
+    session: AnySession | None
     writer: PlainWriter | None
     externals: OutgoingRRefs
     device_map: DeviceMap | None = None
@@ -102,7 +102,7 @@ class Marshal:
         to: int,
         autograd: CallContext | None = None,
         *,
-        session: MessageSink | None = None,
+        session: AnySession | None = None,
         device_map: DeviceMap | None = None,
     ) -> tuple[list[LargeBuffer], Sequence[Share]]:
         """Encodes an object for a worker.
@@ -121,27 +121,32 @@ class Marshal:
         return self.fill(value, self.write(obj, to, session, device_map), autograd)
 
     def write(
-        self, obj: object, to: int, session: MessageSink | None = None, device_map: DeviceMap | None = None
+        self, obj: object, to: int, session: AnySession | None = None, device_map: DeviceMap | None = None
     ) -> Written:
-        """The first step of encoding an object for a worker; `compact` or `fill` is the next one."""
+        """The first step of encoding an object for a worker; `put` or `fill` is the next one."""
         incarnation = None if session is None else session.peer.incarnation
         externals = OutgoingRRefs(self._rrefs, self._rref_type, to, incarnation)
         writer = write_plain(obj, externals, plain_only=not self.allow_pickle)
         return Written(obj, to, session, writer, externals, device_map)
 
-    def compact(
-        self, written: Written, autograd: CallContext | None = None
-    ) -> tuple[CompactValue, History | None] | None:
-        """The value in compact form, with its history; None if it has none, and needs `fill`. See `encode`."""
+    def put(
+        self, message: Call | Reply, written: Written, autograd: CallContext | None = None
+    ) -> tuple[Sequence[LargeBuffer], Sequence[Share]]:
+        """Puts the value into a call or a reply, in the compact form if both have it. See `encode`."""
         writer = written.writer
-        if writer is not None and writer.tensors and self.moves_cpu(written.to, written.session, written.device_map):
-            return None
-        value = None if writer is None else compact_value(writer)
-        if writer is None or value is None:
-            return None
-        if autograd is None or not writer.tensors:
-            return value, None
-        return value, autograd.sending(writer.tensors, written.to)
+        if (
+            writer is not None
+            and message.is_compact
+            and not (writer.tensors and self.moves_cpu(written.to, written.session, written.device_map))
+        ):
+            value = compact_value(writer)
+            if value is not None:
+                message.body, message.num_tensors = value.body, value.num_tensors
+                if autograd is not None and writer.tensors:
+                    message.history = autograd.sending(writer.tensors, written.to)
+                return value.large, ()
+        message.value = value_pb2.Value()
+        return self.fill(message.value, written, autograd)
 
     def fill(
         self, value: value_pb2.Value, written: Written, autograd: CallContext | None = None
@@ -197,7 +202,7 @@ class Marshal:
 
     def send(
         self,
-        session: MessageSink,
+        session: AnySession,
         message: WireMessage,
         large: Sequence[LargeBuffer],
         forks: Sequence[Share],
@@ -211,8 +216,8 @@ class Marshal:
 
     def check_room(
         self,
-        session: MessageSink,
-        message: WireMessage,
+        session: AnySession,
+        size_bytes: int,
         large: Sequence[LargeBuffer],
         forks: Sequence[Share],
     ) -> None:
@@ -221,8 +226,7 @@ class Marshal:
         Raises:
             Overloaded: it has none; the shares have been given back.
         """
-        size = message.ByteSize() if isinstance(message, rpc_pb2.Message) else len(message.body)
-        num_bytes = size + sum(buffer.size for buffer in large)
+        num_bytes = size_bytes + sum(buffer.size for buffer in large)
         if (refusal := session.account.refusal(num_bytes, "are the answer to a call")) is not None:
             self.give_back(forks)
             raise Overloaded(refusal)
@@ -238,14 +242,14 @@ class Marshal:
         gpus = self._gpus.arriving(value, sender)
         return ArrivedValue(value, buffers, self._rrefs, sender, not self.allow_pickle, autograd, gpus)
 
-    def arrived_compact(
-        self, message: CompactCall | CompactReply, buffers: Sequence[ReceiveBuffer], sender: Identity
-    ) -> ArrivedCompact:
-        """The value of a compact message; any thread."""
-        return ArrivedCompact(message, buffers, sender)
+    def arrived_with(self, message: Call | Reply, buffers: Sequence[ReceiveBuffer], sender: Identity) -> Arrived | None:
+        """The value of a call or a reply, None if it has none; as `arrived`."""
+        if message.value is not None:
+            return self.arrived(message.value, buffers, sender)
+        return ArrivedCompact(message, buffers, sender) if message.body else None
 
     def failure(
-        self, exc: BaseException, session: MessageSink, device_map: DeviceMap | None = None
+        self, exc: BaseException, session: AnySession, device_map: DeviceMap | None = None
     ) -> tuple[rpc_pb2.Failure, list[LargeBuffer], Sequence[Share]]:
         """An exception of this worker, for a session's peer: its message, and as in `encode`; raises nothing."""
         to = session.peer.id

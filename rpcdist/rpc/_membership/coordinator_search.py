@@ -14,7 +14,6 @@ from contextlib import suppress
 from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import CoordinatorLost, DistStoreError, RpcdistError, WorkerLost
 from rpcdist.ids import Identity
-from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._membership.coordinator import Coordinator
 from rpcdist.rpc._membership.membership_messages import Outcome, members_of
 from rpcdist.rpc._peers.demultiplexer import Lifetime
@@ -22,6 +21,7 @@ from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import FIRST_PAUSE_S, QUICK_ANSWER_LIMIT_S, RETURN_LONGEST_PAUSE_S
+from rpcdist.transport.io_loop import IoLoop
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class CoordinatorSearch:
         recovery_s: float,
         orphan_timeout_s: float,
         on_orphaned: Callable[[CoordinatorLost | None], object],
-        io: IoThread,
+        io: IoLoop,
         lifetime: Lifetime,
     ) -> None:
         self._coordinator = coordinator

@@ -16,7 +16,7 @@ from rpcdist.rpc._membership.membership_messages import news_message, news_of
 from rpcdist.rpc._membership.membership_service import NEWS_AT_ONCE, MembershipService
 from rpcdist.rpc._peers.demultiplexer import Lifetime
 from rpcdist.rpc._peers.directory import Directory
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.time_limits import NEWS_PAUSE_S
 
@@ -119,7 +119,7 @@ class MembershipNews:
             self._telling.cancel()
             self._telling = None
 
-    def on_broken(self, session: MessageSink, reason: str) -> None:
+    def on_broken(self, session: AnySession, reason: str) -> None:
         """Connects to the coordinator again, so that workers that never call it notice its death, too."""
         has_ended = self._lifetime.is_closed or self._lifetime.all_leave
         if session.peer.id == self._directory.coordinator and self._service is None and not has_ended:

@@ -10,25 +10,24 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from rpcdist.ids import Identity
 from rpcdist.own_shortage import own_shortage
 from rpcdist.rpc._peers.control import ControlReceiver
 from rpcdist.rpc._peers.demultiplexer import Demultiplexer
 from rpcdist.rpc._peers.directory import Directory, PeerEvents
-from rpcdist.rpc._peers.network import Announcements, PeerSession
+from rpcdist.rpc._peers.network import Announcements
 from rpcdist.rpc._peers.router import REPLACED, Router
-from rpcdist.rpc._values.buffers import CopiedBuffer, ReceiveBuffer
+from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.time_limits import HEARTBEATS_PER_PEER_TIMEOUT, LEASE_IN_PEER_TIMEOUTS
 from rpcdist.transport.announced_bytes import AnnouncedBytes
-from rpcdist.transport.wire_messages import WireMessage
+from rpcdist.transport.session import NullHandler, Session
 
 logger = logging.getLogger(__name__)
 
 
 class Inbound:
-    """Takes the sessions that other workers open to this one (`SessionTaker`); one per agent, on the I/O loop.
+    """Takes the sessions that other workers open to this one (`SessionHandler`); one per agent, on the I/O loop.
 
     A worker calls on a session that it has opened itself, and is answered there. So what arrives here are the calls of
     others, and their control messages; this worker's own go through the `Router`.
@@ -50,7 +49,7 @@ class Inbound:
         borrow: Callable[[memoryview], ReceiveBuffer],
         announcements: Announcements,
     ) -> None:
-        self.sessions: set[PeerSession] = set()
+        self.sessions: set[Session] = set()
         self.takes_anywhere = demultiplexer.takes_anywhere
         self.on_messages = demultiplexer.on_messages  # not a method of ours: every message would pass through it
         self.allocate = ReceiveBuffer.allocate
@@ -76,11 +75,11 @@ class Inbound:
             "job and can only end: rpc.shutdown(graceful=False)"
         )
 
-    def on_opened(self, session: PeerSession) -> None:
+    def on_opened(self, session: Session) -> None:
         self.sessions.add(session)
         self._events.opened.publish(session)
 
-    def on_closed(self, session: PeerSession, reason: str) -> None:
+    def on_closed(self, session: Session, reason: str) -> None:
         """The worker may come back; its lease says until when."""
         self.sessions.discard(session)
         self._events.broken.publish(session, reason)
@@ -99,31 +98,19 @@ class Inbound:
 PROBE_ROLE = "probe"
 
 
-class ProbeTaker:
-    """Takes the sessions of processes that only ask whether this worker lives (`SessionTaker`); one per agent.
+class ProbeTaker(NullHandler):
+    """Takes the sessions of processes that only ask whether this worker lives (`SessionHandler`); one per agent.
 
     Args:
         on_probe: gets the identity of the process that asks.
     """
 
-    shares_payloads = False
-    allocate = staticmethod(ReceiveBuffer.allocate)
-    borrow = staticmethod(CopiedBuffer)
-
     def __init__(self, on_probe: Callable[[Identity], object]) -> None:
+        super().__init__()
         self._on_probe = on_probe
 
-    def on_opened(self, session: PeerSession) -> None:
+    def on_opened(self, session: Session) -> None:
         self._on_probe(session.peer)
-
-    def on_messages(self, session: PeerSession, messages: list[tuple[Any, list[Any]]]) -> None:
-        session.close(f"unexpected message from {session.peer.name}")
-
-    def takes_anywhere(self, message: WireMessage) -> bool:
-        return False
-
-    def on_closed(self, session: PeerSession, reason: str) -> None:
-        """The caller of a probe closes at once."""
 
     def announced_by(self, peer: Identity) -> AnnouncedBytes:
         """A probe announces nothing."""
@@ -138,7 +125,7 @@ class Connections:
     _inbound: Inbound
     _control: ControlReceiver
 
-    def sessions(self) -> list[PeerSession]:
+    def sessions(self) -> list[Session]:
         return [*self._router.sessions(), *self._inbound.sessions]
 
     async def flush(self, timeout_s: float, wait_for_others: bool) -> None:
@@ -197,9 +184,7 @@ class LeaseWatch:
         sessions: the open ones, in both directions.
     """
 
-    def __init__(
-        self, peer_timeout_s: float, sessions: Callable[[], Iterable[PeerSession]], events: PeerEvents
-    ) -> None:
+    def __init__(self, peer_timeout_s: float, sessions: Callable[[], Iterable[Session]], events: PeerEvents) -> None:
         self._leases = Leases(LEASE_IN_PEER_TIMEOUTS * peer_timeout_s)
         self._sessions = sessions
         self._ended = events.lease_ended

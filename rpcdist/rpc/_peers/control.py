@@ -20,12 +20,12 @@ from google.protobuf.message import Message
 from rpcdist._proto import autograd_pb2, membership_pb2, rpc_pb2, rref_pb2
 from rpcdist.errors import ProtocolViolation, RpcdistError
 from rpcdist.ids import Identity
-from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._peers.demultiplexer import Lifetime, PoolJob
 from rpcdist.rpc._peers.directory import MemberEvent
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.time_limits import CONTROL_DELAY_S
+from rpcdist.transport.io_loop import IoLoop
 
 ControlBody = rref_pb2.RRefMessage | autograd_pb2.AutogradMessage | membership_pb2.MembershipMessage
 
@@ -106,11 +106,11 @@ Apply = Callable[[Identity, Any, Sequence[ReceiveBuffer]], object]
 class ControlReceiver:
     """One per agent; on the I/O loop, except for messages of a worker to itself."""
 
-    _io: IoThread
+    _io: IoLoop
     _lifetime: Lifetime
     _apply: dict[str, Apply] = field(default_factory=dict)
     _inboxes: dict[tuple[int, int], ControlInbox] = field(default_factory=dict)
-    _to_acknowledge: dict[MessageSink, int] = field(default_factory=dict)
+    _to_acknowledge: dict[AnySession, int] = field(default_factory=dict)
 
     def handle(self, kind: str, apply: Apply) -> None:
         """Registers the handler of one kind of bodies."""
@@ -121,7 +121,7 @@ class ControlReceiver:
         self._apply[kind](sender, body, buffers)
 
     def on_message(
-        self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+        self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
         """Applies a message, unless it is numbered and was applied before: its acknowledgement may have been lost."""
         kind = message.WhichOneof("body")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from rpcdist._proto import rpc_pb2
-from rpcdist.ids import Identity
-from rpcdist.rpc._peers.network import MessageSink
-from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
-from rpcdist.transport.announced_bytes import AnnouncedBytes
-from rpcdist.transport.wire_messages import CompactCall, CompactPass, CompactReply, WireMessage
+from rpcdist.rpc._peers.network import AnySession
+from rpcdist.rpc._values.buffers import ReceiveBuffer
+from rpcdist.transport.wire_messages import Call, CompactPass, Reply, WireMessage
 
 
 class Lifetime:
@@ -31,7 +28,7 @@ class Lifetime:
 PoolJob = tuple[Callable[..., object], tuple[object, ...]]
 """A function and its arguments, to be called by a thread of the pool."""
 
-Handler = Callable[[MessageSink, Any, list[ReceiveBuffer], list[PoolJob]], object]
+Handler = Callable[[AnySession, Any, list[ReceiveBuffer], list[PoolJob]], object]
 """Takes the session, the message (of the kind that it is registered for), its large buffers, and the list to which it
 adds what the pool shall do."""
 
@@ -50,22 +47,17 @@ class Demultiplexer:
         self._lifetime = lifetime
         self._handlers: dict[str | type | None, Handler] = {}
 
-    def handle(self, kind: str | type[CompactCall | CompactReply | CompactPass], handler: Handler) -> None:
+    def handle(self, kind: str | type[Call | Reply | CompactPass], handler: Handler) -> None:
         """Registers the handler of a class of messages, or of a kind of protobuf message; others are dropped."""
         self._handlers[kind] = handler
 
-    def takes_anywhere(self, message: WireMessage) -> bool:
+    def takes_anywhere(self, message: rpc_pb2.Message) -> bool:
         """Whether the handler of this message may run on any thread. The order of the others is kept on the loop."""
-        if not isinstance(message, rpc_pb2.Message):
-            return True
-        kind = message.WhichOneof("body")
-        if kind == "reply":
-            return not message.reply.stream
-        if kind == "autograd":
+        if message.HasField("autograd"):
             return not (message.control_seq or message.autograd.HasField("release"))
-        return kind in ("call", "gpu_release")
+        return message.HasField("gpu_release")
 
-    def on_messages(self, session: MessageSink, messages: list[tuple[WireMessage, list[ReceiveBuffer]]]) -> None:
+    def on_messages(self, session: AnySession, messages: list[tuple[WireMessage, list[ReceiveBuffer]]]) -> None:
         """Messages arrived on a session. Their jobs go to the pool together, with one wake-up for all.
 
         Calls join the line of the peer, and parts of backward passes that of its nested calls. The jobs of answers are
@@ -81,7 +73,7 @@ class Demultiplexer:
             handler = self._handlers.get(kind)
             if handler is None:
                 continue
-            if kind is CompactCall or kind == "call":
+            if kind is Call:
                 handler(session, message, buffers, calls)
             elif kind is CompactPass:
                 handler(session, message, buffers, passes)
@@ -95,64 +87,6 @@ class Demultiplexer:
             self._submit_many(jobs)
 
 
-def line_of(session: MessageSink, is_nested: bool) -> Hashable:
+def line_of(session: AnySession, is_nested: bool) -> Hashable:
     """The line of the pool that a call joins: another call may wait for a nested one, which passes the others."""
     return (session.account, "nested") if is_nested else session.account
-
-
-class Loopback:
-    """The session of a worker with itself. Values are copied as on the way to any other worker.
-
-    Args:
-        identity: this worker.
-        deliver: takes the messages, on the thread that sends.
-    """
-
-    closed_reason = None
-    id = b""
-
-    def __init__(
-        self,
-        identity: Identity,
-        deliver: Callable[[MessageSink, list[tuple[WireMessage, list[ReceiveBuffer]]]], None],
-    ) -> None:
-        self.peer = identity
-        self.account = AnnouncedBytes()
-        self._deliver = deliver
-
-    @property
-    def last_received(self) -> float:
-        return time.monotonic()
-
-    def send(self, message: WireMessage, buffers: Sequence[LargeBuffer] = ()) -> int:
-        self._deliver(self, [(message, [buffer.copy() for buffer in buffers])])
-        return 0
-
-    def flush(self) -> None:
-        """Nothing waits."""
-
-    def hold_back(self, send: Callable[[], object]) -> None:
-        send()
-
-    def want_value(self, call: int) -> bool:
-        return False
-
-    def abort_transfer(self, number: int, reason: str) -> None:
-        """Nothing is under way: `send` copies at once."""
-
-    def transfer_progress(self, number: int) -> tuple[int, int] | None:
-        return None
-
-    def lead(
-        self,
-        is_waiting: Callable[[], bool],
-        timeout_s: float | None,
-        sleep: tuple[Callable[[], object], Callable[[], object]] | None = None,
-        first: Callable[[], object] | None = None,
-    ) -> bool:
-        if first is not None:
-            first()
-        return False
-
-    def ring(self) -> None:
-        """Nobody leads: there is nothing to read."""

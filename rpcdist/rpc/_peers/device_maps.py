@@ -18,7 +18,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import CallRefused, ProtocolViolation, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.demultiplexer import PoolJob
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._values import MapDevice, ReceiveBuffer
 
 logger = logging.getLogger(__name__)
@@ -44,10 +44,10 @@ class DeviceMaps:
     _me: str
     _maps: Mapping[str, DeviceMap]
     _name_of: Callable[[int], str]
-    _back: dict[MessageSink, DeviceMap] = field(default_factory=dict)  # inverse maps of others, by their sessions
-    _told: set[MessageSink] = field(default_factory=set)  # the sessions on which a map has come
+    _back: dict[AnySession, DeviceMap] = field(default_factory=dict)  # inverse maps of others, by their sessions
+    _told: set[AnySession] = field(default_factory=set)  # the sessions on which a map has come
 
-    def find(self, to: int, session: MessageSink | None, of_call: DeviceMap | None = None) -> MapDevice | None:
+    def find(self, to: int, session: AnySession | None, of_call: DeviceMap | None = None) -> MapDevice | None:
         """The map for what goes to a worker; None without one.
 
         Args:
@@ -80,7 +80,7 @@ class DeviceMaps:
         return rpc_pb2.Message(device_map=device_map_to_pb(there))
 
     def on_message(
-        self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+        self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
         """A worker introduces itself."""
         if session in self._told:

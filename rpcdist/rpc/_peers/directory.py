@@ -15,10 +15,11 @@ from typing import Final, Generic, Literal, NamedTuple, ParamSpec
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, UnknownWorker, WorkerLost
 from rpcdist.ids import Identity
-from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._futures.interrupt import longest_sleep_s
-from rpcdist.rpc._peers.network import MessageSink, PeerSession
+from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc.worker_info import WorkerInfo
+from rpcdist.transport.io_loop import IoLoop
+from rpcdist.transport.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Directory:
         roster: Roster,
         ask: Callable[[float | None], Roster],
         ask_async: Callable[[], Awaitable[Roster]],
-        io: IoThread,
+        io: IoLoop,
         on_replaced: Callable[[Identity], object],
         on_event: Callable[[MemberEvent], object],
         coordinator: int = COORDINATOR,
@@ -438,8 +439,8 @@ class PeerEvents:
     """
 
     def __init__(self) -> None:
-        self.opened: Event[[PeerSession]] = Event()
-        self.broken: Event[[MessageSink, str]] = Event()
+        self.opened: Event[[Session]] = Event()
+        self.broken: Event[[AnySession, str]] = Event()
         self.lost: Event[[Identity, WorkerLost]] = Event()
         self.lease_ended: Event[[Identity]] = Event()
         self.replaced: Event[[Identity]] = Event()

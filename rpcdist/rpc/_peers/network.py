@@ -1,12 +1,13 @@
-"""The transport as the RPC layer sees it: protocols.
+"""The transport as the RPC layer sees it: sessions, and protocols of what makes them.
 
-`rpcdist.transport` implements them with sockets (`Node`, `Link`, `Session`, `IoLoop`). Tests implement them in memory,
-which is how several workers can live in one process without a network.
+`rpcdist.transport` implements the protocols with sockets (`Node`, `Link`). Tests implement them in memory, which is how
+several workers can live in one process without a network; sessions and the I/O loop are the same there.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
@@ -17,65 +18,61 @@ from google.protobuf.message import Message
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CallRefused
 from rpcdist.ids import Identity
-from rpcdist.inspection import ChannelFacts, LentMemory, Strangers
-from rpcdist.rpc._executors.io_thread import IoThread
+from rpcdist.inspection import Strangers
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.time_limits import CONNECTION_CLOSE_LIMIT_S
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.credentials import Records
+from rpcdist.transport.io_loop import IoLoop
+from rpcdist.transport.session import Session, SessionHandler
 from rpcdist.transport.wire_messages import WireMessage
 
 T = TypeVar("T")
 ReplyT = TypeVar("ReplyT", bound=Message)
 
 
-class MessageSink(Protocol):
-    """Where messages to one worker go: a session, or the loopback of calls to oneself."""
+class Loopback:
+    """The session of a worker with itself. Values are copied as on the way to any other worker.
 
-    @property
-    def peer(self) -> Identity:
-        """The worker that gets them."""
+    Args:
+        identity: this worker.
+        deliver: takes the messages, on the thread that sends.
+    """
 
-    @property
-    def account(self) -> AnnouncedBytes:
-        """Counts what the peer makes this worker set aside, by all its sessions together."""
+    closed_reason = None
+    id = b""
 
-    @property
-    def id(self) -> bytes:
-        """The number of the connection, the same at both ends; empty for calls to oneself."""
-
-    @property
-    def closed_reason(self) -> str | None:
-        """Why nothing can be sent any more; None while the session is open."""
+    def __init__(
+        self,
+        identity: Identity,
+        deliver: Callable[[AnySession, list[tuple[WireMessage, list[ReceiveBuffer]]]], None],
+    ) -> None:
+        self.peer = identity
+        self.account = AnnouncedBytes()
+        self._deliver = deliver
 
     @property
     def last_received(self) -> float:
-        """When the peer was last heard of, in seconds of the monotonic clock."""
+        return time.monotonic()
 
     def send(self, message: WireMessage, buffers: Sequence[LargeBuffer] = ()) -> int:
-        """Queues a message; any thread, never blocks. Returns the number of the transfer, 0 if it needs none."""
+        self._deliver(self, [(message, [buffer.copy() for buffer in buffers])])
+        return 0
 
     def flush(self) -> None:
-        """Has what lingers in the queue or was held back written now; any thread, never blocks."""
+        """Nothing waits."""
 
     def hold_back(self, send: Callable[[], object]) -> None:
-        """Calls `send`; its messages stay queued until the next `flush` or `lead`; any thread."""
+        send()
 
     def want_value(self, call: int) -> bool:
-        """Has the reply to a `remote()` bring the result along, unless its message has left.
-
-        Args:
-            call: its number; it was the last message that this thread sent here.
-
-        Returns:
-            Whether it will; any thread.
-        """
+        return False
 
     def abort_transfer(self, number: int, reason: str) -> None:
-        """Stops sending the buffers of a message; any thread."""
+        """Nothing is under way: `send` copies at once."""
 
     def transfer_progress(self, number: int) -> tuple[int, int] | None:
-        """The bytes of a transfer that were sent, and all; None if none are left to send, or it is not known."""
+        return None
 
     def lead(
         self,
@@ -84,86 +81,23 @@ class MessageSink(Protocol):
         sleep: tuple[Callable[[], object], Callable[[], object]] | None = None,
         first: Callable[[], object] | None = None,
     ) -> bool:
-        """Has this thread read what arrives here, while it waits.
-
-        Args:
-            is_waiting: asked after each read, and after `ring`; False ends the wait.
-            timeout_s: the limit in seconds, None for none.
-            sleep: called before and after each sleep.
-            first: sends what will be answered here; called once in any case, before the wait.
-
-        Returns:
-            Whether the wait is over. If not, wait for the rest of the time in another way: others will read.
-        """
+        if first is not None:
+            first()
+        return False
 
     def ring(self) -> None:
-        """Has a thread that leads ask `is_waiting` again; any thread."""
+        """Nobody leads: there is nothing to read."""
 
 
-class PeerSession(MessageSink, Protocol):
-    """A proven connection with another process, as the transport hands it out."""
-
-    @property
-    def last_sent(self) -> float:
-        """When something was written last, a heartbeat at least, in monotonic seconds."""
-
-    @property
-    def lent_memory(self) -> LentMemory | None:
-        """The shared memory that this process lends to the peer; None where nothing was ever lent."""
-
-    def facts(self, now: float) -> ChannelFacts:
-        """Its state at a moment of the monotonic clock."""
-
-    def close(self, reason: str) -> None:
-        """Ends it at once; any thread; idempotent."""
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Waits until what was queued is written; False when the time is over."""
-
-    async def ended(self, timeout_s: float) -> bool:
-        """Waits until it has ended; False when the time is over."""
-
-
-class SessionTaker(Protocol):
-    """Takes what arrives on sessions. It must not block or run user code.
-
-    Its methods run on the I/O loop; `on_messages` also on a thread that leads, with messages that it `takes_anywhere`.
-    """
-
-    def on_opened(self, session: PeerSession) -> None:
-        """A peer opened this session; not called for those that this process opens itself."""
-
-    def on_messages(self, session: PeerSession, messages: list[tuple[Any, list[Any]]]) -> None:
-        """Messages (`WireMessage`) arrived whole, in the order in which they became complete.
-
-        Their buffers were made by `allocate` or `borrow`.
-        """
-
-    def takes_anywhere(self, message: WireMessage) -> bool:
-        """Whether `on_messages` may be called with this message on any thread."""
-
-    def on_closed(self, session: PeerSession, reason: str) -> None:
-        """The session ended; called once."""
-
-    def allocate(self, size_bytes: int) -> ReceiveBuffer:
-        """Memory for a large buffer that was announced."""
-
-    def borrow(self, view: memoryview) -> ReceiveBuffer:
-        """A large buffer whose bytes are in memory that the peer lends."""
-
-    @property
-    def shares_payloads(self) -> bool:
-        """Whether large buffers may travel in shared memory."""
-
-    def announced_by(self, peer: Identity) -> AnnouncedBytes:
-        """Counts what a peer has announced, on all its sessions together, and not sent."""
+AnySession = Session | Loopback
+"""Where messages to one worker go: its session, or that of a worker with itself."""
 
 
 class Connection(Protocol):
     """A connection that this process opened."""
 
     @property
-    def session(self) -> PeerSession:
+    def session(self) -> Session:
         """Carries the messages in both directions."""
 
     async def unary(
@@ -197,7 +131,7 @@ class Network(Protocol):
         """The connections that it has refused, or not finished with."""
 
     @property
-    def io(self) -> IoThread:
+    def io(self) -> IoLoop:
         """Where it runs."""
 
     @property
@@ -221,7 +155,7 @@ class Network(Protocol):
         """Serves methods of a service; handlers run on the I/O loop."""
 
     def handle_role(
-        self, role: str, handler: SessionTaker | None, refuse: Callable[[Identity], str | None] | None = None
+        self, role: str, handler: SessionHandler | None, refuse: Callable[[Identity], str | None] | None = None
     ) -> None:
         """Registers the taker of the sessions that peers open for a role, and refuses some peers; None ends that."""
 
@@ -230,7 +164,7 @@ class Network(Protocol):
         address: str,
         role: str,
         timeout_s: float,
-        handler: SessionTaker | None = None,
+        handler: SessionHandler | None = None,
         expected: Identity | None = None,
         retry: bool = True,
     ) -> Connection:
@@ -251,7 +185,7 @@ class SendObserver(Protocol):
     def kept_until(self) -> Deadline | None:
         """How long it may wait for the process that takes the place of a lost one; None if it is for that one only."""
 
-    def on_sent(self, session: MessageSink, transfer: int) -> None:
+    def on_sent(self, session: AnySession, transfer: int) -> None:
         """It was given to this session, as this transfer (0 for none)."""
 
     def on_not_sent(self, silence_s: float, reason: str, is_lost: bool = True) -> None:
@@ -284,7 +218,7 @@ class Announcements:
 calling_worker: ContextVar[Identity | None] = ContextVar("rpcdist_calling_worker", default=None)
 """Set in calls of coroutine functions, and of functions that every worker serves: the proven peer of the session."""
 
-calling_session: ContextVar[MessageSink | None] = ContextVar("rpcdist_calling_session", default=None)
+calling_session: ContextVar[AnySession | None] = ContextVar("rpcdist_calling_session", default=None)
 """Set in functions that run on the thread that reads: where the call came, and the next one will probably come."""
 
 

@@ -35,7 +35,7 @@ from rpcdist.errors import ALTHOUGH_IT_LIVES, AuthenticationFailed, ConnectFaile
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlBody, ControlOutbox
 from rpcdist.rpc._peers.directory import Member
-from rpcdist.rpc._peers.network import Connection, MessageSink, Network, PeerSession, SendObserver
+from rpcdist.rpc._peers.network import AnySession, Connection, Network, SendObserver
 from rpcdist.rpc._peers.reach_limit import ReachLimit, was_refused
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc._values.exceptions import text_of
@@ -46,6 +46,7 @@ from rpcdist.time_limits import (
     ONE_WAY_IN_PEER_TIMEOUTS,
 )
 from rpcdist.transport.announced_bytes import AnnouncedBytes
+from rpcdist.transport.session import Session
 from rpcdist.transport.wire_messages import WireMessage
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ _Waiting = tuple[WireMessage, Sequence[LargeBuffer], SendObserver | None, float]
 
 
 class PeerOwner(Protocol):
-    """The router, as its peers see it. Called on the I/O loop, except `on_messages`: see `SessionTaker`."""
+    """The router, as its peers see it. Called on the I/O loop, except `on_messages`: see `SessionHandler`."""
 
     @property
     def borrow(self) -> Callable[[memoryview], ReceiveBuffer]:
@@ -92,15 +93,15 @@ class PeerOwner(Protocol):
         """The first message of each connection, or None."""
 
     def announced_by(self, peer: Identity) -> AnnouncedBytes:
-        """See `SessionTaker`."""
+        """See `SessionHandler`."""
 
-    def on_messages(self, session: MessageSink, messages: list[tuple[WireMessage, list[ReceiveBuffer]]]) -> None:
+    def on_messages(self, session: AnySession, messages: list[tuple[WireMessage, list[ReceiveBuffer]]]) -> None:
         """Messages arrived on the connection."""
 
-    def takes_anywhere(self, message: WireMessage) -> bool:
+    def takes_anywhere(self, message: rpc_pb2.Message) -> bool:
         """Whether `on_messages` may be called with this message on any thread."""
 
-    def on_peer_broken(self, session: PeerSession, reason: str) -> None:
+    def on_peer_broken(self, session: Session, reason: str) -> None:
         """The connection ended; calls that were sent on it will not be answered."""
 
     @property
@@ -139,7 +140,7 @@ class Peer:
     def __init__(self, network: Network, member: Member, owner: PeerOwner, timeout_s: float) -> None:
         self.identity = member.identity
         self.address = member.address
-        self.session: PeerSession | None = None
+        self.session: Session | None = None
         self.state = PeerState.IDLE
         self.lost_reason: str | None = None
         self.last_up = time.monotonic()
@@ -329,7 +330,7 @@ class Peer:
                 return
         self._send_waiting(session)
 
-    def _send_waiting(self, session: PeerSession) -> None:
+    def _send_waiting(self, session: Session) -> None:
         """Sends what has waited for the connection, and what others give this peer meanwhile; any thread."""
         while (waiting := self._take_waiting(session)) is not None:
             for message, buffers, sent, _ in waiting:
@@ -348,7 +349,7 @@ class Peer:
         if session.closed_reason is not None:  # it ended before this peer listened to it
             self._network.io.call_soon(self.on_session_closed, session, session.closed_reason)
 
-    def _take_waiting(self, session: PeerSession) -> list[_Waiting] | None:
+    def _take_waiting(self, session: Session) -> list[_Waiting] | None:
         """The messages to send next; None if there are none, and threads may send by the session from now on."""
         with self._lock:
             if not self._is_up_by(session):
@@ -358,10 +359,10 @@ class Peer:
                 self.session = session  # last: a thread that sees it may send at once, past what waited
             return waiting or None
 
-    def _is_up_by(self, session: PeerSession) -> bool:
+    def _is_up_by(self, session: Session) -> bool:
         return self.state is PeerState.UP and self._connection is not None and self._connection.session is session
 
-    def on_session_closed(self, session: PeerSession, reason: str) -> None:
+    def on_session_closed(self, session: Session, reason: str) -> None:
         with self._lock:
             if self.state is PeerState.CLOSED:
                 return
@@ -417,7 +418,7 @@ def _because(broken: str, then: str) -> str:
 
 
 class _PeerTaker:
-    """Takes what arrives on a peer's session (`SessionTaker`): its end is for the peer, the rest for the owner."""
+    """Takes what arrives on a peer's session (`SessionHandler`): its end is for the peer, the rest for the owner."""
 
     __slots__ = (
         "allocate", "announced_by", "borrow", "on_closed", "on_messages", "shares_payloads", "takes_anywhere",
@@ -432,5 +433,5 @@ class _PeerTaker:
         self.takes_anywhere = owner.takes_anywhere
         self.on_closed = peer.on_session_closed
 
-    def on_opened(self, session: PeerSession) -> None:
+    def on_opened(self, session: Session) -> None:
         """Not called: the peer opens the session itself."""

@@ -18,14 +18,14 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import RpcdistError, TransportError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlBody, ControlReceiver, kind_of
-from rpcdist.rpc._peers.demultiplexer import Demultiplexer, Lifetime, Loopback, PoolJob
+from rpcdist.rpc._peers.demultiplexer import Demultiplexer, Lifetime, PoolJob
 from rpcdist.rpc._peers.directory import Directory, PeerEvents
-from rpcdist.rpc._peers.network import Announcements, MessageSink, Network, PeerSession, SendObserver
+from rpcdist.rpc._peers.network import Announcements, AnySession, Loopback, Network, SendObserver
 from rpcdist.rpc._peers.peer import Peer, PeerState, Unsent
 from rpcdist.rpc._values.buffers import CopiedBuffer, LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.time_limits import QUICK_ANSWER_LIMIT_S, THREAD_GRACE_S
-from rpcdist.transport.session import TURNS_TO_READ
+from rpcdist.transport.session import TURNS_TO_READ, Session
 from rpcdist.transport.wire_messages import WireMessage
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Router:
         self._me = directory.me.id
         self._loopback = Loopback(directory.me, demultiplexer.on_messages)
         self._peers: dict[int, Peer] = {}
-        self._inbound: dict[Identity, PeerSession] = {}  # the last session that each worker has opened to this one
+        self._inbound: dict[Identity, Session] = {}  # the last session that each worker has opened to this one
         self._for_strangers: dict[int, list[ControlBody]] = {}  # control messages to workers that are not known yet
         self._lock = threading.Lock()  # for making peers, and for kept messages; peers are looked up without it
         events.opened.listen(self._on_opened)
@@ -82,7 +82,7 @@ class Router:
 
     # ------------------------------------------------------------ sending
 
-    def session_for_call(self, worker_id: int) -> MessageSink | None:
+    def session_for_call(self, worker_id: int) -> AnySession | None:
         """The session by which a call to a worker goes now, as nearly every call does; None: `send_call` finds the way.
 
         If this process stood still for so long that its peers have given it up (SIGSTOP, or a held interpreter lock),
@@ -189,12 +189,12 @@ class Router:
 
     # ------------------------------------------------------------ peers
 
-    def session_with(self, worker_id: int) -> MessageSink | None:
+    def session_with(self, worker_id: int) -> AnySession | None:
         """The open session by which a message to a worker would go now, or None."""
         peer = self._peers.get(worker_id)
         return peer.session if peer is not None else None
 
-    def standing_session(self, worker_id: int) -> MessageSink | None:
+    def standing_session(self, worker_id: int) -> AnySession | None:
         """As `session_with`, but None where another process has the worker's place now."""
         peer = self._peers.get(worker_id)
         if peer is None or peer.session is None or not self._directory.knows(worker_id):
@@ -363,13 +363,13 @@ class Router:
         last_seen = peer.last_up if inbound is None else max(peer.last_up, inbound.last_received)
         return time.monotonic() - last_seen
 
-    def sessions(self) -> list[PeerSession]:
+    def sessions(self) -> list[Session]:
         """Those that this worker has opened."""
         return [peer.session for peer in list(self._peers.values()) if peer.session is not None]
 
     # ------------------------------------------------------------ for peers (`PeerOwner`), on the I/O loop
 
-    def on_peer_broken(self, session: PeerSession, reason: str) -> None:
+    def on_peer_broken(self, session: Session, reason: str) -> None:
         self._events.broken.publish(session, reason)
 
     @property
@@ -408,18 +408,18 @@ class Router:
             self._spawn_delivery(kept, reason)
 
     def on_acknowledgement(
-        self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+        self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
         """A worker has applied our control messages up to a number."""
         peer = self._peers.get(session.peer.id)
         if peer is not None and peer.identity == session.peer:  # its predecessor's numbers mean nothing to this one
             peer.acknowledged(message.ack.control_seq)
 
-    def _on_broken(self, session: MessageSink, reason: str) -> None:
+    def _on_broken(self, session: AnySession, reason: str) -> None:
         if self._inbound.get(session.peer) is session:
             del self._inbound[session.peer]
 
-    def _on_opened(self, session: PeerSession) -> None:
+    def _on_opened(self, session: Session) -> None:
         self._inbound[session.peer] = session
         peer = self._peers.get(session.peer.id)
         if peer is not None and peer.identity == session.peer:

@@ -18,17 +18,16 @@ from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._inspection.call_recorder import CallRecorder, EndedCalls
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._peers.device_maps import DeviceMap
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._rref.handles import OwnerValue
 from rpcdist.rpc._rref.identifiers import ReferenceShare, UniqueId
-from rpcdist.rpc._rref.protobuf import id_from_pb
 from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS
 from rpcdist.rpc._serving.producers import AsyncProducer, SyncProducer
 from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc._values.function_names import function_name
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import LONGEST_TIMEOUT_S
-from rpcdist.transport.wire_messages import CompactCall, NamedReference
+from rpcdist.transport.wire_messages import Call, NamedReference
 
 CALL_BYTES: Final = 5 << 10
 """The memory of a call until it has ended, without its arguments. Measured: 1.7 KiB while it waits for a thread, 4.7 as
@@ -102,7 +101,7 @@ class ActiveCall:
 
     def __init__(
         self,
-        session: MessageSink,
+        session: AnySession,
         id: int,
         function: str,
         arguments: Arrived | None,
@@ -141,37 +140,21 @@ class ActiveCall:
         return f"<call {self.id} from {self.session.peer.name}: {self.what}, {self.deadline!r}>"
 
     @classmethod
-    def of_compact(cls, session: MessageSink, call: CompactCall, arguments: Arrived | None) -> ActiveCall:
-        """A call that came in compact form."""
+    def of(cls, session: AnySession, call: Call, arguments: Arrived | None) -> ActiveCall:
+        """A call that came."""
         now, timeout_s = time.monotonic(), call.timeout_us / 1e6
         is_limited = 0.0 < timeout_s <= LONGEST_TIMEOUT_S
         deadline = Deadline(now + timeout_s) if is_limited else NEVER
         active = cls(session, call.id, call.function, arguments, deadline, now)
         active.is_nested = call.is_nested
-        active.weight += len(call.body)
+        active.counts_as_idle = call.counts_as_idle
+        active.is_by_value = call.is_by_value
+        active.weight += call.size_bytes
         if call.result is not None:
             active.result = _share_of(call.result)
-            active.wants_value = call.wants_value
+            active.wants_value, active.is_serial = call.wants_value, call.is_serial
         if call.target is not None:
             active.value = _share_of(call.target)
-        return active
-
-    @classmethod
-    def of_protobuf(cls, session: MessageSink, call: rpc_pb2.Call, arguments: Arrived | None) -> ActiveCall:
-        """A call that came in a protobuf message."""
-        deadline = Deadline.after(call.timeout_us / 1e6) if call.timeout_us else NEVER
-        active = cls(session, call.id, call.function, arguments, deadline, time.monotonic())
-        active.counts_as_idle = call.counts_as_idle
-        active.is_nested = call.is_nested
-        active.weight += call.ByteSize()
-        active.is_by_value = call.by_value
-        if call.HasField("result"):
-            active.result = ReferenceShare(id_from_pb(call.result.rref), id_from_pb(call.result.fork))
-            active.is_serial = call.result.is_serial
-        for named in ("fetch", "on"):
-            if call.HasField(named):
-                value = getattr(call, named)
-                active.value = ReferenceShare(id_from_pb(value.rref), id_from_pb(value.fork))
         return active
 
     def target_value(self) -> Any:
@@ -270,7 +253,7 @@ class ActiveCalls:
     def __init__(self, recorder: CallRecorder | None = None) -> None:
         self.ended = EndedCalls(None if recorder is None else recorder.served)
         self.num_served = 0
-        self._calls: dict[tuple[MessageSink, int], ActiveCall] = {}
+        self._calls: dict[tuple[AnySession, int], ActiveCall] = {}
         self._ended = threading.Condition()
         self._num_waiting = 0
 
@@ -307,7 +290,7 @@ class ActiveCalls:
         self.num_served += 1
         return None
 
-    def find(self, session: MessageSink, number: int) -> ActiveCall | None:
+    def find(self, session: AnySession, number: int) -> ActiveCall | None:
         """The call with a number on a session; None if it is over."""
         return self._calls.get((session, number))
 

@@ -16,7 +16,7 @@ from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._executors.generators import is_generator
 from rpcdist.rpc._marshal.marshal import Marshal, Share
 from rpcdist.rpc._peers.demultiplexer import Lifetime
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._rref.handles import OwnerValue
 from rpcdist.rpc._rref.identifiers import RRefId
 from rpcdist.rpc._rref.manager import RRefManager
@@ -29,7 +29,7 @@ from rpcdist.rpc._values.function_names import function_name
 from rpcdist.time_limits import LOG_PERIOD_S
 from rpcdist.transport._framing.outgoing import UNCOUNTED_BYTES
 from rpcdist.transport.announced_bytes import AnnouncedBytes
-from rpcdist.transport.wire_messages import CompactReply
+from rpcdist.transport.wire_messages import Reply
 
 logger = logging.getLogger(__name__)
 
@@ -94,11 +94,10 @@ class Answers:
                 return None
             large: Sequence[LargeBuffer] = ()
             forks: Sequence[Share] = ()
-            message: rpc_pb2.Message | CompactReply
             if active.entry is not None:
                 return self._keep(active, active.entry, result, is_last)
             if result is None:  # as most functions return: a reply without an outcome
-                message = CompactReply(active.id)
+                message = Reply(active.id)
             else:
                 message, large, forks = self._encode(active, result)
         except BaseException as exc:
@@ -137,63 +136,48 @@ class Answers:
         fetches.answers.insert(0, partial(self._answer, active, message, large, forks))
         return fetches._replace(is_long=True) if large and takes_long(large) else fetches
 
-    def _created(
-        self, active: ActiveCall, result: object
-    ) -> tuple[rpc_pb2.Message | CompactReply, Sequence[LargeBuffer], Sequence[Share]]:
+    def _created(self, active: ActiveCall, result: object) -> tuple[Reply, Sequence[LargeBuffer], Sequence[Share]]:
         """The reply to a `remote()`, with the result if it is wanted and can be sent: else its caller fetches it."""
         if active.wants_value and not is_generator(result):
             try:
                 if result is not None:
-                    message, large, forks = self._encode(active, result)
-                    self._marshal.check_room(active.session, message, large, forks)
-                    return message, large, forks
-                reply = CompactReply(active.id, created=True)
-                reply.has_value = True
-                return reply, (), ()
+                    reply, large, forks = self._encode(active, result)
+                    self._marshal.check_room(active.session, reply.size_bytes, large, forks)
+                    return reply, large, forks
+                return Reply(active.id, created=True, has_value=True), (), ()
             except Exception as exc:  # the value exists all the same; the error is that of the fetch
                 logger.debug("the result of %s stays where it is: %r", active.what, exc)
-        return CompactReply(active.id, created=True), (), ()
+        return Reply(active.id, created=True), (), ()
 
     def _answer(
         self,
         active: ActiveCall,
-        message: rpc_pb2.Message | CompactReply,
+        reply: Reply,
         large: Sequence[LargeBuffer],
         forks: Sequence[Share],
     ) -> None:
         try:
-            if (
-                large or not isinstance(message, CompactReply) or len(message.body) > UNCOUNTED_BYTES
-            ) and not active.entry:
-                self._marshal.check_room(active.session, message, large, forks)
+            if (large or not reply.is_compact or len(reply.body) > UNCOUNTED_BYTES) and not active.entry:
+                self._marshal.check_room(active.session, reply.size_bytes, large, forks)
             active.is_answered = True
-            self._marshal.send(active.session, message, large, forks)
+            self._marshal.send(active.session, reply, large, forks)
         except BaseException as exc:
             self.fail(active, exc)
             return
         self._calls.remove(active)
 
-    def _encode(
-        self, active: ActiveCall, result: object
-    ) -> tuple[rpc_pb2.Message | CompactReply, Sequence[LargeBuffer], Sequence[Share]]:
+    def _encode(self, active: ActiveCall, result: object) -> tuple[Reply, Sequence[LargeBuffer], Sequence[Share]]:
         """The reply with a result, its large buffers, and the shares of references that it carries."""
         back = None if active.entry is not None else active.back  # a reference's value goes as its later fetches do
         written = self._marshal.write(result, active.session.peer.id, active.session, back)
-        compact = self._marshal.compact(written, active.autograd)
-        if compact is not None:
-            value, history = compact
-            reply = CompactReply(active.id, value.body, value.num_tensors, active.entry is not None)
-            reply.has_value = reply.created
-            reply.history = history
-            return reply, value.large, ()
-        message = rpc_pb2.Message()
-        message.reply.id = active.id
+        reply = Reply(active.id)
+        reply.created = reply.has_value = active.entry is not None
         try:
-            large, forks = self._marshal.fill(message.reply.value, written, active.autograd)
+            large, forks = self._marshal.put(reply, written, active.autograd)
         except Exception as exc:
             self._marshal.explain(exc, written, f"as the result of {active.what}", result=result)
             raise
-        return message, large, forks
+        return reply, large, forks
 
     def fail(self, active: ActiveCall, exc: BaseException) -> None:
         """Answers a call with an exception."""
@@ -224,9 +208,8 @@ class Answers:
             if self._lifetime.is_closed:  # the end of this process says more than what it did to its handlers
                 self._marshal.give_back(forks)
             else:
-                message = rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.id, failure=failure))
                 active.is_answered = True
-                self._marshal.send(active.session, message, large, forks)
+                self._marshal.send(active.session, Reply(active.id, failure=failure), large, forks)
         return f"{failure.type_name}: {failure.text}"[:MAX_LOGGED_CHARS]
 
     def _log(self, active: ActiveCall, failure: rpc_pb2.Failure) -> None:
@@ -238,7 +221,7 @@ class Answers:
             logger.log(level, "a call of %s from %s failed on %s: %s", called, caller, self._me.name, error)
             logger.debug("the traceback of that:\n%s", failure.traceback)
 
-    def _level_of_next(self, session: MessageSink) -> int:
+    def _level_of_next(self, session: AnySession) -> int:
         """How the next failure of a call of this peer is logged; says so where it will not be seen."""
         now = time.monotonic()
         since, num = self._logged.get(session.account, (now, 0))

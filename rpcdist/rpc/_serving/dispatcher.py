@@ -39,11 +39,10 @@ from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._inspection.call_recorder import CallRecorder
-from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.demultiplexer import Lifetime, PoolJob, line_of
 from rpcdist.rpc._peers.device_maps import inverse_of
-from rpcdist.rpc._peers.network import MessageSink, calling_session, calling_worker
+from rpcdist.rpc._peers.network import AnySession, calling_session, calling_worker
 from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._rref.proxied import (
@@ -63,7 +62,7 @@ from rpcdist.rpc._values.function_names import function_name
 from rpcdist.rpc.functions import ASYNC_MARK, runs_where_read
 from rpcdist.rpc.future import Future
 from rpcdist.transport._framing.incoming import MissingBuffer
-from rpcdist.transport.wire_messages import CompactCall
+from rpcdist.transport.wire_messages import Call, Reply
 
 MAX_KNOWN_NAMES: Final = 4096
 MAX_FUNCTION_CHARS: Final = 2000
@@ -152,8 +151,8 @@ class Dispatcher:
 
     def on_call(
         self,
-        session: MessageSink,
-        message: rpc_pb2.Message | CompactCall,
+        session: AnySession,
+        call: Call,
         buffers: list[ReceiveBuffer],
         jobs: list[PoolJob],
     ) -> None:
@@ -162,41 +161,30 @@ class Dispatcher:
         All steps that run no code of users are done at once, so that a thread of the pool has less to do: the shares of
         references in the arguments are received, and a `remote()` is entered as being created.
         """
-        if isinstance(message, CompactCall):
-            arguments: Arrived | None = None
-            if message.body:
-                arguments = self._marshal.arrived_compact(message, buffers, session.peer)
-            active = ActiveCall.of_compact(session, message, arguments)
-            context_id = message.context
-        else:
-            call = message.call
-            arguments = None
-            if call.HasField("arguments"):
-                arguments = self._marshal.arrived(call.arguments, buffers, session.peer)
-            active = ActiveCall.of_protobuf(session, call, arguments)
-            if len(call.function) > MAX_FUNCTION_CHARS:  # names are kept for those who look at ended calls
-                active.function = f"{call.function[:MAX_METHOD_CHARS]}..."
-                error = f"a function's name has at most {MAX_FUNCTION_CHARS} characters, not {len(call.function)}"
-                self._answers.fail(active, CallRefused(error))
+        arguments = self._marshal.arrived_with(call, buffers, session.peer)
+        active = ActiveCall.of(session, call, arguments)
+        if len(call.function) > MAX_FUNCTION_CHARS:  # names are kept for those who look at ended calls
+            active.function = f"{call.function[:MAX_METHOD_CHARS]}..."
+            error = f"a function's name has at most {MAX_FUNCTION_CHARS} characters, not {len(call.function)}"
+            self._answers.fail(active, CallRefused(error))
+            return
+        if call.device_map is not None:
+            try:
+                active.back = inverse_of(call.device_map)
+            except CallRefused as exc:
+                self._answers.fail(active, exc)
                 return
-            if call.HasField("device_map"):
-                try:
-                    active.back = inverse_of(call.device_map)
-                except CallRefused as exc:
-                    self._answers.fail(active, exc)
-                    return
-            context_id = call.autograd_context
-        if message.large:
-            sizes = zip(message.large, buffers, strict=False)
+        if call.large:
+            sizes = zip(call.large, buffers, strict=False)
             active.weight += sum(size for size, buffer in sizes if not isinstance(buffer, MissingBuffer))
         if (refusal := self.calls.add(active)) is not None:
             self._answers.fail(active, Overloaded(refusal))
             return
         if (spans := call_spans.exporter) is not None and not active.counts_as_idle:
-            active.span = spans.begin_served("" if isinstance(message, CompactCall) else message.call.traceparent)
-        if context_id:
+            active.span = spans.begin_served(call.traceparent)
+        if call.context:
             try:
-                active.autograd = self._admit_context(context_id, session.peer)
+                active.autograd = self._admit_context(call.context, session.peer)
             except CallRefused as exc:
                 self._answers.fail(active, exc)
                 return
@@ -268,7 +256,7 @@ class Dispatcher:
         return is_there
 
     def on_cancel(
-        self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+        self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
         """The caller does not want the result any more."""
         active = self.calls.find(session, message.cancel.id)
@@ -276,7 +264,7 @@ class Dispatcher:
             active.cancel()
 
     def on_question(
-        self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+        self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
         """The caller wants to know how far a call is."""
         number = message.call_question.id
@@ -287,7 +275,7 @@ class Dispatcher:
         session.flush()
 
     def on_credit(
-        self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+        self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
         """The consumer of a stream can take more items."""
         credit = message.stream_credit
@@ -295,7 +283,7 @@ class Dispatcher:
         if active is not None and active.producer is not None:
             active.producer.credit(credit.items)
 
-    def on_broken(self, session: MessageSink, reason: str) -> None:
+    def on_broken(self, session: AnySession, reason: str) -> None:
         """A connection has ended: its calls are cancelled, except those whose results `remote()` keeps here."""
         for active in self.calls:
             if active.session is session and active.result is None:
@@ -498,7 +486,7 @@ class Dispatcher:
             active.handle.cancel()
 
     def _produce(self, active: ActiveCall, generator: Generator[Any, Any, Any] | AsyncGenerator[Any, Any]) -> None:
-        active.session.send(rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.id, stream=True)))
+        active.session.send(Reply(active.id, is_stream=True))
         sender = StreamSender(
             self._marshal, active.session, active.id, active.autograd, partial(self.calls.remove, active), active.back
         )

@@ -21,7 +21,7 @@ from rpcdist.rpc._executors.torch_state import StateSlot
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.device_maps import DeviceMap
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.network import AnySession
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class StreamSender:
     def __init__(
         self,
         marshal: Marshal,
-        session: MessageSink,
+        session: AnySession,
         id: int,
         autograd: CallContext | None,
         ended: Callable[[], None],
@@ -63,7 +63,7 @@ class StreamSender:
         peer = self._session.peer.id
         value, session = message.stream_item.value, self._session
         large, forks = self._marshal.encode(value, item, peer, self.autograd, session=session, device_map=self._back)
-        self._marshal.check_room(self._session, message, large, forks)
+        self._marshal.check_room(self._session, message.ByteSize(), large, forks)
         self._marshal.send(self._session, message, large, forks)
 
     def end(self, exc: BaseException | None) -> None:

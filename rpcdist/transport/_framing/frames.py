@@ -7,7 +7,7 @@ Every frame begins with the same 28 bytes, little endian, and `size` bytes follo
      | u32    | u8   | u8    | u16     | u32      | u64   | u64, us   |
 
     kind      used fields                               body
-    MESSAGE   none                                      a protobuf `Message`
+    MESSAGE   none                                      a protobuf `Message`; also a call or reply that is not compact
     CALL      all                                       the fields of the flags, then the arguments
     REPLY     flags, tensors, id                        the fields of the flags, then the result
     CHUNK     function: buffer, id: transfer,           bytes of a large buffer
@@ -44,14 +44,15 @@ from google.protobuf.message import DecodeError
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
+from rpcdist.transport._framing.calls_in_protobuf import from_protobuf, in_protobuf
 from rpcdist.transport._framing.message_parts import parsed
 from rpcdist.transport.wire_messages import (
     MAX_NAME_BYTES,
-    CompactCall,
+    Call,
     CompactPass,
-    CompactReply,
     Loan,
     NamedReference,
+    Reply,
     WireMessage,
     new_history,
 )
@@ -123,13 +124,23 @@ class ChunkHead(NamedTuple):
 # ---------------------------------------------------------------- writing
 
 
-def frame(message: rpc_pb2.Message) -> bytes:
-    """The frame of a protobuf message."""
-    body = message.SerializeToString()
+def frame(message: WireMessage) -> bytes:
+    """The frame of a message; a compact call has `call_frame` instead."""
+    if isinstance(message, CompactPass):
+        return pass_frame(message)
+    if isinstance(message, Reply) and message.is_compact:
+        return reply_frame(message)
+    body = (message if isinstance(message, rpc_pb2.Message) else in_protobuf(message)).SerializeToString()
     return _pack(len(body), _MESSAGE, 0, 0, 0, 0, 0) + body
 
 
-def call_frame(call: CompactCall, number: int, name: bytes = b"") -> bytes | bytearray:
+def wrapped(data: bytes, transfer: int) -> tuple[bytes, memoryview]:
+    """The frame that announces a frame of `frame`, too large for an envelope, as a buffer; and that buffer."""
+    body = memoryview(data)[_HEAD_BYTES:]
+    return frame(rpc_pb2.Message(transfer=transfer, large=[len(body)], wrapped=True)), body
+
+
+def call_frame(call: Call, number: int, name: bytes = b"") -> bytes | bytearray:
     """The frame of a call. `want_value` may change that of a `remote()` while it is queued.
 
     Args:
@@ -163,7 +174,7 @@ def call_frame(call: CompactCall, number: int, name: bytes = b"") -> bytes | byt
     return head + body if call.result is None else bytearray(head) + body
 
 
-def reply_frame(reply: CompactReply) -> bytes:
+def reply_frame(reply: Reply) -> bytes:
     """The frame of a reply."""
     body = reply.body
     flags = 0
@@ -196,7 +207,7 @@ def want_value(frame: bytearray, call: int) -> bool:
     return True
 
 
-def _transfer_of(message: CompactCall | CompactReply | CompactPass) -> bytes:
+def _transfer_of(message: Call | Reply | CompactPass) -> bytes:
     segments = {loan.buffer: loan.segment for loan in message.loans}
     sizes = [_BUFFER.pack(size, segments.get(index, 0)) for index, size in enumerate(message.large)]
     return b"".join((_TRANSFER.pack(message.transfer, len(sizes)), *sizes))
@@ -238,14 +249,14 @@ def parse(data: bytes | bytearray, names: list[str]) -> list[WireMessage | Chunk
             if at > end:
                 raise ProtocolViolation(f"{end} bytes arrived that are not an envelope: one frame has {size}")
             if kind == _REPLY:
-                reply = CompactReply(id, b"", num_tensors)
+                reply = Reply(id, b"", num_tensors)
                 if flags:
                     body = _read_reply_flags(reply, flags, data, body, at)
                 if body < at:
                     reply.body = bytes(data[body:at])
                 found.append(reply)
             elif kind == _CALL:
-                call = CompactCall(id, "", extra, b"", num_tensors)
+                call = Call(id, "", extra, b"", num_tensors)
                 if flags:
                     body = _read_call_flags(call, flags, number, names, data, body, at)
                 if not call.function and (number or call.target is None):
@@ -265,7 +276,7 @@ def parse(data: bytes | bytearray, names: list[str]) -> list[WireMessage | Chunk
                 part.body = bytes(data[body:at])
                 found.append(part)
             elif kind == _MESSAGE:
-                found.append(parsed(rpc_pb2.Message, bytes(memoryview(data)[body:at])))
+                found.append(from_protobuf(parsed(rpc_pb2.Message, bytes(memoryview(data)[body:at]))))
             elif kind == _CHUNK:
                 found.append(Chunk(id, number, extra, memoryview(data)[body:at]))
             elif kind == _RETURNED:
@@ -292,7 +303,7 @@ def parse_chunk_head(data: bytes | bytearray | memoryview, size: int) -> ChunkHe
     return ChunkHead(transfer, buffer, offset, chunk_size, _HEAD_BYTES)
 
 
-def _read_reply_flags(reply: CompactReply, flags: int, data: bytes | bytearray, at: int, end: int) -> int:
+def _read_reply_flags(reply: Reply, flags: int, data: bytes | bytearray, at: int, end: int) -> int:
     """Reads the fields of the flags; returns the offset of the result."""
     if flags & ~_REPLY_FLAGS:
         raise ProtocolViolation(f"a reply arrived with unknown flags ({flags:#x})")
@@ -307,7 +318,7 @@ def _read_reply_flags(reply: CompactReply, flags: int, data: bytes | bytearray, 
 
 
 def _read_call_flags(
-    call: CompactCall, flags: int, number: int, names: list[str], data: bytes | bytearray, at: int, end: int
+    call: Call, flags: int, number: int, names: list[str], data: bytes | bytearray, at: int, end: int
 ) -> int:
     """Reads the fields of the flags; returns the offset of the arguments."""
     call.is_nested = bool(flags & _NESTED)
@@ -353,7 +364,7 @@ def _read_ids(data: bytes | bytearray, at: int, end: int) -> tuple[NamedReferenc
     return ids, at + _IDS.size
 
 
-def _read_history(message: CompactCall | CompactReply, data: bytes | bytearray, at: int, end: int) -> int:
+def _read_history(message: Call | Reply, data: bytes | bytearray, at: int, end: int) -> int:
     after = at + _HISTORY_FORM.size
     if after > end:
         raise ProtocolViolation("a call or a reply arrived whose history is cut off")
@@ -361,7 +372,7 @@ def _read_history(message: CompactCall | CompactReply, data: bytes | bytearray, 
     return after
 
 
-def _read_large(message: CompactCall | CompactReply | CompactPass, data: bytes | bytearray, at: int, end: int) -> int:
+def _read_large(message: Call | Reply | CompactPass, data: bytes | bytearray, at: int, end: int) -> int:
     count: int
     message.transfer, count = _TRANSFER.unpack_from(data, at)
     at += _TRANSFER.size

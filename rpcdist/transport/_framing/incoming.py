@@ -23,6 +23,7 @@ from typing import Final, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation, SerializationError
+from rpcdist.transport._framing.calls_in_protobuf import from_protobuf
 from rpcdist.transport._framing.frames import Chunk
 from rpcdist.transport._framing.message_parts import parsed_cost
 from rpcdist.transport._framing.stripes import StripeCursor
@@ -367,4 +368,4 @@ class Incoming:
             raise ProtocolViolation("a wrapped message cannot be parsed") from exc
         finally:
             self._announced.subtract(parsed_bytes)
-        return self._announce(inner, transfer.ordinal)
+        return self._announce(from_protobuf(inner), transfer.ordinal)

@@ -31,12 +31,13 @@ from rpcdist.transport._framing.frames import (
     reply_frame,
     returned_frame,
     want_value,
+    wrapped,
 )
 from rpcdist.transport._striping.striping import Striping
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.memory_copies import OutgoingBuffer
 from rpcdist.transport.shared_memory import Segment
-from rpcdist.transport.wire_messages import CompactCall, CompactPass, CompactReply, WireMessage
+from rpcdist.transport.wire_messages import Call, CompactPass, Reply, WireMessage, set_large, stream_of
 
 Parts = tuple[bytes, memoryview | None]
 """An envelope: all of its bytes, or its first bytes and the sender's own memory with the others."""
@@ -92,24 +93,6 @@ _Entry = tuple[bytes | bytearray, "_OutgoingTransfer | Segment | None", int, int
 NUM_UNCOUNTED: Final = 32
 UNCOUNTED_BYTES: Final = 4096
 """A reply with a small body that finds fewer frames in the queue counts in no account, which saves it two locks."""
-
-
-def stream_of(message: WireMessage) -> int:
-    """The number of the message's stream; 0 for none."""
-    if not isinstance(message, rpc_pb2.Message):
-        return 0
-    if message.HasField("stream_item"):
-        return message.stream_item.id
-    if message.HasField("stream_end"):
-        return message.stream_end.id
-    return 0
-
-
-def _set_sizes(message: WireMessage, sizes: list[int]) -> None:
-    if isinstance(message, rpc_pb2.Message):
-        message.large.extend(sizes)
-    else:
-        message.large = sizes
 
 
 _NO_BUFFER: Final = OutgoingBuffer(memoryview(b""))
@@ -168,15 +151,15 @@ class Outgoing:
 
         False if the message needs more steps, or may be changed later (`want_value`).
         """
-        if type(message) is CompactReply:
-            if len(self._frames) >= NUM_UNCOUNTED or len(message.body) > UNCOUNTED_BYTES:
+        if type(message) is Reply:
+            if len(self._frames) >= NUM_UNCOUNTED or len(message.body) > UNCOUNTED_BYTES or not message.is_compact:
                 return False
             self._frames.append((reply_frame(message), None, 0, 0))
             return True
         if type(message) is CompactPass:
             self._frames.append((pass_frame(message), None, 0, 0))
             return True
-        if type(message) is CompactCall and message.result is None:
+        if type(message) is Call and message.result is None and message.is_compact:
             number = self._functions.get(message.function)
             if number is not None:
                 self._frames.append((call_frame(message, number), None, 0, 0))
@@ -238,24 +221,24 @@ class Outgoing:
             message.transfer = number = next(self._numbers)
             sizes = [buffer.size for buffer in buffers]
             if not message.large:  # otherwise some buffers were lent and are empty here
-                _set_sizes(message, sizes)
+                set_large(message, sizes)
             transfer = _OutgoingTransfer(number, stream, buffers, sizes, owed_bytes=self._owe(sum(sizes)))
-        if isinstance(message, CompactCall):
+        if isinstance(message, Call) and message.is_compact:
             self._add_call(message, transfer)
             return number
-        if isinstance(message, CompactReply):
-            data = reply_frame(message)
-        elif isinstance(message, CompactPass):
-            data = pass_frame(message)
-        else:
-            data = frame(message)
-            if len(data) > MAX_FRAME_BYTES:
-                number = number or next(self._numbers)
-                data, transfer = self._wrap(message, number, stream, transfer)
+        data = frame(message)
+        if len(data) > MAX_FRAME_BYTES:
+            number = number or next(self._numbers)
+            data, body = wrapped(data, number)
+            size = body.nbytes
+            # The same number is free again when the inner message is announced.
+            loans = [loan.segment for loan in message.loans]
+            buffers = [OutgoingBuffer(body)]
+            transfer = _OutgoingTransfer(number, stream, buffers, [size], transfer, loans, self._owe(size))
         self._frames.append((data, transfer, stream, self._owe(len(data), is_small=True)))
         return number
 
-    def _add_call(self, call: CompactCall, transfer: _OutgoingTransfer | None) -> None:
+    def _add_call(self, call: Call, transfer: _OutgoingTransfer | None) -> None:
         function = call.function
         number = self._functions.get(function)
         if number is not None or not function:
@@ -308,16 +291,6 @@ class Outgoing:
                 assert isinstance(segment, Segment)
                 return bytes(data), segment
             return None
-
-    def _wrap(
-        self, message: rpc_pb2.Message, number: int, stream: int, inner: _OutgoingTransfer | None
-    ) -> tuple[bytes, _OutgoingTransfer]:
-        body = OutgoingBuffer(memoryview(message.SerializeToString()))
-        size = body.size
-        announcement = frame(rpc_pb2.Message(transfer=number, large=[size], wrapped=True))
-        # The same number is free again when the inner message is announced.
-        loans = [loan.segment for loan in message.loans]
-        return announcement, _OutgoingTransfer(number, stream, [body], [size], inner, loans, self._owe(size))
 
     def abort(self, number: int) -> Sequence[int] | None:
         """Stops a transfer.
