@@ -15,7 +15,7 @@ import pytest
 
 from rpcdist.at_exit import AtEnd
 from rpcdist.rpc._rref.handles import Dropped, Handle, HandleState
-from rpcdist.rpc._rref.identifiers import Incarnation, RRefId, UniqueId
+from rpcdist.rpc._rref.messages import Incarnation, RRefId, UniqueId
 
 
 class Struck(BaseException):

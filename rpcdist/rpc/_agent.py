@@ -52,13 +52,10 @@ from rpcdist.rpc._inspection.flight_log import FlightLog
 from rpcdist.rpc._inspection.inspector import SERVICE, InspectedParts, Inspector, OldCalls
 from rpcdist.rpc._inspection.live_notes import NoteTaker
 from rpcdist.rpc._marshal.marshal import Marshal
-from rpcdist.rpc._membership.coordinator import Coordinator
-from rpcdist.rpc._membership.coordinator_search import CoordinatorSearch
-from rpcdist.rpc._membership.gatherings import Gatherings
-from rpcdist.rpc._membership.membership_news import MembershipNews
-from rpcdist.rpc._membership.membership_watch import MembershipWatch
-from rpcdist.rpc._membership.serving import STOP, StopRequests
-from rpcdist.rpc._membership.shutdown import Leaving, ShutdownRounds
+from rpcdist.rpc._membership.barrier import Gatherings
+from rpcdist.rpc._membership.coordinator import Coordinator, CoordinatorSearch
+from rpcdist.rpc._membership.roster_news import MembershipNews, MembershipWatch
+from rpcdist.rpc._membership.shutdown import STOP, Leaving, ShutdownRounds, StopRequests
 from rpcdist.rpc._peers.connections import PROBE_ROLE, Connections, Inbound, LeaseWatch, ProbeTaker
 from rpcdist.rpc._peers.control import ControlReceiver
 from rpcdist.rpc._peers.demultiplexer import Demultiplexer, Lifetime

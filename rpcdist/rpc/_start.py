@@ -26,7 +26,7 @@ from rpcdist.own_shortage import check_descriptors_for
 from rpcdist.rpc._agent import ROLE, Agent, UpperParts
 from rpcdist.rpc._current import agent_or_none, context_of
 from rpcdist.rpc._membership.coordinator import Coordinator, serve_membership
-from rpcdist.rpc._membership.membership_messages import members_of
+from rpcdist.rpc._membership.roster_messages import members_of
 from rpcdist.rpc._peers.device_maps import check_own_devices
 from rpcdist.rpc._peers.directory import COORDINATOR, Member
 from rpcdist.rpc._peers.network import Network

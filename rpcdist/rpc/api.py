@@ -148,7 +148,7 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 
 
 def _all_gather(obj: T, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, T]:
-    """Exchanges one object per worker; see `rpcdist.rpc._membership.gatherings.Gatherings`."""
+    """Exchanges one object per worker; see `rpcdist.rpc._membership.barrier.Gatherings`."""
     agent = current_agent()
     return agent.gatherings.all_gather(obj, worker_names, agent.caller.timeout_of(timeout))
 

@@ -10,8 +10,8 @@ from rpcdist.errors import ConfigError, DeadlineExceeded, WorkerLost, listed
 from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
-from rpcdist.rpc._membership.membership_watch import MembershipChange
-from rpcdist.rpc._membership.serving import PING, STOP
+from rpcdist.rpc._membership.roster_news import MembershipChange
+from rpcdist.rpc._membership.shutdown import PING, STOP
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo

@@ -13,10 +13,9 @@ from rpcdist.errors import CallRefused, Overloaded, RpcdistError, UnknownActor
 from rpcdist.rpc._actors import actor_names
 from rpcdist.rpc._actors.actor_names import CONFIRM, RELEASE, RESERVE
 from rpcdist.rpc._api.call_functions import keep_actor
-from rpcdist.rpc._membership.gatherings import CONTRIBUTE
-from rpcdist.rpc._membership.membership_messages import members_to_bytes
-from rpcdist.rpc._membership.serving import STOP
-from rpcdist.rpc._membership.shutdown import DEPART
+from rpcdist.rpc._membership.barrier import CONTRIBUTE
+from rpcdist.rpc._membership.roster_messages import members_to_bytes
+from rpcdist.rpc._membership.shutdown import DEPART, STOP
 from rpcdist.rpc._peers.directory import Member
 from rpcdist.rpc._peers.network import check_speaks_for
 from rpcdist.rpc._rref.proxied import _turns_over
@@ -109,7 +108,7 @@ def test_where_functions_are_listed_nobody_stops_a_worker_unless_that_is_listed(
                 rpc.stop_serving("a")
                 assert serving.result(LIMIT_S) == "worker 'b' asked for it"
             else:
-                with pytest.raises(CallRefused, match=r"does not allow calls of rpcdist.rpc._membership.serving:stop"):
+                with pytest.raises(CallRefused, match=r"does not allow calls of rpcdist.rpc._membership.shutdown:stop"):
                     rpc.stop_serving("a")
         with cluster.use("a") as agent:
             agent.serving.stop("the test is over")

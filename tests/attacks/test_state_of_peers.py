@@ -21,14 +21,15 @@ from rpcdist.collectives._group.flight_records import FlightRecorder
 from rpcdist.errors import CallRefused, UnknownWorker
 from rpcdist.flight_files import FOLDER_VARIABLE
 from rpcdist.rpc._executors.thread_pool import ThreadPool
-from rpcdist.rpc._membership.gatherings import CONTRIBUTE
+from rpcdist.rpc._membership.barrier import CONTRIBUTE
 from rpcdist.rpc._rref import owner
-from rpcdist.rpc._rref.identifiers import Incarnation, UniqueId
 from rpcdist.rpc._rref.messages import (
+    Incarnation,
     Message,
     MessageKind,
     RRefAction,
     SendControl,
+    UniqueId,
 )
 from rpcdist.rpc._rref.protocol import RRefProtocol
 from rpcdist.rpc._serving.producers import MAX_CREDIT, SyncProducer

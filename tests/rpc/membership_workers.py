@@ -6,8 +6,8 @@ import asyncio
 
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist.ids import Identity
-from rpcdist.rpc._membership.membership_messages import join_request
-from rpcdist.rpc._membership.membership_service import MembershipService
+from rpcdist.rpc._membership.roster_messages import join_request
+from rpcdist.rpc._membership.roster_service import MembershipService
 from rpcdist.rpc._peers.directory import Member
 
 Outcome = pb.JoinReply.Outcome

@@ -10,16 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec
 
-from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, UniqueId
 from rpcdist.rpc._rref.messages import (
     AnswerFetch,
+    ForkId,
+    Incarnation,
     Message,
     MessageKind,
     Reason,
     RefuseCreation,
     RRefAction,
+    RRefId,
     SendControl,
     SettleHandle,
+    UniqueId,
 )
 from rpcdist.rpc._rref.owner import OwnerEntry, State
 from rpcdist.rpc._rref.protocol import RRefProtocol

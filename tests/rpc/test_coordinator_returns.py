@@ -24,7 +24,7 @@ from rpcdist.errors import ActorNameTaken, CallRefused, CoordinatorLost, Duplica
 from rpcdist.rpc import _start
 from rpcdist.rpc._actors.actor_names import KEPT
 from rpcdist.rpc._agent import Agent
-from rpcdist.rpc._membership import coordinator_search
+from rpcdist.rpc._membership import coordinator as coordinator_module
 from rpcdist.rpc._peers.peer import PeerState
 from rpcdist.testing import UNIT_S as SHORT_S
 from rpcdist.testing import InProcessCluster, Program, WorkerPool, eventually, free_port
@@ -37,8 +37,8 @@ RETURN_S = 2 * UNIT_S
 @pytest.fixture(autouse=True)
 def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Survivors look for the next coordinator well within `RETURN_S`, which is much shorter than users' 10 s."""
-    monkeypatch.setattr(coordinator_search, "FIRST_PAUSE_S", SHORT_S / 2)
-    monkeypatch.setattr(coordinator_search, "RETURN_LONGEST_PAUSE_S", SHORT_S)
+    monkeypatch.setattr(coordinator_module, "FIRST_PAUSE_S", SHORT_S / 2)
+    monkeypatch.setattr(coordinator_module, "RETURN_LONGEST_PAUSE_S", SHORT_S)
 
 
 class Value:
@@ -173,8 +173,8 @@ def test_the_first_call_reaches_the_new_coordinator(
 ) -> None:
     """It failed with `WorkerLost` until the caller had found the new process by itself, up to 2 s later."""
     if elastic:  # where `init_rpc` of the new one does not wait for those who look, they do not look by themselves here
-        monkeypatch.setattr(coordinator_search, "FIRST_PAUSE_S", CALM_S)
-        monkeypatch.setattr(coordinator_search, "RETURN_LONGEST_PAUSE_S", CALM_S)
+        monkeypatch.setattr(coordinator_module, "FIRST_PAUSE_S", CALM_S)
+        monkeypatch.setattr(coordinator_module, "RETURN_LONGEST_PAUSE_S", CALM_S)
     with InProcessCluster("a", "b", "c", "d", "e", elastic=elastic, peer_timeout=RETURN_S) as cluster:
         cluster.kill("a")
         if noticed:

@@ -13,8 +13,8 @@ from rpcdist.errors import Cancelled, DeadlineExceeded, RemoteError
 from rpcdist.rpc._calling.call_table import PendingCall
 from rpcdist.rpc._calling.creations import WITHHELD, Creation, ValueSink
 from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedFailure, ArrivedNone
-from rpcdist.rpc._rref.identifiers import ReferenceShare, UniqueId
 from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._rref.messages import ReferenceShare, UniqueId
 
 SHARE = ReferenceShare(UniqueId(1, 2, 3), UniqueId(1, 4, 3))
 

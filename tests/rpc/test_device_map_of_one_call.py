@@ -16,7 +16,7 @@ from rpcdist import rpc
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.errors import CallRefused, ConfigError, RpcdistError, SerializationError
 from rpcdist.rpc._api import call_functions
-from rpcdist.rpc._devices.gpu_arrivals import ValueOnGpus
+from rpcdist.rpc._devices.gpu_sharing import ValueOnGpus
 from rpcdist.rpc._peers.device_maps import MAX_ENTRIES, DeviceMaps, inverse_of
 from rpcdist.rpc._values.tensor_runs import RUNS_FROM
 from rpcdist.testing import InProcessCluster

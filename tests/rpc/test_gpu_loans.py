@@ -18,7 +18,7 @@ from rpcdist.errors import SerializationError
 from rpcdist.ids import Identity
 from rpcdist.rpc._devices.borrowed_gpu_memory import Borrowed, BorrowedGpuMemory
 from rpcdist.rpc._devices.cuda_memory import GpuUnavailable
-from rpcdist.rpc._devices.gpu_arrivals import ValueOnGpus
+from rpcdist.rpc._devices.gpu_sharing import ValueOnGpus
 from rpcdist.rpc._devices.lent_gpu_memory import (
     ALIGNMENT_BYTES,
     MOST_OF_DEVICE,

@@ -38,9 +38,9 @@ from rpcdist.errors import CallRefused, ConfigError, DuplicateName, RendezvousEr
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership import coordinator
 from rpcdist.rpc._membership.coordinator import Coordinator
-from rpcdist.rpc._membership.membership_messages import join_request, members_of
-from rpcdist.rpc._membership.membership_service import MembershipService
-from rpcdist.rpc._membership.membership_table import MembershipTable
+from rpcdist.rpc._membership.roster import MembershipTable
+from rpcdist.rpc._membership.roster_messages import join_request, members_of
+from rpcdist.rpc._membership.roster_service import MembershipService
 from rpcdist.rpc._peers.directory import Member, Roster
 from rpcdist.testing import LIMIT_S, UNIT_S
 from rpcdist.transport.identities import identity_to_proto

@@ -14,9 +14,9 @@ from membership_workers import B2, A, B, C, record, worker
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import ProtocolViolation
 from rpcdist.ids import Identity
-from rpcdist.rpc._membership import membership_table
-from rpcdist.rpc._membership.membership_messages import members_from_bytes, members_to_bytes, news_message, news_of
-from rpcdist.rpc._membership.membership_table import MembershipTable
+from rpcdist.rpc._membership import roster as roster_module
+from rpcdist.rpc._membership.roster import MembershipTable
+from rpcdist.rpc._membership.roster_messages import members_from_bytes, members_to_bytes, news_message, news_of
 from rpcdist.rpc._peers.directory import Directory, MemberEvent, Roster
 
 
@@ -126,7 +126,7 @@ STEPS = st.tuples(
 @given(st.lists(STEPS, max_size=60), st.sampled_from([2, 4096]))
 def test_every_member_ends_with_the_list_of_now(steps: Sequence[tuple[str, int]], most_departures: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(membership_table, "MAX_DEPARTURES", most_departures)
+        patched.setattr(roster_module, "MAX_DEPARTURES", most_departures)
         job = Job()
         for what, number in steps:
             if what in ("leave", "lost"):
@@ -172,7 +172,7 @@ def test_who_came_back_meanwhile_did_not_go() -> None:
 
 
 def test_a_version_that_is_too_old_gets_the_whole_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership_table, "MAX_DEPARTURES", 1)
+    monkeypatch.setattr(roster_module, "MAX_DEPARTURES", 1)
     table = table_of(A, B, C)
     before = table.version
     assert table.leave(B)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rpcdist.rpc._rref.identifiers import Incarnation, UniqueId, remember
 from rpcdist.rpc._rref.messages import (
     AnswerFetch,
     FailValue,
+    Incarnation,
     Message,
     MessageKind,
     Reason,
@@ -20,6 +20,8 @@ from rpcdist.rpc._rref.messages import (
     RRefAction,
     SendControl,
     SettleHandle,
+    UniqueId,
+    remember,
 )
 from rpcdist.rpc._rref.protocol import RRefProtocol
 

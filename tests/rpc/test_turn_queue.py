@@ -13,7 +13,7 @@ from rpcdist.errors import Overloaded, RpcdistError
 from rpcdist.rpc._actors import turn_queue
 from rpcdist.rpc._actors.serial_calls import CallOrder, SerialCalls
 from rpcdist.rpc._actors.turn_queue import CallNumber, TurnQueue
-from rpcdist.rpc._rref.identifiers import RRefId
+from rpcdist.rpc._rref.messages import RRefId
 from rpcdist.rpc.future import Future
 
 

@@ -19,8 +19,7 @@ import pytest
 from rpcdist.errors import BlockingInLoop
 from rpcdist.testing import wait_until_asleep
 from rpcdist.transport._channels import brief_polling, leading
-from rpcdist.transport._channels.leading import Lead
-from rpcdist.transport._channels.socket_watch import SocketWatch
+from rpcdist.transport._channels.leading import Lead, SocketWatch
 
 LIMIT_S = 20.0
 

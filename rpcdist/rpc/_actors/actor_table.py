@@ -14,7 +14,7 @@ from rpcdist.rpc._actors.turn_queue import CallNumber
 from rpcdist.rpc._executors.lane import Lane
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
-from rpcdist.rpc._rref.identifiers import Incarnation, RRefId
+from rpcdist.rpc._rref.messages import Incarnation, RRefId
 from rpcdist.rpc._rref.proxied import CHECKPOINTED_METHOD
 
 _SHARED_KINDS: Final = (

@@ -27,7 +27,7 @@ from rpcdist.rpc._executors.generators import is_generator
 from rpcdist.rpc._executors.lane import Lane
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
-from rpcdist.rpc._rref.identifiers import Incarnation, RRefId
+from rpcdist.rpc._rref.messages import Incarnation, RRefId
 from rpcdist.rpc.functions import is_async_execution
 from rpcdist.rpc.future import Future
 

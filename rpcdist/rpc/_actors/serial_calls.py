@@ -20,8 +20,8 @@ from rpcdist.rpc._calling.retries import Retries
 from rpcdist.rpc._futures.waiting import note_started
 from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import Handle
-from rpcdist.rpc._rref.identifiers import RRefId
 from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._rref.messages import RRefId
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 

@@ -33,7 +33,7 @@ from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedFailure
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._rref.handles import Handle
-from rpcdist.rpc._rref.identifiers import ReferenceShare
+from rpcdist.rpc._rref.messages import ReferenceShare
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import CALL_QUESTION_LEAD_S, THREAD_GRACE_S
 from rpcdist.transport.io_loop import IoLoop

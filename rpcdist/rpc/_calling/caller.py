@@ -36,8 +36,8 @@ from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import Handle
-from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._rref.messages import ReferenceShare
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, takes_long
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future

@@ -11,8 +11,8 @@ from rpcdist.errors import Cancelled
 from rpcdist.rpc._calling.call_table import PendingCall, Submit, SyncReplySink
 from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedFailure
 from rpcdist.rpc._peers.demultiplexer import PoolJob
-from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._rref.messages import ReferenceShare
 from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
 

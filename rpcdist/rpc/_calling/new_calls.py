@@ -28,7 +28,7 @@ from rpcdist.rpc._marshal.marshal import Marshal, Written
 from rpcdist.rpc._peers.device_maps import DeviceMap, device_map_to_pb
 from rpcdist.rpc._peers.network import calling_worker
 from rpcdist.rpc._rref.handles import Handle
-from rpcdist.rpc._rref.identifiers import ReferenceShare
+from rpcdist.rpc._rref.messages import ReferenceShare
 from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, called_method
 from rpcdist.rpc._values import LargeBuffer
 from rpcdist.rpc._values.exceptions import add_note

@@ -27,8 +27,8 @@ from rpcdist.rpc._peers.network import AnySession, calling_worker
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import Handle, HandleState
-from rpcdist.rpc._rref.identifiers import Incarnation, ReferenceShare
 from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._rref.messages import Incarnation, ReferenceShare
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.transport.fork import check_not_forked

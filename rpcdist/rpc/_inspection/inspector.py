@@ -46,7 +46,7 @@ from rpcdist.rpc._executors.user_loop import UserCall, UserLoop
 from rpcdist.rpc._inspection.call_recorder import CallRecorder
 from rpcdist.rpc._inspection.live_notes import NoteTaker
 from rpcdist.rpc._inspection.stacks import call_of_future, coroutine_stack, thread_states
-from rpcdist.rpc._membership.gatherings import Gatherings
+from rpcdist.rpc._membership.barrier import Gatherings
 from rpcdist.rpc._membership.shutdown import ShutdownRounds
 from rpcdist.rpc._peers.connections import Connections
 from rpcdist.rpc._peers.directory import Directory

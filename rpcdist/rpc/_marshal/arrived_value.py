@@ -13,7 +13,7 @@ from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import CallContext
-from rpcdist.rpc._devices.gpu_arrivals import ValueOnGpus
+from rpcdist.rpc._devices.gpu_sharing import ValueOnGpus
 from rpcdist.rpc._devices.handler_streams import ArrivedTensors
 from rpcdist.rpc._rref.handles import Token
 from rpcdist.rpc._rref.manager import RRefManager

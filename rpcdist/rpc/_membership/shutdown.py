@@ -6,28 +6,36 @@ leave after a round in which no worker had any. The wait has no limit by default
 `shutdown` at once and its trainers hours later. The rounds do not wait for a lost worker; they wait for its replacement
 from the moment when it joins. When the leader is lost, the next worker leads: a worker that is asked and knows of a
 living one of lower rank points to that one, so all agree as soon as their detectors do.
+
+`StopRequests` is for a worker that serves until it is told to stop: by a signal, by another worker, or by the end of
+its agent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import signal
+import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from types import FrameType
 from typing import Any
 
 from rpcdist.deadline import Deadline, backoff
-from rpcdist.errors import DeadlineExceeded, RpcdistError, WorkerLost
+from rpcdist.errors import CoordinatorLost, DeadlineExceeded, RpcdistError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.inspection import GatheringFacts
 from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._calling.retries import Retries
+from rpcdist.rpc._futures.interrupt import longest_sleep_s
+from rpcdist.rpc._membership.barrier import Gatherings
 from rpcdist.rpc._membership.coordinator import Coordinator
-from rpcdist.rpc._membership.gatherings import Gatherings
-from rpcdist.rpc._membership.membership_watch import MembershipWatch
+from rpcdist.rpc._membership.roster_news import MembershipWatch
 from rpcdist.rpc._peers.connections import Connections
 from rpcdist.rpc._peers.demultiplexer import Lifetime
 from rpcdist.rpc._peers.directory import Directory, MemberEvent
@@ -391,3 +399,85 @@ class Leaving:
             self.coordinator.leave()
         except RpcdistError as exc:
             logger.debug("the coordinator did not hear that this worker leaves: %s", exc)
+
+
+STOP = "rpcdist.rpc._membership.shutdown:stop"
+PING = "rpcdist.rpc._membership.shutdown:ping"
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequests:
+    """One per agent; any thread may use it.
+
+    A request to stop that comes before `wait` counts: the next `wait` returns at once.
+    """
+
+    def __init__(self) -> None:
+        # Its `put` may interrupt its own `get`, so a signal handler may call it.
+        self._requests: SimpleQueue[str | None] = SimpleQueue()
+        self._lost: CoordinatorLost | None = None
+
+    def stop(self, why: str) -> None:
+        """Ends one `wait`."""
+        self._requests.put(why)
+
+    def orphaned(self, error: CoordinatorLost | None) -> None:
+        """Ends every `wait` with this error, until it is called with None because a coordinator is there again."""
+        self._lost = error
+        self._requests.put(None)  # has `wait` look
+
+    def wait(self, timeout_s: float | None) -> str | None:
+        """Waits for a request to stop, and returns why it was made; None when the time is over.
+
+        Raises:
+            CoordinatorLost: see `orphaned`.
+
+        On the main thread SIGTERM and SIGINT are such requests while it waits; a second one has its usual effect.
+        """
+        deadline = Deadline.after(timeout_s)
+        with self._signals():
+            while True:
+                if self._lost is not None:
+                    raise self._lost
+                try:
+                    why = self._requests.get(timeout=min(longest_sleep_s(), deadline.remaining_s()))
+                    if why is not None:
+                        return why
+                except Empty:
+                    if deadline.expired():
+                        return None
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+
+        def restore() -> None:
+            for number, handler in before.items():
+                if handler is not None:  # None: it was not set by Python, and cannot be set again
+                    signal.signal(number, handler)
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            restore()
+            self.stop(signal.Signals(number).name)
+
+        try:
+            for number in SIGNALS:
+                signal.signal(number, on_signal)
+            yield
+        finally:
+            restore()
+
+    @property
+    def callables(self) -> dict[str, Callable[..., Coroutine[Any, Any, object]]]:
+        """The functions that every peer may call, by the name on the wire."""
+        return {STOP: self._on_stop, PING: self._on_ping}
+
+    async def _on_stop(self, name: str) -> None:
+        check_speaks_for(name)
+        self.stop(f"worker {name!r} asked for it")
+
+    async def _on_ping(self) -> None:
+        """The answer shows that this worker lives."""

@@ -22,8 +22,7 @@ from rpcdist.errors import (
     RRefError,
     WorkerLost,
 )
-from rpcdist.rpc._rref.identifiers import Incarnation, RRefId, UniqueId
-from rpcdist.rpc._rref.messages import Reason
+from rpcdist.rpc._rref.messages import Incarnation, Reason, RRefId, UniqueId
 from rpcdist.rpc._values.exceptions import copied, text_of
 from rpcdist.rpc.future import Future
 

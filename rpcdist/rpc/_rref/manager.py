@@ -36,18 +36,23 @@ from rpcdist.rpc._rref.handles import (
     owner_lost,
     replaced,
 )
-from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, ReferenceShare, RRefId, UniqueId, new_number
 from rpcdist.rpc._rref.messages import (
     AnswerFetch,
     FailValue,
+    ForkId,
+    Incarnation,
     Message,
     MessageKind,
     Reason,
+    ReferenceShare,
     RefuseCreation,
     ReleaseValue,
     RRefAction,
+    RRefId,
     SendControl,
     SettleHandle,
+    UniqueId,
+    new_number,
 )
 from rpcdist.rpc._rref.protobuf import decode_messages, encode_deletions, encode_message, id_from_pb, id_to_pb
 from rpcdist.rpc._rref.protocol import RRefProtocol

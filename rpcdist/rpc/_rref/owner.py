@@ -16,17 +16,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, UniqueId, remember
 from rpcdist.rpc._rref.messages import (
     AnswerFetch,
     FailValue,
+    ForkId,
+    Incarnation,
     MessageKind,
     Reason,
     RefuseCreation,
     ReleaseValue,
     RRefAction,
+    RRefId,
     SettleHandle,
+    UniqueId,
     control_to,
+    remember,
 )
 
 MAX_WAITING: Final = 1 << 16

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.errors import ProtocolViolation
-from rpcdist.rpc._rref.identifiers import UniqueId
-from rpcdist.rpc._rref.messages import NO_FORK, Message, MessageKind, Reason
+from rpcdist.rpc._rref.messages import NO_FORK, Message, MessageKind, Reason, UniqueId
 
 _IDS: Final = Struct("<qqQqqQ")
 NamedIds = tuple[Any, ...]

@@ -35,15 +35,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, UniqueId, remember
 from rpcdist.rpc._rref.messages import (
+    ForkId,
+    Incarnation,
     Message,
     MessageKind,
     Reason,
     RRefAction,
+    RRefId,
     SendControl,
     SettleHandle,
+    UniqueId,
     control_to,
+    remember,
 )
 from rpcdist.rpc._rref.owner import OwnerTable
 from rpcdist.rpc._rref.users import UserTable

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from rpcdist.inspection import Holder, ReferenceFacts
-from rpcdist.rpc._rref.identifiers import Incarnation, RRefId
+from rpcdist.rpc._rref.messages import Incarnation, RRefId
 from rpcdist.rpc._rref.owner import State
 from rpcdist.rpc._rref.protocol import RRefProtocol
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId
 from rpcdist.rpc._rref.messages import (
+    ForkId,
+    Incarnation,
     MessageKind,
     Reason,
     RRefAction,
+    RRefId,
     SettleHandle,
     control_to,
 )

@@ -20,7 +20,7 @@ from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._rref.handles import OwnerValue
-from rpcdist.rpc._rref.identifiers import ReferenceShare, UniqueId
+from rpcdist.rpc._rref.messages import ReferenceShare, UniqueId
 from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS
 from rpcdist.rpc._serving.producers import AsyncProducer, SyncProducer
 from rpcdist.rpc._values.exceptions import copied

@@ -18,8 +18,8 @@ from rpcdist.rpc._marshal.marshal import Marshal, Share
 from rpcdist.rpc._peers.demultiplexer import Lifetime
 from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._rref.handles import OwnerValue
-from rpcdist.rpc._rref.identifiers import RRefId
 from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._rref.messages import RRefId
 from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS
 from rpcdist.rpc._serving.active_calls import ActiveCall, ActiveCalls
 from rpcdist.rpc._values import LargeBuffer, takes_long

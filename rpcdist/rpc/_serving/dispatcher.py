@@ -43,8 +43,8 @@ from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.demultiplexer import Lifetime, PoolJob, line_of
 from rpcdist.rpc._peers.device_maps import inverse_of
 from rpcdist.rpc._peers.network import AnySession, calling_session, calling_worker
-from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._rref.messages import ReferenceShare
 from rpcdist.rpc._rref.proxied import (
     CALLS_OF_METHODS,
     MAX_METHOD_CHARS,

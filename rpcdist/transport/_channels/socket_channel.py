@@ -32,8 +32,7 @@ from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.inspection import ChannelFacts
 from rpcdist.time_limits import READ_TURN_S
 from rpcdist.transport._channels.channel import FrameReceiver
-from rpcdist.transport._channels.leading import Lead
-from rpcdist.transport._channels.socket_watch import SocketWatch, WatchedSockets
+from rpcdist.transport._channels.leading import Lead, SocketWatch, WatchedSockets
 from rpcdist.transport._framing.frames import (
     CHUNK_BYTES,
     CHUNK_HEAD_BYTES,

@@ -1,6 +1,6 @@
 """The workers for which a coordinator that took the place of another one still waits, and the questions to them.
 
-`Recovery` decides, and is pure; `SurvivorQuestions` asks. The rules of the list itself are in `membership_table.py`.
+`Recovery` decides, and is pure; `SurvivorQuestions` asks. The rules of the list itself are in `roster.py`.
 
  1. The expected workers are those that the returned workers name. Each names the list that it knew, which may be wrong.
  2. After a while the coordinator asks each missing worker, at every address that was named, whether it lives. That

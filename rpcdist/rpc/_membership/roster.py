@@ -17,7 +17,7 @@ The first worker decides. Rules:
     itself or answers. When all have, or their time is over, the world has formed, even if workers are missing. Their
     places are free for workers of any name then, since the names of the missing may be unknown.
 
-Members hear of changes by these rules (`membership_news.py` sends):
+Members hear of changes by these rules (`roster_news.py` sends):
 
  1. A member knows a version: that of the answer to its joining, or the one that it has confirmed. Nothing else counts.
  2. One difference is under way to a member at a time, from the version that it knows. Changes that come meanwhile go

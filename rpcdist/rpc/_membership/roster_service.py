@@ -1,6 +1,6 @@
 """The coordinator's service `Membership`.
 
-The rules are in `membership_table.py`; this file only waits. The whole service runs on the I/O loop.
+The rules are in `roster.py`; this file only waits. The whole service runs on the I/O loop.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused, listed
 from rpcdist.ids import Identity
-from rpcdist.rpc._membership.membership_messages import departures_to_proto, member_from_proto, members_to_bytes
-from rpcdist.rpc._membership.membership_recovery import Probe, Recovery, SurvivorQuestions
-from rpcdist.rpc._membership.membership_table import MembershipTable, Verdict
+from rpcdist.rpc._membership.recovery import Probe, Recovery, SurvivorQuestions
+from rpcdist.rpc._membership.roster import MembershipTable, Verdict
+from rpcdist.rpc._membership.roster_messages import departures_to_proto, member_from_proto, members_to_bytes
 from rpcdist.rpc._peers.directory import COORDINATOR, Event, Member
 from rpcdist.time_limits import ANSWER_LIMIT_S, HEARTBEATS_PER_PEER_TIMEOUT, PARKED_LIMIT_S, PEER_TIMEOUT_S
 from rpcdist.transport.identities import identity_from_proto
