@@ -26,7 +26,7 @@ from rpcdist.time_limits import LONG_WAIT_S
 __all__ = ["Chain", "Explanation", "WaitLink", "explain"]
 
 GATHERING_CALLS: Final = {
-    "rpcdist.rpc._membership.barrier:contribute": "barrier",
+    "rpcdist.rpc._membership.gatherings:contribute": "barrier",
     "rpcdist.rpc._membership.shutdown:depart": "shutdown",
 }
 MAIN_THREAD: Final = "MainThread"

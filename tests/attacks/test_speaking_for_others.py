@@ -108,7 +108,7 @@ def test_where_functions_are_listed_nobody_stops_a_worker_unless_that_is_listed(
                 rpc.stop_serving("a")
                 assert serving.result(LIMIT_S) == "worker 'b' asked for it"
             else:
-                with pytest.raises(CallRefused, match=r"does not allow calls of rpcdist.rpc._membership.shutdown:stop"):
+                with pytest.raises(CallRefused, match=r"does not allow calls of rpcdist.rpc._membership.serving:stop"):
                     rpc.stop_serving("a")
         with cluster.use("a") as agent:
             agent.serving.stop("the test is over")

@@ -20,8 +20,8 @@ from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import check_speaks_for
 from rpcdist.time_limits import ANSWER_LIMIT_S
 
-CONTRIBUTE = "rpcdist.rpc._membership.barrier:contribute"
-MISSING = "rpcdist.rpc._membership.barrier:missing"
+CONTRIBUTE = "rpcdist.rpc._membership.gatherings:contribute"
+MISSING = "rpcdist.rpc._membership.gatherings:missing"
 MAX_LAST_CAME = 64  # rounds that were given up; the workers that gave up ask for the missing at once
 MAX_NAMED = 32  # participants of a gathering to which each of them names all
 MAX_NAMELESS = 16  # rounds of one worker whose names the host has not sent

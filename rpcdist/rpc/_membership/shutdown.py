@@ -401,8 +401,9 @@ class Leaving:
             logger.debug("the coordinator did not hear that this worker leaves: %s", exc)
 
 
-STOP = "rpcdist.rpc._membership.shutdown:stop"
-PING = "rpcdist.rpc._membership.shutdown:ping"
+# Allow-lists of users have these names, which a peer calls; no module has them.
+STOP = "rpcdist.rpc._membership.serving:stop"
+PING = "rpcdist.rpc._membership.serving:ping"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
