@@ -38,8 +38,7 @@ from rpcdist.ids import Identity
 from rpcdist.inspection import ContextFacts, PassFacts
 from rpcdist.rpc._calling.autograd_links import AutogradLinks
 from rpcdist.rpc._inspection import call_spans
-from rpcdist.rpc._peers.demultiplexer import PoolJob
-from rpcdist.rpc._peers.network import AnySession
+from rpcdist.rpc._peers.network import AnySession, PoolJob
 from rpcdist.rpc._serving.active_calls import CALL_BYTES
 from rpcdist.rpc._values import ReceiveBuffer
 from rpcdist.rpc._values.exceptions import add_note

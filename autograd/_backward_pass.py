@@ -36,8 +36,7 @@ from rpcdist.inspection import PassFacts
 from rpcdist.rpc._calling.autograd_links import AutogradLinks
 from rpcdist.rpc._executors.blocking import blocking, hooks
 from rpcdist.rpc._executors.deferred_replies import DeferredReply
-from rpcdist.rpc._peers.demultiplexer import PoolJob
-from rpcdist.rpc._peers.network import AnySession
+from rpcdist.rpc._peers.network import AnySession, PoolJob
 from rpcdist.rpc._values import LargeBuffer
 from rpcdist.rpc._values.exceptions import set_cause, text_of, traceback_of
 from rpcdist.transport.wire_messages import CompactPass

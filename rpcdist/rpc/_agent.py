@@ -58,11 +58,10 @@ from rpcdist.rpc._membership.roster_news import MembershipNews, MembershipWatch
 from rpcdist.rpc._membership.shutdown import STOP, Leaving, ShutdownRounds, StopRequests
 from rpcdist.rpc._peers.connections import PROBE_ROLE, Connections, Inbound, LeaseWatch, ProbeTaker
 from rpcdist.rpc._peers.control import ControlReceiver
-from rpcdist.rpc._peers.demultiplexer import Demultiplexer, Lifetime
 from rpcdist.rpc._peers.device_maps import DeviceMaps
 from rpcdist.rpc._peers.directory import Directory, PeerEvents, Roster
-from rpcdist.rpc._peers.network import Announcements, Network
-from rpcdist.rpc._peers.router import Router
+from rpcdist.rpc._peers.network import Announcements, Lifetime, Network
+from rpcdist.rpc._peers.router import Demultiplexer, Router
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._serving.callables import Callables

@@ -23,8 +23,7 @@ from rpcdist._proto import autograd_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.ids import Identity
 from rpcdist.inspection import ContextFacts, PassFacts
-from rpcdist.rpc._peers.demultiplexer import PoolJob
-from rpcdist.rpc._peers.network import AnySession
+from rpcdist.rpc._peers.network import AnySession, PoolJob
 from rpcdist.rpc._values import ReceiveBuffer
 from rpcdist.transport.wire_messages import CompactPass, History
 

@@ -8,12 +8,12 @@ from typing import Final, ParamSpec, TypeVar
 
 __all__ = [
     "ASYNC_MARK",
+    "IDEMPOTENT_MARK",
+    "READER_MARK",
     "async_execution",
     "idempotent",
     "is_async_execution",
-    "is_idempotent",
     "runs_on_reader",
-    "runs_where_read",
 ]
 
 P = ParamSpec("P")
@@ -70,11 +70,6 @@ def idempotent(fn: Callable[P, R]) -> Callable[P, R]:
     return fn
 
 
-def is_idempotent(fn: object) -> bool:
-    """Whether the function, or the function behind a method, carries the mark of `idempotent`."""
-    return getattr(fn, IDEMPOTENT_MARK, None) is True
-
-
 def runs_on_reader(fn: Callable[P, None]) -> Callable[P, None]:
     """Mark a function of this package that stores its arguments and returns: it never waits, and runs no code of users.
 
@@ -83,8 +78,3 @@ def runs_on_reader(fn: Callable[P, None]) -> Callable[P, None]:
     """
     setattr(fn, READER_MARK, True)
     return fn
-
-
-def runs_where_read(fn: object) -> bool:
-    """Whether a function carries the mark of `runs_on_reader`."""
-    return getattr(fn, READER_MARK, None) is True

@@ -30,7 +30,7 @@ from rpcdist.rpc._executors.generators import is_generator
 from rpcdist.rpc._futures.waiting import note_started
 from rpcdist.rpc._peers.device_maps import check_own_devices
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
-from rpcdist.rpc.functions import async_execution, is_async_execution, is_idempotent
+from rpcdist.rpc.functions import IDEMPOTENT_MARK, async_execution, is_async_execution
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.options import DeviceMap, DeviceType, RpcOptions, to_device_map
 from rpcdist.rpc.rref import Items, Later, RRef
@@ -164,7 +164,7 @@ def rpc_sync(
     if profile.running and profile.here() is not None and asyncio._get_running_loop() is None:
         with _profiled("sync", to, func) as start:
             return start(args, kwargs, timeout, own_map).wait()
-    if is_idempotent(func):
+    if getattr(func, IDEMPOTENT_MARK, None) is True:
         if asyncio._get_running_loop() is not None:
             raise BlockingInLoop("rpc_sync", "await rpc.rpc_async(...)")
         return current_agent().retries.start(to, func, args, kwargs, timeout, own_map).wait()
@@ -221,7 +221,7 @@ def rpc_async(
             future: Future[Any] = start(args, kwargs, timeout, own_map)
     else:
         agent = current_agent()
-        calls = agent.retries if is_idempotent(func) else agent.caller
+        calls = agent.retries if getattr(func, IDEMPOTENT_MARK, None) is True else agent.caller
         future = calls.start(to, func, args, kwargs, timeout, device_map=own_map)
     note_started(future)
     return future
@@ -394,7 +394,7 @@ def _profiled(mode: str, to: Destination, func: Callable[..., Any]) -> Iterator[
     me, callee = agent.directory.me, agent.directory.resolve(to)
     name = getattr(func, "__qualname__", type(func).__qualname__)
     key = profiling_key(mode, name, me.name, agent.directory.name_of(callee))
-    calls = agent.retries if is_idempotent(func) else agent.caller
+    calls = agent.retries if getattr(func, IDEMPOTENT_MARK, None) is True else agent.caller
 
     def start(args: Any, kwargs: Any, timeout: float, own_map: DeviceMap | None) -> Any:
         if not callable(func) or not _is_allowed(agent.options):

@@ -12,7 +12,7 @@ from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._futures.waiting import wait_all
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
-from rpcdist.rpc.functions import is_idempotent
+from rpcdist.rpc.functions import IDEMPOTENT_MARK
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.rref import Later, RRef
 
@@ -146,7 +146,7 @@ def _start(
 ) -> list[Future[Any]]:
     agent = current_agent()
     chosen = chosen_workers(workers)
-    if not is_idempotent(func):
+    if getattr(func, IDEMPOTENT_MARK, None) is not True:
         return agent.caller.start_each(chosen, func, args, kwargs, timeout)
     ids = [agent.directory.resolve(worker) for worker in chosen]
     return [agent.retries.start(worker_id, func, args, kwargs, timeout) for worker_id in ids]

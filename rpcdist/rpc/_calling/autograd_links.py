@@ -15,9 +15,8 @@ from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._devices.gpu_sharing import GpuSharing
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._peers.control import ControlReceiver
-from rpcdist.rpc._peers.demultiplexer import Handler, Lifetime, PoolJob
 from rpcdist.rpc._peers.directory import Directory, PeerEvents
-from rpcdist.rpc._peers.network import AnySession, SendObserver
+from rpcdist.rpc._peers.network import AnySession, Handler, Lifetime, PoolJob, SendObserver
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions

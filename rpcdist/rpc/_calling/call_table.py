@@ -30,8 +30,7 @@ from rpcdist.rpc._futures.interrupt import acquire
 from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._inspection.call_recorder import CallRecorder, EndedCalls
 from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedFailure
-from rpcdist.rpc._peers.demultiplexer import PoolJob
-from rpcdist.rpc._peers.network import AnySession
+from rpcdist.rpc._peers.network import AnySession, PoolJob
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.messages import ReferenceShare
 from rpcdist.rpc.future import Future

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from torch.autograd import profiler as torch_profiler
+
 from rpcdist._counters import OK
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import BlockingInLoop, Cancelled, RpcdistError, TransportError, WorkerLost
-from rpcdist.profile_ranges import is_profiling, record_function
+from rpcdist.profile_ranges import record_function
 from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._calling.call_table import (
     INFINITE,
@@ -30,10 +32,9 @@ from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._inspection.call_recorder import CallRecorder
 from rpcdist.rpc._marshal.arrived_value import ArrivedNone
 from rpcdist.rpc._marshal.marshal import Marshal
-from rpcdist.rpc._peers.demultiplexer import Lifetime, PoolJob
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.directory import Directory
-from rpcdist.rpc._peers.network import AnySession
+from rpcdist.rpc._peers.network import AnySession, Lifetime, PoolJob
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.manager import RRefManager
@@ -122,7 +123,7 @@ class Caller:
         call, message, large = self._new_calls.of_function(
             to, func, args, kwargs, timeout_s, reply_sink, on=on, device_map=device_map
         )
-        if is_profiling():
+        if torch_profiler._is_profiler_enabled:
             with record_function(call.what()):
                 return self._send_and_wait(call, message, large, reply_sink)
         return self._send_and_wait(call, message, large, reply_sink)
@@ -257,7 +258,7 @@ class Caller:
         return future
 
     def _start_in_turn(self, call: PendingCall, message: Call, large: Sequence[LargeBuffer]) -> None:
-        if is_profiling():
+        if torch_profiler._is_profiler_enabled:
             # Until it is sent. Where the result comes, on whatever thread, the profiler may have ended: its memory is
             # freed then, and ending the range would write to it.
             with record_function(call.what()):

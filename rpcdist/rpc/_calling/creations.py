@@ -10,7 +10,7 @@ from typing import Any, Final
 from rpcdist.errors import Cancelled
 from rpcdist.rpc._calling.call_table import PendingCall, Submit, SyncReplySink
 from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedFailure
-from rpcdist.rpc._peers.demultiplexer import PoolJob
+from rpcdist.rpc._peers.network import PoolJob
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._rref.messages import ReferenceShare
 from rpcdist.rpc._values.exceptions import copied

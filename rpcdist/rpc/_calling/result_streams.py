@@ -30,8 +30,7 @@ from rpcdist.rpc._futures.interrupt import longest_sleep_s
 from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._marshal.arrived_value import ArrivedFailure, ArrivedValue
 from rpcdist.rpc._marshal.marshal import Marshal
-from rpcdist.rpc._peers.demultiplexer import PoolJob
-from rpcdist.rpc._peers.network import AnySession
+from rpcdist.rpc._peers.network import AnySession, PoolJob
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.rpc.future import Future
 from rpcdist.waiters import wake_threadsafe

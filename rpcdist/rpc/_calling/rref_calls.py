@@ -20,10 +20,9 @@ from rpcdist.rpc._autograd_hooks import AutogradHooks
 from rpcdist.rpc._calling.caller import Caller, Destination
 from rpcdist.rpc._calling.creations import WITHHELD, Creation
 from rpcdist.rpc._futures.waiting import note_started
-from rpcdist.rpc._peers.demultiplexer import Lifetime
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.directory import Directory
-from rpcdist.rpc._peers.network import AnySession, calling_worker
+from rpcdist.rpc._peers.network import AnySession, Lifetime, calling_worker
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import Handle, HandleState

@@ -22,9 +22,8 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._devices.borrowed_gpu_memory import Borrowed, BorrowedGpuMemory
 from rpcdist.rpc._devices.cuda_memory import GpuMemory, GpuUnavailable, cuda_memory
 from rpcdist.rpc._devices.lent_gpu_memory import LentGpuMemory, LoanFields
-from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.device_maps import DeviceMap
-from rpcdist.rpc._peers.network import AnySession, calling_worker
+from rpcdist.rpc._peers.network import AnySession, PoolJob, calling_worker
 from rpcdist.rpc._values import DeviceRoute, MapDevice, ReceiveBuffer
 from rpcdist.rpc._values.buffers import Received
 from rpcdist.rpc._values.tensors import moves_cpu

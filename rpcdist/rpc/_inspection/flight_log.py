@@ -27,8 +27,7 @@ from rpcdist.flight_files import forget_failures, hear_failures, write_flight_fi
 from rpcdist.ids import Identity
 from rpcdist.inspection import WorkerFacts, fields_of
 from rpcdist.rpc._inspection.call_recorder import CallRecorder
-from rpcdist.rpc._peers.demultiplexer import Lifetime
-from rpcdist.rpc._peers.network import AnySession
+from rpcdist.rpc._peers.network import AnySession, Lifetime
 from rpcdist.rpc._values.exceptions import described_error, traceback_of
 from rpcdist.time_limits import FLIGHT_NOTICE_S, SLOW_CHECK_INTERVAL_S
 from rpcdist.transport._channels.signal_shield import SignalShield

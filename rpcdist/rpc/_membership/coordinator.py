@@ -30,9 +30,8 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._membership.roster_messages import Outcome, join_request, members_of, return_request
 from rpcdist.rpc._membership.roster_service import MembershipService
 from rpcdist.rpc._peers.connections import PROBE_ROLE
-from rpcdist.rpc._peers.demultiplexer import Lifetime
 from rpcdist.rpc._peers.directory import COORDINATOR, Directory, Member, Roster
-from rpcdist.rpc._peers.network import Network
+from rpcdist.rpc._peers.network import Lifetime, Network
 from rpcdist.rpc._peers.reach_limit import ReachLimit
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc.future import Future

@@ -20,9 +20,8 @@ from rpcdist.errors import WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership.roster_messages import news_message, news_of
 from rpcdist.rpc._membership.roster_service import NEWS_AT_ONCE, MembershipService
-from rpcdist.rpc._peers.demultiplexer import Lifetime
 from rpcdist.rpc._peers.directory import Directory, MemberEvent
-from rpcdist.rpc._peers.network import AnySession
+from rpcdist.rpc._peers.network import AnySession, Lifetime
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.rpc._values.exceptions import traceback_of
 from rpcdist.rpc.worker_info import WorkerInfo

@@ -37,9 +37,8 @@ from rpcdist.rpc._membership.barrier import Gatherings
 from rpcdist.rpc._membership.coordinator import Coordinator
 from rpcdist.rpc._membership.roster_news import MembershipWatch
 from rpcdist.rpc._peers.connections import Connections
-from rpcdist.rpc._peers.demultiplexer import Lifetime
 from rpcdist.rpc._peers.directory import Directory, MemberEvent
-from rpcdist.rpc._peers.network import Network, check_speaks_for
+from rpcdist.rpc._peers.network import Lifetime, Network, check_speaks_for
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._serving.active_calls import ActiveCalls
 from rpcdist.time_limits import (

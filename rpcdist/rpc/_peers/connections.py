@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from rpcdist.ids import Identity
 from rpcdist.own_shortage import own_shortage
 from rpcdist.rpc._peers.control import ControlReceiver
-from rpcdist.rpc._peers.demultiplexer import Demultiplexer
 from rpcdist.rpc._peers.directory import Directory, PeerEvents
 from rpcdist.rpc._peers.network import Announcements
-from rpcdist.rpc._peers.router import REPLACED, Router
+from rpcdist.rpc._peers.router import REPLACED, Demultiplexer, Router
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.time_limits import HEARTBEATS_PER_PEER_TIMEOUT, LEASE_IN_PEER_TIMEOUTS
 from rpcdist.transport.announced_bytes import AnnouncedBytes

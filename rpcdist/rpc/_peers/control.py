@@ -20,9 +20,8 @@ from google.protobuf.message import Message
 from rpcdist._proto import autograd_pb2, membership_pb2, rpc_pb2, rref_pb2
 from rpcdist.errors import ProtocolViolation, RpcdistError
 from rpcdist.ids import Identity
-from rpcdist.rpc._peers.demultiplexer import Lifetime, PoolJob
 from rpcdist.rpc._peers.directory import MemberEvent
-from rpcdist.rpc._peers.network import AnySession
+from rpcdist.rpc._peers.network import AnySession, Lifetime, PoolJob
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.time_limits import CONTROL_DELAY_S
 from rpcdist.transport.io_loop import IoLoop

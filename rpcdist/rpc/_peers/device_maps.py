@@ -17,8 +17,7 @@ import torch
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import CallRefused, ProtocolViolation, RpcdistError
 from rpcdist.ids import Identity
-from rpcdist.rpc._peers.demultiplexer import PoolJob
-from rpcdist.rpc._peers.network import AnySession
+from rpcdist.rpc._peers.network import AnySession, PoolJob
 from rpcdist.rpc._values import MapDevice, ReceiveBuffer
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
@@ -91,6 +91,33 @@ class Loopback:
 
 AnySession = Session | Loopback
 """Where messages to one worker go: its session, or that of a worker with itself."""
+
+
+PoolJob = tuple[Callable[..., object], tuple[object, ...]]
+"""A function and its arguments, to be called by a thread of the pool."""
+
+Handler = Callable[[AnySession, Any, list[ReceiveBuffer], list[PoolJob]], object]
+"""Takes the session, the message (of the kind that it is registered for), its large buffers, and the list to which it
+adds what the pool shall do."""
+
+
+class Lifetime:
+    """Set once, by the agent; read by any thread.
+
+    Attributes:
+        is_closed: nothing is sent and nothing that arrives is handled any more.
+        all_leave: all workers leave by agreement, so connections end, and nobody is lost by that.
+    """
+
+    __slots__ = ("all_leave", "is_closed")
+
+    def __init__(self) -> None:
+        self.is_closed = self.all_leave = False
+
+
+def line_of(session: AnySession, is_nested: bool) -> Hashable:
+    """The line of the pool that a call joins: another call may wait for a nested one, which passes the others."""
+    return (session.account, "nested") if is_nested else session.account
 
 
 class Connection(Protocol):

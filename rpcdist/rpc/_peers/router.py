@@ -1,4 +1,5 @@
-"""Messages to workers, by their ids: finds the connection that each takes, and opens it if there is none.
+"""Messages to workers, by their ids: finds the connection that each takes, and opens it if there is none; and messages
+of workers, which go to the part of the agent that handles their kind.
 
 This worker's own id leads to the loopback. Any other leads to the `Peer` of the process that has the id now; a peer
 whose process was replaced, or was lost a while ago, gives way to a new attempt.
@@ -18,19 +19,82 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import RpcdistError, TransportError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlBody, ControlReceiver, kind_of
-from rpcdist.rpc._peers.demultiplexer import Demultiplexer, Lifetime, PoolJob
 from rpcdist.rpc._peers.directory import Directory, PeerEvents
-from rpcdist.rpc._peers.network import Announcements, AnySession, Loopback, Network, SendObserver
+from rpcdist.rpc._peers.network import (
+    Announcements,
+    AnySession,
+    Handler,
+    Lifetime,
+    Loopback,
+    Network,
+    PoolJob,
+    SendObserver,
+    line_of,
+)
 from rpcdist.rpc._peers.peer import Peer, PeerState, Unsent
 from rpcdist.rpc._values.buffers import CopiedBuffer, LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.time_limits import QUICK_ANSWER_LIMIT_S, THREAD_GRACE_S
 from rpcdist.transport.session import TURNS_TO_READ, Session
-from rpcdist.transport.wire_messages import WireMessage
+from rpcdist.transport.wire_messages import Call, CompactPass, Reply, WireMessage
 
 logger = logging.getLogger(__name__)
 
 REPLACED = "another process took its place"
+
+
+class Demultiplexer:
+    """One per agent. Handlers run on the I/O loop, or on the thread that sends where a worker calls itself.
+
+    Those of messages that it `takes_anywhere` also run on threads that wait for a reply, or for work, and read there.
+
+    Args:
+        submit_many: gives jobs to the pool, and says whose line they join there; see `ThreadPool.submit_many`.
+    """
+
+    def __init__(self, submit_many: Callable[..., object], lifetime: Lifetime) -> None:
+        self._submit_many = submit_many
+        self._lifetime = lifetime
+        self._handlers: dict[str | type | None, Handler] = {}
+
+    def handle(self, kind: str | type[Call | Reply | CompactPass], handler: Handler) -> None:
+        """Registers the handler of a class of messages, or of a kind of protobuf message; others are dropped."""
+        self._handlers[kind] = handler
+
+    def takes_anywhere(self, message: rpc_pb2.Message) -> bool:
+        """Whether the handler of this message may run on any thread. The order of the others is kept on the loop."""
+        if message.HasField("autograd"):
+            return not (message.control_seq or message.autograd.HasField("release"))
+        return message.HasField("gpu_release")
+
+    def on_messages(self, session: AnySession, messages: list[tuple[WireMessage, list[ReceiveBuffer]]]) -> None:
+        """Messages arrived on a session. Their jobs go to the pool together, with one wake-up for all.
+
+        Calls join the line of the peer, and parts of backward passes that of its nested calls. The jobs of answers are
+        work of this worker.
+        """
+        if self._lifetime.is_closed:
+            return
+        calls: list[PoolJob] = []
+        passes: list[PoolJob] = []
+        jobs: list[PoolJob] = []
+        for message, buffers in messages:
+            kind = message.WhichOneof("body") if isinstance(message, rpc_pb2.Message) else type(message)
+            handler = self._handlers.get(kind)
+            if handler is None:
+                continue
+            if kind is Call:
+                handler(session, message, buffers, calls)
+            elif kind is CompactPass:
+                handler(session, message, buffers, passes)
+            else:
+                handler(session, message, buffers, jobs)
+        if calls:
+            self._submit_many(calls, session.account)
+        if passes:
+            self._submit_many(passes, line_of(session, is_nested=True))
+        if jobs:
+            self._submit_many(jobs)
 
 
 class Router:

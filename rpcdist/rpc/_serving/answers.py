@@ -15,8 +15,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._executors.generators import is_generator
 from rpcdist.rpc._marshal.marshal import Marshal, Share
-from rpcdist.rpc._peers.demultiplexer import Lifetime
-from rpcdist.rpc._peers.network import AnySession
+from rpcdist.rpc._peers.network import AnySession, Lifetime
 from rpcdist.rpc._rref.handles import OwnerValue
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._rref.messages import RRefId

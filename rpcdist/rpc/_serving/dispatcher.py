@@ -21,12 +21,13 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+from torch.autograd import profiler as torch_profiler
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import current_deadline
 from rpcdist.errors import CallRefused, Cancelled, DeadlineExceeded, Overloaded, PoolExhausted, RpcdistError
 from rpcdist.ids import Identity
-from rpcdist.profile_ranges import is_profiling, profile, record_function
+from rpcdist.profile_ranges import profile, record_function
 from rpcdist.rpc._actors.actor_table import ActorTable
 from rpcdist.rpc._actors.serial_actor import Turn
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
@@ -40,9 +41,8 @@ from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._inspection.call_recorder import CallRecorder
 from rpcdist.rpc._marshal.marshal import Marshal
-from rpcdist.rpc._peers.demultiplexer import Lifetime, PoolJob, line_of
 from rpcdist.rpc._peers.device_maps import inverse_of
-from rpcdist.rpc._peers.network import AnySession, calling_session, calling_worker
+from rpcdist.rpc._peers.network import AnySession, Lifetime, PoolJob, calling_session, calling_worker, line_of
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._rref.messages import ReferenceShare
 from rpcdist.rpc._rref.proxied import (
@@ -59,7 +59,7 @@ from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProd
 from rpcdist.rpc._values import ReceiveBuffer
 from rpcdist.rpc._values.exceptions import described
 from rpcdist.rpc._values.function_names import function_name
-from rpcdist.rpc.functions import ASYNC_MARK, runs_where_read
+from rpcdist.rpc.functions import ASYNC_MARK, READER_MARK
 from rpcdist.rpc.future import Future
 from rpcdist.transport._framing.incoming import MissingBuffer
 from rpcdist.transport.wire_messages import Call, Reply
@@ -336,7 +336,7 @@ class Dispatcher:
         except BaseException as exc:
             self._answers.fail(active, exc)
             return
-        if runs_where_read(function):
+        if getattr(function, READER_MARK, None) is True:
             calling_session.set(active.session)  # the context is that of this call
             self.run(active, is_last=False)
         else:  # the name leads to another one now
@@ -392,7 +392,7 @@ class Dispatcher:
             name = ""
         if active.counts_as_idle:  # some functions of ours ask
             calling_worker.set(active.session.peer)
-        if is_profiling():
+        if torch_profiler._is_profiler_enabled:
             with record_function(f"handler of {active.what}"):
                 result = profile.serve(function, args, kwargs)
         elif profile.of_process:
@@ -408,7 +408,7 @@ class Dispatcher:
             return None
         if hasattr(function, ASYNC_MARK):
             return self._chain(active, result)
-        if result is None and runs_where_read(function):
+        if result is None and getattr(function, READER_MARK, None) is True:
             self._remember(self._reader_functions, name)
         return self._answers.finish(active, result, is_last)
 
