@@ -39,7 +39,7 @@ with atheris.instrument_imports(include=["rpcdist"]):
     from rpcdist.transport._framing.incoming import Incoming
     from rpcdist.transport.announced_bytes import AnnouncedBytes
     from rpcdist.transport.identities import identity_from_proto
-    from rpcdist.transport.wire_messages import Call, CompactPass
+    from rpcdist.transport.wire_messages import CallMessage, CompactPass
 
 OUT = Path("out/fuzz")
 MAX_ANNOUNCED_BYTES = 1 << 20
@@ -119,7 +119,7 @@ def examples_of_envelopes() -> list[bytes]:
     return [
         frame(rpc_pb2.Message(call=call)),
         frame(rpc_pb2.Message(call=call, transfer=1, large=[5])) + chunk_head(1, 0, 0, 5) + b"12345",
-        bytes(call_frame(Call(1, "builtins:len", 9, b"\1", 0), 2, b"builtins:len")),
+        bytes(call_frame(CallMessage(1, "builtins:len", 9, b"\1", 0), 2, b"builtins:len")),
         pass_frame(CompactPass(1, 2, examples_of_passes()[0])),
     ]
 

@@ -70,7 +70,7 @@ from rpcdist.rpc.options import RpcOptions
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.time_limits import CLOSE_LIMIT_S, SLOW_ANSWER_LIMIT_S, TICK_S
 from rpcdist.transport.io_loop import Timer
-from rpcdist.transport.wire_messages import Call, CompactPass, Reply
+from rpcdist.transport.wire_messages import CallMessage, CompactPass, ReplyMessage
 
 ROLE = "rpc"
 AUTOGRAD_SERVICE = autograd_pb2.DESCRIPTOR.services_by_name["Autograd"]
@@ -350,8 +350,8 @@ class Agent:
     def _wire_messages(self) -> None:
         """Which part takes which kind of message."""
         handle = self._demultiplexer.handle
-        handle(Call, self.dispatcher.on_call)
-        handle(Reply, self.caller.on_reply)
+        handle(CallMessage, self.dispatcher.on_call)
+        handle(ReplyMessage, self.caller.on_reply)
         handle(CompactPass, self.autograd.on_pass)
         handle("cancel", self.dispatcher.on_cancel)
         handle("call_question", self.dispatcher.on_question)

@@ -48,7 +48,7 @@ class Loan(NamedTuple):
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Call:
+class CallMessage:
     """A call of a function, or the request of the value of a reference.
 
     Attributes:
@@ -97,7 +97,7 @@ class Call:
     device_map: rpc_pb2.DeviceMap | None = None
 
     def __repr__(self) -> str:
-        return f"<Call {self.id} of {self.function!r}, {self.size_bytes} B>"
+        return f"<CallMessage {self.id} of {self.function!r}, {self.size_bytes} B>"
 
     @property
     def is_compact(self) -> bool:
@@ -118,17 +118,17 @@ class Call:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Reply:
+class ReplyMessage:
     """The reply to a call.
 
     Attributes:
         id: the id of the call.
-        body: the result, like `Call.body`; empty for None.
+        body: the result, like `CallMessage.body`; empty for None.
         num_tensors: the number of tensors in `body`.
         created: whether it answers a `remote()` whose result the callee keeps.
         has_value: whether it has the result of that `remote()`, as its caller asked.
         history: the autograd record of the result in `body`.
-        transfer, large, loans: as in `Call`.
+        transfer, large, loans: as in `CallMessage`.
         value: the result where the compact form cannot say it.
         failure: why there is no result.
         is_stream: whether the result is a stream, whose items follow.
@@ -150,7 +150,7 @@ class Reply:
     is_stream: bool = False
 
     def __repr__(self) -> str:
-        return f"<Reply {self.id}, {self.size_bytes} B>"
+        return f"<ReplyMessage {self.id}, {self.size_bytes} B>"
 
     @property
     def is_compact(self) -> bool:
@@ -171,7 +171,7 @@ class CompactPass:
         context: the autograd context.
         backward: the id of the pass.
         body: the content, see `autograd/_pass_message.py`. If it is empty, the first large buffer is the body.
-        transfer, large, loans: as in `Call`.
+        transfer, large, loans: as in `CallMessage`.
     """
 
     wrapped: ClassVar[bool] = False
@@ -188,7 +188,7 @@ class CompactPass:
         return f"<CompactPass {self.backward:#x} in context {self.context}, {len(self.body)} B>"
 
 
-WireMessage = rpc_pb2.Message | Call | Reply | CompactPass
+WireMessage = rpc_pb2.Message | CallMessage | ReplyMessage | CompactPass
 """Calls and replies are never a `rpc_pb2.Message`, except in frames."""
 
 
@@ -203,7 +203,7 @@ def set_large(message: WireMessage, sizes: Sequence[int], loans: Sequence[Loan] 
 
 def can_linger(message: WireMessage) -> bool:
     """Whether this message may wait for the next one: that of a `remote()`, whose caller will ask for the value."""
-    return message.__class__ is Call and message.result is not None
+    return message.__class__ is CallMessage and message.result is not None
 
 
 def is_urgent(message: WireMessage) -> bool:

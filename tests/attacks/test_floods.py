@@ -24,7 +24,7 @@ from rpcdist.rpc._serving.active_calls import CALL_BYTES, NUM_UNCOUNTED, ActiveC
 from rpcdist.rpc._serving.dispatcher import MAX_FUNCTION_CHARS
 from rpcdist.testing import InProcessCluster, eventually
 from rpcdist.transport.announced_bytes import AnnouncedBytes
-from rpcdist.transport.wire_messages import Call
+from rpcdist.transport.wire_messages import CallMessage
 
 NUM_CALLS = 100_000 if FULL else 10_000
 LIMIT_BYTES = 1 << 20
@@ -189,7 +189,7 @@ def test_two_calls_of_one_number_end_the_session_and_count_for_nothing() -> None
         with cluster.use("a") as sender:
             session = sender.router.session_with(sender.directory.resolve("b"))
             assert session is not None
-            session.send(Call(active.id, "test_floods:nothing"))
+            session.send(CallMessage(active.id, "test_floods:nothing"))
             session.flush()
         with pytest.raises(WorkerLost, match="was lost"):
             call.wait()

@@ -25,7 +25,7 @@ from rpcdist import rpc
 from rpcdist._proto import autograd_pb2, rpc_pb2, rref_pb2, value_pb2
 from rpcdist.testing import RpcWorld, WorkerPool, free_port
 from rpcdist.transport._framing.frames import call_frame, chunk_head, frame, reply_frame
-from rpcdist.transport.wire_messages import Call, Reply
+from rpcdist.transport.wire_messages import CallMessage, ReplyMessage
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(1800 if FULL else 120)]
 
@@ -117,7 +117,7 @@ messages = st.one_of(
 )
 compact_calls = st.builds(
     lambda id, timeout, body, tensors, number, name: call_frame(
-        Call(id, "builtins:len", timeout, body, tensors), number, name
+        CallMessage(id, "builtins:len", timeout, body, tensors), number, name
     ),
     st.integers(0, 2**32),
     st.integers(0, 2**40),
@@ -127,7 +127,7 @@ compact_calls = st.builds(
     st.sampled_from([b"", b"builtins:len", b"\xff\xfe"]),
 )
 compact_replies = st.builds(
-    lambda id, body, tensors: reply_frame(Reply(id, body, tensors)),
+    lambda id, body, tensors: reply_frame(ReplyMessage(id, body, tensors)),
     st.integers(0, 99),
     bodies,
     st.integers(0, 40),

@@ -19,7 +19,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.ids import Identity
 from rpcdist.testing import WorkerPool, eventually
 from rpcdist.transport._framing.frames import call_frame, frame, pass_frame, reply_frame
-from rpcdist.transport.wire_messages import Call, CompactPass, Reply
+from rpcdist.transport.wire_messages import CallMessage, CompactPass, ReplyMessage
 
 pytestmark = pytest.mark.multiproc
 
@@ -90,9 +90,9 @@ def envelopes(chance: random.Random) -> Iterator[bytes]:
             yield frame(message)
         ids: Any = tuple(chance.choice([0, 1, 77, chance.getrandbits(40)]) for _ in range(6))
         number = chance.randrange(4)
-        yield bytes(call_frame(Call(number, "builtins:pow", 0, b"", 0, ids, None), 0, b"builtins:pow"))
-        yield bytes(call_frame(Call(number, "", 0, b"", 0, None, ids), 0))
-        yield bytes(reply_frame(Reply(number, chance.randbytes(20), 1)))
+        yield bytes(call_frame(CallMessage(number, "builtins:pow", 0, b"", 0, ids, None), 0, b"builtins:pow"))
+        yield bytes(call_frame(CallMessage(number, "", 0, b"", 0, None, ids), 0))
+        yield bytes(reply_frame(ReplyMessage(number, chance.randbytes(20), 1)))
         yield bytes(pass_frame(CompactPass(chance.getrandbits(50), chance.getrandbits(50), chance.randbytes(40))))
 
 

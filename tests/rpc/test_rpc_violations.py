@@ -30,13 +30,13 @@ from rpcdist.time_limits import REFUSED_GRACE_S
 from rpcdist.transport._framing.frames import call_frame, frame, reply_frame
 from rpcdist.transport.keys import request_proof
 from rpcdist.transport.unary_proof import COUNTER_KEY, PROOF_KEY, SESSION_KEY
-from rpcdist.transport.wire_messages import Call, Loan, Reply
+from rpcdist.transport.wire_messages import CallMessage, Loan, ReplyMessage
 
 pytestmark = pytest.mark.multiproc
 
 
 BIG = rpc_pb2.Message(call=rpc_pb2.Call(id=1, function="builtins:print"), transfer=1, large=[1000])
-LENT = Reply(1)
+LENT = ReplyMessage(1)
 LENT.transfer, LENT.large, LENT.loans = 1, [100_000], [Loan(0, 7)]
 VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
     "more than announced": (
@@ -59,11 +59,11 @@ VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
         "that are not an envelope",
     ),
     "a function that has no name": (
-        [bytes(call_frame(Call(1, ""), 3))],
+        [bytes(call_frame(CallMessage(1, ""), 3))],
         "function 3 arrived; the peer has named 0",
     ),
     "functions out of order": (
-        [bytes(call_frame(Call(1, "m:f"), 2, b"m:f"))],
+        [bytes(call_frame(CallMessage(1, "m:f"), 2, b"m:f"))],
         "number 2 was given a name after 0",
     ),
     "a reply that lends memory": ([reply_frame(LENT)], "refers to lent memory on a channel that cannot lend"),
@@ -134,25 +134,25 @@ def test_messages_that_make_no_sense_harm_nobody(world: RpcWorld, address: str) 
     ]
     messages = [rpc_pb2.Message(call=call) for call in calls]
     compact = [
-        call_frame(Call(11, "os:no_such_function"), 1, b"os:no_such_function"),
-        call_frame(Call(12, "os:getpid", body=b"no value"), 2, b"os:getpid"),
-        call_frame(Call(13, "os:getpid", body=b"\x01", num_tensors=9), 2),
-        call_frame(Call(14, "", target=(0, 0, 0, 0, 0, 0)), 0),
-        reply_frame(Reply(12345, b"\x01")),
-        reply_frame(Reply(12345, created=True)),
+        call_frame(CallMessage(11, "os:no_such_function"), 1, b"os:no_such_function"),
+        call_frame(CallMessage(12, "os:getpid", body=b"no value"), 2, b"os:getpid"),
+        call_frame(CallMessage(13, "os:getpid", body=b"\x01", num_tensors=9), 2),
+        call_frame(CallMessage(14, "", target=(0, 0, 0, 0, 0, 0)), 0),
+        reply_frame(ReplyMessage(12345, b"\x01")),
+        reply_frame(ReplyMessage(12345, created=True)),
     ]
 
-    async def run() -> dict[int, Reply]:
+    async def run() -> dict[int, ReplyMessage]:
         async with connected(address) as channel:
             client = RawClient(channel)
             await client.prove()
             await client.call.write(b"".join([*map(frame, [*odd, *messages]), *compact]))
-            got: dict[int, Reply] = {}
+            got: dict[int, ReplyMessage] = {}
             with suppress(TimeoutError):
                 async with asyncio.timeout(3.0):
                     while len(got) < 16:
                         found = messages_of(await client.call.read())
-                        got.update({m.id: m for m in found if isinstance(m, Reply)})
+                        got.update({m.id: m for m in found if isinstance(m, ReplyMessage)})
             client.call.cancel()
             return got
 

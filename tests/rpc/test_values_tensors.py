@@ -24,7 +24,7 @@ from rpcdist.rpc._values.compact import compact_tensors, read_compact_tensors
 from rpcdist.rpc._values.tensors import DTYPES, KEPT_HOLES_BYTES
 from rpcdist.transport._framing.incoming import MissingBuffer
 
-ALL_DTYPES = [info.dtype for info in DTYPES.values()]
+ALL_DTYPES = list(DTYPES.values())
 COMPLEX32 = "ignore:ComplexHalf support is experimental:UserWarning"
 pytestmark = pytest.mark.filterwarnings(COMPLEX32)
 

@@ -25,7 +25,7 @@ from rpcdist.transport._tls.certificate import Certificate
 from rpcdist.transport._tls.job_authority import JobAuthority
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.keys import SessionKeys
-from rpcdist.transport.wire_messages import Reply
+from rpcdist.transport.wire_messages import ReplyMessage
 
 __all__ = [
     "SESSION",
@@ -140,19 +140,19 @@ def end_of_session(address: str, envelopes: list[bytes], role: str = "rpc") -> t
     return run_on_loop(run())
 
 
-def answers_of(address: str, messages: list[rpc_pb2.Message]) -> list[Reply]:
+def answers_of(address: str, messages: list[rpc_pb2.Message]) -> list[ReplyMessage]:
     """What a worker answers to calls of a peer with the token."""
 
-    async def run() -> list[Reply]:
+    async def run() -> list[ReplyMessage]:
         async with connected(address) as channel:
             client = RawClient(channel)
             await client.prove()
             await client.call.write(b"".join(map(frame, messages)))
-            got: list[Reply] = []
+            got: list[ReplyMessage] = []
             async with asyncio.timeout(20.0):
                 while len(got) < len(messages):
                     found = messages_of(await client.call.read())
-                    got += [message for message in found if isinstance(message, Reply)]
+                    got += [message for message in found if isinstance(message, ReplyMessage)]
             client.call.cancel()
             return got
 

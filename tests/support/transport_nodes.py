@@ -14,7 +14,7 @@ from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._framing.incoming import IncomingBuffer
 from rpcdist.transport.memory_copies import OutgoingBuffer
 from rpcdist.transport.session import HeapPayloads
-from rpcdist.transport.wire_messages import Reply
+from rpcdist.transport.wire_messages import ReplyMessage
 
 __all__ = ["LIMIT_S", "TOKEN", "UNIT_S", "Memory", "Nodes", "Recorder", "is_local", "kind_of", "nodes", "open_link"]
 
@@ -52,7 +52,7 @@ class Recorder(HeapPayloads):
                 self.messages.append(message)
                 self.buffers.append([bytes(buffer.view) for buffer in buffers])
                 if self._echo:
-                    session.send(Reply(message.id), [Memory(bytes(buffer.view)) for buffer in buffers])
+                    session.send(ReplyMessage(message.id), [Memory(bytes(buffer.view)) for buffer in buffers])
             self._changed.notify_all()
 
     def on_closed(self, session: Session, reason: str) -> None:

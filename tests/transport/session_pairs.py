@@ -14,7 +14,7 @@ from rpcdist.ids import Identity
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport.memory_copies import OutgoingBuffer
 from rpcdist.transport.session import HeapPayloads, Session
-from rpcdist.transport.wire_messages import Call, Reply
+from rpcdist.transport.wire_messages import CallMessage, ReplyMessage
 
 __all__ = [
     "LIMIT_S",
@@ -40,13 +40,13 @@ class Bytes(OutgoingBuffer):
         super().__init__(memoryview(data))
 
 
-def call(id: int, body: bytes = b"") -> Call:
-    return Call(id, "", value=value_pb2.Value(body=body))
+def call(id: int, body: bytes = b"") -> CallMessage:
+    return CallMessage(id, "", value=value_pb2.Value(body=body))
 
 
-def for_loop(id: int) -> Reply:
+def for_loop(id: int) -> ReplyMessage:
     """A message that only the loop may hand on."""
-    return Reply(id, is_stream=True)
+    return ReplyMessage(id, is_stream=True)
 
 
 def announced(transfer: int, *sizes: int, wrapped: bool = False) -> rpc_pb2.Message:
@@ -111,7 +111,7 @@ class Handler(HeapPayloads):
     def __init__(self, shares_payloads: bool) -> None:
         self.shares_payloads = shares_payloads
         self._loop = asyncio.get_running_loop()
-        self.received: asyncio.Queue[tuple[Call, list[Any]]] = asyncio.Queue()
+        self.received: asyncio.Queue[tuple[CallMessage, list[Any]]] = asyncio.Queue()
         self.opened = 0
         self.closed: list[str] = []
         self.failing = False
@@ -120,7 +120,7 @@ class Handler(HeapPayloads):
     def on_opened(self, session: Session) -> None:
         self.opened += 1
 
-    def on_messages(self, session: Session, messages: list[tuple[Call, list[Any]]]) -> None:
+    def on_messages(self, session: Session, messages: list[tuple[CallMessage, list[Any]]]) -> None:
         if self.failing:
             raise ValueError("the handler fails")
         for message in messages:

@@ -34,7 +34,7 @@ from rpcdist.transport._framing.incoming import (
 )
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.announced_bytes import AnnouncedBytes
-from rpcdist.transport.wire_messages import Call, Loan, set_large
+from rpcdist.transport.wire_messages import CallMessage, Loan, set_large
 
 MIB = 1 << 20
 
@@ -218,7 +218,7 @@ def receive(envelopes: list[bytes], incoming: Incoming | None = None) -> list[tu
                 else:
                     deliveries.append(incoming.announce(message))
         for done, buffers in filter(None, deliveries):
-            assert isinstance(done, Call)
+            assert isinstance(done, CallMessage)
             delivered.append((done.id, [bytes(buffer.view) for buffer in buffers]))
     assert "0 transfers, 0 B" in repr(incoming)
     return delivered

@@ -22,7 +22,7 @@ from rpcdist.transport._framing.frames import CHUNK_BYTES
 from rpcdist.transport._framing.incoming import Delivery, Incoming
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.session import HeapPayloads
-from rpcdist.transport.wire_messages import Reply
+from rpcdist.transport.wire_messages import ReplyMessage
 
 T = TypeVar("T")
 MIB = 1 << 20
@@ -50,10 +50,10 @@ def tensor() -> torch.Tensor:
     return torch.arange(SIZE_BYTES // 4, dtype=torch.int32)
 
 
-def message_of(value: torch.Tensor) -> tuple[Reply, list[LargeBuffer]]:
+def message_of(value: torch.Tensor) -> tuple[ReplyMessage, list[LargeBuffer]]:
     encoded = value_pb2.Value()
     large = encode_into(encoded, value)
-    return Reply(1, value=encoded), large
+    return ReplyMessage(1, value=encoded), large
 
 
 @pytest.mark.usefixtures("heap")
@@ -97,7 +97,7 @@ def test_receiver_copies_once() -> None:
         assert grown < SMALL, "no new memory: the one copy goes to the buffer"
     assert delivery is not None
     received, buffers = delivery
-    assert isinstance(received, Reply) and received.value is not None
+    assert isinstance(received, ReplyMessage) and received.value is not None
     value = received.value
     result, grown = heap_growth(lambda: decode(value, buffers))  # type: ignore[arg-type]
     assert grown < SMALL
@@ -123,7 +123,7 @@ class Echo(HeapPayloads):
     def on_opened(self, session: Session) -> None:
         assert not session.opened_by_me
 
-    def on_messages(self, session: Session, messages: list[tuple[Reply, list[Any]]]) -> None:
+    def on_messages(self, session: Session, messages: list[tuple[ReplyMessage, list[Any]]]) -> None:
         [(message, buffers)] = messages
         assert message.value is not None
         value = decode(message.value, buffers)

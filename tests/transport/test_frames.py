@@ -27,10 +27,10 @@ from rpcdist.transport._framing.frames import (
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.wire_messages import (
     MAX_NAME_BYTES,
-    Call,
+    CallMessage,
     History,
     Loan,
-    Reply,
+    ReplyMessage,
     WireMessage,
 )
 
@@ -56,19 +56,19 @@ def with_large(draw: st.DrawFn, messages: st.SearchStrategy[Any]) -> Any:
 def with_history(draw: st.DrawFn, messages: st.SearchStrategy[Any]) -> Any:
     """A message whose value may have history; a call has it inside of a context only."""
     message = draw(messages)
-    if isinstance(message, Call):
+    if isinstance(message, CallMessage):
         message.context = draw(I64)
-    if isinstance(message, Reply) or message.context:
+    if isinstance(message, ReplyMessage) or message.context:
         message.history = draw(st.none() | st.builds(History, I64, U64))
     return message
 
 
-CALLS = with_history(with_large(st.builds(Call, U64, st.just("m:f"), U64, BODIES, U16, REFERENCES, REFERENCES)))
-REPLIES = with_history(with_large(st.builds(Reply, U64, BODIES, U16, st.booleans())))
+CALLS = with_history(with_large(st.builds(CallMessage, U64, st.just("m:f"), U64, BODIES, U16, REFERENCES, REFERENCES)))
+REPLIES = with_history(with_large(st.builds(ReplyMessage, U64, BODIES, U16, st.booleans())))
 
 
 def fields(message: WireMessage | Chunk | ReturnedSegments) -> dict[str, Any]:
-    assert isinstance(message, Call | Reply)
+    assert isinstance(message, CallMessage | ReplyMessage)
     return {name: getattr(message, name) for name in type(message).__slots__} | {
         "large": list(message.large),
         "loans": list(message.loans),
@@ -76,35 +76,37 @@ def fields(message: WireMessage | Chunk | ReturnedSegments) -> dict[str, Any]:
 
 
 @given(CALLS, st.integers(1, 3))
-def test_a_call_comes_back(call: Call, number: int) -> None:
+def test_a_call_comes_back(call: CallMessage, number: int) -> None:
     [found] = parse(call_frame(call, number), ["m:f"] * number)
     assert fields(found) == fields(call)
 
 
-FETCH = Call(5, "", 9, target=(1, 2, 3, 4, 5, 6), traceparent="00-1-2-01")
-ACTOR = Call(6, "m:f", result=(1, 2, 3, 4, 5, 6), is_serial=True, device_map=rpc_pb2.DeviceMap(here="a", there="b"))
+FETCH = CallMessage(5, "", 9, target=(1, 2, 3, 4, 5, 6), traceparent="00-1-2-01")
+ACTOR = CallMessage(
+    6, "m:f", result=(1, 2, 3, 4, 5, 6), is_serial=True, device_map=rpc_pb2.DeviceMap(here="a", there="b")
+)
 NOT_COMPACT = [
-    Call(1, "m:f", 7, value=value_pb2.Value(body=b"arguments"), context=-8, is_nested=True),
-    Call(2, "", value=value_pb2.Value(body=b"function"), is_by_value=True, target=(1, 2, 3, 4, 5, 6)),
-    Call(3, "m:f", counts_as_idle=True, transfer=4, large=[7, 8], loans=[Loan(1, 3)]),
-    Call(4, "m:" + "f" * MAX_NAME_BYTES),
+    CallMessage(1, "m:f", 7, value=value_pb2.Value(body=b"arguments"), context=-8, is_nested=True),
+    CallMessage(2, "", value=value_pb2.Value(body=b"function"), is_by_value=True, target=(1, 2, 3, 4, 5, 6)),
+    CallMessage(3, "m:f", counts_as_idle=True, transfer=4, large=[7, 8], loans=[Loan(1, 3)]),
+    CallMessage(4, "m:" + "f" * MAX_NAME_BYTES),
     FETCH,
     ACTOR,
-    Reply(1, value=value_pb2.Value(body=b"result"), transfer=4, large=[7]),
-    Reply(2, failure=rpc_pb2.Failure(text="no")),
-    Reply(3, is_stream=True),
+    ReplyMessage(1, value=value_pb2.Value(body=b"result"), transfer=4, large=[7]),
+    ReplyMessage(2, failure=rpc_pb2.Failure(text="no")),
+    ReplyMessage(3, is_stream=True),
 ]
 
 
 @pytest.mark.parametrize("message", NOT_COMPACT, ids=lambda message: repr(message))
-def test_what_is_not_compact_comes_back_as_the_same_object(message: Call | Reply) -> None:
+def test_what_is_not_compact_comes_back_as_the_same_object(message: CallMessage | ReplyMessage) -> None:
     assert not message.is_compact
     [found] = parse(frame(message), [])
     assert type(found) is type(message) and fields(found) == fields(message)
 
 
 @given(CALLS.filter(lambda call: call.result is not None))
-def test_a_creation_may_be_changed_to_want_the_value(call: Call) -> None:
+def test_a_creation_may_be_changed_to_want_the_value(call: CallMessage) -> None:
     data = call_frame(call, 1, b"m:f")
     assert isinstance(data, bytearray)
     assert not want_value(data, call.id ^ 1) and want_value(data, call.id)
@@ -114,7 +116,7 @@ def test_a_creation_may_be_changed_to_want_the_value(call: Call) -> None:
 
 
 def test_the_value_of_a_creation_is_wanted_while_its_message_is_the_last_that_waits() -> None:
-    creation, other = Call(7, "m:f", result=(1, 2, 3, 4, 5, 6)), Call(8, "m:f")
+    creation, other = CallMessage(7, "m:f", result=(1, 2, 3, 4, 5, 6)), CallMessage(8, "m:f")
     outgoing = Outgoing()
     assert not outgoing.want_value(7)  # nothing waits
     outgoing.add(other)
@@ -122,7 +124,7 @@ def test_the_value_of_a_creation_is_wanted_while_its_message_is_the_last_that_wa
     outgoing.add(creation)
     assert outgoing.want_value(7)
     written = outgoing.next_envelope() or b""
-    assert [call.wants_value for call in parse(written, []) if isinstance(call, Call)] == [False, True]
+    assert [call.wants_value for call in parse(written, []) if isinstance(call, CallMessage)] == [False, True]
     assert not outgoing.want_value(7)  # it has left
     outgoing.add(creation)
     outgoing.add(other)
@@ -130,7 +132,7 @@ def test_the_value_of_a_creation_is_wanted_while_its_message_is_the_last_that_wa
 
 
 @given(REPLIES, st.booleans())
-def test_a_reply_comes_back(reply: Reply, has_value: bool) -> None:
+def test_a_reply_comes_back(reply: ReplyMessage, has_value: bool) -> None:
     reply.has_value = reply.created and has_value
     [found] = parse(reply_frame(reply), [])
     assert fields(found) == fields(reply)
@@ -144,11 +146,11 @@ def test_returned_segments_come_back(numbers: list[int]) -> None:
 
 def test_a_function_is_named_once_in_the_order_of_numbers() -> None:
     names: list[str] = []
-    first = call_frame(Call(1, "m:f"), 1, b"m:f")
-    second = call_frame(Call(2, "größe:g"), 2, "größe:g".encode())
-    found = parse(first + second + call_frame(Call(3, "m:f"), 1), names)
-    found += parse(call_frame(Call(4, "größe:g"), 2), names)
-    assert [(call.id, call.function) for call in found if isinstance(call, Call)] == [
+    first = call_frame(CallMessage(1, "m:f"), 1, b"m:f")
+    second = call_frame(CallMessage(2, "größe:g"), 2, "größe:g".encode())
+    found = parse(first + second + call_frame(CallMessage(3, "m:f"), 1), names)
+    found += parse(call_frame(CallMessage(4, "größe:g"), 2), names)
+    assert [(call.id, call.function) for call in found if isinstance(call, CallMessage)] == [
         (1, "m:f"),
         (2, "größe:g"),
         (3, "m:f"),
@@ -159,17 +161,17 @@ def test_a_function_is_named_once_in_the_order_of_numbers() -> None:
 
 def test_a_name_without_a_number_is_not_kept() -> None:
     names: list[str] = []
-    [call] = parse(call_frame(Call(1, "m:f"), 0, b"m:f"), names)
-    assert isinstance(call, Call) and call.function == "m:f" and names == []
+    [call] = parse(call_frame(CallMessage(1, "m:f"), 0, b"m:f"), names)
+    assert isinstance(call, CallMessage) and call.function == "m:f" and names == []
 
 
 def test_a_fetch_names_no_function() -> None:
-    [call] = parse(call_frame(Call(1, "", target=(1, 2, 3, 4, 5, 6)), 0), [])
-    assert isinstance(call, Call) and (call.function, call.target) == ("", (1, 2, 3, 4, 5, 6))
+    [call] = parse(call_frame(CallMessage(1, "", target=(1, 2, 3, 4, 5, 6)), 0), [])
+    assert isinstance(call, CallMessage) and (call.function, call.target) == ("", (1, 2, 3, 4, 5, 6))
 
 
-NAMED = bytes(call_frame(Call(1, "m:f"), 1, b"m:f"))
-LARGE = Reply(1)
+NAMED = bytes(call_frame(CallMessage(1, "m:f"), 1, b"m:f"))
+LARGE = ReplyMessage(1)
 LARGE.large = [5]
 
 
@@ -179,24 +181,24 @@ LARGE.large = [5]
         (NAMED[:-1], "not an envelope"),
         (NAMED[:27], "not an envelope"),
         (NAMED + b"\0", "not an envelope"),
-        (call_frame(Call(1, ""), 1), "function 1 arrived; the peer has named 0"),
-        (call_frame(Call(1, ""), 0), "function 0 arrived"),
-        (call_frame(Call(1, "", target=(1, 2, 3, 4, 5, 6)), 9), "function 9 arrived"),
+        (call_frame(CallMessage(1, ""), 1), "function 1 arrived; the peer has named 0"),
+        (call_frame(CallMessage(1, ""), 0), "function 0 arrived"),
+        (call_frame(CallMessage(1, "", target=(1, 2, 3, 4, 5, 6)), 9), "function 9 arrived"),
         (NAMED + NAMED, "number 1 was given a name after 1 others"),
-        (call_frame(Call(1, "m:f"), 2, b"m:f"), "number 2 was given a name after 0 others"),
-        (call_frame(Call(1, "m:f"), 1, b"x" * (MAX_NAME_BYTES + 1)), "a function's name of 1001 bytes"),
-        (call_frame(Call(1, "m:f"), 1, b"\xff\xff"), "not an envelope"),
+        (call_frame(CallMessage(1, "m:f"), 2, b"m:f"), "number 2 was given a name after 0 others"),
+        (call_frame(CallMessage(1, "m:f"), 1, b"x" * (MAX_NAME_BYTES + 1)), "a function's name of 1001 bytes"),
+        (call_frame(CallMessage(1, "m:f"), 1, b"\xff\xff"), "not an envelope"),
         (NAMED[:5] + b"\x80" + NAMED[6:], "function 1 arrived; the peer has named 0"),
         (NAMED[:5] + b"\x04" + NAMED[6:], "cut off"),
         (NAMED[:5] + b"\x01" + NAMED[6:], "not an envelope"),
         (NAMED[:5] + b"\x12" + NAMED[6:], "not an envelope"),
-        (call_frame(Call(1, "m:f"), 1)[:5] + b"\x10" + bytes(22), "not an envelope"),
-        (call_frame(Call(1, "m:f"), 1)[:5] + b"\x20" + bytes(22), "history is cut off"),
-        (reply_frame(Reply(1))[:5] + b"\x20" + bytes(22), "history is cut off"),
-        (reply_frame(Reply(1))[:5] + b"\x02" + bytes(22), ""),
-        (reply_frame(Reply(1))[:5] + b"\x04" + bytes(22), "unknown flags (0x4)"),
-        (reply_frame(Reply(1))[:5] + b"\x42" + bytes(22), ""),
-        (reply_frame(Reply(1))[:5] + b"\x40" + bytes(22), "has a value, but does not answer a remote()"),
+        (call_frame(CallMessage(1, "m:f"), 1)[:5] + b"\x10" + bytes(22), "not an envelope"),
+        (call_frame(CallMessage(1, "m:f"), 1)[:5] + b"\x20" + bytes(22), "history is cut off"),
+        (reply_frame(ReplyMessage(1))[:5] + b"\x20" + bytes(22), "history is cut off"),
+        (reply_frame(ReplyMessage(1))[:5] + b"\x02" + bytes(22), ""),
+        (reply_frame(ReplyMessage(1))[:5] + b"\x04" + bytes(22), "unknown flags (0x4)"),
+        (reply_frame(ReplyMessage(1))[:5] + b"\x42" + bytes(22), ""),
+        (reply_frame(ReplyMessage(1))[:5] + b"\x40" + bytes(22), "has a value, but does not answer a remote()"),
         (NAMED[:5] + b"\x42" + NAMED[6:], "a call arrived that asks for a value, but is not a remote()"),
         (reply_frame(LARGE)[:36] + b"\xff\xff" + reply_frame(LARGE)[38:], "65535 large buffers were announced"),
         (reply_frame(LARGE)[:36] + b"\0\0" + reply_frame(LARGE)[38:], "0 large buffers were announced"),
@@ -217,7 +219,7 @@ def test_what_is_malformed_is_named(envelope: bytes, says: str) -> None:
 def test_no_more_functions_than_the_limit_are_kept() -> None:
     names = [f"m:f{number}" for number in range(MAX_FUNCTIONS)]
     with pytest.raises(ProtocolViolation, match=f"number {MAX_FUNCTIONS + 1} was given a name"):
-        parse(call_frame(Call(1, "m:f"), MAX_FUNCTIONS + 1, b"m:f"), names)
+        parse(call_frame(CallMessage(1, "m:f"), MAX_FUNCTIONS + 1, b"m:f"), names)
     assert len(names) == MAX_FUNCTIONS
 
 
@@ -243,7 +245,7 @@ def test_whatever_arrives_is_messages_or_a_violation(data: st.DataObject) -> Non
         assert str(exc)
     else:
         assert all(isinstance(message, WireMessage | Chunk | ReturnedSegments) for message in found)
-        assert sum(len(m.body) for m in found if isinstance(m, Call | Reply)) <= len(envelope)
+        assert sum(len(m.body) for m in found if isinstance(m, CallMessage | ReplyMessage)) <= len(envelope)
 
 
 # ---------------------------------------------------------------- numbering at the sender
@@ -252,7 +254,7 @@ def test_whatever_arrives_is_messages_or_a_violation(data: st.DataObject) -> Non
 def sent(outgoing: Outgoing, names: list[str]) -> list[str]:
     found = []
     while (envelope := outgoing.next_envelope()) is not None:
-        found += [call.function for call in parse(envelope, names) if isinstance(call, Call)]
+        found += [call.function for call in parse(envelope, names) if isinstance(call, CallMessage)]
     return found
 
 
@@ -261,7 +263,7 @@ def test_the_sender_stops_numbering_at_the_limit() -> None:
     functions = [f"m:f{number}" for number in range(MAX_FUNCTIONS + 3)]
     for _ in range(2):
         for function in functions:
-            outgoing.add(Call(1, function))
+            outgoing.add(CallMessage(1, function))
     assert sent(outgoing, names) == functions * 2
     assert names == functions[:MAX_FUNCTIONS]
 
@@ -274,7 +276,7 @@ def test_threads_that_name_functions_at_once_confuse_nobody() -> None:
     def send() -> None:
         barrier.wait(20)
         for function in functions:
-            outgoing.add(Call(1, function))
+            outgoing.add(CallMessage(1, function))
 
     threads = [threading.Thread(target=send) for _ in range(4)]
     for thread in threads:
@@ -289,7 +291,7 @@ def test_an_envelope_has_a_bounded_number_of_frames() -> None:
     """A mebibyte of calls was handled in one piece, while no heartbeat of others was read."""
     outgoing, names = Outgoing(), list[str]()
     for number in range(MAX_FRAMES + 5):
-        outgoing.add(Reply(number))
+        outgoing.add(ReplyMessage(number))
     assert [len(parse(outgoing.next_envelope() or b"", names)) for _ in range(2)] == [MAX_FRAMES, 5]
     with pytest.raises(ProtocolViolation, match=f"more than {MAX_FRAMES} frames"):
-        parse(b"".join(reply_frame(Reply(number)) for number in range(MAX_FRAMES + 1)), names)
+        parse(b"".join(reply_frame(ReplyMessage(number)) for number in range(MAX_FRAMES + 1)), names)

@@ -22,7 +22,7 @@ from rpcdist.transport._framing.frames import CHUNK_BYTES, CHUNK_WINDOW_BYTES, f
 from rpcdist.transport._framing.incoming import Incoming, heap_buffer
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.session_writer import FLUSH_FRAMES
-from rpcdist.transport.wire_messages import Call, Reply, WireMessage
+from rpcdist.transport.wire_messages import CallMessage, ReplyMessage, WireMessage
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ChannelPair]:
     await pair.end()
 
 
-def reply(id: int) -> Reply:
-    return Reply(id, failure=rpc_pb2.Failure())
+def reply(id: int) -> ReplyMessage:
+    return ReplyMessage(id, failure=rpc_pb2.Failure())
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def reply(id: int) -> Reply:
         (reply(1), [], True),
         (call(1), [b"x" * 100_000], True),
         (call(1), [b"x" * 10 * CHUNK_BYTES], False),  # the rest is the writer's
-        (Call(1, "m:f"), [], True),
-        (Reply(1, created=True), [], True),
+        (CallMessage(1, "m:f"), [], True),
+        (ReplyMessage(1, created=True), [], True),
         (rpc_pb2.Message(ack=rpc_pb2.Ack(control_seq=1)), [], False),
     ],
     ids=["call", "reply", "small buffer", "large buffer", "compact call", "created", "ack"],
@@ -218,7 +218,7 @@ async def test_a_burst_stays_one_where_a_write_takes_longer_than_the_gap(
     assert [(await pair.handlers[1].next())[0] for _ in range(2)] == [1, 2]
 
 
-def creation(id: int) -> Call:
+def creation(id: int) -> CallMessage:
     message = call(id)
     message.result = (0, id, 0, 0, id, 0)
     return message
@@ -226,7 +226,7 @@ def creation(id: int) -> Call:
 
 async def test_a_creation_in_compact_form_lingers_too(pair: ChannelPair) -> None:
     session = pair.sessions[0]
-    session.send(Call(1, "m:f", result=(0, 1, 0, 0, 1, 0)))
+    session.send(CallMessage(1, "m:f", result=(0, 1, 0, 0, 1, 0)))
     assert session._outgoing.num_frames == 1 and not session._writer._awake
     session.flush()
     assert session._outgoing.is_empty

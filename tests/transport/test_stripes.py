@@ -20,7 +20,7 @@ from rpcdist.transport._framing.stripes import MAX_RANGES, MAX_STRIPES, StripeCu
 from rpcdist.transport._striping.striping import Striping
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.memory_copies import OutgoingBuffer
-from rpcdist.transport.wire_messages import Call
+from rpcdist.transport.wire_messages import CallMessage
 
 LIMIT_S = 20.0
 
@@ -219,7 +219,7 @@ def test_both_sides_count_the_same_announcements() -> None:
     ordinals = {}
     while (envelope := outgoing.next_envelope()) is not None:
         for message in parse(envelope, names):
-            if isinstance(message, Call) and message.large:
+            if isinstance(message, CallMessage) and message.large:
                 incoming.announce(message)
                 ordinals[message.transfer] = incoming._num_announced
     assert striper.taken == {number: ordinals[number] for number in (large[1], large[4], large[7])}

@@ -33,7 +33,7 @@ from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.grpc_channel import tls_failure
 from rpcdist.transport._server import unary_services
 from rpcdist.transport.unix_sockets import has_abstract_sockets
-from rpcdist.transport.wire_messages import Call
+from rpcdist.transport.wire_messages import CallMessage
 
 SERVICE = membership_pb2.DESCRIPTOR.services_by_name["Membership"]
 
@@ -248,7 +248,7 @@ def test_a_message_that_is_larger_than_an_envelope(nodes: Nodes) -> None:
     server.handle_role("echo", recorder)
     link = open_link(client, server)
     arguments = value_pb2.Value(body=b"x" * (9 << 20))
-    link.session.send(Call(1, "", value=arguments), [Memory(b"beside it")])
+    link.session.send(CallMessage(1, "", value=arguments), [Memory(b"beside it")])
     assert recorder.wait()[0].value == arguments and recorder.buffers == [[b"beside it"]]
 
 

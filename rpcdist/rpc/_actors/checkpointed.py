@@ -9,18 +9,15 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Generator
-from typing import Any, NamedTuple
+from typing import Any
 
 from rpcdist.errors import CallRefused, RRefError
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._values.exceptions import described_error
 from rpcdist.rpc.future import Future
 
-
-class ActorState(NamedTuple):
-    """The result of `checkpoint()`."""
-
-    value: Any
+ActorState = tuple[Any]
+"""The result of `checkpoint()`, which may be None."""
 
 
 class Checkpointed:
@@ -53,7 +50,7 @@ class Checkpointed:
         self.num_restarts = int(num_restarts)
         self.object = kind(*args, **kwargs)
         if state is not None:
-            self.object.restore(state.value)
+            self.object.restore(state[0])
 
     def __repr__(self) -> str:
         return f"<Checkpointed {self.object!r}>"
@@ -89,6 +86,6 @@ class Checkpointed:
         if unsendable is not None:
             raise RRefError(f"{ran}{unsendable}. Leave it out of the state, and let restore() make it")
         try:
-            return ActorState(copy.deepcopy(state))  # tensors are sent as they are, perhaps while the next call runs
+            return (copy.deepcopy(state),)  # tensors are sent as they are, perhaps while the next call runs
         except Exception as exc:
             raise RRefError(f"{ran}its state cannot be copied: {described_error(exc)}") from exc

@@ -224,7 +224,7 @@ class RestartingActor(Generic[T]):
         error = sent.exception()
         if error is None:
             answer = sent.value()
-            if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], ActorState | None)):
+            if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], tuple | None)):
                 error = SerializationError(f"worker {self._worker!r} answered {call.method}() with something else")
         if error is None:
             result, state = answer

@@ -14,7 +14,7 @@ import time
 from _thread import allocate_lock, get_ident
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 from rpcdist._counters import OK
 from rpcdist._proto import rpc_pb2, value_pb2
@@ -41,27 +41,10 @@ from rpcdist.transport.wire_messages import WireMessage
 logger = logging.getLogger(__name__)
 
 
-class CallFlags(NamedTuple):
-    """How a call is treated, beside what it calls.
-
-    Attributes:
-        is_repeatable: it may run twice, so it is sent again when its connection breaks, until the worker is declared
-            lost. Only where nothing but plain arguments travels: a share of a reference cannot be made twice.
-        counts_as_work: a worker that shuts down waits for it, on both sides. A call that itself waits for other workers
-            does not count: they would wait for each other.
-    """
-
-    is_repeatable: bool = False
-    counts_as_work: bool = True
-
-
 CallState = rpc_pb2.CallState
 INFINITE: Final = float("inf")
 FETCH: Final = "to_here()"
 MAX_NAME: Final = 500  # characters of the name of a function in reports
-USER_CALL = CallFlags()
-REPEATABLE = CallFlags(is_repeatable=True)
-GATHERING = CallFlags(is_repeatable=True, counts_as_work=False)
 
 
 class ReplySink(Protocol):
@@ -110,7 +93,10 @@ class PendingCall:
         peer: the worker that it went to.
         called: the name of the function, or the reference whose value is wanted.
         deadline: when it ends at the latest.
-        flags: how it is treated.
+        is_repeatable: it may run twice, so it is sent again when its connection breaks, until the worker is declared
+            lost. Only where nothing but plain arguments travels: a share of a reference cannot be made twice.
+        counts_as_work: a worker that shuts down waits for it, on both sides. A call that itself waits for other workers
+            does not count: they would wait for each other.
         timeout_s: what the user asked for.
         state: what the callee has said about it, and when, once its deadline is near.
         was_asked: whether the callee was asked for that.
@@ -129,12 +115,13 @@ class PendingCall:
         "_made",
         "autograd",
         "called",
+        "counts_as_work",
         "deadline",
-        "flags",
         "forks",
         "id",
         "inherited_s",
         "is_bound",
+        "is_repeatable",
         "on",
         "owner",
         "peer",
@@ -157,7 +144,8 @@ class PendingCall:
         deadline: Deadline,
         timeout_s: float,
         reply_sink: ReplySink,
-        flags: CallFlags = USER_CALL,
+        is_repeatable: bool = False,
+        counts_as_work: bool = True,
     ) -> None:
         self.owner = owner
         self.id = id
@@ -170,7 +158,8 @@ class PendingCall:
         self._made = time.monotonic() if deadline.at == INFINITE else 0.0  # others can compute it
         self.reply_sink = reply_sink
         self.transfer = 0
-        self.flags = flags
+        self.is_repeatable = is_repeatable
+        self.counts_as_work = counts_as_work
         self.session: AnySession | None = None
         self.repeat: WireMessage | None = None
         self.forks: Sequence[value_pb2.RRefFork | int] | None = None
@@ -258,7 +247,7 @@ class PendingCall:
             remaining_s=self.deadline.at - now if self.deadline.is_finite else None,
             bytes_done=done,
             bytes_total=total,
-            counts_as_work=self.flags.counts_as_work,
+            counts_as_work=self.counts_as_work,
         )
 
     def _how_far(self) -> str:
@@ -481,7 +470,7 @@ class CallTable:
     def add(self, call: PendingCall) -> None:
         """Registers a call before it is sent; asks to be woken at its deadline."""
         self._calls[call.id] = call
-        if call.flags.counts_as_work:
+        if call.counts_as_work:
             self.num_work += 1
         if call.deadline.at - CALL_QUESTION_LEAD_S < self._earliest and (at := call.ask_at) < self._earliest:
             self._earliest = at

@@ -45,7 +45,7 @@ from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.transport.common_buffers import CommonBuffers, CommonMemoryPool
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.wire_messages import Call, Reply
+from rpcdist.transport.wire_messages import CallMessage, ReplyMessage
 
 Destination = str | int | WorkerInfo
 
@@ -129,7 +129,7 @@ class Caller:
         return self._send_and_wait(call, message, large, reply_sink)
 
     def _send_and_wait(
-        self, call: PendingCall, message: Call, large: Sequence[LargeBuffer], reply_sink: SyncReplySink
+        self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer], reply_sink: SyncReplySink
     ) -> Any:
         if large or message.value is not None or len(message.body) >= COUNTED_FROM_BYTES:
             self._wait_for_room(call, message, large)
@@ -257,7 +257,7 @@ class Caller:
         self._send(call, message, large)
         return future
 
-    def _start_in_turn(self, call: PendingCall, message: Call, large: Sequence[LargeBuffer]) -> None:
+    def _start_in_turn(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         if torch_profiler._is_profiler_enabled:
             # Until it is sent. Where the result comes, on whatever thread, the profiler may have ended: its memory is
             # freed then, and ending the range would write to it.
@@ -266,7 +266,7 @@ class Caller:
         else:
             self._send_in_turn(call, message, large)
 
-    def _send_in_turn(self, call: PendingCall, message: Call, large: Sequence[LargeBuffer]) -> None:
+    def _send_in_turn(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         """Sends a call when there is room for its bytes; see `in_flight`. Waits for that, except on an event loop."""
         later: Callable[[], None] | None = None
         if large or message.value is not None or len(message.body) >= COUNTED_FROM_BYTES:
@@ -281,7 +281,7 @@ class Caller:
             raise
         self._send(call, message, large, session, later)
 
-    def _wait_for_room(self, call: PendingCall, message: Call, large: Sequence[LargeBuffer]) -> None:
+    def _wait_for_room(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         num_bytes = _num_bytes(message, large)
         if num_bytes >= COUNTED_FROM_BYTES:
             try:
@@ -290,7 +290,7 @@ class Caller:
                 self._marshal.give_back(call.forks)
                 raise
 
-    def _send_later(self, call: PendingCall, message: Call, large: Sequence[LargeBuffer]) -> None:
+    def _send_later(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         """Sends a call that had to wait, if it has not ended; on the I/O loop."""
         if call.ended:
             self._admission.end(call.peer, call.id)
@@ -311,7 +311,7 @@ class Caller:
     def _send(
         self,
         call: PendingCall,
-        message: Call,
+        message: CallMessage,
         large: Sequence[LargeBuffer],
         session: AnySession | None = None,
         later: Callable[[], None] | None = None,
@@ -325,7 +325,7 @@ class Caller:
             if self._lifetime.is_closed:
                 self._admission.end(call.peer, call.id)
                 raise RpcdistError("RPC is shutting down in this process")
-            if call.flags.is_repeatable and not large and not call.forks:
+            if call.is_repeatable and not large and not call.forks:
                 call.repeat = message
             self.calls.add(call)
             if later is None or self._admission.defer(call.peer, call.id, _num_bytes(message, large), later):
@@ -342,7 +342,7 @@ class Caller:
     def _dispatch(
         self,
         call: PendingCall,
-        message: Call,
+        message: CallMessage,
         large: Sequence[LargeBuffer],
         session: AnySession | None = None,
     ) -> None:
@@ -363,7 +363,7 @@ class Caller:
     def on_reply(
         self,
         session: AnySession,
-        reply: Reply,
+        reply: ReplyMessage,
         buffers: list[ReceiveBuffer],
         jobs: list[PoolJob],
     ) -> None:
@@ -487,7 +487,7 @@ class Caller:
             self.end(call, TransportError(f"{call.what()} was not sent: {reason}"))
 
 
-def _num_bytes(message: Call, large: Sequence[LargeBuffer]) -> int:
+def _num_bytes(message: CallMessage, large: Sequence[LargeBuffer]) -> int:
     """The bytes of a call with its large buffers, for its share of the memory in flight."""
     return message.size_bytes + sum(buffer.size for buffer in large)
 

@@ -14,10 +14,7 @@ from rpcdist.errors import SerializationError
 from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._calling.call_table import (
     FETCH,
-    GATHERING,
     INFINITE,
-    REPEATABLE,
-    USER_CALL,
     CallOwner,
     PendingCall,
     ReplySink,
@@ -34,7 +31,7 @@ from rpcdist.rpc._values import LargeBuffer
 from rpcdist.rpc._values.exceptions import add_note
 from rpcdist.rpc._values.function_names import KnownNames, function_reference, unwrap
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
-from rpcdist.transport.wire_messages import Call
+from rpcdist.transport.wire_messages import CallMessage
 
 
 def positional(args: Any) -> tuple[Any, ...]:
@@ -61,7 +58,7 @@ def by_keyword(kwargs: Any) -> Mapping[str, Any]:
     return kwargs
 
 
-NewCall = tuple[PendingCall, Call, Sequence[LargeBuffer]]
+NewCall = tuple[PendingCall, CallMessage, Sequence[LargeBuffer]]
 """A call that was not sent yet, its message, and the large buffers of that."""
 
 
@@ -144,7 +141,7 @@ class NewCalls:
             called = f"the method {called_method(args)}()"
         elif called is None:
             called = getattr(func, "__qualname__", repr(func))
-        pending = PendingCall(self._owner, self._next_id(), to, called, deadline, timeout_s, reply_sink, USER_CALL)
+        pending = PendingCall(self._owner, self._next_id(), to, called, deadline, timeout_s, reply_sink)
         pending.autograd = context
         pending.on = on
         pending.is_bound = result is not None or on is not None or context is not None
@@ -153,7 +150,7 @@ class NewCalls:
             written = self._by_value(func, args, kwargs, to, device_map)
         elif args or kwargs:
             written = self._marshal.write((args, kwargs), to, None, device_map)
-        call = Call(pending.id, name or "")
+        call = CallMessage(pending.id, name or "")
         if name is None:
             call.is_by_value = True
         if device_map is not None:
@@ -201,10 +198,8 @@ class NewCalls:
         call, message, large = made
         if not self.is_for_all(made) or (message.num_tensors and self._marshal.moves_cpu(to)):
             return None
-        pending = PendingCall(
-            self._owner, self._next_id(), to, call.called, call.deadline, call.timeout_s, reply_sink, USER_CALL
-        )
-        again = Call(pending.id, message.function, 0, message.body, message.num_tensors)
+        pending = PendingCall(self._owner, self._next_id(), to, call.called, call.deadline, call.timeout_s, reply_sink)
+        again = CallMessage(pending.id, message.function, 0, message.body, message.num_tensors)
         again.is_nested = message.is_nested
         return pending, again, large
 
@@ -213,9 +208,9 @@ class NewCalls:
         timeout_s, deadline = self._limits(timeout_s)
         current = current_autograd.get()
         context, context_id = (None, 0) if current is None else current.for_call(owner)
-        pending = PendingCall(self._owner, self._next_id(), owner, share, deadline, timeout_s, reply_sink, REPEATABLE)
+        pending = PendingCall(self._owner, self._next_id(), owner, share, deadline, timeout_s, reply_sink, True)
         pending.autograd = context
-        call = Call(pending.id, "", target=(*share.rref, *share.fork))
+        call = CallMessage(pending.id, "", target=(*share.rref, *share.fork))
         call.context = context_id
         call.is_nested = _is_in_handler()
         if (spans := call_spans.exporter) is not None:
@@ -228,8 +223,8 @@ class NewCalls:
     ) -> NewCall:
         """A call of a function that every worker serves under this name, and that waits for other workers."""
         timeout_s, deadline = self._limits(timeout_s)
-        pending = PendingCall(self._owner, self._next_id(), to, name, deadline, timeout_s, reply_sink, GATHERING)
-        call = Call(pending.id, name, counts_as_idle=True)
+        pending = PendingCall(self._owner, self._next_id(), to, name, deadline, timeout_s, reply_sink, True, False)
+        call = CallMessage(pending.id, name, counts_as_idle=True)
         large, pending.forks = self._marshal.put(call, self._marshal.write((args, {}), to))
         return pending, call, large
 

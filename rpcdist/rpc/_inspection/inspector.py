@@ -371,7 +371,7 @@ class OldCalls:
         self._next_look = now + SLOW_CHECK_INTERVAL_S
         old_before, seen_until = now - self._limit_s, self._seen_until
         self._seen_until = old_before
-        made = ((call.made, call.what) for call in self._made.by_age() if call.flags.counts_as_work)
+        made = ((call.made, call.what) for call in self._made.by_age() if call.counts_as_work)
         served = ((call.arrived, call.__repr__) for call in self._served.by_age() if call.counts_as_work)
         found = [*_new_ones(made, seen_until, old_before), *_new_ones(served, seen_until, old_before)]
         if not found:

@@ -21,7 +21,7 @@ from rpcdist.rpc._values import ReceiveBuffer, decode
 from rpcdist.rpc._values.compact import read_compact
 from rpcdist.rpc._values.failures import exception_of
 from rpcdist.rpc.future import Future
-from rpcdist.transport.wire_messages import Call, History, Reply
+from rpcdist.transport.wire_messages import CallMessage, History, ReplyMessage
 
 MAX_GPUS: Final = 256
 MAX_SHORT_BYTES: Final = 64 * 1024  # of a body: decoding on the I/O loop must not delay it
@@ -237,7 +237,7 @@ class ArrivedCompact(Arrived):
 
     __slots__ = ("_buffers", "_message", "_sender")
 
-    def __init__(self, message: Call | Reply, buffers: Sequence[ReceiveBuffer], sender: Identity) -> None:
+    def __init__(self, message: CallMessage | ReplyMessage, buffers: Sequence[ReceiveBuffer], sender: Identity) -> None:
         self._message = message
         self._buffers = buffers
         self._sender = sender

@@ -30,7 +30,7 @@ from rpcdist.rpc._values.failures import failure_of
 from rpcdist.rpc._values.pickled import PickledParts
 from rpcdist.rpc._values.plain import PlainWriter
 from rpcdist.rpc._values.refusals import unpicklable_part
-from rpcdist.transport.wire_messages import Call, Reply, WireMessage
+from rpcdist.transport.wire_messages import CallMessage, ReplyMessage, WireMessage
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class Marshal:
         return Written(obj, to, session, writer, externals, device_map)
 
     def put(
-        self, message: Call | Reply, written: Written, autograd: CallContext | None = None
+        self, message: CallMessage | ReplyMessage, written: Written, autograd: CallContext | None = None
     ) -> tuple[Sequence[LargeBuffer], Sequence[Share]]:
         """Puts the value into a call or a reply, in the compact form if both have it. See `encode`."""
         writer = written.writer
@@ -242,7 +242,9 @@ class Marshal:
         gpus = self._gpus.arriving(value, sender)
         return ArrivedValue(value, buffers, self._rrefs, sender, not self.allow_pickle, autograd, gpus)
 
-    def arrived_with(self, message: Call | Reply, buffers: Sequence[ReceiveBuffer], sender: Identity) -> Arrived | None:
+    def arrived_with(
+        self, message: CallMessage | ReplyMessage, buffers: Sequence[ReceiveBuffer], sender: Identity
+    ) -> Arrived | None:
         """The value of a call or a reply, None if it has none; as `arrived`."""
         if message.value is not None:
             return self.arrived(message.value, buffers, sender)

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import backoff
@@ -66,13 +66,8 @@ class PeerState(Enum):
     CLOSED = "closed"
 
 
-class Unsent(NamedTuple):
-    """A message without a connection, with its large buffers and its observer."""
-
-    message: WireMessage
-    buffers: Sequence[LargeBuffer]
-    observer: SendObserver
-
+Unsent = tuple[WireMessage, Sequence[LargeBuffer], SendObserver]
+"""A message without a connection, its large buffers, and its observer."""
 
 _Waiting = tuple[WireMessage, Sequence[LargeBuffer], SendObserver | None, float]
 """A message, its large buffers, its observer, and the time since which it waits, in monotonic seconds."""
@@ -147,6 +142,13 @@ class Peer:
         self.lost_at = 0.0
         self.is_gone = False
         self.is_out_of_reach = False
+        # As the handler of its sessions: their end is for the peer, the rest for the owner.
+        self.allocate = ReceiveBuffer.allocate
+        self.borrow = owner.borrow
+        self.shares_payloads = owner.shares_payloads
+        self.announced_by = owner.announced_by
+        self.on_messages = owner.on_messages
+        self.takes_anywhere = owner.takes_anywhere
         self._network = network
         self._owner = owner
         self._timeout_s = timeout_s
@@ -301,9 +303,8 @@ class Peer:
 
     async def _open(self, timeout_s: float) -> Connection:
         """Opens the connection, in one attempt."""
-        taker = _PeerTaker(self, self._owner)
         return await self._network.connect(
-            self.address, ROLE, timeout_s, handler=taker, expected=self.identity, retry=False
+            self.address, ROLE, timeout_s, handler=self, expected=self.identity, retry=False
         )
 
     def _up(self, connection: Connection) -> None:
@@ -347,7 +348,7 @@ class Peer:
                 if sent is not None:
                     sent.on_sent(session, number)
         if session.closed_reason is not None:  # it ended before this peer listened to it
-            self._network.io.call_soon(self.on_session_closed, session, session.closed_reason)
+            self._network.io.call_soon(self.on_closed, session, session.closed_reason)
 
     def _take_waiting(self, session: Session) -> list[_Waiting] | None:
         """The messages to send next; None if there are none, and threads may send by the session from now on."""
@@ -362,7 +363,10 @@ class Peer:
     def _is_up_by(self, session: Session) -> bool:
         return self.state is PeerState.UP and self._connection is not None and self._connection.session is session
 
-    def on_session_closed(self, session: Session, reason: str) -> None:
+    def on_opened(self, session: Session) -> None:
+        """Not called: this process opens the session itself."""
+
+    def on_closed(self, session: Session, reason: str) -> None:
         with self._lock:
             if self.state is PeerState.CLOSED:
                 return
@@ -387,7 +391,7 @@ class Peer:
                 self.last_up = self.session.last_received
             self.is_gone = gone
             # Told outside of the lock: their calls end, and a thread that waits for one may call this worker again.
-            unsent = [Unsent(message, buffers, sent) for message, buffers, sent, _ in self._waiting if sent is not None]
+            unsent = [(message, buffers, sent) for message, buffers, sent, _ in self._waiting if sent is not None]
             self._waiting.clear()
         self._owner.on_peer_lost(self, reason, unsent)
 
@@ -415,23 +419,3 @@ class Peer:
 
 def _because(broken: str, then: str) -> str:
     return f"{broken}; then {then}" if broken else then
-
-
-class _PeerTaker:
-    """Takes what arrives on a peer's session (`SessionHandler`): its end is for the peer, the rest for the owner."""
-
-    __slots__ = (
-        "allocate", "announced_by", "borrow", "on_closed", "on_messages", "shares_payloads", "takes_anywhere",
-    )  # fmt: skip
-
-    def __init__(self, peer: Peer, owner: PeerOwner) -> None:
-        self.allocate = ReceiveBuffer.allocate
-        self.borrow = owner.borrow
-        self.shares_payloads = owner.shares_payloads
-        self.announced_by = owner.announced_by
-        self.on_messages = owner.on_messages
-        self.takes_anywhere = owner.takes_anywhere
-        self.on_closed = peer.on_session_closed
-
-    def on_opened(self, session: Session) -> None:
-        """Not called: the peer opens the session itself."""

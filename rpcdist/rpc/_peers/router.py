@@ -36,7 +36,7 @@ from rpcdist.rpc._values.buffers import CopiedBuffer, LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.time_limits import QUICK_ANSWER_LIMIT_S, THREAD_GRACE_S
 from rpcdist.transport.session import TURNS_TO_READ, Session
-from rpcdist.transport.wire_messages import Call, CompactPass, Reply, WireMessage
+from rpcdist.transport.wire_messages import CallMessage, CompactPass, ReplyMessage, WireMessage
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Demultiplexer:
         self._lifetime = lifetime
         self._handlers: dict[str | type | None, Handler] = {}
 
-    def handle(self, kind: str | type[Call | Reply | CompactPass], handler: Handler) -> None:
+    def handle(self, kind: str | type[CallMessage | ReplyMessage | CompactPass], handler: Handler) -> None:
         """Registers the handler of a class of messages, or of a kind of protobuf message; others are dropped."""
         self._handlers[kind] = handler
 
@@ -83,7 +83,7 @@ class Demultiplexer:
             handler = self._handlers.get(kind)
             if handler is None:
                 continue
-            if kind is Call:
+            if kind is CallMessage:
                 handler(session, message, buffers, calls)
             elif kind is CompactPass:
                 handler(session, message, buffers, passes)
@@ -180,7 +180,7 @@ class Router:
             except TransportError as exc:
                 if not self._keep_for_next(to, observer):
                     raise
-                self._network.io.call_soon(self._spawn_delivery, [Unsent(message, buffers, observer)], str(exc))
+                self._network.io.call_soon(self._spawn_delivery, [(message, buffers, observer)], str(exc))
 
     def send(
         self,
@@ -464,10 +464,11 @@ class Router:
         self._events.lost.publish(peer.identity, WorkerLost(peer.identity.name, "a connection", silence_s, reason))
         kept = []
         for one in unsent:
-            if self._keep_for_next(peer.identity.id, one.observer):
+            observer = one[2]
+            if self._keep_for_next(peer.identity.id, observer):
                 kept.append(one)
             else:
-                one.observer.on_not_sent(silence_s, reason)
+                observer.on_not_sent(silence_s, reason)
         if kept:
             self._spawn_delivery(kept, reason)
 

@@ -27,7 +27,7 @@ from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc._values.function_names import function_name
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import LONGEST_TIMEOUT_S
-from rpcdist.transport.wire_messages import Call, NamedReference
+from rpcdist.transport.wire_messages import CallMessage, NamedReference
 
 CALL_BYTES: Final = 5 << 10
 """The memory of a call until it has ended, without its arguments. Measured: 1.7 KiB while it waits for a thread, 4.7 as
@@ -140,7 +140,7 @@ class ActiveCall:
         return f"<call {self.id} from {self.session.peer.name}: {self.what}, {self.deadline!r}>"
 
     @classmethod
-    def of(cls, session: AnySession, call: Call, arguments: Arrived | None) -> ActiveCall:
+    def of(cls, session: AnySession, call: CallMessage, arguments: Arrived | None) -> ActiveCall:
         """A call that came."""
         now, timeout_s = time.monotonic(), call.timeout_us / 1e6
         is_limited = 0.0 < timeout_s <= LONGEST_TIMEOUT_S

@@ -28,7 +28,7 @@ from rpcdist.rpc._values.function_names import function_name
 from rpcdist.time_limits import LOG_PERIOD_S
 from rpcdist.transport._framing.outgoing import UNCOUNTED_BYTES
 from rpcdist.transport.announced_bytes import AnnouncedBytes
-from rpcdist.transport.wire_messages import Reply
+from rpcdist.transport.wire_messages import ReplyMessage
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Answers:
             if active.entry is not None:
                 return self._keep(active, active.entry, result, is_last)
             if result is None:  # as most functions return: a reply without an outcome
-                message = Reply(active.id)
+                message = ReplyMessage(active.id)
             else:
                 message, large, forks = self._encode(active, result)
         except BaseException as exc:
@@ -135,7 +135,9 @@ class Answers:
         fetches.answers.insert(0, partial(self._answer, active, message, large, forks))
         return fetches._replace(is_long=True) if large and takes_long(large) else fetches
 
-    def _created(self, active: ActiveCall, result: object) -> tuple[Reply, Sequence[LargeBuffer], Sequence[Share]]:
+    def _created(
+        self, active: ActiveCall, result: object
+    ) -> tuple[ReplyMessage, Sequence[LargeBuffer], Sequence[Share]]:
         """The reply to a `remote()`, with the result if it is wanted and can be sent: else its caller fetches it."""
         if active.wants_value and not is_generator(result):
             try:
@@ -143,15 +145,15 @@ class Answers:
                     reply, large, forks = self._encode(active, result)
                     self._marshal.check_room(active.session, reply.size_bytes, large, forks)
                     return reply, large, forks
-                return Reply(active.id, created=True, has_value=True), (), ()
+                return ReplyMessage(active.id, created=True, has_value=True), (), ()
             except Exception as exc:  # the value exists all the same; the error is that of the fetch
                 logger.debug("the result of %s stays where it is: %r", active.what, exc)
-        return Reply(active.id, created=True), (), ()
+        return ReplyMessage(active.id, created=True), (), ()
 
     def _answer(
         self,
         active: ActiveCall,
-        reply: Reply,
+        reply: ReplyMessage,
         large: Sequence[LargeBuffer],
         forks: Sequence[Share],
     ) -> None:
@@ -165,11 +167,13 @@ class Answers:
             return
         self._calls.remove(active)
 
-    def _encode(self, active: ActiveCall, result: object) -> tuple[Reply, Sequence[LargeBuffer], Sequence[Share]]:
+    def _encode(
+        self, active: ActiveCall, result: object
+    ) -> tuple[ReplyMessage, Sequence[LargeBuffer], Sequence[Share]]:
         """The reply with a result, its large buffers, and the shares of references that it carries."""
         back = None if active.entry is not None else active.back  # a reference's value goes as its later fetches do
         written = self._marshal.write(result, active.session.peer.id, active.session, back)
-        reply = Reply(active.id)
+        reply = ReplyMessage(active.id)
         reply.created = reply.has_value = active.entry is not None
         try:
             large, forks = self._marshal.put(reply, written, active.autograd)
@@ -208,7 +212,7 @@ class Answers:
                 self._marshal.give_back(forks)
             else:
                 active.is_answered = True
-                self._marshal.send(active.session, Reply(active.id, failure=failure), large, forks)
+                self._marshal.send(active.session, ReplyMessage(active.id, failure=failure), large, forks)
         return f"{failure.type_name}: {failure.text}"[:MAX_LOGGED_CHARS]
 
     def _log(self, active: ActiveCall, failure: rpc_pb2.Failure) -> None:

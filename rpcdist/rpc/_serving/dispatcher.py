@@ -62,7 +62,7 @@ from rpcdist.rpc._values.function_names import function_name
 from rpcdist.rpc.functions import ASYNC_MARK, READER_MARK
 from rpcdist.rpc.future import Future
 from rpcdist.transport._framing.incoming import MissingBuffer
-from rpcdist.transport.wire_messages import Call, Reply
+from rpcdist.transport.wire_messages import CallMessage, ReplyMessage
 
 MAX_KNOWN_NAMES: Final = 4096
 MAX_FUNCTION_CHARS: Final = 2000
@@ -152,7 +152,7 @@ class Dispatcher:
     def on_call(
         self,
         session: AnySession,
-        call: Call,
+        call: CallMessage,
         buffers: list[ReceiveBuffer],
         jobs: list[PoolJob],
     ) -> None:
@@ -486,7 +486,7 @@ class Dispatcher:
             active.handle.cancel()
 
     def _produce(self, active: ActiveCall, generator: Generator[Any, Any, Any] | AsyncGenerator[Any, Any]) -> None:
-        active.session.send(Reply(active.id, is_stream=True))
+        active.session.send(ReplyMessage(active.id, is_stream=True))
         sender = StreamSender(
             self._marshal, active.session, active.id, active.autograd, partial(self.calls.remove, active), active.back
         )

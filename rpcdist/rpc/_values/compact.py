@@ -22,7 +22,7 @@ from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, TensorBuffer
 from rpcdist.rpc._values.plain import FREE_BYTES, PlainWriter, allowed_bytes, read_plain, too_much_for_its_weight
 from rpcdist.rpc._values.rebuild import TENSOR_BYTES, contiguous_strides, over_storage
-from rpcdist.rpc._values.tensors import DTYPE_CODES, DTYPES, DtypeInfo, address_of
+from rpcdist.rpc._values.tensors import DTYPE_CODES, DTYPES, address_of
 from rpcdist.transport.wire_messages import MAX_COMPACT_BODY_BYTES
 
 MAX_DIMS: Final = 8  # a tensor of more is not worth a compact form
@@ -181,42 +181,42 @@ def _read_tensors(body: bytes, count: int, large: Sequence[ReceiveBuffer]) -> tu
     for _ in range(count):
         code, num_dims, flags, _ = _ENTRY.unpack_from(body, at)
         at += _ENTRY.size
-        info = DTYPES.get(code)
-        if info is None or num_dims > MAX_DIMS or flags & ~_FLAGS:
+        dtype = DTYPES.get(code)
+        if dtype is None or num_dims > MAX_DIMS or flags & ~_FLAGS:
             raise SerializationError(
                 f"a tensor of dtype number {code}, {num_dims} dimensions and flags {flags} arrived, which torch "
                 f"{torch.__version__} or this version of rpcdist does not know"
             )
         shape = list(_SHAPES[num_dims].unpack_from(body, at))
         at += _SHAPES[num_dims].size
-        size = prod(shape) * info.itemsize
+        size = prod(shape) * dtype.itemsize
         if 0 < size <= len(body) - at and not flags & _SEPARATE:  # as nearly all; torch checks the shape
-            tensor = torch.empty(shape, dtype=info.dtype, device=_CPU)
+            tensor = torch.empty(shape, dtype=dtype, device=_CPU)
             memmove(tensor.data_ptr(), body[at : at + size], size)
             at += size
             tensors.append(tensor.requires_grad_() if flags & _REQUIRES_GRAD else tensor)
             continue
-        stride, num_elements = contiguous_strides(shape, info.itemsize)
-        size = num_elements * info.itemsize
+        stride, num_elements = contiguous_strides(shape, dtype.itemsize)
+        size = num_elements * dtype.itemsize
         if flags & _SEPARATE:
             if num_large == len(large) or large[num_large].size != size or not size:
                 raise SerializationError(f"a tensor of {size} bytes did not arrive as announced")
-            tensor = _over_buffer(large[num_large], info, shape, stride)
+            tensor = _over_buffer(large[num_large], dtype, shape, stride)
             num_large += 1
         elif size:
             raise SerializationError(f"a tensor of {size} bytes arrived that is cut off")
         else:
-            tensor = torch.empty_strided(shape, stride, dtype=info.dtype, device=_CPU)
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device=_CPU)
         tensors.append(tensor.requires_grad_() if flags & _REQUIRES_GRAD else tensor)
     if num_large != len(large):
         raise SerializationError(f"{len(large)} large buffers arrived for a value that has {num_large}")
     return tensors, at
 
 
-def _over_buffer(buffer: ReceiveBuffer, info: DtypeInfo, shape: list[int], stride: list[int]) -> torch.Tensor:
+def _over_buffer(buffer: ReceiveBuffer, dtype: torch.dtype, shape: list[int], stride: list[int]) -> torch.Tensor:
     """A contiguous tensor that fills a buffer."""
     view = buffer.borrowed_view
     if view is None:
-        return over_storage(buffer.memory.untyped_storage(), 0, info, shape, stride)
-    tensor = torch.frombuffer(view, dtype=info.dtype)
+        return over_storage(buffer.memory.untyped_storage(), 0, dtype, shape, stride)
+    tensor = torch.frombuffer(view, dtype=dtype)
     return tensor if len(shape) == 1 else tensor.resize_(shape)

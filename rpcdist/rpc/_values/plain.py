@@ -512,7 +512,7 @@ class _Reader:
             self.take(_NUMBER_BYTES)
             return complex(*_read_complex(body, position)), position + 16
         if tag == _DTYPE:
-            return DTYPES[body[position]].dtype, position + 1
+            return DTYPES[body[position]], position + 1
         if tag == _DEVICE:
             end = position + 1 + body[position]
             self.take(_TEXT_BYTES + body[position])

@@ -19,7 +19,7 @@ from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import ReceiveBuffer, Received
 from rpcdist.rpc._values.plain import too_much_for_its_weight
 from rpcdist.rpc._values.tensor_runs import PAUSED_FROM, paused_collections, split_run
-from rpcdist.rpc._values.tensors import DTYPES, DtypeInfo
+from rpcdist.rpc._values.tensors import DTYPES
 
 MAX_DIMS: Final = 64  # torch's own limit
 MAX_UNTRUSTED_TENSORS: Final = 1 << 17
@@ -153,23 +153,23 @@ def _rebuild_runs(
 
 
 def _rebuild_run(message: value_pb2.Tensor, buffers: Sequence[Received], owners: Owners) -> list[torch.Tensor]:
-    info = DTYPES.get(message.dtype)
+    dtype = DTYPES.get(message.dtype)
     index = message.buffer
     # A buffer that two runs could use would let a short message ask for any amount of memory.
-    if info is None or message.stride or message.device or message.offset or index >= len(buffers) or index in owners:
+    if dtype is None or message.stride or message.device or message.offset or index >= len(buffers) or index in owners:
         raise SerializationError(
             "a run of tensors arrived that is damaged: its header or its buffer is not that of one"
         )
     shape = [message.run, *message.shape]
-    stride, count = contiguous_strides(shape, info.itemsize)
+    stride, count = contiguous_strides(shape, dtype.itemsize)
     buffer = buffers[index]
     size = len(buffer) if isinstance(buffer, bytes) else buffer.size
-    if not count or size != count * info.itemsize:
-        raise SerializationError(f"a run of tensors of {count * info.itemsize} bytes arrived with a buffer of {size}")
-    if message.requires_grad and not info.differentiable:
-        raise SerializationError(f"a tensor of {info.dtype} arrived that requires grad")
+    if not count or size != count * dtype.itemsize:
+        raise SerializationError(f"a run of tensors of {count * dtype.itemsize} bytes arrived with a buffer of {size}")
+    if message.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+        raise SerializationError(f"a tensor of {dtype} arrived that requires grad")
     owners[index] = owner = _on_host(buffer)
-    joined = over_storage(owner.untyped_storage(), 0, info, shape, stride)
+    joined = over_storage(owner.untyped_storage(), 0, dtype, shape, stride)
     if message.run < PAUSED_FROM:
         tensors = split_run(joined)
     else:
@@ -201,36 +201,36 @@ def _sparse(message: value_pb2.Tensor, table: Sequence[torch.Tensor | None]) -> 
 def _rebuild(
     message: value_pb2.Tensor, buffers: Sequence[Received], owners: Owners, gpus: GpuArrivals | None
 ) -> torch.Tensor:
-    info = DTYPES.get(message.dtype)
-    if info is None:
+    dtype = DTYPES.get(message.dtype)
+    if dtype is None:
         raise SerializationError(
             f"a tensor of dtype number {message.dtype} arrived; torch {torch.__version__} has no such type"
         )
     shape = message.shape[:]
-    stride, count = contiguous_strides(shape, info.itemsize)
+    stride, count = contiguous_strides(shape, dtype.itemsize)
     dense = not message.stride
     if not dense:
-        stride = _checked_stride(shape, message.stride[:], info.itemsize)
+        stride = _checked_stride(shape, message.stride[:], dtype.itemsize)
     device = message.device
     if device and device != "meta":
-        tensor = _on_gpu(message, buffers, owners, gpus, (info, shape, stride, count))
+        tensor = _on_gpu(message, buffers, owners, gpus, (dtype, shape, stride, count))
     elif count == 0 or device:
-        tensor = torch.empty_strided(shape, stride, dtype=info.dtype, device=device or _CPU)
+        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device or _CPU)
     else:
         index = message.buffer
         buffer = _buffer(buffers, index)
-        size = count * info.itemsize
+        size = count * dtype.itemsize
         if dense and type(buffer) is bytes and len(buffer) == size and index not in owners and not message.offset:
-            owners[index] = tensor = torch.empty_strided(shape, stride, dtype=info.dtype, device=_CPU)
+            owners[index] = tensor = torch.empty_strided(shape, stride, dtype=dtype, device=_CPU)
             memmove(tensor.data_ptr(), buffer, size)
         else:
             owner = owners.get(index)
             if owner is None:
                 owners[index] = owner = _on_host(buffer)
-            tensor = over_storage(owner.untyped_storage(), message.offset, info, shape, stride)
+            tensor = over_storage(owner.untyped_storage(), message.offset, dtype, shape, stride)
     if message.requires_grad:
-        if not info.differentiable:
-            raise SerializationError(f"a tensor of {info.dtype} arrived that requires grad")
+        if not (dtype.is_floating_point or dtype.is_complex):
+            raise SerializationError(f"a tensor of {dtype} arrived that requires grad")
         tensor.requires_grad_()
     if message.parameter:
         return Parameter(tensor.detach(), message.requires_grad)
@@ -242,25 +242,25 @@ def _on_gpu(
     buffers: Sequence[Received],
     owners: Owners,
     gpus: GpuArrivals | None,
-    form: tuple[DtypeInfo, list[int], list[int], int],
+    form: tuple[torch.dtype, list[int], list[int], int],
 ) -> torch.Tensor:
     """A tensor that names a device."""
     if gpus is None:
         raise SerializationError(f"a tensor for {message.device} arrived where tensors of the CPU are expected")
-    info, shape, stride, count = form
+    dtype, shape, stride, count = form
     buffer = _buffer(buffers, message.buffer) if count else None
     place = gpus.device_of(message, buffer)
     if buffer is None:
-        return torch.empty_strided(shape, stride, dtype=info.dtype, device=place)
+        return torch.empty_strided(shape, stride, dtype=dtype, device=place)
     key = message.buffer, place
     owner = owners.get(key)
     if owner is None:
         size = len(buffer) if isinstance(buffer, bytes) else buffer.size
-        if not message.stride and not message.offset and size == count * info.itemsize:
-            owners[key] = tensor = gpus.copy_of(buffer, shape, info.dtype, place)
+        if not message.stride and not message.offset and size == count * dtype.itemsize:
+            owners[key] = tensor = gpus.copy_of(buffer, shape, dtype, place)
             return tensor
         owners[key] = owner = gpus.copy_of(buffer, (size,), torch.uint8, place)
-    return over_storage(owner.untyped_storage(), message.offset, info, shape, stride)
+    return over_storage(owner.untyped_storage(), message.offset, dtype, shape, stride)
 
 
 def _buffer(buffers: Sequence[Received], index: int) -> Received:
@@ -277,10 +277,10 @@ def _on_host(buffer: Received) -> torch.Tensor:
 
 
 def over_storage(
-    storage: torch.UntypedStorage, offset: int, info: DtypeInfo, shape: list[int], stride: list[int]
+    storage: torch.UntypedStorage, offset: int, dtype: torch.dtype, shape: list[int], stride: list[int]
 ) -> torch.Tensor:
     """A tensor with elements over a part of the memory of a buffer."""
-    itemsize = info.itemsize
+    itemsize = dtype.itemsize
     size = storage.nbytes()
     span = sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) + 1
     if offset % itemsize or offset + span * itemsize > size:
@@ -289,7 +289,7 @@ def over_storage(
             f"of {size} bytes"
         )
     # `set_` makes no view: a view of a common base would drag its siblings along in autograd's bookkeeping.
-    tensor = torch.empty(0, dtype=info.dtype, device=storage.device)
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
     return tensor.set_(storage, offset // itemsize, shape, stride)
 
 

@@ -71,25 +71,17 @@ _CODES: Final = {
 }
 
 
-class DtypeInfo(NamedTuple):
-    """The facts about a dtype that the decoder needs."""
-
-    dtype: torch.dtype
-    itemsize: int
-    differentiable: bool
-
-
-def _available() -> dict[int, DtypeInfo]:
+def _available() -> dict[int, torch.dtype]:
     found = {}
     for name, code in _CODES.items():
         dtype = getattr(torch, name, None)
         if isinstance(dtype, torch.dtype):
-            found[code] = DtypeInfo(dtype, dtype.itemsize, dtype.is_floating_point or dtype.is_complex)
+            found[code] = dtype
     return found
 
 
-DTYPES: Final[dict[int, DtypeInfo]] = _available()
-DTYPE_CODES: Final[dict[torch.dtype, int]] = {info.dtype: code for code, info in DTYPES.items()}
+DTYPES: Final[dict[int, torch.dtype]] = _available()
+DTYPE_CODES: Final[dict[torch.dtype, int]] = {dtype: code for code, dtype in DTYPES.items()}
 
 
 _CPU: Final = torch.device("cpu")

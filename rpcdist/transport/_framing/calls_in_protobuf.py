@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from rpcdist._proto import rpc_pb2, value_pb2
-from rpcdist.transport.wire_messages import Call, Loan, NamedReference, Reply, WireMessage, set_large
+from rpcdist.transport.wire_messages import CallMessage, Loan, NamedReference, ReplyMessage, WireMessage, set_large
 
 
-def in_protobuf(message: Call | Reply) -> rpc_pb2.Message:
+def in_protobuf(message: CallMessage | ReplyMessage) -> rpc_pb2.Message:
     """The protobuf message that says the same."""
     found = rpc_pb2.Message(transfer=message.transfer)
     set_large(found, message.large, message.loans)
-    if isinstance(message, Call):
+    if isinstance(message, CallMessage):
         _fill_call(found.call, message)
     else:
         _fill_reply(found.reply, message)
@@ -19,7 +19,7 @@ def in_protobuf(message: Call | Reply) -> rpc_pb2.Message:
 
 def from_protobuf(message: rpc_pb2.Message) -> WireMessage:
     """The call or the reply in a message that arrived; the message itself if it has neither."""
-    found: Call | Reply
+    found: CallMessage | ReplyMessage
     if message.wrapped:
         return message
     if message.HasField("call"):
@@ -34,7 +34,7 @@ def from_protobuf(message: rpc_pb2.Message) -> WireMessage:
     return found
 
 
-def _fill_call(pb: rpc_pb2.Call, call: Call) -> None:
+def _fill_call(pb: rpc_pb2.Call, call: CallMessage) -> None:
     pb.id, pb.timeout_us = call.id, call.timeout_us
     pb.autograd_context, pb.is_nested = call.context, call.is_nested
     pb.counts_as_idle, pb.traceparent = call.counts_as_idle, call.traceparent
@@ -53,8 +53,8 @@ def _fill_call(pb: rpc_pb2.Call, call: Call) -> None:
         pb.device_map.CopyFrom(call.device_map)
 
 
-def _call(pb: rpc_pb2.Call) -> Call:
-    call = Call(pb.id, pb.function, pb.timeout_us, context=pb.autograd_context, is_nested=pb.is_nested)
+def _call(pb: rpc_pb2.Call) -> CallMessage:
+    call = CallMessage(pb.id, pb.function, pb.timeout_us, context=pb.autograd_context, is_nested=pb.is_nested)
     call.is_by_value, call.counts_as_idle, call.traceparent = pb.by_value, pb.counts_as_idle, pb.traceparent
     if pb.HasField("arguments"):
         call.value = pb.arguments
@@ -69,7 +69,7 @@ def _call(pb: rpc_pb2.Call) -> Call:
     return call
 
 
-def _fill_reply(pb: rpc_pb2.Reply, reply: Reply) -> None:
+def _fill_reply(pb: rpc_pb2.Reply, reply: ReplyMessage) -> None:
     pb.id = reply.id
     if reply.value is not None:
         pb.value.CopyFrom(reply.value)
@@ -79,8 +79,8 @@ def _fill_reply(pb: rpc_pb2.Reply, reply: Reply) -> None:
         pb.stream = True
 
 
-def _reply(pb: rpc_pb2.Reply) -> Reply:
-    reply = Reply(pb.id, created=pb.created, is_stream=pb.stream)
+def _reply(pb: rpc_pb2.Reply) -> ReplyMessage:
+    reply = ReplyMessage(pb.id, created=pb.created, is_stream=pb.stream)
     if pb.HasField("value"):
         reply.value = pb.value
     elif pb.HasField("failure"):

@@ -48,11 +48,11 @@ from rpcdist.transport._framing.calls_in_protobuf import from_protobuf, in_proto
 from rpcdist.transport._framing.message_parts import parsed
 from rpcdist.transport.wire_messages import (
     MAX_NAME_BYTES,
-    Call,
+    CallMessage,
     CompactPass,
     Loan,
     NamedReference,
-    Reply,
+    ReplyMessage,
     WireMessage,
     new_history,
 )
@@ -128,7 +128,7 @@ def frame(message: WireMessage) -> bytes:
     """The frame of a message; a compact call has `call_frame` instead."""
     if isinstance(message, CompactPass):
         return pass_frame(message)
-    if isinstance(message, Reply) and message.is_compact:
+    if isinstance(message, ReplyMessage) and message.is_compact:
         return reply_frame(message)
     body = (message if isinstance(message, rpc_pb2.Message) else in_protobuf(message)).SerializeToString()
     return _pack(len(body), _MESSAGE, 0, 0, 0, 0, 0) + body
@@ -140,7 +140,7 @@ def wrapped(data: bytes, transfer: int) -> tuple[bytes, memoryview]:
     return frame(rpc_pb2.Message(transfer=transfer, large=[len(body)], wrapped=True)), body
 
 
-def call_frame(call: Call, number: int, name: bytes = b"") -> bytes | bytearray:
+def call_frame(call: CallMessage, number: int, name: bytes = b"") -> bytes | bytearray:
     """The frame of a call. `want_value` may change that of a `remote()` while it is queued.
 
     Args:
@@ -174,7 +174,7 @@ def call_frame(call: Call, number: int, name: bytes = b"") -> bytes | bytearray:
     return head + body if call.result is None else bytearray(head) + body
 
 
-def reply_frame(reply: Reply) -> bytes:
+def reply_frame(reply: ReplyMessage) -> bytes:
     """The frame of a reply."""
     body = reply.body
     flags = 0
@@ -207,7 +207,7 @@ def want_value(frame: bytearray, call: int) -> bool:
     return True
 
 
-def _transfer_of(message: Call | Reply | CompactPass) -> bytes:
+def _transfer_of(message: CallMessage | ReplyMessage | CompactPass) -> bytes:
     segments = {loan.buffer: loan.segment for loan in message.loans}
     sizes = [_BUFFER.pack(size, segments.get(index, 0)) for index, size in enumerate(message.large)]
     return b"".join((_TRANSFER.pack(message.transfer, len(sizes)), *sizes))
@@ -249,14 +249,14 @@ def parse(data: bytes | bytearray, names: list[str]) -> list[WireMessage | Chunk
             if at > end:
                 raise ProtocolViolation(f"{end} bytes arrived that are not an envelope: one frame has {size}")
             if kind == _REPLY:
-                reply = Reply(id, b"", num_tensors)
+                reply = ReplyMessage(id, b"", num_tensors)
                 if flags:
                     body = _read_reply_flags(reply, flags, data, body, at)
                 if body < at:
                     reply.body = bytes(data[body:at])
                 found.append(reply)
             elif kind == _CALL:
-                call = Call(id, "", extra, b"", num_tensors)
+                call = CallMessage(id, "", extra, b"", num_tensors)
                 if flags:
                     body = _read_call_flags(call, flags, number, names, data, body, at)
                 if not call.function and (number or call.target is None):
@@ -303,7 +303,7 @@ def parse_chunk_head(data: bytes | bytearray | memoryview, size: int) -> ChunkHe
     return ChunkHead(transfer, buffer, offset, chunk_size, _HEAD_BYTES)
 
 
-def _read_reply_flags(reply: Reply, flags: int, data: bytes | bytearray, at: int, end: int) -> int:
+def _read_reply_flags(reply: ReplyMessage, flags: int, data: bytes | bytearray, at: int, end: int) -> int:
     """Reads the fields of the flags; returns the offset of the result."""
     if flags & ~_REPLY_FLAGS:
         raise ProtocolViolation(f"a reply arrived with unknown flags ({flags:#x})")
@@ -318,7 +318,7 @@ def _read_reply_flags(reply: Reply, flags: int, data: bytes | bytearray, at: int
 
 
 def _read_call_flags(
-    call: Call, flags: int, number: int, names: list[str], data: bytes | bytearray, at: int, end: int
+    call: CallMessage, flags: int, number: int, names: list[str], data: bytes | bytearray, at: int, end: int
 ) -> int:
     """Reads the fields of the flags; returns the offset of the arguments."""
     call.is_nested = bool(flags & _NESTED)
@@ -364,7 +364,7 @@ def _read_ids(data: bytes | bytearray, at: int, end: int) -> tuple[NamedReferenc
     return ids, at + _IDS.size
 
 
-def _read_history(message: Call | Reply, data: bytes | bytearray, at: int, end: int) -> int:
+def _read_history(message: CallMessage | ReplyMessage, data: bytes | bytearray, at: int, end: int) -> int:
     after = at + _HISTORY_FORM.size
     if after > end:
         raise ProtocolViolation("a call or a reply arrived whose history is cut off")
@@ -372,7 +372,7 @@ def _read_history(message: Call | Reply, data: bytes | bytearray, at: int, end: 
     return after
 
 
-def _read_large(message: Call | Reply | CompactPass, data: bytes | bytearray, at: int, end: int) -> int:
+def _read_large(message: CallMessage | ReplyMessage | CompactPass, data: bytes | bytearray, at: int, end: int) -> int:
     count: int
     message.transfer, count = _TRANSFER.unpack_from(data, at)
     at += _TRANSFER.size

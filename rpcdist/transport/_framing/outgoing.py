@@ -37,7 +37,7 @@ from rpcdist.transport._striping.striping import Striping
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.memory_copies import OutgoingBuffer
 from rpcdist.transport.shared_memory import Segment
-from rpcdist.transport.wire_messages import Call, CompactPass, Reply, WireMessage, set_large, stream_of
+from rpcdist.transport.wire_messages import CallMessage, CompactPass, ReplyMessage, WireMessage, set_large, stream_of
 
 Parts = tuple[bytes, memoryview | None]
 """An envelope: all of its bytes, or its first bytes and the sender's own memory with the others."""
@@ -151,7 +151,7 @@ class Outgoing:
 
         False if the message needs more steps, or may be changed later (`want_value`).
         """
-        if type(message) is Reply:
+        if type(message) is ReplyMessage:
             if len(self._frames) >= NUM_UNCOUNTED or len(message.body) > UNCOUNTED_BYTES or not message.is_compact:
                 return False
             self._frames.append((reply_frame(message), None, 0, 0))
@@ -159,7 +159,7 @@ class Outgoing:
         if type(message) is CompactPass:
             self._frames.append((pass_frame(message), None, 0, 0))
             return True
-        if type(message) is Call and message.result is None and message.is_compact:
+        if type(message) is CallMessage and message.result is None and message.is_compact:
             number = self._functions.get(message.function)
             if number is not None:
                 self._frames.append((call_frame(message, number), None, 0, 0))
@@ -223,7 +223,7 @@ class Outgoing:
             if not message.large:  # otherwise some buffers were lent and are empty here
                 set_large(message, sizes)
             transfer = _OutgoingTransfer(number, stream, buffers, sizes, owed_bytes=self._owe(sum(sizes)))
-        if isinstance(message, Call) and message.is_compact:
+        if isinstance(message, CallMessage) and message.is_compact:
             self._add_call(message, transfer)
             return number
         data = frame(message)
@@ -238,7 +238,7 @@ class Outgoing:
         self._frames.append((data, transfer, stream, self._owe(len(data), is_small=True)))
         return number
 
-    def _add_call(self, call: Call, transfer: _OutgoingTransfer | None) -> None:
+    def _add_call(self, call: CallMessage, transfer: _OutgoingTransfer | None) -> None:
         function = call.function
         number = self._functions.get(function)
         if number is not None or not function:
