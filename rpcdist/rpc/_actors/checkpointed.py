@@ -52,9 +52,6 @@ class Checkpointed:
         if state is not None:
             self.object.restore(state[0])
 
-    def __repr__(self) -> str:
-        return f"<Checkpointed {self.object!r}>"
-
     def invoke_checkpointed(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], wants_state: bool) -> Any:
         """Calls a method of the object, or reads an attribute.
 

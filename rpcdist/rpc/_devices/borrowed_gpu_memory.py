@@ -93,9 +93,6 @@ class BorrowedGpuMemory:
         self._indices: dict[bytes, int] = {}  # of devices, by UUID
         self._overdue: set[int] = set()  # lenders whose numbers did not come
 
-    def __repr__(self) -> str:
-        return f"<BorrowedGpuMemory [{len(self._opened)} allocations open]>"
-
     @property
     def is_used(self) -> bool:
         """Whether memory is open."""

@@ -213,9 +213,6 @@ class GpuSharing:
         self.borrowed = BorrowedGpuMemory(memory, lambda: self._lent, lambda worker: identity_of(worker).name)
         self.callables: dict[str, Callable[..., Any]] = {PROBE: self._probe}
 
-    def __repr__(self) -> str:
-        return f"<GpuSharing of {self._me.name} [{self._lent!r}, {self.borrowed!r}]>"
-
     def route(
         self, to: int, session: AnySession | None = None, of_call: DeviceMap | None = None, *, back: bool = False
     ) -> DeviceRoute:

@@ -97,9 +97,6 @@ class LentGpuMemory:
         self._next_number = 1
         self._uuids: dict[int, bytes] = {}
 
-    def __repr__(self) -> str:
-        return f"<LentGpuMemory [{len(self._lent)} loans, {self.kept_bytes()} bytes kept]>"
-
     @property
     def num_loans(self) -> int:
         """Loans that are not idle yet."""

@@ -67,9 +67,6 @@ class HeldAnswers:
     def __bool__(self) -> bool:
         return bool(self._sinks)
 
-    def __repr__(self) -> str:
-        return f"<HeldAnswers for {len(self._sinks)} sessions>"
-
     def hold(self, sink: AnySession, answer: Callable[[], object]) -> None:
         """Sends an answer; it is written now, or with the next ones."""
         try:

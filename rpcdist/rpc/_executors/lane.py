@@ -37,10 +37,6 @@ class Lane:
         self._thread = 0
         self._led: AnySession | None = None  # where the thread may be reading
 
-    def __repr__(self) -> str:
-        state = "closed" if self._is_closed else "idle" if self._is_parked else "busy" if self._is_started else "new"
-        return f"<Lane {state} [{len(self._jobs)} jobs]>"
-
     @property
     def is_here(self) -> bool:
         """Whether this is its thread."""

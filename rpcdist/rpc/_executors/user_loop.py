@@ -232,9 +232,6 @@ class UserLoop:
     def __len__(self) -> int:
         return len(self._calls)
 
-    def __repr__(self) -> str:
-        return f"<UserLoop {type(self.loop).__module__} [{len(self._calls)} coroutines]>"
-
     def submit(
         self,
         start: Start,

@@ -52,9 +52,6 @@ class NoteTaker:
         self._spans: deque[SpanFacts] = deque(maxlen=MAX_SPANS)
         self._ended: deque[SpanFacts] = deque(maxlen=MAX_OPERATIONS)
 
-    def __repr__(self) -> str:
-        return f"<NoteTaker [{len(self._lines)} lines, {len(self._spans)} spans]>"
-
     def since(self, number: int) -> LiveNotes:
         """The notes with larger numbers; it goes on noting for `LIVE_NOTES_S` seconds."""
         if not self._until:

@@ -47,9 +47,6 @@ class Recovery:
         self._silent: set[Member] = set()
         self._living: dict[Identity, Member] = {}  # those that have answered, and where
 
-    def __repr__(self) -> str:
-        return f"<Recovery of {len(self._named)} workers>"
-
     def expect(self, speaker: Identity, known: Iterable[Member]) -> None:
         """A returned worker names, once, the members that it knew."""
         if speaker in self._num_asked:

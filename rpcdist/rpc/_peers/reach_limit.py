@@ -38,9 +38,6 @@ class ReachLimit:
         self._num_failed = 0
         self.shortage: str | None = None
 
-    def __repr__(self) -> str:
-        return f"<ReachLimit in {self._limit - time.monotonic():.1f} s, {self._num_failed} attempts have failed>"
-
     @property
     def waited_s(self) -> float:
         """Since the first attempt began."""

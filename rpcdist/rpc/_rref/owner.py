@@ -54,10 +54,6 @@ class OwnerEntry:
     askers: dict[ForkId, Incarnation] = field(default_factory=dict)
     fetchers: dict[ForkId, Incarnation] = field(default_factory=dict)
 
-    def __repr__(self) -> str:
-        counts = f"{len(self.forks)} forks, {len(self.local)} local, {len(self.askers) + len(self.fetchers)} waiting"
-        return f"<OwnerEntry {self.rref!r} {self.state.value}: {counts}>"
-
 
 class OwnerTable:
     """All values of one worker that others know. Methods report actions through `emit`.

@@ -70,10 +70,6 @@ class RRefProtocol:
         """Whether no reference is held, owned or waited for."""
         return not (self.owners.entries or self.users.forks or self.users.parked or self.users.creating)
 
-    def __repr__(self) -> str:
-        held, parked, owned = len(self.users.forks), len(self.users.parked), len(self.owners.entries)
-        return f"<RRefProtocol of {self.me!r}: {held} forks held, {parked} parked, {owned} values owned>"
-
     def _emit(self, action: RRefAction) -> None:
         if type(action) is SendControl and action.to == self.me:
             self._to_myself.append(action.message)

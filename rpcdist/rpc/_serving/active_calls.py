@@ -270,9 +270,6 @@ class ActiveCalls:
         except RuntimeError:
             return
 
-    def __repr__(self) -> str:
-        return f"<ActiveCalls [{len(self._calls)}]>"
-
     def add(self, active: ActiveCall) -> str | None:
         """Keeps a call that has come; if its caller has too much here already, does not, and returns the reason.
 

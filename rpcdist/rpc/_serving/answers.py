@@ -72,9 +72,6 @@ class Answers:
         self._fetches: dict[int, DeferredReply] = {}
         self._logged: dict[AnnouncedBytes, tuple[float, int]] = {}  # by account: since when, and how many
 
-    def __repr__(self) -> str:
-        return f"<Answers of {self._me.name}>"
-
     def finish(self, active: ActiveCall, result: object, is_last: bool = False) -> DeferredReply | None:
         """Answers a call; anything that goes wrong with the answer becomes its failure.
 

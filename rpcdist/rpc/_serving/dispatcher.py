@@ -144,9 +144,6 @@ class Dispatcher:
         self.accepting = True
         self.gil_wait: GilWait | None = None
 
-    def __repr__(self) -> str:
-        return f"<Dispatcher of {self._me.name} [{len(self.calls)} calls]>"
-
     # ------------------------------------------------------------ I/O loop; `on_call` on the thread that read it
 
     def on_call(

@@ -64,9 +64,6 @@ class CertificateProver:
         self._authorities = authorities
         self._job = job
 
-    def __repr__(self) -> str:
-        return f"<CertificateProver of {', '.join(self.names) or 'nobody'}>"
-
     def prove(self, statement: bytes) -> pb.CertificateProof:
         """Signs what this side sees."""
         signed = framed(statement, *self._chain)
