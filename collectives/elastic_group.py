@@ -57,7 +57,7 @@ from rpcdist.time_limits import (
     LONGEST_PAUSE_S,
     QUICK_ANSWER_LIMIT_S,
 )
-from rpcdist.transport._socket_hub.hub_connector import HubAddress
+from rpcdist.transport.hub_connector import HubAddress
 
 __all__ = ["ElasticGroup"]
 

@@ -21,7 +21,7 @@ from rpcdist.collectives._stores.store_operations import Get, Missing, StoreOper
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveMismatch, RendezvousError, StoreTimeout, listed
 from rpcdist.time_limits import INIT_NOTICE_S, MIN_WAIT_S, STORE_CHECK_INTERVAL_S
-from rpcdist.transport._socket_hub.hub_connector import HubAddress
+from rpcdist.transport.hub_connector import HubAddress
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Final
 
-from rpcdist.transport._socket_hub.hub_connector import HubAddress
+from rpcdist.transport.hub_connector import HubAddress
 
 _STEPS: Final = range(2**63)
 _MAX_TEXT_CHARS: Final = 4096

@@ -18,8 +18,8 @@ from rpcdist.collectives._group.watch import StateKeeper, Watch, encoded
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConnectFailed, DistNetworkError, RendezvousError
 from rpcdist.time_limits import ANSWER_LIMIT_S, CHECK_INTERVAL_S, THREAD_GRACE_S
-from rpcdist.transport._socket_hub.hub_connector import HubAddress
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket
+from rpcdist.transport.hub_connector import HubAddress
 from rpcdist.transport.sockets import SocketHub
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from rpcdist.time_limits import SPIN_LIMIT_S
-from rpcdist.transport._socket_hub.hub_connector import HubAddress
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE
+from rpcdist.transport.hub_connector import HubAddress
 
 _MAX_POLLERS: Final = 64
 

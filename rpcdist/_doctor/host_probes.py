@@ -17,9 +17,9 @@ from rpcdist.own_shortage import check_can_start
 from rpcdist.transport._channels.brief_polling import may_poll
 from rpcdist.transport._channels.channel import CHANNELS_VARIABLE, allowed_channels
 from rpcdist.transport._server.diagnosis import library_versions
-from rpcdist.transport._striping.striping import num_connections
 from rpcdist.transport._tls.tls_policy import TlsPolicy
 from rpcdist.transport.addresses import PortRange, host_from_environment
+from rpcdist.transport.striping import num_connections
 from rpcdist.transport.token import TOKEN_VARIABLE, describe_token_source, job_token, token_path
 
 _SHM: Final = "/dev/shm"

@@ -9,10 +9,10 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from rpcdist.transport._tls.tls_policy import TlsOptions
+from rpcdist.transport.keys import LARGEST_UNCUT_BYTES
 from rpcdist.transport.link import Link
 from rpcdist.transport.node import Node, NodeOptions, acquire_node
 from rpcdist.transport.session import Session, SessionHandler
-from rpcdist.transport.unary_proof import LARGEST_UNCUT_BYTES
 
 __all__ = [
     "LARGEST_UNCUT_BYTES",

@@ -38,17 +38,17 @@ from rpcdist.transport._channels.proving import prove_client
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._channels.socket_pipe import connected_pipe
 from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix
-from rpcdist.transport._striping.striping import PAYLOAD_TAKER, payload_purpose
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
 from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.io_loop import IoLoop
+from rpcdist.transport.keys import SESSION_PATH
 from rpcdist.transport.link import Link
 from rpcdist.transport.roles import SOCKET_ROLE, socket_purpose
 from rpcdist.transport.session import NullHandler, Session, SessionHandler
-from rpcdist.transport.unary_proof import SESSION_PATH
+from rpcdist.transport.striping import PAYLOAD_TAKER, payload_purpose
 from rpcdist.transport.unix_sockets import local_name, names_senders
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,8 @@ from rpcdist.ids import Identity
 from rpcdist.time_limits import CONNECTION_CLOSE_LIMIT_S, LEAVE_LIMIT_S
 from rpcdist.transport._channels.grpc_channel import mapped_errors
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.keys import SessionKeys
+from rpcdist.transport.keys import PACKAGE, Metadata, SessionKeys, cut, joined, request_metadata
 from rpcdist.transport.session import Session
-from rpcdist.transport.unary_proof import PACKAGE, Metadata, cut, joined, request_metadata
 
 Reply = TypeVar("Reply", bound=Message)
 

@@ -31,11 +31,11 @@ from rpcdist.transport import fork
 from rpcdist.transport._server.diagnosis import DIAGNOSIS_SERVICE, Diagnosis
 from rpcdist.transport._server.server import Server
 from rpcdist.transport._server.unary_services import Method
-from rpcdist.transport._socket_hub.hub_connector import HubAddress
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE, TlsOptions, TlsPolicy
 from rpcdist.transport.addresses import PORTS_VARIABLE, PortRange, split_address
 from rpcdist.transport.connector import Connector
 from rpcdist.transport.credentials import Credentials, Records
+from rpcdist.transport.hub_connector import HubAddress
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.link import Link
 from rpcdist.transport.roles import Roles, SocketTaker

@@ -46,12 +46,12 @@ from rpcdist.transport._framing.frames import (
 )
 from rpcdist.transport._framing.incoming import Delivery, Incoming, IncomingBuffer, heap_buffer
 from rpcdist.transport._framing.outgoing import Outgoing
-from rpcdist.transport._striping.striping import OpenConnections, Striping
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.memory_copies import OutgoingBuffer
 from rpcdist.transport.session_writer import SessionWriter
 from rpcdist.transport.shared_payloads import SharedPayloads
+from rpcdist.transport.striping import OpenConnections, Striping
 from rpcdist.transport.wire_messages import WireMessage
 
 logger = logging.getLogger(__name__)

@@ -39,8 +39,8 @@ from rpcdist.errors import (
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import CHECK_INTERVAL_S, ROLE_LIMIT_S, SLOW_ANSWER_LIMIT_S, THREAD_GRACE_S
 from rpcdist.transport._channels.socket_pipe import until_ready
-from rpcdist.transport._socket_hub.hub_connector import HubAddress, WaitingRoom, connect_to_hub
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket
+from rpcdist.transport.hub_connector import HubAddress, WaitingRoom, connect_to_hub
 from rpcdist.transport.node import Node
 
 T = TypeVar("T")

@@ -36,8 +36,8 @@ from rpcdist.transport._channels.grpc_channel import connect_grpc
 from rpcdist.transport._tls.certificate_files import CertificateFiles
 from rpcdist.transport._tls.tls_identity import TlsIdentity
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE, TlsMode, TlsPolicy
+from rpcdist.transport.keys import SESSION_PATH
 from rpcdist.transport.sockets import SocketHub
-from rpcdist.transport.unary_proof import SESSION_PATH
 
 AUTHORITY = OwnAuthority()
 CHANNELS = ["grpc", "tcp", "local"]

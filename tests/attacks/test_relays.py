@@ -24,7 +24,7 @@ from rpcdist.testing import free_port
 from rpcdist.transport import Node, connector
 from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.stream_sockets import connect_tcp, listen_tcp
-from rpcdist.transport._socket_hub.hub_connector import HubAddress
+from rpcdist.transport.hub_connector import HubAddress
 from rpcdist.transport.sockets import SocketHub
 from rpcdist.transport.unix_sockets import has_abstract_sockets, local_name
 

@@ -25,7 +25,7 @@ from rpcdist.transport._tls.certificate import Certificate
 from rpcdist.transport._tls.job_authority import LIFETIME, JobAuthority
 from rpcdist.transport._tls.tls_identity import TlsIdentity, issued_certificates
 from rpcdist.transport.addresses import split_address
-from rpcdist.transport.unary_proof import SESSION_PATH
+from rpcdist.transport.keys import SESSION_PATH
 
 STRANGER = Identity("stranger", -1, 99)
 

@@ -20,7 +20,7 @@ from rpcdist.parallel.pipeline import _pipeline, _step_execution, _step_messages
 from rpcdist.parallel.pipeline._schedules import Action
 from rpcdist.parallel.pipeline._step_execution import Stage, StepExecution
 from rpcdist.parallel.pipeline._step_messages import Mailbox, PipelineConfig, StepOrder, push, receivers
-from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.network import AnySession
 from rpcdist.testing import InProcessCluster
 
 LIMIT_S = 30.0
@@ -53,7 +53,7 @@ class Channel:
 
 
 def mailbox_of(channel: Channel) -> Mailbox:
-    return Mailbox({(1, "F"): cast(MessageSink, channel)})
+    return Mailbox({(1, "F"): cast(AnySession, channel)})
 
 
 def test_what_the_waiting_thread_reads_it_takes() -> None:

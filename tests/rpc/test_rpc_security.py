@@ -38,7 +38,7 @@ from rpcdist.testing import RpcWorld, WorkerPool, eventually, free_port
 from rpcdist.testing.worker_pool import join, leave
 from rpcdist.transport._framing.frames import frame
 from rpcdist.transport.handshake import ClientHandshake
-from rpcdist.transport.unary_proof import COUNTER_KEY, PROOF_KEY, SESSION_KEY
+from rpcdist.transport.keys import COUNTER_KEY, PROOF_KEY, SESSION_KEY
 
 pytestmark = pytest.mark.multiproc
 

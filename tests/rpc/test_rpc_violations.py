@@ -28,8 +28,7 @@ from rpcdist.testing import RpcWorld, WorkerPool, free_port
 from rpcdist.testing.worker_pool import join, leave
 from rpcdist.time_limits import REFUSED_GRACE_S
 from rpcdist.transport._framing.frames import call_frame, frame, reply_frame
-from rpcdist.transport.keys import request_proof
-from rpcdist.transport.unary_proof import COUNTER_KEY, PROOF_KEY, SESSION_KEY
+from rpcdist.transport.keys import COUNTER_KEY, PROOF_KEY, SESSION_KEY, request_proof
 from rpcdist.transport.wire_messages import CallMessage, Loan, ReplyMessage
 
 pytestmark = pytest.mark.multiproc

@@ -27,7 +27,7 @@ from rpcdist.transport._channels.proving import prove_client
 from rpcdist.transport._server import admission
 from rpcdist.transport._server.admission import Admission, Origin
 from rpcdist.transport.handshake import ClientHandshake, ServerHandshake
-from rpcdist.transport.unary_proof import SESSION_PATH
+from rpcdist.transport.keys import SESSION_PATH
 from rpcdist.transport.unix_sockets import local_name
 
 SECRET = TOKEN.encode()

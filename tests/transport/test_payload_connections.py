@@ -18,16 +18,18 @@ from transport_nodes import LIMIT_S, UNIT_S, Memory, Nodes, Recorder, open_link
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ConfigError, ProtocolViolation, TransportError
 from rpcdist.testing import eventually, eventually_async
-from rpcdist.transport import Link, Node, Session, connector
+from rpcdist.transport import Link, Node, Session, connector, striping
 from rpcdist.transport._channels import stream_sockets
 from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.proving import prove_client
 from rpcdist.transport._framing.frames import frame
 from rpcdist.transport._framing.incoming import Delivery
 from rpcdist.transport._server import admission
-from rpcdist.transport._socket_hub.hub_connector import HubAddress, connect_to_hub
-from rpcdist.transport._striping import striping
-from rpcdist.transport._striping.striping import (
+from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
+from rpcdist.transport.connector import Connector
+from rpcdist.transport.hub_connector import HubAddress, connect_to_hub
+from rpcdist.transport.io_loop import IoLoop
+from rpcdist.transport.striping import (
     MIN_STRIPED_BYTES,
     PAYLOAD_CONNECTIONS_VARIABLE,
     PAYLOAD_TAKER,
@@ -35,9 +37,6 @@ from rpcdist.transport._striping.striping import (
     num_connections,
     payload_purpose,
 )
-from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
-from rpcdist.transport.connector import Connector
-from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.wire_messages import WireMessage
 
 LARGE = bytes(range(256)) * (MIN_STRIPED_BYTES // 256) + b"and a little more"

@@ -35,9 +35,9 @@ from rpcdist.transport._channels import stream_sockets
 from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.stream_sockets import listen_unix
 from rpcdist.transport._server import admission, stream_listeners
-from rpcdist.transport._socket_hub.hub_connector import HubAddress
 from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.handshake import ClientHandshake
+from rpcdist.transport.hub_connector import HubAddress
 from rpcdist.transport.sockets import SocketHub
 from rpcdist.transport.token import job_token
 from rpcdist.transport.unix_sockets import local_name

@@ -17,9 +17,9 @@ from rpcdist.transport._framing.frames import Chunk, parse
 from rpcdist.transport._framing.incoming import MAX_BUFFERS, Delivery, Incoming, IncomingBuffer, heap_buffer
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport._framing.stripes import MAX_RANGES, MAX_STRIPES, StripeCursor
-from rpcdist.transport._striping.striping import Striping
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.memory_copies import OutgoingBuffer
+from rpcdist.transport.striping import Striping
 from rpcdist.transport.wire_messages import CallMessage
 
 LIMIT_S = 20.0

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rpcdist.ids import Identity
-from rpcdist.transport.keys import SessionKeys
-from rpcdist.transport.unary_proof import COUNTER_KEY, PROOF_KEY, SESSION_KEY, ProvenSessions, request_metadata
+from rpcdist.transport.keys import COUNTER_KEY, PROOF_KEY, SESSION_KEY, ProvenSessions, SessionKeys, request_metadata
 
 KEYS = SessionKeys(b"s" * 16, b"k" * 32)
 PEER = Identity("peer", 1, 2)

@@ -26,9 +26,9 @@ from rpcdist.collectives._transports.transport_base import (
 from rpcdist.errors import TransportError
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import GROUP_CONNECT_LIMIT_S
-from rpcdist.transport._socket_hub.hub_connector import HubAddress
 from rpcdist.transport._tls.tls_socket import StreamSocket, encrypted_by
 from rpcdist.transport.addresses import is_loopback
+from rpcdist.transport.hub_connector import HubAddress
 from rpcdist.transport.sockets import SocketHub
 
 logger = logging.getLogger(__name__)

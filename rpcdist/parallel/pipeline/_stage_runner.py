@@ -52,7 +52,7 @@ class StageRunner:
         # Guards the attributes below against `arrived`, `run` and `abort`, on several threads.
         self._lock = threading.Lock()
         self._mailboxes: dict[int, Mailbox] = {}
-        self._sources: dict[tuple[int, Kind], MessageSink] = {}
+        self._sources: dict[tuple[int, Kind], AnySession] = {}
         self._ended_step = 0
         receivers.get()[config.key, worker] = self
 

@@ -33,10 +33,10 @@ from rpcdist.transport._framing.frames import (
     want_value,
     wrapped,
 )
-from rpcdist.transport._striping.striping import Striping
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.memory_copies import OutgoingBuffer
 from rpcdist.transport.shared_memory import Segment
+from rpcdist.transport.striping import Striping
 from rpcdist.transport.wire_messages import CallMessage, CompactPass, ReplyMessage, WireMessage, set_large, stream_of
 
 Parts = tuple[bytes, memoryview | None]

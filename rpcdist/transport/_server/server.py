@@ -35,14 +35,14 @@ from rpcdist.transport._server.health_port import HealthPort, standard_handlers
 from rpcdist.transport._server.silent_connections import SilentConnections
 from rpcdist.transport._server.stream_listeners import StreamListeners
 from rpcdist.transport._server.unary_services import Method, UnaryServices
-from rpcdist.transport._striping.striping import PAYLOAD_TAKER, StripeTaker, num_connections
 from rpcdist.transport.addresses import PortRange, join_address
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ServerHandshake
 from rpcdist.transport.io_loop import IoLoop
+from rpcdist.transport.keys import PACKAGE, SESSION_PATH, ProvenSessions
 from rpcdist.transport.roles import SOCKET_ROLE, Roles
 from rpcdist.transport.session import NullHandler, Session
-from rpcdist.transport.unary_proof import PACKAGE, SESSION_PATH, ProvenSessions
+from rpcdist.transport.striping import PAYLOAD_TAKER, StripeTaker, num_connections
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from rpcdist.errors import Overloaded, ProtocolViolation, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.transport._channels.grpc_channel import refuse
 from rpcdist.transport._framing.message_parts import parsed
-from rpcdist.transport.unary_proof import PACKAGE, ProvenSessions, cut, joined
+from rpcdist.transport.keys import PACKAGE, ProvenSessions, cut, joined
 
 logger = logging.getLogger(__name__)
 
