@@ -25,7 +25,7 @@ from rpcdist.rpc._peers.control import ControlInbox, ControlOutbox
 from rpcdist.rpc._values.codec import write_plain
 from rpcdist.rpc._values.compact import compact_value
 from rpcdist.time_limits import CALL_QUESTION_LEAD_S
-from rpcdist.transport.wire_messages import CompactReply
+from rpcdist.transport.wire_messages import ReplyMessage
 
 # ---------------------------------------------------------------- control messages
 
@@ -181,7 +181,7 @@ def arrived(value: object, autograd: Any = None) -> ArrivedCompact:
     assert writer is not None
     compact = compact_value(writer)
     assert compact is not None
-    payload = ArrivedCompact(CompactReply(1, compact.body, compact.num_tensors), (), Identity("b", 1, 7))
+    payload = ArrivedCompact(ReplyMessage(1, compact.body, compact.num_tensors), (), Identity("b", 1, 7))
     payload.autograd = autograd
     return payload
 
