@@ -159,11 +159,14 @@ def test_the_program_may_end_iterations_itself(rank_pool: RankPool, options: dic
 
 
 def test_ends_by_the_program_that_are_missing_early_or_late_are_errors(rank_pool: RankPool) -> None:
-    missing = "finalize_backward() was not called for iteration 1 on rank {rank}, whose gradients are averaged"
+    missing = (
+        "Expected to have finalized the prior backward pass before starting a new one: finalize_backward() was not "
+        "called for iteration 1 on rank {rank}."
+    )
     wanted = {
-        "not asked for": "finalize_backward() needs require_manual_backward_finalization = True",
-        "twice": "finalize_backward() was called on rank {rank}, and no gradients wait for it",
-        "under no_sync": "finalize_backward() was called on rank {rank}, and no gradients wait for it",
+        "not asked for": "finalize_backward() called but manual backward finalization is not required",
+        "twice": "finalize_backward() called but no gradient reduction requires finalization on rank {rank}",
+        "under no_sync": "finalize_backward() called but no gradient reduction requires finalization on rank {rank}",
         "before the gradients": "finalize_backward() was called on rank {rank} before all gradients of iteration 2",
         **dict.fromkeys(("forward", "forward under no_sync", "backward", "comm hook", "setting", "check"), missing),
         "penalty": missing.replace("iteration 1", "iteration 2"),

@@ -98,9 +98,9 @@ def unexpected_gradient(
 def not_finalized(iteration: int, rank: int) -> DataParallelError:
     """The error about a pass, or a setting, that came too early."""
     return DataParallelError(
-        f"finalize_backward() was not called for iteration {iteration} on rank {rank}, whose gradients are averaged "
-        "meanwhile. With require_manual_backward_finalization = True call it once after each backward pass outside of "
-        "no_sync, before the next pass"
+        "Expected to have finalized the prior backward pass before starting a new one: finalize_backward() was not "
+        f"called for iteration {iteration} on rank {rank}. With require_manual_backward_finalization = True call it "
+        "once after each backward pass outside of no_sync, before the next pass"
     )
 
 
@@ -108,8 +108,8 @@ def nothing_to_finalize(by_hand: bool, missing: Sequence[str], iteration: int, r
     """The error about a `finalize_backward` that came too early, or for nothing."""
     if not by_hand:
         return DataParallelError(
-            "finalize_backward() needs require_manual_backward_finalization = True, set before the forward pass; "
-            "without it backward ends when the gradients are averaged"
+            "finalize_backward() called but manual backward finalization is not required: set "
+            "require_manual_backward_finalization = True before the forward pass, or leave the call out"
         )
     if missing:
         return DataParallelError(
@@ -117,8 +117,8 @@ def nothing_to_finalize(by_hand: bool, missing: Sequence[str], iteration: int, r
             f"those of {list_names(missing)} are missing. Call it after backward, or in a hook that runs later"
         )
     return DataParallelError(
-        f"finalize_backward() was called on rank {rank}, and no gradients wait for it: call it once after each "
-        "backward pass outside of no_sync. If should_finalize_after_backward is True, a hook comes too early"
+        f"finalize_backward() called but no gradient reduction requires finalization on rank {rank}: call it once "
+        "after each backward pass outside of no_sync. If should_finalize_after_backward is True, a hook comes too early"
     )
 
 
