@@ -146,9 +146,6 @@ def widen(connection: StreamSocket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 
 
-logger = logging.getLogger(__name__)
-
-
 Taker = Callable[[str, StreamSocket], None]
 
 

@@ -155,8 +155,6 @@ def _say_once(me: str, sender: str) -> None:
     )
 
 
-logger = logging.getLogger(__name__)
-
 PROBE = "rpcdist.rpc._devices.gpu_sharing:probe"
 _PROBED_BYTES: Final = 512
 

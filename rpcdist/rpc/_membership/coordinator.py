@@ -245,9 +245,6 @@ class Coordinator:
             await link.close()
 
 
-logger = logging.getLogger(__name__)
-
-
 class CoordinatorSearch:
     """One per agent, on the I/O loop; at the coordinator itself it does nothing.
 

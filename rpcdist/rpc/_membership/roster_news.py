@@ -27,6 +27,8 @@ from rpcdist.rpc._values.exceptions import traceback_of
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.time_limits import NEWS_PAUSE_S
 
+logger = logging.getLogger(__name__)
+
 
 class MembershipNews:
     """Both ends of it; one per agent, on the I/O loop.
@@ -131,9 +133,6 @@ class MembershipNews:
         has_ended = self._lifetime.is_closed or self._lifetime.all_leave
         if session.peer.id == self._directory.coordinator and self._service is None and not has_ended:
             self._watch(self._directory.coordinator, "the membership of the job")
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
