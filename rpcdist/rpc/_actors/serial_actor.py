@@ -23,11 +23,11 @@ from rpcdist.errors import DeadlineExceeded, Overloaded
 from rpcdist.inspection import ActorFacts
 from rpcdist.rpc._actors.turn_queue import CallNumber, TurnQueue
 from rpcdist.rpc._executors.deferred_replies import DeferredReply
-from rpcdist.rpc._executors.generators import is_generator
 from rpcdist.rpc._executors.lane import Lane
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._rref.messages import Incarnation, RRefId
+from rpcdist.rpc._serving.producers import is_generator
 from rpcdist.rpc.functions import is_async_execution
 from rpcdist.rpc.future import Future
 

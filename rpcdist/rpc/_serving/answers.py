@@ -13,7 +13,6 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import Cancelled, DeadlineExceeded
 from rpcdist.ids import Identity
 from rpcdist.rpc._executors.deferred_replies import DeferredReply
-from rpcdist.rpc._executors.generators import is_generator
 from rpcdist.rpc._marshal.marshal import Marshal, Share
 from rpcdist.rpc._peers.network import AnySession, Lifetime
 from rpcdist.rpc._rref.handles import OwnerValue
@@ -21,6 +20,7 @@ from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._rref.messages import RRefId
 from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS
 from rpcdist.rpc._serving.active_calls import ActiveCall, ActiveCalls
+from rpcdist.rpc._serving.producers import is_generator
 from rpcdist.rpc._values import LargeBuffer, takes_long
 from rpcdist.rpc._values.exceptions import described
 from rpcdist.rpc._values.failures import exception_of

@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextvars import Context
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import NEVER
@@ -24,6 +24,19 @@ from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.network import AnySession
 
 logger = logging.getLogger(__name__)
+
+_CLASSES: Final = (Generator, AsyncGenerator)
+
+
+def is_generator(value: object) -> TypeGuard[Generator[Any, Any, Any] | AsyncGenerator[Any, Any]]:
+    """Whether a value produces items, one after the other.
+
+    Both kinds have a method to throw into them. Nearly no other value has; the classes, which are abstract, take
+    microseconds to be asked.
+    """
+    kind = type(value)
+    return (hasattr(kind, "throw") or hasattr(kind, "athrow")) and isinstance(value, _CLASSES)
+
 
 MAX_CREDIT: Final = 1024
 """Items that a producer makes ahead of its consumer at most, whatever the consumer grants: they wait in memory here."""
