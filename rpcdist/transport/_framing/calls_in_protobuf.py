@@ -9,7 +9,8 @@ from rpcdist.transport.wire_messages import CallMessage, Loan, NamedReference, R
 def in_protobuf(message: CallMessage | ReplyMessage) -> rpc_pb2.Message:
     """The protobuf message that says the same."""
     found = rpc_pb2.Message(transfer=message.transfer)
-    set_large(found, message.large, message.loans)
+    if message.large:
+        set_large(found, message.large, message.loans)
     if isinstance(message, CallMessage):
         _fill_call(found.call, message)
     else:
