@@ -103,7 +103,8 @@ def check_can_start(what: str, starts_threads: bool = True) -> None:
     """Checks that there are descriptors and threads for a part that is about to start.
 
     uvloop aborts the process if it gets no descriptor for a new loop, and gRPC crashes if it gets no descriptor for its
-    poller, or no thread.
+    poller, or no thread. uvloop also aborts it when it closes a descriptor from 0 to 2, which would be its own in a
+    process without standard streams (`python job.py <&-`): those are opened on `os.devnull`.
 
     Args:
         what: the name of the part, for the text.
@@ -121,7 +122,7 @@ def _check_descriptors(what: str) -> None:
     held: list[int] = []
     try:
         while len(held) < START_DESCRIPTORS:
-            held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+            held.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
     except OSError as exc:
         shortage = _of_number(exc.errno, len(held))
         if shortage is None:
@@ -129,7 +130,8 @@ def _check_descriptors(what: str) -> None:
         raise TransportError(f"{what} cannot start: {shortage}") from exc
     finally:
         for descriptor in held:
-            os.close(descriptor)
+            if descriptor > 2:  # in the place of a closed standard stream, it stays
+                os.close(descriptor)
 
 
 def _check_threads(what: str) -> None:

@@ -6,6 +6,8 @@ import errno
 import os
 import resource
 import socket
+import subprocess
+import sys
 
 import pytest
 from own_shortages import no_free_descriptor
@@ -19,6 +21,7 @@ from rpcdist.own_shortage import (
     raise_descriptor_limit,
     try_for_descriptor,
 )
+from rpcdist.testing import LIMIT_S
 
 MEMORY, PORTS = "no more memory", "no free local port"
 
@@ -54,6 +57,17 @@ def test_what_the_system_says_counts(exc: BaseException, says: str) -> None:
 def test_other_errors_are_not_its_own_fault(exc: BaseException | None) -> None:
     """An address that no interface has, as ::1 where IPv6 is off, is no lack of ports."""
     assert own_shortage(exc) is None
+
+
+@pytest.mark.parametrize("closed", ["<&-", "<&- 2>&-", "<&- >&- 2>&-"])
+def test_a_process_without_standard_streams_ends_as_another(closed: str) -> None:
+    """As started by a daemon. The loop's own descriptors were 0 to 2, and libuv aborted at their end."""
+    program = (
+        "import asyncio, os\nfrom rpcdist.transport.io_loop import IoLoop\nio = IoLoop()\nio.start()\n"
+        f"io.run(asyncio.sleep(0), {LIMIT_S})\nio.close()\nos._exit(7)"
+    )
+    command = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, program]
+    assert subprocess.run(command, timeout=LIMIT_S).returncode == 7
 
 
 def test_causes_in_a_circle_are_looked_at_once() -> None:

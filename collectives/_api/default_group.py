@@ -95,6 +95,8 @@ def init_process_group(
     config = BackendConfig(name)
     timeout = timeout_of_group(name, timeout)
     shared, rank, world_size = _open_store(world.kept_store, name, init_method, store, rank, world_size, timeout)
+    if world_size < 1:  # a store alone may be opened without a number
+        raise ConfigError(f"the world size is {world_size}, and has to be at least 1: see world_size, or WORLD_SIZE")
     timeout_s = timeout.total_seconds()
     described = f"the default group of {world_size} ranks with backend {config}"
     ranks = tuple(range(world_size))

@@ -24,6 +24,7 @@ from rpcdist.collectives import (
     register_rendezvous_handler,
     rendezvous,
 )
+from rpcdist.collectives._group.world import World, use_world
 from rpcdist.collectives.rendezvous import ATTEMPT_VARIABLE, job_attempt, open_rendezvous
 from rpcdist.errors import ConfigError, ConnectFailed
 from rpcdist.testing import Program, free_port
@@ -162,6 +163,15 @@ def test_a_group_without_a_fixed_size(monkeypatch: pytest.MonkeyPatch) -> None:
     store, rank, world_size = next(open_rendezvous("env://", -1, None, timeout=20))
     with store:
         assert (rank, world_size) == (0, -1)
+
+
+def test_a_process_group_needs_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, free_port())
+    monkeypatch.setenv("WORLD_SIZE", "-1")
+    with use_world(World()):
+        with pytest.raises(ConfigError, match="the world size is -1, and has to be at least 1"):
+            collectives.init_process_group("gloo")
+        collectives.close_stores()
 
 
 def test_two_users_of_one_host_and_port_share_the_store() -> None:
