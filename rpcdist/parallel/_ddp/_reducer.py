@@ -30,7 +30,7 @@ from torch import nn
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
-from rpcdist.errors import CollectiveError
+from rpcdist.errors import begins_traceback
 from rpcdist.parallel._ddp._bucket_assignment import GradientFacts, initial_buckets, rebuilt_buckets
 from rpcdist.parallel._ddp._bucket_reduction import Bucket, BucketReductions, Notices
 from rpcdist.parallel._ddp._buckets import DenseBucket, SparseBucket
@@ -281,6 +281,7 @@ class Reducer:
         self._versions = versions_of(self._tensors)
         self._source.at_end(partial(self._pass_ended, state.begin_pass(due)))
 
+    @begins_traceback
     def _pass_ended(self, number: int) -> None:
         """A backward pass has ended, with those that were nested in it."""
         with self._lock:
@@ -295,9 +296,6 @@ class Reducer:
     def _noting_errors(self, ends: Callable[[], None]) -> None:
         try:
             ends()
-        except CollectiveError as exc:
-            self.error = str(exc)
-            raise exc.with_traceback(None) from exc.__cause__  # the frames below would hide the program's line
         except Exception as exc:
             self.error = str(exc)
             raise
@@ -315,6 +313,7 @@ class Reducer:
         self.computed_ns = time.time_ns()
         self._left = [(each.grad, 0 if each.grad is None else each.grad._version) for each in self._tensors]
 
+    @begins_traceback
     def finalize(self) -> None:
         """The program ends an iteration: after its backward pass, or in a hook, once all gradients are there.
 
