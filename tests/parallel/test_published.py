@@ -312,11 +312,11 @@ def test_bad_input_is_an_error_that_names_tensor_shapes_and_workers(cluster: InP
         for number in (0, -1, True, "3", 1.5):
             with pytest.raises(ConfigError, match="the numbers of versions are 1 to"):
                 weights.publish({"a": torch.ones(2, 3), "b": torch.ones(4)}, version=number)  # type: ignore[arg-type]
-        for number in (-1, True, "1", None):
+        for have in (-1, True, "1", None):
             with pytest.raises(
-                ConfigError, match=f"newer_than is the number of a version of 'policy', .* not {number!r}"
+                ConfigError, match=f"newer_than is the number of a version of 'policy', .* not {have!r}"
             ):
-                weights.pull_into({"b": torch.ones(4)}, number)  # type: ignore[arg-type]
+                weights.pull_into({"b": torch.ones(4)}, have)  # type: ignore[arg-type]
         assert weights.publish({"b": torch.full((4,), 2.0), "a": torch.ones(2, 3)}) == 2  # in another order
         with pytest.raises(ConfigError, match="within is a number of versions"):
             weights.publish({"a": torch.ones(2, 3), "b": torch.ones(4)}, within=-1)
