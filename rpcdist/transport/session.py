@@ -451,6 +451,11 @@ class Session:
         self._writer.send_first(first)
         return False
 
+    def lead_with(self, other: object) -> None:
+        """Has this thread read here, too, while it leads another session; see `Lead.take_along`."""
+        if self._direct is not None and isinstance(other, Session) and other._direct is not None:
+            other._direct.take_along(self._direct)
+
     def ring(self) -> None:
         """Makes a leading thread call `is_waiting` again; any thread."""
         if self._direct is not None:

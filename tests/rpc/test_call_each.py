@@ -17,6 +17,7 @@ from rpcdist import autograd, rpc
 from rpcdist.errors import BlockingInLoop, ConfigError, DeadlineExceeded, UnknownWorker, WorkerLost
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.testing import LIMIT_S, InProcessCluster, WorkerPool, eventually, eventually_async
+from rpcdist.transport._channels.socket_channel import SocketChannel
 
 NAMES = ("a", "b", "c", "d")
 ran: list[str] = []
@@ -108,6 +109,30 @@ def test_arguments_are_encoded_once(cluster: InProcessCluster, monkeypatch: pyte
         assert all(each.eq(2).all() for each in found)
         assert large.eq(1).all()
         assert rpc.call_each(("b", "c", "d"), name_and, {"k": [1, "x", None]})[2][1] == {"k": [1, "x", None]}
+
+
+def calls_whose_replies_this_thread_reads() -> bool:
+    """Calls three workers until this thread has read all replies; another may read one, as after a heartbeat."""
+    reads: list[tuple[int, int]] = []
+    receive = SocketChannel._receive
+
+    def noted(channel: SocketChannel, *args: Any) -> Any:
+        reads.append((threading.get_ident(), id(channel)))
+        return receive(channel, *args)
+
+    def are_all_read_here() -> bool:
+        reads.clear()
+        assert rpc.call_each(["b", "c", "d"], name_and, 1) == [("b", 1, ""), ("c", 1, ""), ("d", 1, "")]
+        return len({channel for thread, channel in reads if thread == threading.get_ident()}) == 3
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SocketChannel, "_receive", noted)
+        return eventually(are_all_read_here, "the caller reads all replies")
+
+
+def test_the_caller_reads_the_replies_of_all(worker_pool: WorkerPool) -> None:
+    """Where another thread reads each, two threads contend for the interpreter's lock while the calls are sent."""
+    assert worker_pool.world(*NAMES)["a"].run(calls_whose_replies_this_thread_reads)
 
 
 def test_arguments_that_are_for_one_worker_are_encoded_for_each(cluster: InProcessCluster) -> None:

@@ -17,7 +17,7 @@ from types import FrameType
 import pytest
 
 from rpcdist.errors import BlockingInLoop
-from rpcdist.testing import wait_until_asleep
+from rpcdist.testing import eventually, wait_until_asleep
 from rpcdist.transport._channels import brief_polling, leading
 from rpcdist.transport._channels.leading import Lead, SocketWatch
 
@@ -136,6 +136,65 @@ def test_what_is_sent_first_is_answered_to_the_leader_alone(reader: Reader) -> N
 
     assert reader.lead.lead(reader.misses(1), LIMIT_S, None, first)
     assert seen == [False]
+
+
+@pytest.fixture
+def along() -> Iterator[Reader]:
+    reader = Reader()
+    yield reader
+    reader.close()
+
+
+def test_a_leader_reads_the_sockets_that_it_takes_along(reader: Reader, along: Reader) -> None:
+    seen = []
+    along.during = lambda: seen.append((along.wakes_loop, along.lead.take()))
+
+    def first() -> None:
+        for _ in range(2):  # the second time, this thread reads it already
+            reader.lead.take_along(along.lead)
+        along.other.send(b"ab")
+
+    assert reader.lead.lead(along.misses(2), LIMIT_S, None, first)
+    assert along.read == b"ab"
+    assert seen == [(False, False), (False, False)]
+    along.other.send(b"c")
+    assert along.wakes_loop  # it was given back
+    assert along.lead.lead(along.misses(3), LIMIT_S)
+
+
+def test_a_socket_is_taken_along_by_a_leader_alone_and_from_nobody(reader: Reader, along: Reader) -> None:
+    reader.lead.take_along(along.lead)  # this thread does not lead
+    assert along.lead.take()
+
+    def first() -> None:
+        reader.lead.take_along(along.lead)  # the loop reads it
+        reader.other.send(b"a")
+        along.other.send(b"b")
+
+    assert reader.lead.lead(reader.misses(1), LIMIT_S, None, first)
+    assert along.wakes_loop and not along.read
+    along.lead.give_back()
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_socket_that_ends_is_left_behind(reader: Reader, along: Reader, is_stopped: bool) -> None:
+    has_begun = threading.Event()
+
+    def first() -> None:
+        reader.lead.take_along(along.lead)
+        has_begun.set()
+
+    leader = in_thread(lambda: reader.lead.lead(reader.misses(1), LIMIT_S, None, first))
+    assert has_begun.wait(LIMIT_S)
+    if is_stopped:
+        assert along.lead.stop()  # the loop wants to close it, and the leader goes on with its own
+    else:
+        along.other.shutdown(socket.SHUT_WR)
+        eventually(along.lead.take, "the leader has left it")
+        along.lead.give_back()
+    reader.other.send(b"a")
+    joined(leader)
+    assert reader.read == b"a"
 
 
 def test_only_one_reads_and_the_others_are_told_so(reader: Reader) -> None:

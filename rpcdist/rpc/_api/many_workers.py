@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
 from typing import Any, Final, TypeVar, overload
 
 from rpcdist.errors import BlockingInLoop, ConfigError, listed
 from rpcdist.rpc._calling.caller import Destination
+from rpcdist.rpc._calling.new_calls import NewCall
 from rpcdist.rpc._current import current_agent
-from rpcdist.rpc._futures.waiting import wait_all
+from rpcdist.rpc._futures.waiting import wait_all, wait_all_from
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.functions import IDEMPOTENT_MARK
 from rpcdist.rpc.future import Future
@@ -91,7 +93,10 @@ def call_each(
     """
     if asyncio._get_running_loop() is not None:
         raise BlockingInLoop("call_each", "await rpc.call_each_async(...)")
-    futures = _start(workers, func, args, kwargs, timeout)
+    unsent: list[NewCall] | None = None if return_exceptions else []
+    futures = _start(workers, func, args, kwargs, timeout, unsent)
+    if unsent:
+        return current_agent().caller.send_each(unsent, partial(wait_all_from, futures, None))
     if not return_exceptions:
         return wait_all(futures)
     results = []
@@ -143,11 +148,12 @@ def _start(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     timeout: float,
+    unsent: list[NewCall] | None = None,
 ) -> list[Future[Any]]:
     agent = current_agent()
     chosen = chosen_workers(workers)
     if getattr(func, IDEMPOTENT_MARK, None) is not True:
-        return agent.caller.start_each(chosen, func, args, kwargs, timeout)
+        return agent.caller.start_each(chosen, func, args, kwargs, timeout, unsent)
     ids = [agent.directory.resolve(worker) for worker in chosen]
     return [agent.retries.start(worker_id, func, args, kwargs, timeout) for worker_id in ids]
 

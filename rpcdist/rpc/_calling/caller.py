@@ -176,9 +176,21 @@ class Caller:
         return future
 
     def start_each(
-        self, workers: Sequence[Destination], func: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float
+        self,
+        workers: Sequence[Destination],
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        timeout_s: float,
+        unsent: list[NewCall] | None = None,
     ) -> list[Future[Any]]:
-        """`start` for several workers; common parts of the calls are encoded once."""
+        """`start` for several workers; common parts of the calls are encoded once.
+
+        Args:
+            workers: their names, ranks or descriptions.
+            func: the rest: as for `start`.
+            unsent: gets short calls, which are left to `send_each`; all are sent if it is None.
+        """
         futures: list[Future[Any]] = []
         made: NewCall | None = None
         for to in [self._resolve(worker, timeout_s) for worker in workers]:
@@ -188,9 +200,36 @@ class Caller:
             if made[2] and again is None and len(workers) > 1 and self._new_calls.is_for_all(made):
                 made = (made[0], made[1], CommonBuffers(made[2], self._common_memory))
             future.expect(made[0])
-            self._start_in_turn(*made)
             futures.append(future)
+            is_short = not made[2] and made[1].value is None and len(made[1].body) < COUNTED_FROM_BYTES
+            can_wait = is_short and self._new_calls.is_for_all(made) and not torch_profiler._is_profiler_enabled
+            if unsent is not None and can_wait and len(unsent) == len(futures) - 1:
+                unsent.append(made)
+            else:
+                self._start_in_turn(*made)
         return futures
+
+    def send_each(
+        self, calls: Sequence[NewCall], wait: Callable[[AnySession | None, Callable[[], None]], list[Any]]
+    ) -> list[Any]:
+        """Sends calls in a wait for their replies.
+
+        Args:
+            calls: of `start_each`.
+            wait: gets the first session, or None, and a function that it calls once, while it leads that session: it
+                has the thread read all sessions, and sends the calls.
+        """
+        sessions = [self._router.session_for_call(call.peer) for call, _, _ in calls]
+        first = next((session for session in sessions if session is not None), None)
+
+        def send() -> None:
+            for session in sessions:
+                if session is not None and session is not first:
+                    session.lead_with(first)
+            for (call, message, large), session in zip(calls, sessions, strict=True):
+                self._send(call, message, large, session)
+
+        return wait(first, send)
 
     def remote(
         self,

@@ -92,6 +92,16 @@ def wait_all(futures: Sequence[torch.futures.Future[T]], timeout: float | None =
         BlockingInLoop: called on an event loop's thread with something pending.
         BaseException: the error of the first that failed.
     """
+    return wait_all_from(futures, timeout)
+
+
+def wait_all_from(
+    futures: Sequence[torch.futures.Future[T]],
+    timeout: float | None = None,
+    session: AnySession | None = None,
+    send: Callable[[], object] | None = None,
+) -> list[T]:
+    """`wait_all`, which calls `send` once: while this thread leads the session, if it can."""
     members = _list_of(futures, "wait_all()")
     for member in members:
         if isinstance(member, Future):
@@ -100,6 +110,7 @@ def wait_all(futures: Sequence[torch.futures.Future[T]], timeout: float | None =
     error: BaseException | None = None
     try:
         with completions._taking():
+            completions._send, completions._led = send, session
             if (failed := completions._wait_for_all()) is not None:
                 error = _error_of(failed)
     finally:
@@ -149,6 +160,7 @@ class Completions(FutureObserver, Generic[T]):
         self._taken: deque[Future[T]] = deque()  # by the thread that waits here, which makes their results
         self._is_taking = False  # that thread looks at `_taken` after it has cleared this
         self._led: AnySession | None = None  # where it may be reading
+        self._send: Callable[[], object] | None = None  # what it does first in its next wait
         self._num_finished = 0  # so many at the beginning of `_observed` were seen to be done
         self._num_wanted = 1  # so many must have arrived before the sleeping thread is woken
         self._failed: torch.futures.Future[T] | None = None  # the first that did
@@ -286,6 +298,12 @@ class Completions(FutureObserver, Generic[T]):
 
     def _sleep(self, baton: LockType) -> bool:
         """Waits until the baton is given, which is True, or until the time is over."""
+        send, self._send = self._send, None
+        if send is not None:
+            if self._led is None:
+                send()
+            elif self._led.lead(baton.locked, self._left_s(), None, send):
+                return True
         observed = self._observed
         while self._num_finished < len(observed) and observed[self._num_finished]._finished:
             self._num_finished += 1

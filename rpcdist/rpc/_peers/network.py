@@ -85,6 +85,9 @@ class Loopback:
             first()
         return False
 
+    def lead_with(self, other: object) -> None:
+        """There is nothing to read."""
+
     def ring(self) -> None:
         """Nobody leads: there is nothing to read."""
 

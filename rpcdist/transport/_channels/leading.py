@@ -15,6 +15,9 @@ The thread arms the socket before it releases the lock. Unread bytes in the sock
 lock is still held; the loop returns and is called again until it gets the lock, so no wake-up is lost. In the other
 order, another thread could begin to lead in between, while the socket is shown to the loop.
 
+A leader may take other sockets along that nobody reads, and read all of them in its wait: a call to many workers reads
+their replies without a change of thread for each.
+
 A leader never runs user code. On the main thread, signals are held back (`signal_shield`) except during the sleep.
 
 [Note: keeping the lock] `select.epoll.modify` releases the interpreter's lock around its system call, which takes a
@@ -195,6 +198,7 @@ class Lead:
         self._descriptor = -1
         self._watch: SocketWatch | None = None
         self._bell = -1
+        self._along: dict[int, Lead] = {}  # by their sockets' and bells' descriptors: what the leader here reads, too
 
     def start(self, descriptor: int, watch: Callable[[int], SocketWatch]) -> bool:
         """Lets threads lead from now on; False where the system cannot do that, or has no descriptor left.
@@ -268,6 +272,8 @@ class Lead:
                         first()
                     return self._read_until(is_waiting, timeout_s, sleep, shield)
                 finally:
+                    while self._along:
+                        self._leave_behind(next(iter(self._along.values())))
                     if self._show() < 0 and not self._is_stopped:  # then the loop watches no more
                         raise self._watch_failed()
             finally:
@@ -285,6 +291,29 @@ class Lead:
         self._poller.register(bell, select.POLLIN)
         self._bell = bell
         return True
+
+    def take_along(self, other: Lead) -> None:
+        """Has this thread read another socket, too, until its wait is over, if it leads and nobody reads that one."""
+        me = get_ident()
+        if self._holder != me or other._is_stopped or not other._lock.acquire(False):
+            return
+        other._holder = me
+        if (other._bell < 0 and not other._take_bell()) or other._hide() < 0:
+            other.give_back()
+            return
+        for descriptor in (other._descriptor, other._bell):
+            self._along[descriptor] = other
+            self._poller.register(descriptor, select.POLLIN)
+
+    def _leave_behind(self, other: Lead) -> None:
+        for descriptor in (other._descriptor, other._bell):
+            self._poller.unregister(descriptor)
+            del self._along[descriptor]
+        try:
+            if other._show() < 0 and not other._is_stopped:
+                raise other._watch_failed()
+        finally:
+            other.give_back()
 
     def _watch_failed(self) -> OSError:
         assert self._watch is not None
@@ -331,7 +360,16 @@ class Lead:
                         sleep[1]()
                 brief.slept(began_ns)
             for descriptor, _ in ready:
-                if descriptor == self._bell:
+                if (other := self._along.get(descriptor)) is not None:
+                    if descriptor == other._bell:
+                        os.eventfd_read(descriptor)
+                    elif not other._read():
+                        self._leave_behind(other)
+                        break  # what is ready of it is not polled any more
+                    if other._is_stopped:
+                        self._leave_behind(other)
+                        break
+                elif descriptor == self._bell:
                     os.eventfd_read(self._bell)
                 elif not self._read():
                     return False

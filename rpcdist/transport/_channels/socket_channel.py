@@ -115,6 +115,10 @@ class SocketChannel:
         self._writable: asyncio.Future[None] | None = None
         self._num_sent = self._num_received = 0  # bytes
 
+    def take_along(self, other: SocketChannel) -> None:
+        """See `Lead.take_along`."""
+        self._lead.take_along(other._lead)
+
     @property
     def facts(self) -> ChannelFacts:
         """See `ReadChannel`."""
