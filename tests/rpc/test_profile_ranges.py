@@ -16,6 +16,8 @@ from rpcdist import profile_ranges, rpc
 from rpcdist.parallel.pipeline import Pipeline
 from rpcdist.parallel.pipeline._step_messages import push
 from rpcdist.rpc._api.call_functions import run_profiled
+from rpcdist.rpc._calling.rref_calls import RRefCalls
+from rpcdist.rpc.rref import RRef
 from rpcdist.testing import LIMIT_S, UNIT_S, InProcessCluster
 
 
@@ -207,6 +209,30 @@ def test_torchs_older_profiler_has_the_events_of_callees(cluster: InProcessClust
         [outer] = [event for event in events if event.name == call]
         assert outer.time_range.start <= product.time_range.start < product.time_range.end <= outer.time_range.end
     assert not profile_ranges.profile.running
+
+
+def test_a_remote_that_fails_at_once_returns_its_reference_under_torchs_older_profiler(
+    cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is there before the parts of the result are asked for."""
+    plain = RRefCalls.remote
+
+    def slowly(self: RRefCalls, *args: Any, **kwargs: Any) -> RRef[Any]:
+        rref: RRef[Any] = plain(self, *args, **kwargs)
+        rref._get_future().exception(LIMIT_S)
+        return rref
+
+    monkeypatch.setattr(RRefCalls, "remote", slowly)
+    with cluster.use("trainer"):
+        with profile_ranges.profile() as profiled:  # type: ignore[no-untyped-call]
+            broken = rpc.remote("server", refuse, (torch.ones(1),))
+            with pytest.raises(ValueError, match="seven"):
+                broken.to_here()
+            noted = broken._get_profiling_future()
+            assert noted is not None and isinstance(noted.exception(LIMIT_S), ValueError)
+        del broken
+    called = [event.name for event in profiled.function_events if event.name.startswith("rpc_")]
+    assert called == ["rpc_remote#refuse(trainer -> server)"]
 
 
 class Doubler:

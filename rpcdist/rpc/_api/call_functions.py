@@ -406,8 +406,16 @@ def _profiled(mode: str, to: Destination, func: Callable[..., Any]) -> Iterator[
         packed = found.options(), func, positional(args), dict(by_keyword(kwargs))
         if mode == "remote":
             pair = agent.rref_home.remote(callee, run_profiled, packed, timeout, device_map=own_map)
-            rref = agent.rref_home.remote(callee, part_of, (pair, 0), timeout)
-            events = agent.caller.start(callee, part_of, (pair, 1), None, timeout)
+            try:
+                rref = agent.rref_home.remote(callee, part_of, (pair, 0), timeout)
+                events = agent.caller.start(callee, part_of, (pair, 1), None, timeout)
+            except Exception:
+                created = pair._get_future()
+                if not created.done() or created.exception() is None:
+                    raise
+                ended(None, created)
+                pair._profiled = created
+                return pair  # the function has failed meanwhile, and the use of the reference says so
             events._when_done(partial(ended, lambda rows: rows))
             rref._profiled = _part(events, lambda rows: None)
             events.is_quiet = rref._profiled.is_quiet = True  # the use of the reference has the error
