@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine
 from errno import EBADF
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from rpcdist.deadline import Deadline
 from rpcdist.errors import BlockingInLoop, DeadlineExceeded, RpcdistError
@@ -71,7 +71,8 @@ class IoLoop:
     def _run(self) -> None:
         if hasattr(signal, "pthread_sigmask"):
             # The loop's own writes to connections pass no `NO_SIGPIPE`, and this thread runs nothing of the user's.
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
+            _held_back.update({signal.SIGPIPE} - before)
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()
@@ -181,6 +182,19 @@ class IoLoop:
             self.loop.call_soon_threadsafe(self.loop.stop)
             for thread in (self._thread, *tuple(self._workers)):
                 thread.join(deadline.remaining_s())
+
+
+_held_back: Final[set[int]] = set()
+"""The signals that loops hold back, unless the program does so itself."""
+
+
+def heed_signals() -> None:
+    """A thread that runs code of users calls it first: an I/O loop may have started it, whose signals are held back.
+
+    The thread and the commands that it runs would have them held back, too, so that `yes | head` would not end.
+    """
+    if _held_back:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _held_back)
 
 
 class Timer:

@@ -6,6 +6,7 @@ import contextvars
 import gc
 import logging
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -24,6 +25,7 @@ from rpcdist.rpc._executors.pool_monitor import LoadHistory, PoolSample, threads
 from rpcdist.rpc._executors.thread_pool import MAX_EMPTY_LINES, JobLine, ThreadPool
 from rpcdist.testing import eventually
 from rpcdist.time_limits import POOL_STALL_S
+from rpcdist.transport.io_loop import IoLoop
 
 LIMIT_S = 30.0
 
@@ -100,6 +102,23 @@ def test_jobs_are_taken_in_order_by_one_named_thread_that_is_used_again(pool: Th
     assert [number for number, _ in seen] == list(range(20))
     assert all(name.startswith("rpcdist-worker-") for _, name in seen)
     assert len({name for _, name in seen}) <= 3  # the same thread, unless the machine was very busy
+
+
+def test_jobs_that_an_io_loop_submits_hold_no_signals_back(pool: ThreadPool) -> None:
+    """A command that a job runs, as `yes | head`, ends by SIGPIPE."""
+    io = IoLoop()
+    io.start()
+    found: list[set[int]] = []
+    done = threading.Event()
+
+    def job() -> None:
+        found.append(set(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+        done.set()
+
+    io.call_soon(pool.submit, job)
+    assert done.wait(LIMIT_S)
+    io.close()
+    assert signal.SIGPIPE not in found[0]
 
 
 def test_submit_many_runs_all(pool: ThreadPool) -> None:

@@ -12,6 +12,8 @@ from _thread import LockType, allocate_lock
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from rpcdist.transport.io_loop import heed_signals
+
 Hook = Callable[[], object]
 HAS_THREAD_CLOCK: Final = hasattr(time, "pthread_getcpuclockid")
 
@@ -53,6 +55,7 @@ class WorkerThread:
 
     def begin(self) -> None:
         """The thread calls it first, itself: asking for the clock of a thread that has ended may crash the process."""
+        heed_signals()
         if HAS_THREAD_CLOCK:
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
 

@@ -62,6 +62,7 @@ from rpcdist.rpc._values.function_names import function_name
 from rpcdist.rpc.functions import ASYNC_MARK, READER_MARK
 from rpcdist.rpc.future import Future
 from rpcdist.transport._framing.incoming import MissingBuffer
+from rpcdist.transport.io_loop import heed_signals
 from rpcdist.transport.wire_messages import CallMessage, ReplyMessage
 
 MAX_KNOWN_NAMES: Final = 4096
@@ -291,8 +292,8 @@ class Dispatcher:
         if function == self.run:
             self._answers.fail(arguments[0], error)
         else:
-            run = self._new_context().run
-            threading.Thread(target=run, args=(function, *arguments), name="rpcdist-overflow", daemon=True).start()
+            run = partial(self._new_context().run, function, *arguments)
+            threading.Thread(target=_run_beside, args=(run,), name="rpcdist-overflow", daemon=True).start()
 
     # ------------------------------------------------------------ pool
 
@@ -498,6 +499,12 @@ class Dispatcher:
         if active.cancelled:
             producer.cancel()
         begin(DEFAULT_WINDOW)
+
+
+def _run_beside(run: Callable[[], object]) -> None:
+    """Runs a job on a thread beside the pool."""
+    heed_signals()
+    run()
 
 
 def describe_job(function: Callable[..., object], arguments: tuple[object, ...]) -> str:

@@ -238,6 +238,8 @@ class TlsSocket:
 
 
 StreamSocket = socket.socket | TlsSocket
+"""A connected stream that never blocks, plain or with TLS. Both have `fileno`, `recv`, `recv_into`, `send`, `sendmsg`
+and `close`; `has_buffered` and `num_owed` say what differs."""
 
 
 @contextmanager
@@ -252,10 +254,6 @@ def _without_sigpipe() -> Iterator[None]:
     finally:
         signal.sigtimedwait({signal.SIGPIPE}, 0)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-"""A connected stream that never blocks, plain or with TLS. Both have `fileno`, `recv`, `recv_into`, `send`, `sendmsg`
-and `close`; `has_buffered` and `num_owed` say what differs."""
 
 
 def has_buffered(connection: StreamSocket) -> bool:
