@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.errors import ProtocolViolation
+from rpcdist.transport._framing.calls_in_protobuf import in_protobuf
 from rpcdist.transport._framing.frames import (
     MAX_FRAMES,
     MAX_FUNCTIONS,
@@ -102,7 +103,25 @@ NOT_COMPACT = [
 def test_what_is_not_compact_comes_back_as_the_same_object(message: CallMessage | ReplyMessage) -> None:
     assert not message.is_compact
     [found] = parse(frame(message), [])
-    assert type(found) is type(message) and fields(found) == fields(message)
+    assert type(found) is type(message)
+    if isinstance(found, CallMessage):
+        assert len(frame(message)) - len(frame(rpc_pb2.Message())) <= found.size_bytes < len(frame(message))
+        found.num_other_bytes = 0
+    assert fields(found) == fields(message)
+
+
+def test_all_that_arrives_with_arguments_counts() -> None:
+    """The arguments keep the whole message in memory, also parts that nobody knows."""
+    call = CallMessage(1, "m:f", value=value_pb2.Value(body=b"arguments"), traceparent="0" * 3000)
+    message = rpc_pb2.Message.FromString(in_protobuf(call).SerializeToString() + unknown_field(5000))
+    [found] = parse(frame(message), [])
+    assert isinstance(found, CallMessage) and found.size_bytes >= 8000
+
+
+def unknown_field(size: int) -> bytes:
+    """A text under a number that no message has."""
+    found = rpc_pb2.Failure(text="x" * size).SerializeToString()
+    return b"\xfa\xff\x03" + found[found.index(b"x") - 2 :]
 
 
 @given(CALLS.filter(lambda call: call.result is not None))

@@ -25,6 +25,7 @@ def from_protobuf(message: rpc_pb2.Message) -> WireMessage:
         return message
     if message.HasField("call"):
         found = _call(message.call)
+        found.num_other_bytes = message.ByteSize() - found.size_bytes
     elif message.HasField("reply"):
         found = _reply(message.reply)
     else:
