@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,7 +20,14 @@ from torch.futures import wait_all as torch_wait_all
 
 from rpcdist.errors import BlockingInLoop, DeadlineExceeded
 from rpcdist.rpc._executors.thread_pool import ThreadPool
-from rpcdist.rpc._futures.waiting import as_completed, collect_all, replace_torch_functions, wait_all, wait_any
+from rpcdist.rpc._futures.waiting import (
+    as_completed,
+    collect_all,
+    replace_torch_functions,
+    wait_all,
+    wait_all_from,
+    wait_any,
+)
 from rpcdist.rpc.future import Future
 
 
@@ -27,6 +35,14 @@ def plain_done(value: int) -> torch.futures.Future[int]:
     future: torch.futures.Future[int] = torch.futures.Future()
     future.set_result(value)
     return future
+
+
+@pytest.mark.parametrize("members", [[failed_future(ValueError("no")), Future()], [done_future(1)], []])
+def test_what_a_wait_sends_is_sent_once_also_where_nothing_is_to_be_waited_for(members: list[Future[int]]) -> None:
+    sent: list[None] = []
+    with contextlib.suppress(ValueError):
+        wait_all_from(members, LIMIT_S, None, lambda: sent.append(None))
+    assert len(sent) == 1
 
 
 def test_wait_all_and_collect_all(pool: ThreadPool) -> None:

@@ -113,6 +113,8 @@ def wait_all_from(
             completions._send, completions._led = send, session
             if (failed := completions._wait_for_all()) is not None:
                 error = _error_of(failed)
+            if completions._send is not None:  # one had failed already, so there was no wait
+                completions._send()
     finally:
         completions.close()
     if error is None:
