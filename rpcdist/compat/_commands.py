@@ -116,7 +116,8 @@ def run_script(script: str, arguments: list[str], is_module: bool = False) -> No
     main.__dict__["__builtins__"] = builtins
     sys.argv[:] = [script, *arguments]
     if is_module or pkgutil.get_importer(script) is not None:
-        sys.path[0] = sys.path[0] if is_module else os.path.abspath(script)
+        if not is_module:
+            sys.path[: not sys.flags.safe_path] = [os.path.abspath(script)]  # `-P` left out the entry to replace
         sys.modules["__main__"] = main
         # `run_module` would take `__main__` away again.
         runpy._run_module_as_main(script if is_module else "__main__", alter_argv=is_module)  # type: ignore[attr-defined]

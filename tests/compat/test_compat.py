@@ -99,13 +99,14 @@ def test_a_module_runs_as_by_python_m(
 
 
 @pytest.mark.parametrize("form", ["file", "byte code", "folder", "zip file"])
-def test_a_program_finds_itself_as_under_python(form: str, tmp_path: Path) -> None:
+def test_a_program_finds_itself_as_under_python(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In each form that `python` takes: its path, its place on `sys.path`, and how the interpreter made the module."""
     source = (
         "import sys, helper\n"
-        "print(sys.argv[0], __name__, __file__, sys.path[0], helper.PLACE, __package__, __spec__ and __spec__.name,\n"
+        "print(sys.argv[0], __name__, __file__, sys.path[:2], helper.PLACE, __package__, __spec__ and __spec__.name,\n"
         "      type(__builtins__), type(__loader__), __name__ in sys.modules, __doc__)\n"
     )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "others"))
     folder = tmp_path / "program"
     folder.mkdir()
     (folder / "helper.py").write_text("PLACE = __file__\n")
