@@ -158,23 +158,33 @@ def connect_watch(
             reason = f"{exc.reason} (rank 0 of group {context.name!r}). Did it end?"
             raise ConnectFailed(exc.address, reason, exc.waited_s) from exc
     sockets: dict[int, StreamSocket] = {}
+    error: BaseException | None = None
+    hub.announce(purpose)  # one rank may come long before another
     try:
         for rank in range(1, context.size):
-            sockets[rank] = hub.expect(f"{purpose}{rank}", deadline.remaining_s(), context.check)
-    except BaseException as exc:
+            try:
+                waits_s, check = (deadline.remaining_s(), context.check) if error is None else (0.0, None)
+                sockets[rank] = hub.expect(f"{purpose}{rank}", waits_s, check)
+            except BaseException as exc:
+                error = error or exc  # the ranks after this one may be here
+    finally:
+        hub.withdraw(purpose)
+    if error is not None:
         missing = [rank for rank in range(1, context.size) if rank not in sockets]
         late = [context.ranks[rank] for rank in missing]
         text = (
             f"ranks {late} of group {context.name!r} did not connect to rank 0. Did they end? Their own error says why"
         )
-        failure = GroupFailure(FailureKind.TIMEOUT, text if isinstance(exc, TimeoutError) else str(exc), tuple(missing))
+        failure = GroupFailure(
+            FailureKind.TIMEOUT, text if isinstance(error, TimeoutError) else str(error), tuple(missing)
+        )
         for sock in sockets.values():
             with suppress(OSError):  # it ended meanwhile
                 sock.sendmsg([encoded({"say": "failure", **failure.to_json()})], (), NO_SIGPIPE)
             sock.close()
-        if isinstance(exc, TimeoutError):
-            raise DistNetworkError(text) from exc
-        raise
+        if isinstance(error, TimeoutError):
+            raise DistNetworkError(text) from error
+        raise error
     return sockets
 
 

@@ -16,6 +16,7 @@ from rpcdist.collectives._group.state import GroupState
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConnectFailed, DistNetworkError, RankLost, RendezvousError, StoreTimeout
 from rpcdist.testing import eventually
+from rpcdist.transport import sockets
 
 SHORT_S, LIMIT_S = 0.2, 20.0
 
@@ -47,16 +48,31 @@ def test_a_rank_without_rank_0_says_so() -> None:
         watch(context(1, HashStore()), SHORT_S)
 
 
-def test_rank_0_tells_the_others_which_rank_did_not_connect() -> None:
-    """They see the end of their own connections only."""
+@pytest.mark.parametrize("late", [1, 2])
+def test_rank_0_tells_the_others_which_rank_did_not_connect(late: int) -> None:
+    """They see the end of their own connections only. Rank 0 takes the connections in the order of the ranks."""
     store = HashStore()
     with ThreadPoolExecutor() as ranks:
         first = ranks.submit(watch, context(0, store, 3), 1.0)
-        second = ranks.submit(watch, context(1, store, 3))
-        with pytest.raises(DistNetworkError, match=r"ranks \[2\] of group 'world' did not connect"):
+        second = ranks.submit(watch, context(3 - late, store, 3))
+        with pytest.raises(DistNetworkError, match=rf"ranks \[{late}\] of group 'world' did not connect"):
             first.result(LIMIT_S)
-        with pytest.raises(RendezvousError, match=r"ranks \[2\] of group 'world' did not connect"):
+        with pytest.raises(RendezvousError, match=rf"ranks \[{late}\] of group 'world' did not connect"):
             second.result(LIMIT_S)
+
+
+def test_a_rank_may_come_long_before_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "ROLE_LIMIT_S", 0.05)  # how long a connection waits that nobody expects
+    store = HashStore()
+    with ThreadPoolExecutor() as ranks, open_hub() as hub:
+        first = ranks.submit(connect_watch, context(0, store, 3), hub, "", "group", Deadline.after(LIMIT_S))
+        eventually(lambda: "group/watch/1" in hub._room._wanted, "rank 0 waits for rank 1")
+        second = hub.connect(hub.address, "group/watch/2", LIMIT_S)
+        with pytest.raises(TimeoutError):
+            first.result(0.5)
+        ends = [second, hub.connect(hub.address, "group/watch/1", LIMIT_S), *first.result(LIMIT_S).values()]
+        for end in ends:
+            end.close()
 
 
 def test_the_texts_of_an_exchange_arrive_in_order_and_its_missing_ranks_are_named_to_all() -> None:
