@@ -12,6 +12,7 @@ from ddp_ranks import difference, plain, scenario
 from torch import nn
 
 from rpcdist import collectives
+from rpcdist.errors import CollectiveError
 from rpcdist.parallel import DistributedDataParallel, comm_hooks
 from rpcdist.parallel._ddp._ddp_errors import DataParallelError
 
@@ -114,4 +115,29 @@ def end_by_hand_wrongly(rank: int, size: int) -> dict[str, str]:
     attempt("clipped", clip, end)
     attempt("cleared", lambda model: model.zero_grad(), end)
     attempt("stepped", lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step(), end)
+    return found
+
+
+@scenario
+def end_after_failures(rank: int, size: int, options: dict[str, Any]) -> list[str]:
+    """The errors of ends of passes that the group did not outlive."""
+    found = []
+    for hooked in (0, -2):  # the weights of the first layer, and of the last
+        group = collectives.new_group()
+        model = DistributedDataParallel(plain().double(), process_group=group, **options)
+        model.require_manual_backward_finalization = True
+        for step in range(3):
+            loss = ddp_models.loss_of(model(torch.ones(4, 8, dtype=torch.float64)))
+            if step == 2:
+                list(model.parameters())[hooked].register_hook(lambda _, group=group: group.abort())
+                try:
+                    loss.backward()
+                except CollectiveError:
+                    pass
+            else:
+                loss.backward()
+            try:
+                model.finalize_backward()
+            except Exception as exc:
+                found.append(f"{step} {type(exc).__name__}: {exc}")
     return found

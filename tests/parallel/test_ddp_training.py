@@ -179,6 +179,14 @@ def test_ends_by_the_program_that_are_missing_early_or_late_are_errors(rank_pool
             assert found[name].startswith(text.format(rank=rank)), (name, found[name])
 
 
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
+def test_a_pass_that_failed_is_not_finalized(rank_pool: RankPool, options: dict[str, bool]) -> None:
+    for found in rank_pool.run(2, finalize_ranks.end_after_failures, rank_pool.new_file(), options):
+        assert len(found) == 2
+        for error in found:
+            assert error.startswith(("2 GroupAborted: ", "2 DataParallelError: bucket ")), error
+
+
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
 def test_hooks_of_the_user_come_before_the_average_and_must_not_step(
     rank_pool: RankPool, options: dict[str, bool]

@@ -24,7 +24,7 @@ from rpcdist.collectives import ProcessGroup, ReduceOp, Work
 from rpcdist.errors import CollectiveError, RpcdistError
 from rpcdist.parallel._ddp._buckets import DenseBucket, SparseBucket
 from rpcdist.parallel._ddp._comm_hook import GradBucket, RegisteredHook
-from rpcdist.parallel._ddp._ddp_errors import explained, list_names
+from rpcdist.parallel._ddp._ddp_errors import DataParallelError, explained, list_names
 from rpcdist.parallel._ddp._finite_check import FiniteCheck
 from rpcdist.parallel._ddp._parameters import Trained
 from rpcdist.profile_ranges import is_profiling, record_function, span_taps
@@ -198,6 +198,13 @@ class BucketReductions:
                 tap("DDP buckets", f"bucket {bucket.number}, {bucket.num_bytes} B", began_s, time.monotonic())
 
     def _finish(self, bucket: Bucket, deliver: Deliver) -> None:
+        if (
+            bucket.number not in self._works and bucket.number not in self._futures
+        ):  # a program ends the pass all the same
+            raise DataParallelError(
+                f"bucket {bucket.number} of iteration {self._iteration} was not reduced: its reduction could not be "
+                "started in the backward pass, whose error says why"
+            )
         for work in self._works.pop(bucket.number, ()):
             self._wait(work, bucket)
         if isinstance(bucket, SparseBucket):

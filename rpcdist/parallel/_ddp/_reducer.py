@@ -308,10 +308,11 @@ class Reducer:
 
     def _leave(self) -> None:
         """Starts the reductions that are left; the program ends the iteration."""
-        for number in self._state.finish(awaits=True):
+        rest = self._state.finish(awaits=True)
+        self._left = [(each.grad, 0 if each.grad is None else each.grad._version) for each in self._tensors]
+        for number in rest:
             self._launch(number, asynchronous=True)
         self.computed_ns = time.time_ns()
-        self._left = [(each.grad, 0 if each.grad is None else each.grad._version) for each in self._tensors]
 
     @begins_traceback
     def finalize(self) -> None:
