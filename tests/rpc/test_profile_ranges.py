@@ -231,7 +231,8 @@ def test_a_remote_that_fails_at_once_returns_its_reference_under_torchs_older_pr
             noted = broken._get_profiling_future()
             assert noted is not None and isinstance(noted.exception(LIMIT_S), ValueError)
         del broken
-    called = [event.name for event in profiled.function_events if event.name.startswith("rpc_")]
+    events: Any = profiled.function_events
+    called = [event.name for event in events if event.name.startswith("rpc_")]
     assert called == ["rpc_remote#refuse(trainer -> server)"]
 
 
