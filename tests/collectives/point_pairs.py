@@ -147,14 +147,14 @@ class Socket:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sock, name)
 
-    def send(self, data: bytes) -> int:
+    def send(self, data: bytes, flags: int = 0) -> int:
         limit = self.limits.pop(0) if self.limits else len(data)
         if isinstance(limit, BaseException):
             raise limit
-        return int(self._sock.send(data[:limit]))
+        return int(self._sock.send(data[:limit], flags))
 
-    def sendmsg(self, parts: list[bytes]) -> int:
-        return self.send(b"".join(parts))
+    def sendmsg(self, parts: list[bytes], ancillary: object = (), flags: int = 0) -> int:
+        return self.send(b"".join(parts), flags)
 
 
 def slow_socket(made: Mesh, *limits: int | BaseException) -> Socket:

@@ -38,11 +38,11 @@ class BadSocket:
     def close(self) -> None:
         self.real.close()
 
-    def send(self, data: memoryview) -> int:
-        return self.real.send(data)
+    def send(self, data: memoryview, flags: int = 0) -> int:
+        return self.real.send(data, flags)
 
-    def sendmsg(self, parts: tuple[bytes, memoryview]) -> int:
-        return self.send(memoryview(b"".join(parts)))
+    def sendmsg(self, parts: tuple[bytes, memoryview], ancillary: object = (), flags: int = 0) -> int:
+        return self.send(memoryview(b"".join(parts)), flags)
 
     def recv(self, size: int) -> bytes:
         return self.real.recv(size)
@@ -71,8 +71,8 @@ class CutSocket(BadSocket):
             self.num_faults += 1
             self.real.shutdown(socket.SHUT_RDWR)
 
-    def send(self, data: memoryview) -> int:
-        number = self.real.send(data[: self._most(len(data))])
+    def send(self, data: memoryview, flags: int = 0) -> int:
+        number = self.real.send(data[: self._most(len(data))], flags)
         self._moved(number)
         return number
 
@@ -91,8 +91,8 @@ class SlowSocket(BadSocket):
             raise BlockingIOError
         return max(1, min(size, 7 if size <= 1000 else size // 5))
 
-    def send(self, data: memoryview) -> int:
-        return self.real.send(data[: self._little(len(data))])
+    def send(self, data: memoryview, flags: int = 0) -> int:
+        return self.real.send(data[: self._little(len(data))], flags)
 
     def recv(self, size: int) -> bytes:
         return self.real.recv(self._little(size))

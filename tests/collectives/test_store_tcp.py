@@ -348,8 +348,9 @@ def test_a_client_that_is_killed_leaves_no_waiter() -> None:
 
 @pytest.mark.multiproc
 def test_the_process_that_serves_is_killed_and_another_takes_its_place() -> None:
-    with Program(SERVE, 0) as server:
-        port = int(server.line())
+    port = free_port()  # none that the system gives to others meanwhile
+    with Program(SERVE, port) as server:
+        assert int(server.line()) == port
         with TCPStore(HOST, port, timeout=LIMIT_S) as client, ThreadPoolExecutor(1) as pool:
             client.set("k", "v")
             get = pool.submit(client.get, "never")

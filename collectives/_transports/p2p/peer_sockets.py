@@ -36,7 +36,7 @@ def _step(function: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P
         except MemoryError as exc:
             reason = f"there is no memory to keep its message ({exc}); the connection was closed"
         except BaseException:  # of a signal handler: the position in the stream is unknown
-            self.end(f"a {function.__name__} was interrupted")
+            self.end(f"a {function.__name__.partition('_')[0]} was interrupted")
             raise
         self.end(reason)
         return None
