@@ -14,13 +14,15 @@ from rpcdist.testing import RpcWorld, WorkerPool, eventually
 pytestmark = pytest.mark.multiproc
 
 LIMIT_BYTES = 8 << 20
-MOST_BYTES = LIMIT_BYTES + 4 * functions.ANSWER_BYTES
+NUM_THREADS = 4
+MOST_BYTES = LIMIT_BYTES + (NUM_THREADS + 1) * functions.ANSWER_BYTES
 
 
 def world_of(pool: WorkerPool, limit_bytes: int = LIMIT_BYTES, **options: Any) -> RpcWorld:
     """The attacker "a" has stopped reading what the victim "b" answers; "c" asks the victim how it is."""
     pool.environment.update(RPCDIST_CHANNELS="local")
-    world = pool.world("a", "b", "c", peer_timeout=CALM_S, max_incoming_bytes=limit_bytes, **options)
+    options |= {"max_incoming_bytes": limit_bytes, "max_worker_threads": NUM_THREADS}
+    world = pool.world("a", "b", "c", peer_timeout=CALM_S, **options)
     world["a"].run(functions.stop_reading, "b")
     return world
 
@@ -41,8 +43,9 @@ def test_answers_that_are_not_read_are_bounded(worker_pool: WorkerPool, share_pa
     refused = [outcome for outcome in outcomes if outcome]
     most_kept = 2 * LIMIT_BYTES // functions.ANSWER_BYTES + 4  # some lie in the socket
     assert num_calls - most_kept <= len(refused) < num_calls
-    assert all(refusal.startswith("Overloaded") for refusal in refused)
-    assert "are the answer to a call" in refused[0] and "max_incoming_bytes" in refused[0]
+    # The last ones may be too many for the caller, which has the same limit, when it reads them all at once.
+    assert not [refusal for refusal in refused if f"accepts {LIMIT_BYTES} from one peer at a time" not in refusal]
+    assert any("are the answer to a call" in refusal for refusal in refused) and "max_incoming_bytes" in refused[0]
     eventually(lambda: world["b"].run(functions.account_of, "a")[0] == 0)
     assert world["a"].run(rpc.rpc_sync, "b", functions.make_bytes).numel() == functions.ANSWER_BYTES
     world.shutdown()

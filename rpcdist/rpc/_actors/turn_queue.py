@@ -106,6 +106,10 @@ class TurnQueue(Generic[C, T]):
         """Those that have called, and are not gone."""
         return list(self._callers)
 
+    def __repr__(self) -> str:
+        early = sum(len(caller.early) for caller in self._callers.values())
+        return f"<TurnQueue {len(self)} ready, {early} early, of {len(self._callers)} callers>"
+
     def arrive(self, who: C, number: CallNumber, turn: T) -> None:
         """A call has come. Raises `Overloaded` if its caller has too many here; the call counts as over then."""
         caller = self._caller(who, number.stream, number.floor)
