@@ -33,8 +33,8 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(94_092, 63_000),
-    "code": Limit(56_438, 36_000),
+    "lines": Limit(94_107, 63_000),
+    "code": Limit(56_449, 36_000),
     "files": Limit(438, 400),
     "classes": Limit(881, 620),
     "protocols": Limit(32, 30),

@@ -13,9 +13,10 @@ import torch.distributed as torch_distributed
 from rpcdist._counters import metrics_are_wanted
 from rpcdist._launch.placement import launcher_variable
 from rpcdist._upper_layers import load
-from rpcdist.collectives._group.bootstrap import DEFAULT_GROUP, agree
+from rpcdist.collectives._group.bootstrap import DEFAULT_GROUP, agree, wait_for_keys
 from rpcdist.collectives._group.creation import open_group, timeout_of_group
 from rpcdist.collectives._group.group_failure import list_ranks
+from rpcdist.collectives._group.state import LEFT
 from rpcdist.collectives._group.world import (
     MPI_ADDRESS,
     NON_GROUP_MEMBER,
@@ -32,7 +33,7 @@ from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
 from rpcdist.collectives.backends import Backend, BackendConfig, default_backend
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.rendezvous import job_attempt
-from rpcdist.errors import ConfigError, DistNetworkError, RpcdistError, StoreTimeout
+from rpcdist.errors import ConfigError, DistNetworkError, RankLost, RpcdistError, StoreTimeout
 
 __all__ = ["close_stores", "destroy_process_group", "get_node_local_rank", "init_process_group"]
 
@@ -116,7 +117,7 @@ def init_process_group(
             description="default_pg",
         )
         world.begin(default, own)
-        _until_all_have_it(own, rank, world_size, timeout_s)
+        _until_all_have_it(own, default, timeout_s)
     except BaseException as exc:
         if default is not None:
             world.end()
@@ -130,18 +131,25 @@ def init_process_group(
         load("metrics")()
 
 
-def _until_all_have_it(own: Store, rank: int, world_size: int, timeout_s: float) -> None:
+def _until_all_have_it(own: Store, default: ProcessGroup, timeout_s: float) -> None:
     """Until the default group is set on all ranks: code that the first rank has run on another one, such as a call by
     RPC, finds it there."""
+
+    def check() -> None:
+        for lost, reason in default.lost_ranks().items():
+            if reason != LEFT:  # a rank that has left was through
+                raise RankLost("making the default group", f"it is not set on rank {lost}: {reason}", (lost,))
+
+    rank, world_size = default.rank(), default.size()
     if rank != 0:
         own.set(f"set/{rank}", b"1")
         try:
-            own.wait(["all set"], timeout_s)
+            wait_for_keys(own, ["all set"], timeout_s, check)
         except DistNetworkError as exc:  # rank 0 was through, and has ended; if not, the group's operations will say so
             logger.debug("the store was lost at the end of init_process_group: %s", exc)
         return
     try:
-        own.wait([f"set/{other}" for other in range(1, world_size)], timeout_s)
+        wait_for_keys(own, [f"set/{other}" for other in range(1, world_size)], timeout_s, check)
     except StoreTimeout as exc:
         missing = [other for other in range(1, world_size) if not own.check([f"set/{other}"])]
         raise StoreTimeout(

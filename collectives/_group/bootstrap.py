@@ -36,19 +36,14 @@ def exchange_values(context: GroupContext, key: str, value: str, deadline: Deadl
         RendezvousError: some ranks did not publish theirs in time; names them.
     """
     keys = [f"{key}/{rank}" for rank in range(context.size)]
-    signed = SignedRecords(context.store, context.process.records())
-    signed.set(keys[context.rank], value)
-    _wait_for_all(context, keys, deadline)
-    return signed.get(keys)
-
-
-def _wait_for_all(context: GroupContext, keys: list[str], deadline: Deadline) -> None:
-    """Waits for one key of each rank; `exchange_values` says what it raises."""
     store = context.store
+    signed = SignedRecords(store, context.process.records())
+    signed.set(keys[context.rank], value)
     try:
         wait_for_keys(store, keys, deadline.remaining_s(), context.check)
     except StoreTimeout as exc:
         raise not_made(context, [rank for rank, name in enumerate(keys) if not store.check([name])]) from exc
+    return signed.get(keys)
 
 
 def not_made(context: GroupContext, missing: Sequence[int]) -> RendezvousError:
@@ -69,7 +64,9 @@ def address_of_rank_0(context: GroupContext, own: HubAddress, deadline: Deadline
     """
     signed = SignedRecords(context.store, context.process.records())
     if context.rank == 0:
-        signed.set(_RANK_0_KEY, json.dumps([str(own), secrets.token_hex(8)]))
+        address, uid = str(own), secrets.token_hex(8)
+        signed.set(_RANK_0_KEY, json.dumps([address, uid]))
+        return address, uid
     try:
         wait_for_keys(context.store, [_RANK_0_KEY], deadline.remaining_s(), context.check)
     except StoreTimeout as exc:

@@ -16,7 +16,7 @@ from rpcdist.collectives._group.local_process import bind_host
 from rpcdist.collectives._group.state import Action, GroupState
 from rpcdist.collectives._group.watch import StateKeeper, Watch, encoded
 from rpcdist.deadline import Deadline
-from rpcdist.errors import ConnectFailed, DistNetworkError, RendezvousError
+from rpcdist.errors import AuthenticationFailed, ConnectFailed, DistNetworkError, RendezvousError, TransportError
 from rpcdist.time_limits import ANSWER_LIMIT_S, CHECK_INTERVAL_S, THREAD_GRACE_S
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket
 from rpcdist.transport.hub_connector import HubAddress
@@ -154,9 +154,12 @@ def connect_watch(
     if context.rank != 0:
         try:
             return {0: hub.connect(rank_0, f"{purpose}{context.rank}", deadline.remaining_s())}
-        except ConnectFailed as exc:
-            reason = f"{exc.reason} (rank 0 of group {context.name!r}). Did it end?"
-            raise ConnectFailed(exc.address, reason, exc.waited_s) from exc
+        except AuthenticationFailed:
+            raise
+        except TransportError as exc:
+            reason, waited_s = (exc.reason, exc.waited_s) if isinstance(exc, ConnectFailed) else (str(exc), None)
+            reason = f"{reason} (rank 0 of group {context.name!r}). Did it end?"
+            raise ConnectFailed(rank_0, reason, waited_s) from exc
     sockets: dict[int, StreamSocket] = {}
     error: BaseException | None = None
     hub.announce(purpose)  # one rank may come long before another
@@ -175,9 +178,9 @@ def connect_watch(
         text = (
             f"ranks {late} of group {context.name!r} did not connect to rank 0. Did they end? Their own error says why"
         )
-        failure = GroupFailure(
-            FailureKind.TIMEOUT, text if isinstance(error, TimeoutError) else str(error), tuple(missing)
-        )
+        gave_up = f"rank {context.ranks[0]} gave up making group {context.name!r}: {type(error).__name__}: {error}"
+        reason = text if isinstance(error, TimeoutError) else gave_up
+        failure = GroupFailure(FailureKind.TIMEOUT, reason, tuple(missing))
         for sock in sockets.values():
             with suppress(OSError):  # it ended meanwhile
                 sock.sendmsg([encoded({"say": "failure", **failure.to_json()})], (), NO_SIGPIPE)

@@ -48,8 +48,9 @@ from rpcdist.transport.sockets import receive_some, send_all
 MAX_MESSAGE_BYTES: Final = 64 * 1024
 """More than the longest failure; a peer cannot make this process reserve more."""
 
-MAX_VALUE_BYTES: Final = 4 * 1024
-"""Of what a rank brings to an exchange; rank 0 sends those of all in one message."""
+MAX_VALUE_CHARS: Final = 1024
+"""Of the text that a rank brings to an exchange. Rank 0 sends those of all in one message."""
+_VALUE_BYTES: Final = 12 * MAX_VALUE_CHARS  # as JSON, at most
 
 Message = dict[str, object]
 
@@ -201,7 +202,7 @@ class Watch(Reporter):
 
     async def _start(self, sockets: dict[int, StreamSocket]) -> None:
         for rank, sock in sockets.items():
-            most = MAX_MESSAGE_BYTES + (0 if self._rank == 0 else MAX_VALUE_BYTES * len(self._world_ranks))
+            most = MAX_MESSAGE_BYTES + (0 if self._rank == 0 else _VALUE_BYTES * len(self._world_ranks))
             connection = self._connections[rank] = WatchConnection(rank, sock, most)
             self._listeners[rank] = self._spawn(self._listen(connection), f"with rank {rank}")
 
@@ -220,7 +221,7 @@ class Watch(Reporter):
         failed: the listener was told.
         """
         self._exchange = Future()
-        self._post({"say": "value", "number": self._exchanges, "value": value[: MAX_VALUE_BYTES // 12]})
+        self._post({"say": "value", "number": self._exchanges, "value": value[:MAX_VALUE_CHARS]})
         return self._exchange
 
     def missing(self) -> list[int]:

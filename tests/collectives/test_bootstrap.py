@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from socket_hubs import open_hub
 
 from rpcdist.collectives import HashStore, PrefixStore
+from rpcdist.collectives._api.default_group import _until_all_have_it
 from rpcdist.collectives._group import bootstrap
 from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.bootstrap import agree
 from rpcdist.collectives._group.group_watch import GroupWatch, connect_watch
-from rpcdist.collectives._group.state import GroupState
+from rpcdist.collectives._group.state import LEFT, GroupState
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConnectFailed, DistNetworkError, RankLost, RendezvousError, StoreTimeout
 from rpcdist.testing import eventually
+from rpcdist.time_limits import STORE_CHECK_INTERVAL_S
 from rpcdist.transport import sockets
+from rpcdist.transport.hub_connector import HubAddress
 
 SHORT_S, LIMIT_S = 0.2, 20.0
 
@@ -36,6 +42,17 @@ def test_who_cannot_reach_rank_0_names_it() -> None:
         connect_watch(context(1, HashStore()), hub, address, "group", Deadline.after(SHORT_S))
     assert caught.value.address == address
     assert "rank 0 of group 'world'" in str(caught.value)
+
+
+def test_a_rank_0_that_ends_while_a_rank_connects_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, open_hub() as hub, ThreadPoolExecutor(1) as thread:
+        address = str(HubAddress("127.0.0.1", listener.getsockname()[1], taker="0" * 16))
+        connecting = thread.submit(
+            connect_watch, context(1, HashStore()), hub, address, "group", Deadline.after(LIMIT_S)
+        )
+        listener.accept()[0].close()
+        with pytest.raises(ConnectFailed, match=r"rank 0 of group 'world'\)\. Did it end\?"):
+            connecting.result(LIMIT_S)
 
 
 def test_rank_0_names_those_that_do_not_connect() -> None:
@@ -96,6 +113,26 @@ def test_the_texts_of_an_exchange_arrive_in_order_and_its_missing_ranks_are_name
         finally:
             for each in reversed(watches):
                 each.give_up()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_before_the_default_group_is_set_on_it_ends_the_wait_of_the_others(rank: int) -> None:
+    lost = {2: "its process ended"}
+    group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: 3, lost_ranks=lambda: lost)
+    with pytest.raises(RankLost, match="it is not set on rank 2: its process ended"):
+        _until_all_have_it(HashStore(), group, LIMIT_S)
+
+
+def test_a_rank_that_was_through_and_has_left_ends_no_wait() -> None:
+    store = HashStore()
+    group: Any = SimpleNamespace(rank=lambda: 1, size=lambda: 3, lost_ranks=lambda: {2: LEFT})
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(_until_all_have_it, store, group, LIMIT_S)
+        store.wait(["set/1"], LIMIT_S)
+        with pytest.raises(TimeoutError):
+            waiting.result(2 * STORE_CHECK_INTERVAL_S)
+        store.set("all set", b"1")
+        waiting.result(LIMIT_S)
 
 
 def test_a_rank_that_gives_up_ends_the_exchange_of_the_others() -> None:

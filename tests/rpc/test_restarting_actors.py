@@ -24,6 +24,7 @@ from rpcdist.errors import (
 )
 from rpcdist.rpc import RestartingActor
 from rpcdist.rpc._actors.checkpointed import Checkpointed
+from rpcdist.rpc._api.restarting_actor import _is_answer
 from rpcdist.rpc._rref.proxied import CHECKPOINTED_METHOD
 from rpcdist.testing import InProcessCluster, WorkerPool, eventually
 
@@ -254,3 +255,12 @@ def test_a_killed_worker_is_replaced(worker_pool: WorkerPool) -> None:
     assert going_on.result() == ([4, 5], 1)
     leaving = [world[name].begin(rpc.shutdown) for name in ("a", "b")]
     assert [pending.result() for pending in leaving] == [{}] * 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_answer"),
+    [(("r", None), True), (("r", (None,)), True), ((1, ()), False), ((1, (2, 3)), False), ((1, 2), False), (1, False)],
+)
+def test_an_answer_of_another_form_is_no_state(answer: object, is_answer: bool) -> None:
+    """The worker of an actor may send anything; what it sends as a state is restored elsewhere."""
+    assert _is_answer(answer) is is_answer

@@ -198,9 +198,8 @@ class BucketReductions:
                 tap("DDP buckets", f"bucket {bucket.number}, {bucket.num_bytes} B", began_s, time.monotonic())
 
     def _finish(self, bucket: Bucket, deliver: Deliver) -> None:
-        if (
-            bucket.number not in self._works and bucket.number not in self._futures
-        ):  # a program ends the pass all the same
+        if bucket.number not in self._works and bucket.number not in self._futures:
+            # The program has caught the error of the backward pass, and ends the iteration all the same.
             raise DataParallelError(
                 f"bucket {bucket.number} of iteration {self._iteration} was not reduced: its reduction could not be "
                 "started in the backward pass, whose error says why"

@@ -224,7 +224,7 @@ class RestartingActor(Generic[T]):
         error = sent.exception()
         if error is None:
             answer = sent.value()
-            if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], tuple | None)):
+            if not _is_answer(answer):
                 error = SerializationError(f"worker {self._worker!r} answered {call.method}() with something else")
         if error is None:
             result, state = answer
@@ -351,3 +351,10 @@ def _check(kind: object, max_restarts: object, checkpoint_every: object) -> None
     for what, number, least in (("max_restarts", max_restarts, ALWAYS), ("checkpoint_every", checkpoint_every, 1)):
         if not isinstance(number, int) or isinstance(number, bool) or number < least:
             raise ConfigError(f"{what} is a whole number from {least}, but not {number!r}")
+
+
+def _is_answer(answer: object) -> bool:
+    """Whether it is a result and an `ActorState`, or None for the latter: the worker of an actor may send anything."""
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        return False
+    return answer[1] is None or (isinstance(answer[1], tuple) and len(answer[1]) == 1)
