@@ -215,7 +215,7 @@ class Agent:
             lifetime=lifetime,
             rpc_timeout_s=options.rpc_timeout,
             max_in_flight_bytes=options.max_in_flight_bytes,
-            handler_loop=self.user_loop.loop,
+            on_handler_loop=self.user_loop.on_thread,
             recorder=recorder,
         )
         links = AutogradLinks(self.directory, self.router, self.caller, self.pool, io, lifetime, options, self._gpus)

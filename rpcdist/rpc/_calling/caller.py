@@ -56,7 +56,7 @@ class Caller:
     Args:
         rpc_timeout_s: the limit of calls that name none.
         max_in_flight_bytes: of the arguments of calls to one worker.
-        handler_loop: where coroutines of handlers run.
+        on_handler_loop: whether its caller runs where coroutines of handlers run.
         recorder: remembers how calls ended.
 
     Attributes:
@@ -75,7 +75,7 @@ class Caller:
         lifetime: Lifetime,
         rpc_timeout_s: float,
         max_in_flight_bytes: int,
-        handler_loop: asyncio.AbstractEventLoop,
+        on_handler_loop: Callable[[], bool],
         recorder: CallRecorder | None = None,
     ) -> None:
         self._directory = directory
@@ -88,7 +88,7 @@ class Caller:
         self._lifetime = lifetime
         self._timer = CallTimer(io, self._expire)
         self.in_flight = in_flight = InFlightBytes(max_in_flight_bytes)
-        self._admission = CallAdmission(in_flight, io, handler_loop)
+        self._admission = CallAdmission(in_flight, io, on_handler_loop)
         self._common_memory = CommonMemoryPool()
         self.calls = CallTable(self._timer.wake_at, in_flight, recorder)
         self._new_calls = NewCalls(self, self.calls.next_id, marshal, rpc_timeout_s)

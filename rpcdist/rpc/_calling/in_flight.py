@@ -15,7 +15,6 @@ Replies never wait. Calls go out in the order in which they came; one that is la
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -152,12 +151,12 @@ class CallAdmission:
     """Has callers wait for `InFlightBytes`. Any thread may call it.
 
     Args:
-        handler_loop: the event loop on which handlers run.
+        _on_handler_loop: whether the caller runs on the event loop of handlers.
     """
 
     _bound: InFlightBytes
     _io: IoLoop
-    _handler_loop: asyncio.AbstractEventLoop
+    _on_handler_loop: Callable[[], bool]
 
     def wait(self, to: int, call: int, num_bytes: int, deadline: Deadline, what: Callable[[], str]) -> None:
         """Waits until a call may be sent, unless it is a handler's; not on an event loop.
@@ -185,7 +184,7 @@ class CallAdmission:
         """Whether a call may be sent now. If not, `later` is called on the I/O loop when it may; on an event loop."""
         if num_bytes < COUNTED_FROM_BYTES:
             return True
-        if asyncio._get_running_loop() is self._handler_loop:
+        if self._on_handler_loop():
             self._bound.take_anyway(to, call, num_bytes)
             return True
         return self._bound.defer(to, call, num_bytes, lambda: self._io.call_soon(later))

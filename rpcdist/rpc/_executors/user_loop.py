@@ -22,8 +22,8 @@ from typing import Any, Final, Literal, TypeVar
 
 from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.deadline import NEVER, Deadline, current_deadline
-from rpcdist.errors import Cancelled, ConfigError, DeadlineExceeded, ForkedProcess, NotInitialized
-from rpcdist.own_shortage import check_can_start
+from rpcdist.errors import Cancelled, ConfigError, DeadlineExceeded, ForkedProcess, NotInitialized, TransportError
+from rpcdist.own_shortage import NO_THREAD, check_can_start
 from rpcdist.rpc._executors.torch_state import StatefulCoroutine, adopt_num_threads
 from rpcdist.rpc._values.exceptions import drop_first_frame, traceback_of
 from rpcdist.time_limits import CLOSE_LIMIT_S, CLOSE_STEP_LIMIT_S, THREAD_GRACE_S
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 LoopKind = Literal["auto", "uvloop", "asyncio"]
 
+_WHAT: Final = "the event loop of user functions"
 CANCEL_ROUNDS: Final = 3  # `close` asks so often; a coroutine may catch a cancellation by mistake
 
 
@@ -193,19 +194,24 @@ async def _run(start: Start) -> object:
 
 
 class UserLoop:
-    """An event loop on a thread of its own for coroutines of the user.
+    """An event loop on a thread of its own for coroutines of the user; the first coroutine starts both.
 
     Args:
         kind: "uvloop", "asyncio", or "auto" for uvloop where it is installed.
         name: name of the thread.
+
+    Raises:
+        ConfigError: there is no such kind.
     """
 
     def __init__(self, kind: LoopKind = "auto", name: str = "rpcdist-user-loop") -> None:
+        if kind not in ("auto", "uvloop", "asyncio"):
+            raise ConfigError(f"the kind of the user loop is 'auto', 'uvloop' or 'asyncio', but not {kind!r}")
         self.name = name
-        self.loop = _new_loop(kind)
-        self.loop.set_task_factory(self._make_task)
-        self.loop.set_exception_handler(_log_loop_error)
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._kind: LoopKind = kind
+        self._starting = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._inbox: deque[Callable[[], object]] = deque()
         self._is_scheduled = False
         self._calls: set[UserCall] = set()
@@ -216,18 +222,47 @@ class UserLoop:
         fork.register(self)
 
     def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
+        """Lets coroutines come until `close`."""
         register_at_exit(self.close)
 
     @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop, which runs from now on.
+
+        Raises:
+            NotInitialized: it is closed, and never ran.
+            ForkedProcess: the process is a forked child.
+            ConfigError: uvloop was asked for, and is not installed.
+            TransportError: no descriptor or thread is left for it.
+        """
+        return self._loop or self._run_new_loop()
+
+    def _run_new_loop(self) -> asyncio.AbstractEventLoop:
+        with self._starting:
+            if self._loop is not None:
+                return self._loop
+            if self._refusal is not None:
+                raise self._refusal()
+            loop = _new_loop(self._kind)
+            loop.set_task_factory(self._make_task)
+            loop.set_exception_handler(_log_loop_error)
+            thread = threading.Thread(target=self._work, args=(loop,), name=self.name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as exc:
+                loop.close()
+                raise TransportError(f"{_WHAT} cannot start: {NO_THREAD}") from exc
+            self._thread, self._loop = thread, loop
+            return loop
+
+    @property
     def ident(self) -> int | None:
-        """Of its thread."""
-        return self._thread.ident
+        """Of its thread; None before the first coroutine."""
+        return self._thread.ident if self._thread is not None else None
 
     def on_thread(self) -> bool:
         """Whether the caller runs on this loop's thread."""
-        return threading.get_ident() == self._thread.ident
+        return threading.get_ident() == self.ident
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -253,9 +288,12 @@ class UserLoop:
         Raises:
             NotInitialized: the loop is closed.
             ForkedProcess: called in a forked child.
+            TransportError: no descriptor or thread is left for the loop.
         """
         if self._refusal is not None:
             raise self._refusal()
+        if self._loop is None:
+            self._run_new_loop()
         call = UserCall(self, start, on_done, deadline, context, name)
         self._calls.add(call)
         self._had_calls = True
@@ -278,7 +316,7 @@ class UserLoop:
             try:
                 self.loop.call_soon_threadsafe(self._read_inbox)
             except RuntimeError:  # the loop is closed: `close` has answered, or answers, everything
-                if not self._thread.is_alive():
+                if self._thread is None or not self._thread.is_alive():
                     self._read_leftovers()
 
     def _read_inbox(self) -> None:
@@ -291,23 +329,23 @@ class UserLoop:
                 return
             action()
 
-    def _work(self) -> None:
-        asyncio.set_event_loop(self.loop)
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
         adopt_num_threads()
         try:
             while not self._stopping:
                 try:
-                    self.loop.run_forever()
+                    loop.run_forever()
                 except (SystemExit, KeyboardInterrupt) as error:  # of a task that user code started (rule 3)
                     logger.error("a task of user code ended; the loop goes on:\n%s", traceback_of(error))
-            self.loop.run_until_complete(self._close_generators())
+            loop.run_until_complete(self._close_generators(loop))
         finally:
-            self.loop.close()
+            loop.close()
 
-    async def _close_generators(self) -> None:
+    async def _close_generators(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             async with asyncio.timeout(CLOSE_STEP_LIMIT_S):
-                await self.loop.shutdown_asyncgens()
+                await loop.shutdown_asyncgens()
         except TimeoutError:
             logger.error("an async generator did not end within %.1f s of being closed", CLOSE_STEP_LIMIT_S)
 
@@ -321,18 +359,18 @@ class UserLoop:
             What refused to end, as text for humans; it is logged, too. Its submitters got `Cancelled`.
         """
         unregister_at_exit(self.close)
-        if self._refusal is not None:
-            return []
-        self._refusal = NotInitialized
+        with self._starting:
+            if self._refusal is not None:
+                return []
+            self._refusal = NotInitialized
         deadline = Deadline.after(timeout_s)
         stubborn: list[str] = []
-        if self._thread.is_alive() and not self.on_thread():
+        thread = self._thread
+        if thread is not None and thread.is_alive() and not self.on_thread():
             asyncio.run_coroutine_threadsafe(self._shut_down(deadline, stubborn), self.loop)
-            self._thread.join(deadline.remaining_s() + THREAD_GRACE_S)
-            if self._thread.is_alive():
+            thread.join(deadline.remaining_s() + THREAD_GRACE_S)
+            if thread.is_alive():
                 stubborn.append(f"the loop's thread is blocked:\n{self._stack()}")
-        elif self._thread.ident is None:
-            self.loop.close()
         if stubborn:
             logger.error("the user loop was closed after %.1f s, but did not end:\n%s", timeout_s, "\n".join(stubborn))
         self._read_leftovers()
@@ -374,12 +412,13 @@ class UserLoop:
         return asyncio.Task(coroutine, loop=loop, **options)
 
     def _stack(self) -> str:
-        frame = sys._current_frames().get(self._thread.ident or 0)
+        frame = sys._current_frames().get(self.ident or 0)
         return "".join(traceback.format_stack(frame, 12)) if frame is not None else ""
 
     def after_fork_in_child(self) -> None:
         """The thread stayed in the parent, and so did all that runs on it."""
         self._refusal = ForkedProcess
+        self._starting = threading.Lock()  # another thread of the parent may have held it
         self._calls = set()
         self._inbox = deque()
         unregister_at_exit(self.close)
@@ -404,9 +443,7 @@ def _where(task: asyncio.Task[Any]) -> str:
 
 
 def _new_loop(kind: LoopKind) -> asyncio.AbstractEventLoop:
-    if kind not in ("auto", "uvloop", "asyncio"):
-        raise ConfigError(f"the kind of the user loop is 'auto', 'uvloop' or 'asyncio', but not {kind!r}")
-    check_can_start("the event loop of user functions", starts_threads=False)
+    check_can_start(_WHAT, starts_threads=False)
     if kind != "asyncio":
         try:
             import uvloop
