@@ -111,7 +111,8 @@ def measure_agents(num_agents: int, elastic: bool) -> AgentScale:
             clusters[0].join(name, rank)
 
     def barrier(members: list[str]) -> None:
-        for waiting in [clusters[0].begin(name, rpc.api._barrier, set(members)) for name in members]:
+        everybody = frozenset(members)
+        for waiting in [clusters[0].begin(name, rpc.api._barrier, everybody) for name in members]:
             waiting.result()
 
     clusters: list[InProcessCluster] = []

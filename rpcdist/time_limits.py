@@ -112,7 +112,7 @@ pipeline's stage ends at the step's timeout and says what it waits for. Then the
 ORPHAN_TIMEOUT_S: Final = 600.0
 """Workers whose coordinator is lost look this long for the one that takes its place; then `serve` raises. The default
 of `orphan_timeout`."""
-NEWS_PAUSE_S: Final = 1.0
+NEWS_PAUSE_S: Final = 3.0
 """Between two announcements of who has come or left, in a world of 1,064 workers; in proportion, and none up to 64."""
 PARKED_LIMIT_S: Final = 7 * 24 * 3600.0
 """No request may wait for longer at the store or the coordinator, whatever it asks for; the server measures."""

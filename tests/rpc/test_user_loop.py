@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import errno
 import gc
 import os
 import subprocess
@@ -12,13 +13,15 @@ import textwrap
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from threads_at_once import problems_of_threads
 from user_loop_helpers import KINDS, LIMIT_S, Outcome, forever, run
 from user_loop_helpers import loop as loop
 
 from rpcdist.deadline import NEVER, Deadline, current_deadline
-from rpcdist.errors import BlockingInLoop, Cancelled, ConfigError, DeadlineExceeded, NotInitialized
+from rpcdist.errors import BlockingInLoop, Cancelled, ConfigError, DeadlineExceeded, NotInitialized, TransportError
 from rpcdist.rpc._executors.user_loop import LoopKind, UserLoop
 from rpcdist.rpc.future import Future
 from rpcdist.testing.limits import UNIT_S
@@ -227,6 +230,7 @@ def test_ten_thousand_waiting_handlers_cost_no_thread(loop: UserLoop) -> None:
         if num_done == 10_000:
             all_done.set()
 
+    assert run(loop, five) == 5  # the first coroutine starts the thread
     before = threading.active_count()
     calls = [loop.submit(handler, on_done, Deadline.after(60)) for _ in range(10_000)]
     assert run(loop, five) == 5
@@ -234,6 +238,45 @@ def test_ten_thousand_waiting_handlers_cost_no_thread(loop: UserLoop) -> None:
     assert threading.active_count() <= before
     loop.loop.call_soon_threadsafe(gate.set)
     assert all_done.wait(LIMIT_S)
+
+
+# -- starting ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_coroutine_starts_the_loop() -> None:
+    before, num_open = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    loop = UserLoop()
+    loop.start()
+    assert (loop.ident, threading.active_count(), len(os.listdir("/proc/self/fd"))) == (None, before, num_open)
+    assert not loop.on_thread()
+    outcomes = [Outcome() for _ in range(8)]
+
+    def submit(number: int) -> list[str]:
+        loop.submit(five, outcomes[number])
+        return []
+
+    assert problems_of_threads(submit, len(outcomes)) == []
+    assert [outcome.get() for outcome in outcomes] == [5] * 8
+    assert threading.active_count() == before + 1
+    assert loop.close(LIMIT_S) == []
+
+
+@pytest.mark.parametrize("short_of", ["descriptors", "threads"])
+def test_a_loop_that_cannot_start_refuses_the_coroutine_and_starts_later(
+    short_of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = UserLoop("asyncio")
+    loop.start()
+    with monkeypatch.context() as patch:
+        if short_of == "descriptors":
+            patch.setattr(os, "open", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+        else:
+            patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        with pytest.raises(TransportError, match=r"event loop of user functions cannot start: .*(descriptor|thread)"):
+            loop.submit(five, Outcome())
+    assert len(loop) == 0 and loop.ident is None
+    assert run(loop, five) == 5
+    assert loop.close(LIMIT_S) == []
 
 
 # -- closing -----------------------------------------------------------------------------------------------------------

@@ -63,7 +63,8 @@ class Cluster:
         """The agent's threads, which may stay, and may start at any time."""
         pool = self.agent.pool
         payloads = [thread for thread in threading.enumerate() if thread.name.startswith("rpcdist payload ")]
-        return {pool._monitor._thread, *(worker.thread for worker in list(pool._workers)), *payloads}
+        started = (worker.thread for worker in list(pool._workers))
+        return {pool._monitor._thread, self.agent.user_loop._thread, *started, *payloads}
 
     def outstanding(self) -> list[str]:
         """The calls and streams that are still in flight anywhere."""

@@ -86,6 +86,8 @@ class Gatherings:
         self._rounds: dict[Group, list[_GatherRound]] = {}
         self._last_came: dict[Group, set[str]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        # The last participants, also in order, and as others than the host name them: most gatherings have the same.
+        self._last: tuple[frozenset[str], list[str], Group] = (frozenset(), [], [])
 
     # ------------------------------------------------------------ taking part
 
@@ -116,12 +118,17 @@ class Gatherings:
         self, obj: Any, names: Iterable[str] | None, timeout_s: float, wants_objects: bool
     ) -> tuple[list[str], Any]:
         me = self._me.name
-        chosen = sorted(self._everybody() if names is None else set(names))
-        if me not in chosen:
+        everybody = frozenset(self._everybody() if names is None else names)
+        last = self._last
+        if last[0] != everybody:
+            in_order = sorted(everybody)
+            last = self._last = everybody, in_order, names_for(in_order)
+        _, chosen, short = last
+        if me not in everybody:
             raise ConfigError(f"worker {me!r} is not expected in a gathering of {chosen}; add it to the names")
         leader = self._directory.resolve(chosen[0])
         limit = 0 if timeout_s == float("inf") else timeout_s
-        group = chosen if me == chosen[0] else names_for(chosen)
+        group = chosen if me == chosen[0] else short
         try:
             return chosen, self._caller.gather(leader, CONTRIBUTE, (group, me, obj, wants_objects), limit)
         except DeadlineExceeded as exc:
