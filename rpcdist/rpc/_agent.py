@@ -56,12 +56,12 @@ from rpcdist.rpc._membership.barrier import Gatherings
 from rpcdist.rpc._membership.coordinator import Coordinator, CoordinatorSearch
 from rpcdist.rpc._membership.roster_news import MembershipNews, MembershipWatch
 from rpcdist.rpc._membership.shutdown import STOP, Leaving, ShutdownRounds, StopRequests
-from rpcdist.rpc._peers.connections import PROBE_ROLE, Connections, Inbound, LeaseWatch, ProbeTaker
+from rpcdist.rpc._peers.connections import PROBE_ROLE, Connections, LeaseWatch, ProbeTaker
 from rpcdist.rpc._peers.control import ControlReceiver
 from rpcdist.rpc._peers.device_maps import DeviceMaps
 from rpcdist.rpc._peers.directory import Directory, PeerEvents, Roster
-from rpcdist.rpc._peers.network import Announcements, Lifetime, Network
-from rpcdist.rpc._peers.router import Demultiplexer, Router
+from rpcdist.rpc._peers.network import Demultiplexer, Lifetime, Network
+from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._serving.callables import Callables
@@ -156,9 +156,8 @@ class Agent:
             coordinator.rank,
         )
         self._device_maps = DeviceMaps(me.name, options.device_maps, self.directory.name_of)
-        self._demultiplexer = Demultiplexer(self.pool.submit_many, lifetime)
+        self._demultiplexer = Demultiplexer(self.pool.submit_many, lifetime, options, self.directory.holder_of)
         self._control = ControlReceiver(io, lifetime)
-        announced = Announcements(options.max_incoming_bytes, self.directory.holder_of)
         self.router = Router(
             network,
             self.directory,
@@ -166,16 +165,12 @@ class Agent:
             self._control,
             events,
             lifetime,
-            options,
-            announced,
+            options.peer_timeout,
             lambda deadline: self._search.attempt(deadline),
             self._device_maps.introduction,
             self.pool.submit,
         )
-        self._inbound = Inbound(
-            self._demultiplexer, self.directory, events, options.share_payloads, self.router.borrow, announced
-        )
-        self._connections = Connections(self.router, self._inbound, self._control)
+        self._connections = Connections(self._demultiplexer, self.directory, events, self.router, self._control)
         self._leases = LeaseWatch(options.peer_timeout, self._connections.sessions, events)
 
         self.actors = ActorTable(self.pool, self.user_loop)
@@ -440,7 +435,7 @@ class Agent:
             network.add_service(service, {"Deliver": self._control.service_method(kind, reply, self._leases.seen)})
         network.add_service(SERVICE, self.inspector.methods)
         let_others_look()
-        network.handle_role(ROLE, self._inbound, self._inbound.refusal)
+        network.handle_role(ROLE, self._connections, self._connections.refusal)
         network.handle_role(PROBE_ROLE, ProbeTaker(self._search.on_probe))
         network.run(self._news.start(), SLOW_ANSWER_LIMIT_S)
         network.io.call_soon(self._search.start)

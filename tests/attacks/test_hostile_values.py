@@ -21,10 +21,11 @@ from values_helpers import encode, round_trip
 from rpcdist._proto import rpc_pb2, rref_pb2, value_pb2
 from rpcdist.errors import ProtocolViolation, SerializationError
 from rpcdist.ids import Identity
-from rpcdist.rpc._peers.network import Announcements
+from rpcdist.rpc._peers.network import Demultiplexer, Lifetime
 from rpcdist.rpc._rref.protobuf import decode_messages
 from rpcdist.rpc._values import decode
 from rpcdist.rpc._values.rebuild import MAX_UNTRUSTED_TENSORS, TENSOR_BYTES
+from rpcdist.rpc.options import RpcOptions
 from rpcdist.transport._framing.frames import Chunk, parse
 from rpcdist.transport._framing.incoming import BUFFER_BYTES, TRANSFER_BYTES, Incoming, IncomingBuffer, heap_buffer
 from rpcdist.transport._framing.message_parts import parsed, parsed_cost
@@ -208,12 +209,13 @@ def test_announcements_of_a_few_bytes_count_for_more() -> None:
 
 def test_sessions_of_one_peer_share_one_limit() -> None:
     """Ten sessions took ten times `max_incoming_bytes`. Whoever is no member shares his with all such."""
-    announcements = Announcements(LIMIT_BYTES, {0: "a", 1: "b"}.get)
-    first, second = (Incoming(announced=announcements.of(Identity("a", 0, n))) for n in (1, 2))
+    options = RpcOptions(max_incoming_bytes=LIMIT_BYTES)
+    sessions = Demultiplexer(lambda *_: None, Lifetime(), options, {0: "a", 1: "b"}.get)
+    first, second = (Incoming(announced=sessions.announced_by(Identity("a", 0, n))) for n in (1, 2))
     assert is_taken(first, 1, 6 * OWN_BYTES) and not is_taken(second, 1, 5 * OWN_BYTES)
-    other = Incoming(announced=announcements.of(Identity("b", 1, 1)))
+    other = Incoming(announced=sessions.announced_by(Identity("b", 1, 1)))
     assert is_taken(other, 1, 9 * OWN_BYTES)
-    strangers = [Incoming(announced=announcements.of(Identity(f"x{n}", 7 + n, 1))) for n in range(2)]
+    strangers = [Incoming(announced=sessions.announced_by(Identity(f"x{n}", 7 + n, 1))) for n in range(2)]
     assert is_taken(strangers[0], 1, 6 * OWN_BYTES) and not is_taken(strangers[1], 1, 5 * OWN_BYTES)
     first.close()
     second.abort(1)

@@ -9,15 +9,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from rpcdist.ids import Identity
 from rpcdist.own_shortage import own_shortage
 from rpcdist.rpc._peers.control import ControlReceiver
 from rpcdist.rpc._peers.directory import Directory, PeerEvents
-from rpcdist.rpc._peers.network import Announcements
-from rpcdist.rpc._peers.router import REPLACED, Demultiplexer, Router
-from rpcdist.rpc._values.buffers import ReceiveBuffer
+from rpcdist.rpc._peers.network import Demultiplexer
+from rpcdist.rpc._peers.router import REPLACED, Router
 from rpcdist.time_limits import HEARTBEATS_PER_PEER_TIMEOUT, LEASE_IN_PEER_TIMEOUTS
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.session import NullHandler, Session
@@ -25,18 +23,14 @@ from rpcdist.transport.session import NullHandler, Session
 logger = logging.getLogger(__name__)
 
 
-class Inbound:
-    """Takes the sessions that other workers open to this one (`SessionHandler`); one per agent, on the I/O loop.
+class Connections:
+    """One per agent, on the I/O loop. It takes the sessions that other workers open to this one (`SessionHandler`).
 
     A worker calls on a session that it has opened itself, and is answered there. So what arrives here are the calls of
     others, and their control messages; this worker's own go through the `Router`.
 
-    Args:
-        shares_payloads: whether large buffers may travel in shared memory.
-        borrow: makes a received buffer of memory that a peer lends.
-
     Attributes:
-        sessions: those that are open.
+        taken: the open sessions that others have opened.
     """
 
     def __init__(
@@ -44,17 +38,18 @@ class Inbound:
         demultiplexer: Demultiplexer,
         directory: Directory,
         events: PeerEvents,
-        shares_payloads: bool,
-        borrow: Callable[[memoryview], ReceiveBuffer],
-        announcements: Announcements,
+        router: Router,
+        control: ControlReceiver,
     ) -> None:
-        self.sessions: set[Session] = set()
+        self.taken: set[Session] = set()
         self.takes_anywhere = demultiplexer.takes_anywhere
         self.on_messages = demultiplexer.on_messages  # not a method of ours: every message would pass through it
-        self.allocate = ReceiveBuffer.allocate
-        self.borrow = borrow
-        self.shares_payloads = shares_payloads
-        self.announced_by = announcements.of
+        self.allocate = demultiplexer.allocate
+        self.borrow = demultiplexer.borrow
+        self.shares_payloads = demultiplexer.shares_payloads
+        self.announced_by = demultiplexer.announced_by
+        self._router = router
+        self._control = control
         self._directory = directory
         self._events = events
         events.replaced.listen(self._close_sessions_of)
@@ -75,22 +70,38 @@ class Inbound:
         )
 
     def on_opened(self, session: Session) -> None:
-        self.sessions.add(session)
+        self.taken.add(session)
         self._events.opened.publish(session)
 
     def on_closed(self, session: Session, reason: str) -> None:
         """The worker may come back; its lease says until when."""
-        self.sessions.discard(session)
+        self.taken.discard(session)
         self._events.broken.publish(session, reason)
 
     def _close_sessions_of(self, identity: Identity) -> None:
-        for session in list(self.sessions):
+        for session in list(self.taken):
             if session.peer == identity:
                 session.close(REPLACED)
 
+    def sessions(self) -> list[Session]:
+        """The open ones, in both directions."""
+        return [*self._router.sessions(), *self.taken]
+
+    async def flush(self, timeout_s: float, wait_for_others: bool) -> None:
+        """Waits until what was queued is written, and perhaps until the others have left, for they wait for it."""
+        self._control.acknowledge()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*(session.drain(timeout_s) for session in self.sessions()))
+                if wait_for_others:
+                    await asyncio.gather(*(session.ended(timeout_s) for session in list(self.taken)))
+        except TimeoutError:
+            logger.debug("not everything was written within %s s", timeout_s)
+
     def close(self, reason: str) -> None:
         """Ends all of them at once."""
-        for session in list(self.sessions):
+        self._router.close(reason)
+        for session in list(self.taken):
             session.close(reason)
 
 
@@ -114,34 +125,6 @@ class ProbeTaker(NullHandler):
     def announced_by(self, peer: Identity) -> AnnouncedBytes:
         """A probe announces nothing."""
         return AnnouncedBytes(limit_bytes=0)
-
-
-@dataclass(slots=True, eq=False)
-class Connections:
-    """One per agent; on the I/O loop."""
-
-    _router: Router
-    _inbound: Inbound
-    _control: ControlReceiver
-
-    def sessions(self) -> list[Session]:
-        return [*self._router.sessions(), *self._inbound.sessions]
-
-    async def flush(self, timeout_s: float, wait_for_others: bool) -> None:
-        """Waits until what was queued is written, and perhaps until the others have left, for they wait for it."""
-        self._control.acknowledge()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await asyncio.gather(*(session.drain(timeout_s) for session in self.sessions()))
-                if wait_for_others:
-                    await asyncio.gather(*(session.ended(timeout_s) for session in list(self._inbound.sessions)))
-        except TimeoutError:
-            logger.debug("not everything was written within %s s", timeout_s)
-
-    def close(self, reason: str) -> None:
-        """Ends all of them at once."""
-        self._router.close(reason)
-        self._inbound.close(reason)
 
 
 class Leases:

@@ -1,4 +1,4 @@
-"""The transport as the RPC layer sees it: sessions, and protocols of what makes them.
+"""The transport as the RPC layer sees it: sessions, protocols of what makes them, and what takes their messages.
 
 `rpcdist.transport` implements the protocols with sockets (`Node`, `Link`). Tests implement them in memory, which is how
 several workers can live in one process without a network; sessions and the I/O loop are the same there.
@@ -15,17 +15,19 @@ from typing import Any, Protocol, TypeVar
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
 
+from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CallRefused
 from rpcdist.ids import Identity
 from rpcdist.inspection import Strangers
-from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
+from rpcdist.rpc._values.buffers import CopiedBuffer, LargeBuffer, ReceiveBuffer
+from rpcdist.rpc.options import RpcOptions
 from rpcdist.time_limits import CONNECTION_CLOSE_LIMIT_S
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.credentials import Records
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.session import Session, SessionHandler
-from rpcdist.transport.wire_messages import WireMessage
+from rpcdist.transport.wire_messages import CallMessage, CompactPass, ReplyMessage, WireMessage
 
 T = TypeVar("T")
 ReplyT = TypeVar("ReplyT", bound=Message)
@@ -222,27 +224,84 @@ class SendObserver(Protocol):
         """The worker was declared lost before that; or else this process could not send it, for the reason given."""
 
 
-class Announcements:
-    """One per agent; any thread may use it.
+class Demultiplexer:
+    """What a `SessionHandler` of this worker does with messages and memory, whichever side opened the session; one per
+    agent. Handlers run on the I/O loop, or on the thread that sends where a worker calls itself.
 
-    The sessions of one worker share a limit, whichever side opened them. A process with the token may give itself any
-    name, so all processes that are not (yet) members share one limit, and inventing names gains nothing.
+    Those of messages that it `takes_anywhere` also run on threads that wait for a reply, or for work, and read there.
+
+    The sessions of one worker share a limit of announced bytes. A process with the token may give itself any name, so
+    all processes that are not (yet) members share one limit, and inventing names gains nothing.
 
     Args:
-        limit_bytes: for each; None for the memory of this machine.
+        submit_many: gives jobs to the pool, and says whose line they join there; see `ThreadPool.submit_many`.
         holder_of: the name of the worker that lives at a rank, or None.
     """
 
-    def __init__(self, limit_bytes: int | None, holder_of: Callable[[int], str | None]) -> None:
-        self._limit_bytes = limit_bytes
+    allocate = staticmethod(ReceiveBuffer.allocate)
+
+    def __init__(
+        self,
+        submit_many: Callable[..., object],
+        lifetime: Lifetime,
+        options: RpcOptions,
+        holder_of: Callable[[int], str | None],
+    ) -> None:
+        self._submit_many = submit_many
+        self._lifetime = lifetime
+        self._handlers: dict[str | type | None, Handler] = {}
+        self.shares_payloads = options.share_payloads
+        # A peer that may not send pickles is trusted with values only, and must not change them while they are used.
+        self.borrow = ReceiveBuffer.borrowed if options.allow_pickle else CopiedBuffer
+        self._limit_bytes = options.max_incoming_bytes
         self._holder_of = holder_of
         self._lock = threading.Lock()
-        self._by_name: dict[str | None, AnnouncedBytes] = {}  # one entry for each member that ever was
+        self._announced: dict[str | None, AnnouncedBytes] = {}  # one entry for each member that ever was
 
-    def of(self, peer: Identity) -> AnnouncedBytes:
+    def announced_by(self, peer: Identity) -> AnnouncedBytes:
+        """See `SessionHandler`; any thread."""
         name = peer.name if self._holder_of(peer.id) == peer.name else None
         with self._lock:
-            return self._by_name.setdefault(name, AnnouncedBytes(self._limit_bytes))
+            return self._announced.setdefault(name, AnnouncedBytes(self._limit_bytes))
+
+    def handle(self, kind: str | type[CallMessage | ReplyMessage | CompactPass], handler: Handler) -> None:
+        """Registers the handler of a class of messages, or of a kind of protobuf message; others are dropped."""
+        self._handlers[kind] = handler
+
+    def takes_anywhere(self, message: rpc_pb2.Message) -> bool:
+        """Whether the handler of this message may run on any thread. The order of the others is kept on the loop."""
+        if message.HasField("autograd"):
+            return not (message.control_seq or message.autograd.HasField("release"))
+        return message.HasField("gpu_release")
+
+    def on_messages(self, session: AnySession, messages: list[tuple[WireMessage, list[ReceiveBuffer]]]) -> None:
+        """Messages arrived on a session. Their jobs go to the pool together, with one wake-up for all.
+
+        Calls join the line of the peer, and parts of backward passes that of its nested calls. The jobs of answers are
+        work of this worker.
+        """
+        if self._lifetime.is_closed:
+            return
+        calls: list[PoolJob] = []
+        passes: list[PoolJob] = []
+        jobs: list[PoolJob] = []
+        for message, buffers in messages:
+            kind = message.WhichOneof("body") if isinstance(message, rpc_pb2.Message) else type(message)
+            handler = self._handlers.get(kind)
+            if handler is None:
+                continue
+            if kind is CallMessage:
+                handler(session, message, buffers, calls)
+            elif kind is CompactPass:
+                handler(session, message, buffers, passes)
+            else:
+                handler(session, message, buffers, jobs)
+        if calls:
+            self._submit_many(calls, session.account)
+        if passes:
+            self._submit_many(passes, line_of(session, is_nested=True))
+        if jobs:
+            self._submit_many(jobs)
 
 
 calling_worker: ContextVar[Identity | None] = ContextVar("rpcdist_calling_worker", default=None)

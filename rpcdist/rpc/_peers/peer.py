@@ -27,17 +27,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
-from typing import Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import backoff
 from rpcdist.errors import ALTHOUGH_IT_LIVES, AuthenticationFailed, ConnectFailed, RpcdistError, TransportError
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlBody, ControlOutbox
-from rpcdist.rpc._peers.directory import Member
-from rpcdist.rpc._peers.network import AnySession, Connection, Network, SendObserver
+from rpcdist.rpc._peers.directory import Member, PeerEvents
+from rpcdist.rpc._peers.network import Connection, Demultiplexer, Lifetime, Network, SendObserver
 from rpcdist.rpc._peers.reach_limit import ReachLimit, was_refused
-from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
+from rpcdist.rpc._values.buffers import LargeBuffer
 from rpcdist.rpc._values.exceptions import text_of
 from rpcdist.time_limits import (
     FIRST_PAUSE_S,
@@ -45,7 +44,6 @@ from rpcdist.time_limits import (
     LONGEST_PAUSE_S,
     ONE_WAY_IN_PEER_TIMEOUTS,
 )
-from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.session import Session
 from rpcdist.transport.wire_messages import WireMessage
 
@@ -73,55 +71,15 @@ _Waiting = tuple[WireMessage, Sequence[LargeBuffer], SendObserver | None, float]
 """A message, its large buffers, its observer, and the time since which it waits, in monotonic seconds."""
 
 
-class PeerOwner(Protocol):
-    """The router, as its peers see it. Called on the I/O loop, except `on_messages`: see `SessionHandler`."""
-
-    @property
-    def borrow(self) -> Callable[[memoryview], ReceiveBuffer]:
-        """Makes a received buffer of memory that a peer lends."""
-
-    @property
-    def shares_payloads(self) -> bool:
-        """Whether large buffers may travel in shared memory."""
-
-    def introduction(self, to: Identity) -> rpc_pb2.Message | None:
-        """The first message of each connection, or None."""
-
-    def announced_by(self, peer: Identity) -> AnnouncedBytes:
-        """See `SessionHandler`."""
-
-    def on_messages(self, session: AnySession, messages: list[tuple[WireMessage, list[ReceiveBuffer]]]) -> None:
-        """Messages arrived on the connection."""
-
-    def takes_anywhere(self, message: rpc_pb2.Message) -> bool:
-        """Whether `on_messages` may be called with this message on any thread."""
-
-    def on_peer_broken(self, session: Session, reason: str) -> None:
-        """The connection ended; calls that were sent on it will not be answered."""
-
-    @property
-    def all_leave(self) -> bool:
-        """Whether all workers leave by agreement: a connection that ends is opened again only to send what is left."""
-
-    def hears_from(self, identity: Identity) -> bool:
-        """Whether the worker has a connection of its own to this one, on which it shows that it lives."""
-
-    @property
-    def submit(self) -> Callable[..., object]:
-        """Has the pool call a function with arguments. Raises `RpcdistError` if that takes no jobs."""
-
-    def on_peer_found(self, peer: Peer) -> None:
-        """A worker that was declared lost has a connection again."""
-
-    def on_peer_lost(self, peer: Peer, reason: str, unsent: Sequence[Unsent]) -> None:
-        """The worker is declared dead; `unsent` waited for a connection to it."""
-
-
 class Peer:
     """One other worker in one incarnation.
 
     Args:
         timeout_s: silence after which it is declared lost.
+        introduction: makes the first message of each connection, or None.
+        hears_from: whether the worker has a connection of its own to this one, on which it shows that it lives.
+        submit: has the pool call a function with arguments. Raises `RpcdistError` if that takes no jobs.
+        on_lost: is told on the I/O loop that the worker is declared dead, why, and what waited for a connection to it.
 
     Attributes:
         identity: of the worker.
@@ -132,7 +90,20 @@ class Peer:
         is_out_of_reach: this process could not connect to the worker, although the worker's own connection is alive.
     """
 
-    def __init__(self, network: Network, member: Member, owner: PeerOwner, timeout_s: float) -> None:
+    def __init__(
+        self,
+        network: Network,
+        member: Member,
+        demultiplexer: Demultiplexer,
+        events: PeerEvents,
+        lifetime: Lifetime,
+        timeout_s: float,
+        *,
+        introduction: Callable[[Identity], rpc_pb2.Message | None],
+        hears_from: Callable[[Identity], bool],
+        submit: Callable[..., object],
+        on_lost: Callable[[Peer, str, Sequence[Unsent]], object],
+    ) -> None:
         self.identity = member.identity
         self.address = member.address
         self.session: Session | None = None
@@ -142,16 +113,21 @@ class Peer:
         self.lost_at = 0.0
         self.is_gone = False
         self.is_out_of_reach = False
-        # As the handler of its sessions: their end is for the peer, the rest for the owner.
-        self.allocate = ReceiveBuffer.allocate
-        self.borrow = owner.borrow
-        self.shares_payloads = owner.shares_payloads
-        self.announced_by = owner.announced_by
-        self.on_messages = owner.on_messages
-        self.takes_anywhere = owner.takes_anywhere
+        # As the handler of its sessions: their end is for the peer, the rest for the demultiplexer.
+        self.allocate = demultiplexer.allocate
+        self.borrow = demultiplexer.borrow
+        self.shares_payloads = demultiplexer.shares_payloads
+        self.announced_by = demultiplexer.announced_by
+        self.on_messages = demultiplexer.on_messages  # not a method of ours: every answer would pass through it
+        self.takes_anywhere = demultiplexer.takes_anywhere
         self._network = network
-        self._owner = owner
+        self._events = events
+        self._lifetime = lifetime
         self._timeout_s = timeout_s
+        self._introduction = introduction
+        self._hears_from = hears_from
+        self._submit = submit
+        self._on_lost = on_lost
         self._lock = threading.Lock()
         self._waiting: list[_Waiting] = []
         self._control = ControlOutbox()
@@ -256,7 +232,7 @@ class Peer:
             try:
                 connection = await self._open(limit.attempt_s)
             except TransportError as exc:
-                is_heard = self._owner.hears_from(self.identity)
+                is_heard = self._hears_from(self.identity)
                 # Where somebody else listens at its address, it has ended, and trying again would not help; unless it
                 # lives, behind a NAT.
                 is_another = isinstance(exc, AuthenticationFailed)
@@ -293,7 +269,7 @@ class Peer:
             await asyncio.sleep(self._timeout_s)
             if self.state is not PeerState.LOST:
                 return
-            if not self._owner.hears_from(self.identity):  # or this process was held up, and has not read yet
+            if not self._hears_from(self.identity):  # or this process was held up, and has not read yet
                 num_silent += 1
                 continue
             num_silent = 0
@@ -318,16 +294,16 @@ class Peer:
             self.lost_reason = None
             self.is_out_of_reach = False
             session = connection.session
-            if (introduction := self._owner.introduction(self.identity)) is not None:
+            if (introduction := self._introduction(self.identity)) is not None:
                 session.send(introduction)
             for control in self._control.to_resend():  # before anything new: the peer applies them in order
                 session.send(control)
             is_large = any(buffers for _, buffers, _, _ in self._waiting)
         if was_lost:
-            self._owner.on_peer_found(self)
+            self._events.found.publish(self.identity)
         if is_large:  # it is copied into shared memory when it is sent, and this loop must not stand still for that
             with suppress(RpcdistError):  # the pool ends
-                self._owner.submit(self._send_waiting, session)
+                self._submit(self._send_waiting, session)
                 return
         self._send_waiting(session)
 
@@ -374,9 +350,9 @@ class Peer:
             if reconnect:
                 self.session = None
                 self.last_up = session.last_received
-                reconnect = not self._owner.all_leave or bool(self._waiting or len(self._control))
+                reconnect = not self._lifetime.all_leave or bool(self._waiting or len(self._control))
                 self.state = PeerState.CONNECTING if reconnect else PeerState.IDLE
-        self._owner.on_peer_broken(session, reason)  # also after `declare_lost`: calls wait on this session
+        self._events.broken.publish(session, reason)  # also after `declare_lost`: calls wait on this session
         if reconnect:
             self._spawn_connect(reason, session.last_received)
 
@@ -393,7 +369,7 @@ class Peer:
             # Told outside of the lock: their calls end, and a thread that waits for one may call this worker again.
             unsent = [(message, buffers, sent) for message, buffers, sent, _ in self._waiting if sent is not None]
             self._waiting.clear()
-        self._owner.on_peer_lost(self, reason, unsent)
+        self._on_lost(self, reason, unsent)
 
     def declare_lost(self, reason: str) -> None:
         """Ends the connection for good, on evidence from elsewhere (a newer incarnation, the coordinator)."""

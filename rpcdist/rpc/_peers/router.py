@@ -1,5 +1,4 @@
-"""Messages to workers, by their ids: finds the connection that each takes, and opens it if there is none; and messages
-of workers, which go to the part of the agent that handles their kind.
+"""Messages to workers, by their ids: finds the connection that each takes, and opens it if there is none.
 
 This worker's own id leads to the loopback. Any other leads to the `Peer` of the process that has the id now; a peer
 whose process was replaced, or was lost a while ago, gives way to a new attempt.
@@ -21,80 +20,23 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlBody, ControlReceiver, kind_of
 from rpcdist.rpc._peers.directory import Directory, PeerEvents
 from rpcdist.rpc._peers.network import (
-    Announcements,
     AnySession,
-    Handler,
+    Demultiplexer,
     Lifetime,
     Loopback,
     Network,
     PoolJob,
     SendObserver,
-    line_of,
 )
 from rpcdist.rpc._peers.peer import Peer, PeerState, Unsent
-from rpcdist.rpc._values.buffers import CopiedBuffer, LargeBuffer, ReceiveBuffer
-from rpcdist.rpc.options import RpcOptions
+from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.time_limits import QUICK_ANSWER_LIMIT_S, THREAD_GRACE_S
 from rpcdist.transport.session import TURNS_TO_READ, Session
-from rpcdist.transport.wire_messages import CallMessage, CompactPass, ReplyMessage, WireMessage
+from rpcdist.transport.wire_messages import WireMessage
 
 logger = logging.getLogger(__name__)
 
 REPLACED = "another process took its place"
-
-
-class Demultiplexer:
-    """One per agent. Handlers run on the I/O loop, or on the thread that sends where a worker calls itself.
-
-    Those of messages that it `takes_anywhere` also run on threads that wait for a reply, or for work, and read there.
-
-    Args:
-        submit_many: gives jobs to the pool, and says whose line they join there; see `ThreadPool.submit_many`.
-    """
-
-    def __init__(self, submit_many: Callable[..., object], lifetime: Lifetime) -> None:
-        self._submit_many = submit_many
-        self._lifetime = lifetime
-        self._handlers: dict[str | type | None, Handler] = {}
-
-    def handle(self, kind: str | type[CallMessage | ReplyMessage | CompactPass], handler: Handler) -> None:
-        """Registers the handler of a class of messages, or of a kind of protobuf message; others are dropped."""
-        self._handlers[kind] = handler
-
-    def takes_anywhere(self, message: rpc_pb2.Message) -> bool:
-        """Whether the handler of this message may run on any thread. The order of the others is kept on the loop."""
-        if message.HasField("autograd"):
-            return not (message.control_seq or message.autograd.HasField("release"))
-        return message.HasField("gpu_release")
-
-    def on_messages(self, session: AnySession, messages: list[tuple[WireMessage, list[ReceiveBuffer]]]) -> None:
-        """Messages arrived on a session. Their jobs go to the pool together, with one wake-up for all.
-
-        Calls join the line of the peer, and parts of backward passes that of its nested calls. The jobs of answers are
-        work of this worker.
-        """
-        if self._lifetime.is_closed:
-            return
-        calls: list[PoolJob] = []
-        passes: list[PoolJob] = []
-        jobs: list[PoolJob] = []
-        for message, buffers in messages:
-            kind = message.WhichOneof("body") if isinstance(message, rpc_pb2.Message) else type(message)
-            handler = self._handlers.get(kind)
-            if handler is None:
-                continue
-            if kind is CallMessage:
-                handler(session, message, buffers, calls)
-            elif kind is CompactPass:
-                handler(session, message, buffers, passes)
-            else:
-                handler(session, message, buffers, jobs)
-        if calls:
-            self._submit_many(calls, session.account)
-        if passes:
-            self._submit_many(passes, line_of(session, is_nested=True))
-        if jobs:
-            self._submit_many(jobs)
 
 
 class Router:
@@ -113,8 +55,7 @@ class Router:
         control: ControlReceiver,
         events: PeerEvents,
         lifetime: Lifetime,
-        options: RpcOptions,
-        announcements: Announcements,
+        peer_timeout_s: float,
         find_next: Callable[[Deadline], Awaitable[object]],
         introduction: Callable[[Identity], rpc_pb2.Message | None],
         submit: Callable[..., object],
@@ -125,15 +66,10 @@ class Router:
         self._events = events
         self._lifetime = lifetime
         self._find_next = find_next
-        self._peer_timeout_s = options.peer_timeout
-        self.shares_payloads = options.share_payloads
-        # A peer that may not send pickles is trusted with values only, and must not change them while they are used.
-        self.borrow = ReceiveBuffer.borrowed if options.allow_pickle else CopiedBuffer
-        self.announced_by = announcements.of
-        self.introduction = introduction
-        self.submit = submit
-        self.takes_anywhere = demultiplexer.takes_anywhere
-        self.on_messages = demultiplexer.on_messages  # not a method of ours: every answer would pass through it
+        self._peer_timeout_s = peer_timeout_s
+        self._demultiplexer = demultiplexer
+        self._introduction = introduction
+        self._submit = submit
         self._me = directory.me.id
         self._loopback = Loopback(directory.me, demultiplexer.on_messages)
         self._peers: dict[int, Peer] = {}
@@ -288,7 +224,18 @@ class Router:
                 return peer
             if peer is not None:  # on the loop: its listeners must not run under our lock
                 self._network.io.call_soon(peer.declare_lost, REPLACED)
-            peer = Peer(self._network, member, self, self._peer_timeout_s)
+            peer = Peer(
+                self._network,
+                member,
+                self._demultiplexer,
+                self._events,
+                self._lifetime,
+                self._peer_timeout_s,
+                introduction=self._introduction,
+                hears_from=self.hears_from,
+                submit=self._submit,
+                on_lost=self._on_peer_lost,
+            )
             self._introduce(peer)  # before anybody sends to it: a share is announced before its value is asked for
             self._peers[worker_id] = peer
             return peer
@@ -431,16 +378,10 @@ class Router:
         """Those that this worker has opened."""
         return [peer.session for peer in list(self._peers.values()) if peer.session is not None]
 
-    # ------------------------------------------------------------ for peers (`PeerOwner`), on the I/O loop
-
-    def on_peer_broken(self, session: Session, reason: str) -> None:
-        self._events.broken.publish(session, reason)
-
-    @property
-    def all_leave(self) -> bool:
-        return self._lifetime.all_leave
+    # ------------------------------------------------------------ I/O loop
 
     def hears_from(self, identity: Identity) -> bool:
+        """Whether the worker has a connection of its own to this one, on which it shows that it lives."""
         session = self._inbound.get(identity)
         return (
             session is not None
@@ -455,10 +396,7 @@ class Router:
             return None
         return self._silence_of(peer)
 
-    def on_peer_found(self, peer: Peer) -> None:
-        self._events.found.publish(peer.identity)
-
-    def on_peer_lost(self, peer: Peer, reason: str, unsent: Sequence[Unsent]) -> None:
+    def _on_peer_lost(self, peer: Peer, reason: str, unsent: Sequence[Unsent]) -> None:
         silence_s = self._silence_of(peer)
         # Listeners first: a caller that learns of its unsent call finds the worker's references gone, too.
         self._events.lost.publish(peer.identity, WorkerLost(peer.identity.name, "a connection", silence_s, reason))
