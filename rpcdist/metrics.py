@@ -233,7 +233,7 @@ def _of_network(agent: Agent) -> Iterator[Family]:
     )
     yield _family("rpcdist.sessions", *(({"rpcdist.channel": kind}, kinds[kind]) for kind in ("local", "tcp", "grpc")))
     yield _family("rpcdist.queue.messages", ({}, num_queued))
-    yield _family("rpcdist.strangers.refused", ({}, node.num_refused))
+    yield _family("rpcdist.strangers.refused", ({}, node.strangers.refused))
 
 
 async def _traffic(node: Node) -> tuple[Counter[tuple[str, str]], Counter[str], int]:

@@ -19,24 +19,20 @@ from rpcdist.errors import ForkedProcess, NotInitialized
 from rpcdist.rpc._agent import Agent
 from rpcdist.transport import fork
 
+start_lock = threading.Lock()  # held while an agent starts: one at a time
+_counting = threading.Lock()
+_num_starts: dict[str, int] = {}
 
-class _Starts:
-    """State that outlives the agents of a process: only one starts at a time, and the starts are counted.
 
-    The workers of a job that starts RPC several times agree about the number, so it keeps a second start at one place
-    apart from the first.
+def count_start(place: str) -> int:
+    """The number of this start at a place, from 0.
+
+    The workers of a job that starts RPC several times agree about it, so it keeps a second start apart from the first.
     """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()  # held while an agent starts
-        self._counting = threading.Lock()
-        self._counts: dict[str, int] = {}
-
-    def count(self, place: str) -> int:
-        """The number of this start at a place, from 0."""
-        with self._counting:
-            number = self._counts[place] = self._counts.get(place, -1) + 1
-        return number
+    with _counting:
+        number = _num_starts.get(place, 0)
+        _num_starts[place] = number + 1
+    return number
 
 
 class _AgentPlace:
@@ -55,7 +51,6 @@ class _AgentPlace:
 
 
 _of_process = _AgentPlace()
-starts = _Starts()
 _place: ContextVar[_AgentPlace] = ContextVar("rpcdist_agent", default=_of_process)
 
 

@@ -29,7 +29,7 @@ from rpcdist.rpc._api.call_functions import (
     rpc_sync,
 )
 from rpcdist.rpc._api.many_workers import AllGatherStates, method_factory, new_method
-from rpcdist.rpc._current import agent_or_none, current_agent, forget_agent, set_current_agent, starts
+from rpcdist.rpc._current import agent_or_none, current_agent, forget_agent, set_current_agent, start_lock
 from rpcdist.rpc._futures.waiting import collecting as _thread_local_var
 from rpcdist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from rpcdist.rpc.internal import _internal_rpc_pickler
@@ -128,7 +128,7 @@ def _init_rpc_backend(
         backend = backend_registry.BackendType["TENSORPIPE"]
     if rpc_backend_options is None:
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
-    with starts.lock:
+    with start_lock:
         if agent_or_none() is not None:
             raise AlreadyInitialized("RPC is already initialized; call shutdown() first")
         if name is None:

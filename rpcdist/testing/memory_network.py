@@ -166,7 +166,6 @@ class MemoryNode:
         self.io = io
         self.identity = Identity(name, -1, new_incarnation())
         self.address: str | None = None
-        self.num_silent = 0
         self.strangers = Strangers()
         self.roles = Roles(io)
         self.services: dict[tuple[str, str], Method] = {}

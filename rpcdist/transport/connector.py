@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import grpc.aio
 
-from rpcdist._proto import handshake_pb2
 from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError
 from rpcdist.ids import Identity
@@ -34,12 +33,11 @@ from rpcdist.time_limits import (
 from rpcdist.transport import fork
 from rpcdist.transport._channels.channel import Channels, ReadChannel, allowed_channels
 from rpcdist.transport._channels.grpc_channel import GrpcClientChannel, connect_grpc, grpc_ends
-from rpcdist.transport._channels.proving import prove_client
+from rpcdist.transport._channels.proving import open_proven, prove_client
 from rpcdist.transport._channels.socket_channel import SocketChannel
-from rpcdist.transport._channels.socket_pipe import connected_pipe
 from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
-from rpcdist.transport._tls.tls_socket import TlsSocket
+from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ClientHandshake
@@ -49,7 +47,7 @@ from rpcdist.transport.link import Link
 from rpcdist.transport.roles import SOCKET_ROLE, socket_purpose
 from rpcdist.transport.session import NullHandler, Session, SessionHandler
 from rpcdist.transport.striping import PAYLOAD_TAKER, payload_purpose
-from rpcdist.transport.unix_sockets import local_name, names_senders
+from rpcdist.transport.unix_sockets import local_name
 
 logger = logging.getLogger(__name__)
 
@@ -191,36 +189,14 @@ class Connector:
 
     async def _proven(
         self, connect: Callable[[], Coroutine[Any, Any, socket.socket]], wanted: _Wanted, purpose: str = ""
-    ) -> tuple[socket.socket | TlsSocket, ClientHandshake]:
-        """A raw connection whose both ends are proven; one for a purpose is tried again while the peer is too busy."""
-        pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-        while True:
-            raw = await connect()
-            used: socket.socket | TlsSocket = raw
-            handshake: ClientHandshake | None = None
-            try:
-                used, pipe, ends = await connected_pipe(raw, wanted.address, self._credentials)
-                handshake = self._credentials.client_handshake(
-                    wanted.role, wanted.expected, purpose=purpose, channel=ends
-                )
-                await prove_client(pipe, handshake)
-                names_senders(raw, on=False)
-            except AuthenticationFailed:
-                used.close()
-                if not purpose or handshake is None or handshake.refusal_code != handshake_pb2.Refusal.BUSY:
-                    raise
-            except BaseException:
-                used.close()
-                raise
-            else:
-                return used, handshake
-            await asyncio.sleep(next(pauses))
+    ) -> tuple[StreamSocket, ClientHandshake]:
+        return await open_proven(connect, wanted.address, self._credentials, wanted.role, wanted.expected, purpose)
 
     async def _open_payload_connections(
         self, place: tuple[str, int], wanted: _Wanted, session_id: bytes, count: int
-    ) -> list[socket.socket | TlsSocket]:
+    ) -> list[StreamSocket]:
         """Opens the connections for a session's large messages; see `OpenConnections`."""
-        opened: dict[int, socket.socket | TlsSocket] = {}
+        opened: dict[int, StreamSocket] = {}
         wanted = wanted._replace(role=SOCKET_ROLE)
 
         async def open_one(index: int) -> None:

@@ -12,29 +12,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from rpcdist._proto import handshake_pb2
 from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import (
-    AuthenticationFailed,
     ConfigError,
     ConnectFailed,
     DeadlineExceeded,
-    ProtocolViolation,
     RpcdistError,
     TransportError,
 )
 from rpcdist.ids import Identity
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import CHECK_INTERVAL_S, FIRST_PAUSE_S, LONGEST_PAUSE_S
-from rpcdist.transport._channels.proving import prove_client
-from rpcdist.transport._channels.socket_pipe import connected_pipe
+from rpcdist.transport._channels.proving import open_proven
 from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix
 from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.addresses import join_address, split_address
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.roles import SOCKET_ROLE, socket_purpose
-from rpcdist.transport.unix_sockets import has_abstract_sockets, names_senders
+from rpcdist.transport.unix_sockets import has_abstract_sockets
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +67,6 @@ logger = logging.getLogger(__name__)
 
 _BUFFER_BYTES: Final = 4 << 20
 
-Code = handshake_pb2.Refusal.Code
-
 
 async def connect_to_hub(
     credentials: Credentials, address: HubAddress, purpose: str, unix: bool | None
@@ -94,48 +88,19 @@ async def connect_to_hub(
 async def _attempt(credentials: Credentials, address: HubAddress, purpose: str, unix: bool) -> StreamSocket:
     """Connects in one way, again and again while the peer has too much to do, or this process lacks descriptors."""
     pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-    while True:
-        try:
-            connection = await (connect_unix(address.unix_name) if unix else connect_tcp(address.host, address.port))
-        except OSError as exc:
-            if own_shortage(exc) is None:
-                raise
+
+    async def connect() -> socket.socket:
+        while True:
+            try:
+                return await (connect_unix(address.unix_name) if unix else connect_tcp(address.host, address.port))
+            except OSError as exc:
+                if own_shortage(exc) is None:
+                    raise
             await asyncio.sleep(next(pauses))
-            continue
-        try:
-            used = await _prove(credentials, connection, address, purpose)
-            if used is not None:
-                widen(used)
-                return used
-        except BaseException:
-            connection.close()
-            raise
-        connection.close()
-        await asyncio.sleep(next(pauses))
 
-
-async def _prove(
-    credentials: Credentials, connection: socket.socket, address: HubAddress, purpose: str
-) -> StreamSocket | None:
-    """The connection, when the peer is proven; None if that has too many handshakes under way."""
-    used, pipe, ends = await connected_pipe(connection, str(address), credentials)
-    handshake = credentials.client_handshake(SOCKET_ROLE, purpose=socket_purpose(address.taker, purpose), channel=ends)
-    is_proven = False
-    try:
-        await prove_client(pipe, handshake)
-        names_senders(connection, on=False)
-        is_proven = True
-    except AuthenticationFailed as exc:
-        if handshake.refusal_code == Code.BUSY:
-            return None
-        if handshake.refusal_code == Code.POLICY:
-            raise ProtocolViolation(f"no connection for {purpose!r}: {exc}") from exc
-        if handshake.refusal_code == Code.CHANNEL:
-            raise ConnectFailed(str(address), str(exc)) from exc
-        raise
-    finally:
-        if not is_proven:
-            used.close()
+    full_purpose = socket_purpose(address.taker, purpose)
+    used, _ = await open_proven(connect, str(address), credentials, SOCKET_ROLE, purpose=full_purpose)
+    widen(used)
     return used
 
 

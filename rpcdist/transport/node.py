@@ -116,13 +116,8 @@ class Node:
         return next(iter(self._addresses), None)
 
     @property
-    def num_silent(self) -> int:
-        """Connections that began TLS and made no call, as those of a process with another job token do."""
-        return self._server.num_silent
-
-    @property
     def strangers(self) -> Strangers:
-        """The connections that it has refused, and those whose handshake is not finished."""
+        """The connections that it has refused, and those whose handshake is not finished; any thread."""
         return self._server.strangers
 
     @property
@@ -156,11 +151,6 @@ class Node:
         for session in (*self.sessions, *(link.session for link in self.links)):
             total.update(session.traffic())
         return total
-
-    @property
-    def num_refused(self) -> int:
-        """The number of refused connections; any thread."""
-        return self._server.num_refused
 
     # ------------------------------------------------------------ any thread
 

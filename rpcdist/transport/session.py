@@ -105,10 +105,18 @@ class SessionHandler(Protocol):
         """The counter of the bytes that this peer has announced on all its sessions and not sent."""
 
 
-class HeapPayloads:
-    """A base for a `SessionHandler` that receives all large buffers on the heap, and all messages on the I/O loop."""
+class NullHandler:
+    """The handler of connections that only make unary calls: only heartbeats may arrive. It is also a base for handlers
+    that receive all large buffers on the heap, and all messages on the I/O loop.
+
+    Args:
+        refusal: the reason for which a session that sends something else is closed.
+    """
 
     shares_payloads = False
+
+    def __init__(self, refusal: str = "") -> None:
+        self._refusal = refusal
 
     def takes_anywhere(self, message: rpc_pb2.Message) -> bool:
         return False
@@ -122,21 +130,10 @@ class HeapPayloads:
     def borrow(self, view: memoryview) -> IncomingBuffer:
         raise ProtocolViolation("nothing may be lent on this connection")
 
-
-class NullHandler(HeapPayloads):
-    """The handler of connections that only make unary calls: only heartbeats may arrive.
-
-    Args:
-        refusal: the reason for which a session that sends something else is closed.
-    """
-
-    def __init__(self, refusal: str = "") -> None:
-        self._refusal = refusal
-
     def on_opened(self, session: Session) -> None:
         logger.debug("%s opened a session for %s", session.peer.name, session.role)
 
-    def on_messages(self, session: Session, messages: list[Delivery]) -> None:
+    def on_messages(self, session: Session, messages: list[tuple[Any, list[Any]]]) -> None:
         session.close(self._refusal or f"unexpected message from {session.peer.name}")
 
     def on_closed(self, session: Session, reason: str) -> None:

@@ -124,7 +124,7 @@ def test_strangers_end_in_the_tls_handshake(worker: Any, monkeypatch: pytest.Mon
     pattern = r"does not trust the certificate .*, or they have expired by the peer.s clock"
     with pytest.raises(ConnectFailed, match=pattern):
         open_link(client, server, handler=Recorder(), retry=False)
-    assert server._server.num_unproven == 0 and not server.sessions
+    assert server._server.strangers.unproven == 0 and not server.sessions
 
 
 @pytest.mark.parametrize("kind", ["another authority", "expired", "another server name"])

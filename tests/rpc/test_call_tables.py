@@ -20,11 +20,12 @@ from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._calling.call_table import CallFuture, CallTable, PendingCall
 from rpcdist.rpc._calling.in_flight import InFlightBytes
 from rpcdist.rpc._marshal.arrived_value import ArrivedCompact
-from rpcdist.rpc._peers.connections import Leases
+from rpcdist.rpc._peers.connections import LeaseWatch
 from rpcdist.rpc._peers.control import ControlInbox, ControlOutbox
+from rpcdist.rpc._peers.directory import PeerEvents
 from rpcdist.rpc._values.codec import write_plain
 from rpcdist.rpc._values.compact import compact_value
-from rpcdist.time_limits import CALL_QUESTION_LEAD_S
+from rpcdist.time_limits import CALL_QUESTION_LEAD_S, LEASE_IN_PEER_TIMEOUTS
 from rpcdist.transport.wire_messages import ReplyMessage
 
 # ---------------------------------------------------------------- control messages
@@ -259,20 +260,23 @@ def test_the_error_of_a_deadline_says_how_long_it_was() -> None:
 
 
 def test_leases_are_renewed_by_signs_of_life_and_end_once() -> None:
-    now = [100.0]
-    leases = Leases(10.0, lambda: now[0])
+    events, ended = PeerEvents(), list[Identity]()
+    events.lease_ended.listen(ended.append)
+    leases = LeaseWatch(10.0 / LEASE_IN_PEER_TIMEOUTS, list, events)
+
+    def ended_at(now: float) -> list[Identity]:
+        ended.clear()
+        leases.renew(now)
+        return list(ended)
+
     a, b = Identity("a", 1, 5), Identity("b", 2, 6)
-    leases.seen(a)
+    leases.seen(a, 100.0)
     leases.seen(b, 95.0)
     leases.seen(b, 90.0)  # an older sign does not shorten a lease
-    now[0] = 105.0
-    assert leases.take_ended() == []
-    now[0] = 106.0
-    assert leases.take_ended() == [b] and leases.take_ended() == []
+    assert ended_at(105.0) == []
+    assert ended_at(106.0) == [b] and ended_at(106.0) == []
     leases.seen(a, 104.0)
-    now[0] = 114.0
-    assert leases.take_ended() == []
-    now[0] = 114.5
-    assert leases.take_ended() == [a]
-    leases.seen(a)  # one that comes back
-    assert leases.take_ended() == []
+    assert ended_at(114.0) == []
+    assert ended_at(114.5) == [a]
+    leases.seen(a, 114.5)  # one that comes back
+    assert ended_at(114.5) == []

@@ -84,11 +84,11 @@ def test_a_session_that_outlives_a_lease_begins_another_one() -> None:
     events.found.listen(lambda identity: told.append("found"))
     session = SimpleNamespace(peer=Identity("user", 1, 5), last_received=time.monotonic() - 1e6)
     watch = LeaseWatch(1e3, lambda: [cast(Session, session)], events)
-    watch.renew()
+    watch.renew(time.monotonic())
     assert told == ["ended"]
     session.last_received = time.monotonic()
-    watch.renew()
-    watch.renew()
+    watch.renew(time.monotonic())
+    watch.renew(time.monotonic())
     assert told == ["ended", "found"]
 
 
@@ -99,9 +99,9 @@ def test_a_process_without_a_free_descriptor_ends_no_lease() -> None:
     sessions = [SimpleNamespace(peer=Identity("user", 1, 5), last_received=time.monotonic() - 1e6)]
     watch = LeaseWatch(1e3, lambda: cast(list[Session], sessions), events)
     with no_free_descriptor():
-        watch.renew()
+        watch.renew(time.monotonic())
     sessions.clear()
-    watch.renew()  # there is a whole lease from the shortage on
+    watch.renew(time.monotonic())  # there is a whole lease from the shortage on
     assert told == []
 
 

@@ -36,6 +36,7 @@ from membership_workers import (
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused, ConfigError, DuplicateName, RendezvousError, RpcdistError, WorldMismatch
 from rpcdist.ids import Identity
+from rpcdist.inspection import Strangers
 from rpcdist.rpc._membership import coordinator
 from rpcdist.rpc._membership.coordinator import Coordinator
 from rpcdist.rpc._membership.roster import MembershipTable
@@ -237,7 +238,7 @@ async def test_a_coordinator_that_has_left_as_the_last_one_takes_in_nobody() -> 
 class HereOnly:
     """A network whose coordinator is in this process."""
 
-    num_silent = 2
+    strangers = Strangers(silent=2)
 
     def run(self, coroutine: Coroutine[Any, Any, pb.JoinReply], limit_s: float | None) -> pb.JoinReply:
         return asyncio.run(coroutine)

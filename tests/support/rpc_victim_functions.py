@@ -351,7 +351,7 @@ def connection_to(name: str) -> str:
 
 def num_unproven() -> int:
     """How many peers are in the middle of a handshake."""
-    found: int = rpc.api._get_current_rpc_agent().network._server.num_unproven
+    found: int = rpc.api._get_current_rpc_agent().network._server.strangers.unproven
     return found
 
 

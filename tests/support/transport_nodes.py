@@ -13,7 +13,7 @@ from rpcdist.transport import Link, Node, NodeOptions, Session
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._framing.incoming import IncomingBuffer
 from rpcdist.transport.memory_copies import OutgoingBuffer
-from rpcdist.transport.session import HeapPayloads
+from rpcdist.transport.session import NullHandler
 from rpcdist.transport.wire_messages import ReplyMessage
 
 __all__ = ["LIMIT_S", "TOKEN", "UNIT_S", "Memory", "Nodes", "Recorder", "is_local", "kind_of", "nodes", "open_link"]
@@ -30,7 +30,7 @@ class Memory(OutgoingBuffer):
         super().__init__(memoryview(data))
 
 
-class Recorder(HeapPayloads):
+class Recorder(NullHandler):
     """Takes what a session brings; answers calls by their id if it is an echo."""
 
     def __init__(self, echo: bool = False) -> None:

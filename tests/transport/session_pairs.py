@@ -13,7 +13,7 @@ from rpcdist.errors import TransportError
 from rpcdist.ids import Identity
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport.memory_copies import OutgoingBuffer
-from rpcdist.transport.session import HeapPayloads, Session
+from rpcdist.transport.session import NullHandler, Session
 from rpcdist.transport.wire_messages import CallMessage, ReplyMessage
 
 __all__ = [
@@ -105,7 +105,7 @@ class Borrowed:
         self.view = view
 
 
-class Handler(HeapPayloads):
+class Handler(NullHandler):
     """Remembers what a session tells its owner."""
 
     def __init__(self, shares_payloads: bool) -> None:

@@ -251,11 +251,11 @@ def test_a_silent_crowd_stops_nobody_and_is_bounded(
     client = nodes.make("client")
     with ExitStack() as stack:
         crowd = [stack.enter_context(silent_socket(server, kind)) for _ in range(admission.MAX_UNPROVEN)]
-        eventually(lambda: server._server.num_unproven == admission.MAX_UNPROVEN // 2)
+        eventually(lambda: server._server.strangers.unproven == admission.MAX_UNPROVEN // 2)
         for _ in range(3):
             assert works(client, server) == kind
         assert b"too many handshakes at once" in crowd[0].recv(4096)
-    eventually(lambda: server._server.num_unproven == 0)
+    eventually(lambda: server._server.strangers.unproven == 0)
     assert sum("too many handshakes" in record.getMessage() for record in caplog.records) == 1
 
 
@@ -279,7 +279,7 @@ def test_silent_streams_of_one_connection_stop_nobody(
                 call.cancel()
 
     asyncio.run(crowd())
-    eventually(lambda: server._server.num_unproven == 0)
+    eventually(lambda: server._server.strangers.unproven == 0)
 
 
 def test_a_server_with_too_much_to_do_is_asked_again(

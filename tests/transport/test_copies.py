@@ -21,7 +21,7 @@ from rpcdist.transport import Node, Session, acquire_node
 from rpcdist.transport._framing.frames import CHUNK_BYTES
 from rpcdist.transport._framing.incoming import Delivery, Incoming
 from rpcdist.transport._framing.outgoing import Outgoing
-from rpcdist.transport.session import HeapPayloads
+from rpcdist.transport.session import NullHandler
 from rpcdist.transport.wire_messages import ReplyMessage
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ def receive(incoming: Incoming, envelope: bytes) -> Delivery | None:
     return incoming.chunk(chunk)
 
 
-class Echo(HeapPayloads):
+class Echo(NullHandler):
     """Both ends of a session of a process with itself: the serving end sends each value back."""
 
     def __init__(self) -> None:

@@ -13,12 +13,12 @@ from rpcdist.ids import Identity
 from rpcdist.testing import eventually
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.session import HeapPayloads, Session
+from rpcdist.transport.session import NullHandler, Session
 
 LIMIT_S = 20.0
 
 
-class Scene(HeapPayloads):
+class Scene(NullHandler):
     """A session that a leader reads, and its loop, which runs when it is told to; heartbeats are for the loop."""
 
     def __init__(self) -> None:

@@ -273,7 +273,7 @@ def test_strangers_are_told_and_shown_out(
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1 and f"refused a connection from process {os.getpid()} of this host" in warnings[0]
     assert works(nodes.make("client"), server)
-    assert server._server.num_unproven == 0
+    assert server._server.strangers.unproven == 0
 
 
 def test_a_stranger_has_limited_time(monkeypatch: pytest.MonkeyPatch, server: Node) -> None:

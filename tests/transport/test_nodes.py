@@ -37,12 +37,12 @@ def test_another_token_is_named_at_the_side_that_is_asked_too(nodes: Nodes, capl
     server.handle_role("echo", Recorder(echo=True))
     for _ in range(3):
         open_link(friend, server)
-    assert server.num_silent == 0 and not caplog.records
+    assert server.strangers.silent == 0 and not caplog.records
     stranger = nodes.make("stranger", token=TOKENS[1])
     for _ in range(2):
         with pytest.raises(AuthenticationFailed):
             open_link(stranger, server)
-    eventually(lambda: server.num_silent == 2)  # counted on its loop, perhaps after the stranger's call has failed
+    eventually(lambda: server.strangers.silent == 2)  # counted on its loop, perhaps after the call has failed
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
     if has_abstract_sockets():
         assert len(told) == 1 and "'stranger'" in told[0] and "The job tokens differ" in told[0]
@@ -59,10 +59,10 @@ def test_another_token_from_another_host_is_noticed_once(
     stranger = nodes.make("stranger", token=TOKENS[1])
 
     def has_more_silent(than: int) -> bool:
-        return server.num_silent > than
+        return server.strangers.silent > than
 
     for _ in range(2):
-        before = server.num_silent
+        before = server.strangers.silent
         with pytest.raises(AuthenticationFailed):
             open_link(stranger, server)
         eventually(partial(has_more_silent, before))  # counted on its loop, perhaps after the call has failed

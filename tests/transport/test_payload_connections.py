@@ -19,7 +19,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ConfigError, ProtocolViolation, TransportError
 from rpcdist.testing import eventually, eventually_async
 from rpcdist.transport import Link, Node, Session, connector, striping
-from rpcdist.transport._channels import stream_sockets
+from rpcdist.transport._channels import proving, stream_sockets
 from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.proving import prove_client
 from rpcdist.transport._framing.frames import frame
@@ -150,11 +150,11 @@ def test_those_that_a_busy_peer_refuses_are_opened_again(nodes: Nodes, monkeypat
     echo(link, answers, b"x")
 
     async def prove_when_some_are_refused(*arguments: Any) -> Any:
-        await eventually_async(lambda: server.num_refused >= 4)
+        await eventually_async(lambda: server.strangers.refused >= 4)
         return await prove_client(*arguments)
 
     monkeypatch.setattr(admission, "MAX_UNPROVEN", 8)  # and half of them for one host
-    monkeypatch.setattr(connector, "prove_client", prove_when_some_are_refused)
+    monkeypatch.setattr(proving, "prove_client", prove_when_some_are_refused)
     sessions = opened(link, answers, taker)
     assert [num_open(session) for session in sessions] == [8, 8]
 

@@ -251,7 +251,7 @@ def endpoint(hub: SocketHub, unix: bool) -> socket.socket:
 def unproven_at(hub: SocketHub) -> int:
     node = hub._node
     assert isinstance(node, Node)
-    return node._server.num_unproven
+    return node._server.strangers.unproven
 
 
 def message(step: pb.Handshake) -> bytes:

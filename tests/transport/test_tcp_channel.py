@@ -61,7 +61,7 @@ def test_sessions_take_tcp_and_unary_calls_go_beside_them(nodes: Nodes, host: st
     link = open_link(nodes.make("client"), server, handler=answers, expected=server.identity)
     assert works(link, answers) == "tcp" and link.peer == server.identity
     assert len(server.sessions) == 1  # the handshake on gRPC left none behind
-    eventually(lambda: server._server.num_unproven == 0)
+    eventually(lambda: server._server.strangers.unproven == 0)
 
 
 def has_ipv6() -> bool:
@@ -183,7 +183,7 @@ def test_cancelling_leaves_nothing_open(nodes: Nodes, monkeypatch: pytest.Monkey
             arrived.settimeout(LIMIT_S)
             while arrived.recv(1 << 16):  # the hello, and then the end
                 pass
-    eventually(lambda: server._server.num_unproven == 0)
+    eventually(lambda: server._server.strangers.unproven == 0)
     assert not client.links and not server.sessions
 
 

@@ -120,7 +120,7 @@ def test_a_silent_stranger_has_limited_time(nodes: Nodes, monkeypatch: pytest.Mo
         with stranger(server) as silent:
             silent.sendall(greeting)
             until_closed(silent)
-    eventually(lambda: server._server.num_unproven == 0)
+    eventually(lambda: server._server.strangers.unproven == 0)
     answers = Recorder()
     assert is_encrypted(open_link(nodes.make("client"), server, handler=answers))
 
@@ -137,7 +137,7 @@ def test_bytes_that_are_no_tls_end_the_connection(
             odd.sendall(greeting)
             odd.shutdown(socket.SHUT_WR)
         until_closed(odd)
-    eventually(lambda: server._server.num_unproven == 0)
+    eventually(lambda: server._server.strangers.unproven == 0)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
@@ -148,5 +148,5 @@ def test_a_stranger_without_a_certificate_is_told_so(nodes: Nodes, caplog: pytes
     bare.verify_mode = ssl.CERT_NONE
     with bare.wrap_socket(stranger(server)) as connection, pytest.raises(ssl.SSLError, match=r"(?i)alert"):
         connection.recv(1)
-    eventually(lambda: server._server.num_unproven == 0)
+    eventually(lambda: server._server.strangers.unproven == 0)
     assert [record for record in caplog.records if "did not prove the job token" in record.getMessage()]

@@ -19,7 +19,7 @@ from rpcdist.errors import AlreadyInitialized, BlockingInLoop, ConfigError, NotI
 from rpcdist.ids import check_worker_name
 from rpcdist.own_shortage import names_shortage
 from rpcdist.rpc import backend_registry, constants
-from rpcdist.rpc._current import agent_or_none, starts
+from rpcdist.rpc._current import agent_or_none, count_start
 from rpcdist.rpc._start import node_options
 from rpcdist.rpc.api import _init_rpc_backend, shutdown
 from rpcdist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
@@ -118,7 +118,7 @@ def _start(backend: object, name: str, rank: int, world_size: int | None, option
     url = options.init_method
     store, rank, found_size = _find_store(url, rank, world_size, options.startup_limit_s)
     # Not by the URL: `env://` names another place when a program has changed MASTER_PORT.
-    prefix = f"attempt_{job_attempt()}/rpc_prefix_{starts.count(f'{url} {store.address}')}"
+    prefix = f"attempt_{job_attempt()}/rpc_prefix_{count_start(f'{url} {store.address}')}"
     try:
         # With env://, a WORLD_SIZE that the launcher set says that the world is static.
         size = found_size if found_size > 0 else None
@@ -211,33 +211,19 @@ class RpcSession:
         await run_in_thread(partial(self.__exit__, kind, error, traceback), _leave_at_once, name="rpcdist-shutdown")
 
 
-class _PendingStart:
-    """A start that may be given up while it waits for the others."""
-
-    def __init__(self, start: partial[None]) -> None:
-        self._start = start
-        self._lock = threading.Lock()
-        self._is_done = self._is_abandoned = False
-
-    def run(self) -> None:
-        self._start()
-        with self._lock:
-            self._is_done = True
-            is_abandoned = self._is_abandoned
-        if is_abandoned:
-            _leave_at_once()
-
-    def abandon(self) -> None:
-        with self._lock:
-            self._is_abandoned = True
-            is_done = self._is_done
-        if is_done:
-            _leave_at_once()
-
-
 async def _start_in_thread(start: partial[None]) -> None:
-    pending = _PendingStart(start)
-    await run_in_thread(pending.run, pending.abandon, name="rpcdist-init")
+    """Runs a start, which is undone if the task gives it up: the second of the two leaves."""
+    first = threading.Lock()
+
+    def leave_if_second() -> None:
+        if not first.acquire(blocking=False):
+            _leave_at_once()
+
+    def run() -> None:
+        start()
+        leave_if_second()
+
+    await run_in_thread(run, leave_if_second, name="rpcdist-init")
 
 
 def _leave_at_once() -> None:

@@ -56,15 +56,6 @@ class _ActorCall:
     context: Context = field(default_factory=copy_context)
 
 
-class ActorProxy(MethodProxy[R]):
-    """The result of `rpc_sync()` and `rpc_async()` of an actor that is made again."""
-
-    __slots__ = ()
-
-    def __init__(self, actor: RestartingActor[Any], mode: Mode, timeout: float) -> None:
-        super().__init__(_call, actor, mode, timeout)
-
-
 def _call(actor: RestartingActor[Any], mode: Mode, method: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
     if mode == "rpc_sync" and asyncio._get_running_loop() is not None:
         raise BlockingInLoop(f"actor.rpc_sync().{method}()", f"await actor.rpc_async().{method}(...)")
@@ -138,7 +129,7 @@ class RestartingActor(Generic[T]):
         """How often it was made again."""
         return self._restarts
 
-    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> ActorProxy[Any]:
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> MethodProxy[Any]:
         """`actor.rpc_sync().method(*args)` runs the method and returns its result.
 
         Raises:
@@ -147,11 +138,11 @@ class RestartingActor(Generic[T]):
             RRefError: it could not be made again, as its class or `restore` raised an error; the next call tries again.
             DeadlineExceeded: the time was over, perhaps before a replacement had joined.
         """
-        return ActorProxy(self, "rpc_sync", timeout)
+        return MethodProxy(_call, self, "rpc_sync", timeout)
 
-    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> ActorProxy[Future[Any]]:
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> MethodProxy[Future[Any]]:
         """`actor.rpc_async().method(*args)` returns a future of the result; its errors are those of `rpc_sync`."""
-        return ActorProxy(self, "rpc_async", timeout)
+        return MethodProxy(_call, self, "rpc_async", timeout)
 
     @overload
     def call(self, method: Callable[Concatenate[T, P], Later[R]], /, *args: P.args, **kwargs: P.kwargs) -> R: ...

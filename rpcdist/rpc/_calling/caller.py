@@ -13,7 +13,7 @@ from torch.autograd import profiler as torch_profiler
 from rpcdist._counters import OK
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import Deadline, current_deadline
-from rpcdist.errors import BlockingInLoop, Cancelled, RpcdistError, TransportError, WorkerLost
+from rpcdist.errors import BlockingInLoop, Cancelled, Overloaded, RpcdistError, TransportError, WorkerLost
 from rpcdist.profile_ranges import record_function
 from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._calling.call_table import (
@@ -26,11 +26,12 @@ from rpcdist.rpc._calling.call_table import (
     SyncReplySink,
 )
 from rpcdist.rpc._calling.creations import WITHHELD, Creation, ValueSink
-from rpcdist.rpc._calling.in_flight import COUNTED_FROM_BYTES, CallAdmission, InFlightBytes
+from rpcdist.rpc._calling.in_flight import COUNTED_FROM_BYTES, InFlightBytes
 from rpcdist.rpc._calling.new_calls import NewCall, NewCalls
 from rpcdist.rpc._calling.result_streams import StreamTable
+from rpcdist.rpc._executors.blocking import hooks
 from rpcdist.rpc._inspection.call_recorder import CallRecorder
-from rpcdist.rpc._marshal.arrived_value import ArrivedNone
+from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.directory import Directory
@@ -88,7 +89,7 @@ class Caller:
         self._lifetime = lifetime
         self._timer = CallTimer(io, self._expire)
         self.in_flight = in_flight = InFlightBytes(max_in_flight_bytes)
-        self._admission = CallAdmission(in_flight, io, on_handler_loop)
+        self._on_handler_loop = on_handler_loop
         self._common_memory = CommonMemoryPool()
         self.calls = CallTable(self._timer.wake_at, in_flight, recorder)
         self._new_calls = NewCalls(self, self.calls.next_id, marshal, rpc_timeout_s)
@@ -321,18 +322,41 @@ class Caller:
         self._send(call, message, large, session, later)
 
     def _wait_for_room(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
+        """Waits until a call may be sent, unless it is a handler's; not on an event loop.
+
+        Raises:
+            Overloaded: there was no room until the deadline.
+        """
         num_bytes = _num_bytes(message, large)
-        if num_bytes >= COUNTED_FROM_BYTES:
-            try:
-                self._admission.wait(call.peer, call.id, num_bytes, call.deadline, call.what)
-            except BaseException:
-                self._marshal.give_back(call.forks)
-                raise
+        if num_bytes < COUNTED_FROM_BYTES:
+            return
+        if hooks.enter is not None:  # a thread of the pool
+            self.in_flight.take_anyway(call.peer, call.id, num_bytes)
+            return
+        try:
+            if not self.in_flight.wait(call.peer, call.id, num_bytes, call.deadline):
+                raise Overloaded(
+                    f"{call.what()} was not sent: the arguments of calls to that worker that have not ended filled the "
+                    f"{self.in_flight.limit_bytes} bytes of RpcOptions(max_in_flight_bytes=...) until the deadline. "
+                    "Wait for some results before you make more calls, or raise the limit"
+                )
+        except BaseException:
+            self._marshal.give_back(call.forks)
+            raise
+
+    def _has_room(self, call: PendingCall, num_bytes: int, later: Callable[[], None]) -> bool:
+        """Whether a call may be sent now. If not, `later` is called on the I/O loop when it may; on an event loop."""
+        if num_bytes < COUNTED_FROM_BYTES:
+            return True
+        if self._on_handler_loop():
+            self.in_flight.take_anyway(call.peer, call.id, num_bytes)
+            return True
+        return self.in_flight.defer(call.peer, call.id, num_bytes, lambda: self._io.call_soon(later))
 
     def _send_later(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         """Sends a call that had to wait, if it has not ended; on the I/O loop."""
         if call.ended:
-            self._admission.end(call.peer, call.id)
+            self.in_flight.end(call.peer, call.id)
             return
         try:
             self._dispatch(call, message, large)
@@ -362,12 +386,12 @@ class Caller:
         """
         try:
             if self._lifetime.is_closed:
-                self._admission.end(call.peer, call.id)
+                self.in_flight.end(call.peer, call.id)
                 raise RpcdistError("RPC is shutting down in this process")
             if call.is_repeatable and not large and not call.forks:
                 call.repeat = message
             self.calls.add(call)
-            if later is None or self._admission.defer(call.peer, call.id, _num_bytes(message, large), later):
+            if later is None or self._has_room(call, _num_bytes(message, large), later):
                 self._dispatch(call, message, large, session)
         except BaseException:
             self._withdraw(call)
@@ -410,7 +434,7 @@ class Caller:
         failure = None
         payload = self._marshal.arrived_with(reply, buffers, session.peer)
         if payload is None and reply.has_value:
-            payload = ArrivedNone()
+            payload = Arrived()
         elif reply.failure is not None:
             failure = self._marshal.arrived_failure(reply.failure, buffers, session.peer)
         outcome = OK if failure is None else failure.type_name
@@ -445,7 +469,7 @@ class Caller:
             exc: what it fails with; None where the caller completes its own side.
         """
         if self.calls.take(call.id, "Cancelled") is None:
-            self._admission.end(call.peer, call.id)  # it may have been admitted, and not sent yet
+            self.in_flight.end(call.peer, call.id)  # it may have been admitted, and not sent yet
             return False
         session = call.session
         if session is not None:

@@ -22,10 +22,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from rpcdist.deadline import Deadline
-from rpcdist.errors import Overloaded
-from rpcdist.rpc._executors.blocking import hooks
 from rpcdist.rpc._futures.interrupt import acquire
-from rpcdist.transport.io_loop import IoLoop
 
 COUNTED_FROM_BYTES: Final = 4096
 """Calls with fewer bytes of arguments do not count, and cost nothing here."""
@@ -144,51 +141,3 @@ class InFlightBytes:
     def _admit(self, line: _Line, call: int, num_bytes: int) -> None:
         line.num_bytes += num_bytes
         self.admitted[call] = num_bytes
-
-
-@dataclass(slots=True, eq=False)
-class CallAdmission:
-    """Has callers wait for `InFlightBytes`. Any thread may call it.
-
-    Args:
-        _on_handler_loop: whether the caller runs on the event loop of handlers.
-    """
-
-    _bound: InFlightBytes
-    _io: IoLoop
-    _on_handler_loop: Callable[[], bool]
-
-    def wait(self, to: int, call: int, num_bytes: int, deadline: Deadline, what: Callable[[], str]) -> None:
-        """Waits until a call may be sent, unless it is a handler's; not on an event loop.
-
-        Args:
-            to: the worker.
-            call: its number.
-            num_bytes: of its arguments.
-            deadline: of the call.
-            what: describes it, for the error.
-
-        Raises:
-            Overloaded: there was no room until the deadline.
-        """
-        if hooks.enter is not None:  # a thread of the pool
-            self._bound.take_anyway(to, call, num_bytes)
-        elif not self._bound.wait(to, call, num_bytes, deadline):
-            raise Overloaded(
-                f"{what()} was not sent: the arguments of calls to that worker that have not ended filled the "
-                f"{self._bound.limit_bytes} bytes of RpcOptions(max_in_flight_bytes=...) until the deadline. Wait for "
-                "some results before you make more calls, or raise the limit"
-            )
-
-    def defer(self, to: int, call: int, num_bytes: int, later: Callable[[], None]) -> bool:
-        """Whether a call may be sent now. If not, `later` is called on the I/O loop when it may; on an event loop."""
-        if num_bytes < COUNTED_FROM_BYTES:
-            return True
-        if self._on_handler_loop():
-            self._bound.take_anyway(to, call, num_bytes)
-            return True
-        return self._bound.defer(to, call, num_bytes, lambda: self._io.call_soon(later))
-
-    def end(self, to: int, call: int) -> None:
-        """See `InFlightBytes.end`."""
-        self._bound.end(to, call)

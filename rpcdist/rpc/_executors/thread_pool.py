@@ -160,8 +160,15 @@ class ThreadPool:
         self._refusal: Callable[[], Exception] | None = None
         self._stopping = False
         cpu_s = self._cpu_s if HAS_THREAD_CLOCK else None
-        history = LoadHistory(cpu_s, self._num_cores, max_threads, stall_limit_s, time.monotonic())
-        self._monitor = PoolMonitor(self, history, f"{name}-monitor")
+        self._history = LoadHistory(cpu_s, self._num_cores, max_threads, stall_limit_s, time.monotonic())
+        self._reported_stall = -1.0  # `last_progress` of the stall that was logged: one line for each
+        self._monitor = PoolMonitor(
+            f"{name}-monitor",
+            look=self._look,
+            must_stay=lambda: bool(self._turns) or bool(self._held) or self._stopping,
+            is_drained=lambda: self._stopping and not self._turns and not self._held,
+            restart=self._history.restart,
+        )
         self._is_start_failure_logged = False
         self._held = HeldAnswers(self._watch_held_answers, self.report)
         fork.register(self)
@@ -527,36 +534,32 @@ class ThreadPool:
 
     # -- for the monitor -----------------------------------------------------------------------------------------------
 
-    def sample(self) -> PoolSample | None:
-        """See `MonitoredPool`."""
-        facts = self.facts()
-        if facts.oldest_s is None:
-            return None
-        has_progress, self._progress = self._progress, False
-        now = time.monotonic()
-        return PoolSample(now, facts.queued, now - facts.oldest_s, facts.running, facts.threads, has_progress)
-
-    def needs_monitor(self) -> bool:
-        """See `MonitoredPool`."""
-        return bool(self._turns) or bool(self._held) or self._stopping
-
-    def write_held_answers(self) -> None:
-        """See `MonitoredPool`."""
+    def _look(self) -> bool:
+        """Writes the answers that wait behind a job that takes longer, and starts threads, or gives up jobs, for the
+        queue; returns whether a job waits there.
+        """
         if self._held:
             self._held.write()
-
-    def is_drained(self) -> bool:
-        """See `MonitoredPool`."""
-        return self._stopping and not self._turns and not self._held
+        facts, history = self.facts(), self._history
+        if facts.oldest_s is None:
+            return False
+        has_progress, self._progress = self._progress, False
+        now = time.monotonic()
+        sample = PoolSample(now, facts.queued, now - facts.oldest_s, facts.running, facts.threads, has_progress)
+        for _ in range(history.num_to_start(sample)):
+            if not self.start_one():
+                break
+        if history.is_exhausted(sample):
+            if self._reported_stall != history.last_progress:
+                self._reported_stall = history.last_progress
+                logger.error("%s\n%s", self._exhaustion(), self._stacks())
+            self._give_up_jobs()
+        return True
 
     def _cpu_s(self) -> float:
         return sum(worker.cpu_s() for worker in list(self._workers))
 
-    def report_exhaustion(self) -> None:
-        """See `MonitoredPool`."""
-        logger.error("%s\n%s", self._exhaustion(), self._stacks())
-
-    def give_up_jobs(self) -> None:
+    def _give_up_jobs(self) -> None:
         """Hands `on_exhausted` the jobs that have waited for `stall_limit_s`; without it they go on waiting."""
         hook = self._on_exhausted
         if hook is None:

@@ -15,7 +15,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._devices.gpu_sharing import ValueOnGpus
 from rpcdist.rpc._devices.handler_streams import ArrivedTensors
-from rpcdist.rpc._rref.handles import Token
+from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._values import ReceiveBuffer, decode
 from rpcdist.rpc._values.compact import read_compact
@@ -29,6 +29,8 @@ MAX_SHORT_BYTES: Final = 64 * 1024  # of a body: decoding on the I/O loop must n
 
 class Arrived:
     """One received value; decode it once, or `discard` it. Either may happen on any thread but the I/O loop's.
+
+    An object of this class itself is None, where something else says that a value has come.
 
     Attributes:
         autograd: the autograd context to which the value belongs, or None.
@@ -73,19 +75,10 @@ class Arrived:
 
     def decode(self) -> object:
         """The value. Runs user code when it is pickled."""
-        raise NotImplementedError
+        return None
 
     def discard(self) -> None:
         """Gives back the remote references that nobody claimed; idempotent."""
-
-
-class ArrivedNone(Arrived):
-    """None, where something else says that a value has come."""
-
-    __slots__ = ()
-
-    def decode(self) -> object:
-        return None
 
 
 class ArrivedValue(Arrived):
@@ -103,8 +96,8 @@ class ArrivedValue(Arrived):
         "_gpus",
         "_manager",
         "_on_gpus",
+        "_references",
         "_sender",
-        "_tokens",
         "_value",
         "keeps_tensors",
         "plain_only",
@@ -129,9 +122,9 @@ class ArrivedValue(Arrived):
         self._sender = sender.id
         self.plain_only = plain_only
         self.autograd = autograd
-        self._tokens: list[Token] | None = None
+        self._references: list[Handle] | None = None
         if value.rrefs:
-            self._tokens = [manager.receive(fork, sender.id, sender.incarnation) for fork in value.rrefs]
+            self._references = [manager.receive(fork, sender.id, sender.incarnation) for fork in value.rrefs]
 
     @property
     def is_simple(self) -> bool:
@@ -139,7 +132,7 @@ class ArrivedValue(Arrived):
         return value.encoding == value_pb2.Value.PLAIN and not (value.rrefs or value.gpus or len(value.buffers))
 
     def confirmation(self) -> Future[None] | None:
-        return self._manager.confirmation(self._tokens) if self._tokens else None
+        return self._manager.confirmation(self._references) if self._references else None
 
     @property
     def is_on_gpus(self) -> bool:
@@ -169,7 +162,7 @@ class ArrivedValue(Arrived):
             return decode(
                 self._value,
                 self._buffers,
-                None if self._tokens is None else self._claim,
+                None if self._references is None else self._claim,
                 plain_only=self.plain_only,
                 on_tensors=self._look if is_wanted else None,
                 gpus=self._gpus,
@@ -181,10 +174,9 @@ class ArrivedValue(Arrived):
 
     def _claim(self, index: int) -> object:
         """The remote reference of an entry of the value."""
-        tokens = self._tokens or ()
-        if index >= len(tokens):
-            raise SerializationError(f"the value refers to remote reference {index} of {len(tokens)}")
-        return self._manager.claim(tokens[index])
+        if self._references is None or index >= len(self._references):
+            raise SerializationError(f"the value refers to remote reference {index} of {len(self._references or ())}")
+        return self._manager.claim(self._references[index])
 
     def _look(self, tensors: list[torch.Tensor]) -> None:
         if self.keeps_tensors:
@@ -200,9 +192,7 @@ class ArrivedValue(Arrived):
     def discard(self) -> None:
         if self._gpus is not None:
             self._gpus.discard()
-        tokens, self._tokens = self._tokens, None
-        for token in tokens or ():
-            self._manager.discard(token)
+        self._references = None
 
 
 @dataclass(slots=True, eq=False)

@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from google.protobuf.message import Message
+
 from rpcdist._proto import membership_pb2
 from rpcdist.collectives.rendezvous import job_attempt
 from rpcdist.deadline import Deadline, backoff
@@ -31,7 +33,7 @@ from rpcdist.rpc._membership.roster_messages import Outcome, join_request, membe
 from rpcdist.rpc._membership.roster_service import MembershipService
 from rpcdist.rpc._peers.connections import PROBE_ROLE
 from rpcdist.rpc._peers.directory import COORDINATOR, Directory, Member, Roster
-from rpcdist.rpc._peers.network import Lifetime, Network
+from rpcdist.rpc._peers.network import Lifetime, Network, ReplyT
 from rpcdist.rpc._peers.reach_limit import ReachLimit
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc.future import Future
@@ -137,7 +139,7 @@ class Coordinator:
         if self.service is not None:
             joining = self.service.join(self._me, request)
         else:
-            joining = self._ask("Join", request, connect_s, limit_s)
+            joining = self._ask("Join", request, membership_pb2.JoinReply, connect_s, limit_s)
             limit_s = None if limit_s is None else limit_s + ANSWER_GRACE_S
         return self._network.run(noticed(joining, INIT_NOTICE_S, partial(self._log_missing, world_size)), limit_s)
 
@@ -152,7 +154,7 @@ class Coordinator:
         there = {member.identity.id: member.identity.name for member in members}
         missing = [rank for rank in range(world_size or 0) if rank not in there]
         if missing:
-            silent = self._network.num_silent if self.service is not None else 0
+            silent = self._network.strangers.silent if self.service is not None else 0
             token = f". {silent} connections ended in TLS: do the missing have another job token?" if silent else ""
             logger.warning(
                 "%s for rank %s of %d; those in the job so far: %s%s",
@@ -171,7 +173,7 @@ class Coordinator:
         if self.service is not None:
             reply = await self.service.members(self._me, request)
         else:
-            reply = await self._ask("Members", request, ANSWER_GRACE_S, ANSWER_GRACE_S)
+            reply = await self._ask("Members", request, membership_pb2.JoinReply, ANSWER_GRACE_S, ANSWER_GRACE_S)
         return members_of(reply, self._me, self.address, 0.0)
 
     async def announce(
@@ -222,25 +224,23 @@ class Coordinator:
         if self.service is not None:
             self._network.run(self.service.leave(self._me, request), ANSWER_GRACE_S)
         else:
-            self._network.run(self._ask_leave(request), 2 * ANSWER_GRACE_S)
+            asked = self._ask(
+                "Leave", request, membership_pb2.LeaveReply, QUICK_ANSWER_LIMIT_S, ANSWER_GRACE_S, retry=False
+            )
+            self._network.run(asked, 2 * ANSWER_GRACE_S)
 
     async def _ask(
         self,
         method: str,
-        request: membership_pb2.JoinRequest | membership_pb2.MembersRequest,
+        request: Message,
+        reply_type: type[ReplyT],
         connect_s: float,
         limit_s: float | None,
-    ) -> membership_pb2.JoinReply:
-        link = await self._network.connect(self.address, "membership", min(connect_s, LONGEST_WAIT_S))
+        retry: bool = True,
+    ) -> ReplyT:
+        link = await self._network.connect(self.address, "membership", min(connect_s, LONGEST_WAIT_S), retry=retry)
         try:
-            return await link.unary("Membership", method, request, membership_pb2.JoinReply, limit_s)
-        finally:
-            await link.close()
-
-    async def _ask_leave(self, request: membership_pb2.LeaveRequest) -> None:
-        link = await self._network.connect(self.address, "membership", QUICK_ANSWER_LIMIT_S, retry=False)
-        try:
-            await link.unary("Membership", "Leave", request, membership_pb2.LeaveReply, ANSWER_GRACE_S)
+            return await link.unary("Membership", method, request, reply_type, limit_s)
         finally:
             await link.close()
 

@@ -71,8 +71,7 @@ class MembershipService:
         self._encoded = (-1, b"")  # the list, and its version
         self._unaware: list[tuple[int, set[Identity], asyncio.Event]] = []
         self._answered: set[int] = set()  # incarnations that were told of the broken world
-        self._answer_came = asyncio.Event()
-        self._changed = asyncio.Event()  # the list of workers did
+        self._changed = asyncio.Event()  # the list of workers did, or the answered ones
         self._announces = False
 
     def __repr__(self) -> str:
@@ -116,7 +115,7 @@ class MembershipService:
             self.table.has_joined(identity)
         if reply.outcome != Outcome.OK:  # not before: the coordinator ends when everybody has been answered
             self._answered.add(identity.incarnation)
-            self._answer_came.set()
+            self._changed.set()
         return reply
 
     async def _until_known(self, version: int) -> None:
@@ -365,26 +364,23 @@ class MembershipService:
         Returns:
             False when the time was over before; then workers may still join.
         """
-        try:
-            async with asyncio.timeout(None if timeout_s == float("inf") else timeout_s):
-                while len(self.table) > (me in self.table):
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            return False
-        self.is_closed = True
-        return True
+        self.is_closed = await self._until(lambda: len(self.table) <= (me in self.table), timeout_s)
+        return self.is_closed
 
     async def all_answered(self, timeout_s: float) -> bool:
         """Waits until as many processes as the world's size were told that it broke; False when the time is over.
 
         The coordinator waits here before it ends, so that workers that come a moment later learn the reason, too.
         """
+        return await self._until(lambda: len(self._answered) >= (self.table.world_size or 1), timeout_s)
+
+    async def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Waits until the list of workers, or the processes that were told that the world broke, meet a condition."""
         try:
-            async with asyncio.timeout(timeout_s):
-                while len(self._answered) < (self.table.world_size or 1):
-                    self._answer_came.clear()
-                    await self._answer_came.wait()
+            async with asyncio.timeout(None if timeout_s == float("inf") else timeout_s):
+                while not condition():
+                    self._changed.clear()
+                    await self._changed.wait()
         except TimeoutError:
             return False
         return True

@@ -127,36 +127,8 @@ class ProbeTaker(NullHandler):
         return AnnouncedBytes(limit_bytes=0)
 
 
-class Leases:
-    """The last sign of life of every incarnation that has ever been connected.
-
-    Args:
-        duration_s: how long a lease lasts after the last sign of life.
-        clock: seconds, monotonic.
-    """
-
-    def __init__(self, duration_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._duration_s = duration_s
-        self._clock = clock
-        self._seen: dict[Identity, float] = {}
-
-    def seen(self, identity: Identity, at: float | None = None) -> None:
-        """Renews a lease; `at` is the time of the sign of life, by default now."""
-        at = self._clock() if at is None else at
-        if at > self._seen.get(identity, float("-inf")):
-            self._seen[identity] = at
-
-    def take_ended(self) -> list[Identity]:
-        """Whose lease is over; each is reported once."""
-        limit = self._clock() - self._duration_s
-        ended = [identity for identity, at in self._seen.items() if at < limit]
-        for identity in ended:
-            del self._seen[identity]
-        return ended
-
-
 class LeaseWatch:
-    """One per agent; on the I/O loop.
+    """The last sign of life of every process that has ever been connected; one per agent, on the I/O loop.
 
     A worker gets a lease when it is first heard of, or declared lost: also one that was never connected may hold
     references.
@@ -167,32 +139,35 @@ class LeaseWatch:
     """
 
     def __init__(self, peer_timeout_s: float, sessions: Callable[[], Iterable[Session]], events: PeerEvents) -> None:
-        self._leases = Leases(LEASE_IN_PEER_TIMEOUTS * peer_timeout_s)
+        self._duration_s = LEASE_IN_PEER_TIMEOUTS * peer_timeout_s
+        self._seen: dict[Identity, float] = {}
         self._sessions = sessions
         self._ended = events.lease_ended
         self._found = events.found
         self._over: set[Identity] = set()
         self._pause_s = peer_timeout_s / HEARTBEATS_PER_PEER_TIMEOUT
         self._next_look = 0.0
-        events.opened.listen(lambda session: self._leases.seen(session.peer))
-        events.broken.listen(lambda session, reason: self._leases.seen(session.peer))
-        events.lost.listen(lambda identity, error: self._leases.seen(identity))
+        events.opened.listen(lambda session: self.seen(session.peer))
+        events.broken.listen(lambda session, reason: self.seen(session.peer))
+        events.lost.listen(lambda identity, error: self.seen(identity))
 
     def look(self, now: float) -> None:
         """To be called often; `now` is a time of the monotonic clock. Renews as often as idle peers send something."""
         if now >= self._next_look:
             self._next_look = now + self._pause_s
-            self.renew()
+            self.renew(now)
 
-    def renew(self) -> None:
+    def renew(self, now: float) -> None:
         """Renews the leases of connected workers, and ends those that are over. Its cost grows with the connections."""
         sessions = list(self._sessions())
         for session in sessions:
-            self._leases.seen(session.peer, session.last_received)
-        ended = self._leases.take_ended()
+            self.seen(session.peer, session.last_received)
+        ended = [identity for identity, at in self._seen.items() if at < now - self._duration_s]
+        for identity in ended:
+            del self._seen[identity]
         if ended and own_shortage() is not None:  # a worker that cannot reach this process may live
             for identity in ended:
-                self._leases.seen(identity)
+                self.seen(identity)
             ended = []
         self._over.update(ended)
         for identity in ended:
@@ -203,9 +178,11 @@ class LeaseWatch:
             self._over.discard(identity)
             self._found.publish(identity)
 
-    def seen(self, identity: Identity) -> None:
-        """Something came from a process that may have no session."""
-        self._leases.seen(identity)
+    def seen(self, identity: Identity, at: float | None = None) -> None:
+        """Renews the lease of a process that may have no session; `at` is when it showed that it lives, if not now."""
+        at = time.monotonic() if at is None else at
+        if at > self._seen.get(identity, float("-inf")):
+            self._seen[identity] = at
 
     def forget(self, identity: Identity) -> None:
         """Its lease is over, and nobody will ask whether it comes back."""

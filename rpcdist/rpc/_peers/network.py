@@ -155,10 +155,6 @@ class Network(Protocol):
         """Where it is served (host:port), or None."""
 
     @property
-    def num_silent(self) -> int:
-        """Connections to it whose process began TLS and made no call, as one with another job token does."""
-
-    @property
     def strangers(self) -> Strangers:
         """The connections that it has refused, or not finished with."""
 
@@ -225,7 +221,7 @@ class SendObserver(Protocol):
 
 
 class Demultiplexer:
-    """What a `SessionHandler` of this worker does with messages and memory, whichever side opened the session; one per
+    """Takes the messages of all sessions of this worker, whichever side opened them, and provides their memory; one per
     agent. Handlers run on the I/O loop, or on the thread that sends where a worker calls itself.
 
     Those of messages that it `takes_anywhere` also run on threads that wait for a reply, or for work, and read there.

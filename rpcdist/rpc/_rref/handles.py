@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 from rpcdist.at_exit import AtEnd
@@ -137,22 +136,16 @@ class HandleState:
 
 
 class Handle:
-    """Keeps a reference alive. Collected on any thread at any moment. [Note: Ctrl-C in finalizers]"""
+    """Keeps a reference alive. Collected on any thread at any moment. [Note: Ctrl-C in finalizers]
+
+    That of a reference which arrived in a message has no object around it until the message is unpickled.
+    """
 
     __slots__ = ("_at_end", "state")
 
     def __init__(self, state: HandleState, dropped: Dropped) -> None:
         self.state = state
         self._at_end = AtEnd(dropped.append, (state.rref, state.id))
-
-
-@dataclass(slots=True, eq=False)
-class Token:
-    """A reference that arrived in a message and was not unpickled yet: `RRefManager.claim` it, or `discard` it."""
-
-    state: HandleState
-    handle: Handle | None
-    rref: object = None
 
 
 GONE = "RPC was shut down in this process, and its remote references with it"

@@ -29,7 +29,6 @@ from rpcdist.rpc._rref.handles import (
     Handle,
     HandleState,
     OwnerValue,
-    Token,
     creation_error,
     describe,
     failed_future,
@@ -258,8 +257,8 @@ class RRefManager:
             )
         return state
 
-    def receive(self, fork: value_pb2.RRefFork, sender: int, incarnation: int | None = None) -> Token:
-        """A fork arrived in a message. Cheap; runs on the I/O loop.
+    def receive(self, fork: value_pb2.RRefFork, sender: int, incarnation: int | None = None) -> Handle:
+        """A fork arrived in a message; it is given back at the end of its handle. Cheap; runs on the I/O loop.
 
         Raises:
             ProtocolViolation: it is here already, and the end of this message would drop it for its holder.
@@ -272,22 +271,13 @@ class RRefManager:
         arrive = partial(self.protocol.received, rref, id, parent, owner, self._node(sender, incarnation))
         handle = self._feed_new(arrive, rref, id, owner, fork.owner_name)
         handle.state.is_serial = fork.is_serial
-        return Token(handle.state, handle)
+        return handle
 
-    def claim(self, token: Token) -> Any:
-        """The reference object; the same one each time."""
-        if token.rref is None:
-            if token.handle is None:
-                raise RRefError("a remote reference was claimed after its message was given up")
-            token.rref = self._wrap(token.handle)
-        return token.rref
+    def claim(self, handle: Handle) -> Any:
+        """The reference object."""
+        return self._wrap(handle)
 
-    def discard(self, token: Token) -> None:
-        """Gives the fork back unless it was claimed; idempotent."""
-        token.handle = None
-        token.rref = None
-
-    def confirmation(self, tokens: Iterable[Token]) -> Future[None] | None:
+    def confirmation(self, handles: Iterable[Handle]) -> Future[None] | None:
         """A future that is done when the owners have counted (or refused) these forks; None if they have already."""
         done: Future[None] = Future()
         with self._lock:
@@ -300,7 +290,7 @@ class RRefManager:
                 if last:
                     done._complete(None)
 
-            remaining[0] = sum(token.state.when_settled(settled) for token in tokens)
+            remaining[0] = sum(handle.state.when_settled(settled) for handle in handles)
             return done if remaining[0] else None
 
     def share_failed(self, fork: value_pb2.RRefFork) -> None:

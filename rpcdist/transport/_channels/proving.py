@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Protocol, TypeVar
@@ -10,10 +11,16 @@ from typing import Protocol, TypeVar
 from google.protobuf.message import DecodeError
 
 from rpcdist._proto import handshake_pb2 as pb
-from rpcdist.errors import ProtocolViolation, RpcdistError, TransportError
-from rpcdist.time_limits import QUICK_ANSWER_LIMIT_S
+from rpcdist.deadline import backoff
+from rpcdist.errors import AuthenticationFailed, ConnectFailed, ProtocolViolation, RpcdistError, TransportError
+from rpcdist.ids import Identity
+from rpcdist.time_limits import FIRST_PAUSE_S, LONGEST_PAUSE_S, QUICK_ANSWER_LIMIT_S
+from rpcdist.transport._channels.socket_pipe import connected_pipe
+from rpcdist.transport._tls.tls_socket import StreamSocket
+from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ClientHandshake, ServerHandshake
 from rpcdist.transport.handshake_side import MAX_HANDSHAKE_BYTES
+from rpcdist.transport.unix_sockets import names_senders
 
 T = TypeVar("T")
 
@@ -63,6 +70,52 @@ async def prove_client(
             await _until_heard(pipe)
         handshake.check()
     return None
+
+
+async def open_proven(
+    connect: Callable[[], Awaitable[socket.socket]],
+    address: str,
+    credentials: Credentials,
+    role: str,
+    expected: Identity | None = None,
+    purpose: str = "",
+) -> tuple[StreamSocket, ClientHandshake]:
+    """A raw connection whose both ends are proven; one for a purpose is tried again while the peer is too busy.
+
+    Args:
+        connect: opens it.
+        address: of the peer, for messages.
+        credentials: those of this process.
+        role, expected, purpose: see `ClientHandshake`.
+
+    Raises:
+        OSError: no process listened there.
+        AuthenticationFailed, ProtocolViolation, TransportError: see `prove_client`. The peer refuses connections for
+            this purpose by `ProtocolViolation`, and connections of this kind by `ConnectFailed`.
+    """
+    pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+    while True:
+        used: StreamSocket = (raw := await connect())
+        handshake: ClientHandshake | None = None
+        try:
+            used, pipe, ends = await connected_pipe(raw, address, credentials)
+            handshake = credentials.client_handshake(role, expected, purpose=purpose, channel=ends)
+            await prove_client(pipe, handshake)
+            names_senders(raw, on=False)
+            return used, handshake
+        except AuthenticationFailed as exc:
+            used.close()
+            code = handshake.refusal_code if handshake is not None and purpose else None
+            if code == pb.Refusal.POLICY:
+                raise ProtocolViolation(f"no connection for {purpose.partition('/')[2]!r}: {exc}") from exc
+            if code == pb.Refusal.CHANNEL:
+                raise ConnectFailed(address, str(exc)) from exc
+            if code != pb.Refusal.BUSY:
+                raise
+        except BaseException:
+            used.close()
+            raise
+        await asyncio.sleep(next(pauses))
 
 
 async def prove_server(pipe: HandshakePipe, handshake: ServerHandshake) -> None:

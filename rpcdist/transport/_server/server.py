@@ -89,25 +89,11 @@ class Server:
         self._session_handler: Any = grpc.stream_stream_rpc_method_handler(self._serve_grpc)
 
     @property
-    def num_silent(self) -> int:
-        """See `SilentConnections`."""
-        return self._silent.num_silent
-
-    @property
     def strangers(self) -> Strangers:
         """The refused connections, and those not proven yet."""
         admission = self._admission
-        return Strangers(admission.num_refused, admission.num_wrong_tokens, self.num_silent, admission.num_unproven)
-
-    @property
-    def num_refused(self) -> int:
-        """The number of refused connections."""
-        return self._admission.num_refused
-
-    @property
-    def num_unproven(self) -> int:
-        """The number of connections whose handshake is not finished."""
-        return self._admission.num_unproven
+        silent = self._silent.num_silent
+        return Strangers(admission.num_refused, admission.num_wrong_tokens, silent, admission.num_unproven)
 
     async def start(self, host: str, port: int) -> str:
         """Binds and serves, possibly in addition to other addresses; returns host:port.
