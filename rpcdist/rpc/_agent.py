@@ -99,7 +99,6 @@ class Agent:
     """See the module. `start_agent` makes it; `close` ends it.
 
     Args:
-        me: this worker.
         world_size: None where workers come and go.
         look_up: blocks, bounded, and returns where the next coordinator is, after this one was lost.
     """

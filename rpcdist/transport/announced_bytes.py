@@ -37,7 +37,6 @@ class AnnouncedBytes:
         """Counts bytes. If they exceed the limit, counts nothing and returns the reason.
 
         Args:
-            num_bytes: the number of bytes.
             what: a verb phrase of the reason, with these bytes as its subject.
         """
         with self._lock:

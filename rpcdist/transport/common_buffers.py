@@ -68,12 +68,7 @@ class CommonMemoryPool:
 
 
 class CommonPack:
-    """Buffers that share memory which several peers read; see `packs`.
-
-    Args:
-        pack: the buffers.
-        pool: provides the memory.
-    """
+    """Buffers that share memory which several peers read; see `packs`."""
 
     __slots__ = ("_at_end", "_lock", "_pack", "_pool", "memory")
 
@@ -107,10 +102,6 @@ class CommonPack:
 
 class CommonBuffers(list[B]):
     """The large buffers of a message that is sent to several peers.
-
-    Args:
-        buffers: the buffers of the message.
-        pool: provides memory for them.
 
     Attributes:
         packs: the packs to lend, by the index of their first buffer.

@@ -70,8 +70,6 @@ class Connector:
         ended_traffic: the bytes of links that have ended; see `Session.traffic`.
 
     Args:
-        io: the I/O loop that the links run on.
-        credentials: the credentials of this process.
         silence_limit_s: silence after which a peer is declared lost, in seconds.
     """
 

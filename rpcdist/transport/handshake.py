@@ -78,10 +78,8 @@ class ClientHandshake(HandshakeSide):
     """The side that opened the connection.
 
     Args:
-        token: the job token.
         job: the job's name, or empty; it must be the same on both sides.
         role: the service that the connection is for ("rpc", "store", "socket" ...).
-        identity: the identity of this process.
         purpose: names one of several takers of the role, and the purpose of the connection.
         channel: the kind of connection, and its two ends as this side sees them.
         expected: the identity that should answer. An empty name, an id of -1 and an incarnation of 0 match any.
@@ -205,9 +203,6 @@ class ServerHandshake(HandshakeSide):
     """The side that accepted the connection.
 
     Args:
-        token: the job token.
-        job: the job's name.
-        identity: the identity of this process.
         channel: the kind of connection and its two ends as this side sees them; the client must see the same. A
             callable is called when the hello has arrived: on a raw connection, TLS starts after the accept.
         stream_port: the port where this process takes raw connections, which the client is told; 0 for none.

@@ -433,9 +433,6 @@ class Borrower:
         """Maps a segment that the peer offers; False if it is refused. Closes the descriptor in any case.
 
         Args:
-            number: number of the segment.
-            size_bytes: its size.
-            descriptor: the descriptor of the memory.
             is_common: other processes also read the memory, so writes stay private here.
         """
         num_bytes = sum(mapped.size_bytes for mapped in list(self._known.values()))  # a copy: `take_ended` removes

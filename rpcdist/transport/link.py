@@ -30,7 +30,6 @@ class Link:
         passed_over: the better channels that failed, each with the reason.
 
     Args:
-        io: the I/O loop that it runs on.
         connect: makes gRPC's connection at the first unary call, if the session uses a raw channel.
         connection: the gRPC connection of the session, which unary calls share. The link closes it.
         keys: prove the unary calls.
@@ -84,8 +83,6 @@ class Link:
         Args:
             service: name without the package, such as `"Store"`.
             method: such as `"Get"`.
-            request: the request of the method.
-            reply_type: the class of the reply.
             timeout_s: limit in seconds; None waits as long as the peer lives.
 
         Raises:

@@ -85,8 +85,6 @@ class MemoryCopier:
 
         Args:
             target: address of memory that does not overlap with the source.
-            source: address of the source.
-            num_bytes: number of bytes.
         """
         if num_bytes < TAKE_TURNS_FROM_BYTES:
             self._copy(target, source, num_bytes)

@@ -212,8 +212,6 @@ class Node:
         """Sets the handler of sessions that peers open for `role`; None removes it.
 
         Args:
-            role: the role of the connections.
-            handler: the handler.
             refuse: returns the reason why a peer may not connect, or None; called on the I/O loop.
         """
         self._roles.handle(role, handler, refuse)

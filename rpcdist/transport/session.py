@@ -154,7 +154,6 @@ class Session:
         closed_reason: why the session ended; None while it is open.
 
     Args:
-        io: the I/O loop that it runs on.
         channel: carries its envelopes; the session closes it.
         handler: gets the messages that arrive.
         silence_limit_s: after this time without a sign of life, in seconds, the peer counts as lost.

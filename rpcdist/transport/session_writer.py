@@ -45,11 +45,8 @@ class SessionWriter:
     """The writer of one session.
 
     Args:
-        io: the I/O loop.
         channel: takes the envelopes; threads write only to a `SocketChannel`.
-        outgoing: the queue.
         close: ends the session with a reason; on the I/O loop.
-        name: name of the peer.
 
     Attributes:
         last_sent: when something was written last, in monotonic seconds.

@@ -63,7 +63,6 @@ class Segment:
         """Makes new memory; the system provides its pages when they are first touched.
 
         Args:
-            size_bytes: its size.
             is_for_readers: only this process will write to it. Map it, then call `forbid_writing`, then offer it.
 
         Raises:
@@ -241,7 +240,6 @@ class MappedSegment:
 
     Args:
         number: number of the segment, in its session and direction.
-        segment: the memory.
         is_writable: whether this process may write; if not, a write ends the process by SIGSEGV.
         is_private: whether writes stay private, so that other processes with the segment do not see them.
         is_filled: whether the system provides all pages at once; if not, at `fill` or the first touch.

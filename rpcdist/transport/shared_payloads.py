@@ -42,8 +42,6 @@ class SharedPayloads:
         loop: the I/O loop, for timers.
         channel: brings the descriptors of the peer's segments.
         outgoing: the session's queue; a message follows the offers of its new segments.
-        send: sends a message.
-        flush: writes the queue.
         receive: makes a received buffer of memory that the peer lends.
     """
 

@@ -153,7 +153,6 @@ class SocketHub:
         """Expects connections whose purpose begins with `prefix`, so that they may wait without limit.
 
         Args:
-            prefix: beginning of the purposes.
             taker: called with purpose and socket instead of `expect`, on the I/O loop; it must not block. It gets
                 connections that already wait at once, on the caller's thread.
         """

@@ -94,9 +94,6 @@ class StripeConnection:
         connection: proven; the object owns it.
         place: its number among the connections.
         incoming: has the memory for arriving bytes.
-        owner: is notified of pieces and ends.
-        name: name of the peer.
-        io: starts the threads.
 
     Raises:
         RuntimeError: the system allows no more threads; the connection is closed.
@@ -274,13 +271,11 @@ class Striping:
     """The payload connections of a session over TCP: they carry the large buffers of messages in stripes.
 
     Args:
-        io: the I/O loop.
         on_piece: called with each delivery, perhaps the last one of a message, when a piece has arrived; on any thread.
         on_written: called with the number of a transfer whose stripes are all written or dropped, and whether no others
             wait; on any thread.
         close: ends the session, with a reason.
         incoming: the session's incoming transfers.
-        name: name of the peer.
         open: opens the connections; None at the side that waits for them.
         silence_limit_s: limit for the peer to acknowledge bytes on a connection. [Note: silence]
         round_trip_s: the round trip to the peer; None if it is unknown.

@@ -100,11 +100,7 @@ CLOSE_ON_EXEC: Final = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
 
 class ReceivedDescriptors:
-    """Descriptors that were received and not taken yet; used by the thread that reads.
-
-    Args:
-        address: address of the peer, for messages.
-    """
+    """Descriptors that were received and not taken yet; used by the thread that reads."""
 
     def __init__(self, address: str) -> None:
         self._address = address

@@ -54,7 +54,6 @@ class ActorNames:
     """One per agent. Functions for other workers run on the user loop; the other methods block, on any thread.
 
     Args:
-        me: this worker.
         has_predecessor: whether this worker is a coordinator that took the place of another one.
     """
 

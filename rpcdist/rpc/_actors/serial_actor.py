@@ -41,8 +41,6 @@ class Turn(Future[Any]):
     Args:
         target: its value.
         number: which of its calls through that one; None where the caller did not know that it calls an actor.
-        method: of the value.
-        args, kwargs: for it.
 
     Attributes:
         began: when its turn came, in seconds of the monotonic clock; 0 before.

@@ -56,7 +56,6 @@ class CallOrder:
         """A call has ended.
 
         Args:
-            number: of the call.
             is_answered: the owner has certainly seen it: it gave a result.
             tell: how to tell the owner; called if it might wait for this number.
         """
@@ -121,7 +120,6 @@ class SerialCalls:
         Args:
             rref: the reference; kept until the call has ended.
             mode: see `rpcdist.rpc._rref.proxied.Mode`.
-            method, args, kwargs: what to call.
             timeout_s: limit of the call, the wait for its turn included.
             remote: for the mode of that name.
         """

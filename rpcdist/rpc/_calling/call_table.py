@@ -346,7 +346,6 @@ class SyncReplySink:
         """Waits for the call, and sends it before.
 
         Args:
-            call: the call.
             send: sends it; None if it was sent already.
             session: by which it will go, if there is one.
 

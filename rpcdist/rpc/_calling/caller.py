@@ -465,7 +465,6 @@ class Caller:
         """Ends a call and tells the callee; False if it has ended already.
 
         Args:
-            call: the call.
             exc: what it fails with; None where the caller completes its own side.
         """
         if self.calls.take(call.id, "Cancelled") is None:

@@ -105,17 +105,11 @@ class NewCalls:
         """A call of a function.
 
         Args:
-            to: the callee.
-            func: the function.
-            args: a sequence.
-            kwargs: a mapping, or None.
             timeout_s: as users write it.
             reply_sink: takes the outcome.
             result: of `remote()`: the ids under which the callee keeps the result.
             on: a reference to a value of the callee, which becomes the function's first argument there. It is only
                 named, so the owner has nothing to count; the call holds the reference until it ends.
-            is_serial: the result is an actor.
-            device_map: of this call.
         """
         if not callable(func):
             kind = type(func).__name__

@@ -71,7 +71,6 @@ class RRefCalls:
         """The value of a reference that another worker owns. A lost worker goes through `fetch_error`.
 
         Args:
-            state: of the reference.
             timeout_s: as users write it.
             creation: of the reference, if it was made here.
         """
@@ -176,7 +175,6 @@ class RRefCalls:
 
         Args:
             is_serial: the calls of its methods run one at a time.
-            device_map: of this call.
         """
         owner = self._directory.resolve(to)
         if owner != self.me.worker and not self._router.is_reachable(owner):

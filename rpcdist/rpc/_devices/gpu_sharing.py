@@ -40,10 +40,7 @@ class ValueOnGpus:
     """`GpuArrivals` of a value. Decode it on one thread, and call `done`; or `discard` it.
 
     Args:
-        value: the value.
-        sender: the worker that has sent it.
         borrowed: memory that others lend.
-        me: this worker's name.
     """
 
     __slots__ = ("_begun", "_borrowed", "_is_over", "_me", "_sender", "_value")
@@ -170,7 +167,6 @@ class GpuSharing:
     """One per agent. Any thread may use it.
 
     Args:
-        me: this worker.
         identity_of: the process that has the id of a worker now.
         find_map: the device map for what goes to a worker (`DeviceMaps.find`).
         ask: calls a function that every worker serves, by worker, name and arguments.
@@ -217,7 +213,6 @@ class GpuSharing:
         """How tensors of GPUs in one value reach a worker.
 
         Args:
-            to: the worker.
             session: for the result of a call, the one by which the call came.
             of_call: see `DeviceMaps.find`.
             back: see `DeviceRoute`.

@@ -38,11 +38,7 @@ class _PoolStream:
 
 
 class HandlerStreams:
-    """Current from its making until `leave`, on one thread.
-
-    Args:
-        devices: their indices.
-    """
+    """Current from its making until `leave`, on one thread."""
 
     __slots__ = ("_entered",)
 

@@ -83,7 +83,6 @@ class LentGpuMemory:
     """One per process: workers of several agents may share it. Any thread may use it.
 
     Args:
-        memory: CUDA.
         now: the monotonic clock.
     """
 
@@ -111,8 +110,6 @@ class LentGpuMemory:
         """Copies memory of a device, and lends the copy to a worker.
 
         Args:
-            to: the worker.
-            device: its index.
             spans: address and size of each part.
 
         Returns:
@@ -169,7 +166,6 @@ class LentGpuMemory:
         Args:
             copied: the numbers of loans that it copies: its stream writes when it has.
             unwanted: those of others.
-            sender: the worker.
             closed: allocations that it has closed.
         """
         with self._lock:

@@ -20,11 +20,7 @@ from rpcdist.time_limits import POOL_LEAD_S
 
 
 class Lane:
-    """See the module. Any thread may call any method; none of them waits.
-
-    Args:
-        pool: lends the thread.
-    """
+    """See the module. Any thread may call any method; none of them waits."""
 
     def __init__(self, pool: ThreadPool) -> None:
         self._pool = pool

@@ -196,7 +196,6 @@ class ThreadPool:
         """Submits `(function, arguments)` pairs, in order, with one wake-up for all of them.
 
         Args:
-            jobs: the pairs.
             owner: whose line they join (rule 8); None for that of this process.
         """
         if self._refusal is not None:

@@ -256,7 +256,6 @@ class StatefulCoroutine(Coroutine[Any, Any, T]):
     """A coroutine that takes its torch state with it: every step swaps it in and out.
 
     Args:
-        coroutine: what to drive.
         slot: where the state is kept between steps. Give several the same to let them share one state, e.g. those that
             draw the items of one async generator.
     """

@@ -198,7 +198,6 @@ class UserLoop:
 
     Args:
         kind: "uvloop", "asyncio", or "auto" for uvloop where it is installed.
-        name: name of the thread.
 
     Raises:
         ConfigError: there is no such kind.

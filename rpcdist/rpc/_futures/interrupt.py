@@ -38,7 +38,6 @@ def acquire(lock: LockType, timeout_s: float | None) -> bool:
     """Takes a lock; False when the time is over. Ctrl-C ends it on the main thread, at any moment.
 
     Args:
-        lock: a plain lock.
         timeout_s: limit in seconds; None for none.
     """
     slice_s = longest_sleep_s()

@@ -200,7 +200,6 @@ class ArrivedFailure:
     """Why a call failed at its callee. Make its exception once, or `discard` it; any thread but the I/O loop's.
 
     Args:
-        failure: what arrived.
         original: the exception itself; None if there is none, or it must not be unpickled here.
     """
 

@@ -65,7 +65,6 @@ class Marshal:
     Args:
         rref_type: the class of those.
         gpus: bring tensors of GPUs to other workers.
-        worker_name: this worker's, for failures.
         by_value: send the code of functions and classes that the receiver cannot import.
         allow_pickle: send and take pickles; without it, only plain values.
 
@@ -109,8 +108,6 @@ class Marshal:
 
         Args:
             value: the message to fill.
-            obj: the object.
-            to: the worker's id.
             autograd: records the tensors that require grad, unless it is None.
             session: for the result of a call, the one by which the call came.
             device_map: of the call alone, or its inverse for the result.

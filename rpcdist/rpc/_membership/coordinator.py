@@ -59,7 +59,6 @@ def serve_membership(network: Network, me: Identity, peer_timeout_s: float) -> M
     """Starts the service in this process; blocks.
 
     Args:
-        network: where it is served.
         me: this worker, which answers for itself.
         peer_timeout_s: how long a member may take to show that it is alive.
     """
@@ -96,8 +95,6 @@ class Coordinator:
 
     Args:
         address: where it is served.
-        me: this worker.
-        service: the service itself, if it is served here.
         rank: that of the worker that serves it.
         mark_left: tells the store, where the service is served here, that this worker has left as the last one.
     """
@@ -125,7 +122,6 @@ class Coordinator:
         """Asks to be taken in, and waits for the others; blocks.
 
         Args:
-            me: this worker.
             world_size: None where workers come and go.
             timeout_s: limit, in seconds.
             connect_s: a shorter one for reaching the coordinator.
@@ -190,7 +186,6 @@ class Coordinator:
 
         Args:
             address: where it may be.
-            me: this worker.
             world_size: None where workers come and go.
             roster: the members of the job, as this worker knows them.
             before: the coordinator that there was.

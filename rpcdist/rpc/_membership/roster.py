@@ -216,8 +216,6 @@ class MembershipTable:
         """A worker of the list of the coordinator before this one announces itself (rule 8).
 
         Args:
-            member: the worker.
-            world_size: as for `join`.
             version: of the list that it knows; that of this list goes on from there.
 
         Raises:

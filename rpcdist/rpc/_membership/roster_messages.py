@@ -76,7 +76,6 @@ def return_request(
     """The request of a worker whose coordinator was lost, to the process that took the coordinator's place.
 
     Args:
-        me: this worker.
         world_size: as for `join_request`.
         timeout_s: how long it waits for the other members.
         roster: the members, as it knows them.
@@ -102,7 +101,6 @@ def members_of(reply: pb.JoinReply, me: Identity, coordinator: str, waited_s: fl
 
     Args:
         reply: the answer to `Join` or `Members`.
-        me: the worker that asked.
         coordinator: its address, for the error.
         waited_s: how long this worker waited, in seconds, for the error.
 

@@ -35,9 +35,7 @@ class DeviceMaps:
     """One per agent.
 
     Args:
-        me: this worker's name.
         maps: by worker name, where tensors of this worker's devices go there.
-        name_of: the name of a worker.
     """
 
     _me: str
@@ -50,7 +48,6 @@ class DeviceMaps:
         """The map for what goes to a worker; None without one.
 
         Args:
-            to: the worker.
             session: for the result of a call, the one by which the call came.
             of_call: the map of the call alone, or its inverse for the result.
         """

@@ -78,7 +78,6 @@ class Directory:
     A worker *lives* while the coordinator lists it and this worker's own detector has not declared it lost.
 
     Args:
-        me: this worker.
         ask: asks the coordinator for the members, and waits; bounded, by a limit of its own for None.
         ask_async: the same on the I/O loop.
         on_replaced: called on the I/O loop when another process has taken the place of a member.

@@ -37,7 +37,6 @@ class Loopback:
     """The session of a worker with itself. Values are copied as on the way to any other worker.
 
     Args:
-        identity: this worker.
         deliver: takes the messages, on the thread that sends.
     """
 

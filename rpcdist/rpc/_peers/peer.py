@@ -144,8 +144,6 @@ class Peer:
         """Sends a message, or keeps it until the connection stands.
 
         Args:
-            message: the message.
-            buffers: its large buffers.
             sent: learns the session and transfer by which it went.
 
         Raises:

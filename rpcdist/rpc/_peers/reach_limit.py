@@ -52,7 +52,6 @@ class ReachLimit:
         """Whether the worker is dead, or out of reach for good, now that an attempt has failed.
 
         Args:
-            exc: the failure.
             is_heard: whether the worker shows on a connection of its own that it lives.
         """
         now = time.monotonic()

@@ -351,7 +351,6 @@ class Router:
         """Connects to another worker, so that its death is noticed here.
 
         Args:
-            worker_id: of the worker.
             what: the operation that waits for it, for the error.
 
         Returns:

@@ -226,8 +226,6 @@ class RRefManager:
         """A new fork for a message to a worker. Any failure to deliver it goes to `share_failed`.
 
         Args:
-            rref: the reference.
-            to: the worker's id.
             incarnation: of its process, where the session is known; None for the one that has the id now.
 
         Raises:

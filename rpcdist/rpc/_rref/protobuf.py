@@ -48,7 +48,6 @@ def decode_messages(
     """One message, or several deletions.
 
     Args:
-        encoded: the message.
         is_counted: whether a fork of a reference is counted here. The deletions of others would change nothing, and
             what is made for each takes ten times as long as this question.
 

@@ -115,8 +115,6 @@ class MethodProxy(Generic[R]):
 
     Args:
         call: gets the target, the mode, the name of the method and the timeout, and then the method's arguments.
-        target: a reference or an actor.
-        mode: how its methods are called.
         timeout: of each call, in seconds.
     """
 

@@ -42,12 +42,9 @@ class Answers:
     """Answers the calls of an agent; any thread.
 
     Args:
-        marshal: encodes results and failures.
-        rrefs: keeps the results of `remote()`.
         calls: those that are not over; an answered one leaves them.
         produce: begins the stream of a generator that a call returned.
         on_born: is told of each object that a `remote(serial=True)` has made, before others can reach it.
-        me: this worker.
         lifetime: when it is over, failures are not answered: the end of the process says more than they do.
     """
 

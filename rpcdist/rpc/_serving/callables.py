@@ -22,7 +22,6 @@ class Callables:
         options: the allow-list, and whether pickles are accepted.
         always: what every peer may call, by the name on the wire, whatever the allow-list says: without these no job
             can shut down.
-        worker_name: this worker's, for messages.
     """
 
     def __init__(self, options: RpcOptions, always: Mapping[str, Callable[..., Any]], worker_name: str) -> None:

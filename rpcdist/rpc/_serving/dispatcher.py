@@ -94,15 +94,8 @@ class Dispatcher:
     """The callee's side of an agent.
 
     Args:
-        pool: runs functions.
-        user_loop: runs coroutines.
         new_context: makes the contexts in which both run.
-        marshal: decodes arguments, encodes results.
-        rrefs: keeps the results of `remote()`.
-        actors: run the methods of their values in turn.
-        callables: finds functions.
         admit_context: the autograd context of a call, by its id; None if it is over.
-        me: this worker.
         lifetime: when it is over, failures are not answered: the end of the process says more than they do.
         recorder: remembers how calls ended.
 

@@ -46,8 +46,6 @@ class StreamSender:
     """Puts the items of one stream, and its end, on the wire.
 
     Args:
-        marshal: encodes the items.
-        session: where they go.
         id: the call whose result the stream is.
         autograd: the context of the call, or None.
         ended: called before the end is sent.

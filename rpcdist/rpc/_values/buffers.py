@@ -59,13 +59,7 @@ class LargeBuffer(OutgoingBuffer):
 
 
 class TensorBuffer(LargeBuffer):
-    """Memory of tensors. Nobody can keep their owner from resizing a storage, which frees it, so every look asks.
-
-    Args:
-        start: the address.
-        size: in bytes.
-        tensors: those that lie there.
-    """
+    """Memory of tensors. Nobody can keep their owner from resizing a storage, which frees it, so every look asks."""
 
     __slots__ = ("_start", "_storages", "_tensors", "_viewed")
 
@@ -101,13 +95,7 @@ class TensorBuffer(LargeBuffer):
 
 
 class GpuBuffer(LargeBuffer):
-    """Memory of tensors on a GPU. Of memory that cannot be lent, `on_host` begins a copy; only sending waits for it.
-
-    Args:
-        start: the address.
-        size: in bytes.
-        tensors: those that lie there.
-    """
+    """Memory of tensors on a GPU. Of memory that cannot be lent, `on_host` begins a copy; only sending waits for it."""
 
     __slots__ = ("_copied", "_host", "_tensors", "device", "start")
 
@@ -226,9 +214,6 @@ class CopiedBuffer(ReceiveBuffer):
 
     torch reads some tensors twice (a mask: to count, then to fill what it has counted), and trusts that they stay as
     they are.
-
-    Args:
-        lent: the bytes.
     """
 
     __slots__ = ("_lent",)

@@ -76,8 +76,6 @@ def compact_tensors(
     """The table of tensors, with a plain body behind it; None if one of them does not fit. See `compact_value`.
 
     Args:
-        tensors: each has an entry.
-        body: follows the table.
         shares_memory: whether tensors that share memory must do so at the receiver, too, which no table can say.
     """
     if len(tensors) > MAX_TENSORS:
@@ -137,7 +135,6 @@ def read_compact(
     """The value that `compact_value` was made of.
 
     Args:
-        body: what arrived.
         num_tensors: entries of the table in it.
         large: the buffers that arrived beside it, complete.
         on_tensors: called when the tensors are there, and the value is not yet; it may change them in place.

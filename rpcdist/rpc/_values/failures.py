@@ -86,7 +86,6 @@ def failure_of(
 
     Args:
         exc: the exception. See [Note: hostile exceptions].
-        worker: the name of this worker.
         fill: has tensors, buffers and references travel as those of other values do.
         externals: knows remote references.
         by_value: see `write_pickle`.
@@ -276,7 +275,6 @@ def exception_of(failure: rpc_pb2.Failure, decode: Callable[[], object] | None =
     Runs user code (`__setstate__` of the exception): never on the I/O loop.
 
     Args:
-        failure: what arrived.
         decode: makes the original exception; None where there is none, or it must not be unpickled.
     """
     exc: Any = None

@@ -126,7 +126,6 @@ def function_name(func: Callable[..., Any], is_quiet: bool = False) -> str | Non
     """The "module:qualified.name" under which this process finds `func` itself, or None.
 
     Args:
-        func: the function.
         is_quiet: only where it is found without code of a module, as by `loaded_function`.
     """
     special = None if type(func) is types.FunctionType else _special_name(func)

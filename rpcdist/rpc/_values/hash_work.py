@@ -52,9 +52,6 @@ class HashWork:
         """Adds the entries to `made`.
 
         Args:
-            made: the dict.
-            keys: of the entries.
-            values: as many.
             size_bytes: of the entries, as they arrived.
 
         Raises:

@@ -62,9 +62,6 @@ _PLAIN_PEER: Final = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNEXPECTED_MESSAG
 def tls_failure(details: str) -> str | None:
     """Says why gRPC could not connect, if TLS is to blame.
 
-    Args:
-        details: gRPC's text.
-
     Returns:
         The reason and what to do; None if it was something else.
     """

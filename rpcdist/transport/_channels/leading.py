@@ -86,7 +86,6 @@ class SocketWatch:
 
     Args:
         epoll: the instance; the socket is shown at first.
-        descriptor: the socket's.
 
     Raises:
         OSError: the system has no memory left for the registration.
@@ -204,7 +203,6 @@ class Lead:
         """Lets threads lead from now on; False where the system cannot do that, or has no descriptor left.
 
         Args:
-            descriptor: the socket's.
             watch: registers the socket with the loop, which reads it unless a thread leads.
         """
         if not CAN_LEAD:

@@ -43,7 +43,6 @@ async def prove_client(
     """Runs the handshake of the side that opened the connection. The caller limits the time and closes after an error.
 
     Args:
-        pipe: carries the messages.
         handshake: not started.
         other_way: tries a better channel (`ClientHandshake.other_way`). It is called when the server has proven itself
             and this side has not. If it returns a result, the handshake ends there.
@@ -83,9 +82,6 @@ async def open_proven(
     """A raw connection whose both ends are proven; one for a purpose is tried again while the peer is too busy.
 
     Args:
-        connect: opens it.
-        address: of the peer, for messages.
-        credentials: those of this process.
         role, expected, purpose: see `ClientHandshake`.
 
     Raises:

@@ -75,7 +75,6 @@ class SocketChannel:
 
     Args:
         connection: connected, with TLS after its handshake; the channel owns it from now on.
-        address: address of the peer, for messages.
     """
 
     def __init__(self, connection: socket.socket | TlsSocket, address: str) -> None:

@@ -32,7 +32,6 @@ class SocketPipe:
     Args:
         connection: connected, not blocking; with TLS, before or after its TLS handshake. It still belongs to the
             caller.
-        address: address of the peer, for messages.
         tls_source: see `Credentials.tls_source`, for messages.
     """
 
@@ -124,8 +123,6 @@ class AcceptedPipe:
 
     Args:
         raw: accepted, not blocking; it still belongs to the caller.
-        address: address of the peer, for messages.
-        credentials: the credentials of this process.
         may_be_plain: whether a connection without TLS is accepted.
     """
 
@@ -196,8 +193,6 @@ async def connected_pipe(
 
     Args:
         raw: just connected; the caller closes it if this raises. With TLS, the returned socket takes its place.
-        address: address of the peer, for messages.
-        credentials: the credentials of this process.
 
     Returns:
         The socket, its pipe, and the name that both sides give the connection.

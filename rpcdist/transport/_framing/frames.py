@@ -231,7 +231,6 @@ def parse(data: bytes | bytearray, names: list[str]) -> list[WireMessage | Chunk
     """Reads an envelope.
 
     Args:
-        data: an envelope.
         names: names of the functions that the peer has numbered from 1; new ones are appended.
 
     Raises:

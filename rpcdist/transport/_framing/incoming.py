@@ -158,7 +158,6 @@ class Incoming:
     """The transfers of one session that are under way; any thread that reads its connections may use it.
 
     Args:
-        allocate: allocates memory for a buffer.
         borrow: finds the buffers that the peer lends.
         announced: counts the bytes that the peer has announced on all its sessions and not sent.
     """
@@ -277,7 +276,6 @@ class Incoming:
         Args:
             ordinal: ordinal number of the announcement. If it has not arrived yet, this waits for it, until
                 `end_announcements`.
-            index: number of the stripe.
             count: number of stripes; always the same.
             size: number of bytes.
 

@@ -77,8 +77,6 @@ class Admission:
         """Lets a peer prove itself.
 
         Args:
-            pipe: the accepted connection.
-            origin: its origin.
             handshake: not started; has the outcome afterwards.
             turn_away: tells the peer the reason, if possible; bounded by `QUICK_ANSWER_LIMIT_S`.
 

@@ -56,8 +56,6 @@ class Server:
         health: answers health probes, if the environment asks for it.
 
     Args:
-        io: the loop.
-        credentials: the credentials of this process.
         roles: the handlers of sessions by role.
         silence_limit_s: silence after which a peer is declared lost, in seconds.
         ports: the ports at which it may listen by default.
@@ -207,8 +205,6 @@ class Server:
         """Serves the unary methods of a service; replaces earlier methods of the same name.
 
         Args:
-            descriptor: the service.
-            methods: its handlers, by name.
             address: the only served address that offers it; None for all.
         """
         (self._unary if address is None else self._services_at[address]).add(descriptor, methods)

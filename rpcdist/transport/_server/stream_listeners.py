@@ -46,8 +46,6 @@ class StreamListeners:
     """The raw listeners of a process; lives on the I/O loop.
 
     Args:
-        io: the loop.
-        credentials: what this process proves itself with.
         roles: who takes the connections.
         admission: bounds what strangers may cost, on all listeners of the process together.
         serve_session: serves sessions; cancelled when their listener ends.

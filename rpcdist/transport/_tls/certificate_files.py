@@ -52,10 +52,6 @@ class CertificateFiles:
 
     Files that cannot be used, perhaps because not all of them have been replaced yet, leave what was shown before.
 
-    Args:
-        options: names the files.
-        job: the job's name.
-
     Raises:
         ConfigError: a file cannot be read or used, or they do not fit together.
     """

@@ -50,9 +50,7 @@ class CertificateProver:
 
     Args:
         chain: the certificate, and intermediate ones.
-        key: its private key.
         authorities: by whom the certificates of peers must be signed.
-        job: the job's name.
     """
 
     def __init__(

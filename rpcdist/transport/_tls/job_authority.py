@@ -35,11 +35,7 @@ _AUTHORITY_PERIOD: Final = datetime(2000, 1, 1, tzinfo=UTC), datetime(2100, 1, 1
 
 
 class JobAuthority:
-    """Issues certificates that all holders of a token accept. Any thread may use it.
-
-    Args:
-        token: the job token.
-    """
+    """Issues certificates that all holders of a token accept. Any thread may use it."""
 
     def __init__(self, token: bytes) -> None:
         material = HKDF(hashes.SHA256(), _KEY_MATERIAL_BYTES, salt=b"rpcdist job", info=b"certificate authority")
@@ -57,7 +53,6 @@ class JobAuthority:
 
         Args:
             owner: who the process is; for people who look at the certificate.
-            job: the job's name; the same.
             now: when it is issued, in UTC; by default at present.
         """
         now = now or datetime.now(UTC)

@@ -111,8 +111,6 @@ def issued_certificates(token: bytes, job: str, owner: Callable[[], Identity]) -
     call it.
 
     Args:
-        token: the job token.
-        job: the job's name.
         owner: returns the present identity of the process.
     """
     authority: JobAuthority | None = None
