@@ -23,7 +23,7 @@ with atheris.instrument_imports(include=["rpcdist"]):
     from rpcdist._proto import handshake_pb2, rpc_pb2, rref_pb2, value_pb2
     from rpcdist.autograd._pass_message import PassMessage, read_message
     from rpcdist.errors import RpcdistError
-    from rpcdist.rpc._rref.protobuf import decode_messages
+    from rpcdist.rpc._rref.messages import decode_messages
     from rpcdist.rpc._values import decode, encode_into
     from rpcdist.rpc._values.compact import read_compact
     from rpcdist.rpc._values.plain import PlainWriter

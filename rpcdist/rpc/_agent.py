@@ -49,7 +49,7 @@ from rpcdist.rpc._futures.interrupt import InterruptWatch
 from rpcdist.rpc._futures.waiting import replace_torch_functions
 from rpcdist.rpc._inspection.call_recorder import CallRecorder
 from rpcdist.rpc._inspection.flight_log import FlightLog
-from rpcdist.rpc._inspection.inspector import SERVICE, InspectedParts, Inspector, OldCalls
+from rpcdist.rpc._inspection.inspector import SERVICE, Inspector, OldCalls
 from rpcdist.rpc._inspection.live_notes import NoteTaker
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._membership.barrier import Gatherings
@@ -303,26 +303,24 @@ class Agent:
             lambda: above.current() is self, self.autograd.pass_taps, world.process.recorder.entries
         )
         self.inspector = Inspector(
-            InspectedParts(
-                me=me,
-                network=network,
-                options=options,
-                directory=self.directory,
-                connections=self._connections,
-                caller=self.caller,
-                active_calls=self.dispatcher.calls,
-                pool=self.pool,
-                user_loop=self.user_loop,
-                streams=self.streams,
-                rrefs=self.rrefs,
-                autograd=self.autograd,
-                actors=self.actors,
-                gatherings=self.gatherings,
-                rounds=self._rounds,
-                world=world,
-                recorder=recorder,
-                notes=self._notes,
-            )
+            me=me,
+            network=network,
+            options=options,
+            directory=self.directory,
+            connections=self._connections,
+            caller=self.caller,
+            active_calls=self.dispatcher.calls,
+            pool=self.pool,
+            user_loop=self.user_loop,
+            streams=self.streams,
+            rrefs=self.rrefs,
+            autograd=self.autograd,
+            actors=self.actors,
+            gatherings=self.gatherings,
+            rounds=self._rounds,
+            world=world,
+            recorder=recorder,
+            notes=self._notes,
         )
         self._old_calls = OldCalls(
             options.log_calls_after, self.caller.calls, self.dispatcher.calls, self.inspector.facts

@@ -181,25 +181,23 @@ class Connector:
             TransportError, TimeoutError: the handshake failed; the caller then falls back to gRPC.
         """
         async with asyncio.timeout(limit.wait_s()):
-            used, handshake = await self._proven(connect, wanted)
+            used, handshake = await open_proven(
+                connect, wanted.address, self._credentials, wanted.role, wanted.expected
+            )
         channel = SocketChannel(used, wanted.address)
         return self._link(wanted, channel, handshake, None, tcp)
-
-    async def _proven(
-        self, connect: Callable[[], Coroutine[Any, Any, socket.socket]], wanted: _Wanted, purpose: str = ""
-    ) -> tuple[StreamSocket, ClientHandshake]:
-        return await open_proven(connect, wanted.address, self._credentials, wanted.role, wanted.expected, purpose)
 
     async def _open_payload_connections(
         self, place: tuple[str, int], wanted: _Wanted, session_id: bytes, count: int
     ) -> list[StreamSocket]:
         """Opens the connections for a session's large messages; see `OpenConnections`."""
         opened: dict[int, StreamSocket] = {}
-        wanted = wanted._replace(role=SOCKET_ROLE)
 
         async def open_one(index: int) -> None:
             purpose = socket_purpose(PAYLOAD_TAKER, payload_purpose(session_id, (index, count)))
-            opened[index] = (await self._proven(partial(connect_tcp, *place), wanted, purpose))[0]
+            opened[index], _ = await open_proven(
+                partial(connect_tcp, *place), wanted.address, self._credentials, SOCKET_ROLE, wanted.expected, purpose
+            )
 
         try:  # all at once: each of them takes several round trips
             async with asyncio.timeout(SIDE_ATTEMPT_LIMIT_S), asyncio.TaskGroup() as group:

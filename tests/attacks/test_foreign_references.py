@@ -15,9 +15,8 @@ from rpcdist import rpc
 from rpcdist._proto import rpc_pb2, rref_pb2, value_pb2
 from rpcdist.errors import RRefError
 from rpcdist.rpc._rref import proxied
-from rpcdist.rpc._rref.messages import ReferenceShare, UniqueId, new_number
+from rpcdist.rpc._rref.messages import ReferenceShare, UniqueId, id_to_pb, new_number
 from rpcdist.rpc._rref.owner import OwnerEntry
-from rpcdist.rpc._rref.protobuf import id_to_pb
 from rpcdist.testing import InProcessCluster, eventually
 
 OWNER, USER, ATTACKER = 0, 1, 2

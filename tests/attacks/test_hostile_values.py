@@ -22,7 +22,7 @@ from rpcdist._proto import rpc_pb2, rref_pb2, value_pb2
 from rpcdist.errors import ProtocolViolation, SerializationError
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.network import Demultiplexer, Lifetime
-from rpcdist.rpc._rref.protobuf import decode_messages
+from rpcdist.rpc._rref.messages import decode_messages
 from rpcdist.rpc._values import decode
 from rpcdist.rpc._values.rebuild import MAX_UNTRUSTED_TENSORS, TENSOR_BYTES
 from rpcdist.rpc.options import RpcOptions

@@ -18,8 +18,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._rref.handles import HandleState, copy_outcome
 from rpcdist.rpc._rref.manager import MOST_AT_ONCE, RRefManager
-from rpcdist.rpc._rref.messages import Message, MessageKind, ReferenceShare, new_number
-from rpcdist.rpc._rref.protobuf import encode_deletions
+from rpcdist.rpc._rref.messages import Message, MessageKind, ReferenceShare, encode_deletions, new_number
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.rref import RRef
 

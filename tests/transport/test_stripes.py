@@ -14,9 +14,17 @@ from session_pairs import Bytes, announced, call
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport._framing.frames import Chunk, parse
-from rpcdist.transport._framing.incoming import MAX_BUFFERS, Delivery, Incoming, IncomingBuffer, heap_buffer
+from rpcdist.transport._framing.incoming import (
+    MAX_BUFFERS,
+    MAX_RANGES,
+    MAX_STRIPES,
+    Delivery,
+    Incoming,
+    IncomingBuffer,
+    StripeCursor,
+    heap_buffer,
+)
 from rpcdist.transport._framing.outgoing import Outgoing
-from rpcdist.transport._framing.stripes import MAX_RANGES, MAX_STRIPES, StripeCursor
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.memory_copies import OutgoingBuffer
 from rpcdist.transport.striping import Striping

@@ -14,10 +14,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from rpcdist._proto import inspection_pb2
 from rpcdist.collectives._group.world import World
@@ -74,8 +74,13 @@ _PHASES: Final = {
 }
 
 
-class InspectedParts(NamedTuple):
-    """The parts of an agent that have something to say."""
+@dataclass(kw_only=True, eq=False)
+class Inspector:
+    """One per agent; it asks the parts that have something to say.
+
+    Attributes:
+        is_leaving: `shutdown` was called.
+    """
 
     me: Identity
     network: Network
@@ -95,24 +100,16 @@ class InspectedParts(NamedTuple):
     world: World
     recorder: CallRecorder | None
     notes: NoteTaker
+    is_leaving: bool = False
+    _began: float = field(default_factory=time.monotonic)
+    # By `is_brief` and `has_members`: when it was given, and the answer.
+    _answers: dict[tuple[bool, bool], tuple[float, bytes]] = field(default_factory=dict)
+    _is_looking: bool = False
+    _job: str = field(init=False)
 
-
-class Inspector:
-    """One per agent.
-
-    Attributes:
-        is_leaving: `shutdown` was called.
-    """
-
-    def __init__(self, parts: InspectedParts) -> None:
-        self.is_leaving = False
-        self._parts = parts
-        self._began = time.monotonic()
-        coordinator = parts.directory.incarnation_of(parts.directory.coordinator)
-        self._job = f"{parts.options.job or os.environ.get('RPCDIST_JOB') or 'default'}/{coordinator & (1 << 64) - 1:x}"
-        # By `is_brief` and `has_members`: when it was given, and the answer.
-        self._answers: dict[tuple[bool, bool], tuple[float, bytes]] = {}
-        self._is_looking = False
+    def __post_init__(self) -> None:
+        coordinator = self.directory.incarnation_of(self.directory.coordinator)
+        self._job = f"{self.options.job or os.environ.get('RPCDIST_JOB') or 'default'}/{coordinator & (1 << 64) - 1:x}"
 
     @property
     def methods(self) -> dict[str, Callable[..., Any]]:
@@ -127,14 +124,14 @@ class Inspector:
         if not answer or time.monotonic() - at >= TICK_S:
             answer = self._json(*wanted)
             self._answers[wanted] = time.monotonic(), answer
-        notes = facts_to_json(self._parts.notes.since(request.after)).encode() if request.is_live else b""
+        notes = facts_to_json(self.notes.since(request.after)).encode() if request.is_live else b""
         return inspection_pb2.LookReply(facts=answer, notes=notes)
 
     async def _on_neighbour(
         self, asker: Identity, request: inspection_pb2.NeighbourRequest
     ) -> inspection_pb2.NeighbourReply:
         """Only workers of this job are looked at, one at a time: a signal of ours reaches no other process."""
-        known = {member.address for member in self._parts.directory.known()}
+        known = {member.address for member in self.directory.known()}
         if request.address not in known or self._is_looking:
             return inspection_pb2.NeighbourReply(state="unknown", detail="it is no worker of this job, or another asks")
         self._is_looking = True
@@ -174,29 +171,29 @@ class Inspector:
 
     def facts(self, is_brief: bool = False, has_members: bool = False) -> WorkerFacts:
         """The facts of this moment; brief ones have members only if asked for, and of the threads the main one."""
-        parts, now, time_ns = self._parts, time.monotonic(), time.time_ns()
+        now, time_ns = time.monotonic(), time.time_ns()
         threads, threads_left_out = thread_states(threading.main_thread().ident if is_brief else None)
-        references, references_left_out = parts.rrefs.facts(now, MAX_LISTED)
-        contexts, passes = parts.autograd.facts(now, MAX_LISTED)
-        sessions = parts.connections.sessions()[:MAX_LISTED]
-        made, served = parts.caller.calls, parts.active_calls
+        references, references_left_out = self.rrefs.facts(now, MAX_LISTED)
+        contexts, passes = self.autograd.facts(now, MAX_LISTED)
+        sessions = self.connections.sessions()[:MAX_LISTED]
+        made, served = self.caller.calls, self.active_calls
         calls_served = self.calls_served(now)
         omitted = {
             "calls_made": max(0, len(made) - MAX_LISTED),
             "calls_served": max(0, len(served) - MAX_LISTED),
-            "streams": max(0, len(parts.streams) - MAX_LISTED),
+            "streams": max(0, len(self.streams) - MAX_LISTED),
             "threads": threads_left_out,
             "references": references_left_out,
         }
         return WorkerFacts(
-            worker=parts.me.name,
-            id=parts.me.id,
-            incarnation=f"{parts.me.incarnation & (1 << 64) - 1:x}",
+            worker=self.me.name,
+            id=self.me.id,
+            incarnation=f"{self.me.incarnation & (1 << 64) - 1:x}",
             job=self._job,
-            role=parts.options.role,
+            role=self.options.role,
             host=socket.gethostname(),
             pid=os.getpid(),
-            address=parts.network.address or "",
+            address=self.network.address or "",
             time_ns=time_ns,
             age_s=now - self._began,
             phase="leaving" if self.is_leaving else "working",
@@ -204,29 +201,29 @@ class Inspector:
             calls_made=tuple(call.facts(now) for call in islice(made, MAX_LISTED)),
             calls_served=calls_served,
             threads=tuple(threads),
-            streams=(*parts.streams.facts(MAX_LISTED), *self._produced()),
+            streams=(*self.streams.facts(MAX_LISTED), *self._produced()),
             references=tuple(references),
             autograd_contexts=tuple(contexts),
             backward_passes=tuple(passes),
-            groups=tuple(parts.world.facts(time_ns)),
-            gatherings=(*parts.gatherings.facts(), *parts.rounds.facts()),
-            actors=tuple(parts.actors.facts(now, MAX_LISTED)),
-            pool=parts.pool.facts(),
+            groups=tuple(self.world.facts(time_ns)),
+            gatherings=(*self.gatherings.facts(), *self.rounds.facts()),
+            actors=tuple(self.actors.facts(now, MAX_LISTED)),
+            pool=self.pool.facts(),
             channels=tuple(session.facts(now) for session in sessions),
             lent_memory=tuple(lent for session in sessions if (lent := session.lent_memory) is not None),
             limits=self._limits(),
-            strangers=parts.network.strangers,
+            strangers=self.network.strangers,
             num_made=made.num_made,
             num_served=served.num_served,
             omitted={name: number for name, number in omitted.items() if number},
-            functions=() if parts.recorder is None else parts.recorder.times(MAX_FUNCTIONS),
+            functions=() if self.recorder is None else self.recorder.times(MAX_FUNCTIONS),
             curves=published_curves(),
             memory_bytes=_memory_bytes(),
         )
 
     def ask(self, worker_id: int) -> WorkerFacts:
         """The facts of another worker; blocks, bounded. Raises `ConnectFailed`."""
-        network, member = self._parts.network, self._parts.directory.member(worker_id)
+        network, member = self.network, self.directory.member(worker_id)
 
         async def look() -> WorkerFacts:
             link = await network.connect(
@@ -248,12 +245,12 @@ class Inspector:
     def calls_served(self, now: float) -> tuple[CallServed, ...]:
         """The calls that this worker handles."""
         threads = self._threads_of_calls()
-        return tuple(self._served(active, now, threads) for active in islice(self._parts.active_calls, MAX_LISTED))
+        return tuple(self._served(active, now, threads) for active in islice(self.active_calls, MAX_LISTED))
 
     def _threads_of_calls(self) -> dict[int, int]:
         """By `id` of a call, or of what stands for it: the thread that runs it."""
         found: dict[int, int] = {}
-        for ident, job, arguments in self._parts.pool.jobs():
+        for ident, job, arguments in self.pool.jobs():
             for one in (*arguments, getattr(job, "__self__", None)):
                 found.setdefault(id(one), ident)
         return found
@@ -270,7 +267,7 @@ class Inspector:
             coroutine = getattr(producer, "_handle", None)
         stack, waits_for = coroutine_stack(coroutine) if isinstance(coroutine, UserCall) else ((), ())
         if isinstance(coroutine, UserCall) and getattr(coroutine, "cr_running", False):
-            thread, stack = self._parts.user_loop.ident, ()
+            thread, stack = self.user_loop.ident, ()
         if active.awaited is not None:
             waits_for = (*waits_for, *call_of_future(active.awaited))
         phase = _PHASES[type(state).Phase.Name(state.phase)]
@@ -299,12 +296,12 @@ class Inspector:
                 active.id, active.session.id.hex(), active.what[:MAX_LISTED], active.session.peer.name, "produces",
                 getattr(active.producer, "_credits", 0),
             )
-            for active in islice(self._parts.active_calls, MAX_LISTED)
+            for active in islice(self.active_calls, MAX_LISTED)
             if active.producer is not None
         ]  # fmt: skip
 
     def _members(self) -> tuple[MemberFacts, ...]:
-        directory = self._parts.directory
+        directory = self.directory
         living = [(member, False) for member in directory.living()]
         lost = [(member, True) for member in directory.known() if not directory.is_living(member.identity.id)]
         return tuple(
@@ -313,15 +310,14 @@ class Inspector:
         )
 
     def _limits(self) -> tuple[Limit, ...]:
-        parts = self._parts
-        pool = parts.pool.facts()
+        pool = self.pool.facts()
         found = [
             Limit("worker threads", pool.threads - pool.idle, pool.max_threads, pool.queued, "max_worker_threads"),
-            Limit("lent threads", parts.pool.num_reserved, parts.pool.max_threads, 0, "max_worker_threads"),
+            Limit("lent threads", self.pool.num_reserved, self.pool.max_threads, 0, "max_worker_threads"),
         ]
-        for worker, (num_bytes, num_waiting) in parts.caller.in_flight.usage().items():
-            name = f"bytes in flight to {parts.directory.name_of(worker)}"
-            found.append(Limit(name, num_bytes, parts.caller.in_flight.limit_bytes, num_waiting, "max_in_flight_bytes"))
+        for worker, (num_bytes, num_waiting) in self.caller.in_flight.usage().items():
+            name = f"bytes in flight to {self.directory.name_of(worker)}"
+            found.append(Limit(name, num_bytes, self.caller.in_flight.limit_bytes, num_waiting, "max_in_flight_bytes"))
         return tuple(found[:MAX_LISTED])
 
 

@@ -51,9 +51,13 @@ from rpcdist.rpc._rref.messages import (
     SendControl,
     SettleHandle,
     UniqueId,
+    decode_messages,
+    encode_deletions,
+    encode_message,
+    id_from_pb,
+    id_to_pb,
     new_number,
 )
-from rpcdist.rpc._rref.protobuf import decode_messages, encode_deletions, encode_message, id_from_pb, id_to_pb
 from rpcdist.rpc._rref.protocol import RRefProtocol
 from rpcdist.rpc._rref.report import LiveRRef, counts, is_held, leaks, live_rrefs, reference_facts
 from rpcdist.rpc._values.exceptions import copied
@@ -226,7 +230,7 @@ class RRefManager:
         """A new fork for a message to a worker. Any failure to deliver it goes to `share_failed`.
 
         Args:
-            incarnation: of its process, where the session is known; None for the one that has the id now.
+            incarnation: of the worker's process, where the session is known; None for the one that has the id now.
 
         Raises:
             RRefError: the reference is unusable: deleted, its owner lost, its creation failed.
