@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import os
 import select
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -34,24 +35,28 @@ def signals() -> Iterator[list[int]]:
     signal.signal(signal.SIGPIPE, before)
 
 
-@pytest.fixture(params=["plain", "tls"])
-def ends(request: pytest.FixtureRequest) -> Iterator[tuple[StreamSocket, StreamSocket]]:
-    raw = socket.socketpair()
+@contextmanager
+def tls_ends() -> Iterator[tuple[TlsSocket, TlsSocket]]:
+    tls = TlsIdentity(issued_certificates(TOKEN, "default", lambda: Identity("worker", 0, 1)))
     with ExitStack() as stack:
-        for each in raw:
-            stack.enter_context(each)
-        if request.param == "plain":
-            yield raw
-            return
-        tls = TlsIdentity(issued_certificates(TOKEN, "default", lambda: Identity("worker", 0, 1)))
         made = []
-        for each, is_server in zip(raw, (False, True), strict=True):
+        for each, is_server in zip(socket.socketpair(), (False, True), strict=True):
             context, fingerprint = tls.ssl_context(is_server)
             made.append(stack.enter_context(TlsSocket(each, context, is_server, fingerprint)))
         client, server = made
         while not client.shake_hands() & server.shake_hands():
             assert select.select(made, [], [], LIMIT_S)[0], "the handshake did not come to its end"
         yield client, server
+
+
+@pytest.fixture(params=["plain", "tls"])
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[StreamSocket, StreamSocket]]:
+    with ExitStack() as stack:
+        if request.param == "tls":
+            yield stack.enter_context(tls_ends())
+        else:
+            client, server = socket.socketpair()
+            yield stack.enter_context(client), stack.enter_context(server)
 
 
 def test_sending_to_a_closed_end(ends: tuple[StreamSocket, StreamSocket], signals: list[int]) -> None:
@@ -63,6 +68,21 @@ def test_sending_to_a_closed_end(ends: tuple[StreamSocket, StreamSocket], signal
             here.send(b"x", NO_SIGPIPE)
             here.sendmsg([b"x"], (), NO_SIGPIPE)
     here.close()
+    assert not signals
+    assert signal.SIGPIPE not in signal.sigpending()
+    assert signal.SIGPIPE not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_reading_what_makes_tls_answer(signals: list[int]) -> None:
+    """A record that is none has OpenSSL send an alert while it reads, to an end that may be gone."""
+    with tls_ends() as (here, there):
+        os.write(there.fileno(), b"\x17\x03\x03\x00\x20" + bytes(32))
+        with socket.socket(fileno=os.dup(there.fileno())) as raw:
+            raw.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(OSError, match=r"(?i)decryption|bad record"):
+            while True:  # first come the tickets of the handshake
+                with suppress(BlockingIOError):
+                    here.recv(100)
     assert not signals
     assert signal.SIGPIPE not in signal.sigpending()
     assert signal.SIGPIPE not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -20,9 +20,10 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Final
+from _signal import getsignal  # type: ignore[import-not-found]  # that of `signal` makes an enum of every handler
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Final, ParamSpec, TypeVar
 
 from rpcdist.transport import fork
 from rpcdist.transport._tls.certificate import PEER_NAME, fingerprint
@@ -31,6 +32,10 @@ NO_SIGPIPE: Final[int] = getattr(socket, "MSG_NOSIGNAL", 0)
 """The flag for every `send` and `sendmsg` to another process, whose end may be gone: that is an `OSError`, also where
 the program lets SIGPIPE end it (`signal.signal(SIGPIPE, SIG_DFL)`, for the sake of its standard output)."""
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_SIGPIPE: Final = int(getattr(signal, "SIGPIPE", 0))
 _RECORD_BYTES: Final = 16 << 10  # of plain text, at most
 _PIECE_BYTES: Final = 128 << 10  # encrypted with one call of OpenSSL
 _HANDSHAKE_BYTES: Final = 32 << 10  # of the peer, in all; 8 certificates with keys of 4096 bits have 16 KiB
@@ -110,8 +115,8 @@ class TlsSocket:
         with self._lock:
             if self._tls.fileno() >= 0 and not self._is_broken:
                 # Among them SSLWantReadError: the peer need not answer.
-                with suppress(OSError, ValueError), _without_sigpipe():
-                    self._tls.unwrap()
+                with suppress(OSError, ValueError):
+                    _without_sigpipe(self._tls.unwrap)
             self._tls.close()
 
     # ------------------------------------------------------------ the handshake
@@ -129,8 +134,7 @@ class TlsSocket:
         with self._lock:
             self._waits_for_room = False
             try:
-                with _without_sigpipe():
-                    self._tls.do_handshake()
+                _without_sigpipe(self._tls.do_handshake)
                 return True
             except ssl.SSLWantReadError:
                 pass
@@ -178,7 +182,7 @@ class TlsSocket:
                 raise self._failure
             try:
                 while got < size:  # a record at a time
-                    num_bytes = self._read(size - got, place[got:])
+                    num_bytes = _without_sigpipe(self._read, size - got, place[got:])  # it answers alerts, new keys
                     if not num_bytes:
                         break  # users that need to know whether a peer meant to end say so in their own frames
                     got += num_bytes
@@ -221,8 +225,7 @@ class TlsSocket:
             for piece in pieces:
                 self.num_owed = len(piece)
                 try:
-                    with _without_sigpipe():
-                        self._tls.write(piece)
+                    _without_sigpipe(self._tls.write, piece)
                 except ssl.SSLWantWriteError:
                     break
                 self.num_owed = 0
@@ -242,15 +245,13 @@ StreamSocket = socket.socket | TlsSocket
 and `close`; `has_buffered` and `num_owed` say what differs."""
 
 
-@contextmanager
-def _without_sigpipe() -> Iterator[None]:
+def _without_sigpipe(operation: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """As `NO_SIGPIPE`, for OpenSSL, which passes no flags: the signal is held back, and taken if it came."""
-    if not NO_SIGPIPE or signal.getsignal(signal.SIGPIPE) is signal.SIG_IGN:  # as Python starts
-        yield
-        return
+    if not NO_SIGPIPE or getsignal(_SIGPIPE) == signal.SIG_IGN:  # as Python starts
+        return operation(*args, **kwargs)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
     try:
-        yield
+        return operation(*args, **kwargs)
     finally:
         signal.sigtimedwait({signal.SIGPIPE}, 0)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
