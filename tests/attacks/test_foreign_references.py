@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -13,10 +15,12 @@ from peer_timeouts import CALM_S, LIMIT_S
 
 from rpcdist import rpc
 from rpcdist._proto import rpc_pb2, rref_pb2, value_pb2
-from rpcdist.errors import RRefError
+from rpcdist.errors import ProtocolViolation, RRefError
+from rpcdist.rpc._marshal.arrived_value import ArrivedValue
 from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.messages import ReferenceShare, UniqueId, id_to_pb, new_number
 from rpcdist.rpc._rref.owner import OwnerEntry
+from rpcdist.rpc._values.plain import FREE_BYTES, REFERENCE_BYTES
 from rpcdist.testing import InProcessCluster, eventually
 
 OWNER, USER, ATTACKER = 0, 1, 2
@@ -246,3 +250,63 @@ def test_a_share_is_announced_before_its_value_is_asked_for_also_to_a_worker_tha
         assert router._for_strangers == {}
         assert rpc.rpc_sync("attacker", abs, (-1,)) == 1
         eventually(lambda: len(peer._control) == 0, "the messages have been acknowledged", LIMIT_S)
+
+
+def of_a_third_worker(count: int) -> value_pb2.Value:
+    """A value with references that its receiver asks a third worker about, which costs most."""
+    value = value_pb2.Value()
+    parent = value_pb2.UniqueId(created_on=USER, local_id=new_number(0))
+    for number in range(count):
+        rref, fork = (UniqueId(USER, new_number(2 * number + each), 0) for each in (0, 1))
+        value.rrefs.add(
+            rref=id_to_pb(rref), fork=id_to_pb(fork), parent=parent, owner=OWNER, owner_incarnation=1, owner_name="o"
+        )
+    return value
+
+
+def test_references_that_weigh_too_little_are_refused_before_there_is_anything_of_them(
+    cluster: InProcessCluster,
+) -> None:
+    """A message of 255 KB with 5,000 of them took 14.5 MB, for as long as its sender liked."""
+    with cluster.use("user") as agent:
+        manager, sender = agent.rrefs, cluster._agents["attacker"].identity
+        for weight in (0, 2_000_000):
+            value = of_a_third_worker(5000)
+            value.weight = bytes(weight)
+            with pytest.raises(ProtocolViolation, match=r"5000 remote references arrived from worker 'attacker'"):
+                ArrivedValue(value, (), manager, sender, plain_only=True)
+        assert not manager.states
+
+
+def test_a_reference_takes_no_more_than_it_is_counted_for(cluster: InProcessCluster) -> None:
+    count = FREE_BYTES // REFERENCE_BYTES
+    with cluster.use("user") as agent:
+        manager, sender = agent.rrefs, cluster._agents["attacker"].identity
+        value = of_a_third_worker(count)
+        gc.collect()
+        tracemalloc.start()
+        try:
+            arrived = ArrivedValue(value, (), manager, sender, plain_only=True)
+            kept = [arrived._claim(index) for index in range(count)]
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert len(manager.states) == len(kept) == count
+        assert peak <= (REFERENCE_BYTES - 300) * count  # protobuf's own is not traced
+
+
+def length_of(references: list[Any]) -> int:
+    received.extend(references)
+    return len(references)
+
+
+def test_workers_without_pickle_send_many_references_with_enough_weight() -> None:
+    with InProcessCluster("owner", "user", "third", peer_timeout=CALM_S, allow_pickle=False) as cluster:
+        mine = cluster.run("user", lambda: [rpc.RRef(number) for number in range(1500)])
+        for to in ("owner", "third"):
+            assert cluster.run("user", partial(rpc.rpc_sync, to, length_of, (mine,))) == 1500
+        theirs = received[:1500]
+        assert cluster.run("owner", partial(rpc.rpc_sync, "third", length_of, (theirs * 2,))) == 3000
+        assert cluster.run("third", received[-1].to_here) == 1499
+        received.clear()
+        theirs.clear()

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from rpcdist._proto import rpc_pb2, value_pb2
-from rpcdist.errors import SerializationError
+from rpcdist.errors import ProtocolViolation, SerializationError
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._devices.gpu_sharing import ValueOnGpus
@@ -20,6 +20,7 @@ from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._values import ReceiveBuffer, decode
 from rpcdist.rpc._values.compact import read_compact
 from rpcdist.rpc._values.failures import exception_of
+from rpcdist.rpc._values.plain import REFERENCE_BYTES, allowed_bytes
 from rpcdist.rpc.future import Future
 from rpcdist.transport.wire_messages import CallMessage, History, ReplyMessage
 
@@ -85,7 +86,8 @@ class ArrivedValue(Arrived):
     """A value that came in a protobuf message.
 
     The constructor receives the shares of remote references, on the I/O loop; shares that decoding does not claim are
-    given back.
+    given back. It raises `ProtocolViolation` for more of them than the value weighs for, from a peer that may send no
+    pickles: what they take is there before the value is decoded.
 
     Attributes:
         plain_only: refuse pickles.
@@ -124,6 +126,12 @@ class ArrivedValue(Arrived):
         self.autograd = autograd
         self._references: list[Handle] | None = None
         if value.rrefs:
+            weight_bytes = value.ByteSize() + sum([buffer.size for buffer in buffers])
+            if plain_only and REFERENCE_BYTES * len(value.rrefs) > allowed_bytes(weight_bytes):
+                raise ProtocolViolation(
+                    f"{len(value.rrefs)} remote references arrived from worker {sender.name!r} in {weight_bytes} bytes, "
+                    f"and each takes {REFERENCE_BYTES} bytes of memory: send fewer at once"
+                )
             self._references = [manager.receive(fork, sender.id, sender.incarnation) for fork in value.rrefs]
 
     @property

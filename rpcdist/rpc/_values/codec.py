@@ -14,6 +14,7 @@ from rpcdist.rpc._values.pickled import PickledParts, read_pickle, write_pickle
 from rpcdist.rpc._values.plain import (
     FREE_BYTES,
     MAX_ITEMS,
+    REFERENCE_BYTES,
     PlainWriter,
     allowed_bytes,
     read_plain,
@@ -234,6 +235,7 @@ def decode(
     inline_bytes = sum([len(buffer) for buffer in buffers if isinstance(buffer, bytes)])
     weight_bytes = len(body) + inline_bytes + sum([buffer.size for buffer in large]) + len(value.weight)
     taken_bytes = len(body) + 2 * inline_bytes  # they are copied out of the message; into tensors, once more
+    taken_bytes += REFERENCE_BYTES * len(value.rrefs)
     if plain_only and value.tensors:
         taken_bytes += tensors_cost(value.tensors, weight_bytes, allowed_bytes(weight_bytes) - taken_bytes)
     tensors = rebuild_tensors(value, buffers, plain_only, gpus)

@@ -44,6 +44,10 @@ MAX_LISTED: Final = 1 << 20
 FREE_BYTES: Final = 1 << 20
 """The memory that any value may take, even one of few bytes."""
 
+REFERENCE_BYTES: Final = 3400
+"""The memory of a remote reference that arrives: its entry in the message, in the tables, and the question to its owner
+that waits to be sent."""
+
 # The memory of objects, rounded up as the allocator does. [Note: what a value costs]
 _SLOT_BYTES: Final = 9  # a place in a list, which grows by an eighth at a time
 _NUMBER_BYTES: Final = 32
@@ -54,7 +58,6 @@ _DICT_BYTES: Final = 96
 _FIRST_ENTRY_BYTES: Final = 192
 _ENTRY_BYTES: Final = 128  # while the table grows, the one before is still there
 _TEXT_BYTES: Final = 80
-_REFERENCE_BYTES: Final = 256
 _CHECKED_ITEMS: Final = 256  # between two checks of the remaining bytes
 _CHECKED_ENTRIES: Final = 128
 
@@ -342,8 +345,8 @@ class PlainWriter:
             index = self._known_externals.setdefault(id(item), count)
             if index == count:
                 self.externals.append(item)
+                self.cost_bytes += REFERENCE_BYTES
             body += _write_length(_EXTERNAL, index)
-            self.cost_bytes += _REFERENCE_BYTES
         else:
             raise NotPlain
 
@@ -568,7 +571,6 @@ class _Reader:
         if tag == _EXTERNAL:
             if self.internalize is None:
                 raise SerializationError("a remote reference arrived where none may be")
-            self.take(_REFERENCE_BYTES)
             return self.internalize(index)
         if tag in (_STR_BUFFER, _BYTES_BUFFER, _BYTEARRAY_BUFFER):
             if index in self.used:  # else a short message could ask for any amount of memory
