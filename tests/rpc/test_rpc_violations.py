@@ -24,7 +24,7 @@ from rpc_raw_peer import (
 
 from rpcdist import rpc
 from rpcdist._proto import handshake_pb2, membership_pb2, rpc_pb2, rref_pb2, value_pb2
-from rpcdist.testing import RpcWorld, WorkerPool, free_port
+from rpcdist.testing import RpcWorld, WorkerPool, eventually, free_port
 from rpcdist.testing.worker_pool import join, leave
 from rpcdist.time_limits import REFUSED_GRACE_S
 from rpcdist.transport._framing.frames import call_frame, frame, reply_frame
@@ -246,3 +246,20 @@ def test_the_same_token_but_another_process_at_the_address(module_pool: WorkerPo
     world["a"].run(functions.set_refused_grace, REFUSED_GRACE_S)
     assert kind == "WorkerLost" and "'c'" in text and "answers at the address of" in text
     other.run(leave)
+
+
+def test_memory_of_gpus_lent_by_who_is_no_worker_stops_nothing(world: RpcWorld, address: str) -> None:
+    """The answer to its lender, whom nobody knows, was an error in the callback that also ends leases and old calls."""
+    value = value_pb2.Value(body=b"1", gpu_loans=[value_pb2.GpuLoan(number=5)])
+    reply = rpc_pb2.Message(reply=rpc_pb2.Reply(id=3, value=value))
+    assert "that are not an envelope" in end_of_session(address, [frame(reply), b"\xff"])[1]
+    eventually(lambda: not world["a"].run(functions.has_news_of_loans), "the lender has its answer")
+
+
+def test_calls_before_a_message_that_ends_the_session_are_over(world: RpcWorld, address: str) -> None:
+    """They came in one envelope: what they left for the pool to do was dropped, and a shutdown waited for them."""
+    call = rpc_pb2.Call(id=3, function="builtins:abs", arguments=value_pb2.Value(body=b"1"))
+    again = frame(rpc_pb2.Message(call=call))
+    compact = bytes(call_frame(CallMessage(4, "builtins:abs", 0, b"1"), 0, b"builtins:abs"))
+    assert "two calls came under the number 3" in end_of_session(address, [again + compact + again])[1]
+    eventually(lambda: world["a"].run(functions.num_calls) == 0, "nothing is left of them")

@@ -370,3 +370,13 @@ def limit_handshakes(seconds: float, count: int = 512) -> None:
 def set_refused_grace(seconds: float) -> None:
     """How long a worker may refuse connections before it is lost."""
     vars(reach_limit)["REFUSED_GRACE_S"] = seconds
+
+
+def has_news_of_loans() -> bool:
+    """Whether a lender of memory of GPUs has to hear something yet."""
+    return bool(rpc.api._get_current_rpc_agent()._gpus.borrowed.news)
+
+
+def num_calls() -> int:
+    """How many calls this worker has not answered."""
+    return len(rpc.api._get_current_rpc_agent().dispatcher.calls)

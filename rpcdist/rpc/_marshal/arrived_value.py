@@ -129,8 +129,8 @@ class ArrivedValue(Arrived):
             weight_bytes = value.ByteSize() + sum([buffer.size for buffer in buffers])
             if plain_only and REFERENCE_BYTES * len(value.rrefs) > allowed_bytes(weight_bytes):
                 raise ProtocolViolation(
-                    f"{len(value.rrefs)} remote references arrived from worker {sender.name!r} in {weight_bytes} bytes, "
-                    f"and each takes {REFERENCE_BYTES} bytes of memory: send fewer at once"
+                    f"{len(value.rrefs)} remote references arrived from worker {sender.name!r} in {weight_bytes} "
+                    f"bytes, and each takes {REFERENCE_BYTES} bytes of memory: send fewer at once"
                 )
             self._references = [manager.receive(fork, sender.id, sender.incarnation) for fork in value.rrefs]
 

@@ -280,23 +280,25 @@ class Demultiplexer:
         calls: list[PoolJob] = []
         passes: list[PoolJob] = []
         jobs: list[PoolJob] = []
-        for message, buffers in messages:
-            kind = message.WhichOneof("body") if isinstance(message, rpc_pb2.Message) else type(message)
-            handler = self._handlers.get(kind)
-            if handler is None:
-                continue
-            if kind is CallMessage:
-                handler(session, message, buffers, calls)
-            elif kind is CompactPass:
-                handler(session, message, buffers, passes)
-            else:
-                handler(session, message, buffers, jobs)
-        if calls:
-            self._submit_many(calls, session.account)
-        if passes:
-            self._submit_many(passes, line_of(session, is_nested=True))
-        if jobs:
-            self._submit_many(jobs)
+        try:
+            for message, buffers in messages:
+                kind = message.WhichOneof("body") if isinstance(message, rpc_pb2.Message) else type(message)
+                handler = self._handlers.get(kind)
+                if handler is None:
+                    continue
+                if kind is CallMessage:
+                    handler(session, message, buffers, calls)
+                elif kind is CompactPass:
+                    handler(session, message, buffers, passes)
+                else:
+                    handler(session, message, buffers, jobs)
+        finally:  # what came before a message that ends the session counts
+            if calls:
+                self._submit_many(calls, session.account)
+            if passes:
+                self._submit_many(passes, line_of(session, is_nested=True))
+            if jobs:
+                self._submit_many(jobs)
 
 
 calling_worker: ContextVar[Identity | None] = ContextVar("rpcdist_calling_worker", default=None)

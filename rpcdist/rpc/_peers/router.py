@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import Deadline
-from rpcdist.errors import RpcdistError, TransportError, WorkerLost
+from rpcdist.errors import RpcdistError, TransportError, UnknownWorker, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlBody, ControlReceiver, kind_of
 from rpcdist.rpc._peers.directory import Directory, PeerEvents
@@ -141,7 +141,7 @@ class Router:
         """As `send`, of a message that matters to a living worker only; else it is dropped."""
         try:
             self.send(to, message)
-        except TransportError as exc:
+        except (TransportError, UnknownWorker) as exc:
             logger.debug("not sent to worker %s: %s", to, exc)
 
     def send_again(self, identity: Identity, message: WireMessage, observer: SendObserver) -> None:
