@@ -94,6 +94,8 @@ $(CLIENTS_READY): pyproject.toml constraints.txt tests/clients/requirements.txt 
 	tar -xzf out/clients/sources/accelerate-*.tar.gz -C out/clients/sources
 	touch $@
 
+# The clients have limits of seconds for processes that they start, in which each would compile the package.
+clients: export PYTHONDONTWRITEBYTECODE :=
 clients: $(CLIENTS_READY)  ## libraries on torch and on rpcdist; CLIENTS=--write keeps the table, CLIENTS=Fabric runs one
 	out/clients/bin/python tests/clients/run_clients.py $(CLIENTS)
 

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from rpcdist import parallel as parallel
     from rpcdist import rpc as rpc
     from rpcdist._cluster import LocalCluster as LocalCluster
-    from rpcdist._launch import Placement as Placement
-    from rpcdist._launch import Role as Role
-    from rpcdist._launch import launch as launch
-    from rpcdist._launch import placement_from_environment as placement_from_environment
+    from rpcdist._launch.job_plan import Role as Role
+    from rpcdist._launch.launching import launch as launch
+    from rpcdist._launch.placement import Placement as Placement
+    from rpcdist._launch.placement import placement_from_environment as placement_from_environment
     from rpcdist.inspection.curves import publish as publish
     from rpcdist.tracing import trace as trace
 
@@ -62,10 +62,10 @@ __all__ = [
 
 _MODULE_OF: Final = {
     "LocalCluster": "rpcdist._cluster",
-    "Placement": "rpcdist._launch",
-    "Role": "rpcdist._launch",
-    "launch": "rpcdist._launch",
-    "placement_from_environment": "rpcdist._launch",
+    "Placement": "rpcdist._launch.placement",
+    "Role": "rpcdist._launch.job_plan",
+    "launch": "rpcdist._launch.launching",
+    "placement_from_environment": "rpcdist._launch.placement",
     "publish": "rpcdist.inspection.curves",
     "trace": "rpcdist.tracing",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 
 
 def why_not_private(status: os.stat_result, *, is_folder: bool = False, may_be_read: bool = False) -> str | None:
@@ -23,3 +24,22 @@ def why_not_private(status: os.stat_result, *, is_folder: bool = False, may_be_r
         could = "written" if may_be_read else "read or written"
         return f"can be {could} by others (mode {stat.S_IMODE(status.st_mode):04o})"
     return None
+
+
+def runtime_folder(create: bool) -> str:
+    """This user's folder for what lasts until the machine starts again, which must be this user's alone.
+
+    Args:
+        create: make it if it is missing.
+
+    Raises:
+        OSError: it is missing, cannot be made, or others may write there.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    user = os.geteuid() if hasattr(os, "geteuid") else os.getlogin()
+    folder = os.path.join(runtime, "rpcdist") if os.path.isdir(runtime) else f"{tempfile.gettempdir()}/rpcdist-{user}"
+    if create:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    if why := why_not_private(os.lstat(folder), is_folder=True):
+        raise PermissionError(f"the folder {folder} {why}")
+    return folder

@@ -7,13 +7,6 @@
     if __name__ == "__main__":
         losses = launch(train, workers=4)
 
-The same program also runs under torchrun, which then starts the processes instead.
+The same program also runs under torchrun, which then starts the processes instead. This module imports none of its own:
+each rank reads its place (`placement`) when it imports `rpcdist.collectives`, and starts nothing.
 """
-
-from __future__ import annotations
-
-from rpcdist._launch.job_plan import Role
-from rpcdist._launch.launching import launch
-from rpcdist._launch.placement import Placement, placement_from_environment
-
-__all__ = ["Placement", "Role", "launch", "placement_from_environment"]

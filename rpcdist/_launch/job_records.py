@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -16,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 from rpcdist.errors import ConfigError
-from rpcdist.private_files import why_not_private
+from rpcdist.private_files import runtime_folder
 
 if TYPE_CHECKING:
     from rpcdist._launch.job_plan import JobPlan
@@ -61,7 +60,7 @@ class JobRecord:
         if other := next((job for job in jobs() if job.name == self._job.name), None):
             raise ConfigError(f"a job {other.name!r} runs already, by process {other.pid}: choose another name")
         try:
-            self._path = os.path.join(_folder(create=True), f"{os.getpid()}-{id(self)}{_SUFFIX}")
+            self._path = os.path.join(runtime_folder(create=True), f"{os.getpid()}-{id(self)}{_SUFFIX}")
         except OSError as exc:
             logger.info("`python -m rpcdist status` will not know this job: %s", exc)
         self._save()
@@ -93,7 +92,7 @@ class JobRecord:
 def jobs() -> Iterator[LaunchedJob]:
     """The jobs of this user whose program runs. Files that a killed program left behind are removed."""
     try:
-        folder = _folder(create=False)
+        folder = runtime_folder(create=False)
         names = sorted(os.listdir(folder))
     except OSError:
         return
@@ -135,15 +134,3 @@ def start_of(pid: int) -> str:
             return file.read().rpartition(")")[2].split()[19]
     except OSError:
         return ""
-
-
-def _folder(create: bool) -> str:
-    """The folder of the files, which must be this user's alone."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    user = os.geteuid() if hasattr(os, "geteuid") else os.getlogin()
-    folder = os.path.join(runtime, "rpcdist") if os.path.isdir(runtime) else f"{tempfile.gettempdir()}/rpcdist-{user}"
-    if create:
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-    if why := why_not_private(os.lstat(folder), is_folder=True):
-        raise PermissionError(f"the folder {folder} {why}")
-    return folder

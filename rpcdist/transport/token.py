@@ -1,8 +1,9 @@
 """The job token: the secret that all processes of a job share, and its sources.
 
 The sources, in this order: the option given in code, the token that an engine set, the environment variable
-`RPCDIST_TOKEN`, and a file of the user, which is created with a random token if it is missing. So a single machine, or
-a cluster with a shared home directory, needs no set-up.
+`RPCDIST_TOKEN`, and a file of the user, which is created with a random token if it is missing: in the home, or where
+that cannot be written (containers) in a folder of this machine. So a single machine, or a cluster with a shared home
+directory, needs no set-up.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from rpcdist.errors import ConfigError
-from rpcdist.private_files import why_not_private
+from rpcdist.private_files import runtime_folder, why_not_private
 
 TOKEN_VARIABLE: Final = "RPCDIST_TOKEN"
 FILE_VARIABLE: Final = "RPCDIST_TOKEN_FILE"
@@ -27,6 +28,12 @@ _MIN_DIFFERENT: Final = 6  # characters; 16 random hexadecimal digits have fewer
 _ADVICE: Final = "Make a good one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
 # Errors of file systems without hard links (vfat, some network and container mounts).
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
+# Errors of homes that this user cannot write, and that no later attempt can, as one that was full might.
+_NOT_WRITABLE: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR})
+
+
+class _HomeRefused(ConfigError):
+    """There is no home, or it cannot be written."""
 
 
 _brought: list[str] = []
@@ -64,7 +71,7 @@ def job_token(explicit: str | None = None) -> bytes:
     from_environment = os.environ.get(TOKEN_VARIABLE)
     if from_environment is not None:
         return _checked(from_environment, f"the environment variable {TOKEN_VARIABLE}")
-    return _token_of_file(token_path())
+    return _token_of_user()
 
 
 def describe_token_source(explicit: str | None = None) -> str:
@@ -76,9 +83,13 @@ def describe_token_source(explicit: str | None = None) -> str:
     if TOKEN_VARIABLE in os.environ:
         return f"the token in the environment variable {TOKEN_VARIABLE}"
     try:
-        return f"the token file {token_path()}"
+        path, missing = str(token_path()), ""
     except ConfigError:
-        return f"no token: {TOKEN_VARIABLE} is not set, and there is no home directory for a token file"
+        path, missing = "one in a home", f"no token: {TOKEN_VARIABLE} is not set, and there is no home for a token file"
+    machine = _path_of_machine()
+    if os.access(path, os.R_OK) or machine is None or not machine.exists():
+        return missing or f"the token file {path}"
+    return f"the token file {machine}, which is of this machine alone, since {path} cannot be read"
 
 
 def token_path() -> Path:
@@ -95,7 +106,7 @@ def token_path() -> Path:
         return Path(config, "rpcdist", "token")
     home = os.path.expanduser("~")
     if not os.path.isabs(home):
-        raise ConfigError(
+        raise _HomeRefused(
             f"there is no home directory for the job token. Set HOME, or set {TOKEN_VARIABLE} to the same value "
             f"in every process of the job. {_ADVICE}"
         )
@@ -127,6 +138,25 @@ def _is_repetition(token: str) -> bool:
     return any(token[length:] == token[:-length] for length in range(1, longest + 1))
 
 
+def _token_of_user() -> bytes:
+    try:
+        return _token_of_file(token_path())
+    except _HomeRefused:
+        if (path := _path_of_machine(create=True)) is None:
+            raise
+        return _token_of_file(path)
+
+
+def _path_of_machine(create: bool = False) -> Path | None:
+    """The token file where the home takes none; None if it can have no folder, or the user has named a file."""
+    if os.environ.get(FILE_VARIABLE):
+        return None
+    try:
+        return Path(runtime_folder(create), "token")
+    except OSError:
+        return None
+
+
 def _token_of_file(path: Path) -> bytes:
     try:
         token = _read(path)
@@ -134,7 +164,8 @@ def _token_of_file(path: Path) -> bytes:
             _create(path)
             token = _read(path)
     except OSError as exc:
-        raise ConfigError(
+        kind = _HomeRefused if exc.errno in _NOT_WRITABLE else ConfigError
+        raise kind(
             f"the job token cannot be kept in {path} ({exc.strerror or exc}). Set {TOKEN_VARIABLE} to the same value "
             f"in every process of the job, or {FILE_VARIABLE} to a file that you may write. {_ADVICE}"
         ) from exc

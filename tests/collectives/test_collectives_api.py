@@ -205,7 +205,10 @@ def test_debug_level(text: str, level: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_import_is_lazy(tmp_path: Path) -> None:
-    program = "import sys, rpcdist.collectives; print({'torch', 'grpc'} & set(sys.modules))"
+    program = (
+        "import sys, rpcdist.collectives; "
+        "print({'torch', 'grpc', 'subprocess', 'rpcdist._launch.launching'} & set(sys.modules))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
     )

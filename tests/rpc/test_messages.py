@@ -212,7 +212,7 @@ def as_int(value: Any) -> int:
     return value  # type: ignore[no-any-return]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
 def test_a_type_hint_is_for_a_script_module(pair: InProcessCluster) -> None:
     with pytest.raises(ConfigError, match="should only be specified when the RRef being created contains a Script"):
         pair.run("worker0", rpc.RRef, 3, int)

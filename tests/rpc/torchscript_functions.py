@@ -7,8 +7,9 @@ import torch
 
 
 def compiled(function: Any) -> Any:
-    """In TorchScript, which torch has deprecated."""
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+    """In TorchScript, which torch has deprecated, with a warning of another category since 2.14."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script` is")
         return torch.jit.script(function)
 
 

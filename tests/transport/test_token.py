@@ -8,6 +8,7 @@ import secrets
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -147,20 +148,55 @@ def test_links_are_followed_and_checked_at_their_end(home: Path) -> None:
         job_token()
 
 
-def test_a_home_that_cannot_be_written_asks_for_the_variable(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (home / "file").write_text("")
-    for place in (home / "file", Path("/proc")):  # works for root, too, whom permissions do not stop
-        monkeypatch.setenv("HOME", str(place))
-        with pytest.raises(ConfigError, match="Set RPCDIST_TOKEN"):
-            job_token()
+NO_FOLDER = "/proc/rpcdist-has-no-folder"  # works for root, too, whom permissions do not stop
 
 
-def test_no_home_at_all_asks_for_the_variable(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does for an unknown user id
-    with pytest.raises(ConfigError, match="Set HOME, or set RPCDIST_TOKEN"):
+def refuse_home(kind: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "none":
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does for an unknown user id
+    else:
+        write(home / "file", "")
+        monkeypatch.setenv("HOME", str(home / "file") if kind == "file" else "/proc")
+
+
+@pytest.mark.parametrize("kind", ["none", "file", "/proc"])
+def test_a_home_that_takes_no_token_leaves_it_to_a_folder_of_this_machine(
+    kind: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = home / "runtime"
+    runtime.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    refuse_home(kind, home, monkeypatch)
+    first = job_token()
+    path = runtime / "rpcdist/token"
+    assert job_token() == first == path.read_text().strip().encode()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert f"{path}, which is of this machine alone" in describe_token_source()
+    path.parent.chmod(0o755)  # others could have put a file there
+    with pytest.raises(ConfigError, match="RPCDIST_TOKEN to the same value"):
         job_token()
-    assert "no home" in describe_token_source()
+
+
+@pytest.mark.parametrize("kind", ["none", "file", "/proc"])
+def test_a_machine_that_takes_no_token_anywhere_asks_for_the_variable(
+    kind: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", NO_FOLDER)
+    refuse_home(kind, home, monkeypatch)
+    with pytest.raises(
+        ConfigError, match="[Ss]et HOME, or set RPCDIST_TOKEN" if kind == "none" else "Set RPCDIST_TOKEN"
+    ):
+        job_token()
+    assert ("no home" if kind == "none" else "the token file") in describe_token_source()
+
+
+def test_a_file_that_the_user_names_is_the_only_one(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(home))
+    monkeypatch.setenv("RPCDIST_TOKEN_FILE", f"{NO_FOLDER}/token")
+    with pytest.raises(ConfigError, match="cannot be kept in /proc"):
+        job_token()
 
 
 def test_an_unset_home_is_looked_up(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
