@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Final
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from rpcdist.collectives._operations.operation import DTYPES
 from rpcdist.errors import ConfigError
@@ -33,6 +34,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
         and (tensor.dim() == 0 or tensor.stride(-1) == 1)
+        and not isinstance(tensor, FakeTensor)
     )
 
 
@@ -127,6 +129,8 @@ def _check_layout(tensor: torch.Tensor) -> None:
             f"groups carry dense tensors, and this one is {tensor.layout}; send its indices and values one by one, "
             "or call to_dense() first"
         )
+    if isinstance(tensor, FakeTensor):
+        raise ConfigError("groups carry values, and a FakeTensor has none; make the tensor outside FakeTensorMode")
     if tensor.is_quantized:
         raise ConfigError(f"Invalid scalar type: groups do not carry tensors of {tensor.dtype}; send its int_repr()")
 

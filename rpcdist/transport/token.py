@@ -32,10 +32,6 @@ _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errn
 _NOT_WRITABLE: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR})
 
 
-class _HomeRefused(ConfigError):
-    """There is no home, or it cannot be written."""
-
-
 _brought: list[str] = []
 """The last token given to `bring_job_token`. It is kept in this process, and not in its environment, which other
 processes can read."""
@@ -106,10 +102,10 @@ def token_path() -> Path:
         return Path(config, "rpcdist", "token")
     home = os.path.expanduser("~")
     if not os.path.isabs(home):
-        raise _HomeRefused(
+        raise ConfigError(
             f"there is no home directory for the job token. Set HOME, or set {TOKEN_VARIABLE} to the same value "
             f"in every process of the job. {_ADVICE}"
-        )
+        ) from FileNotFoundError(errno.ENOENT, home)
     return Path(home, ".config", "rpcdist", "token")
 
 
@@ -141,8 +137,9 @@ def _is_repetition(token: str) -> bool:
 def _token_of_user() -> bytes:
     try:
         return _token_of_file(token_path())
-    except _HomeRefused:
-        if (path := _path_of_machine(create=True)) is None:
+    except ConfigError as exc:
+        path = _path_of_machine(create=True) if getattr(exc.__cause__, "errno", None) in _NOT_WRITABLE else None
+        if path is None:
             raise
         return _token_of_file(path)
 
@@ -164,8 +161,7 @@ def _token_of_file(path: Path) -> bytes:
             _create(path)
             token = _read(path)
     except OSError as exc:
-        kind = _HomeRefused if exc.errno in _NOT_WRITABLE else ConfigError
-        raise kind(
+        raise ConfigError(
             f"the job token cannot be kept in {path} ({exc.strerror or exc}). Set {TOKEN_VARIABLE} to the same value "
             f"in every process of the job, or {FILE_VARIABLE} to a file that you may write. {_ADVICE}"
         ) from exc

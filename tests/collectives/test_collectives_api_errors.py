@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as theirs
 from collectives_ranks import run_ranks
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rpcdist.autograd
 import rpcdist.collectives as ours
@@ -256,6 +257,9 @@ def test_outside_of_the_group_calls_warn_and_do_nothing(what: str) -> None:
 def test_sizes_in_a_world_of_two() -> None:
     """What a world of one cannot get wrong."""
 
+    with FakeTensorMode():
+        fake = one(2)
+
     def on_rank(rank: int) -> None:
         other, shared = 1 - rank, one(5)
         calls: tuple[tuple[Callable[[], object], str], ...] = (
@@ -273,6 +277,11 @@ def test_sizes_in_a_world_of_two() -> None:
             (lambda: ours.all_gather([one(1), one(1, device="meta")], one(1)), "on one device"),
             (lambda: ours.all_reduce(one(1, device="meta")), "No backend type associated with device type meta"),
             (lambda: ours.broadcast(torch.eye(2).to_sparse(), 0), "groups carry dense tensors"),
+            (lambda: ours.all_reduce(fake), "a FakeTensor has none"),  # its address is 0
+            (lambda: ours.all_gather([one(2), one(2)], fake), "a FakeTensor has none"),
+            (lambda: ours.broadcast(fake, rank), "a FakeTensor has none"),
+            (lambda: ours.isend(fake, other), "a FakeTensor has none"),
+            (lambda: ours.irecv(fake, other), "a FakeTensor has none"),
             (lambda: ours.scatter_object_list([None], [1], src=rank), "1 objects for 2 ranks"),
         )
         for call, text in calls:
