@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rpcdist import rpc
+from rpcdist import freed_memory, rpc
 from rpcdist.errors import WorkerLost
 from rpcdist.testing import WorkerPool, eventually
 from rpcdist.transport.shared_memory import unavailable
@@ -92,6 +92,14 @@ def sum_in_child(to: str) -> float:
     for descriptor in (*begin, *sums):
         os.close(descriptor)
     return result
+
+
+def has_stock(value: Any) -> bool:
+    return hasattr(freed_memory._stock, "is_there")
+
+
+def stocks(to: str) -> list[bool]:
+    return [rpc.rpc_sync(to, has_stock, (torch.ones(size),)) for size in (MIB // 8, MIB)]
 
 
 def call_many(to: str, count: int) -> int:
@@ -188,6 +196,12 @@ def test_what_a_received_tensor_is(worker_pool: WorkerPool) -> None:
 def test_a_forked_child_keeps_what_its_parent_has_freed(worker_pool: WorkerPool) -> None:
     world = worker_pool.world("a", "b")
     assert world["a"].run(sum_in_child, "b") == MIB
+    world.shutdown()
+
+
+def test_a_thread_that_serves_large_tensors_has_a_stock_of_small_blocks(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("a", "b")
+    assert world["a"].run(stocks, "b") == [False, True]
     world.shutdown()
 
 

@@ -26,6 +26,7 @@ from torch.autograd import profiler as torch_profiler
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import current_deadline
 from rpcdist.errors import CallRefused, Cancelled, DeadlineExceeded, Overloaded, PoolExhausted, RpcdistError
+from rpcdist.freed_memory import LARGE_BYTES, stock_small_blocks
 from rpcdist.ids import Identity
 from rpcdist.profile_ranges import profile, record_function
 from rpcdist.rpc._actors.actor_table import ActorTable
@@ -365,6 +366,8 @@ class Dispatcher:
     def _decode_and_invoke(
         self, active: ActiveCall, is_last: bool, streams: HandlerStreams | None
     ) -> DeferredReply | None:
+        if active.weight >= LARGE_BYTES:  # what the function makes will be as large
+            stock_small_blocks()
         function, args, kwargs = decoded_call(active, self._callables)
         name = active.function
         if function in CALLS_OF_METHODS:  # what the value and its method are decides how it runs
