@@ -1,21 +1,28 @@
-"""A point in time until which an operation may run, and pauses between attempts until then.
+"""A point in time until which an operation may run; pauses between attempts, and waits for a lock, until then.
 
 Deadlines travel with calls (as the time that is left), and nested calls inherit the earlier one.
+
+[Note: lost Ctrl-C]
+    Waiting for a lock ends when a signal comes, but CPython looks for signals, gives the interpreter lock away, and
+    only then sleeps. One that comes in between is not seen until the sleep ends, and on a busy machine, where the
+    thread that takes the interpreter lock goes on first, in between is long. So the main thread sleeps in slices.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import time
+from _thread import LockType, get_ident
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from random import SystemRandom
 from typing import Any, Final
 
 from rpcdist.errors import ConfigError
-from rpcdist.time_limits import LONGEST_TIMEOUT_S
+from rpcdist.time_limits import LONGEST_TIMEOUT_S, SIGNAL_CHECK_INTERVAL_S
 
-__all__ = ["NEVER", "Deadline", "backoff", "checked_timeout", "current_deadline"]
+__all__ = ["NEVER", "Deadline", "acquire", "backoff", "checked_timeout", "current_deadline", "longest_sleep_s"]
 
 
 def checked_timeout(timeout_s: Any, name: str = "timeout", none: str = "write 0 for no limit") -> float:
@@ -114,3 +121,24 @@ def backoff(
     while True:
         yield min(bound_s * random(), deadline.remaining_s())
         bound_s = min(2 * bound_s, longest_s)
+
+
+def longest_sleep_s() -> float:
+    """How long this thread may sleep before it must look for signals, in seconds; see [Note: lost Ctrl-C]."""
+    return SIGNAL_CHECK_INTERVAL_S if get_ident() == threading.main_thread().ident else threading.TIMEOUT_MAX
+
+
+def acquire(lock: LockType, timeout_s: float | None) -> bool:
+    """Takes a lock; False when the time is over. Ctrl-C ends it on the main thread, at any moment.
+
+    Args:
+        timeout_s: limit in seconds; None for none.
+    """
+    slice_s = longest_sleep_s()
+    if timeout_s is not None and timeout_s <= slice_s:
+        return lock.acquire(True, max(0.0, timeout_s))
+    ends_at = None if timeout_s is None else time.monotonic() + timeout_s
+    while not lock.acquire(True, slice_s if ends_at is None else min(slice_s, max(0.0, ends_at - time.monotonic()))):
+        if ends_at is not None and time.monotonic() >= ends_at:
+            return False
+    return True

@@ -40,11 +40,11 @@ from typing import Any, Final, Protocol, TypeVar, cast
 import torch
 import torch.futures
 
+from rpcdist.deadline import acquire
 from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistError
 from rpcdist.profile_ranges import is_profiling, record_function
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._futures.failure import Failure, raise_failure
-from rpcdist.rpc._futures.interrupt import acquire
 from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._values.exceptions import (
     described,

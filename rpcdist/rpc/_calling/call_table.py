@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 
 from rpcdist._counters import OK
 from rpcdist._proto import rpc_pb2, value_pb2
-from rpcdist.deadline import Deadline, current_deadline
+from rpcdist.deadline import Deadline, acquire, current_deadline
 from rpcdist.errors import Cancelled, DeadlineExceeded
 from rpcdist.inspection import CallMade
 from rpcdist.own_shortage import own_shortage
@@ -26,7 +26,6 @@ from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.in_flight import InFlightBytes
 from rpcdist.rpc._executors.blocking import blocking, hooks
 from rpcdist.rpc._executors.torch_state import is_default
-from rpcdist.rpc._futures.interrupt import acquire
 from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._inspection.call_recorder import CallRecorder, EndedCalls
 from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedFailure

@@ -21,8 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from rpcdist.deadline import Deadline
-from rpcdist.rpc._futures.interrupt import acquire
+from rpcdist.deadline import Deadline, acquire
 
 COUNTED_FROM_BYTES: Final = 4096
 """Calls with fewer bytes of arguments do not count, and cost nothing here."""

@@ -20,13 +20,12 @@ from typing import Any, Generic, TypeVar
 from rpcdist._counters import OK
 from rpcdist._proto import rpc_pb2
 from rpcdist.at_exit import AtEnd
-from rpcdist.deadline import Deadline
+from rpcdist.deadline import Deadline, longest_sleep_s
 from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistError, WorkerLost
 from rpcdist.inspection import StreamFacts
 from rpcdist.profile_ranges import span_taps
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._calling.call_table import PendingCall
-from rpcdist.rpc._futures.interrupt import longest_sleep_s
 from rpcdist.rpc._inspection import call_spans
 from rpcdist.rpc._marshal.arrived_value import ArrivedFailure, ArrivedValue
 from rpcdist.rpc._marshal.marshal import Marshal

@@ -1,11 +1,6 @@
-"""Ctrl-C while the main thread waits: for a lock, or inside torch's C++ (`torch.futures.wait_all`).
+"""Ctrl-C while the main thread waits inside torch's C++ (`torch.futures.wait_all`).
 
-[Note: lost Ctrl-C]
-    Waiting for a lock ends when a signal comes, but CPython looks for signals, gives the interpreter lock away, and
-    only then sleeps. One that comes in between is not seen until the sleep ends, and on a busy machine, where the
-    thread that takes the interpreter lock goes on first, in between is long. So the main thread sleeps in slices.
-
-In C++ signals are not noticed at all. The interpreter writes the number of every signal to a descriptor; the I/O loop
+In C++ signals are not noticed. The interpreter writes the number of every signal to a descriptor; the I/O loop
 reads it, and ends the calls in flight, which ends the wait; then the main thread raises `KeyboardInterrupt` as usual.
 
 A main thread that is anywhere else notices the signal by itself, perhaps before the I/O loop reads of it. Then nothing
@@ -19,35 +14,11 @@ import signal
 import socket
 import sys
 import threading
-import time
-from _thread import LockType, get_ident
 from collections.abc import Callable
 
-from rpcdist.time_limits import SIGNAL_CHECK_INTERVAL_S
 from rpcdist.transport.io_loop import IoLoop
 
 logger = logging.getLogger(__name__)
-
-
-def longest_sleep_s() -> float:
-    """How long this thread may sleep before it must look for signals, in seconds; see [Note: lost Ctrl-C]."""
-    return SIGNAL_CHECK_INTERVAL_S if get_ident() == threading.main_thread().ident else threading.TIMEOUT_MAX
-
-
-def acquire(lock: LockType, timeout_s: float | None) -> bool:
-    """Takes a lock; False when the time is over. Ctrl-C ends it on the main thread, at any moment.
-
-    Args:
-        timeout_s: limit in seconds; None for none.
-    """
-    slice_s = longest_sleep_s()
-    if timeout_s is not None and timeout_s <= slice_s:
-        return lock.acquire(True, max(0.0, timeout_s))
-    ends_at = None if timeout_s is None else time.monotonic() + timeout_s
-    while not lock.acquire(True, slice_s if ends_at is None else min(slice_s, max(0.0, ends_at - time.monotonic()))):
-        if ends_at is not None and time.monotonic() >= ends_at:
-            return False
-    return True
 
 
 class InterruptWatch:

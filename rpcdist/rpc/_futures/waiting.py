@@ -24,9 +24,9 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
 
 import torch.futures
 
+from rpcdist.deadline import acquire
 from rpcdist.errors import BlockingInLoop, DeadlineExceeded
 from rpcdist.rpc._executors.blocking import blocking
-from rpcdist.rpc._futures.interrupt import acquire
 from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc.future import Future, FutureObserver
 from rpcdist.waiters import wake_threadsafe

@@ -25,14 +25,13 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
-from rpcdist.deadline import Deadline, backoff
+from rpcdist.deadline import Deadline, backoff, longest_sleep_s
 from rpcdist.errors import CoordinatorLost, DeadlineExceeded, RpcdistError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.inspection import GatheringFacts
 from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._calling.retries import Retries
-from rpcdist.rpc._futures.interrupt import longest_sleep_s
 from rpcdist.rpc._membership.barrier import Gatherings
 from rpcdist.rpc._membership.coordinator import Coordinator
 from rpcdist.rpc._membership.roster_news import MembershipWatch

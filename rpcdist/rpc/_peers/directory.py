@@ -12,10 +12,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, Literal, NamedTuple, ParamSpec
 
-from rpcdist.deadline import Deadline
+from rpcdist.deadline import Deadline, longest_sleep_s
 from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, UnknownWorker, WorkerLost
 from rpcdist.ids import Identity
-from rpcdist.rpc._futures.interrupt import longest_sleep_s
 from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.transport.io_loop import IoLoop
