@@ -47,7 +47,7 @@ class Record:
 
 
 def use_our_backend() -> None:
-    """Gives torch our groups where a program asks for Gloo's; what would make one of Gloo's all the same fails."""
+    """Gives torch our groups where a program asks for Gloo's or names none; what makes one of Gloo's fails."""
     import torch.distributed
 
     from rpcdist.collectives.torch_backend import torch_group
@@ -56,9 +56,9 @@ def use_our_backend() -> None:
     make_default = c10d.init_process_group
 
     def init_process_group(backend: str | None = None, *arguments: Any, **named: Any) -> None:
-        make_default("rpcdist" if backend == "gloo" else backend, *arguments, **named)
+        make_default("rpcdist" if backend in (None, "gloo") else backend, *arguments, **named)
 
-    def refuse(*_: object) -> NoReturn:
+    def refuse(*_: object, **__: object) -> NoReturn:
         raise AssertionError("a group of Gloo's was made in a test of ours")
 
     torch.distributed.init_process_group = c10d.init_process_group = init_process_group
