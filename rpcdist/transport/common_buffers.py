@@ -1,9 +1,9 @@
 """Large buffers of a message to several processes of this host: they are copied into shared memory once for all.
 
 [Note: common memory] The receivers map the memory privately: a receiver that writes to a page gets a copy of that page,
-and only this process may write to the memory itself. Such a segment is offered for one message, and withdrawn when it
-is returned. The memory is used again when all receivers have returned it. If a receiver may still read it, because its
-session has ended or it has forked, the memory is not used again, and the last process frees it.
+and only this process may write to the memory itself. A receiver that returns it gives its own pages up first, and keeps
+the map for the next message. The memory is used again when all receivers have returned it. If a receiver may still read
+it, because its session has ended or it has forked, the memory is not used again, and the last process frees it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Final, TypeVar
 
 from rpcdist.at_exit import AtEnd
-from rpcdist.transport.lending import MAX_LENT_BYTES, Pack, offsets, packs, size_class
+from rpcdist.transport.lending import MAX_FREE_COMMON, MAX_LENT_BYTES, Pack, offsets, packs, size_class
 from rpcdist.transport.memory_copies import OutgoingBuffer
 from rpcdist.transport.shared_memory import MappedSegment, Segment, SegmentError, unavailable
 
@@ -22,8 +22,6 @@ B = TypeVar("B", bound=OutgoingBuffer)
 
 MAX_COMMON_BYTES: Final = MAX_LENT_BYTES // 2
 """A session lends at most twice this; larger buffers are lent to each receiver separately, or travel in its socket."""
-
-_MAX_KEPT: Final = 2
 
 
 class CommonMemory:
@@ -48,14 +46,14 @@ class CommonMemoryPool:
     """The memory of one agent; any thread may use it."""
 
     def __init__(self) -> None:
-        self._free: deque[CommonMemory] = deque(maxlen=_MAX_KEPT)
+        self._free: deque[CommonMemory] = deque(maxlen=MAX_FREE_COMMON)
 
     def take(self, num_bytes: int) -> CommonMemory:
         """Memory for `num_bytes` that no peer reads. Raises `SegmentError` if the system has none."""
         size_bytes = size_class(num_bytes)
         for _ in range(len(self._free)):
             try:
-                memory = self._free.popleft()
+                memory = self._free.pop()  # the last one is warm
             except IndexError:  # another thread has taken it
                 break
             if memory.mapped.size_bytes == size_bytes and not memory.may_be_read:

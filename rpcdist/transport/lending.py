@@ -65,6 +65,9 @@ RETURN_TOGETHER_BYTES: Final = 128 << 10
 """Segments of up to `RETURN_TOGETHER_BYTES` wait until this many can be returned. [Note: returned together]"""
 
 MAX_SEGMENTS: Final = 512
+MAX_FREE_COMMON: Final = 2
+"""As many segments of common memory stay mapped by a borrower between messages; see `common_buffers.py`."""
+
 MAX_OPEN_OFFERS: Final = 8
 """A message makes no segment while this many offers are unanswered: in a burst, not every message needs a new one."""
 
@@ -146,7 +149,11 @@ class Lender:
         self._lent: dict[int, MappedSegment] = {}
         self._unanswered: dict[int, Pack] = {}  # lent before the borrower has accepted it
         self._refused: dict[int, Pack] = {}  # refused since then
-        self._common: dict[int, Callable[[], None]] = {}  # shared with other peers, see `offer_common`
+        self._common: dict[int, Callable[[], None]] = {}  # lent, and shared with other peers, see `offer_common`
+        self._free_common: dict[
+            MappedSegment, int
+        ] = {}  # those that the peer has mapped and returned; the oldest first
+        self._idle_common: set[MappedSegment] = set()  # of these, the ones that were not lent since the last `trim`
         self.withdrawn: list[int] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -159,7 +166,8 @@ class Lender:
     def usage(self) -> tuple[int, int, int]:
         """The number of segments, the number of lent ones, and the bytes of all."""
         num_lent = len(self._lent)
-        return num_lent + len(self._offered) + sum(map(len, list(self._free.values()))), num_lent, self._num_bytes
+        num_free = sum(map(len, list(self._free.values()))) + len(self._free_common)
+        return num_lent + len(self._offered) + num_free, num_lent, self._num_bytes
 
     @property
     def may_make(self) -> bool:
@@ -226,7 +234,7 @@ class Lender:
         return number, segment
 
     def offer_common(self, mapped: MappedSegment, keep: Callable[[], None]) -> int | None:
-        """Offers memory that other peers also have, for one message; its number, or None if that is not possible now.
+        """Offers memory that other peers also have; its number, or None if that is not possible now.
 
         Args:
             mapped: the memory, with the buffers in it.
@@ -245,23 +253,47 @@ class Lender:
         """Lends memory that `offer_common` has just offered; False if the borrower has already answered."""
         return self._take_offered(number, pack) is not None
 
-    def _free_or_withdraw(self, number: int, mapped: MappedSegment) -> None:
+    def lend_common_again(self, mapped: MappedSegment, keep: Callable[[], None]) -> int | None:
+        """Lends memory that the borrower has mapped for an earlier message; its number, None if it has not.
+
+        Args: see `offer_common`.
+        """
+        with self._lock:
+            number = self._free_common.pop(mapped, None)
+            if number is not None:
+                self._idle_common.discard(mapped)
+                self._lent[number] = mapped
+                self._common[number] = keep
+            return number
+
+    def _put_back(self, number: int, mapped: MappedSegment) -> None:
+        """Makes a segment free that the borrower has mapped, and does not read."""
         if self._common.pop(number, None) is None:
             self._free.setdefault(mapped.size_bytes, []).append(mapped)
+        elif mapped in self._free_common:  # the borrower got two messages at once, and has mapped it twice
+            self._withdraw(number, mapped)
         else:
-            self._count(-mapped.size_bytes)
-            self.withdrawn.append(number)
+            self._free_common[mapped] = number
+            while len(self._free_common) > MAX_FREE_COMMON:
+                self._withdraw_common(next(iter(self._free_common)))
 
     def _make_room(self, size_bytes: int) -> bool:
         """Withdraws free segments of other sizes until one of this size fits; False if it does not fit."""
         for size, free in self._free.items():
             while size != size_bytes and free and not self._has_room(size_bytes):
-                self._withdraw(free.pop(0))
+                mapped = free.pop(0)
+                self._withdraw(mapped.number, mapped)
+        while self._free_common and not self._has_room(size_bytes):
+            self._withdraw_common(next(iter(self._free_common)))
         return self._has_room(size_bytes)
 
-    def _withdraw(self, mapped: MappedSegment) -> None:
+    def _withdraw_common(self, mapped: MappedSegment) -> None:
+        self._idle_common.discard(mapped)
+        self._withdraw(self._free_common.pop(mapped), mapped)
+
+    def _withdraw(self, number: int, mapped: MappedSegment) -> None:
         self._count(-mapped.size_bytes)
-        self.withdrawn.append(mapped.number)
+        self.withdrawn.append(number)
 
     def trim(self) -> None:
         """Withdraws the segments that were free all the time since the last call."""
@@ -269,12 +301,16 @@ class Lender:
             for size, free in self._free.items():
                 num_unused = min(self._fewest_free.get(size, 0), len(free))
                 for mapped in free[:num_unused]:
-                    self._withdraw(mapped)
+                    self._withdraw(mapped.number, mapped)
                 del free[:num_unused]
                 self._fewest_free[size] = len(free)
+            for mapped in list(self._idle_common):
+                self._withdraw_common(mapped)
+            self._idle_common.update(self._free_common)
 
     def _has_room(self, size_bytes: int) -> bool:
-        num_segments = len(self._offered) + len(self._lent) + sum(map(len, self._free.values()))
+        num_free = sum(map(len, self._free.values())) + len(self._free_common)
+        num_segments = len(self._offered) + len(self._lent) + num_free
         fits = self._num_bytes + size_bytes <= self._max_bytes and num_segments < MAX_SEGMENTS
         return fits and (self._account is None or self._account.may_map(size_bytes))
 
@@ -308,7 +344,7 @@ class Lender:
                     self._refused[number] = pack
             elif mapped is not None:
                 if accepted:
-                    self._free_or_withdraw(number, mapped)
+                    self._put_back(number, mapped)
                 else:
                     self._common.pop(number, None)
                     self._count(-mapped.size_bytes)
@@ -337,7 +373,7 @@ class Lender:
                 if mapped is None and not self._closed:
                     raise ProtocolViolation(f"segment {number} was returned, but not lent")
                 if mapped is not None:
-                    self._free_or_withdraw(number, mapped)
+                    self._put_back(number, mapped)
 
     def take_back(self, numbers: Iterable[int]) -> None:
         """Cancels loans of which the borrower is never told. A loan that it guessed and returned is already free."""
@@ -352,7 +388,7 @@ class Lender:
                 elif self._unanswered.pop(number, None) is not None:
                     self._offered[number] = mapped
                 else:
-                    self._free_or_withdraw(number, mapped)
+                    self._put_back(number, mapped)
 
     def kept(self, numbers: Iterable[int]) -> None:
         """Records that leases have ended while other processes may read the memory, which is not used again."""
@@ -373,6 +409,8 @@ class Lender:
             for keep in self._common.values():  # tensors there keep their memory
                 keep()
             self._common.clear()
+            self._free_common.clear()
+            self._idle_common.clear()
             for table in (self._offered, self._free, self._lent, self._unanswered, self._refused):
                 table.clear()
             self._count(-self._num_bytes)
@@ -503,6 +541,9 @@ class Borrower:
             while True:  # other threads may do this at the same time, so checking the length first would not help
                 number, _, num_forks = self.ended.popleft()
                 may_be_read = _num_forks != num_forks  # by a child, even one that was forked after the lease ended
+                mapped = self._known.get(number)
+                if mapped is not None and not may_be_read:
+                    may_be_read = not mapped.forget_changes()  # here, with what it has changed
                 if may_be_read:
                     self._forget(number)
                 self._in_use.discard(number)

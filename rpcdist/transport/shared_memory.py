@@ -253,7 +253,7 @@ class MappedSegment:
         SegmentError: the system refuses to map it.
     """
 
-    __slots__ = ("_at_end", "address", "number", "size_bytes")
+    __slots__ = ("_at_end", "_is_private", "address", "number", "size_bytes")
 
     def __init__(
         self,
@@ -266,6 +266,7 @@ class MappedSegment:
     ) -> None:
         self.number = number
         self.size_bytes = segment.size_bytes
+        self._is_private = is_private
         protection = mmap.PROT_READ | mmap.PROT_WRITE if is_writable else mmap.PROT_READ
         kind = mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED
         self.address = _mmap(None, self.size_bytes, protection, kind, segment.fileno(), 0) or 0
@@ -278,3 +279,7 @@ class MappedSegment:
     def fill(self) -> None:
         """Makes the system provide all missing pages; the memory must be writable."""
         _madvise(self.address, self.size_bytes, _MADV_POPULATE_WRITE)
+
+    def forget_changes(self) -> bool:
+        """Gives up pages that this process has changed for itself; False if the system refuses, as for locked ones."""
+        return not self._is_private or _madvise(self.address, self.size_bytes, mmap.MADV_DONTNEED) == 0

@@ -141,8 +141,12 @@ class SharedPayloads:
     def _lend_common(self, pack: Pack, common: CommonPack) -> int | None:
         """Lends memory that already has the buffers, for other peers; None if that is not possible now."""
         memory = common.filled()
-        number = None if memory is None else self._lender.offer_common(memory.mapped, common.keep)
-        if memory is None or number is None:
+        if memory is None:
+            return None
+        if (number := self._lender.lend_common_again(memory.mapped, common.keep)) is not None:
+            return number
+        number = self._lender.offer_common(memory.mapped, common.keep)
+        if number is None:
             return None
         self._tell()
         pb = rpc_pb2.SegmentOffer(segment=number, size=memory.segment.size_bytes, is_common=True)

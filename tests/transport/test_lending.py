@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport import lending
 from rpcdist.transport.announced_bytes import AnnouncedBytes
+from rpcdist.transport.common_buffers import CommonMemory
 from rpcdist.transport.lending import (
     LEND_FROM_BYTES,
+    MAX_FREE_COMMON,
     RETURN_TOGETHER,
     RETURN_TOGETHER_BYTES,
     Borrower,
@@ -24,7 +27,7 @@ from rpcdist.transport.lending import (
     size_class,
 )
 from rpcdist.transport.memory_copies import OutgoingBuffer
-from rpcdist.transport.shared_memory import unavailable
+from rpcdist.transport.shared_memory import MappedSegment, unavailable
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=f"memory cannot be shared here: {unavailable()}")
 
@@ -37,6 +40,7 @@ class Pair:
     def __init__(self, max_bytes: int = 1 << 24) -> None:
         self.lender = Lender(max_bytes)
         self.borrower = Borrower(AnnouncedBytes())
+        self.kept: list[None] = []
 
     def lend(self, data: memoryview) -> int | None:
         """Lends a copy of the data."""
@@ -49,6 +53,17 @@ class Pair:
         accepted = self.borrower.offered(made[0], made[1].size_bytes, os.dup(made[1].fileno()))
         self.lender.answered(made[0], accepted)
         return made[0]
+
+    def lend_common(self, memory: CommonMemory) -> int:
+        """Lends memory that others read too, and offers it if the borrower has not mapped it."""
+        number = self.lender.lend_common_again(memory.mapped, lambda: self.kept.append(None))
+        if number is None:
+            number = self.lender.offer_common(memory.mapped, lambda: self.kept.append(None))
+            assert number is not None and self.lender.lend_common(number, [])
+            descriptor = os.dup(memory.segment.fileno())
+            accepted = self.borrower.offered(number, memory.segment.size_bytes, descriptor, is_common=True)
+            self.lender.answered(number, accepted)
+        return number
 
     def pass_back(self) -> None:
         ended = self.borrower.take_ended()
@@ -96,6 +111,69 @@ def test_the_last_one_that_came_back_is_used_first(pair: Pair) -> None:
     pair.lender.returned([2])
     pair.lender.returned([1])
     assert pair.lend(memoryview(bytearray(SIZE))) == 1
+
+
+def test_common_memory_stays_mapped_without_what_the_borrower_changed(pair: Pair) -> None:
+    memory = CommonMemory(SIZE)
+    for value in (b"1", b"2", b"3"):
+        ctypes.memset(memory.mapped.address, ord(value), SIZE)
+        assert pair.lend_common(memory) == 1
+        view = pair.borrower.borrow(1, SIZE)
+        assert view == value * SIZE
+        view[:10] = bytes(10)
+        assert ctypes.string_at(memory.mapped.address, 10) == value * 10
+        del view
+        pair.pass_back()
+    assert pair.lender.usage == (1, 0, SIZE)
+    pair.lender.trim()
+    assert pair.lend_common(memory) == 1  # it was in use since then
+    assert pair.lender.usage == (1, 1, SIZE)
+    del memory
+    pair.borrower.borrow(1, SIZE)
+    for _ in range(2):
+        pair.pass_back()
+        pair.lender.trim()
+    assert pair.lender.usage == (0, 0, 0)
+    assert not pair.kept
+
+
+def test_few_free_segments_of_common_memory_stay(pair: Pair) -> None:
+    memories = [CommonMemory(SIZE) for _ in range(MAX_FREE_COMMON + 1)]
+    for number, memory in enumerate(memories, start=1):
+        assert pair.lend_common(memory) == number
+        pair.borrower.borrow(number, SIZE)
+        pair.pass_back()
+    assert pair.lender.usage[0] == MAX_FREE_COMMON
+    assert pair.lend_common(memories[-1]) == len(memories)
+    twice = pair.lend_common(memories[-1])  # two messages at once
+    assert twice == len(memories) + 1
+    for number in (len(memories), twice):
+        pair.borrower.borrow(number, SIZE)
+    pair.pass_back()
+    assert pair.lender.usage == (MAX_FREE_COMMON, 0, MAX_FREE_COMMON * SIZE)
+    assert pair.lend_common(memories[0]) == twice + 1  # withdrawn, so it is offered again
+    assert not pair.kept
+
+
+def test_free_common_memory_makes_room_for_other_segments() -> None:
+    pair = Pair(max_bytes=2 * SIZE)
+    assert pair.lend_common(CommonMemory(SIZE)) == 1
+    pair.borrower.borrow(1, SIZE)
+    pair.pass_back()
+    assert pair.offer() == 2
+    assert pair.offer() == 3
+    pair.pass_back()
+    assert pair.lender.usage == (2, 0, 2 * SIZE)
+
+
+def test_common_memory_whose_changes_stay_is_not_used_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = CommonMemory(SIZE)
+    assert pair.lend_common(memory) == 1
+    monkeypatch.setattr(MappedSegment, "forget_changes", lambda mapped: False)  # as with locked memory
+    pair.borrower.borrow(1, SIZE)
+    pair.pass_back()
+    assert pair.kept == [None]
+    assert pair.lend_common(memory) == 2
 
 
 def test_small_buffers_are_not_lent(pair: Pair) -> None:
