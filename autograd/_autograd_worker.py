@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 from rpcdist._proto import autograd_pb2
 from rpcdist.autograd._autograd_errors import AutogradError
 from rpcdist.autograd._backward_pass import BackwardPass, PassOptions
-from rpcdist.autograd._context import Context, ContextTable, Releases, make_id, worker_of
+from rpcdist.autograd._context import MAX_PUT_OFF, Context, ContextTable, Releases, make_id, worker_of
 from rpcdist.autograd._general_part import make_part
 from rpcdist.autograd._message_nodes import new_edge
 from rpcdist.autograd._pass_message import (
@@ -33,7 +33,7 @@ from rpcdist.autograd._pass_message import (
 )
 from rpcdist.autograd._step_part import Outcome, StepPart, do_work
 from rpcdist.deadline import Deadline
-from rpcdist.errors import CallRefused, Overloaded, RpcdistError
+from rpcdist.errors import CallRefused, Overloaded, ProtocolViolation, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.inspection import ContextFacts, PassFacts
 from rpcdist.rpc._calling.autograd_links import AutogradLinks
@@ -354,6 +354,8 @@ class AutogradWorker:
     ) -> None:
         kind = message.WhichOneof("body")
         if kind == "release":
+            if len(message.release.others) > MAX_PUT_OFF:
+                raise ProtocolViolation(f"the end of {len(message.release.others)} contexts arrived at once")
             for context_id in (message.context, *message.release.others):
                 self._released_by(sender.id, context_id)
         elif kind == "aborted":

@@ -69,10 +69,10 @@ def value_of(field: Any, chance: random.Random) -> Any:
     return chance.random()
 
 
-def envelopes(chance: random.Random) -> Iterator[bytes]:
+def envelopes(chance: random.Random, num_of_kind: int = NUM_OF_KIND) -> Iterator[bytes]:
     """One message of a kind in each."""
     kinds = rpc_pb2.Message.DESCRIPTOR.oneofs_by_name["body"].fields
-    for _ in range(NUM_OF_KIND):
+    for _ in range(num_of_kind):
         for kind in kinds:
             message = rpc_pb2.Message()
             body: Any = getattr(message, kind.name)

@@ -23,7 +23,7 @@ from rpc_raw_peer import (
 )
 
 from rpcdist import rpc
-from rpcdist._proto import handshake_pb2, membership_pb2, rpc_pb2, rref_pb2, value_pb2
+from rpcdist._proto import autograd_pb2, handshake_pb2, membership_pb2, rpc_pb2, rref_pb2, value_pb2
 from rpcdist.testing import RpcWorld, WorkerPool, eventually, free_port
 from rpcdist.testing.worker_pool import join, leave
 from rpcdist.time_limits import REFUSED_GRACE_S
@@ -37,7 +37,9 @@ pytestmark = pytest.mark.multiproc
 BIG = rpc_pb2.Message(call=rpc_pb2.Call(id=1, function="builtins:print"), transfer=1, large=[1000])
 LENT = ReplyMessage(1)
 LENT.transfer, LENT.large, LENT.loans = 1, [100_000], [Loan(0, 7)]
+MANY_ENDS = autograd_pb2.AutogradMessage(context=1, release=autograd_pb2.ContextRelease(others=[1] * 257))
 VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
+    "the ends of too many contexts": ([frame(rpc_pb2.Message(autograd=MANY_ENDS))], "the end of 257 contexts"),
     "more than announced": (
         [frame(BIG), chunk_envelope(1, 0, 0, memoryview(b"x" * 1001))],
         "a chunk of 1001 bytes arrived for offset 0",
