@@ -150,10 +150,7 @@ class Lender:
         self._unanswered: dict[int, Pack] = {}  # lent before the borrower has accepted it
         self._refused: dict[int, Pack] = {}  # refused since then
         self._common: dict[int, Callable[[], None]] = {}  # lent, and shared with other peers, see `offer_common`
-        self._free_common: dict[
-            MappedSegment, int
-        ] = {}  # those that the peer has mapped and returned; the oldest first
-        self._idle_common: set[MappedSegment] = set()  # of these, the ones that were not lent since the last `trim`
+        self._free_common: dict[MappedSegment, int] = {}  # those that the peer has mapped and returned
         self.withdrawn: list[int] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -165,9 +162,8 @@ class Lender:
     @property
     def usage(self) -> tuple[int, int, int]:
         """The number of segments, the number of lent ones, and the bytes of all."""
-        num_lent = len(self._lent)
-        num_free = sum(map(len, list(self._free.values()))) + len(self._free_common)
-        return num_lent + len(self._offered) + num_free, num_lent, self._num_bytes
+        num_unused = len(self._offered) + len(self._free_common) + sum(map(len, list(self._free.values())))
+        return num_unused + len(self._lent), len(self._lent), self._num_bytes
 
     @property
     def may_make(self) -> bool:
@@ -261,21 +257,17 @@ class Lender:
         with self._lock:
             number = self._free_common.pop(mapped, None)
             if number is not None:
-                self._idle_common.discard(mapped)
-                self._lent[number] = mapped
-                self._common[number] = keep
+                self._lent[number], self._common[number] = mapped, keep
             return number
 
     def _put_back(self, number: int, mapped: MappedSegment) -> None:
         """Makes a segment free that the borrower has mapped, and does not read."""
         if self._common.pop(number, None) is None:
             self._free.setdefault(mapped.size_bytes, []).append(mapped)
-        elif mapped in self._free_common:  # the borrower got two messages at once, and has mapped it twice
+        elif mapped in self._free_common or len(self._free_common) == MAX_FREE_COMMON:  # mapped twice, or one of many
             self._withdraw(number, mapped)
         else:
             self._free_common[mapped] = number
-            while len(self._free_common) > MAX_FREE_COMMON:
-                self._withdraw_common(next(iter(self._free_common)))
 
     def _make_room(self, size_bytes: int) -> bool:
         """Withdraws free segments of other sizes until one of this size fits; False if it does not fit."""
@@ -283,20 +275,21 @@ class Lender:
             while size != size_bytes and free and not self._has_room(size_bytes):
                 mapped = free.pop(0)
                 self._withdraw(mapped.number, mapped)
-        while self._free_common and not self._has_room(size_bytes):
-            self._withdraw_common(next(iter(self._free_common)))
+        if not self._has_room(size_bytes):
+            self._withdraw_common()
         return self._has_room(size_bytes)
 
-    def _withdraw_common(self, mapped: MappedSegment) -> None:
-        self._idle_common.discard(mapped)
-        self._withdraw(self._free_common.pop(mapped), mapped)
+    def _withdraw_common(self) -> None:
+        while self._free_common:
+            mapped, number = self._free_common.popitem()
+            self._withdraw(number, mapped)
 
     def _withdraw(self, number: int, mapped: MappedSegment) -> None:
         self._count(-mapped.size_bytes)
         self.withdrawn.append(number)
 
     def trim(self) -> None:
-        """Withdraws the segments that were free all the time since the last call."""
+        """Withdraws the segments that were free all the time since the last call, and all free common memory."""
         with self._lock:
             for size, free in self._free.items():
                 num_unused = min(self._fewest_free.get(size, 0), len(free))
@@ -304,14 +297,11 @@ class Lender:
                     self._withdraw(mapped.number, mapped)
                 del free[:num_unused]
                 self._fewest_free[size] = len(free)
-            for mapped in list(self._idle_common):
-                self._withdraw_common(mapped)
-            self._idle_common.update(self._free_common)
+            self._withdraw_common()
 
     def _has_room(self, size_bytes: int) -> bool:
-        num_free = sum(map(len, self._free.values())) + len(self._free_common)
-        num_segments = len(self._offered) + len(self._lent) + num_free
-        fits = self._num_bytes + size_bytes <= self._max_bytes and num_segments < MAX_SEGMENTS
+        number = len(self._offered) + len(self._lent) + len(self._free_common) + sum(map(len, self._free.values()))
+        fits = self._num_bytes + size_bytes <= self._max_bytes and number < MAX_SEGMENTS
         return fits and (self._account is None or self._account.may_map(size_bytes))
 
     def _count(self, num_bytes: int) -> None:
@@ -409,9 +399,7 @@ class Lender:
             for keep in self._common.values():  # tensors there keep their memory
                 keep()
             self._common.clear()
-            self._free_common.clear()
-            self._idle_common.clear()
-            for table in (self._offered, self._free, self._lent, self._unanswered, self._refused):
+            for table in (self._offered, self._free_common, self._free, self._lent, self._unanswered, self._refused):
                 table.clear()
             self._count(-self._num_bytes)
 
@@ -540,10 +528,9 @@ class Borrower:
         try:
             while True:  # other threads may do this at the same time, so checking the length first would not help
                 number, _, num_forks = self.ended.popleft()
-                may_be_read = _num_forks != num_forks  # by a child, even one that was forked after the lease ended
                 mapped = self._known.get(number)
-                if mapped is not None and not may_be_read:
-                    may_be_read = not mapped.forget_changes()  # here, with what it has changed
+                # By a child, even one that was forked after the lease ended; or here, with what this process changed.
+                may_be_read = _num_forks != num_forks or not (mapped is None or mapped.forget_changes())
                 if may_be_read:
                     self._forget(number)
                 self._in_use.discard(number)

@@ -143,7 +143,7 @@ class SharedPayloads:
         memory = common.filled()
         if memory is None:
             return None
-        if (number := self._lender.lend_common_again(memory.mapped, common.keep)) is not None:
+        if number := self._lender.lend_common_again(memory.mapped, common.keep):
             return number
         number = self._lender.offer_common(memory.mapped, common.keep)
         if number is None:
