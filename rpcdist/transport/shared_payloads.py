@@ -145,8 +145,7 @@ class SharedPayloads:
             return None
         if number := self._lender.lend_common_again(memory.mapped, common.keep):
             return number
-        number = self._lender.offer_common(memory.mapped, common.keep)
-        if number is None:
+        if (number := self._lender.offer_common(memory.mapped, common.keep)) is None:
             return None
         self._tell()
         pb = rpc_pb2.SegmentOffer(segment=number, size=memory.segment.size_bytes, is_common=True)
