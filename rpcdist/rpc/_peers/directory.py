@@ -137,10 +137,14 @@ class Directory:
             self.refresh_soon()
             return
         replaced, events = self._take(roster)
+        if replaced or events:
+            self._io.call_soon(self._tell, replaced, events)
+
+    def _tell(self, replaced: list[Identity], events: list[MemberEvent]) -> None:
         for identity in replaced:
-            self._io.call_soon(self._on_replaced, identity)
+            self._on_replaced(identity)
         for event in events:
-            self._io.call_soon(self._on_event, event)
+            self._on_event(event)
 
     def _take(self, roster: Roster) -> tuple[list[Identity], list[MemberEvent]]:
         replaced: list[Identity] = []
