@@ -295,6 +295,19 @@ def test_a_reference_takes_no_more_than_it_is_counted_for(cluster: InProcessClus
         assert peak <= (REFERENCE_BYTES - 300) * count  # protobuf's own is not traced
 
 
+def number_of_objects(references: list[Any]) -> int:
+    return len({id(reference) for reference in references})
+
+
+@pytest.mark.parametrize("allow_pickle", [True, False])
+def test_a_reference_that_stands_several_times_in_a_value_is_one_object_at_its_receiver(allow_pickle: bool) -> None:
+    """The receiver of `[rref, rref]` had two, and each place of two bytes took one, which nothing counted."""
+    with InProcessCluster("user", "other", peer_timeout=CALM_S, allow_pickle=allow_pickle) as cluster:
+        mine = cluster.run("user", rpc.RRef, 3)
+        assert cluster.run("user", rpc.rpc_sync, "other", number_of_objects, ([mine] * 8,)) == 1
+        del mine
+
+
 def length_of(references: list[Any]) -> int:
     received.extend(references)
     return len(references)

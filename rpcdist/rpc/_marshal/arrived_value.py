@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Final
 
 import torch
@@ -170,7 +170,7 @@ class ArrivedValue(Arrived):
             return decode(
                 self._value,
                 self._buffers,
-                None if self._references is None else self._claim,
+                None if self._references is None else cache(self._claim),  # the same object each time
                 plain_only=self.plain_only,
                 on_tensors=self._look if is_wanted else None,
                 gpus=self._gpus,
