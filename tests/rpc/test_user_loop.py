@@ -11,19 +11,30 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from peer_timeouts import CALM_S
 from threads_at_once import problems_of_threads
 from user_loop_helpers import KINDS, LIMIT_S, Outcome, forever, run
 from user_loop_helpers import loop as loop
 
+from rpcdist import rpc
 from rpcdist.deadline import NEVER, Deadline, current_deadline
-from rpcdist.errors import BlockingInLoop, Cancelled, ConfigError, DeadlineExceeded, NotInitialized, TransportError
+from rpcdist.errors import (
+    BlockingInLoop,
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    NotInitialized,
+    RpcdistError,
+    TransportError,
+)
 from rpcdist.rpc._executors.user_loop import LoopKind, UserLoop
 from rpcdist.rpc.future import Future
+from rpcdist.testing import InProcessCluster, eventually
 from rpcdist.testing.limits import UNIT_S
 
 # -- outcomes ----------------------------------------------------------------------------------------------------------
@@ -277,6 +288,28 @@ def test_a_loop_that_cannot_start_refuses_the_coroutine_and_starts_later(
     assert len(loop) == 0 and loop.ident is None
     assert run(loop, five) == 5
     assert loop.close(LIMIT_S) == []
+
+
+async def items() -> AsyncIterator[int]:
+    yield 5
+
+
+def test_calls_whose_coroutines_get_no_loop_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a function that was known for its coroutines, and of async generators, were not, nor was a shutdown."""
+    with InProcessCluster("a", "b", peer_timeout=CALM_S) as cluster:
+        calls: list[Callable[[], object]] = [
+            lambda: rpc.rpc_sync("b", five, timeout=LIMIT_S),
+            lambda: rpc.remote("b", five).to_here(LIMIT_S),
+            lambda: next(rpc.rpc_sync("b", items, timeout=LIMIT_S)),
+        ]
+        with monkeypatch.context() as patch:
+            patch.setattr(UserLoop, "_run_new_loop", Mock(side_effect=TransportError("no thread is left")))
+            for call in calls * 2:
+                with pytest.raises(RpcdistError, match="no thread is left"):
+                    cluster.run("a", call)
+            with cluster.use("b") as agent:
+                eventually(lambda: not len(agent.dispatcher.calls), "no call is left", LIMIT_S)
+        assert [cluster.run("a", call) for call in calls] == [5, 5, 5]
 
 
 # -- closing -----------------------------------------------------------------------------------------------------------

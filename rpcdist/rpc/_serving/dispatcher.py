@@ -472,15 +472,15 @@ class Dispatcher:
         name = getattr(coroutine, "__qualname__", active.what)
         try:
             active.handle = self._user_loop.submit(run, done, deadline=active.deadline, context=context, name=name)
-        except BaseException:  # RPC ends here
+        except BaseException as exc:  # RPC ends here, or the loop cannot start
             if inspect.iscoroutine(coroutine):
                 coroutine.close()  # else Python warns that nobody awaited it
-            raise
+            self._answers.fail(active, exc)
+            return
         if active.cancelled:  # between the check and here
             active.handle.cancel()
 
     def _produce(self, active: ActiveCall, generator: Generator[Any, Any, Any] | AsyncGenerator[Any, Any]) -> None:
-        active.session.send(ReplyMessage(active.id, is_stream=True))
         sender = StreamSender(
             self._marshal, active.session, active.id, active.autograd, partial(self.calls.remove, active), active.back
         )
@@ -491,6 +491,7 @@ class Dispatcher:
         else:
             producer = AsyncProducer(self._user_loop, sender, generator, self._new_context())
             begin = producer.credit
+        active.session.send(ReplyMessage(active.id, is_stream=True))  # not before: the loop may refuse the producer
         active.producer = producer
         if active.cancelled:
             producer.cancel()
