@@ -309,11 +309,6 @@ class Lender:
         if self._account is not None:
             self._account.subtract_mapped(-num_bytes)
 
-    @property
-    def has_withdrawn(self) -> bool:
-        """Whether `take_withdrawn` would return segments."""
-        return bool(self.withdrawn)
-
     def take_withdrawn(self) -> list[int]:
         """The segments that the borrower may forget, each reported once."""
         with self._lock:
@@ -503,11 +498,6 @@ class Borrower:
         append = self.ended.append if mapped.size_bytes <= RETURN_TOGETHER_BYTES else self.ended.appendleft
         memory.at_end = AtEnd(append, (number, mapped.size_bytes, _num_forks))  # type: ignore[attr-defined]
         return memoryview(memory).cast("B")[:num_bytes]
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether `take_ended` would return segments."""
-        return bool(self.ended)
 
     @property
     def is_return_due(self) -> bool:

@@ -252,7 +252,7 @@ class SharedPayloads:
             self._tell_news()
 
     def _tell_news(self) -> None:
-        if self._borrower.has_ended or self._lender.has_withdrawn:
+        if self._borrower.ended or self._lender.withdrawn:
             self._tell()
             self._flush()
 
@@ -261,7 +261,7 @@ class SharedPayloads:
         returned, kept = self._borrower.take_ended()
         if returned:  # frequent, with most large messages, so it has a compact frame
             self._outgoing.add_returned(returned)
-        if kept or self._lender.has_withdrawn:
+        if kept or self._lender.withdrawn:
             news = rpc_pb2.SegmentNews(kept=kept, withdrawn=self._lender.take_withdrawn())
             self._outgoing.add(rpc_pb2.Message(segment_news=news))
 

@@ -450,11 +450,11 @@ def test_small_segments_are_returned_together(pair: Pair) -> None:
     assert not pair.borrower.is_return_due
     for _ in range(RETURN_TOGETHER - 1):
         lend_and_free(pair, SIZE)
-        assert pair.borrower.has_ended and not pair.borrower.is_return_due  # the timer tells of them
+        assert pair.borrower.ended and not pair.borrower.is_return_due  # the timer tells of them
     lend_and_free(pair, SIZE)
     assert pair.borrower.is_return_due
     pair.pass_back()
-    assert not pair.borrower.is_return_due and not pair.borrower.has_ended
+    assert not pair.borrower.is_return_due and not pair.borrower.ended
 
 
 def test_a_large_segment_is_returned_at_once(pair: Pair) -> None:
