@@ -33,11 +33,11 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(94_107, 63_000),
-    "code": Limit(56_449, 36_000),
-    "files": Limit(438, 400),
-    "classes": Limit(881, 620),
-    "protocols": Limit(32, 30),
+    "lines": Limit(93_850, 63_000),
+    "code": Limit(56_447, 36_000),
+    "files": Limit(436, 400),
+    "classes": Limit(868, 620),
+    "protocols": Limit(30, 30),
     "time limits": Limit(90, 90),
     "environment variables": Limit(20, 20),
     "import circles": Limit(0, 0),
