@@ -6,7 +6,7 @@ VENV := .venv$(if $(TORCH),-torch$(TORCH))$(chosen_python)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Processes that share the tests, whose time is mostly waiting.
-TEST_WORKERS ?= 6
+TEST_WORKERS ?= 4
 # For each decoder of `make fuzz`.
 FUZZ_S ?= 300
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
