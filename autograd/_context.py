@@ -403,7 +403,8 @@ class Releases:
         with self._lock:
             due, self._put_off, self._count = self._put_off, {}, 0
         for worker, contexts in due.items():
-            self._send(worker, contexts)
+            for start in range(0, len(contexts), MAX_PUT_OFF):  # several threads may have come between full and here
+                self._send(worker, contexts[start : start + MAX_PUT_OFF])
 
     def _time_is_over(self) -> None:
         with self._lock:

@@ -75,6 +75,19 @@ def test_many_do_not_wait(host: Host, releases: Releases) -> None:
     assert len(host.sent) == 1
 
 
+def test_ends_that_come_before_a_full_list_is_sent_are_messages_of_the_size_that_others_take(
+    host: Host, releases: Releases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Receivers refuse a message of more, and end the connection."""
+    with monkeypatch.context() as patch:
+        patch.setattr(releases, "flush", lambda: None)  # its thread does not come to it yet
+        for context_id in range(2 * _context.MAX_PUT_OFF + 3):
+            releases.tell({1}, context_id, at_once=False)
+    releases.flush()
+    assert [len(contexts) for _, contexts in host.sent] == [_context.MAX_PUT_OFF] * 2 + [3]
+    assert [context for _, contexts in host.sent for context in contexts] == list(range(2 * _context.MAX_PUT_OFF + 3))
+
+
 def test_flush_before_the_agent_closes(host: Host, releases: Releases) -> None:
     releases.tell({1}, 7, at_once=False)
     releases.flush()
