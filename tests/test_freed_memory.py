@@ -121,6 +121,7 @@ def test_a_thread_that_makes_large_tensors_does_not_grow() -> None:
 
 def test_torch_is_asked_unless_somebody_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(freed_memory, "_find_mallopt", lambda: lambda name, value: 1)
+    monkeypatch.setenv(TORCH_VARIABLE, "")  # so that what it is now comes back
     for before, huge_pages, expected in ((None, "/", "1"), ("0", "/", "0"), (None, "/there is none", None)):
         monkeypatch.delenv(TORCH_VARIABLE, raising=False)
         if before is not None:
@@ -128,7 +129,6 @@ def test_torch_is_asked_unless_somebody_has_chosen(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(freed_memory, "_HUGE_PAGES", Path(huge_pages))
         freed_memory._set_once.__wrapped__()
         assert os.environ.get(TORCH_VARIABLE) == expected
-    monkeypatch.delenv(TORCH_VARIABLE, raising=False)
 
 
 def _num_faults(choice: str) -> int:

@@ -33,8 +33,8 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(93_851, 63_000),
-    "code": Limit(56_448, 36_000),
+    "lines": Limit(93_870, 63_000),
+    "code": Limit(56_464, 36_000),
     "files": Limit(436, 400),
     "classes": Limit(868, 620),
     "protocols": Limit(30, 30),

@@ -34,8 +34,18 @@ def is_dense(tensor: torch.Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
         and (tensor.dim() == 0 or tensor.stride(-1) == 1)
-        and not isinstance(tensor, FakeTensor)
+        and _has_memory(tensor)
     )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """False for subclasses that wrap other tensors, and for what torch functionalizes or batches."""
+    if isinstance(tensor, FakeTensor):  # which warns of the question
+        return False
+    try:
+        return tensor.data_ptr() != 0 or not tensor.numel()
+    except RuntimeError:
+        return False
 
 
 def is_ready(tensor: torch.Tensor) -> bool:
@@ -95,7 +105,10 @@ class Copies:
         with torch.no_grad():
             source = tensor.detach().resolve_conj().resolve_neg()
             moved = source.cpu() if self._staged else source
-            return moved.clone(memory_format=torch.contiguous_format) if moved is source else moved.contiguous()
+            copy = moved.clone(memory_format=torch.contiguous_format) if moved is source else moved.contiguous()
+            if not _has_memory(copy):
+                copy = torch.empty(copy.shape, dtype=copy.dtype, device=copy.device).copy_(copy)
+            return copy
 
     def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rpcdist.launch")
 
 _SUFFIX: Final = ".json"
+_UNFINISHED: Final = ".json.new"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class JobRecord:
     def _save(self) -> None:
         if self._path is None:
             return
-        temporary = self._path + ".new"
+        temporary = self._path.removesuffix(_SUFFIX) + _UNFINISHED
         try:
             with open(temporary, "w") as file:
                 json.dump(asdict(self._job), file)
@@ -98,6 +99,9 @@ def jobs() -> Iterator[LaunchedJob]:
         return
     for name in names:
         path = os.path.join(folder, name)
+        if name.endswith(_UNFINISHED) and not start_of(int(name.partition("-")[0])):  # its program was killed meanwhile
+            with suppress(FileNotFoundError):
+                os.unlink(path)
         if not name.endswith(_SUFFIX):
             continue
         try:

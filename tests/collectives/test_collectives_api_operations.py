@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import rpcdist.collectives as c
 from rpcdist.collectives import ReduceOp
 from rpcdist.collectives._api import operations
 from rpcdist.collectives._operations import lowering
-from rpcdist.collectives._operations.dense import Copies, separate
+from rpcdist.collectives._operations.dense import Copies, is_ready, separate
 from rpcdist.collectives._operations.lowering import Place
 from rpcdist.collectives._operations.operation import describe_fingerprint
 from rpcdist.errors import ConfigError
@@ -48,6 +49,42 @@ def value(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype is other.dtype and torch.equal(one.detach(), other.detach())
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without memory of its own, as many libraries make them."""
+
+    wrapped: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, tensor: torch.Tensor) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, tensor.shape, dtype=tensor.dtype)
+        made.wrapped = tensor
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return func(*[one.wrapped if isinstance(one, Wrapper) else one for one in args], **(kwargs or {}))
+
+
+def test_tensors_without_memory_of_their_own() -> None:
+    """A rank read, and wrote to, the address 0."""
+
+    def on_rank(rank: int) -> None:
+        mine = Wrapper(value(rank))
+        assert not is_ready(mine)
+        c.all_reduce(mine)
+        assert same(mine.wrapped, value(0) + value(1))
+        passed = Wrapper(torch.full((300_000,), float(rank)))
+        if rank == 0:
+            c.send(passed, 1)
+        else:
+            c.recv(passed, 0)
+        assert not passed.wrapped.any()
+        with pytest.raises(RuntimeError):  # of torch, which names what it does not allow
+            torch.func.vmap(lambda row: c.all_reduce(row))(value(rank))
+
+    run_ranks(2, on_rank)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -16,6 +16,7 @@ from program_sessions import LIMIT_S, environment, read_until, session_members, 
 from rpcdist import LocalCluster, Role, launch, rpc
 from rpcdist._launch.output import WorkerOutput
 from rpcdist.errors import ConfigError, ProcessFailed
+from rpcdist.private_files import runtime_folder
 
 pytestmark = pytest.mark.multiproc
 
@@ -170,7 +171,10 @@ def test_what_a_killed_program_leaves_is_no_job() -> None:
         read_until(process.stdout, "waits")
         process.kill()
         process.wait(LIMIT_S)
+        unfinished = Path(runtime_folder(create=False), f"{process.pid}-1.json.new")  # it was writing the next one
+        unfinished.touch()
         wrong = command("stop", "job")
+    assert not [name for name in os.listdir(unfinished.parent) if name.startswith(f"{process.pid}-")]
     assert (wrong.returncode, wrong.stderr) == (
         1,
         "ConfigError: no job 'job' of this user runs on this machine; running: none\n",

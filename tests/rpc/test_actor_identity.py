@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,9 @@ from actor_functions import LIMIT_S, Bound, Counter, Journal, new_gate
 from rpcdist import rpc
 from rpcdist.errors import PoolExhausted, RRefError
 from rpcdist.rpc import RRef
+from rpcdist.rpc._actors.serial_actor import SerialActor, Turn
 from rpcdist.rpc._current import current_agent
+from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.testing import InProcessCluster, eventually
 
 ADDITIONS = 15
@@ -193,6 +196,38 @@ def test_the_object_of_an_actor_ends_on_its_thread(cluster: InProcessCluster, ow
         actors.clear()
         current_agent().rrefs.drain()
         eventually(lambda: len(there.ended) == 21)
+    assert all(there.ended)
+
+
+@pytest.mark.parametrize("owner", ["a", "b"])
+def test_a_thread_that_hands_a_call_to_an_actor_lets_go_of_the_object(
+    cluster: InProcessCluster, owner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may go on only when the call is over and the actor has ended: then it was the one that freed the object."""
+    goes_on, handed_on = threading.Event(), list[Turn]()
+    enter = SerialActor.enter
+
+    def enter_slowly(self: SerialActor, turn: Turn) -> DeferredReply | None:
+        reply = enter(self, turn)
+        if not self.lane.is_here:
+            handed_on.append(turn)
+            goes_on.wait(LIMIT_S)
+        return reply
+
+    monkeypatch.setattr(SerialActor, "enter", enter_slowly)
+    there.ended.clear()
+    with cluster.use("a"):
+        try:
+            num_actors = 0
+            while not handed_on:  # the thread of an actor may take its call itself
+                actors = [rpc.remote(owner, Bound, serial=True) for _ in range(8)]
+                rpc.wait_all([actor.rpc_async().add(0) for actor in actors])
+                num_actors += len(actors)
+                actors.clear()
+            current_agent().rrefs.drain()
+            eventually(lambda: len(there.ended) == num_actors)
+        finally:
+            goes_on.set()
     assert all(there.ended)
 
 

@@ -100,7 +100,7 @@ class Cluster:
         fork = self.hosts[sender].manager.share(rref, to)
         fork = value_pb2.RRefFork.FromString(fork.SerializeToString())
         manager = self.hosts[to].manager
-        claimed: RRef[Any] = manager.claim(manager.receive(fork, sender))
+        claimed: RRef[Any] = manager.wrap(manager.receive(fork, sender))
         return claimed
 
     def remote(self, creator: int, owner: int, value: object = None) -> tuple[RRef[Any], Callable[[], None]]:
@@ -275,10 +275,10 @@ def test_lost_share(cluster: Cluster) -> None:
     manager.connection_broken(0)
     cluster.run()
     assert cluster.info(1) == (1, 1, 0, 0)
-    late = cluster.hosts[0].manager.claim(cluster.hosts[0].manager.receive(lost, 1))
+    late = cluster.hosts[0].manager.wrap(cluster.hosts[0].manager.receive(lost, 1))
     with pytest.raises(RRefError, match="gave up the message"):
         late.to_here()
-    assert cluster.hosts[0].manager.claim(token).to_here() == 1
+    assert cluster.hosts[0].manager.wrap(token).to_here() == 1
     del rref, late, token
     cluster.assert_empty()
 
@@ -339,7 +339,7 @@ def test_replaced_owner(cluster: Cluster) -> None:
     cluster.incarnations[1] = 999
     with pytest.raises(OwnerLost, match="took its place"):
         at_0.to_here()
-    at_2 = cluster.hosts[2].manager.claim(cluster.hosts[2].manager.receive(cluster.hosts[1].manager.share(rref, 2), 1))
+    at_2 = cluster.hosts[2].manager.wrap(cluster.hosts[2].manager.receive(cluster.hosts[1].manager.share(rref, 2), 1))
     with pytest.raises(OwnerLost):
         at_2.to_here()
 

@@ -104,6 +104,7 @@ class Turn(Future[Any]):
         return reply
 
     def forget_arguments(self) -> None:
+        """Lets go of them and of the object, before the caller hears that the call is over."""
         self.target, self.args, self.kwargs = None, (), {}
 
     def _on_cancelled(self) -> None:
@@ -162,6 +163,7 @@ class SerialActor:
                     refusal = exc
                 first = self._take()
         if refusal is not None:
+            turn.forget_arguments()
             turn._fail(refusal)
         if first is turn and self.lane.is_here:
             return self._run(turn)
@@ -226,6 +228,7 @@ class SerialActor:
             turn.began = time.monotonic()
             lasts = self._call(turn)
         except BaseException as exc:  # `SystemExit` of a method is its caller's business
+            turn.forget_arguments()
             turn._fail(exc)
         finally:
             running_actor.reset(token)

@@ -184,7 +184,7 @@ class ArrivedValue(Arrived):
         """The remote reference of an entry of the value."""
         if self._references is None or index >= len(self._references):
             raise SerializationError(f"the value refers to remote reference {index} of {len(self._references or ())}")
-        return self._manager.claim(self._references[index])
+        return self._manager.wrap(self._references[index])
 
     def _look(self, tensors: list[torch.Tensor]) -> None:
         if self.keeps_tensors:

@@ -105,7 +105,7 @@ class RRefManager:
         self._directory = directory
         self._send_control = send_control
         self._flush = flush
-        self._wrap = wrap
+        self.wrap = wrap
         self._on_released = on_released
         self.me = Incarnation(directory.me.id, directory.me.incarnation)
         self.my_name = directory.me.name
@@ -153,7 +153,7 @@ class RRefManager:
         if handle.state.error is not None:
             raise copied(handle.state.error)
         handle.state.is_serial = is_serial
-        return self._wrap(handle), ReferenceShare(rref, fork)
+        return self.wrap(handle), ReferenceShare(rref, fork)
 
     def on_created(self, share: ReferenceShare) -> None:
         """The reply to `remote()` says that the owner holds the result."""
@@ -274,10 +274,6 @@ class RRefManager:
         handle = self._feed_new(arrive, rref, id, owner, fork.owner_name)
         handle.state.is_serial = fork.is_serial
         return handle
-
-    def claim(self, handle: Handle) -> Any:
-        """The reference object."""
-        return self._wrap(handle)
 
     def confirmation(self, handles: Iterable[Handle]) -> Future[None] | None:
         """A future that is done when the owners have counted (or refused) these forks; None if they have already."""

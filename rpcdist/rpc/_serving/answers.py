@@ -237,7 +237,7 @@ def _called(active: ActiveCall) -> str:
         return active.function
     if active.function not in _CALLS_OF_METHODS:
         return ""
-    target = active.target
-    if target is None or not target.done() or target.exception() is not None:
-        return ""
-    return f"a method of a {described('the name of the type', lambda: type(target.value()).__name__)}"
+    target, kind = active.target, active.method.partition(".")[0]
+    if not kind and target is not None and target.done() and target.exception() is None:
+        kind = described("the name of the type", lambda: type(target.value()).__name__)
+    return f"a method of a {kind}" if kind else ""

@@ -379,6 +379,9 @@ class Dispatcher:
             active.method = f"{kind[:MAX_METHOD_CHARS]}.{called_method((method, args, kwargs))}"
             turn = self._actors.turn(active.session.peer, named, value, number, method, args, kwargs)
             if turn is not None:
+                # The object of an actor ends on its own thread: this one must not be the last that has it.
+                active.target = None
+                del rref, value
                 if streams is not None:  # the method may run on another thread
                     streams.leave()
                 return self._chain(active, turn)
