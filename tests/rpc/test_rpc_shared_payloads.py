@@ -110,6 +110,16 @@ def call_many(to: str, count: int) -> int:
     return num_segments()
 
 
+def places(to: str, nested: bool) -> list[int]:
+    """For several calls: where the argument of a function lay at the callee."""
+    value: Any = (torch.ones(MIB), b"not a tensor only") if nested else torch.ones(MIB)
+    return [rpc.rpc_sync(to, place, (value,)) for _ in range(12)]
+
+
+def place(value: Any) -> int:
+    return int((value[0] if isinstance(value, tuple) else value).data_ptr())
+
+
 def keep_at(to: str, count: int) -> None:
     for _ in range(count):
         rpc.rpc_sync(to, keep, (torch.ones(MIB),))
@@ -210,6 +220,14 @@ def test_few_segments_serve_many_calls_and_none_is_left(worker_pool: WorkerPool)
     assert 0 < world["a"].run(call_many, "b", 500) <= 16
     world.shutdown()
     eventually(lambda: all(num_segments(worker.pid) == 0 for worker in world), "the end of all segments")
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["a tensor", "a value with a tensor"])
+def test_lent_memory_comes_back_with_the_answer(worker_pool: WorkerPool, nested: bool) -> None:
+    """So the next call uses the same memory, which is in the processor's caches."""
+    world = worker_pool.world("a", "b")
+    assert len(set(world["a"].run(places, "b", nested)[2:])) == 1  # the first calls may go before memory is lent
+    world.shutdown()
 
 
 def test_a_lender_that_is_killed_takes_nothing_along(worker_pool: WorkerPool) -> None:

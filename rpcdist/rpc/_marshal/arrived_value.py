@@ -31,6 +31,8 @@ MAX_SHORT_BYTES: Final = 64 * 1024  # of a body: decoding on the I/O loop must n
 class Arrived:
     """One received value; decode it once, or `discard` it. Either may happen on any thread but the I/O loop's.
 
+    Afterwards only what was decoded has its memory: memory that the sender has lent goes back when that is freed.
+
     An object of this class itself is None, where something else says that a value has come.
 
     Attributes:
@@ -165,11 +167,12 @@ class ArrivedValue(Arrived):
             self._on_gpus.join_gpus()
 
     def decode(self) -> object:
+        buffers, self._buffers = self._buffers, ()
         try:
             is_wanted = self.autograd is not None or self.keeps_tensors
             return decode(
                 self._value,
-                self._buffers,
+                buffers,
                 None if self._references is None else cache(self._claim),  # the same object each time
                 plain_only=self.plain_only,
                 on_tensors=self._look if is_wanted else None,
@@ -250,8 +253,9 @@ class ArrivedCompact(Arrived):
 
     def decode(self) -> object:
         message = self._message
+        buffers, self._buffers = self._buffers, ()
         attach = None if self.autograd is None else partial(self._attach, self.autograd)
-        return read_compact(message.body, message.num_tensors, self._buffers, attach)
+        return read_compact(message.body, message.num_tensors, buffers, attach)
 
     def _attach(self, context: CallContext, tensors: list[torch.Tensor]) -> None:
         context.received(self._message.history, tensors, self._sender.id)
