@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,14 +111,32 @@ def call_many(to: str, count: int) -> int:
     return num_segments()
 
 
-def places(to: str, nested: bool) -> list[int]:
+def places(to: str, how: str) -> list[int]:
     """For several calls: where the argument of a function lay at the callee."""
-    value: Any = (torch.ones(MIB), b"not a tensor only") if nested else torch.ones(MIB)
+    tensor = torch.ones(MIB)
+    if how == "async_execution":
+        return [rpc.rpc_sync(to, place_later, (tensor,)) for _ in range(12)]
+    if how == "generator":
+        return [next(rpc.rpc_sync(to, place_as_item, (tensor,))) for _ in range(12)]
+    value: Any = (tensor, b"not a tensor only") if how == "a value with a tensor" else tensor
     return [rpc.rpc_sync(to, place, (value,)) for _ in range(12)]
 
 
 def place(value: Any) -> int:
     return int((value[0] if isinstance(value, tuple) else value).data_ptr())
+
+
+@rpc.functions.async_execution
+def place_later(tensor: torch.Tensor) -> torch.futures.Future[int]:
+    future = rpc.Future[int]()
+    future.set_result(tensor.data_ptr())
+    return future
+
+
+def place_as_item(tensor: torch.Tensor) -> Iterator[int]:
+    found = tensor.data_ptr()
+    del tensor
+    yield found
 
 
 def keep_at(to: str, count: int) -> None:
@@ -222,11 +241,11 @@ def test_few_segments_serve_many_calls_and_none_is_left(worker_pool: WorkerPool)
     eventually(lambda: all(num_segments(worker.pid) == 0 for worker in world), "the end of all segments")
 
 
-@pytest.mark.parametrize("nested", [False, True], ids=["a tensor", "a value with a tensor"])
-def test_lent_memory_comes_back_with_the_answer(worker_pool: WorkerPool, nested: bool) -> None:
+@pytest.mark.parametrize("how", ["a tensor", "a value with a tensor", "async_execution", "generator"])
+def test_lent_memory_comes_back_with_the_answer(worker_pool: WorkerPool, how: str) -> None:
     """So the next call uses the same memory, which is in the processor's caches."""
     world = worker_pool.world("a", "b")
-    assert len(set(world["a"].run(places, "b", nested)[2:])) == 1  # the first calls may go before memory is lent
+    assert len(set(world["a"].run(places, "b", how)[2:])) == 1  # the first calls may go before memory is lent
     world.shutdown()
 
 

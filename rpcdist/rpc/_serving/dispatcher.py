@@ -396,6 +396,7 @@ class Dispatcher:
             result = profile.serve(function, args, kwargs)
         else:
             result = function(*args, **kwargs)
+        del args, kwargs  # lent memory is to go back with the first answer
         if streams is not None:  # the result is for other threads, too
             streams.leave()
         if result is not None and inspect.iscoroutine(result):
