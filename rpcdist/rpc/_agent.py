@@ -59,7 +59,7 @@ from rpcdist.rpc._membership.shutdown import STOP, Leaving, ShutdownRounds, Stop
 from rpcdist.rpc._peers.connections import PROBE_ROLE, Connections, LeaseWatch, ProbeTaker
 from rpcdist.rpc._peers.control import ControlReceiver
 from rpcdist.rpc._peers.device_maps import DeviceMaps
-from rpcdist.rpc._peers.directory import Directory, PeerEvents, Roster
+from rpcdist.rpc._peers.directory import Directory, Event, PeerEvents, Roster
 from rpcdist.rpc._peers.network import Demultiplexer, Lifetime, Network
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import Handle
@@ -330,6 +330,7 @@ class Agent:
             self.flight_log = FlightLog(
                 recorder, self.inspector.facts, self.directory.name_of, self._connections.sessions, lifetime
             )
+        self._ticks: Event[[float]] = Event()
         self._tick_handle: asyncio.TimerHandle | None = None
         self._restore_torch: Callable[[], None] = lambda: None
         self._wire_messages()
@@ -404,6 +405,13 @@ class Agent:
         events.broken.listen(self._news.on_broken)
         events.member.listen(self.watch.on_member)
         events.member.listen(self._rounds.on_member)
+        ticks = self._ticks
+        ticks.listen(lambda now: self.rrefs.drain())
+        ticks.listen(lambda now: self.streams.drain())
+        ticks.listen(lambda now: self._gpus.tick())
+        ticks.listen(self._leases.look)
+        ticks.listen(self._old_calls.look)
+        ticks.listen(self._notes.look)
 
     def _on_lease_ended(self, identity: Identity) -> None:
         """Nothing is kept of processes that are no workers: their number has no limit."""
@@ -441,15 +449,8 @@ class Agent:
     def _tick(self) -> None:
         if self._lifetime.is_closed:
             return
-        try:
-            self.rrefs.drain()
-            self.streams.drain()
-            self._gpus.tick()
-            self._leases.look(now := time.monotonic())
-            self._old_calls.look(now)
-            self._notes.look(now)
-        finally:
-            self._tick_handle = self.network.io.loop.call_later(TICK_S, self._tick)
+        self._ticks.publish(time.monotonic())
+        self._tick_handle = self.network.io.loop.call_later(TICK_S, self._tick)
 
     @property
     def is_closed(self) -> bool:

@@ -77,6 +77,17 @@ def test_a_user_that_noticed_nothing_is_told(cluster: InProcessCluster) -> None:
         assert cluster.run("b", new.to_here) == 4
 
 
+def test_a_listener_that_fails_keeps_no_event_from_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    events, told = PeerEvents(), list[Identity]()
+    worker = Identity("b", 1, 7)
+    events.replaced.listen(told.append)
+    events.replaced.listen(lambda identity: 1 / 0)
+    events.replaced.listen(told.append)
+    events.replaced.publish(worker)
+    assert told == [worker, worker]
+    assert "could not handle an event" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
 def test_a_session_that_outlives_a_lease_begins_another_one() -> None:
     """The owner was held up itself: what it reads next comes on the sessions that it has."""
     events, told = PeerEvents(), list[str]()

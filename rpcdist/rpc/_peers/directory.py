@@ -421,9 +421,12 @@ class Event(Generic[P]):
         self._listeners.append(listener)
 
     def publish(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Calls the listeners, in the order in which they were added."""
+        """Calls the listeners, in the order in which they were added; a fault of one is logged."""
         for listener in self._listeners:
-            listener(*args, **kwargs)
+            try:
+                listener(*args, **kwargs)
+            except Exception:  # others wait for the event
+                logger.exception("%r could not handle an event", listener)
 
 
 class PeerEvents:
