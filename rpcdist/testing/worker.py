@@ -34,7 +34,8 @@ from typing import Any, Final, Generic, TypeVar
 from rpcdist.testing import _child
 from rpcdist.testing.limits import END_LIMIT_S, LIMIT_S, STACKS_LIMIT_S, eventually, wait_until_stopped
 
-_modules = ["__main__", "torch", "torch.utils.data", "rpcdist.rpc", "rpcdist.collectives", "rpcdist.collectives.tcp"]
+_modules = ["__main__", "torch", "torch.utils.data", "rpcdist.rpc", "rpcdist.collectives.tcp", "rpcdist.autograd"]
+_modules += ["rpcdist.transport._tls.job_authority", "rpcdist.collectives._stores.file_store", "uvloop"]  # init_rpc's
 _context = multiprocessing.get_context("forkserver")
 
 
@@ -130,12 +131,11 @@ class Worker:
         self._num_answered = 0
         self._outcomes: dict[int, bytes] = {}
         server_pid()  # starts the server
-        context = _context
-        self._connection, theirs = context.Pipe()
+        self._connection, theirs = _context.Pipe()
         _limit_waits(self._connection)
-        lifeline, self._lifeline = context.Pipe(duplex=False)
+        lifeline, self._lifeline = _context.Pipe(duplex=False)
         arguments = (theirs, lifeline, str(output), dict(environment))
-        self._process = context.Process(target=_child.serve, args=arguments, name=f"worker {name}")
+        self._process = _context.Process(target=_child.serve, args=arguments, name=f"worker {name}")
         self._process.start()
         theirs.close()
         lifeline.close()

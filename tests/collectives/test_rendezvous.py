@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed
+from forked_program import ForkedProgram
 
 from rpcdist import collectives
 from rpcdist.collectives import (
@@ -27,7 +28,7 @@ from rpcdist.collectives import (
 from rpcdist.collectives._group.world import World, use_world
 from rpcdist.collectives.rendezvous import ATTEMPT_VARIABLE, job_attempt, open_rendezvous
 from rpcdist.errors import ConfigError, ConnectFailed
-from rpcdist.testing import Program, free_port
+from rpcdist.testing import Program, WorkerPool, free_port
 
 VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
 
@@ -277,15 +278,15 @@ MEMBER = """
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("scheme", ["env", "tcp", "file"])
-def test_three_processes(tmp_path: Path, scheme: str) -> None:
+def test_three_processes(worker_pool: WorkerPool, tmp_path: Path, scheme: str) -> None:
     port = free_port()
     url = {"env": "env://", "tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{tmp_path}/store"}[scheme]
 
-    def member(rank: int) -> Program:
+    def member(rank: int) -> ForkedProgram:
         if scheme != "env":
-            return Program(MEMBER, url, rank, 3)
+            return ForkedProgram(worker_pool, MEMBER, url, rank, 3)
         values = ("127.0.0.1", str(port), str(rank), "3")
-        return Program(MEMBER, url, environment=dict(zip(VARIABLES, values, strict=False)))
+        return ForkedProgram(worker_pool, MEMBER, url, environment=dict(zip(VARIABLES, values, strict=False)))
 
     with member(2) as two, member(1) as one, member(0) as zero:
         assert [script.line() for script in (zero, one, two)] == ["0 3 012", "1 3 012", "2 3 012"]

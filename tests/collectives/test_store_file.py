@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch.distributed
+from forked_program import ForkedProgram
 
 from rpcdist.collectives import DistStoreError, FileStore, PrefixStore, StoreTimeout
 from rpcdist.collectives._stores import file_log, file_store
 from rpcdist.collectives._stores.file_log import ChangeLog
 from rpcdist.collectives._stores.store_operations import Change, Code
 from rpcdist.deadline import Deadline
-from rpcdist.testing import Program
+from rpcdist.testing import Program, WorkerPool
 
 SOON = Deadline.after(60)
 
@@ -247,7 +248,7 @@ def test_a_store_that_is_open_at_exit_is_closed(tmp_path: Path) -> None:
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("written", ["0", "len(data) // 2", "len(data) - 1"])
-def test_a_writer_killed_in_the_middle_of_a_write(tmp_path: Path, written: str) -> None:
+def test_a_writer_killed_in_the_middle_of_a_write(worker_pool: WorkerPool, tmp_path: Path, written: str) -> None:
     code = f"""
         import os, signal, sys
         from rpcdist.collectives import FileStore
@@ -261,7 +262,7 @@ def test_a_writer_killed_in_the_middle_of_a_write(tmp_path: Path, written: str) 
         store.multi_set(["half", "other"], ["x" * 1000, "y"])
     """
     path = tmp_path / "store"
-    with Program(code, path) as script:
+    with ForkedProgram(worker_pool, code, path) as script:
         assert script.end() == -signal.SIGKILL, script.output
     with FileStore(path) as store:
         assert store.list_keys() == ["whole"]
@@ -283,13 +284,13 @@ COUNTER = """
 
 
 @pytest.mark.multiproc
-def test_processes_count_together(tmp_path: Path) -> None:
+def test_processes_count_together(worker_pool: WorkerPool, tmp_path: Path) -> None:
     path = tmp_path / "store"
     with (
         FileStore(path) as store,
-        Program(COUNTER, path, "a", 200) as a,
-        Program(COUNTER, path, "b", 200) as b,
-        Program(COUNTER, path, "c", 200) as c,
+        ForkedProgram(worker_pool, COUNTER, path, "a", 200) as a,
+        ForkedProgram(worker_pool, COUNTER, path, "b", 200) as b,
+        ForkedProgram(worker_pool, COUNTER, path, "c", 200) as c,
     ):
         assert {script.line() for script in (a, b, c)} == {"ready"}
         store.set("go", "")
@@ -298,13 +299,13 @@ def test_processes_count_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiproc
-def test_writers_killed_at_any_moment_lose_nothing_of_others(tmp_path: Path) -> None:
+def test_writers_killed_at_any_moment_lose_nothing_of_others(worker_pool: WorkerPool, tmp_path: Path) -> None:
     path = tmp_path / "store"
     with FileStore(path, timeout=30) as store:
         store.set("go", "")
         names = [f"victim{number}" for number in range(4)]
         for name in names:
-            with Program(COUNTER, path, name, 10**9) as victim:
+            with ForkedProgram(worker_pool, COUNTER, path, name, 10**9) as victim:
                 victim.line()
                 while store.add(name, 0) < 20:
                     pass
@@ -315,7 +316,7 @@ def test_writers_killed_at_any_moment_lose_nothing_of_others(tmp_path: Path) -> 
 
 
 @pytest.mark.multiproc
-def test_a_value_of_another_process_ends_a_wait(tmp_path: Path) -> None:
+def test_a_value_of_another_process_ends_a_wait(worker_pool: WorkerPool, tmp_path: Path) -> None:
     path = tmp_path / "store"
     code = """
         import sys
@@ -324,7 +325,7 @@ def test_a_value_of_another_process_ends_a_wait(tmp_path: Path) -> None:
         print(store.get("question").decode())
         store.queue_push("answers", "42")
     """
-    with FileStore(path, timeout=30) as store, Program(code, path) as script:
+    with FileStore(path, timeout=30) as store, ForkedProgram(worker_pool, code, path) as script:
         store.set("question", "why?")
         assert script.line() == "why?"
         assert store.queue_pop("answers") == b"42"

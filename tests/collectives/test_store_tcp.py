@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_program import ForkedProgram
 from full_sets import FULL_ONLY
 
 from rpcdist.collectives import DistNetworkError, DistStoreError, PrefixStore, StoreTimeout, TCPStore
@@ -22,7 +23,7 @@ from rpcdist.collectives._stores import tcp_store
 from rpcdist.collectives._stores.store_service import TABLE_SERVER, StoreService
 from rpcdist.errors import AuthenticationFailed, BlockingInLoop, ConfigError, ConnectFailed
 from rpcdist.ids import Identity
-from rpcdist.testing import Program, eventually, free_port, wait_until_asleep
+from rpcdist.testing import Program, WorkerPool, eventually, free_port, wait_until_asleep
 from rpcdist.transport import acquire_node
 
 HOST = "127.0.0.1"
@@ -308,7 +309,7 @@ SERVE = """
 
 
 @pytest.mark.multiproc
-def test_processes_count_together() -> None:
+def test_processes_count_together(worker_pool: WorkerPool) -> None:
     code = (
         CONNECT
         + """
@@ -318,9 +319,9 @@ def test_processes_count_together() -> None:
     )
     with (
         TCPStore(HOST, 0, is_master=True) as master,
-        Program(code, master.port) as a,
-        Program(code, master.port) as b,
-        Program(code, master.port) as c,
+        ForkedProgram(worker_pool, code, master.port) as a,
+        ForkedProgram(worker_pool, code, master.port) as b,
+        ForkedProgram(worker_pool, code, master.port) as c,
     ):
         assert [script.line() for script in (a, b, c)] == ["True"] * 3
         assert [script.end() for script in (a, b, c)] == [0] * 3
@@ -328,7 +329,7 @@ def test_processes_count_together() -> None:
 
 
 @pytest.mark.multiproc
-def test_a_client_that_is_killed_leaves_no_waiter() -> None:
+def test_a_client_that_is_killed_leaves_no_waiter(worker_pool: WorkerPool) -> None:
     code = (
         CONNECT
         + """
@@ -338,7 +339,10 @@ def test_a_client_that_is_killed_leaves_no_waiter() -> None:
     store.get("never")
     """
     )
-    with TCPStore(HOST, 0, is_master=True, timeout=LIMIT_S) as master, Program(code, master.port) as client:
+    with (
+        TCPStore(HOST, 0, is_master=True, timeout=LIMIT_S) as master,
+        ForkedProgram(worker_pool, code, master.port) as client,
+    ):
         eventually(lambda: num_waiters() == 3, "the client waits")
         client.signal(signal.SIGKILL)
         eventually(lambda: num_waiters() == 0, "the waiters are gone")
@@ -347,9 +351,9 @@ def test_a_client_that_is_killed_leaves_no_waiter() -> None:
 
 
 @pytest.mark.multiproc
-def test_the_process_that_serves_is_killed_and_another_takes_its_place() -> None:
+def test_the_process_that_serves_is_killed_and_another_takes_its_place(worker_pool: WorkerPool) -> None:
     port = free_port()  # none that the system gives to others meanwhile
-    with Program(SERVE, port) as server:
+    with ForkedProgram(worker_pool, SERVE, port) as server:
         assert int(server.line()) == port
         with TCPStore(HOST, port, timeout=LIMIT_S) as client, ThreadPoolExecutor(1) as pool:
             client.set("k", "v")
@@ -361,7 +365,7 @@ def test_the_process_that_serves_is_killed_and_another_takes_its_place() -> None
                 get.result(LIMIT_S)
             assert time.monotonic() - started < LIMIT_S / 2
             server.end()
-            with Program(SERVE, port) as successor:
+            with ForkedProgram(worker_pool, SERVE, port) as successor:
                 assert int(successor.line()) == port
                 assert client.num_keys() == 0
                 client.set("end", "")
@@ -384,7 +388,7 @@ def test_the_reply_to_the_last_client_leaves_before_the_server_ends(closing: str
 
 
 @pytest.mark.multiproc
-def test_another_token() -> None:
+def test_another_token(worker_pool: WorkerPool) -> None:
     code = """
         import sys
         from rpcdist.collectives import TCPStore
@@ -395,7 +399,8 @@ def test_another_token() -> None:
             print("refused:", error)
     """
     with TCPStore(HOST, 0, is_master=True) as master:
-        with Program(code, master.port, environment={"RPCDIST_TOKEN": "some-other-token-of-good-length"}) as script:
+        token = {"RPCDIST_TOKEN": "some-other-token-of-good-length"}
+        with ForkedProgram(worker_pool, code, master.port, environment=token) as script:
             line = script.line()
             assert line.startswith("refused:") and "RPCDIST_TOKEN" in line
             assert script.end() == 0
@@ -435,7 +440,7 @@ STORES = {
         for kind in STORES
     ],
 )
-def test_ctrl_c_interrupts_a_wait(tmp_path: Path, kind: str, call: str) -> None:
+def test_ctrl_c_interrupts_a_wait(worker_pool: WorkerPool, tmp_path: Path, kind: str, call: str) -> None:
     code = f"""
         import sys
         from rpcdist.collectives import FileStore, HashStore, PrefixStore, TCPStore
@@ -451,12 +456,15 @@ def test_ctrl_c_interrupts_a_wait(tmp_path: Path, kind: str, call: str) -> None:
         except KeyboardInterrupt:
             print("interrupted")
     """
-    with TCPStore(HOST, 0, is_master=True) as master, Program(code, tmp_path / "store", master.port) as script:
+    with (
+        TCPStore(HOST, 0, is_master=True) as master,
+        ForkedProgram(worker_pool, code, tmp_path / "store", master.port) as script,
+    ):
         assert script.line() == "ready"
         if kind == "client":
             eventually(lambda: num_waiters() == 1, "the client waits")
         else:
-            wait_until_asleep(script.process.pid)
+            wait_until_asleep(script.worker.pid)
         started = time.monotonic()
         script.signal(signal.SIGINT)
         assert script.line() == "interrupted"

@@ -1,4 +1,4 @@
-"""Functions of the roles that the tests of `launch` start."""
+"""Functions of the roles that the tests of `launch` start. Those that call others import `rpc`, and with it torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
-from rpcdist import placement_from_environment, rpc
+from rpcdist import placement_from_environment
 from rpcdist.errors import WorkerLost
 
 __all__ = ["call_until_back", "die_once", "exit_after_lines", "name_and_threads", "stay", "wait_for_ever"]
@@ -33,11 +33,15 @@ def exit_after_lines(rank: int) -> None:
 
 
 def stay(rank: int) -> None:
+    from rpcdist import rpc
+
     rpc.init_rpc(_name())
     rpc.shutdown()
 
 
 def die_once(rank: int, folder: str) -> str:
+    from rpcdist import rpc
+
     rpc.init_rpc(_name())
     first = Path(folder, f"was{rank}")
     if not first.exists():
@@ -52,6 +56,8 @@ def die_once(rank: int, folder: str) -> str:
 
 def call_until_back(rank: int, folder: str, victim: str) -> tuple[bool, bool]:
     """Whether the victim was lost, and was another process afterwards."""
+    from rpcdist import rpc
+
     rpc.init_rpc(_name())
     before = rpc.rpc_sync(victim, os.getpid, timeout=60)
     Path(folder, "called").touch()

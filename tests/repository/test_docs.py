@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from docs_programs import PAGES, ROOT, blocks, environment, page, program_of, run
+from full_sets import FULL_ONLY
 
 from rpcdist.testing import free_port
 
@@ -65,6 +66,7 @@ def test_the_first_program_of_the_readme_is_the_example() -> None:
     assert next(blocks(text, "text"))[1] == docstring
 
 
+@FULL_ONLY  # `test_torchrun.py` always runs it under torchrun, and `test_collectives_api_processes.py` one by hand
 @pytest.mark.multiproc
 def test_the_job_of_the_readme_runs_by_hand(tmp_path: Path) -> None:
     [source] = [code for _, code in blocks(page("README.md"), "python") if code.startswith("# job.py\n")]
