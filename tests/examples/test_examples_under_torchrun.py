@@ -24,9 +24,12 @@ PNG = b"\x89PNG"
 JOB_LIMIT_S = 300.0
 SHORT_PIPELINE = "--steps 40 --max-loss 3.0"  # guessing reaches 3.07, this 2.8
 
-# By name: the example, its options, and how many ranks take part.
+# By name: the example, its options, and how many ranks take part. Ranks that take no part in a run wait in the next one
+# for the others, so those of few ranks come last.
 RUNS = {
     "ddp_rpc": ("ddp_rpc", "--epochs 1 --servers 2 --min-accuracy 100", 5),
+    "async_rl": ("async_rl", "--steps 15 --picture made/a.png", 4),
+    "parameter_server": ("parameter_server", "--epochs 8 --picture made/a.png", 3),
     "reinforcement_learning": ("reinforcement_learning", "--rounds 5 --picture made/a.png", 3),
     "collectives": ("collectives", "--rounds 4", 3),
     "recurrent_net": ("recurrent_net", "--steps 80 --max-loss 4.6", 2),  # reaches 4.3
@@ -136,6 +139,24 @@ def test_ddp_learns_and_resumes(ran: dict[str, Ran]) -> None:
     assert state["epochs"] == 3
 
 
+def test_a_parameter_server_learns(ran: dict[str, Ran]) -> None:
+    result = ran["parameter_server"]
+    found = last_line(result, r"test accuracy (\d+\.\d) % \(async, 2 trainers, 8 epochs, .*\), picture: .*")
+    assert float(found[1]) >= 90  # what 8 epochs reach with room to spare; a full run reaches 97
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert [sum(f"trainer{trainer}: epoch" in line for line in lines) for trainer in range(2)] == [8, 8]
+    assert (result.folder / "made" / "a.png").read_bytes().startswith(PNG)
+
+
+def test_asynchronous_reinforcement_learning_runs(ran: dict[str, Ran]) -> None:
+    """What it learns, and that it goes on without a generator, is in the full set."""
+    result = ran["async_rl"]
+    last_line(result, r"\d+ % of the lists are sorted right \(2 generators, 15 steps, .* s\), picture: .*")
+    assert result.stderr == ""
+    assert (result.folder / "made" / "a.png").read_bytes().startswith(PNG)
+
+
 def test_a_pipeline_learns(ran: dict[str, Ran]) -> None:
     result = ran["pipeline_parallel"]
     guessing = r"\(guessing by frequency: 3\.\d\d; \w+, 2 workers, 40 steps, .* s\)"
@@ -145,7 +166,7 @@ def test_a_pipeline_learns(ran: dict[str, Ran]) -> None:
     assert (result.folder / "made" / "a.svg").stat().st_size > 10_000
 
 
-@FULL_ONLY  # `test_examples.py` always starts two examples by themselves
+@FULL_ONLY  # `test_examples.py` always starts two examples by themselves, the first one and the elastic server
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in ("ddp_rpc", "ddp again")])
 def test_it_starts_its_processes_itself(ran: dict[str, Ran], name: str, tmp_path: Path) -> None:
     example, given, _ = RUNS[name]

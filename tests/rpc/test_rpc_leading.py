@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import rpc_leading_functions as functions
+from full_sets import FULL_ONLY
 from peer_timeouts import CALM_S
 
 from rpcdist.testing import RpcWorld, WorkerPool, eventually
@@ -22,7 +23,14 @@ def world(request: pytest.FixtureRequest, worker_pool: WorkerPool) -> RpcWorld:
     return worker_pool.world("a", "b", peer_timeout=CALM_S)
 
 
-@pytest.mark.parametrize("how", ["rpc_sync", "rpc_async", "remote"])
+# The ways to call by turns over the channels.
+BY_TURNS = [("auto", "rpc_sync"), ("tcp", "rpc_async"), ("auto", "remote")]
+SELDOM = [("tcp", "rpc_sync"), ("auto", "rpc_async"), ("tcp", "remote")]
+
+
+@pytest.mark.parametrize(
+    ("world", "how"), [*BY_TURNS, *(pytest.param(*each, marks=FULL_ONLY) for each in SELDOM)], indirect=["world"]
+)
 def test_ctrl_c_at_any_moment_leaves_the_connection_whole(world: RpcWorld, how: str) -> None:
     """Where bytes had been lost, the next reply could not be found, or the next message be read."""
     chance = random.Random(5)
