@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from rpcdist._proto import value_pb2 as rpcdist_dot___proto_dot_value__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rpcdist/_proto/rref.proto\x12\x07rpcdist\x1a\x1arpcdist/_proto/value.proto\"\x0f\n\rRRefDelivered\"\x9f\x04\n\x0bRRefMessage\x12,\n\x0c\x66ork_request\x18\x01 \x01(\x0b\x32\x14.rpcdist.ForkRequestH\x00\x12\x30\n\x0e\x66ork_confirmed\x18\x02 \x01(\x0b\x32\x16.rpcdist.ForkConfirmedH\x00\x12,\n\x0c\x66ork_refused\x18\x03 \x01(\x0b\x32\x14.rpcdist.ForkRefusedH\x00\x12\x32\n\x0f\x63hild_confirmed\x18\x04 \x01(\x0b\x32\x17.rpcdist.ChildConfirmedH\x00\x12,\n\x0cuser_deleted\x18\x05 \x01(\x0b\x32\x14.rpcdist.UserDeletedH\x00\x12*\n\x0bshare_query\x18\x06 \x01(\x0b\x32\x13.rpcdist.ShareQueryH\x00\x12(\n\nshare_lost\x18\x07 \x01(\x0b\x32\x12.rpcdist.ShareLostH\x00\x12\x30\n\x0e\x63reation_query\x18\x08 \x01(\x0b\x32\x16.rpcdist.CreationQueryH\x00\x12\x30\n\x0e\x63reation_probe\x18\t \x01(\x0b\x32\x16.rpcdist.CreationProbeH\x00\x12.\n\rcreation_over\x18\n \x01(\x0b\x32\x15.rpcdist.CreationOverH\x00\x12.\n\rusers_deleted\x18\x0b \x01(\x0b\x32\x15.rpcdist.UsersDeletedH\x00\x42\x06\n\x04\x62ody\"O\n\x0b\x46orkRequest\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\x1f\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x11.rpcdist.UniqueId\"Q\n\rForkConfirmed\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\x1f\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x11.rpcdist.UniqueId\"\xe9\x01\n\x0b\x46orkRefused\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\x1f\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12+\n\x06reason\x18\x03 \x01(\x0e\x32\x1b.rpcdist.ForkRefused.Reason\"k\n\x06Reason\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x11\n\rLEASE_EXPIRED\x10\x01\x12\x13\n\x0f\x43REATION_FAILED\x10\x02\x12\x0e\n\nOWNER_LOST\x10\x03\x12\x0e\n\nSHARE_LOST\x10\x04\x12\x0c\n\x08NOT_HELD\x10\x05\"R\n\x0e\x43hildConfirmed\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\x1f\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x11.rpcdist.UniqueId\"O\n\x0bUserDeleted\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\x1f\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x11.rpcdist.UniqueId\"\x1b\n\x0cUsersDeleted\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\"N\n\nShareQuery\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\x1f\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x11.rpcdist.UniqueId\"M\n\tShareLost\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\x1f\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x11.rpcdist.UniqueId\"Q\n\rCreationQuery\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\x1f\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x11.rpcdist.UniqueId\"0\n\rCreationProbe\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\"/\n\x0c\x43reationOver\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId2?\n\x04RRef\x12\x37\n\x07\x44\x65liver\x12\x14.rpcdist.RRefMessage\x1a\x16.rpcdist.RRefDeliveredb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rpcdist/_proto/rref.proto\x12\x07rpcdist\x1a\x1arpcdist/_proto/value.proto\"\x0f\n\rRRefDelivered\"\x9f\x04\n\x0bRRefMessage\x12,\n\x0c\x66ork_request\x18\x01 \x01(\x0b\x32\x14.rpcdist.ForkRequestH\x00\x12\x30\n\x0e\x66ork_confirmed\x18\x02 \x01(\x0b\x32\x16.rpcdist.ForkConfirmedH\x00\x12,\n\x0c\x66ork_refused\x18\x03 \x01(\x0b\x32\x14.rpcdist.ForkRefusedH\x00\x12\x32\n\x0f\x63hild_confirmed\x18\x04 \x01(\x0b\x32\x17.rpcdist.ChildConfirmedH\x00\x12,\n\x0cuser_deleted\x18\x05 \x01(\x0b\x32\x14.rpcdist.UserDeletedH\x00\x12*\n\x0bshare_query\x18\x06 \x01(\x0b\x32\x13.rpcdist.ShareQueryH\x00\x12(\n\nshare_lost\x18\x07 \x01(\x0b\x32\x12.rpcdist.ShareLostH\x00\x12\x30\n\x0e\x63reation_query\x18\x08 \x01(\x0b\x32\x16.rpcdist.CreationQueryH\x00\x12\x30\n\x0e\x63reation_probe\x18\t \x01(\x0b\x32\x16.rpcdist.CreationProbeH\x00\x12.\n\rcreation_over\x18\n \x01(\x0b\x32\x15.rpcdist.CreationOverH\x00\x12.\n\rusers_deleted\x18\x0b \x01(\x0b\x32\x15.rpcdist.UsersDeletedH\x00\x42\x06\n\x04\x62ody\"O\n\x0b\x46orkRequest\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\x1f\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x11.rpcdist.UniqueId\"Q\n\rForkConfirmed\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\x1f\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x11.rpcdist.UniqueId\"\xf7\x01\n\x0b\x46orkRefused\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\x1f\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12+\n\x06reason\x18\x03 \x01(\x0e\x32\x1b.rpcdist.ForkRefused.Reason\"y\n\x06Reason\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x11\n\rLEASE_EXPIRED\x10\x01\x12\x13\n\x0f\x43REATION_FAILED\x10\x02\x12\x0e\n\nOWNER_LOST\x10\x03\x12\x0e\n\nSHARE_LOST\x10\x04\x12\x0c\n\x08NOT_HELD\x10\x05\x12\x0c\n\x08TOO_MANY\x10\x06\"R\n\x0e\x43hildConfirmed\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\x1f\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x11.rpcdist.UniqueId\"O\n\x0bUserDeleted\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\x1f\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x11.rpcdist.UniqueId\"\x1b\n\x0cUsersDeleted\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\"N\n\nShareQuery\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\x1f\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x11.rpcdist.UniqueId\"M\n\tShareLost\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\x1f\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x11.rpcdist.UniqueId\"Q\n\rCreationQuery\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\x1f\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x11.rpcdist.UniqueId\"0\n\rCreationProbe\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\"/\n\x0c\x43reationOver\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId2?\n\x04RRef\x12\x37\n\x07\x44\x65liver\x12\x14.rpcdist.RRefMessage\x1a\x16.rpcdist.RRefDeliveredb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,25 +41,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FORKCONFIRMED']._serialized_start=710
   _globals['_FORKCONFIRMED']._serialized_end=791
   _globals['_FORKREFUSED']._serialized_start=794
-  _globals['_FORKREFUSED']._serialized_end=1027
+  _globals['_FORKREFUSED']._serialized_end=1041
   _globals['_FORKREFUSED_REASON']._serialized_start=920
-  _globals['_FORKREFUSED_REASON']._serialized_end=1027
-  _globals['_CHILDCONFIRMED']._serialized_start=1029
-  _globals['_CHILDCONFIRMED']._serialized_end=1111
-  _globals['_USERDELETED']._serialized_start=1113
-  _globals['_USERDELETED']._serialized_end=1192
-  _globals['_USERSDELETED']._serialized_start=1194
-  _globals['_USERSDELETED']._serialized_end=1221
-  _globals['_SHAREQUERY']._serialized_start=1223
-  _globals['_SHAREQUERY']._serialized_end=1301
-  _globals['_SHARELOST']._serialized_start=1303
-  _globals['_SHARELOST']._serialized_end=1380
-  _globals['_CREATIONQUERY']._serialized_start=1382
-  _globals['_CREATIONQUERY']._serialized_end=1463
-  _globals['_CREATIONPROBE']._serialized_start=1465
-  _globals['_CREATIONPROBE']._serialized_end=1513
-  _globals['_CREATIONOVER']._serialized_start=1515
-  _globals['_CREATIONOVER']._serialized_end=1562
-  _globals['_RREF']._serialized_start=1564
-  _globals['_RREF']._serialized_end=1627
+  _globals['_FORKREFUSED_REASON']._serialized_end=1041
+  _globals['_CHILDCONFIRMED']._serialized_start=1043
+  _globals['_CHILDCONFIRMED']._serialized_end=1125
+  _globals['_USERDELETED']._serialized_start=1127
+  _globals['_USERDELETED']._serialized_end=1206
+  _globals['_USERSDELETED']._serialized_start=1208
+  _globals['_USERSDELETED']._serialized_end=1235
+  _globals['_SHAREQUERY']._serialized_start=1237
+  _globals['_SHAREQUERY']._serialized_end=1315
+  _globals['_SHARELOST']._serialized_start=1317
+  _globals['_SHARELOST']._serialized_end=1394
+  _globals['_CREATIONQUERY']._serialized_start=1396
+  _globals['_CREATIONQUERY']._serialized_end=1477
+  _globals['_CREATIONPROBE']._serialized_start=1479
+  _globals['_CREATIONPROBE']._serialized_end=1527
+  _globals['_CREATIONOVER']._serialized_start=1529
+  _globals['_CREATIONOVER']._serialized_end=1576
+  _globals['_RREF']._serialized_start=1578
+  _globals['_RREF']._serialized_end=1641
 # @@protoc_insertion_point(module_scope)

@@ -63,12 +63,14 @@ class ForkRefused(_message.Message):
         OWNER_LOST: _ClassVar[ForkRefused.Reason]
         SHARE_LOST: _ClassVar[ForkRefused.Reason]
         NOT_HELD: _ClassVar[ForkRefused.Reason]
+        TOO_MANY: _ClassVar[ForkRefused.Reason]
     UNKNOWN: ForkRefused.Reason
     LEASE_EXPIRED: ForkRefused.Reason
     CREATION_FAILED: ForkRefused.Reason
     OWNER_LOST: ForkRefused.Reason
     SHARE_LOST: ForkRefused.Reason
     NOT_HELD: ForkRefused.Reason
+    TOO_MANY: ForkRefused.Reason
     RREF_FIELD_NUMBER: _ClassVar[int]
     FORK_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]

@@ -27,9 +27,12 @@ from rpcdist.rpc._rref.messages import (
     Incarnation,
     Message,
     MessageKind,
+    Reason,
+    RefuseCreation,
     RRefAction,
     SendControl,
     UniqueId,
+    control_to,
 )
 from rpcdist.rpc._rref.protocol import RRefProtocol
 from rpcdist.rpc._serving.producers import MAX_CREDIT, SyncProducer
@@ -166,3 +169,34 @@ def test_references_that_nobody_will_make_are_bounded_and_leave_nothing(monkeypa
     protocol.lease_ended(asker)
     protocol.lease_ended(other)
     assert not protocol.owners.entries and not protocol.owners.waiting
+
+
+def test_forks_of_a_value_that_is_there_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that a peer asked for, of one reference that it did hold, took 400 bytes until its end."""
+    monkeypatch.setattr(owner, "MAX_HELD", 3)
+    me, holder, other = (Incarnation(number, 100 + number) for number in (0, 1, 2))
+    protocol = RRefProtocol(me)
+    rref = UniqueId(holder.worker, 1, holder.incarnation)
+    forks = [UniqueId(holder.worker, number, holder.incarnation) for number in range(2, 9)]
+
+    def ask(sender: Incarnation, fork: UniqueId) -> list[RRefAction]:
+        return protocol.message_arrived(sender, Message(MessageKind.FORK_REQUEST, rref, fork))
+
+    protocol.creation_accepted(rref, forks[0], holder)
+    protocol.creation_finished(rref)
+    assert all(
+        ask(holder, fork) == [control_to(holder, MessageKind.FORK_CONFIRMED, rref, fork)]
+        for fork in [*forks[1:3], forks[1]]
+    )
+    refused = control_to(holder, MessageKind.FORK_REFUSED, rref, forks[3], Reason.TOO_MANY)
+    assert ask(holder, forks[3]) == [refused] == ask(holder, forks[3])
+    another = UniqueId(holder.worker, 9, holder.incarnation)
+    assert protocol.creation_accepted(another, forks[4], holder) == [RefuseCreation(another, forks[4], Reason.TOO_MANY)]
+    assert ask(other, UniqueId(2, 5, 102))[0] == control_to(
+        other, MessageKind.FORK_CONFIRMED, rref, UniqueId(2, 5, 102)
+    )
+    protocol.message_arrived(holder, Message(MessageKind.USER_DELETED, rref, forks[1]))
+    assert ask(holder, forks[3]) == [control_to(holder, MessageKind.FORK_CONFIRMED, rref, forks[3])]
+    protocol.lease_ended(holder)
+    protocol.lease_ended(other)
+    assert not protocol.owners.held and not protocol.owners.entries and not protocol.owners.since

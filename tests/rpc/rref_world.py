@@ -385,6 +385,7 @@ def clone(protocol: RRefProtocol) -> RRefProtocol:
     copy = RRefProtocol(protocol.me)
     copy.lost |= protocol.lost
     copy.owners.waiting.update(protocol.owners.waiting)
+    copy.owners.held.update(protocol.owners.held)
     copy.owners.ended |= protocol.owners.ended
     copy.owners.expired |= protocol.owners.expired
     copy.refused_shares |= protocol.refused_shares

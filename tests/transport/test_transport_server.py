@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import pytest
 from own_shortages import no_free_descriptor
 from transport_nodes import LIMIT_S, UNIT_S, Memory, Nodes, Recorder, kind_of, open_link
@@ -29,6 +30,7 @@ from rpcdist.errors import (
 from rpcdist.ids import Identity
 from rpcdist.testing import eventually
 from rpcdist.transport import Link, Node, Session
+from rpcdist.transport._channels import grpc_channel
 from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.grpc_channel import tls_failure
 from rpcdist.transport._server import unary_services
@@ -381,6 +383,53 @@ def test_the_unary_calls_of_a_peer_that_are_under_way_have_a_bound(
     assert len(refused) == 5 and all("are the most" in str(error) for error in refused)
     assert clients[1].run(unary(one, "Members"), LIMIT_S).version == 7
     assert clients[0].run(unary(many, "Members"), LIMIT_S).version == 7  # nothing stays counted
+
+
+def test_replies_that_a_peer_does_not_read_count_until_it_does(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC kept each of them twice: 200 calls for 2 MB each made a process grow by 770 MiB."""
+    reply = membership_pb2.JoinReply(version=7, detail="x" * (2 << 20))
+    monkeypatch.setattr(unary_services, "MAX_BYTES_UNDER_WAY", 5 * reply.ByteSize())
+    # Otherwise gRPC's client takes in megabytes that nobody has read.
+    monkeypatch.setattr(grpc_channel, "CHANNEL_OPTIONS", [*grpc_channel.CHANNEL_OPTIONS, ("grpc.http2.bdp_probe", 0)])
+    server, client = nodes.make("server", serve=True), nodes.make("client")
+
+    asked: list[Identity] = []
+
+    async def members(peer: Identity, request: Any) -> membership_pb2.JoinReply:
+        asked.append(peer)
+        return reply
+
+    server.add_service(SERVICE, {"Members": members})
+    link = open_link(client, server)
+
+    async def ask(num_calls: int) -> list[Any]:
+        path = "/rpcdist.Membership/Members"
+        calls = []
+        for _ in range(num_calls):
+            with link._calling(path) as metadata:
+                call: Any = link._for_unary().stream_stream(path)(metadata=metadata)
+                await call.write(b"")
+                await call.done_writing()
+                calls.append(call)
+        return calls
+
+    async def read(calls: list[Any]) -> list[str | int]:
+        async def outcome(call: Any) -> str | int:
+            try:
+                return len(await call.read())
+            except grpc.aio.AioRpcError as exc:
+                return str(exc.details())
+
+        return await asyncio.gather(*map(outcome, calls))
+
+    calls = client.run(ask(8), LIMIT_S)
+    eventually(lambda: len(asked) == 8)
+    outcomes = client.run(read(calls), LIMIT_S)
+    refused = [outcome for outcome in outcomes if isinstance(outcome, str)]
+    assert refused and all("are the most" in text and "read the replies" in text for text in refused)
+    assert outcomes.count(reply.ByteSize()) == 8 - len(refused) >= 2  # each counts twice
+    for _ in range(8):
+        assert client.run(unary(link, "Members"), LIMIT_S).version == 7  # nothing stays counted
 
 
 def test_a_unary_call_knows_who_calls(served: tuple[Node, Node, Answers]) -> None:

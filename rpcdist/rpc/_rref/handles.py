@@ -22,6 +22,7 @@ from rpcdist.errors import (
     WorkerLost,
 )
 from rpcdist.rpc._rref.messages import Incarnation, Reason, RRefId, UniqueId
+from rpcdist.rpc._rref.owner import MAX_HELD
 from rpcdist.rpc._values.exceptions import copied, text_of
 from rpcdist.rpc.future import Future
 
@@ -185,6 +186,11 @@ def describe(reason: Reason, what: str, owner: str) -> Exception:
         return RRefError(
             f"{what} is refused by its owner {owner!r}: the worker that asked does not hold the share that it named, "
             "which was released, or is another worker's. Use a reference that was sent to this worker."
+        )
+    if reason is Reason.TOO_MANY:
+        return RRefError(
+            f"{what} is refused by its owner {owner!r}: this worker holds {MAX_HELD} references to values there, the "
+            "most that one may. Drop some, or put several values behind one reference."
         )
     return RRefError(
         f"{what} is unknown to its owner {owner!r}: the worker that shared it died before the owner knew of the share, "

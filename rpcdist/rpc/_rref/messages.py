@@ -92,6 +92,7 @@ class Reason(enum.IntEnum):
     OWNER_LOST = 3  # the owner died
     SHARE_LOST = 4  # the message that carried the reference was given up by its sender
     NOT_HELD = 5  # the owner does not count this fork for the worker that names it
+    TOO_MANY = 6  # the worker holds as many forks as the owner counts for one
 
 
 class MessageKind(enum.Enum):

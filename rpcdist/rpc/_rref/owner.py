@@ -35,6 +35,8 @@ from rpcdist.rpc._rref.messages import (
 
 MAX_WAITING: Final = 1 << 16
 """Forks of one process that may wait for the creations of their values; more are refused as unknown."""
+MAX_HELD: Final = 1 << 20
+"""Forks that one process may hold; more are refused, while forks that we share with it ourselves only count."""
 
 
 class State(enum.Enum):
@@ -62,6 +64,7 @@ class OwnerTable:
         now: the time, in seconds, as the shell set it last; it need not be exact.
         since: by fork that counts, when it was counted.
         waiting: by process, how many of its forks wait for a creation.
+        held: by process, how many of its forks count.
     """
 
     def __init__(self, me: Incarnation, emit: Callable[[RRefAction], None]) -> None:
@@ -71,6 +74,7 @@ class OwnerTable:
         self.now = 0.0
         self.since: dict[ForkId, float] = {}
         self.waiting: Counter[Incarnation] = Counter()
+        self.held: Counter[Incarnation] = Counter()
         self.ended: set[Incarnation] = set()  # whose lease is over: the processes that died during ours, or are silent
         # The two below are bounded: what such processes held, said to those that come back, and creations that their
         # creator gave up before they came.
@@ -95,6 +99,8 @@ class OwnerTable:
             self._emit(RefuseCreation(rref, fork, Reason.LEASE_EXPIRED))
         elif rref in self.refused:
             self._emit(RefuseCreation(rref, fork, Reason.CREATION_FAILED))
+        elif self.held[creator] >= MAX_HELD:
+            self._emit(RefuseCreation(rref, fork, Reason.TOO_MANY))
         elif entry is None:
             entry = self.entries[rref] = OwnerEntry(rref, State.CREATING)
             self._count(entry, fork, creator)
@@ -147,6 +153,8 @@ class OwnerTable:
             self._emit(control_to(sender, MessageKind.FORK_REFUSED, rref, fork, Reason.UNKNOWN))
         elif sender != entry.forks.get(fork, sender) or sender != entry.askers.get(fork, sender):
             self._emit(control_to(sender, MessageKind.FORK_REFUSED, rref, fork, Reason.NOT_HELD))
+        elif fork not in entry.forks and self.held[sender] >= MAX_HELD:
+            self._emit(control_to(sender, MessageKind.FORK_REFUSED, rref, fork, Reason.TOO_MANY))
         elif entry.state is not State.EXPECTED:
             self._count(entry, fork, sender)
             self._emit(control_to(sender, MessageKind.FORK_CONFIRMED, rref, fork))
@@ -159,8 +167,7 @@ class OwnerTable:
         if entry is None:
             return
         if entry.forks.get(fork) == sender:
-            del entry.forks[fork]
-            self.since.pop(fork, None)
+            self._uncount(entry, fork)
         if entry.askers.get(fork) == sender:
             self._end_wait(entry.askers, fork)
         self._settle(entry)
@@ -208,8 +215,7 @@ class OwnerTable:
             self._emit(SettleHandle(rref, fork, reason))
             return
         if entry.forks.get(fork) == self._me:  # it was counted, as we sent it to ourselves
-            del entry.forks[fork]
-            self.since.pop(fork, None)
+            self._uncount(entry, fork)
         entry.local[fork] = None
         self._emit(SettleHandle(rref, fork))
 
@@ -289,14 +295,19 @@ class OwnerTable:
     # Inside.
 
     def _count(self, entry: OwnerEntry, fork: ForkId, holder: Incarnation) -> None:
+        if fork not in entry.forks:
+            self.held[holder] += 1
         entry.forks[fork] = holder
         self.since[fork] = self.now
+
+    def _uncount(self, entry: OwnerEntry, fork: ForkId) -> None:
+        self.since.pop(fork, None)
+        _take_out(self.held, entry.forks.pop(fork))
 
     def _drop_holder(self, entry: OwnerEntry, node: Incarnation) -> None:
         """If the node lives after all, it must not wait for an answer that will not come."""
         for fork in _forks_of(entry.forks, node):
-            del entry.forks[fork]
-            self.since.pop(fork, None)
+            self._uncount(entry, fork)
             remember(self.expired, (node, entry.rref, fork))
         for fork in _forks_of(entry.askers, node):
             self._end_wait(entry.askers, fork)
@@ -354,10 +365,7 @@ class OwnerTable:
         return True
 
     def _end_wait(self, table: dict[ForkId, Incarnation], fork: ForkId) -> None:
-        sender = table.pop(fork)
-        self.waiting[sender] -= 1
-        if not self.waiting[sender]:
-            del self.waiting[sender]
+        _take_out(self.waiting, table.pop(fork))
 
     def _end_waits(self, entry: OwnerEntry) -> None:
         for table in (entry.askers, entry.fetchers):
@@ -377,3 +385,9 @@ class OwnerTable:
 
 def _forks_of(table: dict[ForkId, Incarnation], node: Incarnation) -> list[ForkId]:
     return [fork for fork, holder in table.items() if holder == node]
+
+
+def _take_out(counts: Counter[Incarnation], node: Incarnation) -> None:
+    counts[node] -= 1
+    if not counts[node]:
+        del counts[node]

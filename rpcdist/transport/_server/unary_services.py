@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Final
 
 import grpc
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 CALL_BYTES: Final = 16 << 10
 """The memory of a call that waits, without its request."""
 MAX_BYTES_UNDER_WAY: Final = 192 << 20
-"""Of one caller; more than the largest request that travels in pieces. A larger one goes alone."""
+"""Of one caller, with replies that it has not read; more than the largest message that travels in pieces."""
 
 Method = Callable[[Identity, Any], Awaitable[Any]]
 """A service method: takes the proven caller and the request, returns the reply. Runs on the I/O loop.
@@ -93,15 +93,19 @@ class UnaryServices(grpc.GenericRpcHandler):
         return _refuse_unread(path) if peer is None else self._answer(path, peer, *found)
 
     def _answer(self, path: str, peer: Identity, request_type: type[Message], method: Method, in_pieces: bool) -> Any:
-        async def reply_to(request: Any, num_bytes: int, context: Any) -> Any:
+        async def reply_to(request: Any, num_bytes: int, context: Any) -> bytes:
             try:
-                with self._counted(peer, CALL_BYTES + num_bytes):
-                    return await method(peer, request)
+                self._count(peer, CALL_BYTES + num_bytes, context)
+                reply = await method(peer, request)
+                data: bytes = reply if in_pieces else reply.SerializeToString()
+                self._count(peer, len(data) if in_pieces else 2 * len(data), context)  # gRPC copies a whole message
+                return data
             except RpcdistError as exc:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(exc))
             except Exception as exc:
                 logger.exception("the handler of %s failed", path)
                 await context.abort(grpc.StatusCode.INTERNAL, repr(exc))
+            raise AssertionError("`abort` raises")
 
         async def handle(data: bytes, context: Any) -> bytes:
             self._on_call(context.peer())
@@ -110,43 +114,47 @@ class UnaryServices(grpc.GenericRpcHandler):
             except (DecodeError, ProtocolViolation) as exc:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request of {path} cannot be parsed: {exc}")
             with self._running():
-                return (await reply_to(request, len(data), context)).SerializeToString()  # type: ignore[no-any-return]
+                return await reply_to(request, len(data), context)
 
         async def handle_pieces(pieces: AsyncIterable[bytes], context: Any) -> None:
             self._on_call(context.peer())
             with self._running():
                 try:
-                    with ExitStack() as counted:
-                        request = await joined(self._counting(pieces, peer, counted), request_type)
+                    request = await joined(self._counting(pieces, peer, context), request_type)
                 except (DecodeError, ProtocolViolation, Overloaded) as exc:
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request of {path}: {exc}")
-                for piece in cut(await reply_to(request, len(request), context), request_type):
+                for piece in cut(await reply_to(request, 0, context), request_type):
                     await context.write(piece)
 
         if in_pieces:
             return grpc.stream_stream_rpc_method_handler(handle_pieces)
         return grpc.unary_unary_rpc_method_handler(handle)
 
-    @contextmanager
-    def _counted(self, peer: Identity, num_bytes: int) -> Iterator[None]:
-        """Counts the bytes of a call that a peer has under way; raises `Overloaded` for more than one may have."""
+    def _count(self, peer: Identity, num_bytes: int, context: Any) -> None:
+        """Counts bytes of a call until it is over, its reply written to the connection, or its connection gone.
+
+        Raises:
+            Overloaded: they are more than the peer may have under way.
+        """
         under_way = self._num_bytes[peer]
         if under_way and under_way + num_bytes > MAX_BYTES_UNDER_WAY:
             raise Overloaded(
-                f"{num_bytes} bytes came with a call of a service while {under_way} of worker {peer.name!r} are under "
-                f"way there; {MAX_BYTES_UNDER_WAY} are the most. Wait for fewer keys at once"
+                f"{num_bytes} bytes of a call of a service, or of its reply, came while {under_way} of worker "
+                f"{peer.name!r} are under way there; {MAX_BYTES_UNDER_WAY} are the most. Wait for fewer keys at once, "
+                "and read the replies"
             )
         self._num_bytes[peer] += num_bytes
-        try:
-            yield
-        finally:
+
+        def is_over(_context: Any) -> None:
             self._num_bytes[peer] -= num_bytes
             if not self._num_bytes[peer]:
                 del self._num_bytes[peer]
 
-    async def _counting(self, pieces: AsyncIterable[bytes], peer: Identity, counted: ExitStack) -> AsyncIterator[bytes]:
+        context.add_done_callback(is_over)
+
+    async def _counting(self, pieces: AsyncIterable[bytes], peer: Identity, context: Any) -> AsyncIterator[bytes]:
         async for piece in pieces:
-            counted.enter_context(self._counted(peer, len(piece)))
+            self._count(peer, len(piece), context)
             yield piece
 
     @contextmanager
