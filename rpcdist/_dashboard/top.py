@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
+from rich.text import Text
 from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import BindingType
@@ -15,7 +16,7 @@ from textual.widgets import DataTable, Footer, Static
 
 from rpcdist._dashboard.job_watch import JobWatch
 from rpcdist._inspect.asking import Asker
-from rpcdist.inspection import WorkerFacts
+from rpcdist.inspection import WorkerFacts, printable_lines
 from rpcdist.time_limits import LIVE_VIEW_PERIOD_S
 
 COLUMNS: Final = (
@@ -102,16 +103,16 @@ class Top(App[None]):
         answering = [row for row in rows.values() if row["state"] == "answers"]
         calls = sum(row["served_rate"] for row in answering)
         state = f"NO ANSWER: {view['error']}" if view["error"] else f"{len(answering)} of {len(rows)} workers answer"
-        self.query_one("#head", Static).update(f"job {view['job']}   {state}   {calls:.0f} calls/s")
+        self.query_one("#head", Static).update(printable_lines(f"job {view['job']}   {state}   {calls:.0f} calls/s"))
         waits = view.get("waits", {"deadlocks": [], "culprits": []})
         lines = [f"DEADLOCK: {text}" for text in waits["deadlocks"]] + [one["text"] for one in waits["culprits"]]
-        self.query_one("#waits", Static).update("\n".join(lines[:8]))
+        self.query_one("#waits", Static).update(printable_lines("\n".join(lines[:8])))
         table = self.query_one(DataTable)
         cursor = table.cursor_row
         key = COLUMNS[self._sort_by][0]
         table.clear()
         for row in sorted(rows.values(), key=lambda row: _order(row.get(key)), reverse=self._down):
-            table.add_row(*[_cell(name, row) for name, _ in COLUMNS], key=row["name"])
+            table.add_row(*[Text(_cell(name, row)) for name, _ in COLUMNS], key=row["name"])
         table.move_cursor(row=min(cursor, max(0, len(rows) - 1)))
 
     def action_sort(self) -> None:
@@ -164,7 +165,7 @@ def text_of_worker(name: str, row: Mapping[str, Any] | None, facts: WorkerFacts 
     lines += [f"  {one.peer}: {one.kind}{', TLS' if one.tls else ''}, queue {one.num_queued}" for one in facts.channels]
     lines += ["", "limits:"]
     lines += [f"  {one.name}: {one.used} of {one.limit}" for one in facts.limits]
-    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in "\n".join(lines))
+    return printable_lines("\n".join(lines))
 
 
 def _order(value: Any) -> tuple[bool, Any]:
@@ -183,5 +184,4 @@ def _cell(key: str, row: Mapping[str, Any]) -> str:
         return "" if value is None else f"{value * 1e3:,.3g} ms"
     if isinstance(value, float):
         return f"{value:,.1f}" if value else "0"
-    text = "" if value is None else str(value)
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    return "" if value is None else printable_lines(str(value)).replace("\n", " ")

@@ -10,6 +10,8 @@ from rpcdist._dashboard.top import COLUMNS, Top, text_of_worker
 from rpcdist.inspection import FunctionTimes, SilentWorker
 
 ESCAPE = "\N{ESCAPE}[2J"
+MARKUP = "[/b][@click=app.quit]x"
+"""Ended `top` with an error of the markup, which had no start."""
 
 
 async def shown(top: Top, pilot: object, looks: int) -> None:
@@ -18,26 +20,30 @@ async def shown(top: Top, pilot: object, looks: int) -> None:
     await pilot.pause()  # type: ignore[attr-defined]
 
 
+def row(table: DataTable[object], index: int) -> list[str]:
+    return [str(cell) for cell in table.get_row_at(index)]
+
+
 async def test_the_table_shows_the_workers_and_sorts() -> None:
     silent = SilentWorker("worker2", "127.0.0.1:2002", "stopped", "it was stopped by a signal", "stack of it")
     times = (FunctionTimes("work", True, 3, 0, 0.0025, 0.5),)
-    calm = facts(role=ESCAPE, memory_bytes=300 << 20, functions=times)
+    calm = facts(role=ESCAPE + MARKUP, memory_bytes=300 << 20, functions=times)
     job = MadeUpJob(calm, facts("worker1", calls_served=(served("work", 5.0),)), silent=(silent,))
     top = Top(job, "127.0.0.1:2000", 0.05)
     async with top.run_test(size=(160, 40)) as pilot:
         await shown(top, pilot, 2)
         table = top.query_one(DataTable)
-        assert [table.get_row_at(index)[0] for index in range(3)] == ["worker0", "worker1", "worker2"]
-        assert "\N{ESCAPE}" not in table.get_row_at(0)[1]
+        assert [row(table, index)[0] for index in range(3)] == ["worker0", "worker1", "worker2"]
+        assert row(table, 0)[1].endswith(f"[2J{MARKUP}") and "\N{ESCAPE}" not in row(table, 0)[1]
         assert "2 of 3 workers answer" in str(top.query_one("#head", Static).render())
-        shown_row = dict(zip([key for key, _ in COLUMNS], table.get_row_at(0), strict=True))
+        shown_row = dict(zip([key for key, _ in COLUMNS], row(table, 0), strict=True))
         assert (shown_row["memory_bytes"], shown_row["latency_s"]) == ("300 MiB", "2.5 ms")
         oldest = [name for name, _ in COLUMNS].index("oldest_s")
         while top._sort_by != oldest:
             await pilot.press("s")
-        assert table.get_row_at(0)[0] == "worker1"
+        assert row(table, 0)[0] == "worker1"
         await pilot.press("r")
-        assert table.get_row_at(2)[0] == "worker1"
+        assert row(table, 2)[0] == "worker1"
         table.move_cursor(row=2)
         await pilot.press("enter")
         await shown(top, pilot, top.watch_job.num_looks + 2)
