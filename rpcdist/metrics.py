@@ -13,9 +13,11 @@ page docs/metrics.md lists the metrics; `families` reads them as data.
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from rpcdist._counters import (
@@ -40,6 +42,7 @@ from rpcdist.transport.node import Node
 __all__ = ["METRICS", "Family", "Histogram", "attach", "export_to_opentelemetry", "families", "serve"]
 
 _LOOPBACK: Final = "127.0.0.1"
+_MAX_CONNECTIONS: Final = 16
 _SIZES: Final = ((1 << 10, "1 KiB"), (64 << 10, "64 KiB"), (1 << 20, "1 MiB"), (16 << 20, "16 MiB"))
 _LARGEST: Final = "more"
 _MAX_UNREAD: Final = 10_000  # operations that have not ended; the oldest of more are not counted
@@ -287,7 +290,7 @@ def serve(address: str) -> str:
             return _endpoint[0]
 
         def bind(port: int) -> int:
-            start_http_server(port, host, registry)
+            _keep_newest(start_http_server(port, host, registry)[0])
             return port
 
         try:
@@ -299,6 +302,20 @@ def serve(address: str) -> str:
             ) from exc
     attach()
     return _endpoint[0]
+
+
+def _keep_newest(server: Any) -> None:
+    """Bounds the connections of an HTTP server, each of which takes a thread and a descriptor: the oldest are ended."""
+    start_thread, newest = server.process_request, deque[socket.socket]()
+
+    def process_request(request: socket.socket, address: object) -> None:
+        newest.append(request)
+        if len(newest) > _MAX_CONNECTIONS:
+            with suppress(OSError):  # it has ended
+                newest.popleft().shutdown(socket.SHUT_RDWR)
+        start_thread(request, address)
+
+    server.process_request = process_request
 
 
 def _parsed(address: str) -> tuple[str, PortRange]:

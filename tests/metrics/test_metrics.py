@@ -6,6 +6,8 @@ import json
 import re
 import signal
 import socket
+import threading
+from contextlib import ExitStack
 
 import pytest
 from docs_programs import ROOT, page
@@ -132,6 +134,21 @@ def test_the_address_is_loopback_unless_told(worker_pool: WorkerPool) -> None:
 
 
 @pytest.mark.multiproc
+def test_silent_connections_take_no_thread_each(worker_pool: WorkerPool) -> None:
+    """300 of them took 300 threads and descriptors of the worker, for as long as they liked."""
+    worker = worker_pool.start("w0")
+    address = worker.run(serve_at, str(free_port()))
+    before = worker.run(threading.active_count)
+    host, _, port = address.rpartition(":")
+    with ExitStack() as held:
+        silent = [held.enter_context(socket.create_connection((host, int(port)))) for _ in range(60)]
+        for connection in silent[:30]:
+            assert connection.recv(1) == b""  # the oldest are ended
+        scraped(address)
+        eventually(lambda: worker.run(threading.active_count) <= before + 17)
+    eventually(lambda: worker.run(threading.active_count) <= before)
+
+
 def test_a_port_that_is_taken_is_named(worker_pool: WorkerPool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
