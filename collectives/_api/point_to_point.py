@@ -37,11 +37,7 @@ Future = torch.futures.Future
 
 @begins_traceback
 def isend(
-    tensor: torch.Tensor,
-    dst: int | None = None,
-    group: Group = None,
-    tag: int = 0,
-    group_dst: int | None = None,
+    tensor: torch.Tensor, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
 ) -> Work | None:
     """Starts to send a tensor; it must not be changed until the returned Work is done.
 
@@ -59,11 +55,7 @@ def isend(
 
 @begins_traceback
 def irecv(
-    tensor: torch.Tensor,
-    src: int | None = None,
-    group: Group = None,
-    tag: int = 0,
-    group_src: int | None = None,
+    tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
 ) -> Work | None:
     """Starts to receive into a tensor; it must not be used until the returned Work is done.
 
@@ -81,11 +73,7 @@ def irecv(
 
 @begins_traceback
 def send(
-    tensor: torch.Tensor,
-    dst: int | None = None,
-    group: Group = None,
-    tag: int = 0,
-    group_dst: int | None = None,
+    tensor: torch.Tensor, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
 ) -> None:
     """Sends a tensor, and returns when it may be changed again; the arguments are those of `isend`."""
     check_tensor(tensor, "tensor")
@@ -96,11 +84,7 @@ def send(
 
 @begins_traceback
 def recv(
-    tensor: torch.Tensor,
-    src: int | None = None,
-    group: Group = None,
-    tag: int = 0,
-    group_src: int | None = None,
+    tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
 ) -> int:
     """Receives into a tensor; the arguments are those of `irecv`.
 
@@ -215,10 +199,7 @@ def _start(one: P2POp) -> Work:
 
 @begins_traceback
 def all_reduce_coalesced(
-    tensors: list[torch.Tensor] | torch.Tensor,
-    op: object = ReduceOp.SUM,
-    group: Group = None,
-    async_op: bool = False,
+    tensors: list[torch.Tensor] | torch.Tensor, op: object = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Future[list[torch.Tensor]] | None:
     """`all_reduce` of several tensors of one dtype in one operation; with `async_op` it returns a future, not Work."""
     _deprecated("all_reduce_coalesced", "all_reduce")

@@ -23,16 +23,8 @@ from rpcdist.errors import ConfigError
 Combine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 _FLOAT8: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
-_REAL_OF: Final = {
-    torch.complex32: torch.float16,
-    torch.complex64: torch.float32,
-    torch.complex128: torch.float64,
-}
-_SIGNED_OF: Final = {
-    torch.uint16: torch.int16,
-    torch.uint32: torch.int32,
-    torch.uint64: torch.int64,
-}
+_REAL_OF: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+_SIGNED_OF: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _SUMS: Final = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM})
 _BITWISE: Final = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 _ORDERED: Final = frozenset({ReduceOp.MIN, ReduceOp.MAX})

@@ -382,10 +382,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             broadcast_tensors(list(buffers.values()), self.process_group, source)
 
     def _default_broadcast_coalesced(
-        self,
-        bufs: Sequence[torch.Tensor] | None = None,
-        bucket_size: int | None = None,
-        authoritative_rank: int = 0,
+        self, bufs: Sequence[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
         """Gives all ranks the tensors of one of them, the buffers by default; for hooks of buffers.
 
@@ -412,10 +409,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
     # ------------------------------------------------------------ uneven inputs
 
     def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Join:
         """A context for training loops that are not equally long on all ranks.
 
@@ -429,10 +423,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             throw_on_early_termination: raise `UnevenInputs` on every rank when the first one has no inputs left.
         """
         return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 
     def join_hook(self, **kwargs: object) -> JoinHook:

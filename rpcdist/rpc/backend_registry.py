@@ -11,11 +11,7 @@ import torch.distributed
 
 from rpcdist.collectives import Store, TorchStoreAdapter
 from rpcdist.rpc._start import start_agent
-from rpcdist.rpc.constants import (
-    DEFAULT_INIT_METHOD,
-    DEFAULT_NUM_WORKER_THREADS,
-    DEFAULT_RPC_TIMEOUT_SEC,
-)
+from rpcdist.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC
 from rpcdist.rpc.options import RpcBackendOptions, RpcOptions, TensorPipeRpcBackendOptions
 
 __all__ = [

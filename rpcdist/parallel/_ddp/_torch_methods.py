@@ -112,12 +112,7 @@ def logging_data(
     }
 
 
-_NAMES = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.float16: "c10::Half",
-    torch.bfloat16: "c10::BFloat16",
-}
+_NAMES = {torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
 """torch's names of dtypes, where they are not those of Python."""
 _VARIABLES = ("master_addr", "master_port", "cuda_visible_devices", "torch_distributed_debug")
 _GLOO_THREADS = 2  # torch's default, which nothing here can change

@@ -12,15 +12,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from rpcdist.at_exit import AtEnd
-from rpcdist.errors import (
-    BlockingInLoop,
-    Cancelled,
-    DeadlineExceeded,
-    LeaseExpired,
-    OwnerLost,
-    RRefError,
-    WorkerLost,
-)
+from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, LeaseExpired, OwnerLost, RRefError, WorkerLost
 from rpcdist.rpc._rref.messages import Incarnation, Reason, RRefId, UniqueId
 from rpcdist.rpc._rref.owner import MAX_HELD
 from rpcdist.rpc._values.exceptions import copied, text_of

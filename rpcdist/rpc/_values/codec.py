@@ -11,14 +11,7 @@ from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, add_buffer, received_buffers
 from rpcdist.rpc._values.pickled import PickledParts, read_pickle, write_pickle
-from rpcdist.rpc._values.plain import (
-    FREE_BYTES,
-    MAX_ITEMS,
-    REFERENCE_BYTES,
-    PlainWriter,
-    allowed_bytes,
-    read_plain,
-)
+from rpcdist.rpc._values.plain import FREE_BYTES, MAX_ITEMS, REFERENCE_BYTES, PlainWriter, allowed_bytes, read_plain
 from rpcdist.rpc._values.rebuild import TENSOR_BYTES, GpuArrivals, rebuild_tensors, tensors_cost
 from rpcdist.rpc._values.refusals import why_not_plain
 from rpcdist.rpc._values.tensors import DeviceRoute, Externals, Internalize, NotPlain, pack_tensors
@@ -75,14 +68,7 @@ def encode_into(
     """
     writer = write_plain(obj, externals, plain_only=plain_only)
     return fill_value(
-        value,
-        obj,
-        writer,
-        externals,
-        by_value=by_value,
-        plain_only=plain_only,
-        route=route,
-        on_tensors=on_tensors,
+        value, obj, writer, externals, by_value=by_value, plain_only=plain_only, route=route, on_tensors=on_tensors
     )
 
 

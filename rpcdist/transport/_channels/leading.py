@@ -322,11 +322,7 @@ class Lead:
         return self._is_open and self._holder == self._loop_thread and self._lock.acquire(timeout=READ_TURN_S)
 
     def _read_until(
-        self,
-        is_waiting: Callable[[], bool],
-        timeout_s: float | None,
-        sleep: Sleep | None,
-        shield: SignalShield | None,
+        self, is_waiting: Callable[[], bool], timeout_s: float | None, sleep: Sleep | None, shield: SignalShield | None
     ) -> bool:
         slice_s = LONGEST_WAIT_S if shield is None else SIGNAL_CHECK_INTERVAL_S
         left_s = slice_s if timeout_s is None or timeout_s > slice_s else timeout_s

@@ -20,32 +20,17 @@ from typing import Any, Final
 from rpcdist.deadline import backoff
 from rpcdist.errors import AuthenticationFailed
 from rpcdist.own_shortage import own_shortage
-from rpcdist.time_limits import (
-    KEEP_ALIVE_S,
-    LOCK_FIRST_PAUSE_S,
-    LOCK_LONGEST_PAUSE_S,
-    TICK_S,
-)
+from rpcdist.time_limits import KEEP_ALIVE_S, LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S, TICK_S
 from rpcdist.transport import fork
 from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.addresses import join_address
-from rpcdist.transport.unix_sockets import (
-    PeerProcess,
-    names_senders,
-    peer_process,
-    process_namespace,
-    same_user,
-)
+from rpcdist.transport.unix_sockets import PeerProcess, names_senders, peer_process, process_namespace, same_user
 from rpcdist.waiters import wake
 
 logger = logging.getLogger(__name__)
 
 _BACKLOG: Final = 512
-_KEEP_ALIVE: Final = (
-    ("TCP_KEEPIDLE", KEEP_ALIVE_S),
-    ("TCP_KEEPINTVL", KEEP_ALIVE_S // 3),
-    ("TCP_KEEPCNT", 3),
-)
+_KEEP_ALIVE: Final = (("TCP_KEEPIDLE", KEEP_ALIVE_S), ("TCP_KEEPINTVL", KEEP_ALIVE_S // 3), ("TCP_KEEPCNT", 3))
 
 
 def listen_tcp(host: str, port: int = 0) -> socket.socket:

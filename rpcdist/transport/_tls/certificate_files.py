@@ -15,23 +15,12 @@ from typing import Final, NamedTuple
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    load_pem_private_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 
 from rpcdist.errors import AuthenticationFailed, ConfigError
 from rpcdist.ids import Identity
 from rpcdist.transport._tls.certificate import Certificate, fingerprint
-from rpcdist.transport._tls.certificate_proof import (
-    MALFORMED,
-    CertificateProver,
-    PrivateKey,
-    chain_refusal,
-    dns_names,
-)
+from rpcdist.transport._tls.certificate_proof import MALFORMED, CertificateProver, PrivateKey, chain_refusal, dns_names
 from rpcdist.transport._tls.tls_policy import TlsOptions
 
 logger = logging.getLogger(__name__)
