@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -22,12 +23,25 @@ from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGlo
 from torchft.coordination import LighthouseServer
 
 LAST_STEP, FATAL_STEP, EXIT_CODE = 12, 4, 9
+"""The first step that may be the last, and after how many of its own and with which code a replica dies."""
+
 LIMIT = timedelta(seconds=30)
 LIMIT_S = 400.0
 
 
 def replica(backend: str, number: int, is_fatal: bool) -> None:
-    """Trains until both replicas take part in the last step, or to its end in the middle."""
+    """Trains until both replicas take part in a step after the death of one, or to its end in the middle.
+
+    The one that starts first makes hundreds of steps alone, and the other takes its state. So the dying one counts its
+    own steps, and no replica ends before a line on its standard input has told it of the death.
+    """
+    is_told = threading.Event()
+
+    def listen() -> None:
+        sys.stdin.readline()
+        is_told.set()
+
+    threading.Thread(target=listen, daemon=True).start()
     names: dict[str, Any] = {}
     exec(example("torchft", backend), names)
     group = names["ProcessGroupRpcdist"](LIMIT) if backend == "rpcdist" else ProcessGroupGloo(LIMIT)
@@ -55,15 +69,17 @@ def replica(backend: str, number: int, is_fatal: bool) -> None:
         world_size=1,
     )
     wrapped, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
-    inputs, num_steps = list(batches()), 0
-    while manager.current_step() < LAST_STEP or manager.num_participants() < 2:
-        if is_fatal and manager.current_step() == FATAL_STEP:
+    inputs, num_steps, is_last = list(batches()), 0, False
+    while not is_last:
+        if is_fatal and num_steps == FATAL_STEP:
             os._exit(EXIT_CODE)
+        may_end = is_told.is_set()  # asked before the step, in which the dead one has no part then
         optimizer.zero_grad()
         batch, targets = inputs[manager.current_step() % len(inputs)]
         mse_loss(wrapped(batch), targets).backward()
         optimizer.step()
         num_steps += 1
+        is_last = may_end and manager.current_step() >= LAST_STEP and manager.num_participants() == 2
     print(RESULT + json.dumps([manager.current_step(), num_steps, numbers_of(model)]), flush=True)
     sys.stdin.read()  # the other replica may still be in the last step, with the store of this one
     manager.shutdown(wait=False)
@@ -100,6 +116,9 @@ def main(backend: str) -> None:
         survivor, dying = start(0, False), start(1, True)
         exit_code = dying.wait(LIMIT_S)
         come_again = start(1, False)
+        for process in (survivor, come_again):
+            assert process.stdin is not None
+            print(file=process.stdin, flush=True)
         ends = [result_of(process) for process in (survivor, come_again)]
         for process in (survivor, come_again):
             process.communicate(timeout=LIMIT_S)
