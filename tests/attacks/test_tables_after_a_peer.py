@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import table_functions as functions
+from full_sets import num_examples
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from peer_timeouts import UNIT_S
@@ -112,7 +113,7 @@ async def attack(address: str, peer: Identity, chance: random.Random) -> int:
     return num_open
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(num_examples(1, 2)))
 def test_messages_of_all_kinds_leave_the_tables_as_they_were(worker_pool: WorkerPool, seed: int) -> None:
     world = worker_pool.world("a", "b", peer_timeout=UNIT_S, allow_pickle=False, allow_functions=["builtins:pow"])
     chance = random.Random(seed)

@@ -95,8 +95,7 @@ def check(found: list[dict[str, object]], transport: str) -> None:
     ("places", "transport"),
     [
         pytest.param([0, 1], "Socket", id="one rank on each host"),
-        # The next test always has the same ranks, started by torchrun.
-        pytest.param([0, 0, 1, 1], "Hierarchical", id="two ranks on each host", marks=FULL_ONLY),
+        pytest.param([0, 0, 1, 1], "Hierarchical", id="two ranks on each host"),
         pytest.param([0, 1, 0], "Hierarchical", id="two ranks on one host, interleaved", marks=FULL_ONLY),
     ],
 )
@@ -108,6 +107,7 @@ def test_ranks_on_two_hosts(hosts: list[Host], places: list[int], transport: str
     check(results(processes), transport)
 
 
+@FULL_ONLY  # the same ranks as above; `test_torchrun.py` always has several agents
 def test_two_torchrun_agents(hosts: list[Host]) -> None:
     processes = [
         host.start(

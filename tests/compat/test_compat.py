@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from docs_programs import environment, run, two_free_ports
-from full_sets import FULL_ONLY
+from full_sets import FULL, FULL_ONLY
 
 from rpcdist.__main__ import main
 from rpcdist.testing import free_port
@@ -27,12 +27,19 @@ def under_compat(script: Path, *arguments: str) -> list[str | Path]:
 @pytest.mark.timeout(240)  # twice the limit of `run`: all of it is importing torch in a dozen processes
 def test_unmodified_programs_run(tmp_path: Path) -> None:
     local = environment(OMP_NUM_THREADS="1")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    [names, ddp, zero] = run(
+    zero_script, port = HERE / "unmodified_zero.py", str(free_port())
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}  # as torchrun sets it
+    zeros = (
+        [([*torchrun, "-m", "rpcdist", "run", "--compat", zero_script], local)]
+        if FULL
+        else [(under_compat(zero_script), {**local, **place, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    )
+    [names, ddp, *zero] = run(
         [
             (under_compat(HERE / "names_under_compat.py", "--flag", "value"), local),
             (under_compat(HERE / "unmodified_ddp.py", str(free_port()), str(tmp_path)), local),
-            ([*torchrun, "-m", "rpcdist", "run", "--compat", HERE / "unmodified_zero.py"], local),
+            *zeros,
         ],
         tmp_path,
     )
@@ -41,7 +48,7 @@ def test_unmodified_programs_run(tmp_path: Path) -> None:
         assert (
             f"rank {rank}: total 3, DDP of rpcdist.parallel.distributed, not of torch.nn.parallel.data_parallel" in ddp
         )
-        assert f"rank {rank}: {3 + rank} inputs, rpcdist.parallel.zero_redundancy" in zero
+        assert f"rank {rank}: {3 + rank} inputs, rpcdist.parallel.zero_redundancy" in "".join(zero)
 
 
 @FULL_ONLY  # `test_ported_scripts.py` always runs them with changed imports

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from docs_programs import LIMIT_S, blocks, environment, page, run
+from full_sets import FULL_ONLY
 
 PROGRAMS = [code for _, code in blocks(page("docs/launch.md"), "python")]
 OUTPUTS = [text for _, text in blocks(page("docs/launch.md"), "text")]
@@ -20,6 +21,7 @@ def test_the_cluster_runs(tmp_path: Path) -> None:
     assert f"$ python cluster.py\n{printed}" == OUTPUTS[0]
 
 
+@FULL_ONLY  # `test_torchrun.py` always runs it, in processes of torchrun
 @pytest.mark.multiproc
 def test_the_launched_program_runs(tmp_path: Path) -> None:
     (tmp_path / "average.py").write_text(PROGRAMS[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import itertools
@@ -68,7 +69,7 @@ def lacks(name: str, value: Any) -> Iterator[str]:
         if not (value.__doc__ or "").strip():
             yield name
         yield from (f"{name}.{each}" for each in methods_without_docstring(value))
-    elif not is_documented_constant(name):
+    elif name not in documented_constants():
         yield name
 
 
@@ -80,6 +81,7 @@ def methods_without_docstring(cls: type) -> Iterator[str]:
             yield name
 
 
+@functools.cache
 def documented_constants() -> set[str]:
     """The names that are assigned at the top of some module, and explained there."""
     found = {"__version__"}
@@ -91,13 +93,6 @@ def documented_constants() -> set[str]:
                     targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
                     found.update(target.id for target in targets if isinstance(target, ast.Name))
     return found
-
-
-CONSTANTS = documented_constants()
-
-
-def is_documented_constant(name: str) -> bool:
-    return name in CONSTANTS
 
 
 def test_names_of_torch_are_listed_by_hand() -> None:

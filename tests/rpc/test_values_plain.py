@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -339,38 +339,40 @@ def test_many_small_objects_are_refused(count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
+    "make",
     [
-        [True] * 300_000,
-        list(range(1000, 501_000)),
-        {f"{number:x}": number for number in range(150_000)},
-        [[number, None] for number in range(100_000)],
-        [0.5] * 500_000,
-        ["a longer text " * 4] * 500_000,
+        lambda: [True] * 300_000,
+        lambda: list(range(1000, 501_000)),
+        lambda: {f"{number:x}": number for number in range(150_000)},
+        lambda: [[number, None] for number in range(100_000)],
+        lambda: [0.5] * 500_000,
+        lambda: ["a longer text " * 4] * 500_000,
     ],
     ids=["bools", "numbers", "dict", "lists", "floats", "texts"],
 )
-def test_large_values_of_honest_programs_pass_without_pickle(value: object) -> None:
+def test_large_values_of_honest_programs_pass_without_pickle(make: Callable[[], object]) -> None:
+    value = make()
     assert round_trip(value, plain_only=True)[1] == value
 
 
 @pytest.mark.parametrize(
-    "value",
+    "make",
     [
-        [{} for _ in range(400_000)],
-        [None] * 1_500_000,
-        [()] * 500_000,
-        ["x" * 200_000 + "\U0001f600"] * 3,
-        "\u0416" * 1_000_000,
-        {number: () for number in range(50_000)},
-        [[[[]]] for _ in range(30_000)],
-        (torch.zeros(0),) * 100_000,
-        [torch.zeros(index % 5 + 1, 1) for index in range(5_000)],
-        [torch.Size([1, 2, 3])] * 50_000,
+        lambda: [{} for _ in range(400_000)],
+        lambda: [None] * 1_500_000,
+        lambda: [()] * 500_000,
+        lambda: ["x" * 200_000 + "\U0001f600"] * 3,
+        lambda: "\u0416" * 1_000_000,
+        lambda: {number: () for number in range(50_000)},
+        lambda: [[[[]]] for _ in range(30_000)],
+        lambda: (torch.zeros(0),) * 100_000,
+        lambda: [torch.zeros(index % 5 + 1, 1) for index in range(5_000)],
+        lambda: [torch.Size([1, 2, 3])] * 50_000,
     ],
     ids=["dicts", "None", "tuples", "emoji", "Cyrillic", "numbers to ()", "nested", "one tensor", "tensors", "sizes"],
 )
-def test_what_takes_much_for_its_size_is_sent_with_enough_weight(value: object) -> None:
+def test_what_takes_much_for_its_size_is_sent_with_enough_weight(make: Callable[[], object]) -> None:
+    value = make()
     encoded = encode(value, plain_only=True)
     message = parsed(value_pb2.Value, encoded.value.SerializeToString())
     received = decode(message, [buffer.copy() for buffer in encoded.large], plain_only=True)
