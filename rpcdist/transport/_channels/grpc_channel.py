@@ -113,10 +113,8 @@ def server_options() -> list[tuple[str, int]]:
     """Settings of a server. Its connections may take half of the process's descriptors; other uses need the rest."""
     return [
         *_COMMON_OPTIONS,
-        (
-            "grpc.max_concurrent_streams",
-            1 << 14,
-        ),  # of one connection: what is not counted, such as refusals, waits, too
+        # Of one connection: calls that are counted nowhere, such as refusals, wait until they are written.
+        ("grpc.max_concurrent_streams", 1 << 14),
         ("grpc.so_reuseport", 0),  # a port that is in use must be an error
         ("grpc.server_handshake_timeout_ms", int(ATTEMPT_LIMIT_S * 1000)),
         ("grpc.max_allowed_incoming_connections", max_grpc_connections()),
