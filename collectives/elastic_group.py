@@ -25,8 +25,14 @@ from contextlib import suppress
 from datetime import timedelta
 
 from rpcdist.collectives._group.creation import open_group
-from rpcdist.collectives._group.elastic_records import ElasticRecords
-from rpcdist.collectives._group.elastic_rounds import Candidate, ClosedRound, awaited, close, is_complete
+from rpcdist.collectives._group.elastic_rounds import (
+    Candidate,
+    ClosedRound,
+    ElasticRecords,
+    awaited,
+    close,
+    is_complete,
+)
 from rpcdist.collectives._group.local_process import SharedSockets, bind_host
 from rpcdist.collectives._group.state import LEFT
 from rpcdist.collectives._group.world import current_world

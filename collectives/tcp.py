@@ -17,7 +17,7 @@ from rpcdist.collectives._group.state import GroupState
 from rpcdist.collectives._transports.hierarchical import HierarchicalTransport, Hosts
 from rpcdist.collectives._transports.p2p.messenger import Mailboxes
 from rpcdist.collectives._transports.shm.futex import unsupported_here
-from rpcdist.collectives._transports.shm.segment_layout import segment_size
+from rpcdist.collectives._transports.shm.routes import segment_size
 from rpcdist.collectives._transports.shm.shm_transport import ShmTransport
 from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport
 from rpcdist.collectives._transports.transport_base import SingleRankTransport, Transport

@@ -17,8 +17,7 @@ from rpcdist.collectives._group.creation import open_group
 from rpcdist.collectives._group.world import World, current_world
 from rpcdist.collectives._operations.operation import check_timeout, whole_number
 from rpcdist.collectives._stores.prefix_store import PrefixStore
-from rpcdist.collectives._stores.signed_records import SignedRecords
-from rpcdist.collectives._stores.store_base import Store
+from rpcdist.collectives._stores.store_base import SignedRecords, Store
 from rpcdist.collectives.constants import default_pg_timeout
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError, RankLost, RendezvousError, StoreTimeout

@@ -31,7 +31,6 @@ from rpcdist.collectives._group.operation_hooks import run_abort_hooks
 from rpcdist.collectives._group.state import Action, FailOperations, GroupState, NoteDeparture, TellRanks, WakeRunning
 from rpcdist.collectives._group.watch import StateKeeper
 from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation
-from rpcdist.collectives._transports.rank_waits import Waker
 from rpcdist.collectives._transports.transport_base import (
     Control,
     PartControl,
@@ -39,6 +38,7 @@ from rpcdist.collectives._transports.transport_base import (
     TransportMismatch,
     TransportPeerLost,
     TransportTimeout,
+    Waker,
 )
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline

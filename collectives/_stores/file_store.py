@@ -1,20 +1,214 @@
-"""A store in a file that several processes open, on one machine or on a shared file system with locks."""
+"""A store in a file that several processes open, on one machine or on a shared file system with locks.
+
+The file is an append-only log of changes that survives the death of a writer at any byte. Format: 8 bytes of magic and
+8 random ones, which tell a new file from an old one of the same name; then records. A record is 4 bytes of length, 4
+bytes of CRC-32 and a body, all little endian; a body is one or more changes, each a code byte, two 4-byte lengths, a
+key and a value. Readers see all changes of a record or none.
+
+Rules: writers hold an exclusive lock on the file, readers a shared one, so nobody reads while somebody writes. The
+kernel drops the lock of a process that dies. The part of its record that it wrote by then is an incomplete tail:
+readers stop before it, and the next writer cuts it off.
+
+[Note: flock per operation] The lock is `flock` on a descriptor that is opened for one operation. POSIX record locks
+belong to the process and vanish when any of its descriptors for the file closes; and a descriptor that stays open would
+be inherited by a forked child, which would go on holding the lock of a parent that was killed.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import stat
+import struct
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Final
 
-from rpcdist.collectives._stores.file_log import ChangeLog, OpenLog
 from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, DROPPED_STORES, Store, Timeout
 from rpcdist.collectives._stores.store_operations import Change, Code, Contents, Missing, StoreOperation
 from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import DistStoreError
-from rpcdist.time_limits import POLL_S, SLOW_ANSWER_LIMIT_S, TICK_S
+from rpcdist.own_shortage import own_shortage
+from rpcdist.private_files import why_not_private
+from rpcdist.time_limits import LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S, POLL_S, SLOW_ANSWER_LIMIT_S, TICK_S
+
+MAGIC: Final = b"RPCDSTR1"
+HEADER_BYTES: Final = 16
+MAX_RECORD_BYTES: Final = 1 << 30
+
+_RECORD = struct.Struct("<II")
+_CHANGE = struct.Struct("<BII")
+
+
+class ChangeLog:
+    """Knows how much of the file it has read. Not thread-safe: its owner serialises the calls."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._offset = HEADER_BYTES
+        self._header = b""
+
+    def create(self, deadline: Deadline) -> None:
+        """Makes the file if it is not there or empty; raises `DistStoreError` if it is not one for this user alone."""
+        with _system_errors(self.path), self._opened(os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX, deadline) as descriptor:
+            self._check_ours(descriptor)
+            header = os.pread(descriptor, HEADER_BYTES, 0)
+            if not MAGIC.startswith(header[: len(MAGIC)]):
+                raise DistStoreError(f"{self.path} exists and is not the file of a store; use another path")
+            if len(header) < HEADER_BYTES:  # new, or its maker was killed
+                header = MAGIC + os.urandom(HEADER_BYTES - len(MAGIC))
+                _write_all(descriptor, header, 0)
+            self._header = header
+
+    def _check_ours(self, descriptor: int) -> None:
+        """Raises where others could have written what this process is about to believe, such as addresses."""
+        found = os.fstat(descriptor)
+        if not found.st_size and stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+            os.fchmod(descriptor, 0o600)  # nobody has written anything yet
+            return
+        why = why_not_private(found, may_be_read=True)
+        if why is not None:
+            raise DistStoreError(
+                f"{self.path} {why}. Use a path in a folder of your own, or `chmod 600 {self.path}` if you trust what "
+                "is in it"
+            )
+
+    @contextmanager
+    def locked(self, writing: bool, deadline: Deadline) -> Iterator[OpenLog]:
+        """Opens and locks the file; the lock is free again after the `with` block.
+
+        Raises:
+            DistStoreError: the file is gone, was replaced or is damaged, or the lock was not free in time.
+        """
+        mode = fcntl.LOCK_EX if writing else fcntl.LOCK_SH
+        with _system_errors(self.path), self._opened(os.O_RDWR, mode, deadline) as descriptor:
+            header, size = os.pread(descriptor, HEADER_BYTES, 0), os.fstat(descriptor).st_size
+            if header != self._header or size < self._offset:
+                raise DistStoreError(f"{self.path} was replaced or cut short while a store used it")
+            yield OpenLog(self, descriptor)
+
+    def maybe_grown(self) -> bool:
+        """Whether there may be something to read; costs one `stat`."""
+        with _system_errors(self.path):
+            return os.stat(self.path).st_size != self._offset
+
+    @contextmanager
+    def _opened(self, flags: int, mode: int, deadline: Deadline) -> Iterator[int]:
+        descriptor = os.open(self.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        try:
+            self._lock(descriptor, mode, deadline)
+            yield descriptor
+        finally:
+            os.close(descriptor)  # this frees the lock
+
+    def _lock(self, descriptor: int, mode: int, deadline: Deadline) -> None:
+        # flock() has no time limit, so it is tried again and again; a lock is held for some microseconds.
+        pauses = backoff(LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S, deadline)
+        while True:
+            try:
+                fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
+                return
+            except OSError as exc:
+                if exc.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR):
+                    raise
+            if deadline.expired():
+                raise DistStoreError(
+                    f"the lock of {self.path} was not free in time; is a process that uses it stopped?"
+                )
+            time.sleep(next(pauses))
+
+
+class OpenLog:
+    """The locked file; valid inside `ChangeLog.locked`."""
+
+    def __init__(self, log: ChangeLog, descriptor: int) -> None:
+        self._log = log
+        self._descriptor = descriptor
+
+    def read(self) -> list[Change]:
+        """The changes that were not read before, in their order."""
+        data = self._read_rest()
+        changes: list[Change] = []
+        position = 0
+        while (body := self._record(data, position)) is not None:
+            changes += _unpacked(body)
+            position += _RECORD.size + len(body)
+        self._log._offset += position
+        return changes
+
+    def write(self, changes: Iterable[Change]) -> None:
+        """Appends one record; everything must have been read. On failure (a full disk) the file is as before."""
+        body = b"".join(
+            _CHANGE.pack(change.code, len(key), len(change.value)) + key + change.value
+            for change in changes
+            for key in (change.key.encode("utf-8", "surrogatepass"),)
+        )
+        if len(body) > MAX_RECORD_BYTES:
+            raise DistStoreError(f"a record of {len(body)} bytes is too large for {self._log.path}")
+        offset = self._log._offset
+        os.ftruncate(self._descriptor, offset)  # what a killed writer left
+        record = _RECORD.pack(len(body), zlib.crc32(body)) + body
+        try:
+            _write_all(self._descriptor, record, offset)
+        except BaseException:
+            os.ftruncate(self._descriptor, offset)
+            raise
+        self._log._offset = offset + len(record)
+
+    def remove(self) -> None:
+        """Deletes the file."""
+        os.unlink(self._log.path)
+
+    def _read_rest(self) -> bytes:
+        offset, parts = self._log._offset, []
+        while part := os.pread(self._descriptor, 1 << 20, offset):
+            parts.append(part)
+            offset += len(part)
+        return b"".join(parts)
+
+    def _record(self, data: bytes, position: int) -> bytes | None:
+        if len(data) - position < _RECORD.size:
+            return None
+        length, checksum = _RECORD.unpack_from(data, position)
+        body = data[position + _RECORD.size : position + _RECORD.size + length]
+        if length > MAX_RECORD_BYTES or (len(body) == length and zlib.crc32(body) != checksum):
+            raise DistStoreError(f"{self._log.path} is damaged at byte {self._log._offset + position}")
+        return body if len(body) == length else None
+
+
+def _unpacked(body: bytes) -> Iterator[Change]:
+    position = 0
+    while position < len(body):
+        code, key_length, value_length = _CHANGE.unpack_from(body, position)
+        middle = position + _CHANGE.size + key_length
+        position, key_start = middle + value_length, position + _CHANGE.size
+        yield Change(Code(code), body[key_start:middle].decode("utf-8", "surrogatepass"), body[middle:position])
+
+
+def _write_all(descriptor: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
+
+
+@contextmanager
+def _system_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        if isinstance(exc, DistStoreError):
+            raise
+        hint = " (the store was closed by all its users, or somebody removed it)" if exc.errno == errno.ENOENT else ""
+        raise DistStoreError(
+            f"the file of a store cannot be used: {path}: {own_shortage(exc) or exc.strerror}{hint}"
+        ) from exc
+
 
 __all__ = ["FileStore"]
 

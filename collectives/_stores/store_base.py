@@ -35,6 +35,7 @@ from rpcdist.collectives._stores.store_operations import (
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DistStoreError, QueueEmptyError, StoreTimeout, listed
 from rpcdist.time_limits import STORE_TIMEOUT_S
+from rpcdist.transport.credentials import Records
 
 R = TypeVar("R")
 
@@ -173,7 +174,7 @@ class Store:
         name, timeout_s = _text(key), self._timeout_s if block else 0.0
         value = self._execute(QueuePop(name), timeout_s)
         if not isinstance(value, Missing):
-            return cast(bytes, value)
+            return cast("bytes", value)
         if block:
             raise timed_out("queue_pop", timeout_s, [name], self.address)
         raise QueueEmptyError(f"queue is empty: {name!r} in the store at {self.address}")
@@ -198,7 +199,7 @@ class Store:
         result = self._execute(operation, timeout_s)
         if isinstance(result, Missing):
             raise timed_out("wait", timeout_s, result.keys, self.address)
-        return cast(R, result)
+        return cast("R", result)
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
         """Waits until `world_size` callers have come to the barrier of this name; it can be used again and again.
@@ -330,3 +331,37 @@ DROPPED_STORES: Final = DroppedStores()
 """Those of this process; finalizers have nobody else to turn to."""
 
 register_at_exit(DROPPED_STORES.at_exit)
+
+
+class SignedRecords:
+    """Any thread may use it."""
+
+    def __init__(self, store: Store, records: Records) -> None:
+        self._store = store
+        self._records = records
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, self._records.sign(self._store.full_key(key), value.encode()))
+
+    def replace(self, key: str, value: str, wanted: str) -> bool:
+        """Replaces the record of a key if it is still the given one; whether it was. The record must be there."""
+        full_key, found = self._store.full_key(key), self._store.get(key)
+        if self._records.verify(full_key, found, self._store.address).decode(errors="replace") != value:
+            return False
+        record = self._records.sign(full_key, wanted.encode())
+        return self._store.compare_set(key, found, record) == record
+
+    def get(self, keys: Sequence[str], timeout_s: float | None = None) -> list[str]:
+        """Waits for all of them, up to the store's timeout or the one given; bytes that are no text become U+FFFD.
+
+        Raises:
+            AuthenticationFailed: a record was not signed by a process of the job; names its key.
+            DistStoreError: they did not come in time, or the operation failed.
+        """
+        if timeout_s is not None:
+            self._store.wait(keys, timeout_s)
+        place = self._store.address
+        return [
+            self._records.verify(self._store.full_key(key), record, place).decode(errors="replace")
+            for key, record in zip(keys, self._store.multi_get(keys), strict=True)
+        ]

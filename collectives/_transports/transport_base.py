@@ -3,15 +3,26 @@
 A transport carries the collective operations of one group over one medium: shared memory, sockets, or both. The engine
 calls it with one operation at a time, in the same order on every rank, on whichever thread runs the operation; so a
 transport needs no lock. `SingleRankTransport` serves a group of one rank.
+
+Threads that wait for other ranks sleep on descriptors (`Waker`, `Pollers`), after a look for as long as
+`SpinPolicy` says.
 """
 
 from __future__ import annotations
 
+import os
+import select
+import socket
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Final
 
 from rpcdist.collectives._operations import reduce_kernels
 from rpcdist.collectives._operations.operation import Operation
 from rpcdist.deadline import Deadline
+from rpcdist.time_limits import SPIN_LIMIT_S
+from rpcdist.transport._tls.tls_socket import NO_SIGPIPE
+from rpcdist.transport.hub_connector import HubAddress
 
 
 class TransportMismatch(Exception):
@@ -130,3 +141,108 @@ class SingleRankTransport(Transport):
 
     def close(self) -> None:
         """Does nothing: nothing is open."""
+
+
+_MAX_POLLERS: Final = 64
+
+
+class Waker:
+    """Wakes a thread that sleeps in `poll`: poll `fileno()` for reading."""
+
+    def __init__(self) -> None:
+        self._read_end, self._write_end = socket.socketpair()
+        self._read_end.setblocking(False)
+        self._write_end.setblocking(False)
+
+    def fileno(self) -> int:
+        """The descriptor that is readable once `wake` was called."""
+        return self._read_end.fileno()
+
+    def wake(self) -> None:
+        """Wakes the sleeper; any thread may call it, and it never blocks."""
+        try:
+            self._write_end.send(b"!", NO_SIGPIPE)
+        except OSError:  # full: readable already; closed: nobody polls any more
+            pass
+
+    def drain(self) -> None:
+        """Makes the descriptor unreadable until the next `wake`."""
+        try:
+            self._read_end.recv(4096)
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        self._read_end.close()
+        self._write_end.close()
+
+
+class Pollers:
+    """Keeps `select.poll` objects, since the same few sets of descriptors are waited for again and again.
+
+    Used by one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, ...], select.poll] = {}
+
+    def get(self, masks: dict[int, int], wakeup_fd: int) -> select.poll:
+        """Returns a poller for these descriptors and events, and for `wakeup_fd` to be readable unless that is -1."""
+        key = (wakeup_fd, *masks, *masks.values())
+        poller = self._kept.get(key)
+        if poller is None:
+            poller = select.poll()
+            for descriptor, mask in masks.items():
+                poller.register(descriptor, mask)
+            if wakeup_fd >= 0:
+                poller.register(wakeup_fd, select.POLLIN)
+            if len(self._kept) >= _MAX_POLLERS:
+                self._kept.clear()
+            self._kept[key] = poller
+        return poller
+
+
+_LEAST_PART: Final = 1 / 32  # of the longest time
+
+
+class SpinPolicy:
+    """Learns from the last waits whether spinning is worth it. One thread at a time uses it.
+
+    A sleep costs a wake-up, which takes long on a core that has gone idle meanwhile. Spinning keeps a core from others,
+    also with a `sched_yield` after each attempt, so there is none of it where a host has more ranks than cores, and
+    little where other programs keep the cores busy: there the waits are long.
+
+    Attributes:
+        spin_s: how long to try before the next sleep, in seconds.
+    """
+
+    __slots__ = ("_longest_s", "spin_s")
+
+    def __init__(self, num_ranks: int) -> None:
+        self._longest_s = self.spin_s = SPIN_LIMIT_S if num_ranks <= num_cores() else 0.0
+
+    def came(self) -> None:
+        """Reports that the wait ended while spinning."""
+        if self.spin_s < self._longest_s:
+            self.spin_s = min(2 * self.spin_s, self._longest_s)
+
+    def slept(self, waited_s: float) -> None:
+        """Reports that spinning was not enough, and how much longer the wait was."""
+        if self._longest_s:
+            waited_long = waited_s > self._longest_s
+            self.spin_s = (
+                max(self.spin_s / 2, self._longest_s * _LEAST_PART)
+                if waited_long
+                else min(2 * self.spin_s, self._longest_s)
+            )
+
+
+def ranks_here(rank: int, addresses: Sequence[str]) -> int:
+    """How many ranks are on the host of a rank, by the addresses of all ranks' hubs; 0 if there are no addresses."""
+    hosts = [HubAddress.parse(address).host for address in addresses]
+    return hosts.count(hosts[rank]) if hosts else 0
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -16,7 +16,7 @@ from rpcdist._counters import metrics_are_wanted
 from rpcdist._launch.placement import launcher_variable
 from rpcdist._proto.membership_pb2 import JoinReply
 from rpcdist.collectives import Store
-from rpcdist.collectives._stores.signed_records import SignedRecords
+from rpcdist.collectives._stores.store_base import SignedRecords
 from rpcdist.collectives.rendezvous import outside_store
 from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import ConfigError, ConnectFailed, DistStoreError, RendezvousError, RpcdistError, StoreTimeout

@@ -21,8 +21,7 @@ from torch import nn
 
 from rpcdist import collectives
 from rpcdist.collectives import HashStore, PrefixStore, Store
-from rpcdist.collectives._group.elastic_records import MAX_PROCESSES, ElasticRecords
-from rpcdist.collectives._group.elastic_rounds import Candidate, ClosedRound
+from rpcdist.collectives._group.elastic_rounds import MAX_PROCESSES, Candidate, ClosedRound, ElasticRecords
 from rpcdist.collectives._group.world import World, use_world
 from rpcdist.collectives.elastic_group import ElasticGroup
 from rpcdist.errors import AuthenticationFailed, CollectiveMismatch, JobEnded, RendezvousError

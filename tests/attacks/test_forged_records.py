@@ -18,7 +18,7 @@ from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.bootstrap import exchange_values
 from rpcdist.collectives._group.group_watch import GroupWatch
 from rpcdist.collectives._group.state import GroupState
-from rpcdist.collectives._stores.signed_records import SignedRecords
+from rpcdist.collectives._stores.store_base import SignedRecords
 from rpcdist.deadline import Deadline
 from rpcdist.errors import AuthenticationFailed
 from rpcdist.ids import Identity

@@ -9,7 +9,7 @@ from typing import Any
 
 import shm_members
 
-from rpcdist.collectives._transports.shm.segment_layout import Layout
+from rpcdist.collectives._transports.shm.routes import Layout
 from rpcdist.testing import LIMIT_S, Pending, RankPool
 from rpcdist.transport import shared_memory
 from rpcdist.transport.shared_memory import Segment

@@ -15,7 +15,7 @@ import torch
 from shared_cases import Case, check, make_operation
 
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
-from rpcdist.collectives._transports.shm.segment_layout import Layout
+from rpcdist.collectives._transports.shm.routes import Layout
 from rpcdist.collectives._transports.shm.shm_transport import ShmTransport
 from rpcdist.collectives._transports.transport_base import Control, TransportMismatch, TransportTimeout
 from rpcdist.deadline import Deadline

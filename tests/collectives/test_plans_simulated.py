@@ -7,24 +7,32 @@ from math import ceil, log2
 
 import pytest
 
-from rpcdist.collectives._algorithms.choose import Algorithm, choose, plan_for
-from rpcdist.collectives._algorithms.plans import (
+from rpcdist.collectives._operations.operation import Kind
+from rpcdist.collectives._transports.sockets.plans import (
+    Algorithm,
+    Plan,
+    ReceiveStep,
+    Region,
+    Round,
+    SendStep,
     barrier,
     chain_broadcast,
     chain_reduce,
+    choose,
     direct_all_gather,
     doubling_all_reduce,
     gather,
+    grid,
     pairwise_all_to_all,
+    plan_for,
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
     scatter,
+    split_evenly,
     tree_broadcast,
     tree_reduce,
 )
-from rpcdist.collectives._algorithms.steps import Plan, ReceiveStep, Region, Round, SendStep, grid, split_evenly
-from rpcdist.collectives._operations.operation import Kind
 
 SIZES = range(1, 10)
 COUNTS = (0, 1, 5, 16, 33)

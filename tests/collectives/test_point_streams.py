@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpcdist.collectives._transports.p2p.byte_streams import InStream, OutStream
+from rpcdist.collectives._transports.p2p.peer_sockets import InStream, OutStream
 from rpcdist.collectives._transports.p2p.requests import (
     HEADER_BYTES,
     Header,

@@ -12,8 +12,18 @@ from hypothesis import strategies as st
 
 from rpcdist.collectives._operations.operation import Kind
 from rpcdist.collectives._transports.shm import signals
-from rpcdist.collectives._transports.shm.routes import Route, num_steps, route, shares, span, two_phase_slice_bytes
-from rpcdist.collectives._transports.shm.segment_layout import ALIGNMENT, LINE, Layout, segment_size
+from rpcdist.collectives._transports.shm.routes import (
+    ALIGNMENT,
+    LINE,
+    Layout,
+    Route,
+    num_steps,
+    route,
+    segment_size,
+    shares,
+    span,
+    two_phase_slice_bytes,
+)
 
 BUFFER = 1024
 SIZES = range(1, 10)

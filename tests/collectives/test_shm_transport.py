@@ -10,7 +10,7 @@ from shm_group import ShmGroup
 from rpcdist.collectives._operations.operation import DTYPES, Kind, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import unsupported
 from rpcdist.collectives._transports.shm.futex import unsupported_here
-from rpcdist.collectives._transports.shm.segment_layout import BUFFER_BYTES
+from rpcdist.collectives._transports.shm.routes import BUFFER_BYTES
 from rpcdist.testing import RankPool
 
 pytestmark = [

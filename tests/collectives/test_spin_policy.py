@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rpcdist.collectives._transports import rank_waits
-from rpcdist.collectives._transports.rank_waits import SpinPolicy, ranks_here
+from rpcdist.collectives._transports import transport_base
+from rpcdist.collectives._transports.transport_base import SpinPolicy, ranks_here
 from rpcdist.time_limits import SPIN_LIMIT_S
 
 HERE, THERE = "127.0.0.1:1/a", "127.0.0.2:1/a"
@@ -13,7 +13,7 @@ HERE, THERE = "127.0.0.1:1/a", "127.0.0.2:1/a"
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_waits, "num_cores", lambda: 2)
+    monkeypatch.setattr(transport_base, "num_cores", lambda: 2)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import torch.distributed
 from forked_program import ForkedProgram
 
 from rpcdist.collectives import DistStoreError, FileStore, PrefixStore, StoreTimeout
-from rpcdist.collectives._stores import file_log, file_store
-from rpcdist.collectives._stores.file_log import ChangeLog
+from rpcdist.collectives._stores import file_store
+from rpcdist.collectives._stores.file_store import ChangeLog
 from rpcdist.collectives._stores.store_operations import Change, Code
 from rpcdist.deadline import Deadline
 from rpcdist.testing import Program, WorkerPool
@@ -156,7 +156,7 @@ def test_a_record_is_all_or_nothing_for_readers(tmp_path: Path) -> None:
 
 
 def test_a_record_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_log, "MAX_RECORD_BYTES", 1000)
+    monkeypatch.setattr(file_store, "MAX_RECORD_BYTES", 1000)
     with FileStore(tmp_path / "store") as store:
         with pytest.raises(DistStoreError, match="too large"):
             store.set("a", b"x" * 1000)
@@ -252,13 +252,13 @@ def test_a_writer_killed_in_the_middle_of_a_write(worker_pool: WorkerPool, tmp_p
     code = f"""
         import os, signal, sys
         from rpcdist.collectives import FileStore
-        from rpcdist.collectives._stores import file_log
+        from rpcdist.collectives._stores import file_store
         store = FileStore(sys.argv[1])
         store.set("whole", "1")
         def killed(descriptor, data, offset):
             os.pwrite(descriptor, data[:{written}], offset)
             os.kill(os.getpid(), signal.SIGKILL)
-        file_log._write_all = killed
+        file_store._write_all = killed
         store.multi_set(["half", "other"], ["x" * 1000, "y"])
     """
     path = tmp_path / "store"

@@ -23,7 +23,7 @@ from rpcdist.testing.limits import LIMIT_S
 
 __all__ = ["PHASES", "Failed", "Outcome", "Plan", "train"]
 
-RECORDS = "rpcdist.collectives._group.elastic_records.ElasticRecords"
+RECORDS = "rpcdist.collectives._group.elastic_rounds.ElasticRecords"
 PHASES = {
     "comes": f"{RECORDS}.register",
     "closes the round": f"{RECORDS}.close_round",

@@ -19,7 +19,7 @@ from rpc_functions import add
 from rpcdist import autograd as dist_autograd
 from rpcdist import rpc
 from rpcdist.collectives import Store
-from rpcdist.collectives._stores.signed_records import SignedRecords
+from rpcdist.collectives._stores.store_base import SignedRecords
 from rpcdist.errors import ActorNameTaken, CallRefused, CoordinatorLost, DuplicateName, UnknownActor, WorkerLost
 from rpcdist.rpc import _start
 from rpcdist.rpc._actors.actor_names import KEPT

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from rpcdist.collectives._transports.shm.futex import unsupported_here
-from rpcdist.collectives._transports.shm.segment_layout import segment_size
+from rpcdist.collectives._transports.shm.routes import segment_size
 from rpcdist.collectives._transports.shm.shm_transport import ShmTransport
 from rpcdist.transport import shared_memory
 from rpcdist.transport.shared_memory import Segment, SegmentError, accept, offer, unavailable

@@ -33,7 +33,7 @@ from rpcdist.collectives._transports.p2p.message_state import MessageState
 from rpcdist.collectives._transports.p2p.peer_sockets import OutgoingConnection
 from rpcdist.collectives._transports.p2p.progress_engine import ProgressEngine
 from rpcdist.collectives._transports.p2p.requests import MessageFrame, MessageTitle, PostedReceive, Request, pack_header
-from rpcdist.collectives._transports.rank_waits import SpinPolicy, ranks_here
+from rpcdist.collectives._transports.transport_base import SpinPolicy, ranks_here
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveError, GroupAborted, ProtocolViolation, RpcdistError, TransportError
 from rpcdist.own_shortage import own_shortage

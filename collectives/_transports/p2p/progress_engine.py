@@ -21,7 +21,7 @@ import time
 
 from rpcdist.collectives._transports.p2p.message_state import MessageState
 from rpcdist.collectives._transports.p2p.requests import Request
-from rpcdist.collectives._transports.rank_waits import Pollers, SpinPolicy, Waker
+from rpcdist.collectives._transports.transport_base import Pollers, SpinPolicy, Waker
 from rpcdist.errors import GroupAborted
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import BATCH_DELAY_S, CLOSE_LIMIT_S, IDLE_RECHECK_S, LONGEST_WAIT_S

@@ -26,15 +26,18 @@ from rpcdist.collectives._operations.dense import copy_bytes
 from rpcdist.collectives._operations.operation import Operation, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import ReduceKernel, premultiply_to, reducer
 from rpcdist.collectives._transports.shm.routes import (
+    ALIGNMENT,
+    Layout,
     Publish,
+    RankBuffers,
     Route,
     cut,
     num_steps,
+    one_thread,
     shares,
     span,
     two_phase_slice_bytes,
 )
-from rpcdist.collectives._transports.shm.segment_layout import ALIGNMENT, Layout, RankBuffers, one_thread
 from rpcdist.collectives._transports.shm.signals import Signals, SizeTables
 from rpcdist.collectives._transports.transport_base import Control
 

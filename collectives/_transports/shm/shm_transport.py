@@ -14,8 +14,7 @@ import torch
 from rpcdist.collectives._operations.dense import copy_bytes
 from rpcdist.collectives._operations.operation import Kind, Operation
 from rpcdist.collectives._transports.shm.reductions import Reductions
-from rpcdist.collectives._transports.shm.routes import Route, num_steps, route, span
-from rpcdist.collectives._transports.shm.segment_layout import Layout, RankBuffers
+from rpcdist.collectives._transports.shm.routes import Layout, RankBuffers, Route, num_steps, route, span
 from rpcdist.collectives._transports.shm.signals import Signals, SizeTables
 from rpcdist.collectives._transports.transport_base import Control, SingleRankTransport, Transport
 from rpcdist.transport.shared_memory import Segment, SegmentError

@@ -47,10 +47,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from rpcdist.collectives._operations.operation import FINGERPRINT_BYTES, Kind, Operation, describe_fingerprint
-from rpcdist.collectives._transports.rank_waits import SpinPolicy
 from rpcdist.collectives._transports.shm import futex
-from rpcdist.collectives._transports.shm.segment_layout import LINE, Layout
-from rpcdist.collectives._transports.transport_base import Control, TransportMismatch, TransportTimeout
+from rpcdist.collectives._transports.shm.routes import LINE, Layout
+from rpcdist.collectives._transports.transport_base import Control, SpinPolicy, TransportMismatch, TransportTimeout
 from rpcdist.time_limits import FUTEX_WAIT_S
 
 _WORD: Final = 8

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from rpcdist.collectives._operations.operation import FINGERPRINT_BYTES, describe_fingerprint
-from rpcdist.collectives._transports.rank_waits import Waker
 from rpcdist.collectives._transports.transport_base import (
     Control,
     TransportMismatch,
     TransportPeerLost,
     TransportTimeout,
+    Waker,
 )
 from rpcdist.errors import TransportError
 from rpcdist.own_shortage import own_shortage

@@ -11,13 +11,12 @@ from typing import Final
 
 import torch
 
-from rpcdist.collectives._algorithms.steps import Plan, ReceiveStep, Region, SendStep
 from rpcdist.collectives._operations.dense import memory_of
 from rpcdist.collectives._operations.reduce_kernels import ReduceKernel
-from rpcdist.collectives._transports.rank_waits import Pollers, SpinPolicy
 from rpcdist.collectives._transports.sockets.pair_connections import OperationFrame, PairConnections
+from rpcdist.collectives._transports.sockets.plans import Plan, ReceiveStep, Region, SendStep
 from rpcdist.collectives._transports.sockets.transfers import Receiving, Reduction, Sending, Transfer, slice_bytes
-from rpcdist.collectives._transports.transport_base import Control, TransportTimeout
+from rpcdist.collectives._transports.transport_base import Control, Pollers, SpinPolicy, TransportTimeout
 from rpcdist.errors import TransportError
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import CHECK_INTERVAL_S
