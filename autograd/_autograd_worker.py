@@ -37,7 +37,7 @@ from rpcdist.errors import CallRefused, Overloaded, ProtocolViolation, RpcdistEr
 from rpcdist.ids import Identity
 from rpcdist.inspection import ContextFacts, PassFacts
 from rpcdist.rpc._calling.autograd_links import AutogradLinks
-from rpcdist.rpc._inspection import call_spans
+from rpcdist.rpc._inspection import call_records
 from rpcdist.rpc._peers.network import AnySession, PoolJob
 from rpcdist.rpc._serving.active_calls import CALL_BYTES
 from rpcdist.rpc._values import ReceiveBuffer
@@ -148,7 +148,7 @@ class AutogradWorker:
         options: PassOptions | None = None,
     ) -> BackwardPass:
         """Makes a pass, and keeps it until it ends. Follow it by `_check`."""
-        spans = call_spans.exporter
+        spans = call_records.exporter
         traceparent, end_span = "", None
         if spans is not None and options is not None:  # it begins here
             traceparent, end_span = spans.begin_pass("backward" if root_gradients else "step", id)

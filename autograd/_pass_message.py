@@ -34,7 +34,7 @@ from rpcdist.autograd._autograd_errors import AutogradError, BackwardError
 from rpcdist.autograd._message_nodes import Gradients, RecordedSend
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ProtocolViolation, SerializationError
-from rpcdist.rpc._inspection.call_spans import MAX_TRACEPARENT_CHARS
+from rpcdist.rpc._inspection.call_records import MAX_TRACEPARENT_CHARS
 from rpcdist.rpc._values import INLINE_LIMIT, DeviceRoute, GpuArrivals, LargeBuffer, ReceiveBuffer, decode, encode_into
 from rpcdist.rpc._values.compact import compact_tensors, read_compact_tensors
 from rpcdist.rpc._values.exceptions import text_of

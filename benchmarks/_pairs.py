@@ -188,7 +188,7 @@ class RpcPeer:
         """Of threads for what connections bring: those that polled, those that slept, and how many of these had polled
         in vain. Since the start; none for torch.
         """
-        brief_polling = sys.modules.get("rpcdist.transport._channels.brief_polling")
+        brief_polling = sys.modules.get("rpcdist.transport._channels.polling_and_signals")
         found = [each for each in gc.get_objects() if brief_polling and type(each) is brief_polling.BriefPolling]
         return (
             sum(each.num_polled for each in found),

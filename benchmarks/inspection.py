@@ -26,7 +26,7 @@ from _report import RESULTS, Line, about_machine, layout, show, write_results
 import rpcdist
 from rpcdist import collectives, metrics, rpc
 from rpcdist._inspect.asking import Asker
-from rpcdist.flight_files import SIZE_VARIABLE
+from rpcdist.private_files import SIZE_VARIABLE
 from rpcdist.rpc._current import current_agent
 
 HEAD: Final[Line] = ("what", "way", "us", "against no recorder", "budget", "ok")

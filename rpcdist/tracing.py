@@ -33,8 +33,8 @@ from rpcdist.errors import ConfigError, RpcdistError, SerializationError
 from rpcdist.profile_ranges import span_taps
 from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._current import AgentLocal, agent_or_none, current_agent
-from rpcdist.rpc._inspection import call_spans
-from rpcdist.rpc._inspection.call_recorder import Row
+from rpcdist.rpc._inspection import call_records
+from rpcdist.rpc._inspection.call_records import Row
 from rpcdist.time_limits import QUICK_ANSWER_LIMIT_S, RPC_TIMEOUT_S
 
 __all__ = ["Notes", "export_to_opentelemetry", "trace", "trace_events"]
@@ -145,7 +145,7 @@ def export_to_opentelemetry(tracer_provider: Any = None) -> None:
         ConfigError: the package `opentelemetry-api` is missing.
     """
     try:
-        call_spans.export(call_spans.CallSpans(tracer_provider))
+        call_records.export(call_records.CallSpans(tracer_provider))
     except ImportError as exc:
         raise ConfigError("this needs opentelemetry-api: pip install 'rpcdist[otel]'") from exc
 

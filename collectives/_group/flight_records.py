@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from rpcdist.collectives.work import Work
-from rpcdist.flight_files import flight_recorder_size, write_flight_file
+from rpcdist.private_files import flight_recorder_size, write_flight_file
 from rpcdist.profile_ranges import operation_taps
 
 logger = logging.getLogger(__name__)

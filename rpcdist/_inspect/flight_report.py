@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rpcdist.errors import ConfigError, ProtocolViolation
-from rpcdist.flight_files import flight_folder
 from rpcdist.inspection import (
     MemberFacts,
     SilentWorker,
@@ -27,6 +26,7 @@ from rpcdist.inspection import (
     facts_from_json,
     printable_lines,
 )
+from rpcdist.private_files import flight_folder
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -22,7 +22,7 @@ from typing import Any, Final, NoReturn
 
 from rpcdist._launch.reports import Exited, Raised, RankCall, Ready, Report, Returned, frame, report_of_exception
 from rpcdist.errors import ConfigError
-from rpcdist.flight_files import note_failure
+from rpcdist.private_files import note_failure
 
 # The path comes first: this package may be importable only because the parent's program extended `sys.path`.
 BOOTSTRAP: Final = (

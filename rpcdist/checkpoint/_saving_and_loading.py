@@ -20,10 +20,16 @@ from torch.distributed.checkpoint.stateful import Stateful
 import rpcdist.rpc as rpc
 from rpcdist import collectives
 from rpcdist.checkpoint import _folders
-from rpcdist.checkpoint._digests import algorithm_of
 from rpcdist.checkpoint._entries import Entries, entries_of
 from rpcdist.checkpoint._folders import checkpoint_path
-from rpcdist.checkpoint._storage import CheckpointPart, StoredEntries, WrittenFiles, end_with_index, plan_together
+from rpcdist.checkpoint._storage import (
+    CheckpointPart,
+    StoredEntries,
+    WrittenFiles,
+    algorithm_of,
+    end_with_index,
+    plan_together,
+)
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import CheckpointError, ConfigError
 from rpcdist.own_shortage import names_shortage

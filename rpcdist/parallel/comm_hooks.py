@@ -19,11 +19,40 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_hooks
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup, ReduceOp
 from rpcdist.parallel._ddp._comm_hook import CommHook, GradBucket
 from rpcdist.parallel._ddp._quantization import quantization_perchannel_hook, quantization_pertensor_hook
+
+if TYPE_CHECKING:
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState as PostLocalSGDState
+
+
+class PowerSGDState(torch_hooks.PowerSGDState):
+    """`torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState`, whose group may be ours, or None.
+
+    It can be pickled for a checkpoint, without its group: that is the model's when the hook is registered again.
+
+    Args:
+        process_group: the ranks that reduce; the model's group by default.
+        **options: torch's: `matrix_approximation_rank`, `start_powerSGD_iter`, `use_error_feedback` and so on.
+    """
+
+    def __init__(self, process_group: Any = None, *args: Any, **options: Any) -> None:
+        super().__init__(process_group, *args, **options)
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """How many times fewer elements were sent, how many there were, and how many were sent."""
+        rate, before, after = super().compression_stats()  # type: ignore[no-untyped-call]  # torch's method
+        return rate, before, after
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.process_group = None
+        for name, value in state.items():
+            setattr(self, name, value)
+
 
 __all__ = [
     "BuiltinCommHookType",
@@ -47,10 +76,6 @@ __all__ = [
     "register_ddp_comm_hook",
 ]
 
-if TYPE_CHECKING:
-    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState as PostLocalSGDState
-
-    from rpcdist.parallel._ddp._power_sgd import PowerSGDState as PowerSGDState
 
 post_localSGD_hook: CommHook
 powerSGD_hook: CommHook
@@ -58,7 +83,7 @@ powerSGD_hook: CommHook
 _OF_TORCH: Final = "torch.distributed.algorithms.ddp_comm_hooks"
 _HOMES: Final = {
     "PostLocalSGDState": f"{_OF_TORCH}.post_localSGD_hook",
-    "PowerSGDState": "rpcdist.parallel._ddp._power_sgd",
+    "PowerSGDState": "rpcdist.parallel.comm_hooks",
     "post_localSGD_hook": f"{_OF_TORCH}.post_localSGD_hook",
     "powerSGD_hook": f"{_OF_TORCH}.powerSGD_hook",
 }

@@ -19,7 +19,7 @@ from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
 from rpcdist.collectives._torch_side import hide_frame_from_compiler, hide_from_compiler
 from rpcdist.errors import ConfigError
-from rpcdist.parallel._ddp._bucket_assignment import BucketCaps
+from rpcdist.parallel._ddp._buckets import BucketCaps
 from rpcdist.parallel._ddp._comm_hook import CommHook, RegisteredHook, check_comm_hook, refuse_complex
 from rpcdist.parallel._ddp._ddp_arguments import (
     MixedPrecision,

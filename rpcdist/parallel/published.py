@@ -39,9 +39,8 @@ from rpcdist.parallel._published._parts import (
     check_targets,
     pieces_of,
 )
-from rpcdist.parallel._published._reader import VersionReader
+from rpcdist.parallel._published._reader import SmallTensors, VersionReader, copy_tensors
 from rpcdist.parallel._published._shard_connection import ShardConnection, actor_name, follow, known
-from rpcdist.parallel._published._small_tensors import SmallTensors, copy_tensors
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.async_forms import async_form, off_loop
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT

@@ -30,9 +30,9 @@ from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.collectives import Store
 from rpcdist.collectives._group.world import current_world
 from rpcdist.errors import NotInitialized
-from rpcdist.flight_files import flight_recorder_size
 from rpcdist.frozen_process import let_others_look, stop_letting_look
 from rpcdist.ids import Identity
+from rpcdist.private_files import flight_recorder_size
 from rpcdist.rpc._actors.actor_names import ActorNames
 from rpcdist.rpc._actors.actor_table import ActorTable
 from rpcdist.rpc._actors.serial_calls import SerialCalls
@@ -47,7 +47,7 @@ from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._futures.interrupt import InterruptWatch
 from rpcdist.rpc._futures.waiting import replace_torch_functions
-from rpcdist.rpc._inspection.call_recorder import CallRecorder
+from rpcdist.rpc._inspection.call_records import CallRecorder
 from rpcdist.rpc._inspection.flight_log import FlightLog
 from rpcdist.rpc._inspection.inspector import SERVICE, Inspector, OldCalls
 from rpcdist.rpc._inspection.live_notes import NoteTaker

@@ -34,7 +34,7 @@ from rpcdist.inspection import ChannelFacts, LentMemory
 from rpcdist.time_limits import HEARTBEATS_PER_PEER_TIMEOUT, LEAVE_LIMIT_S, READ_TURN_S
 from rpcdist.transport._channels.channel import ReadChannel
 from rpcdist.transport._channels.leading import Sleep
-from rpcdist.transport._channels.signal_shield import SignalShield, may_raise_here
+from rpcdist.transport._channels.polling_and_signals import SignalShield, may_raise_here
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._framing.frames import (
     CHUNK_HEAD_BYTES,

@@ -26,7 +26,7 @@ from typing import Final
 from rpcdist.errors import TransportError
 from rpcdist.time_limits import BATCH_DELAY_S, BURST_GAP_S
 from rpcdist.transport._channels.channel import ReadChannel
-from rpcdist.transport._channels.signal_shield import SignalShield, may_raise_here
+from rpcdist.transport._channels.polling_and_signals import SignalShield, may_raise_here
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.io_loop import IoLoop

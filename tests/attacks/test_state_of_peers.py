@@ -19,7 +19,7 @@ from rpcdist.autograd import _context
 from rpcdist.autograd._context import ContextTable, make_id
 from rpcdist.collectives._group.flight_records import FlightRecorder
 from rpcdist.errors import CallRefused, UnknownWorker
-from rpcdist.flight_files import FOLDER_VARIABLE
+from rpcdist.private_files import FOLDER_VARIABLE
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._membership.barrier import CONTRIBUTE
 from rpcdist.rpc._rref import owner

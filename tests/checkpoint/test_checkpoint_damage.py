@@ -13,9 +13,8 @@ from full_sets import num_examples
 from torch.distributed import checkpoint as torch_checkpoint
 
 from rpcdist import checkpoint
-from rpcdist.checkpoint import _digests
-from rpcdist.checkpoint._digests import DIGESTS_NAME, Digests, digests_of, write_digests
-from rpcdist.checkpoint._storage import INDEX_NAME
+from rpcdist.checkpoint import _storage
+from rpcdist.checkpoint._storage import DIGESTS_NAME, INDEX_NAME, Digests, digests_of, write_digests
 from rpcdist.errors import CheckpointError, ConfigError
 
 STATE: dict[str, Any] = {"a": torch.arange(3000.0), "b": torch.full((30, 30), 2.0), "step": 5, "text": "hello"}
@@ -67,10 +66,10 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_partial_load_reads_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_digests, "CHUNK_BYTES", 1024)
+    monkeypatch.setattr(_storage, "CHUNK_BYTES", 1024)
     folder = saved(tmp_path / "checkpoint")
     read: list[int] = []
-    chunks = _digests._chunks
+    chunks = _storage._chunks
 
     def counting(path: Path, numbers: Any) -> Any:
         for number, chunk in chunks(path, numbers):
@@ -78,7 +77,7 @@ def test_a_partial_load_reads_what_it_needs(tmp_path: Path, monkeypatch: pytest.
                 read.append(len(chunk))
             yield number, chunk
 
-    monkeypatch.setattr(_digests, "_chunks", counting)
+    monkeypatch.setattr(_storage, "_chunks", counting)
     small: dict[str, Any] = {"b": torch.zeros(30, 30)}
     checkpoint.load(tmp_path / "checkpoint", small)
     assert torch.equal(small["b"], STATE["b"])

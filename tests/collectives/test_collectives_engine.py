@@ -34,7 +34,7 @@ from rpcdist.errors import (
     GroupAborted,
     RankLost,
 )
-from rpcdist.flight_files import FOLDER_VARIABLE
+from rpcdist.private_files import FOLDER_VARIABLE
 
 LIMIT_S = 10.0
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import hang_functions as hangs
 import pytest
 
-from rpcdist._inspect.asking import Asker
-from rpcdist._inspect.stacks_command import text_of
+from rpcdist._inspect.asking import Asker, text_of
 from rpcdist.inspection import WorkerFacts
 from rpcdist.inspection.facts import JobFacts
 from rpcdist.testing import RpcWorld, Worker, WorkerPool, eventually

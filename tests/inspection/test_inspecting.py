@@ -16,8 +16,7 @@ from docs_programs import run_page
 from rpc_cluster import Cluster
 
 from rpcdist import rpc
-from rpcdist._inspect.asking import Asker
-from rpcdist._inspect.stacks_command import text_of
+from rpcdist._inspect.asking import Asker, text_of
 from rpcdist._proto import inspection_pb2
 from rpcdist.errors import AuthenticationFailed, BlockingInLoop, ConnectFailed, ProtocolViolation, RpcdistError
 from rpcdist.inspection import MAX_FACTS_BYTES, MemberFacts, WorkerFacts, facts_to_json

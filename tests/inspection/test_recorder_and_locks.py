@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from rpcdist._counters import OK
-from rpcdist.rpc._inspection.call_recorder import CallRecorder
+from rpcdist.rpc._inspection.call_records import CallRecorder
 from rpcdist.rpc._inspection.stacks import awaited_lock, holds_lock, thread_states
 from rpcdist.testing import wait_until_asleep
 from rpcdist.testing.limits import LIMIT_S

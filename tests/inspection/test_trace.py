@@ -26,7 +26,7 @@ from rpcdist import autograd, collectives, rpc, tracing
 from rpcdist.errors import ConfigError, NotInitialized
 from rpcdist.parallel import DistributedDataParallel, Pipeline
 from rpcdist.rpc._current import current_agent
-from rpcdist.rpc._inspection import call_spans
+from rpcdist.rpc._inspection import call_records
 from rpcdist.rpc._serving.active_calls import ActiveCall
 from rpcdist.testing import InProcessCluster, eventually
 from rpcdist.tracing import Notes, trace_events
@@ -386,7 +386,7 @@ def spans() -> Iterator[InMemorySpanExporter]:
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracing.export_to_opentelemetry(provider)
     yield exporter
-    call_spans.export(None)
+    call_records.export(None)
 
 
 async def through_c_async(x: int) -> int:
@@ -522,7 +522,7 @@ def test_a_method_by_reference_has_a_span_under_the_name_of_its_class(
 
 @pytest.mark.parametrize("header", ["", "00-zz", "x" * 10_000, "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
 def test_a_header_that_is_malformed_counts_as_none(spans: InMemorySpanExporter, header: str) -> None:
-    assert call_spans.exporter is not None
-    span = call_spans.exporter.begin_served(header)
+    assert call_records.exporter is not None
+    span = call_records.exporter.begin_served(header)
     assert span.parent is None
-    call_spans.exporter.end(span, "f", "a", "ok")
+    call_records.exporter.end(span, "f", "a", "ok")

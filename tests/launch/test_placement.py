@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rpcdist import Placement
-from rpcdist._launch.engine_places import first_host
-from rpcdist._launch.placement import find_placement, how_to_set_address, torch_variables
+from rpcdist._launch.placement import find_placement, first_host, how_to_set_address, torch_variables
 from rpcdist.errors import ConfigError
 
 SLURM = {

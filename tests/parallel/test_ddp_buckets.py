@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpcdist.errors import ConfigError
-from rpcdist.parallel._ddp._bucket_assignment import BucketCaps, GradientFacts, assign, initial_buckets, rebuilt_buckets
+from rpcdist.parallel._ddp._buckets import BucketCaps, GradientFacts, assign, initial_buckets, rebuilt_buckets
 
 MEBIBYTE = 1 << 20
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

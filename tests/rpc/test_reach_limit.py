@@ -8,7 +8,7 @@ import pytest
 from own_shortages import no_free_descriptor
 
 from rpcdist.errors import ConnectFailed
-from rpcdist.rpc._peers.reach_limit import ReachLimit, was_refused
+from rpcdist.rpc._peers.peer import ReachLimit, was_refused
 
 REFUSED, SILENT = ConnectFailed("b:1", "Connection refused"), ConnectFailed("b:1", "no process answered there", 1.0)
 

@@ -19,7 +19,7 @@ import torch
 
 from rpcdist import rpc
 from rpcdist.errors import RpcdistError
-from rpcdist.rpc._peers import reach_limit
+from rpcdist.rpc._peers import peer
 from rpcdist.testing import eventually, wait_until_asleep
 
 LIMIT_S = 60.0
@@ -369,7 +369,7 @@ def limit_handshakes(seconds: float, count: int = 512) -> None:
 
 def set_refused_grace(seconds: float) -> None:
     """How long a worker may refuse connections before it is lost."""
-    vars(reach_limit)["REFUSED_GRACE_S"] = seconds
+    vars(peer)["REFUSED_GRACE_S"] = seconds
 
 
 def has_news_of_loans() -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rpcdist.errors import ConfigError
-from rpcdist.transport._channels import brief_polling
-from rpcdist.transport._channels.brief_polling import (
+from rpcdist.transport._channels import polling_and_signals
+from rpcdist.transport._channels.polling_and_signals import (
     HISTORY_WAITS,
     LIMIT_NS,
     LONG_TURN_NS,
@@ -62,9 +62,9 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
-    monkeypatch.setattr(brief_polling, "perf_counter_ns", lambda: machine.now_ns)
+    monkeypatch.setattr(polling_and_signals, "perf_counter_ns", lambda: machine.now_ns)
     monkeypatch.setattr(os, "sched_yield", machine.sched_yield)
-    monkeypatch.setattr(brief_polling, "_usage", lambda: (*range(14), 0, machine.num_switches))
+    monkeypatch.setattr(polling_and_signals, "_usage", lambda: (*range(14), 0, machine.num_switches))
     return machine
 
 
@@ -184,7 +184,7 @@ def test_switches_of_this_thread_are_counted() -> None:
     usage = resource.getrusage(resource.RUSAGE_THREAD)
     assert tuple(usage)[SWITCHES] == (usage.ru_nvcsw, usage.ru_nivcsw)
     time.sleep(0.001)
-    assert brief_polling._usage()[SWITCHES] > (usage.ru_nvcsw, usage.ru_nivcsw)
+    assert polling_and_signals._usage()[SWITCHES] > (usage.ru_nvcsw, usage.ru_nivcsw)
 
 
 def test_a_peer_on_the_same_core_has_its_turn(machine: Machine) -> None:
@@ -238,7 +238,7 @@ def test_who_may_poll(
     monkeypatch: pytest.MonkeyPatch, machine: Machine, text: str, has_quota: bool, expected: bool
 ) -> None:
     monkeypatch.setenv(POLLING_VARIABLE, text)
-    monkeypatch.setattr(brief_polling, "_has_quota", lambda: has_quota)
+    monkeypatch.setattr(polling_and_signals, "_has_quota", lambda: has_quota)
     assert may_poll() is expected
     assert sleep(machine, BriefPolling(machine.poll, may_poll()), [1] * NUM_TO_LEARN)[-1] is expected
 

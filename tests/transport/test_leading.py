@@ -18,7 +18,7 @@ import pytest
 
 from rpcdist.errors import BlockingInLoop
 from rpcdist.testing import eventually, wait_until_asleep
-from rpcdist.transport._channels import brief_polling, leading
+from rpcdist.transport._channels import leading, polling_and_signals
 from rpcdist.transport._channels.leading import Lead, SocketWatch
 
 LIMIT_S = 20.0
@@ -422,8 +422,8 @@ def test_a_handler_that_is_replaced_by_a_handler_stays_replaced(reader: Reader, 
 @pytest.fixture
 def polling(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> Reader:
     """The next waits poll, for a minute."""
-    monkeypatch.setattr(brief_polling, "LIMIT_NS", 60 * 10**9)
-    monkeypatch.setattr(brief_polling, "LONG_TURN_NS", 60 * 10**9)
+    monkeypatch.setattr(polling_and_signals, "LIMIT_NS", 60 * 10**9)
+    monkeypatch.setattr(polling_and_signals, "LONG_TURN_NS", 60 * 10**9)
     brief = reader.lead._brief
     brief._counts[:] = bytes([3]) * len(brief._counts)
     brief.is_worth_it = True

@@ -9,7 +9,7 @@ from types import FrameType
 
 import pytest
 
-from rpcdist.transport._channels.signal_shield import SignalShield, may_raise_here
+from rpcdist.transport._channels.polling_and_signals import SignalShield, may_raise_here
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from torch.func import functional_call
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import ConfigError
-from rpcdist.parallel._ddp._bucket_assignment import BucketCaps
+from rpcdist.parallel._ddp._buckets import BucketCaps
 from rpcdist.parallel._ddp._finite_check import CheckFinite
 from rpcdist.parallel._ddp._iteration_state import DueRule
 from rpcdist.parallel._ddp._tensor_tree import map_tensors

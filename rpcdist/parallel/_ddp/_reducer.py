@@ -31,9 +31,8 @@ from torch import nn
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import begins_traceback
-from rpcdist.parallel._ddp._bucket_assignment import GradientFacts, initial_buckets, rebuilt_buckets
 from rpcdist.parallel._ddp._bucket_reduction import Bucket, BucketReductions, Notices
-from rpcdist.parallel._ddp._buckets import DenseBucket, SparseBucket
+from rpcdist.parallel._ddp._buckets import DenseBucket, GradientFacts, SparseBucket, initial_buckets, rebuilt_buckets
 from rpcdist.parallel._ddp._comm_hook import RegisteredHook
 from rpcdist.parallel._ddp._ddp_arguments import ReducerOptions
 from rpcdist.parallel._ddp._ddp_errors import (

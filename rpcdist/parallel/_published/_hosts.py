@@ -25,7 +25,7 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import CallRefused, ConfigError, DeadlineExceeded, RpcdistError, TransportError
 from rpcdist.parallel._published._layout import PlainLayout, PlainSelection, Selection, VersionLayout, have_dtypes
 from rpcdist.parallel._published._parts import MAX_SEGMENTS, NEWEST, unpacked
-from rpcdist.parallel._published._small_tensors import SmallTensors, copy_tensors, small_ones
+from rpcdist.parallel._published._reader import SmallTensors, copy_tensors, small_ones
 from rpcdist.parallel._published._source import CHUNK_BYTES, VersionSource, ask, check_fetcher, sources_of, worker_of
 from rpcdist.rpc._current import current_agent
 from rpcdist.time_limits import IDLE_LIMIT_S, SLOW_ANSWER_LIMIT_S

@@ -26,8 +26,8 @@ from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.in_flight import InFlightBytes
 from rpcdist.rpc._executors.blocking import blocking, hooks
 from rpcdist.rpc._executors.torch_state import is_default
-from rpcdist.rpc._inspection import call_spans
-from rpcdist.rpc._inspection.call_recorder import CallRecorder, EndedCalls
+from rpcdist.rpc._inspection import call_records
+from rpcdist.rpc._inspection.call_records import CallRecorder, EndedCalls
 from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedFailure
 from rpcdist.rpc._peers.network import AnySession, PoolJob
 from rpcdist.rpc._rref.handles import Handle
@@ -226,7 +226,7 @@ class PendingCall:
 
     def end_span(self, outcome: str) -> None:
         """Ends its span, if there is one."""
-        if self.span is not None and (spans := call_spans.exporter) is not None:
+        if self.span is not None and (spans := call_records.exporter) is not None:
             called = self.called if isinstance(self.called, str) else FETCH
             spans.end(self.span, called, self.owner.name_of(self.peer), outcome)
 

@@ -30,7 +30,7 @@ from rpcdist.rpc._calling.in_flight import COUNTED_FROM_BYTES, InFlightBytes
 from rpcdist.rpc._calling.new_calls import NewCall, NewCalls
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._executors.blocking import hooks
-from rpcdist.rpc._inspection.call_recorder import CallRecorder
+from rpcdist.rpc._inspection.call_records import CallRecorder
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.device_maps import DeviceMap

@@ -20,7 +20,7 @@ from rpcdist.rpc._calling.call_table import (
     ReplySink,
 )
 from rpcdist.rpc._executors.blocking import hooks
-from rpcdist.rpc._inspection import call_spans
+from rpcdist.rpc._inspection import call_records
 from rpcdist.rpc._marshal.marshal import Marshal, Written
 from rpcdist.rpc._peers.device_maps import DeviceMap, device_map_to_pb
 from rpcdist.rpc._peers.network import calling_worker
@@ -155,7 +155,9 @@ class NewCalls:
             call.result, call.is_serial = (*result.rref, *result.fork), is_serial
         if on is not None:
             call.target = (*on.state.rref, *on.state.id)
-        if (spans := call_spans.exporter) is not None:  # not before: nobody ends it if the arguments cannot be written
+        if (
+            spans := call_records.exporter
+        ) is not None:  # not before: nobody ends it if the arguments cannot be written
             pending.span = spans.begin_made(called)
             call.traceparent = spans.traceparent(pending.span)
         if written is None:
@@ -207,7 +209,7 @@ class NewCalls:
         call = CallMessage(pending.id, "", target=(*share.rref, *share.fork))
         call.context = context_id
         call.is_nested = _is_in_handler()
-        if (spans := call_spans.exporter) is not None:
+        if (spans := call_records.exporter) is not None:
             pending.span = spans.begin_made(FETCH)
             call.traceparent = spans.traceparent(pending.span)
         return pending, call, ()

@@ -26,7 +26,7 @@ from rpcdist.inspection import StreamFacts
 from rpcdist.profile_ranges import span_taps
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._calling.call_table import PendingCall
-from rpcdist.rpc._inspection import call_spans
+from rpcdist.rpc._inspection import call_records
 from rpcdist.rpc._marshal.arrived_value import ArrivedFailure, ArrivedValue
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.network import AnySession, PoolJob
@@ -488,7 +488,7 @@ def check_is_stream(result: object, function: object) -> Stream[Any]:
 
 def _tell(span: Any, called: str, peer: str, began_s: float, outcome: str) -> None:
     """Tells traces of a stream that was read."""
-    if span is not None and (spans := call_spans.exporter) is not None:
+    if span is not None and (spans := call_records.exporter) is not None:
         spans.end(span, called, peer, outcome)
     for tap in list(span_taps):
         tap("streams", f"{called} from {peer}", began_s, time.monotonic())

@@ -23,14 +23,14 @@ from typing import Any, Final
 from rpcdist._counters import OK
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import RpcdistError, WorkerLost
-from rpcdist.flight_files import forget_failures, hear_failures, write_flight_file
 from rpcdist.ids import Identity
 from rpcdist.inspection import WorkerFacts, fields_of
-from rpcdist.rpc._inspection.call_recorder import CallRecorder
+from rpcdist.private_files import forget_failures, hear_failures, write_flight_file
+from rpcdist.rpc._inspection.call_records import CallRecorder
 from rpcdist.rpc._peers.network import AnySession, Lifetime
 from rpcdist.rpc._values.exceptions import described_error, traceback_of
 from rpcdist.time_limits import FLIGHT_NOTICE_S, SLOW_CHECK_INTERVAL_S
-from rpcdist.transport._channels.signal_shield import SignalShield
+from rpcdist.transport._channels.polling_and_signals import SignalShield
 
 logger = logging.getLogger(__name__)
 

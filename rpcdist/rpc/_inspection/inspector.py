@@ -43,7 +43,7 @@ from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserCall, UserLoop
-from rpcdist.rpc._inspection.call_recorder import CallRecorder
+from rpcdist.rpc._inspection.call_records import CallRecorder
 from rpcdist.rpc._inspection.live_notes import NoteTaker
 from rpcdist.rpc._inspection.stacks import call_of_future, coroutine_stack, thread_states
 from rpcdist.rpc._membership.barrier import Gatherings

@@ -23,13 +23,12 @@ from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
-from rpcdist.rpc._values.codec import add_weight, fill_pickled, fill_value, write_plain
+from rpcdist.rpc._values.codec import add_weight, fill_pickled, fill_value, unpicklable_part, write_plain
 from rpcdist.rpc._values.compact import compact_value
 from rpcdist.rpc._values.exceptions import add_note
 from rpcdist.rpc._values.failures import failure_of
 from rpcdist.rpc._values.pickled import PickledParts
 from rpcdist.rpc._values.plain import PlainWriter
-from rpcdist.rpc._values.refusals import unpicklable_part
 from rpcdist.transport.wire_messages import CallMessage, ReplyMessage, WireMessage
 
 logger = logging.getLogger(__name__)

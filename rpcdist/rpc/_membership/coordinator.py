@@ -34,7 +34,7 @@ from rpcdist.rpc._membership.roster_service import MembershipService
 from rpcdist.rpc._peers.connections import PROBE_ROLE
 from rpcdist.rpc._peers.directory import COORDINATOR, Directory, Member, Roster
 from rpcdist.rpc._peers.network import Lifetime, Network, ReplyT
-from rpcdist.rpc._peers.reach_limit import ReachLimit
+from rpcdist.rpc._peers.peer import ReachLimit
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import (

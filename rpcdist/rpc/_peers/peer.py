@@ -16,6 +16,9 @@ CONNECTING: calls end by their own deadlines, or after several peer timeouts as 
 its values we gave up, or it would keep them for as long as we live. They are sent when it connects to us, or when this
 process calls it (`revive`). A firewall may have closed the port, so messages to a worker that seems gone are kept, too,
 for as long as it may count our references, which is a lease; later ones are dropped.
+
+`ReachLimit` is the one rule how long a worker is tried before it counts as dead, for calls and for the coordinator's
+questions.
 """
 
 from __future__ import annotations
@@ -32,20 +35,85 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import backoff
 from rpcdist.errors import ALTHOUGH_IT_LIVES, AuthenticationFailed, ConnectFailed, RpcdistError, TransportError
 from rpcdist.ids import Identity
+from rpcdist.own_shortage import own_shortage
 from rpcdist.rpc._peers.control import ControlBody, ControlOutbox
 from rpcdist.rpc._peers.directory import Member, PeerEvents
 from rpcdist.rpc._peers.network import Connection, Demultiplexer, Lifetime, Network, SendObserver
-from rpcdist.rpc._peers.reach_limit import ReachLimit, was_refused
 from rpcdist.rpc._values.buffers import LargeBuffer
 from rpcdist.rpc._values.exceptions import text_of
 from rpcdist.time_limits import (
     FIRST_PAUSE_S,
+    LAST_ATTEMPT_SHARE,
     LEASE_IN_PEER_TIMEOUTS,
     LONGEST_PAUSE_S,
+    MIN_ATTEMPT_S,
     ONE_WAY_IN_PEER_TIMEOUTS,
+    REFUSED_GRACE_S,
 )
 from rpcdist.transport.session import Session
 from rpcdist.transport.wire_messages import WireMessage
+
+MAX_LATE_ATTEMPTS = 5
+
+
+def was_refused(exc: TransportError) -> bool:
+    """Whether nobody listens at that port."""
+    return isinstance(exc, ConnectFailed) and "refused" in exc.reason.lower()
+
+
+class ReachLimit:
+    """For the attempts to reach one worker; begins now.
+
+    Args:
+        timeout_s: the peer timeout.
+        last_seen: when the worker was last heard of, in monotonic seconds, if that counts: silence and reconnecting
+            share one timeout.
+
+    Attributes:
+        shortage: what this process lacked itself at the last attempt, if that failed; then it judges nobody, for as
+            long as that lasts.
+    """
+
+    def __init__(self, timeout_s: float, last_seen: float | None = None) -> None:
+        self._grace_s = LAST_ATTEMPT_SHARE * timeout_s
+        self._started = time.monotonic()
+        # A worker that was silent before its connection broke has used up some of its time, but one attempt is due.
+        self._limit = max((last_seen or self._started) + timeout_s, self._started + self._grace_s)
+        self._longest_heard = self._started + ONE_WAY_IN_PEER_TIMEOUTS * timeout_s
+        self._num_failed = 0
+        self.shortage: str | None = None
+
+    @property
+    def waited_s(self) -> float:
+        """Since the first attempt began."""
+        return time.monotonic() - self._started
+
+    @property
+    def attempt_s(self) -> float:
+        """How long the next attempt may take."""
+        return max(self._limit - time.monotonic(), MIN_ATTEMPT_S)
+
+    def is_over(self, exc: TransportError, is_heard: bool = False) -> bool:
+        """Whether the worker is dead, or out of reach for good, now that an attempt has failed.
+
+        Args:
+            is_heard: whether the worker shows on a connection of its own that it lives.
+        """
+        now = time.monotonic()
+        if now > self._limit + self._grace_s and self._num_failed < MAX_LATE_ATTEMPTS:
+            self._limit = now + self._grace_s  # this process was held up: it judges nobody
+            self._longest_heard = max(self._longest_heard, self._limit)
+        self._num_failed += 1
+        self.shortage = own_shortage(exc)
+        if self.shortage is not None:  # the attempt says nothing of the other one, and one more is due afterwards
+            self._limit = max(self._limit, now + self._grace_s)
+            self._longest_heard = max(self._longest_heard, self._limit)
+            return False
+        if is_heard:
+            return now >= self._longest_heard
+        # A closed port is the word of the worker's host; silence may be a busy network, and takes longer.
+        return now >= self._limit or (was_refused(exc) and now - self._started >= REFUSED_GRACE_S)
+
 
 logger = logging.getLogger(__name__)
 

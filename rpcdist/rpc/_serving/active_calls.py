@@ -14,8 +14,8 @@ from rpcdist.errors import ProtocolViolation
 from rpcdist.rpc._actors.serial_actor import Turn
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._executors.user_loop import UserCall
-from rpcdist.rpc._inspection import call_spans
-from rpcdist.rpc._inspection.call_recorder import CallRecorder, EndedCalls
+from rpcdist.rpc._inspection import call_records
+from rpcdist.rpc._inspection.call_records import CallRecorder, EndedCalls
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.network import AnySession
@@ -311,7 +311,7 @@ class ActiveCalls:
                         active.started if active.handle is None else active.run_began,
                     )
                 )
-            if active.span is not None and (spans := call_spans.exporter) is not None:
+            if active.span is not None and (spans := call_records.exporter) is not None:
                 spans.end(active.span, active.what, session.peer.name, outcome)
         if self._num_waiting:
             with self._ended:

@@ -39,8 +39,8 @@ from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._executors.lane import Lane
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
-from rpcdist.rpc._inspection import call_spans
-from rpcdist.rpc._inspection.call_recorder import CallRecorder
+from rpcdist.rpc._inspection import call_records
+from rpcdist.rpc._inspection.call_records import CallRecorder
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.device_maps import inverse_of
 from rpcdist.rpc._peers.network import AnySession, Lifetime, PoolJob, calling_session, calling_worker, line_of
@@ -172,7 +172,7 @@ class Dispatcher:
         if (refusal := self.calls.add(active)) is not None:
             self._answers.fail(active, Overloaded(refusal))
             return
-        if (spans := call_spans.exporter) is not None and not active.counts_as_idle:
+        if (spans := call_records.exporter) is not None and not active.counts_as_idle:
             active.span = spans.begin_served(call.traceparent)
         if call.context:
             try:
@@ -299,7 +299,7 @@ class Dispatcher:
         """
         token = current_deadline.set(active.deadline)
         outer = current_autograd.set(active.autograd)
-        spans = call_spans.exporter
+        spans = call_records.exporter
         attached = None if spans is None or active.span is None else spans.attach(active.span)
         try:
             now = time.monotonic()
@@ -471,7 +471,7 @@ class Dispatcher:
         context = self._new_context() if coroutine is None else copy_context()
         context.run(current_autograd.set, active.autograd)
         context.run(calling_worker.set, active.session.peer)
-        if coroutine is None and active.span is not None and (spans := call_spans.exporter) is not None:
+        if coroutine is None and active.span is not None and (spans := call_records.exporter) is not None:
             context.run(spans.attach, active.span)
         name = getattr(coroutine, "__qualname__", active.what)
         try:

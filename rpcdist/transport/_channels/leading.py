@@ -18,7 +18,7 @@ order, another thread could begin to lead in between, while the socket is shown 
 A leader may take other sockets along that nobody reads, and read all of them in its wait: a call to many workers reads
 their replies without a change of thread for each.
 
-A leader never runs user code. On the main thread, signals are held back (`signal_shield`) except during the sleep.
+A leader never runs user code. On the main thread, signals are held back (`SignalShield`) except during the sleep.
 
 [Note: keeping the lock] `select.epoll.modify` releases the interpreter's lock around its system call, which takes a
 microsecond. If many threads make calls, another thread takes the lock in between, and the leader that has just shown
@@ -45,8 +45,7 @@ from typing import Any, Final
 
 from rpcdist.errors import BlockingInLoop
 from rpcdist.time_limits import LEAVE_LIMIT_S, LONGEST_WAIT_S, READ_TURN_S, SIGNAL_CHECK_INTERVAL_S
-from rpcdist.transport._channels.brief_polling import BriefPolling, may_poll
-from rpcdist.transport._channels.signal_shield import SignalNoted, SignalShield
+from rpcdist.transport._channels.polling_and_signals import BriefPolling, SignalNoted, SignalShield, may_poll
 
 CAN_WATCH: Final = hasattr(select, "epoll")
 

@@ -21,9 +21,9 @@ from rpcdist._proto import handshake_pb2
 from rpcdist.errors import TransportError
 from rpcdist.inspection import Strangers
 from rpcdist.own_shortage import own_shortage
-from rpcdist.transport._channels.brief_polling import may_poll
 from rpcdist.transport._channels.channel import allowed_channels
 from rpcdist.transport._channels.grpc_channel import GrpcServerChannel, accepted_grpc_ends, refuse, server_options
+from rpcdist.transport._channels.polling_and_signals import may_poll
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._server.admission import Admission, Origin
 from rpcdist.transport._server.health_port import HealthPort, standard_handlers
