@@ -10,7 +10,6 @@ if __name__ != "rpcdist.autograd":
         "off sys.path (run your script from another folder, or install the project with `pip install -e .`)"
     )
 
-from rpcdist.autograd._autograd_errors import AutogradError, BackwardError, ContextNotFound
 from rpcdist.autograd._autograd_worker import AutogradWorker as AutogradWorker
 from rpcdist.autograd._context import Span
 from rpcdist.autograd._draw import draw, profile
@@ -31,6 +30,7 @@ from rpcdist.autograd._interface import (  # noqa: F401  # torch has the private
     is_available,
 )
 from rpcdist.autograd._message_nodes import Captured, is_in_backward, queue_callback
+from rpcdist.errors import AutogradError, BackwardError, ContextNotFound
 
 __all__ = [
     "AutogradError",

@@ -16,7 +16,6 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from rpcdist._proto import autograd_pb2
-from rpcdist.autograd._autograd_errors import AutogradError
 from rpcdist.autograd._backward_pass import BackwardPass, PassOptions
 from rpcdist.autograd._context import MAX_PUT_OFF, Context, ContextTable, Releases, make_id, worker_of
 from rpcdist.autograd._general_part import make_part
@@ -33,7 +32,7 @@ from rpcdist.autograd._pass_message import (
 )
 from rpcdist.autograd._step_part import Outcome, StepPart, do_work
 from rpcdist.deadline import Deadline
-from rpcdist.errors import CallRefused, Overloaded, ProtocolViolation, RpcdistError
+from rpcdist.errors import AutogradError, CallRefused, Overloaded, ProtocolViolation, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.inspection import ContextFacts, PassFacts
 from rpcdist.rpc._calling.autograd_links import AutogradLinks

@@ -26,12 +26,11 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from rpcdist._proto import autograd_pb2
-from rpcdist.autograd._autograd_errors import BackwardError
 from rpcdist.autograd._context import Context, SpanKind, worker_of
 from rpcdist.autograd._pass_message import PassMessage, encode_error
 from rpcdist.autograd._step_part import StepPart, do_work
 from rpcdist.deadline import Deadline
-from rpcdist.errors import DeadlineExceeded, RpcdistError, TransportError, WorkerLost
+from rpcdist.errors import BackwardError, DeadlineExceeded, RpcdistError, TransportError, WorkerLost
 from rpcdist.inspection import PassFacts
 from rpcdist.rpc._calling.autograd_links import AutogradLinks
 from rpcdist.rpc._executors.blocking import blocking, hooks

@@ -17,10 +17,9 @@ import torch
 from torch.autograd.graph import Node
 
 from rpcdist._proto import autograd_pb2
-from rpcdist.autograd._autograd_errors import AutogradError, ContextNotFound
 from rpcdist.autograd._gradients import GradientTable, size_bytes
 from rpcdist.autograd._message_nodes import Gradients, RecordedRecv, RecordedSend, attach
-from rpcdist.errors import CallRefused, SerializationError
+from rpcdist.errors import AutogradError, CallRefused, ContextNotFound, SerializationError
 from rpcdist.rpc._calling.autograd_links import AutogradLinks
 from rpcdist.time_limits import CONTEXT_DROP_DELAY_S
 from rpcdist.transport.wire_messages import History, new_history

@@ -22,9 +22,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
-from rpcdist.autograd._autograd_errors import AutogradError
 from rpcdist.autograd._message_nodes import RecordedRecv, RecordedSend, RecvNode, new_edge
 from rpcdist.autograd._verdicts import LocalGraph, LocalRecv, LocalSend
+from rpcdist.errors import AutogradError
 
 MAX_NODES_BEFORE_SENDING: Final = 64
 """A worker that runs more nodes at once lets the others know what it has decided before it does."""

@@ -7,11 +7,10 @@ from typing import Any, Literal
 
 import torch
 
-from rpcdist.autograd._autograd_errors import AutogradError
 from rpcdist.autograd._autograd_worker import AutogradWorker
 from rpcdist.autograd._context import MAX_NUMBER, Context, make_id
 from rpcdist.deadline import Deadline, current_deadline
-from rpcdist.errors import BlockingInLoop, ConfigError
+from rpcdist.errors import AutogradError, BlockingInLoop, ConfigError
 from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._current import agent_or_none, current_agent
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT

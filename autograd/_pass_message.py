@@ -30,10 +30,9 @@ import torch
 from google.protobuf.message import DecodeError
 
 from rpcdist._proto import autograd_pb2, value_pb2
-from rpcdist.autograd._autograd_errors import AutogradError, BackwardError
 from rpcdist.autograd._message_nodes import Gradients, RecordedSend
 from rpcdist.deadline import Deadline
-from rpcdist.errors import ProtocolViolation, SerializationError
+from rpcdist.errors import AutogradError, BackwardError, ProtocolViolation, SerializationError
 from rpcdist.rpc._inspection.call_records import MAX_TRACEPARENT_CHARS
 from rpcdist.rpc._values import INLINE_LIMIT, DeviceRoute, GpuArrivals, LargeBuffer, ReceiveBuffer, decode, encode_into
 from rpcdist.rpc._values.compact import compact_tensors, read_compact_tensors

@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from rpcdist import rpc
+from rpcdist._counters import publish
 from rpcdist._dashboard.job_watch import JobWatch
 from rpcdist._dashboard.page_server import cookie_of, make_page_server
 from rpcdist._inspect.asking import Asker
-from rpcdist.inspection.curves import publish
 from rpcdist.rpc._current import current_agent
 from rpcdist.testing import InProcessCluster, in_process_cluster
 from rpcdist.time_limits import LIVE_VIEW_PERIOD_S

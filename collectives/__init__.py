@@ -55,9 +55,8 @@ _MODULES = {
     "._stores.store_base": "Store",
     "._stores.file_store": "FileStore",
     "._stores.shared_table": "HashStore",
-    "._stores.prefix_store": "PrefixStore",
+    "._stores.derived_stores": "PrefixStore TorchStoreAdapter",
     "._stores.tcp_store": "TCPStore",
-    "._stores.torch_store": "TorchStoreAdapter",
     ".backends": (
         "Backend BackendConfig get_default_backend_for_device is_available is_backend_available "
         "is_gloo_available is_mpi_available is_nccl_available is_torchelastic_launched is_ucc_available "
@@ -120,12 +119,11 @@ if TYPE_CHECKING:
     from rpcdist.collectives._operations.reduce_kernels import make_premul_sum
     from rpcdist.collectives._operations.reduce_kernels import reduce_op as reduce_op
     from rpcdist.collectives._operations.reduce_kernels import supports_complex as supports_complex
+    from rpcdist.collectives._stores.derived_stores import *
     from rpcdist.collectives._stores.file_store import *
-    from rpcdist.collectives._stores.prefix_store import *
     from rpcdist.collectives._stores.shared_table import *
     from rpcdist.collectives._stores.store_base import Store as Store
     from rpcdist.collectives._stores.tcp_store import *
-    from rpcdist.collectives._stores.torch_store import *
     from rpcdist.collectives.backends import Backend as Backend
     from rpcdist.collectives.backends import BackendConfig as BackendConfig
     from rpcdist.collectives.backends import get_default_backend_for_device as get_default_backend_for_device

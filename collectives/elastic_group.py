@@ -37,7 +37,7 @@ from rpcdist.collectives._group.local_process import SharedSockets, bind_host
 from rpcdist.collectives._group.state import LEFT
 from rpcdist.collectives._group.world import current_world
 from rpcdist.collectives._operations.operation import check_timeout
-from rpcdist.collectives._stores.prefix_store import PrefixStore
+from rpcdist.collectives._stores.derived_stores import PrefixStore
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.backends import Backend
 from rpcdist.collectives.process_group import ProcessGroup

@@ -18,9 +18,8 @@ from rpcdist._launch.placement import launcher_variable
 from rpcdist.collectives._group.backend_contract import GroupBackend, GroupContext
 from rpcdist.collectives._group.bootstrap import exchange_values
 from rpcdist.collectives._group.flight_records import MessageLog, Record
-from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure, Reporter
 from rpcdist.collectives._group.group_watch import GroupWatch
-from rpcdist.collectives._group.state import GroupState
+from rpcdist.collectives._group.state import FailureKind, GroupFailure, GroupState, Reporter
 from rpcdist.collectives._nccl.communicator_calls import NcclCalls
 from rpcdist.collectives._nccl.nccl_library import Communicator, CudaRuntime
 from rpcdist.collectives._nccl.watchdog import NcclWatchdog, NcclWork, call_bounded

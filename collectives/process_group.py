@@ -13,8 +13,8 @@ import torch
 from rpcdist.collectives._api.group_methods import LowerCaseOperations
 from rpcdist.collectives._group.backend_binding import BackendBinding
 from rpcdist.collectives._group.backend_contract import GroupBackend
-from rpcdist.collectives._group.group_failure import monitored_text
 from rpcdist.collectives._group.operation_hooks import OperationHooks, PostHookArgs, PreHookArgs
+from rpcdist.collectives._group.state import monitored_text
 from rpcdist.collectives._operations.lowering import Place, barrier
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveTimeout, ConfigError, RankLost, RpcdistError, refuse_pickling

@@ -196,8 +196,8 @@ def uses_agent_store() -> bool:
 def _agent_store(host: str, port: int, world_size: int, timeout: Timeout) -> Store:
     import torch.distributed as torch_distributed
 
+    from rpcdist.collectives._stores.derived_stores import TorchStoreAdapter
     from rpcdist.collectives._stores.store_base import seconds
-    from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
 
     timeout_s = seconds(timeout)
     # torch's constructor cannot be interrupted while it tries to connect, so it is called when somebody listens there.

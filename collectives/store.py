@@ -5,8 +5,8 @@ The operations are for new kinds of stores: what `Store.execute` gets, and the `
 
 from __future__ import annotations
 
+from rpcdist.collectives._stores.derived_stores import PrefixStore, TorchStoreAdapter
 from rpcdist.collectives._stores.file_store import FileStore
-from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.shared_table import HashStore
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives._stores.store_operations import (
@@ -27,7 +27,6 @@ from rpcdist.collectives._stores.store_operations import (
     Wait,
 )
 from rpcdist.collectives._stores.tcp_store import TCPStore
-from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
 
 __all__ = [
     "Add",

@@ -20,9 +20,8 @@ from typing import ClassVar
 from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.engine import Engine
 from rpcdist.collectives._group.engine_backend import EngineBackend
-from rpcdist.collectives._group.group_failure import GroupFailure, Reporter
 from rpcdist.collectives._group.group_watch import GroupWatch
-from rpcdist.collectives._group.state import GroupState
+from rpcdist.collectives._group.state import GroupFailure, GroupState, Reporter
 from rpcdist.collectives._transports.hierarchical import HierarchicalTransport, Hosts
 from rpcdist.collectives._transports.p2p.messenger import Mailboxes
 from rpcdist.collectives._transports.shm.futex import unsupported_here

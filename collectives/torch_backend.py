@@ -27,9 +27,8 @@ import torch.distributed as torch_distributed
 from rpcdist.collectives._group.bootstrap import agree
 from rpcdist.collectives._group.creation import check_split, open_group, timeout_of_group
 from rpcdist.collectives._operations.operation import barrier_timeout
-from rpcdist.collectives._stores.prefix_store import PrefixStore
+from rpcdist.collectives._stores.derived_stores import PrefixStore, TorchStoreAdapter
 from rpcdist.collectives._stores.store_base import Store
-from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
 from rpcdist.collectives._torch_side import TorchWork, hide_from_compiler, keep_what_torch_holds, serve_functional_ops
 from rpcdist.collectives.backends import default_backend
 from rpcdist.collectives.process_group import ProcessGroup

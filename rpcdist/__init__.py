@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from rpcdist import optim as optim
     from rpcdist import parallel as parallel
     from rpcdist import rpc as rpc
-    from rpcdist._cluster import LocalCluster as LocalCluster
+    from rpcdist._counters import publish as publish
     from rpcdist._launch.job_plan import Role as Role
     from rpcdist._launch.launching import launch as launch
     from rpcdist._launch.placement import Placement as Placement
     from rpcdist._launch.placement import placement_from_environment as placement_from_environment
-    from rpcdist.inspection.curves import publish as publish
+    from rpcdist._local_cluster import LocalCluster as LocalCluster
     from rpcdist.tracing import trace as trace
 
     __version__: str
@@ -61,12 +61,12 @@ __all__ = [
 ]
 
 _MODULE_OF: Final = {
-    "LocalCluster": "rpcdist._cluster",
+    "LocalCluster": "rpcdist._local_cluster",
     "Placement": "rpcdist._launch.placement",
     "Role": "rpcdist._launch.job_plan",
     "launch": "rpcdist._launch.launching",
     "placement_from_environment": "rpcdist._launch.placement",
-    "publish": "rpcdist.inspection.curves",
+    "publish": "rpcdist._counters",
     "trace": "rpcdist.tracing",
 }
 """Where the functions and classes of `__all__` are; its other names are submodules."""

@@ -15,8 +15,7 @@ from rpcdist._launch.placement import launcher_variable
 from rpcdist._upper_layers import load
 from rpcdist.collectives._group.bootstrap import DEFAULT_GROUP, agree, wait_for_keys
 from rpcdist.collectives._group.creation import open_group, timeout_of_group
-from rpcdist.collectives._group.group_failure import list_ranks
-from rpcdist.collectives._group.state import LEFT
+from rpcdist.collectives._group.state import LEFT, list_ranks
 from rpcdist.collectives._group.world import (
     MPI_ADDRESS,
     NON_GROUP_MEMBER,
@@ -27,9 +26,8 @@ from rpcdist.collectives._group.world import (
     default_group,
 )
 from rpcdist.collectives._operations.operation import whole_number
-from rpcdist.collectives._stores.prefix_store import PrefixStore
+from rpcdist.collectives._stores.derived_stores import PrefixStore, TorchStoreAdapter
 from rpcdist.collectives._stores.store_base import Store
-from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
 from rpcdist.collectives.backends import Backend, BackendConfig, default_backend
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.rendezvous import job_attempt

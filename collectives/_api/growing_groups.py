@@ -16,7 +16,7 @@ from rpcdist.collectives._group.bootstrap import agree
 from rpcdist.collectives._group.creation import open_group
 from rpcdist.collectives._group.world import World, current_world
 from rpcdist.collectives._operations.operation import check_timeout, whole_number
-from rpcdist.collectives._stores.prefix_store import PrefixStore
+from rpcdist.collectives._stores.derived_stores import PrefixStore
 from rpcdist.collectives._stores.store_base import SignedRecords, Store
 from rpcdist.collectives.constants import default_pg_timeout
 from rpcdist.collectives.process_group import ProcessGroup

@@ -11,7 +11,7 @@ from rpcdist.collectives._group.bootstrap import agree
 from rpcdist.collectives._group.creation import MakeBackend, check_split, make_group, open_group, split_off
 from rpcdist.collectives._group.world import World, current_world, group_or_default
 from rpcdist.collectives._operations.operation import whole_number
-from rpcdist.collectives._stores.prefix_store import PrefixStore
+from rpcdist.collectives._stores.derived_stores import PrefixStore
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.backends import Backend, BackendConfig, make_backend
 from rpcdist.collectives.nccl import NcclBackend

@@ -14,7 +14,7 @@ from typing import Final, NoReturn
 
 from rpcdist.collectives._group.agreement import Displaced, Made, NotAll, Unlike, Wish, agreement
 from rpcdist.collectives._group.backend_contract import GroupContext
-from rpcdist.collectives._stores.prefix_store import PrefixStore
+from rpcdist.collectives._stores.derived_stores import PrefixStore
 from rpcdist.collectives._stores.store_base import SignedRecords, Store, timed_out
 from rpcdist.collectives._stores.store_operations import Get, Missing, StoreOperation, Wait
 from rpcdist.deadline import Deadline

@@ -11,7 +11,7 @@ from rpcdist.collectives._group.backend_contract import GroupBackend, GroupConte
 from rpcdist.collectives._group.bootstrap import agree
 from rpcdist.collectives._group.world import World, current_world, default_group
 from rpcdist.collectives._operations.operation import check_timeout
-from rpcdist.collectives._stores.prefix_store import PrefixStore
+from rpcdist.collectives._stores.derived_stores import PrefixStore
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.backends import Backend, BackendConfig, make_backend
 from rpcdist.collectives.constants import default_pg_nccl_timeout, default_pg_timeout

@@ -26,9 +26,18 @@ import torch
 
 from rpcdist.collectives._group.callbacks import Callbacks
 from rpcdist.collectives._group.flight_records import FlightRecorder, Record
-from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure, Reporter
 from rpcdist.collectives._group.operation_hooks import run_abort_hooks
-from rpcdist.collectives._group.state import Action, FailOperations, GroupState, NoteDeparture, TellRanks, WakeRunning
+from rpcdist.collectives._group.state import (
+    Action,
+    FailOperations,
+    FailureKind,
+    GroupFailure,
+    GroupState,
+    NoteDeparture,
+    Reporter,
+    TellRanks,
+    WakeRunning,
+)
 from rpcdist.collectives._group.watch import StateKeeper
 from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation
 from rpcdist.collectives._transports.transport_base import (

@@ -12,9 +12,9 @@ import torch
 from rpcdist.collectives._group.backend_contract import GroupBackend, GroupContext
 from rpcdist.collectives._group.engine import Engine
 from rpcdist.collectives._group.flight_records import MessageLog
-from rpcdist.collectives._group.group_failure import GroupFailure
+from rpcdist.collectives._group.state import GroupFailure
 from rpcdist.collectives._operations.operation import Operation
-from rpcdist.collectives._stores.prefix_store import PrefixStore
+from rpcdist.collectives._stores.derived_stores import PrefixStore
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
 

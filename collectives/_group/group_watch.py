@@ -11,9 +11,8 @@ from pathlib import Path
 
 from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.bootstrap import address_of_rank_0, not_made
-from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure
 from rpcdist.collectives._group.local_process import bind_host
-from rpcdist.collectives._group.state import Action, GroupState
+from rpcdist.collectives._group.state import Action, FailureKind, GroupFailure, GroupState
 from rpcdist.collectives._group.watch import StateKeeper, Watch, encoded
 from rpcdist.deadline import Deadline
 from rpcdist.errors import AuthenticationFailed, ConnectFailed, DistNetworkError, RendezvousError, TransportError

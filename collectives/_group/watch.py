@@ -31,14 +31,15 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Final
 
-from rpcdist.collectives._group.group_failure import (
+from rpcdist.collectives._group.state import (
     MAX_REASON_LENGTH,
+    Action,
     FailureKind,
     GroupFailure,
+    GroupState,
     Reporter,
     timeout_verdict,
 )
-from rpcdist.collectives._group.state import Action, GroupState
 from rpcdist.errors import ProtocolViolation, RpcdistError
 from rpcdist.time_limits import ANSWER_LIMIT_S, CLOSE_STEP_LIMIT_S, GROUP_ANSWER_LIMIT_S, GROUP_SILENCE_LIMIT_S
 from rpcdist.transport import Node

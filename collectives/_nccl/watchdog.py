@@ -21,9 +21,16 @@ from typing import TypeVar
 import torch
 
 from rpcdist.collectives._group.flight_records import FlightRecorder, Record
-from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure, Reporter
 from rpcdist.collectives._group.operation_hooks import run_abort_hooks
-from rpcdist.collectives._group.state import Action, FailOperations, GroupState, TellRanks
+from rpcdist.collectives._group.state import (
+    Action,
+    FailOperations,
+    FailureKind,
+    GroupFailure,
+    GroupState,
+    Reporter,
+    TellRanks,
+)
 from rpcdist.collectives._group.watch import StateKeeper
 from rpcdist.collectives._nccl.nccl_library import Communicator, CudaRuntime
 from rpcdist.collectives.work import Work

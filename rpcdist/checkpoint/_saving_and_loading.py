@@ -34,7 +34,7 @@ from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import CheckpointError, ConfigError
 from rpcdist.own_shortage import names_shortage
 from rpcdist.rpc import RRef
-from rpcdist.rpc._executors.async_forms import async_form, off_loop
+from rpcdist.rpc._executors.blocking import async_form, off_loop
 
 
 @off_loop("await checkpoint.save_async(...)")

@@ -42,7 +42,7 @@ from rpcdist.parallel._published._parts import (
 from rpcdist.parallel._published._reader import SmallTensors, VersionReader, copy_tensors
 from rpcdist.parallel._published._shard_connection import ShardConnection, actor_name, follow, known
 from rpcdist.rpc._current import current_agent
-from rpcdist.rpc._executors.async_forms import async_form, off_loop
+from rpcdist.rpc._executors.blocking import async_form, off_loop
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.time_limits import CHECK_INTERVAL_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, MIN_WAIT_S
 

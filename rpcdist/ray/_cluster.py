@@ -11,13 +11,13 @@ from typing import Any, Self
 import ray
 
 from rpcdist import rpc
-from rpcdist._cluster.cluster_block import ClusterBlock, worker_names
 from rpcdist._launch.job_plan import RankPlan, Role, check_environment, held_port
 from rpcdist._launch.placement import placement_from_environment
 from rpcdist._launch.progress import error_of, interrupted
 from rpcdist._launch.rank_main import check_not_importing_main
 from rpcdist._launch.reports import Raised, main_has_a_file, pickle_call
 from rpcdist._launch.supervisor import BackgroundRanks, StopSignals
+from rpcdist._local_cluster import ClusterBlock, worker_names
 from rpcdist.deadline import Deadline
 from rpcdist.errors import AlreadyInitialized, ConfigError, DeadlineExceeded, NotInitialized, RpcdistError, WorkerLost
 from rpcdist.ids import check_worker_name

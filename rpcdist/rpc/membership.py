@@ -9,7 +9,7 @@ from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import ConfigError, DeadlineExceeded, WorkerLost, listed
 from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._current import current_agent
-from rpcdist.rpc._executors.async_forms import async_form, off_loop
+from rpcdist.rpc._executors.blocking import async_form, off_loop
 from rpcdist.rpc._membership.roster_news import MembershipChange
 from rpcdist.rpc._membership.shutdown import PING, STOP
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT

@@ -23,7 +23,7 @@ from rpcdist.rpc._calling.creations import Creation
 from rpcdist.rpc._calling.result_streams import Stream
 from rpcdist.rpc._calling.rref_calls import RRefCalls
 from rpcdist.rpc._current import agent_or_none, current_agent
-from rpcdist.rpc._executors.async_forms import async_form, off_loop
+from rpcdist.rpc._executors.blocking import async_form, off_loop
 from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.proxied import MethodProxy, Mode, method_name

@@ -16,8 +16,7 @@ import torch
 from rpcdist.collectives import flight_recorder
 from rpcdist.collectives._group.engine import Engine
 from rpcdist.collectives._group.flight_records import FlightRecorder
-from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure, Reporter
-from rpcdist.collectives._group.state import GroupState
+from rpcdist.collectives._group.state import FailureKind, GroupFailure, GroupState, Reporter
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
 from rpcdist.collectives._transports.transport_base import (
     Control,

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure
-from rpcdist.collectives._group.state import Action, GroupState
+from rpcdist.collectives._group.state import Action, FailureKind, GroupFailure, GroupState
 from rpcdist.collectives._group.watch import Message, StateKeeper, Watch, encoded
 from rpcdist.transport import Node, acquire_node
 

@@ -10,14 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure, timeout_verdict
 from rpcdist.collectives._group.state import (
     Action,
     FailOperations,
+    FailureKind,
+    GroupFailure,
     GroupState,
     NoteDeparture,
     TellRanks,
     WakeRunning,
+    timeout_verdict,
 )
 
 Event = tuple[object, ...]

@@ -16,7 +16,7 @@ from collectives_ranks import LIMIT_S, run_ranks
 import rpcdist.collectives as c
 from rpcdist.collectives import HashStore
 from rpcdist.collectives._group.world import World, current_world, use_world
-from rpcdist.collectives._stores.prefix_store import PrefixStore
+from rpcdist.collectives._stores.derived_stores import PrefixStore
 from rpcdist.collectives._stores.store_base import SignedRecords
 from rpcdist.errors import AuthenticationFailed, ConfigError, RankLost, RendezvousError, StoreTimeout
 

@@ -15,7 +15,7 @@ from nccl_stand_in import LIMIT_S, StandInError, StandInRuntime, StandInWorld
 
 from rpcdist.collectives import HashStore, PrefixStore
 from rpcdist.collectives._group.backend_contract import GroupContext
-from rpcdist.collectives._group.group_failure import GroupFailure, Reporter
+from rpcdist.collectives._group.state import GroupFailure, Reporter
 from rpcdist.collectives._nccl.communicator_calls import native_form
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
 from rpcdist.collectives.nccl import NcclBackend, NcclOptions

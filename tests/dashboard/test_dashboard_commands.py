@@ -15,7 +15,7 @@ import pytest
 
 import rpcdist
 from rpcdist import rpc
-from rpcdist._cluster.local_cluster import PageProcess
+from rpcdist._local_cluster import PageProcess
 from rpcdist.testing import WorkerPool
 from rpcdist.testing.worker_pool import join
 

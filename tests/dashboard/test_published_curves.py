@@ -9,18 +9,18 @@ import pytest
 import torch
 
 import rpcdist
+from rpcdist import _counters
 from rpcdist.errors import ConfigError
-from rpcdist.inspection import curves
 
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(curves, "_curves", {})
+    monkeypatch.setattr(_counters, "_curves", {})
     yield
 
 
 def values(name: str) -> list[float]:
-    return [value for curve in curves.published_curves() if curve.name == name for _, value in curve.points]
+    return [value for curve in _counters.published_curves() if curve.name == name for _, value in curve.points]
 
 
 def test_numbers_become_a_curve() -> None:
@@ -30,9 +30,9 @@ def test_numbers_become_a_curve() -> None:
 
 
 def test_the_latest_points_are_kept() -> None:
-    for number in range(curves.KEPT_POINTS + 50):
+    for number in range(_counters.KEPT_POINTS + 50):
         rpcdist.publish("loss", number)
-    assert values("loss") == [float(number) for number in range(50, curves.KEPT_POINTS + 50)]
+    assert values("loss") == [float(number) for number in range(50, _counters.KEPT_POINTS + 50)]
 
 
 def test_what_is_not_finite_is_no_point() -> None:
@@ -48,7 +48,7 @@ def test_a_name_that_is_none_is_refused(name: Any) -> None:
 
 
 def test_so_many_curves_and_no_more() -> None:
-    for number in range(curves.MAX_CURVES):
+    for number in range(_counters.MAX_CURVES):
         rpcdist.publish(f"curve{number}", 1.0)
     with pytest.raises(ConfigError, match="64 curves already"):
         rpcdist.publish("another", 1.0)

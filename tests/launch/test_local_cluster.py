@@ -207,7 +207,7 @@ def test_a_start_cancelled_before_its_thread_runs_starts_nothing(monkeypatch: py
             cluster._cancel()
             super().start()
 
-    monkeypatch.setattr("rpcdist._cluster.local_cluster.BackgroundRanks", CancelledJustThen)
+    monkeypatch.setattr("rpcdist._local_cluster.BackgroundRanks", CancelledJustThen)
     before = children()
     with pytest.raises(DeadlineExceeded, match="was cancelled"):
         cluster.start()
@@ -237,7 +237,7 @@ def test_what_the_watching_thread_failed_with_is_told(monkeypatch: pytest.Monkey
 
 def test_a_slow_start_says_whom_it_waits_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The processes are never started here, so that none is ready."""
-    monkeypatch.setattr("rpcdist._cluster.local_cluster.INIT_NOTICE_S", 0.01)
+    monkeypatch.setattr("rpcdist._local_cluster.INIT_NOTICE_S", 0.01)
     cluster = LocalCluster(["trainer", "server", "observer"])
     processes = BackgroundRanks([1, 2], engine)
     with pytest.raises(DeadlineExceeded, match=r"after 0\.02 s these ranks had not imported the program: 1, 2; is the"):

@@ -16,7 +16,7 @@ from actor_functions import Counter, Journal, new_gate
 from blocking_refused import refuses
 
 from rpcdist import rpc
-from rpcdist.rpc._executors.async_forms import async_form, off_loop
+from rpcdist.rpc._executors.blocking import async_form, off_loop
 from rpcdist.testing import InProcessCluster
 
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")

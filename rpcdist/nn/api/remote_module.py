@@ -16,7 +16,7 @@ from rpcdist.errors import ConfigError, NotInitialized, RpcdistError, Serializat
 from rpcdist.nn import _owner_functions
 from rpcdist.nn._owner_functions import parse_remote_device
 from rpcdist.rpc import Future, RRef
-from rpcdist.rpc._executors.async_forms import off_loop
+from rpcdist.rpc._executors.blocking import off_loop
 
 __all__ = ["RemoteModule"]
 

@@ -1,6 +1,6 @@
 """A consumer's side of the versions that a process of its host holds.
 
-`SmallTensors` copies many small tensors at once, on both sides: a call of torch for each takes longer than copying 4 KiB.
+`SmallTensors` copies many small tensors at once, on both sides: a call of torch for each takes longer than the copy.
 """
 
 from __future__ import annotations

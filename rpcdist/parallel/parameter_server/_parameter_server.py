@@ -12,7 +12,7 @@ import rpcdist.rpc as rpc
 from rpcdist.errors import ConfigError
 from rpcdist.parallel.parameter_server._shard import Mode, ParameterShard
 from rpcdist.parallel.parameter_server._sharded_parameters import RowLayout, ShardedParameters, make_config, values_of
-from rpcdist.rpc._executors.async_forms import async_form, off_loop
+from rpcdist.rpc._executors.blocking import async_form, off_loop
 
 
 class ParameterServer(ShardedParameters):

@@ -13,7 +13,7 @@ import rpcdist.rpc as rpc
 from rpcdist.errors import ConfigError
 from rpcdist.parallel.parameter_server._shard import Mode, ParameterShard, new_embedding_shard
 from rpcdist.parallel.parameter_server._sharded_parameters import RowLayout, ShardedParameters, make_config
-from rpcdist.rpc._executors.async_forms import async_form, off_loop
+from rpcdist.rpc._executors.blocking import async_form, off_loop
 from rpcdist.torch_optimizers import take_step
 
 WEIGHT = "weight"

@@ -16,7 +16,7 @@ from torch import Tensor
 import rpcdist.rpc as rpc
 from rpcdist.errors import ConfigError, DeadlineExceeded
 from rpcdist.parallel.parameter_server._shard import Gradient, Mode, ParameterShard, ShardConfig, ShardState
-from rpcdist.rpc._executors.async_forms import async_form, off_loop
+from rpcdist.rpc._executors.blocking import async_form, off_loop
 from rpcdist.time_limits import ANSWER_LIMIT_S
 
 

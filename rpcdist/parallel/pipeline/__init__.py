@@ -7,7 +7,6 @@ the guide.
 from __future__ import annotations
 
 from rpcdist.parallel.pipeline._pipeline import Pipeline, PipelineOptimizer, StepResult
-from rpcdist.parallel.pipeline._remote_stages import RemoteStages
 from rpcdist.parallel.pipeline._schedules import SCHEDULES, Action, parse_action, schedule
 from rpcdist.parallel.pipeline._simulation import (
     Slot,
@@ -18,6 +17,7 @@ from rpcdist.parallel.pipeline._simulation import (
     simulate,
     validate,
 )
+from rpcdist.parallel.pipeline._stage_runner import RemoteStages
 from rpcdist.parallel.pipeline._step_messages import PipelineAborted, PipelineError, PipelineTimeout
 
 __all__ = [

@@ -35,7 +35,7 @@ from rpcdist.parallel.pipeline._step_messages import (
     clock_s,
     merge,
 )
-from rpcdist.rpc._executors.async_forms import async_form, off_loop
+from rpcdist.rpc._executors.blocking import async_form, off_loop
 
 T = TypeVar("T")
 NUM_CLOCK_READINGS = 5

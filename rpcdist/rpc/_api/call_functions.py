@@ -25,7 +25,7 @@ from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._calling.new_calls import by_keyword, positional
 from rpcdist.rpc._calling.result_streams import StartingStream, Stream, check_is_stream
 from rpcdist.rpc._current import current_agent
-from rpcdist.rpc._executors.async_forms import async_form, off_loop
+from rpcdist.rpc._executors.blocking import async_form, off_loop
 from rpcdist.rpc._futures.waiting import note_started
 from rpcdist.rpc._peers.device_maps import check_own_devices
 from rpcdist.rpc._serving.producers import is_generator

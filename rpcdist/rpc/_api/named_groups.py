@@ -22,7 +22,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._api.many_workers import chosen_workers
 from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._current import current_agent
-from rpcdist.rpc._executors.async_forms import async_form, off_loop
+from rpcdist.rpc._executors.blocking import async_form, off_loop
 from rpcdist.rpc._membership.roster_news import MembershipChange
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import calling_worker

@@ -19,6 +19,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, Final
 
+from rpcdist._counters import published_curves
 from rpcdist._proto import inspection_pb2
 from rpcdist.collectives._group.world import World
 from rpcdist.frozen_process import FrozenProcess, look_at_process
@@ -34,7 +35,6 @@ from rpcdist.inspection import (
     facts_from_json,
     facts_to_json,
 )
-from rpcdist.inspection.curves import published_curves
 from rpcdist.rpc._actors.actor_table import ActorTable
 from rpcdist.rpc._actors.serial_actor import Turn
 from rpcdist.rpc._autograd_hooks import AutogradHooks
