@@ -194,7 +194,7 @@ def is_nccl_available() -> bool:
     """Whether there are a CUDA device, a CuPy that is new enough, and an NCCL that it can load."""
     if not torch.cuda.is_available():
         return False
-    from rpcdist.collectives._nccl.nccl_library import nccl_is_usable
+    from rpcdist.collectives._nccl.communicator_calls import nccl_is_usable
 
     return nccl_is_usable()
 

@@ -10,15 +10,13 @@ import logging
 import zlib
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from rpcdist.collectives._group.backend_contract import GroupContext
+from rpcdist.collectives._group.backend_contract import EngineBackend, GroupContext
 from rpcdist.collectives._group.bootstrap import exchange_values
 from rpcdist.collectives._group.engine import Engine
-from rpcdist.collectives._group.engine_backend import EngineBackend
 from rpcdist.collectives._group.group_watch import GroupWatch
 from rpcdist.collectives._group.state import GroupFailure, GroupState, Reporter
-from rpcdist.collectives._mpi.mpi_library import Pause, load_mpi
 from rpcdist.collectives._mpi.mpi_messages import MpiMessages
-from rpcdist.collectives._mpi.mpi_transport import MpiTransport, abandon
+from rpcdist.collectives._mpi.mpi_transport import MpiTransport, Pause, abandon, load_mpi
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError
 

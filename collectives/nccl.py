@@ -20,8 +20,7 @@ from rpcdist.collectives._group.bootstrap import exchange_values
 from rpcdist.collectives._group.flight_records import MessageLog, Record
 from rpcdist.collectives._group.group_watch import GroupWatch
 from rpcdist.collectives._group.state import FailureKind, GroupFailure, GroupState, Reporter
-from rpcdist.collectives._nccl.communicator_calls import NcclCalls
-from rpcdist.collectives._nccl.nccl_library import Communicator, CudaRuntime
+from rpcdist.collectives._nccl.communicator_calls import Communicator, CudaRuntime, NcclCalls
 from rpcdist.collectives._nccl.watchdog import NcclWatchdog, NcclWork, call_bounded
 from rpcdist.collectives._operations.operation import Kind, Operation, describe_fingerprint
 from rpcdist.collectives.work import Work

@@ -17,9 +17,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rpcdist.collectives._group.backend_contract import GroupContext
+from rpcdist.collectives._group.backend_contract import EngineBackend, GroupContext
 from rpcdist.collectives._group.engine import Engine
-from rpcdist.collectives._group.engine_backend import EngineBackend
 from rpcdist.collectives._group.group_watch import GroupWatch
 from rpcdist.collectives._group.state import GroupFailure, GroupState, Reporter
 from rpcdist.collectives._transports.hierarchical import HierarchicalTransport, Hosts

@@ -28,6 +28,9 @@
     ├── CallRefused                         the callee's policy does not allow this
     ├── PoolExhausted                       the worker thread limit is reached, and every thread waits
     ├── Overloaded                          calls that have not ended fill the bound of their caller, or of the callee
+    ├── AutogradError                       a context or a backward pass cannot be used in this way
+    │   ├── ContextNotFound
+    │   └── BackwardError                   the pass failed, here or on another worker
     ├── RRefError
     │   └── LeaseExpired                    the owner dropped this user's references
     └── DistError
@@ -56,6 +59,8 @@ from typing import NoReturn, ParamSpec, TypeVar
 __all__ = [
     "AlreadyInitialized",
     "AuthenticationFailed",
+    "AutogradError",
+    "BackwardError",
     "BlockingInLoop",
     "CallRefused",
     "Cancelled",
@@ -65,6 +70,7 @@ __all__ = [
     "CollectiveTimeout",
     "ConfigError",
     "ConnectFailed",
+    "ContextNotFound",
     "CoordinatorLost",
     "DeadlineExceeded",
     "DistBackendError",

@@ -23,7 +23,7 @@ from typing import Final, cast
 
 from rpcdist.collectives._group.flight_records import Record
 from rpcdist.collectives._group.local_process import LocalProcess
-from rpcdist.collectives._mpi.mpi_library import load_mpi
+from rpcdist.collectives._mpi.mpi_transport import load_mpi
 from rpcdist.collectives._operations.operation import whole_number
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives._stores.tcp_store import TCPStore

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from rpcdist.collectives._group.state import FailureKind, GroupFailure
-from rpcdist.collectives._mpi.mpi_library import Pause, as_bytes
-from rpcdist.collectives._mpi.mpi_transport import abandon
+from rpcdist.collectives._mpi.mpi_transport import Pause, abandon, as_bytes
 from rpcdist.collectives._operations.operation import DTYPES, dtype_code
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline

@@ -32,7 +32,7 @@ from rpcdist.collectives._group.state import (
     TellRanks,
 )
 from rpcdist.collectives._group.watch import StateKeeper
-from rpcdist.collectives._nccl.nccl_library import Communicator, CudaRuntime
+from rpcdist.collectives._nccl.communicator_calls import Communicator, CudaRuntime
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import BlockingInLoop, CollectiveTimeout

@@ -43,9 +43,9 @@ VIEWS: Final = {
     "torch.distributed.nn": "rpcdist.nn rpcdist.nn.functional",
     "torch.distributed.nn.functional": "rpcdist.nn.functional",
     "torch.distributed.nn.api.remote_module": "rpcdist.nn.api.remote_module",
-    "torch.distributed.utils": "rpcdist.parallel._ddp._module_states",
+    "torch.distributed.utils": "rpcdist.parallel._ddp._parameters",
     "torch.nn.parallel": "rpcdist.parallel",
-    "torch.nn.parallel.distributed": "rpcdist.parallel rpcdist.parallel._ddp._module_states",
+    "torch.nn.parallel.distributed": "rpcdist.parallel rpcdist.parallel._ddp._parameters",
     "torch.utils.data": "rpcdist.data",
     "torch.utils.data.distributed": "rpcdist.data",
 }

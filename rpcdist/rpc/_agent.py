@@ -33,8 +33,7 @@ from rpcdist.errors import NotInitialized
 from rpcdist.frozen_process import let_others_look, stop_letting_look
 from rpcdist.ids import Identity
 from rpcdist.private_files import flight_recorder_size
-from rpcdist.rpc._actors.actor_names import ActorNames
-from rpcdist.rpc._actors.actor_table import ActorTable
+from rpcdist.rpc._actors.actor_names import ActorNames, ActorTable
 from rpcdist.rpc._actors.serial_calls import SerialCalls
 from rpcdist.rpc._calling.autograd_links import AutogradLinks, MakeAutograd, autograd_handler, tell_autograd
 from rpcdist.rpc._calling.caller import Caller

@@ -17,7 +17,7 @@ from typing import cast
 
 import torch
 
-from rpcdist.collectives._nccl.nccl_library import CudaRuntime
+from rpcdist.collectives._nccl.communicator_calls import CudaRuntime
 
 __all__ = ["LIMIT_S", "StandInError", "StandInRuntime", "StandInWorld"]
 

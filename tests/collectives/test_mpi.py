@@ -14,7 +14,7 @@ import torch
 
 from rpcdist.collectives import HashStore
 from rpcdist.collectives._group.backend_contract import GroupContext
-from rpcdist.collectives._mpi.mpi_library import load_mpi
+from rpcdist.collectives._mpi.mpi_transport import load_mpi
 from rpcdist.collectives._operations.dense import joined
 from rpcdist.collectives.mpi import MpiBackend
 from rpcdist.errors import ConfigError

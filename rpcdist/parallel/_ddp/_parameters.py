@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -160,3 +160,32 @@ def _broadcast_packed(tensors: Sequence[torch.Tensor], group: ProcessGroup, grou
         if part.storage_offset() % tensor.itemsize:
             part = part.clone()  # `view` to a wider dtype needs aligned memory
         tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+
+
+def _sync_module_states(
+    module: nn.Module,
+    process_group: ProcessGroup,
+    broadcast_bucket_size: int,
+    src: int,
+    params_and_buffers_to_ignore: Container[str],
+    broadcast_buffers: bool = True,
+) -> None:
+    """Gives all ranks the parameters and buffers of one; all of them call it."""
+    named = [*module.named_parameters(), *(module.named_buffers() if broadcast_buffers else ())]
+    states = [tensor for name, tensor in named if name not in params_and_buffers_to_ignore]
+    broadcast_tensors(states, process_group, src)
+
+
+def _sync_params_and_buffers(
+    process_group: ProcessGroup, module_states: Sequence[torch.Tensor], broadcast_bucket_size: int, src: int
+) -> None:
+    """Gives all ranks the tensors of one; all of them call it."""
+    broadcast_tensors(module_states, process_group, src)
+
+
+def _verify_param_shape_across_processes(
+    process_group: ProcessGroup, tensors: Sequence[torch.Tensor], logger: object = None
+) -> None:
+    """Raises on all ranks if the tensors of one have other shapes than those of another."""
+    named = [Trained(number, f"{number}", cast("nn.Parameter", tensor)) for number, tensor in enumerate(tensors)]
+    verify(named, {}, process_group)

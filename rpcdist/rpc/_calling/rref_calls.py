@@ -13,7 +13,7 @@ from rpcdist._proto import value_pb2
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import CallRefused, RpcdistError, RRefError
 from rpcdist.profile_ranges import profile, profiling_key
-from rpcdist.rpc._actors.actor_table import ActorTable
+from rpcdist.rpc._actors.actor_names import ActorTable
 from rpcdist.rpc._actors.serial_actor import running_actor
 from rpcdist.rpc._actors.serial_calls import SerialCalls
 from rpcdist.rpc._autograd_hooks import AutogradHooks

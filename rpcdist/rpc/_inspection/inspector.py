@@ -35,7 +35,7 @@ from rpcdist.inspection import (
     facts_from_json,
     facts_to_json,
 )
-from rpcdist.rpc._actors.actor_table import ActorTable
+from rpcdist.rpc._actors.actor_names import ActorTable
 from rpcdist.rpc._actors.serial_actor import Turn
 from rpcdist.rpc._autograd_hooks import AutogradHooks
 from rpcdist.rpc._calling.call_table import CallTable

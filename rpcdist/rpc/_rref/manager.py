@@ -58,8 +58,7 @@ from rpcdist.rpc._rref.messages import (
     id_to_pb,
     new_number,
 )
-from rpcdist.rpc._rref.protocol import RRefProtocol
-from rpcdist.rpc._rref.report import LiveRRef, counts, is_held, leaks, live_rrefs, reference_facts
+from rpcdist.rpc._rref.protocol import LiveRRef, RRefProtocol, counts, is_held, leaks, live_rrefs, reference_facts
 from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import CLOSE_STEP_LIMIT_S

@@ -29,7 +29,7 @@ from rpcdist.errors import CallRefused, Cancelled, DeadlineExceeded, Overloaded,
 from rpcdist.freed_memory import LARGE_BYTES, stock_small_blocks
 from rpcdist.ids import Identity
 from rpcdist.profile_ranges import profile, record_function
-from rpcdist.rpc._actors.actor_table import ActorTable
+from rpcdist.rpc._actors.actor_names import ActorTable
 from rpcdist.rpc._actors.serial_actor import Turn
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
