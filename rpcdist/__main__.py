@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from rpcdist._dashboard.live_commands import add_live_commands
 from rpcdist._doctor.command import add_doctor
-from rpcdist._inspect.asking import add_stacks
-from rpcdist._inspect.flight_report import add_report
+from rpcdist._inspect.flight_report import add_report, add_stacks
 from rpcdist._launch.job_commands import add_launch_commands, told
 from rpcdist.compat._commands import add_port, add_run
 

@@ -1,183 +1,14 @@
-"""The command: looks at this machine and at the settings of this process, asks the workers, and prints what that means.
-
-Nothing is changed, no file is made. `HostFacts` says what is looked at.
-"""
+"""The command: collects the facts, and prints what they mean."""
 
 from __future__ import annotations
 
 import argparse
 import logging
-import os
-import resource
-import secrets
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from rpcdist._doctor.doctor_facts import GpuFacts, HostFacts
-from rpcdist.errors import ConfigError, TransportError
-from rpcdist.own_shortage import check_can_start
-from rpcdist.transport._channels.channel import CHANNELS_VARIABLE, allowed_channels
-from rpcdist.transport._channels.polling_and_signals import may_poll
-from rpcdist.transport._server.diagnosis import library_versions
-from rpcdist.transport._tls.tls_policy import TlsPolicy
-from rpcdist.transport.addresses import PortRange, host_from_environment
-from rpcdist.transport.striping import num_connections
-from rpcdist.transport.token import TOKEN_VARIABLE, describe_token_source, job_token, token_path
-
-_SHM: Final = "/dev/shm"
-_CGROUPS: Final = Path("/sys/fs/cgroup")
-
-
-def host_facts() -> HostFacts:
-    """Takes two seconds, most of them for the import of torch."""
-    memory = _memory()
-    shm = _shm()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    is_token_missing = TOKEN_VARIABLE not in os.environ and _is_token_file_missing()
-    gpu = _gpu()  # imports torch, whose version is looked up after that
-    return HostFacts(
-        setting_error=_error_of(_check_settings),
-        token_error=None if is_token_missing else _error_of(job_token),
-        token_source=describe_token_source(),
-        is_token_missing=is_token_missing,
-        channels=os.environ.get(CHANNELS_VARIABLE, "auto"),
-        descriptors=None if soft == resource.RLIM_INFINITY else soft,
-        most_descriptors=None if hard == resource.RLIM_INFINITY else hard,
-        threads_error=_error_of(lambda: check_can_start("a worker")),
-        memory_bytes=memory[0],
-        free_memory_bytes=memory[1],
-        shm_bytes=shm[0],
-        free_shm_bytes=shm[1],
-        memfd_error=_error_of(_check_memfd),
-        abstract_error=_error_of(_check_abstract_socket),
-        gpu=gpu,
-        versions=library_versions(),
-    )
-
-
-def _error_of(check: Callable[[], object]) -> str | None:
-    """The error that a check raises, as a text."""
-    try:
-        check()
-    except OSError as exc:
-        return exc.strerror or str(exc)
-    except (ConfigError, TransportError) as exc:
-        return str(exc)
-    return None
-
-
-def _check_settings() -> None:
-    """Reads the variables that a worker reads when it starts."""
-    allowed_channels()
-    may_poll()
-    num_connections()
-    TlsPolicy.of_environment()
-    PortRange.of_environment(None)
-    host_from_environment("TP_SOCKET_IFNAME")
-
-
-def _is_token_file_missing() -> bool:
-    try:
-        return not token_path().exists()
-    except (ConfigError, OSError):
-        return False  # `job_token` says what is wrong
-
-
-def _memory() -> tuple[int | None, int | None]:
-    """All that there is, and what is left of it, in bytes: of the machine, or of the container if that has less."""
-    values = _table(Path("/proc/meminfo"))
-    total, free = values.get("MemTotal:"), values.get("MemAvailable:")
-    if total is None or free is None:
-        return None, None
-    total, free = total << 10, free << 10
-    for folder in _own_cgroups():
-        limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
-        if limit is not None and used is not None and limit < total:
-            reclaimable = _table(folder / "memory.stat").get("inactive_file", 0)
-            total, free = limit, min(free, limit - used + reclaimable)
-    return total, free
-
-
-def _own_cgroups() -> list[Path]:
-    """The folder of this process's control group, and those above it (version 2)."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    own = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), None)
-    if own is None:
-        return []
-    folder = _CGROUPS / own
-    return [folder, *(parent for parent in folder.parents if parent.is_relative_to(_CGROUPS))]
-
-
-def _table(file: Path) -> dict[str, int]:
-    """The numbers of a file of the kernel, by the words before them."""
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return {}
-    words = (line.split() for line in lines)
-    return {entry[0]: int(entry[1]) for entry in words if len(entry) > 1 and entry[1].isdecimal()}
-
-
-def _number(file: Path) -> int | None:
-    """None if there is no such file, or it says "max"."""
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
-
-
-def _shm() -> tuple[int, int]:
-    try:
-        status = os.statvfs(_SHM)
-    except OSError:
-        return 0, 0
-    return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
-
-
-def _check_memfd() -> None:
-    os.close(os.memfd_create("rpcdist doctor"))
-
-
-def _check_abstract_socket() -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.bind(f"\0rpcdist-doctor-{secrets.token_hex(8)}")
-
-
-def _gpu() -> GpuFacts:
-    import torch
-
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    is_available = torch.cuda.is_available()
-    nccl, nccl_error = _nccl() if is_available else (None, None)
-    return GpuFacts(
-        has_driver=os.path.exists("/dev/nvidiactl"),
-        torch_cuda=torch.version.cuda,
-        is_available=is_available,
-        is_hidden=shown is not None and shown.strip() in ("", "-1", "none", "void", "NoDevFiles"),
-        nccl=nccl,
-        nccl_error=nccl_error,
-    )
-
-
-def _nccl() -> tuple[str | None, str | None]:
-    """The version of CuPy's NCCL; or why it cannot be used, although CuPy is installed."""
-    if find_spec("cupy") is None:
-        return None, None
-    try:
-        from cupy.cuda import nccl
-    except Exception as exc:  # CuPy raises whatever its loader meets
-        return None, f"CuPy cannot load NCCL: {exc}"
-    number = nccl.get_version()
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}", None
-
+from rpcdist.errors import ConfigError
 
 if TYPE_CHECKING:
     from rpcdist._doctor.doctor_facts import HostFacts, WorkerFact
@@ -211,8 +42,8 @@ def _address(text: str) -> str:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from rpcdist._doctor.command import host_facts
     from rpcdist._doctor.findings import Finding, host_findings, summary, worker_findings
+    from rpcdist._doctor.host_probes import host_facts
 
     # The findings say what the transport would log of failed attempts.
     logging.getLogger("rpcdist").setLevel(logging.CRITICAL)

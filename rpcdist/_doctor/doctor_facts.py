@@ -1,4 +1,4 @@
-"""The doctor's observations, as data: `command.py` and `worker_probes.py` fill these, `findings.py` judges them.
+"""The doctor's observations, as data: `host_probes.py` and `worker_probes.py` fill these, `findings.py` judges them.
 
 A field that is None was not looked at, or could not be.
 """

@@ -1,8 +1,10 @@
-"""`python -m rpcdist report FOLDER`: the story of a failed job, from the files that its workers have written.
+"""The commands that explain a job: `report` one that failed, and `stacks` one that waits.
 
-It says what happened first, on which worker, and what the others did then.
+`python -m rpcdist report FOLDER` tells the story of a failed job, from the files that its workers have written: what
+happened first, on which worker, and what the others did then. The content of the files is checked: one may be cut off,
+of another version, or forged.
 
-The content of the files is checked: one may be cut off, of another version, or forged.
+`python -m rpcdist stacks [ADDRESS]` tells what every call that takes long waits for, followed over all workers.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from rpcdist.errors import ConfigError, ProtocolViolation
+from rpcdist._launch.job_records import address_of
+from rpcdist.errors import AuthenticationFailed, ConfigError, ProtocolViolation, RpcdistError
 from rpcdist.inspection import (
     MemberFacts,
     SilentWorker,
@@ -24,11 +27,15 @@ from rpcdist.inspection import (
     describe,
     explain,
     facts_from_json,
+    facts_to_json,
     printable_lines,
 )
 from rpcdist.private_files import flight_folder
+from rpcdist.time_limits import LONG_WAIT_S
 
 if TYPE_CHECKING:
+    from rpcdist.inspection.facts import JobFacts
+
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
@@ -260,13 +267,13 @@ def _what_they_did(files: Sequence[FlightFile], absent: Sequence[MemberFacts]) -
 def add_report(commands: Commands) -> None:
     """Adds the command."""
     report = commands.add_parser("report", help="tells the story of a failed job from what its workers have written")
-    report.set_defaults(run=_run)
+    report.set_defaults(run=_show_report)
     report.add_argument(
         "folder", nargs="?", help="RPCDIST_FLIGHT_RECORDER_DIR of the job; by default that of this user"
     )
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _show_report(arguments: argparse.Namespace) -> int:
     try:
         print(report_text(Path(arguments.folder) if arguments.folder is not None else flight_folder()))
     except ConfigError as error:
@@ -297,3 +304,54 @@ def _failed_operations(folder: Path, workers: dict[int, str]) -> list[Incident]:
         except (OSError, ValueError, KeyError, TypeError):
             continue  # of another version, or cut off
     return found
+
+
+def add_stacks(commands: Commands) -> None:
+    """Adds the command."""
+    stacks = commands.add_parser("stacks", help="says what every call of a job that takes long waits for")
+    stacks.set_defaults(run=_show_stacks)
+    stacks.add_argument(
+        "address",
+        nargs="?",
+        help="of a worker, MASTER_ADDR:MASTER_PORT, or the name of a job of `launch`; all jobs of this host by default",
+    )
+    stacks.add_argument(
+        "--older-than", type=float, default=LONG_WAIT_S, metavar="SECONDS", help="of calls; 1 by default"
+    )
+    stacks.add_argument("--json", action="store_true", help="the facts of each worker instead, one line of JSON each")
+
+
+def _show_stacks(arguments: argparse.Namespace) -> int:
+    from rpcdist._inspect.asking import Asker  # loads gRPC
+
+    try:
+        with Asker() as asker:
+            if arguments.address is None:
+                jobs, errors = asker.jobs_here()
+            else:
+                jobs, errors = [asker.job_at(address_of(arguments.address))], {}
+    except RpcdistError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    for address, refusal in errors.items():
+        if jobs and isinstance(refusal, AuthenticationFailed):
+            continue  # another job
+        print(f"the process at {address} was not asked: {type(refusal).__name__}: {refusal}", file=sys.stderr)
+    if not jobs:
+        print("no worker that has this token runs on this host; name the address of one that runs elsewhere")
+        return 1
+    for job in jobs:
+        if arguments.json:
+            for facts in job.workers:
+                print(facts_to_json(facts))
+        else:
+            print(text_of(job, arguments.older_than))
+    return 0
+
+
+def text_of(job: JobFacts, older_than_s: float) -> str:
+    """The explanation of what the workers of a job wait for."""
+    answered = ", ".join(facts.worker for facts in job.workers) or "none"
+    silent = ", ".join(one.worker for one in job.silent)
+    head = f"job {job.job}: {answered}" + (f"; without an answer: {silent}" if silent else "")
+    return f"{printable_lines(head)}\n{describe(explain(job.workers, job.silent, older_than_s))}"

@@ -11,7 +11,8 @@ from pathlib import Path
 import hang_functions as hangs
 import pytest
 
-from rpcdist._inspect.asking import Asker, text_of
+from rpcdist._inspect.asking import Asker
+from rpcdist._inspect.flight_report import text_of
 from rpcdist.inspection import WorkerFacts
 from rpcdist.inspection.facts import JobFacts
 from rpcdist.testing import RpcWorld, Worker, WorkerPool, eventually

@@ -16,7 +16,8 @@ from docs_programs import run_page
 from rpc_cluster import Cluster
 
 from rpcdist import rpc
-from rpcdist._inspect.asking import Asker, text_of
+from rpcdist._inspect.asking import Asker
+from rpcdist._inspect.flight_report import text_of
 from rpcdist._proto import inspection_pb2
 from rpcdist.errors import AuthenticationFailed, BlockingInLoop, ConnectFailed, ProtocolViolation, RpcdistError
 from rpcdist.inspection import MAX_FACTS_BYTES, MemberFacts, WorkerFacts, facts_to_json

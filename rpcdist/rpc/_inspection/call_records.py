@@ -1,4 +1,4 @@
-"""What a worker records of its calls: rows of the flight recorder, and spans for OpenTelemetry.
+"""The records that a worker makes of its calls: rows of the flight recorder, and spans for OpenTelemetry.
 
 The flight recorder has the last calls that a worker has made and served, and how they ended. A call appends one row to
 a queue of a fixed length, in a single step that needs no lock. The row that falls out at the other end gives its memory
