@@ -9,7 +9,6 @@ import pytest
 
 from rpcdist.collectives._operations.operation import Kind
 from rpcdist.collectives._transports.sockets.plans import (
-    Algorithm,
     Plan,
     ReceiveStep,
     Region,
@@ -18,7 +17,6 @@ from rpcdist.collectives._transports.sockets.plans import (
     barrier,
     chain_broadcast,
     chain_reduce,
-    choose,
     direct_all_gather,
     doubling_all_reduce,
     gather,
@@ -267,22 +265,26 @@ def test_every_plan_begins_with_a_greeting_to_the_next_rank(kind: Kind, size: in
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "size_bytes", "algorithm"),
+    ("kind", "size", "count", "plan"),
     [
-        (Kind.ALL_REDUCE, 2, 4, Algorithm.DOUBLING),
-        (Kind.ALL_REDUCE, 4, 1 << 20, Algorithm.RING),
-        (Kind.BROADCAST, 2, 1 << 20, Algorithm.TREE),
-        (Kind.BROADCAST, 4, 1 << 20, Algorithm.CHAIN),
-        (Kind.REDUCE, 4, 4, Algorithm.TREE),
-        (Kind.ALL_GATHER, 4, 4, Algorithm.DIRECT),
-        (Kind.ALL_GATHER, 4, 1 << 20, Algorithm.RING),
-        (Kind.ALL_GATHER, 64, 4, Algorithm.RING),
-        (Kind.GATHER, 4, 4, Algorithm.DIRECT),
-        (Kind.BARRIER, 4, 0, Algorithm.DISSEMINATION),
+        (Kind.ALL_REDUCE, 2, 1, doubling_all_reduce(0, 2, 1)),
+        (Kind.ALL_REDUCE, 2, 32 << 10, doubling_all_reduce(0, 2, 32 << 10)),
+        (Kind.ALL_REDUCE, 4, 32 << 10, ring_all_reduce(0, 4, 32 << 10, 16)),
+        (Kind.BROADCAST, 2, 1 << 18, tree_broadcast(0, 2, 0, 1 << 18)),
+        (Kind.BROADCAST, 4, 1 << 18, chain_broadcast(0, 4, 0, 1 << 18, 128 << 10)),
+        (Kind.REDUCE, 4, 1, tree_reduce(0, 4, 0, 1)),
+        (Kind.REDUCE, 4, 1 << 18, chain_reduce(0, 4, 0, 1 << 18, 128 << 10)),
+        (Kind.ALL_GATHER, 4, 1, direct_all_gather(0, 4, (1,) * 4)),
+        (Kind.ALL_GATHER, 4, 1 << 18, ring_all_gather(0, 4, (1 << 18,) * 4)),
+        (Kind.ALL_GATHER, 64, 1, ring_all_gather(0, 64, (1,) * 64)),
+        (Kind.GATHER, 4, 1, gather(0, 4, 0, (1,) * 4)),
+        (Kind.SCATTER, 4, 1, scatter(0, 4, 0, (1,) * 4)),
+        (Kind.BARRIER, 4, 1, barrier(0, 4)),
     ],
 )
-def test_choice(kind: Kind, size: int, size_bytes: int, algorithm: Algorithm) -> None:
-    assert choose(kind, size, size_bytes) is algorithm
+def test_choice(kind: Kind, size: int, count: int, plan: Plan) -> None:
+    one_tensor = kind in (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE)
+    assert plan_for(kind, 0, size, 0, (count,) * (1 if one_tensor else size), 4) == plan
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 16, 100])

@@ -29,12 +29,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import lru_cache
 from itertools import pairwise, zip_longest
 from typing import Final
 
 from rpcdist.collectives._operations.operation import Kind
+
+_DOUBLING_LIMIT_BYTES: Final = 32 << 10
+_DOUBLING_LIMIT_OF_PAIR_BYTES: Final = 128 << 10
+_TREE_LIMIT_BYTES: Final = 128 << 10
+_DIRECT_LIMIT_BYTES: Final = 16 << 10
+_DIRECT_LIMIT_RANKS: Final = 16
+CHAIN_SLICE_BYTES: Final = 512 << 10
+_PART_MULTIPLE: Final = 16
+"""Parts of a ring start at multiples of this many elements, so that they are aligned in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,42 +428,6 @@ def pairwise_all_to_all(rank: int, size: int, sent: Sequence[int], received: Seq
     return chain(tuple(rounds), barrier(rank, size))
 
 
-_DOUBLING_LIMIT_BYTES: Final = 32 << 10
-_DOUBLING_LIMIT_OF_PAIR_BYTES: Final = 128 << 10
-_TREE_LIMIT_BYTES: Final = 128 << 10
-_DIRECT_LIMIT_BYTES: Final = 16 << 10
-_DIRECT_LIMIT_RANKS: Final = 16
-CHAIN_SLICE_BYTES: Final = 512 << 10
-_PART_MULTIPLE: Final = 16
-"""Parts of a ring start at multiples of this many elements, so that they are aligned in memory."""
-
-
-class Algorithm(Enum):
-    """The algorithms that plans follow."""
-
-    RING = "ring"
-    DOUBLING = "recursive doubling"
-    TREE = "binomial tree"
-    CHAIN = "chain"
-    DIRECT = "direct"
-    DISSEMINATION = "dissemination"
-
-
-def choose(kind: Kind, size: int, size_bytes: int) -> Algorithm:
-    """The algorithm for an operation; every rank comes to the same from the same arguments."""
-    if kind is Kind.ALL_REDUCE:
-        limit = _DOUBLING_LIMIT_OF_PAIR_BYTES if size <= 2 else _DOUBLING_LIMIT_BYTES
-        return Algorithm.DOUBLING if size_bytes <= limit else Algorithm.RING
-    if kind in (Kind.BROADCAST, Kind.REDUCE):
-        return Algorithm.TREE if size <= 2 or size_bytes <= _TREE_LIMIT_BYTES else Algorithm.CHAIN
-    if kind is Kind.ALL_GATHER:
-        small = size_bytes <= _DIRECT_LIMIT_BYTES and size <= _DIRECT_LIMIT_RANKS
-        return Algorithm.DIRECT if small else Algorithm.RING
-    if kind is Kind.REDUCE_SCATTER:
-        return Algorithm.RING
-    return Algorithm.DISSEMINATION if kind is Kind.BARRIER else Algorithm.DIRECT
-
-
 @lru_cache(maxsize=512)
 def plan_for(
     kind: Kind,
@@ -466,40 +438,31 @@ def plan_for(
     element_bytes: int,
     received: tuple[int, ...] = (),
 ) -> Plan:
-    """The plan of one rank.
+    """The plan of one rank; every rank comes to the same algorithm from the same arguments.
 
     Args:
         counts: elements of the tensor, or of each chunk (of ALL_TO_ALL: that this rank sends).
         received: for ALL_TO_ALL, the elements of each chunk that arrives.
     """
     size_bytes = element_bytes * (counts[0] if kind is Kind.ALL_GATHER else sum(counts))
-    algorithm = choose(kind, size, size_bytes)
     slice_elements = max(1, CHAIN_SLICE_BYTES // max(1, element_bytes))
-    match kind, algorithm:
-        case Kind.ALL_REDUCE, Algorithm.DOUBLING:
+    if kind is Kind.ALL_REDUCE:
+        if size_bytes <= (_DOUBLING_LIMIT_OF_PAIR_BYTES if size <= 2 else _DOUBLING_LIMIT_BYTES):
             return doubling_all_reduce(rank, size, counts[0])
-        case Kind.ALL_REDUCE, _:
-            return ring_all_reduce(rank, size, counts[0], _PART_MULTIPLE)
-        case Kind.BROADCAST, Algorithm.TREE:
-            return tree_broadcast(rank, size, root, counts[0])
-        case Kind.BROADCAST, _:
-            return chain_broadcast(rank, size, root, counts[0], slice_elements)
-        case Kind.REDUCE, Algorithm.TREE:
-            return tree_reduce(rank, size, root, counts[0])
-        case Kind.REDUCE, _:
-            return chain_reduce(rank, size, root, counts[0], slice_elements)
-        case Kind.ALL_GATHER, Algorithm.DIRECT:
-            return direct_all_gather(rank, size, counts)
-        case Kind.ALL_GATHER, _:
-            return ring_all_gather(rank, size, counts)
-        case Kind.REDUCE_SCATTER, _:
-            return ring_reduce_scatter(rank, size, counts)
-        case Kind.GATHER, _:
-            return gather(rank, size, root, counts)
-        case Kind.SCATTER, _:
-            return scatter(rank, size, root, counts)
-        case Kind.ALL_TO_ALL, _:
-            return pairwise_all_to_all(rank, size, counts, received)
-        case _:
-            assert kind is Kind.BARRIER
-            return barrier(rank, size)
+        return ring_all_reduce(rank, size, counts[0], _PART_MULTIPLE)
+    if kind in (Kind.BROADCAST, Kind.REDUCE):
+        reduces = kind is Kind.REDUCE
+        if size <= 2 or size_bytes <= _TREE_LIMIT_BYTES:
+            return (tree_reduce if reduces else tree_broadcast)(rank, size, root, counts[0])
+        return (chain_reduce if reduces else chain_broadcast)(rank, size, root, counts[0], slice_elements)
+    if kind is Kind.ALL_GATHER:
+        is_small = size_bytes <= _DIRECT_LIMIT_BYTES and size <= _DIRECT_LIMIT_RANKS
+        return (direct_all_gather if is_small else ring_all_gather)(rank, size, counts)
+    if kind is Kind.REDUCE_SCATTER:
+        return ring_reduce_scatter(rank, size, counts)
+    if kind in (Kind.GATHER, Kind.SCATTER):
+        return (gather if kind is Kind.GATHER else scatter)(rank, size, root, counts)
+    if kind is Kind.ALL_TO_ALL:
+        return pairwise_all_to_all(rank, size, counts, received)
+    assert kind is Kind.BARRIER
+    return barrier(rank, size)
