@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rpcdist.rpc._serving import callables as callables_module
-from rpcdist.rpc._serving.callables import Callables
-from rpcdist.rpc._values.function_names import FunctionLookupError
+from rpcdist.rpc._values import function_names as callables_module
+from rpcdist.rpc._values.function_names import Callables, FunctionLookupError
 from rpcdist.rpc.options import RpcOptions
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 from rpcdist._counters import OK
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import NEVER, Deadline
-from rpcdist.errors import ProtocolViolation
+from rpcdist.errors import ProtocolViolation, RpcdistError, SerializationError
 from rpcdist.rpc._actors.serial_actor import Turn
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._executors.user_loop import UserCall
@@ -21,10 +21,10 @@ from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._rref.handles import OwnerValue
 from rpcdist.rpc._rref.messages import ReferenceShare, UniqueId
-from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS
+from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, ValueAtOwner
 from rpcdist.rpc._serving.producers import AsyncProducer, SyncProducer
 from rpcdist.rpc._values.exceptions import copied
-from rpcdist.rpc._values.function_names import function_name
+from rpcdist.rpc._values.function_names import Callables, function_name
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import LONGEST_TIMEOUT_S
 from rpcdist.transport.wire_messages import CallMessage, NamedReference
@@ -362,3 +362,33 @@ class ActiveCalls:
         """Cancels what is left."""
         for active in self:
             active.cancel()
+
+
+def decoded_call(
+    active: ActiveCall, callables: Callables
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The function, and its positional and keyword arguments; decoding runs code of users.
+
+    Whether the function may be called is decided before anything is decoded.
+    """
+    if active.is_by_value:
+        callables.check_by_value()
+        args, kwargs, function = _parts(active, 3)
+        if not callable(function):
+            raise SerializationError(
+                f"what arrived as a function is a {type(function).__name__}, which cannot be called"
+            )
+    else:
+        function = callables.find(active.function)
+        args, kwargs = ((), {}) if active.arguments is None else _parts(active, 2)
+    args = tuple(args)
+    if active.target is not None:
+        args = (ValueAtOwner(active.target_value()), *args)
+    return function, args, kwargs
+
+
+def _parts(active: ActiveCall, count: int) -> tuple[Any, ...]:
+    parts = active.arguments.decode() if active.arguments is not None else None
+    if not (isinstance(parts, tuple) and len(parts) == count and isinstance(parts[1], dict)):
+        raise RpcdistError("the arguments of the call are not a tuple and a dict, with the function if that is a value")
+    return parts

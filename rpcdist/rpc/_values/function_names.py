@@ -3,6 +3,8 @@
 A name is looked up at every call, so the callee runs what its module holds now. `unwrap` first turns what a callable
 holds (the instance of a bound method, the arguments of a `functools.partial`) into arguments, and only a plain function
 is left to be named.
+
+`Callables` decides which callable a call names, and whether this worker lets others call it.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from typing import Any, Final
 import cloudpickle  # type: ignore[import-untyped]
 import torch
 
-from rpcdist.errors import RpcdistError
+from rpcdist.errors import CallRefused, RpcdistError
 from rpcdist.rpc._values.pickled import NOT_ON_CALLEE
+from rpcdist.rpc.options import RpcOptions
 
 _MRO: Final[Any] = type.__dict__["__mro__"]
 _CLASS_DICT: Final[Any] = type.__dict__["__dict__"]
@@ -292,7 +295,7 @@ def _goes_by_value(name: str) -> bool:
     return module_name == "__main__" or any(f"{module_name}.".startswith(f"{parent}.") for parent in registered)
 
 
-MAX_KNOWN: Final = 4096
+MAX_KNOWN: Final = 4096  # names; a peer may send any
 
 
 class KnownNames:
@@ -329,3 +332,81 @@ class KnownNames:
                 if len(self._known) >= MAX_KNOWN:
                     self._known.clear()  # those in use are soon back
                 self._known[func] = module, name, encoded
+
+
+class Callables:
+    """One per agent.
+
+    Args:
+        options: the allow-list, and whether pickles are accepted.
+        always: what every peer may call, by the name on the wire, whatever the allow-list says: without these no job
+            can shut down.
+    """
+
+    def __init__(self, options: RpcOptions, always: Mapping[str, Callable[..., Any]], worker_name: str) -> None:
+        self._options = options
+        self._always = always
+        self._worker_name = worker_name
+        self._known: dict[str, tuple[str, str]] = {}  # module and function, by the name on the wire
+
+    def find(self, name: str) -> Callable[..., Any]:
+        """The callable that "module:qualified.name" names here.
+
+        Its module is imported, and asked for it (`__getattr__`), where peers may run any code, or where the allow-list
+        has the whole name. Else it is one that a loaded module holds.
+
+        Raises:
+            CallRefused: it may not be called.
+        """
+        if name in self._always:
+            return self._always[name]
+        if self._options.allow_functions is not None:
+            return self._allowed(name, self._options.allow_functions)
+        if not self._options.allow_pickle:
+            return loaded_function(name)
+        parts = self._known.get(name)  # not the function: what the module holds now is meant
+        if parts is not None and (module := sys.modules.get(parts[0])) is not None:
+            function = getattr(module, parts[1], None)
+            if callable(function):
+                return function  # type: ignore[no-any-return]
+        return self._found(name)
+
+    def check(self, name: str) -> None:
+        """Raises `CallRefused` if a peer may not call this function, which is one of ours."""
+        if self._options.allow_functions is not None:
+            self._allowed(name, self._options.allow_functions)
+
+    def _found(self, name: str) -> Callable[..., Any]:
+        function = decode_function(name)
+        module_name, _, path = name.partition(":")
+        if "." not in path and len(self._known) < MAX_KNOWN:
+            self._known[name] = module_name, path
+        return function
+
+    def check_by_value(self) -> None:
+        """Raises `CallRefused` if functions without a name, which come as values, may not be called."""
+        if self._options.allow_functions is not None or not self._options.allow_pickle:
+            raise CallRefused(
+                f"worker {self._worker_name!r} accepts functions by name only (allow_functions or "
+                "allow_pickle=False is set there); call a module-level function"
+            )
+
+    def _allowed(self, name: str, patterns: tuple[str, ...]) -> Callable[..., Any]:
+        module, _, qualname = name.partition(":")
+        if not self._options.allows(module, qualname):
+            raise CallRefused(
+                f"worker {self._worker_name!r} does not allow calls of {name}; "
+                "add it to RpcOptions(allow_functions=...) there"
+            )
+        if name in patterns:
+            return decode_function(name)
+        function = loaded_function(name, any(pattern.partition(":")[0] == module for pattern in patterns))
+        home = function_name(function, is_quiet=True) if names_itself(function) else None
+        # A pattern names what a module defines, not what it imports: "tools:*" must not lead to "tools:os.system".
+        if not (home and self._options.allows(*home.split(":", 1))):
+            raise CallRefused(
+                f"worker {self._worker_name!r} does not allow calls of {name}, which is "
+                f"{home or 'a callable without a name of its own'}; to allow it, add it to "
+                "RpcOptions(allow_functions=...) there, without wildcards"
+            )
+        return function
