@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import stat
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -115,9 +117,7 @@ def read_folder(folder: Path) -> tuple[list[FlightFile], list[str]]:
 
 
 def _read(path: Path) -> FlightFile:
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
-    lines = path.read_text(errors="replace").splitlines()
+    lines = _content(path).splitlines()
     head = json.loads(lines[0])
     worker = _text(head["worker"])
     events: list[Incident] = []
@@ -129,20 +129,35 @@ def _read(path: Path) -> FlightFile:
         if "event" in record:
             event = record["event"]
             kind, text = _text(event["kind"]), _text(event["text"])
-            events.append(Incident(int(event["time_ns"]), worker, kind, text, _text(event.get("traceback", ""))))
+            events.append(Incident(_number(event["time_ns"]), worker, kind, text, _text(event.get("traceback", ""))))
         elif "call" in record:
             num_calls += 1
             call = record["call"]
             text = _call_text(call)
             last_calls = [*last_calls[-4:], text]
             if call["outcome"] != "ok":
-                events.append(Incident(int(call["ended_ns"]), worker, "call", text))
+                events.append(Incident(_number(call["ended_ns"]), worker, "call", text))
         elif "facts" in record:
             facts = facts_from_json(json.dumps(record["facts"]))
     return FlightFile(
-        path, worker, int(head["id"]), _text(head["job"]), _text(head["host"]), int(head["pid"]), int(head["time_ns"]),
-        int(head["num_kills"]), tuple(events), facts, num_calls, tuple(last_calls),
+        path, worker, _number(head["id"]), _text(head["job"]), _text(head["host"]), _number(head["pid"]),
+        _number(head["time_ns"]), _number(head["num_kills"]), tuple(events), facts, num_calls, tuple(last_calls),
     )  # fmt: skip
+
+
+def _content(path: Path) -> str:
+    """The text of a file; `ValueError` if that is a pipe, which might never end, or large."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), errors="replace") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE_BYTES:
+            raise ValueError(f"it is no regular file, or has more than {MAX_FILE_BYTES} bytes")
+        return file.read(MAX_FILE_BYTES)
+
+
+def _number(value: Any) -> int:
+    if not isinstance(value, int) or not 0 <= value < 1 << 63:
+        raise ValueError(f"a number is expected, not {value!r:.100}")
+    return value
 
 
 def _text(value: Any) -> str:
@@ -153,7 +168,7 @@ def _text(value: Any) -> str:
 
 def _call_text(call: dict[str, Any]) -> str:
     whose = f"for {_text(call['peer'])}" if call["is_served"] else f"at {_text(call['peer'])}"
-    took_s = (int(call["ended_ns"]) - int(call["began_ns"])) / 1e9
+    took_s = (_number(call["ended_ns"]) - _number(call["began_ns"])) / 1e9
     return f"{_text(call['function'])} {whose} ended after {took_s:.3f} s: {_text(call['outcome'])}"
 
 
@@ -292,16 +307,16 @@ def report_text(folder: Path) -> str:
 def _failed_operations(folder: Path, workers: dict[int, str]) -> list[Incident]:
     """The failed operations in the files of the collectives' flight recorder, of the processes of these workers."""
     found = []
-    for path in sorted(folder.glob("rank*.json")):
+    for path in sorted(folder.glob("rank*.json"))[:MAX_FILES]:
         try:
-            dumped = json.loads(path.read_text(errors="replace"))
+            dumped = json.loads(_content(path))
             worker = workers.get(dumped["pid"], "")
             for entry in dumped["entries"] if worker else ():
                 if entry["state"] == "failed":
                     name = f"{entry['operation']} #{entry['sequence']} of group {entry['group']!r}"
                     text = f"{name} failed: {entry['error']}"[:MAX_TEXT]
-                    found.append(Incident(int(entry["ended_ns"]), worker, "group", text))
-        except (OSError, ValueError, KeyError, TypeError):
+                    found.append(Incident(_number(entry["ended_ns"]), worker, "group", text))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue  # of another version, or cut off
     return found
 

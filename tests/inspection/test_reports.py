@@ -199,13 +199,26 @@ def test_calls_that_failed_long_before_are_no_part_of_the_story() -> None:
         json.dumps({"worker": "w", "id": 1, "job": "j", "host": "h", "pid": 1, "time_ns": 1, "num_kills": 0})
         + '\n{"facts": {"pool": 3}}',
         "[" * 100_000,
+        '{"worker": "w", "id": 1, "job": "j", "host": "h", "pid": 1, "time_ns": 1e999, "num_kills": 0}',
     ],
-    ids=["empty", "text", "no-fields", "wrong-type", "wrong-facts", "nested"],
+    ids=["empty", "text", "no-fields", "wrong-type", "wrong-facts", "nested", "no-number"],
 )
 def test_a_file_that_is_no_good_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "calls0-x-1.jsonl").write_text(content)
     with pytest.raises(ConfigError, match=r"calls0-x-1\.jsonl cannot be read"):
         read_folder(tmp_path)
+
+
+def test_pipes_and_damaged_files_of_groups_stop_no_report(tmp_path: Path) -> None:
+    """A pipe in the place of a file, in a folder that others may write to, held the report up for ever."""
+    head = {"worker": "w", "id": 1, "job": "j", "host": "h", "pid": 1, "time_ns": 1, "num_kills": 0}
+    (tmp_path / "calls1-x-1.jsonl").write_text(json.dumps(head))
+    for name in ("calls0-x-1.jsonl", "rank0.json"):
+        os.mkfifo(tmp_path / name)
+    (tmp_path / "rank1.json").write_text("[" * 100_000)
+    entry = '{"state": "failed", "operation": "", "sequence": 1, "group": "", "error": "", "ended_ns": 1e999}'
+    (tmp_path / "rank2.json").write_text(f'{{"pid": 1, "entries": [{entry}]}}')
+    assert "calls0-x-1.jsonl cannot be read: ValueError('it is no regular file" in report_text(tmp_path)
 
 
 def test_a_folder_without_files(tmp_path: Path) -> None:
