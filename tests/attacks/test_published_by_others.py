@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ from rpcdist.errors import CallRefused, ConfigError, TransportError
 from rpcdist.parallel import Published, TensorPart
 from rpcdist.parallel._published import _hosts
 from rpcdist.parallel._published._hosts import MAX_EXTRACTS, HostCopy, Publisher
+from rpcdist.parallel._published._layout import VersionLayout
+from rpcdist.parallel._published._parts import NEWEST, PAGE_BYTES, READING, VERSION_IN, packed, pieces_of
+from rpcdist.parallel._published._reader import VersionReader
 from rpcdist.parallel._published._shard_connection import _names, actor_name, follow, known
 from rpcdist.parallel._published._source import MAX_SOURCES_OF_WORKER, ask
 from rpcdist.testing import InProcessCluster
@@ -120,3 +125,18 @@ def test_a_copy_follows_the_worker_alone_that_has_the_name(cluster: InProcessClu
     with cluster.use("g0") as agent:
         assert list(_names[agent]) == ["policy"]  # nothing is kept for a name that nobody there uses
     copy.close()
+
+
+@pytest.mark.parametrize(("segment", "held"), [(0, 4), (7, 5)], ids=["another version", "no such segment"])
+def test_a_source_whose_newest_version_is_not_there_is_an_error(segment: int, held: int) -> None:
+    """A consumer looked for it for ever, with the interpreter's lock, or failed by an index."""
+    tensors = {"a": torch.ones(4)}
+    source, own = (memoryview(bytearray(PAGE_BYTES)).cast("q") for _ in range(2))
+    source[NEWEST] = packed(5, segment)
+    source[VERSION_IN + segment] = held
+    with closing(socket.socket()) as connection:
+        layout = VersionLayout.of(pieces_of(tensors, "tensors", []))
+        reader = VersionReader(layout, source, own, [torch.ones(layout.size_bytes(), dtype=torch.uint8)], connection)
+        with pytest.raises(TransportError, match="says that 5 is its newest version"):
+            reader.begin()
+        assert own[READING] == 0

@@ -58,6 +58,9 @@ def words_of(page: Segment, is_writable: bool) -> memoryview:
     return memoryview(page.map(is_writable)).cast("q")
 
 
+_MAX_LOOKS: Final = 1000  # another version is published between two of them
+
+
 class VersionReader:
     """Reads the versions of one source; one thread at a time.
 
@@ -155,9 +158,12 @@ class VersionReader:
 
         Args:
             version: its number; 0 for the newest, of which there has to be one. `beginning` has the number then.
+
+        Raises:
+            TransportError: what the source says of its versions cannot be.
         """
         source, own = self._source, self._own
-        while True:
+        for _ in range(_MAX_LOOKS):
             newest = source[NEWEST]
             number, segment = unpacked(newest)
             if version and number != version:
@@ -169,8 +175,11 @@ class VersionReader:
             own[READING] = packed(number, segment)
             with self._fence:  # [Note: hazards]
                 pass
-            if source[VERSION_IN + segment] == number:
+            if segment < len(self._segments) and source[VERSION_IN + segment] == number:
                 break
+        else:
+            own[READING] = 0
+            raise TransportError(f"a source says that {number} is its newest version, and has none of that number")
         views = self._views.get(segment)
         if views is None:
             views = self._views[segment] = self.layout.views(self._segments[segment])
