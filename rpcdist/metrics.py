@@ -33,6 +33,7 @@ from rpcdist._counters import (
 from rpcdist.collectives._group.flight_records import FlightRecorder, Record
 from rpcdist.collectives._group.world import current_world
 from rpcdist.errors import ConfigError, TransportError
+from rpcdist.own_shortage import names_shortage
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._current import agent_or_none
 from rpcdist.time_limits import ANSWER_LIMIT_S
@@ -276,7 +277,7 @@ def serve(address: str) -> str:
 
     Raises:
         ConfigError: the address is malformed, or the package is missing.
-        TransportError: the port is taken.
+        TransportError: the port is taken, or this process lacks descriptors or threads.
     """
     try:
         from prometheus_client import CollectorRegistry, start_http_server
@@ -294,7 +295,8 @@ def serve(address: str) -> str:
             return port
 
         try:
-            _endpoint.append(f"{host}:{ports.bind(bind, METRICS_VARIABLE)}")
+            with names_shortage("serving the metrics"):
+                _endpoint.append(f"{host}:{ports.bind(bind, METRICS_VARIABLE)}")
         except OSError as exc:
             raise TransportError(
                 f"the metrics cannot be served at {address}: {exc.strerror or exc}. Where a host has several workers, "

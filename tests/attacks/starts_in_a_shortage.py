@@ -17,7 +17,7 @@ import torch
 from own_shortages import few_descriptors
 
 import rpcdist
-from rpcdist import checkpoint, collectives, rpc
+from rpcdist import checkpoint, collectives, metrics, rpc
 from rpcdist.errors import RpcdistError
 from rpcdist.testing import LIMIT_S
 from rpcdist.transport import acquire_node
@@ -73,6 +73,11 @@ def _cluster(folder: str) -> Callable[[], object]:
     return rpcdist.LocalCluster(1).start().close
 
 
+def _metrics(folder: str) -> Callable[[], object]:
+    metrics.serve("21000-21999")
+    return metrics._endpoint.clear
+
+
 def _nothing() -> None:
     """There is nothing to close."""
 
@@ -87,6 +92,7 @@ STARTS: Final = {
     "checkpoint.load": _load,
     "launch": _launch,
     "LocalCluster": _cluster,
+    "metrics.serve": _metrics,
 }
 
 

@@ -81,7 +81,7 @@ def test_what_starts_without_descriptors_says_so_and_leaves_the_process_alive(
         assert named or (number > 0 and outcome == "started"), (number, outcome)
 
 
-@pytest.mark.parametrize("name", ["init_rpc", "TCPStore", "acquire_node", "launch", "LocalCluster"])
+@pytest.mark.parametrize("name", ["init_rpc", "TCPStore", "acquire_node", "launch", "LocalCluster", "metrics.serve"])
 def test_what_starts_without_threads_says_so(worker_pool: WorkerPool, name: str) -> None:
     short, unlimited = worker_pool.start("short").run(start_without_threads, name)
     assert "this process can start no more threads" in short and not short.startswith("bare ")
