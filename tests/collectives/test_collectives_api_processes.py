@@ -5,8 +5,9 @@ from __future__ import annotations
 import textwrap
 
 import pytest
+from forked_program import ForkedProgram
 
-from rpcdist.testing import Program, free_port
+from rpcdist.testing import WorkerPool, free_port
 
 pytestmark = pytest.mark.multiproc
 
@@ -73,13 +74,13 @@ def program(main: str) -> str:
     return textwrap.dedent(RANK) + textwrap.dedent(main)
 
 
-def test_by_environment_and_beside_rpc() -> None:
+def test_by_environment_and_beside_rpc(worker_pool: WorkerPool) -> None:
     port = str(free_port())
     variables: dict[str, str | None] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     code = program(BY_ENVIRONMENT)
     with (
-        Program(code, 0, environment={**variables, "RANK": "0", "OMP_NUM_THREADS": "1"}) as first,
-        Program(code, 1, environment={**variables, "RANK": "1", "OMP_NUM_THREADS": "1"}) as second,
+        ForkedProgram(worker_pool, code, 0, environment={**variables, "RANK": "0"}) as first,
+        ForkedProgram(worker_pool, code, 1, environment={**variables, "RANK": "1"}) as second,
     ):
         for expected in ("again and again", "with rpc"):
             assert first.line() == expected and second.line() == expected
