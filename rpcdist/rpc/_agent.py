@@ -44,7 +44,6 @@ from rpcdist.rpc._devices.gpu_sharing import GpuSharing
 from rpcdist.rpc._executors import torch_state
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
-from rpcdist.rpc._futures.interrupt import InterruptWatch
 from rpcdist.rpc._futures.waiting import replace_torch_functions
 from rpcdist.rpc._inspection.call_records import CallRecorder
 from rpcdist.rpc._inspection.flight_log import FlightLog
@@ -296,7 +295,6 @@ class Agent:
             watch=self.watch,
             explain=lambda: self.inspector.explain(),
         )
-        self._interrupts = InterruptWatch(io, self.caller.interrupt)
         world = current_world()
         self._notes = NoteTaker(
             lambda: above.current() is self, self.autograd.pass_taps, world.process.recorder.entries
@@ -430,7 +428,6 @@ class Agent:
         if self.flight_log is not None:
             self.flight_log.start()
         register_at_exit(self._abandon)
-        self._interrupts.start()
         network = self.network
         for service, kind, reply in (
             (AUTOGRAD_SERVICE, "autograd", autograd_pb2.AutogradDelivered),
@@ -465,7 +462,6 @@ class Agent:
         if self.flight_log is not None:
             self.flight_log.stop()
         self.dispatcher.accepting = False
-        self._interrupts.stop()
         self._restore_torch()
         stopped = "RPC was shut down in this process while the call was in flight"
         self.caller.fail_all(NotInitialized(stopped))

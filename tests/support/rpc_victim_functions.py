@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from rpcdist import rpc
-from rpcdist.errors import RpcdistError
+from rpcdist.errors import Cancelled, RpcdistError
 from rpcdist.rpc._peers import peer
 from rpcdist.testing import eventually, wait_until_asleep
 
@@ -190,7 +190,9 @@ def sees() -> dict[str, str]:
 
 
 def cancel_all() -> None:
-    rpc.api._get_current_rpc_agent().caller.interrupt()
+    caller = rpc.api._get_current_rpc_agent().caller
+    for call in caller.calls:
+        caller.cancel(call, Cancelled(f"{call.what()} was cancelled by the test"))
 
 
 def is_empty() -> bool:

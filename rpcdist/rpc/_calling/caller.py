@@ -13,7 +13,7 @@ from torch.autograd import profiler as torch_profiler
 from rpcdist._counters import OK
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import Deadline, current_deadline
-from rpcdist.errors import BlockingInLoop, Cancelled, Overloaded, RpcdistError, TransportError, WorkerLost
+from rpcdist.errors import BlockingInLoop, Overloaded, RpcdistError, TransportError, WorkerLost
 from rpcdist.profile_ranges import record_function
 from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._calling.call_table import (
@@ -479,11 +479,6 @@ class Caller:
         if exc is not None:
             call.reply_sink.failed(exc)
         return True
-
-    def interrupt(self) -> None:
-        """Ends every call in flight, for Ctrl-C: waits inside torch's C++ do not notice signals."""
-        for call in self.calls:
-            self.cancel(call, Cancelled(f"{call.what()} was interrupted by Ctrl-C"))
 
     def _expire(self) -> None:
         expired, to_ask = self.calls.take_expired()

@@ -1,1 +1,1 @@
-"""Parts of `rpcdist.rpc.Future`: failures, waiting for several, and waits that Ctrl-C ends."""
+"""Parts of `rpcdist.rpc.Future`: failures, and waiting for several."""
