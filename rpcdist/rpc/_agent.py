@@ -62,8 +62,8 @@ from rpcdist.rpc._peers.network import Demultiplexer, Lifetime, Network
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._serving.active_calls import Callables
 from rpcdist.rpc._serving.dispatcher import Dispatcher, GilWait, describe_job
-from rpcdist.rpc._values.function_names import Callables
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.time_limits import CLOSE_LIMIT_S, SLOW_ANSWER_LIMIT_S, TICK_S

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from rpcdist.rpc._values import function_names as callables_module
-from rpcdist.rpc._values.function_names import Callables, FunctionLookupError
+from rpcdist.rpc._serving import active_calls
+from rpcdist.rpc._serving.active_calls import Callables
+from rpcdist.rpc._values.function_names import FunctionLookupError
 from rpcdist.rpc.options import RpcOptions
 
 
@@ -56,7 +57,7 @@ def test_what_cannot_be_called_any_more_is_refused(module: types.ModuleType) -> 
 
 
 def test_the_names_that_are_kept_are_bounded(module: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callables_module, "MAX_KNOWN", 3)
+    monkeypatch.setattr(active_calls, "MAX_KNOWN", 3)
     callables = Callables(RpcOptions(), {}, "w")
     for number in range(10):
         setattr(module, f"f{number}", dict)

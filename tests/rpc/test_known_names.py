@@ -7,8 +7,9 @@ import types
 
 import pytest
 
-from rpcdist.rpc._values import function_names
-from rpcdist.rpc._values.function_names import KnownNames, function_reference
+from rpcdist.rpc._calling import new_calls
+from rpcdist.rpc._calling.new_calls import KnownNames
+from rpcdist.rpc._values.function_names import function_reference
 
 MODULE = "module_of_known_names"
 
@@ -59,7 +60,7 @@ def test_what_holds_something_or_lies_deeper_is_not_kept(module: types.ModuleTyp
 
 
 def test_the_number_of_names_is_bounded(module: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(function_names, "MAX_KNOWN", 1)
+    monkeypatch.setattr(new_calls, "MAX_KNOWN", 1)
     names = noted(module.work)
     names.note(module.other, f"{MODULE}:other")
     assert repr(names) == "<KnownNames [1]>"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -29,7 +30,7 @@ from rpcdist.rpc._rref.messages import ReferenceShare
 from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, called_method
 from rpcdist.rpc._values import LargeBuffer
 from rpcdist.rpc._values.exceptions import add_note
-from rpcdist.rpc._values.function_names import KnownNames, function_reference, unwrap
+from rpcdist.rpc._values.function_names import function_reference, unwrap
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.transport.wire_messages import CallMessage
 
@@ -60,6 +61,8 @@ def by_keyword(kwargs: Any) -> Mapping[str, Any]:
 
 NewCall = tuple[PendingCall, CallMessage, Sequence[LargeBuffer]]
 """A call that was not sent yet, its message, and the large buffers of that."""
+
+MAX_KNOWN: Final = 4096
 
 
 class NewCalls:
@@ -247,3 +250,39 @@ class NewCalls:
 def _is_in_handler() -> bool:
     """Whether this thread, or the task that it runs, serves the call of a worker."""
     return hooks.enter is not None or calling_worker.get() is not None
+
+
+class KnownNames:
+    """Names that `function_reference` has returned for functions and classes at the top level of modules. Any thread.
+
+    A name holds as long as its module still has the same object there: reloading and patching a module are noticed.
+    """
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: dict[object, tuple[str, str, str]] = {}  # module, name in it, and name on the wire
+
+    def __repr__(self) -> str:
+        return f"<KnownNames [{len(self._known)}]>"
+
+    def find(self, func: object) -> str | None:
+        """The name on the wire; None if it is not known, or leads to something else now."""
+        # Of other types equality, or the hash, may run code of users, or mean what they hold.
+        known = self._known.get(func) if type(func) is FunctionType or type(func) is type else None
+        if known is None:
+            return None
+        module = sys.modules.get(known[0])
+        if module is not None and getattr(module, known[1], None) is func:
+            return known[2]
+        self._known.pop(func, None)  # deleted or replaced: nothing else would let go of it
+        return None
+
+    def note(self, func: object, encoded: str) -> None:
+        """Keeps what `function_reference` has returned, if it is the name of something at the top level of a module."""
+        if type(func) is FunctionType or type(func) is type:
+            module, name = func.__module__, func.__qualname__
+            if "." not in name:
+                if len(self._known) >= MAX_KNOWN:
+                    self._known.clear()  # those in use are soon back
+                self._known[func] = module, name, encoded

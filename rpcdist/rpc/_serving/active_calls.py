@@ -1,16 +1,17 @@
-"""The calls that a worker is handling: each from its arrival to its reply, and the table of them."""
+"""The calls that a worker handles: each from its arrival to its reply, the table of them, and what they may call."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from rpcdist._counters import OK
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import NEVER, Deadline
-from rpcdist.errors import ProtocolViolation, RpcdistError, SerializationError
+from rpcdist.errors import CallRefused, ProtocolViolation, RpcdistError, SerializationError
 from rpcdist.rpc._actors.serial_actor import Turn
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._executors.user_loop import UserCall
@@ -24,8 +25,9 @@ from rpcdist.rpc._rref.messages import ReferenceShare, UniqueId
 from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, ValueAtOwner
 from rpcdist.rpc._serving.producers import AsyncProducer, SyncProducer
 from rpcdist.rpc._values.exceptions import copied
-from rpcdist.rpc._values.function_names import Callables, function_name
+from rpcdist.rpc._values.function_names import decode_function, function_name, loaded_function, names_itself
 from rpcdist.rpc.future import Future
+from rpcdist.rpc.options import RpcOptions
 from rpcdist.time_limits import LONGEST_TIMEOUT_S
 from rpcdist.transport.wire_messages import CallMessage, NamedReference
 
@@ -34,6 +36,7 @@ CALL_BYTES: Final = 5 << 10
 a coroutine."""
 
 _CALLS_OF_METHODS: Final = frozenset(function_name(function) for function in CALLS_OF_METHODS)
+MAX_KNOWN: Final = 4096  # names of callables; a peer may send any
 
 
 class ActiveCall:
@@ -362,6 +365,84 @@ class ActiveCalls:
         """Cancels what is left."""
         for active in self:
             active.cancel()
+
+
+class Callables:
+    """One per agent.
+
+    Args:
+        options: the allow-list, and whether pickles are accepted.
+        always: what every peer may call, by the name on the wire, whatever the allow-list says: without these no job
+            can shut down.
+    """
+
+    def __init__(self, options: RpcOptions, always: Mapping[str, Callable[..., Any]], worker_name: str) -> None:
+        self._options = options
+        self._always = always
+        self._worker_name = worker_name
+        self._known: dict[str, tuple[str, str]] = {}  # module and function, by the name on the wire
+
+    def find(self, name: str) -> Callable[..., Any]:
+        """The callable that "module:qualified.name" names here.
+
+        Its module is imported, and asked for it (`__getattr__`), where peers may run any code, or where the allow-list
+        has the whole name. Else it is one that a loaded module holds.
+
+        Raises:
+            CallRefused: it may not be called.
+        """
+        if name in self._always:
+            return self._always[name]
+        if self._options.allow_functions is not None:
+            return self._allowed(name, self._options.allow_functions)
+        if not self._options.allow_pickle:
+            return loaded_function(name)
+        parts = self._known.get(name)  # not the function: what the module holds now is meant
+        if parts is not None and (module := sys.modules.get(parts[0])) is not None:
+            function = getattr(module, parts[1], None)
+            if callable(function):
+                return function  # type: ignore[no-any-return]
+        return self._found(name)
+
+    def check(self, name: str) -> None:
+        """Raises `CallRefused` if a peer may not call this function, which is one of ours."""
+        if self._options.allow_functions is not None:
+            self._allowed(name, self._options.allow_functions)
+
+    def _found(self, name: str) -> Callable[..., Any]:
+        function = decode_function(name)
+        module_name, _, path = name.partition(":")
+        if "." not in path and len(self._known) < MAX_KNOWN:
+            self._known[name] = module_name, path
+        return function
+
+    def check_by_value(self) -> None:
+        """Raises `CallRefused` if functions without a name, which come as values, may not be called."""
+        if self._options.allow_functions is not None or not self._options.allow_pickle:
+            raise CallRefused(
+                f"worker {self._worker_name!r} accepts functions by name only (allow_functions or "
+                "allow_pickle=False is set there); call a module-level function"
+            )
+
+    def _allowed(self, name: str, patterns: tuple[str, ...]) -> Callable[..., Any]:
+        module, _, qualname = name.partition(":")
+        if not self._options.allows(module, qualname):
+            raise CallRefused(
+                f"worker {self._worker_name!r} does not allow calls of {name}; "
+                "add it to RpcOptions(allow_functions=...) there"
+            )
+        if name in patterns:
+            return decode_function(name)
+        function = loaded_function(name, any(pattern.partition(":")[0] == module for pattern in patterns))
+        home = function_name(function, is_quiet=True) if names_itself(function) else None
+        # A pattern names what a module defines, not what it imports: "tools:*" must not lead to "tools:os.system".
+        if not (home and self._options.allows(*home.split(":", 1))):
+            raise CallRefused(
+                f"worker {self._worker_name!r} does not allow calls of {name}, which is "
+                f"{home or 'a callable without a name of its own'}; to allow it, add it to "
+                "RpcOptions(allow_functions=...) there, without wildcards"
+            )
+        return function
 
 
 def decoded_call(

@@ -53,12 +53,12 @@ from rpcdist.rpc._rref.proxied import (
     called_method,
     method_of,
 )
-from rpcdist.rpc._serving.active_calls import ActiveCall, ActiveCalls, decoded_call
+from rpcdist.rpc._serving.active_calls import ActiveCall, ActiveCalls, Callables, decoded_call
 from rpcdist.rpc._serving.answers import Answers
 from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer
 from rpcdist.rpc._values import ReceiveBuffer
 from rpcdist.rpc._values.exceptions import described
-from rpcdist.rpc._values.function_names import Callables, function_name
+from rpcdist.rpc._values.function_names import function_name
 from rpcdist.rpc.functions import ASYNC_MARK, READER_MARK
 from rpcdist.rpc.future import Future
 from rpcdist.transport._framing.incoming import MissingBuffer

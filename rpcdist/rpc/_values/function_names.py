@@ -3,8 +3,6 @@
 A name is looked up at every call, so the callee runs what its module holds now. `unwrap` first turns what a callable
 holds (the instance of a bound method, the arguments of a `functools.partial`) into arguments, and only a plain function
 is left to be named.
-
-`Callables` decides which callable a call names, and whether this worker lets others call it.
 """
 
 from __future__ import annotations
@@ -14,15 +12,13 @@ import importlib
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from types import FunctionType
 from typing import Any, Final
 
 import cloudpickle  # type: ignore[import-untyped]
 import torch
 
-from rpcdist.errors import CallRefused, RpcdistError
+from rpcdist.errors import RpcdistError
 from rpcdist.rpc._values.pickled import NOT_ON_CALLEE
-from rpcdist.rpc.options import RpcOptions
 
 _MRO: Final[Any] = type.__dict__["__mro__"]
 _CLASS_DICT: Final[Any] = type.__dict__["__dict__"]
@@ -293,120 +289,3 @@ def _goes_by_value(name: str) -> bool:
     module_name = name.partition(":")[0]
     registered = cloudpickle.list_registry_pickle_by_value()
     return module_name == "__main__" or any(f"{module_name}.".startswith(f"{parent}.") for parent in registered)
-
-
-MAX_KNOWN: Final = 4096  # names; a peer may send any
-
-
-class KnownNames:
-    """Names that `function_reference` has returned for functions and classes at the top level of modules. Any thread.
-
-    A name holds as long as its module still has the same object there: reloading and patching a module are noticed.
-    """
-
-    __slots__ = ("_known",)
-
-    def __init__(self) -> None:
-        self._known: dict[object, tuple[str, str, str]] = {}  # module, name in it, and name on the wire
-
-    def __repr__(self) -> str:
-        return f"<KnownNames [{len(self._known)}]>"
-
-    def find(self, func: object) -> str | None:
-        """The name on the wire; None if it is not known, or leads to something else now."""
-        # Of other types equality, or the hash, may run code of users, or mean what they hold.
-        known = self._known.get(func) if type(func) is FunctionType or type(func) is type else None
-        if known is None:
-            return None
-        module = sys.modules.get(known[0])
-        if module is not None and getattr(module, known[1], None) is func:
-            return known[2]
-        self._known.pop(func, None)  # deleted or replaced: nothing else would let go of it
-        return None
-
-    def note(self, func: object, encoded: str) -> None:
-        """Keeps what `function_reference` has returned, if it is the name of something at the top level of a module."""
-        if type(func) is FunctionType or type(func) is type:
-            module, name = func.__module__, func.__qualname__
-            if "." not in name:
-                if len(self._known) >= MAX_KNOWN:
-                    self._known.clear()  # those in use are soon back
-                self._known[func] = module, name, encoded
-
-
-class Callables:
-    """One per agent.
-
-    Args:
-        options: the allow-list, and whether pickles are accepted.
-        always: what every peer may call, by the name on the wire, whatever the allow-list says: without these no job
-            can shut down.
-    """
-
-    def __init__(self, options: RpcOptions, always: Mapping[str, Callable[..., Any]], worker_name: str) -> None:
-        self._options = options
-        self._always = always
-        self._worker_name = worker_name
-        self._known: dict[str, tuple[str, str]] = {}  # module and function, by the name on the wire
-
-    def find(self, name: str) -> Callable[..., Any]:
-        """The callable that "module:qualified.name" names here.
-
-        Its module is imported, and asked for it (`__getattr__`), where peers may run any code, or where the allow-list
-        has the whole name. Else it is one that a loaded module holds.
-
-        Raises:
-            CallRefused: it may not be called.
-        """
-        if name in self._always:
-            return self._always[name]
-        if self._options.allow_functions is not None:
-            return self._allowed(name, self._options.allow_functions)
-        if not self._options.allow_pickle:
-            return loaded_function(name)
-        parts = self._known.get(name)  # not the function: what the module holds now is meant
-        if parts is not None and (module := sys.modules.get(parts[0])) is not None:
-            function = getattr(module, parts[1], None)
-            if callable(function):
-                return function  # type: ignore[no-any-return]
-        return self._found(name)
-
-    def check(self, name: str) -> None:
-        """Raises `CallRefused` if a peer may not call this function, which is one of ours."""
-        if self._options.allow_functions is not None:
-            self._allowed(name, self._options.allow_functions)
-
-    def _found(self, name: str) -> Callable[..., Any]:
-        function = decode_function(name)
-        module_name, _, path = name.partition(":")
-        if "." not in path and len(self._known) < MAX_KNOWN:
-            self._known[name] = module_name, path
-        return function
-
-    def check_by_value(self) -> None:
-        """Raises `CallRefused` if functions without a name, which come as values, may not be called."""
-        if self._options.allow_functions is not None or not self._options.allow_pickle:
-            raise CallRefused(
-                f"worker {self._worker_name!r} accepts functions by name only (allow_functions or "
-                "allow_pickle=False is set there); call a module-level function"
-            )
-
-    def _allowed(self, name: str, patterns: tuple[str, ...]) -> Callable[..., Any]:
-        module, _, qualname = name.partition(":")
-        if not self._options.allows(module, qualname):
-            raise CallRefused(
-                f"worker {self._worker_name!r} does not allow calls of {name}; "
-                "add it to RpcOptions(allow_functions=...) there"
-            )
-        if name in patterns:
-            return decode_function(name)
-        function = loaded_function(name, any(pattern.partition(":")[0] == module for pattern in patterns))
-        home = function_name(function, is_quiet=True) if names_itself(function) else None
-        # A pattern names what a module defines, not what it imports: "tools:*" must not lead to "tools:os.system".
-        if not (home and self._options.allows(*home.split(":", 1))):
-            raise CallRefused(
-                f"worker {self._worker_name!r} does not allow calls of {name}, which is "
-                f"{home or 'a callable without a name of its own'}; to allow it, add it to "
-                "RpcOptions(allow_functions=...) there, without wildcards"
-            )
-        return function
