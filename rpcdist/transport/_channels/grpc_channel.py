@@ -113,7 +113,7 @@ def server_options() -> list[tuple[str, int]]:
     """Settings of a server. Its connections may take half of the process's descriptors; other uses need the rest."""
     return [
         *_COMMON_OPTIONS,
-        # Of one connection: calls that are counted nowhere, such as refusals, wait until they are written.
+        # A connection has at most so many calls under way, also those that count nowhere else, such as refusals.
         ("grpc.max_concurrent_streams", 1 << 14),
         ("grpc.so_reuseport", 0),  # a port that is in use must be an error
         ("grpc.server_handshake_timeout_ms", int(ATTEMPT_LIMIT_S * 1000)),
