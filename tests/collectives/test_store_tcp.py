@@ -465,10 +465,8 @@ def test_ctrl_c_interrupts_a_wait(worker_pool: WorkerPool, tmp_path: Path, kind:
             eventually(lambda: num_waiters() == 1, "the client waits")
         else:
             wait_until_asleep(script.worker.pid)
-        started = time.monotonic()
         script.signal(signal.SIGINT)
         assert script.line() == "interrupted"
-        assert time.monotonic() - started < LIMIT_S / 2
         assert script.end() == 0, script.output
         if kind == "client":
             eventually(lambda: num_waiters() == 0, "the waiter is gone")
