@@ -92,7 +92,7 @@ _Entry = tuple[bytes | bytearray, "_OutgoingTransfer | Segment | None", int, int
 
 NUM_UNCOUNTED: Final = 32
 UNCOUNTED_BYTES: Final = 4096
-"""A reply with a small body that finds fewer frames in the queue counts in no account, which saves it two locks."""
+"""A message with a small body that finds fewer frames in the queue counts in no account, which saves it four locks."""
 
 
 _NO_BUFFER: Final = OutgoingBuffer(memoryview(b""))
@@ -235,7 +235,8 @@ class Outgoing:
             loans = [loan.segment for loan in message.loans]
             buffers = [OutgoingBuffer(body)]
             transfer = _OutgoingTransfer(number, stream, buffers, [size], transfer, loans, self._owe(size))
-        self._frames.append((data, transfer, stream, self._owe(len(data), is_small=True)))
+        counts = len(self._frames) >= NUM_UNCOUNTED or len(data) > UNCOUNTED_BYTES
+        self._frames.append((data, transfer, stream, self._owe(len(data), is_small=True) if counts else 0))
         return number
 
     def _add_call(self, call: CallMessage, transfer: _OutgoingTransfer | None) -> None:
