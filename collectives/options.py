@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Final
 
 import torch
@@ -109,6 +109,8 @@ class DebugLevel(IntEnum):
     OFF = 0
     INFO = 1
     DETAIL = 2
+
+    __str__ = Enum.__str__  # "DebugLevel.OFF", as torch's
 
 
 _debug_level: DebugLevel | None = None

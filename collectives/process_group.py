@@ -204,6 +204,8 @@ class ProcessGroup(LowerCaseOperations):
     def _no_backend(self, device_type: str) -> RpcdistError:
         if self._closed:
             return ConfigError(f"Invalid process group specified: {self} was destroyed; make a new one")
+        if device_type == "meta":
+            return ConfigError("groups carry values, and a tensor on the device meta has none; call to_empty() first")
         return ConfigError(
             f"No backend type associated with device type {device_type}: the group carries {self.backend_config}; name "
             f"one when you make it, e.g. backend='cpu:tcp,{device_type}:...'"
@@ -220,7 +222,12 @@ class ProcessGroup(LowerCaseOperations):
         """The backend for a device."""
         return self.binding(torch.device(device).type).backend
 
-    get_backend = _get_backend = backend
+    get_backend = backend
+
+    def _get_backend(self, device: torch.device | str) -> ProcessGroup:
+        """The group itself: programs call methods of torch's backends on what this returns, and it has these."""
+        self.binding(torch.device(device).type)
+        return self
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the limit of the operations that start from now on."""
@@ -229,6 +236,8 @@ class ProcessGroup(LowerCaseOperations):
         self._timeout_s = timeout.total_seconds()
         for binding in self._bindings.values():
             binding.timeout_s = self._timeout_s
+
+    _set_default_timeout = set_timeout
 
     def lost_ranks(self) -> dict[int, str]:
         """World ranks of the members that are known to be gone, and why."""

@@ -7,7 +7,8 @@
 
 The groups of `torch.distributed` are then ours, for its functions, its DistributedDataParallel and its FSDP alike. CPU
 tensors go through the backend `tcp`; CUDA tensors through `nccl` where that can be used, else through the CPU's memory.
-The import also replaces `torch.distributed.monitored_barrier`, which refuses our groups; it serves others as before.
+The import also replaces `torch.distributed.monitored_barrier`, which refuses our groups, and a method of torch's DDP;
+both serve other groups as before.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as torch_distributed
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from rpcdist.collectives._group.bootstrap import agree
 from rpcdist.collectives._group.creation import check_split, open_group, timeout_of_group
@@ -307,8 +310,6 @@ def torch_group(
         ConfigError: the rank, the size, the timeout or the store is wrong.
         RankLost, DistError: a rank did not come.
     """
-    if not 0 <= rank < size:
-        raise ConfigError(f"torch_group got rank {rank} of {size}: ranks count from 0, and the size is their number")
     limit = timeout_of_group(default_backend(), timeout)
     group = _open("torch_group", rank, tuple(range(size)), TorchStoreAdapter(store), limit, None)
     made = TorchProcessGroup(store, group, "")
@@ -326,6 +327,8 @@ def _end_dropped(pid: int, group: ProcessGroup) -> None:
 def _open(
     name: str, rank: int, ranks: tuple[int, ...], store: Store, timeout: timedelta, options: object | None
 ) -> ProcessGroup:
+    if not 0 <= rank < len(ranks):
+        raise ConfigError(f"{name} got rank {rank} of {len(ranks)}: ranks count from 0, and the size is their number")
     backend, limit_s = default_backend(), timeout.total_seconds()
     own = agree(store, ranks[rank], ranks, f"group {name!r}", limit_s, f"backend {backend}", fresh=False)
     return open_group(
@@ -355,6 +358,17 @@ def _monitored_barrier(
 
 
 _torch_monitored_barrier: Final = torch_distributed.distributed_c10d.monitored_barrier
+
+
+def _register_builtin_comm_hook(self: DistributedDataParallel, comm_hook_type: Any) -> None:
+    """See torch's DDP, whose hook FP16_COMPRESS in C++ wants a future that only C++ can make; Python's is the same."""
+    if isinstance(self.process_group, TorchProcessGroup) and comm_hook_type.name == "FP16_COMPRESS":
+        self.register_comm_hook(self.process_group, fp16_compress_hook)  # type: ignore[no-untyped-call]
+    else:
+        _torch_builtin_comm_hook(self, comm_hook_type)  # type: ignore[no-untyped-call]
+
+
+_torch_builtin_comm_hook: Final = DistributedDataParallel._register_builtin_comm_hook
 
 
 def as_torch_group(group: ProcessGroup) -> TorchProcessGroup:
@@ -391,6 +405,7 @@ def register() -> None:
     exempt.add(NAME)
     for module in (torch_distributed, torch_distributed.distributed_c10d):
         module.monitored_barrier = _monitored_barrier  # type: ignore[attr-defined]  # the stub of a module has no names
+    DistributedDataParallel._register_builtin_comm_hook = _register_builtin_comm_hook  # type: ignore[method-assign]
 
 
 register()

@@ -128,8 +128,11 @@ class RpcdistError(RuntimeError):
     """Base of every error of this package."""
 
 
-class ConfigError(RpcdistError, ValueError):
-    """An argument, option or environment variable is wrong; the text says which and what to write instead."""
+class ConfigError(RpcdistError, ValueError, AssertionError):
+    """An argument, option or environment variable is wrong; the text says which and what to write instead.
+
+    Torch raises a RuntimeError, a ValueError or an AssertionError for such arguments, and it is all of these.
+    """
 
 
 class NotInitialized(RpcdistError):

@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 
 import torch
 
@@ -33,6 +33,8 @@ class HookOpName(IntEnum):
     SPLIT = 11
     NEW_WINDOW = 12
     UNKNOWN = 13
+
+    __str__ = Enum.__str__  # "HookOpName.SEND", as torch's
 
 
 _BY_KIND = {kind: HookOpName[kind.name.replace("ALL_", "ALL").replace("ALLTO_", "ALLTO")] for kind in Kind}

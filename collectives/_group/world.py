@@ -229,6 +229,8 @@ def group_or_default(given: Group) -> ProcessGroup:
         return default_group()
     if isinstance(given, ProcessGroup):
         return given
+    if given == NON_GROUP_MEMBER:
+        raise ConfigError("Invalid process group specified: this rank is not in the group, and so knows nothing about it")
     raise ConfigError(f"Invalid process group specified: {given!r}")
 
 

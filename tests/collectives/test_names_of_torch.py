@@ -233,6 +233,14 @@ def test_old_names_of_functions(world_of_one: None) -> None:
     assert one.tolist() == [3.0, 3.0] and all_ranks.tolist() == [1.0, 1.0]
 
 
+def test_members_of_enumerations_print_as_those_of_torch() -> None:
+    for name in ("SUM", "AVG", "PREMUL_SUM"):
+        own, theirs = getattr(collectives.ReduceOp, name), getattr(torch.distributed.ReduceOp, name)
+        assert (str(own), repr(own), f"{own}") == (str(theirs), repr(theirs), f"{theirs}")
+        assert collectives.ReduceOp(own).op is own
+    assert str(collectives.DebugLevel.INFO) == str(torch.distributed.DebugLevel.INFO)
+
+
 def test_the_configuration_of_a_group(world_of_one: None) -> None:
     own = collectives.new_group([0], group_desc="of the test")
     assert isinstance(own, collectives.ProcessGroup)

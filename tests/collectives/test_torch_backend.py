@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch_backend_ranks
 
-from rpcdist.collectives import HashStore, _torch_side
+from rpcdist.collectives import HashStore, _torch_side, torch_backend
 from rpcdist.collectives.torch_backend import TorchWork, register, torch_group
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveTimeout, ConfigError
@@ -32,6 +32,7 @@ from rpcdist.testing import RankPool
         "again",
         "ddp_compiled",
         "ddp_joined",
+        "ddp_with_builtin_hooks",
     ],
 )
 def test_torch_runs_on_our_groups(rank_pool: RankPool, name: str) -> None:
@@ -59,6 +60,10 @@ def test_a_group_from_a_store_ends_when_it_is_dropped(rank_pool: RankPool, size:
 
 
 def test_a_group_from_a_store_needs_sound_arguments() -> None:
+    options = dist.distributed_c10d._DistributedBackendOptions()
+    options.store, options.group_rank, options.group_size, options.group_id = dist.HashStore(), 3, 2, "5"
+    with pytest.raises(ConfigError, match="torch 5 got rank 3 of 2"):
+        torch_backend._make_group(options)
     for rank, size in ((2, 2), (-1, 2), (0, 0)):
         with pytest.raises(ConfigError, match=f"rank {rank} of {size}"):
             torch_group(dist.HashStore(), rank, size)

@@ -361,4 +361,13 @@ def ddp_joined(rank: int, size: int) -> None:
     dist.barrier()
 
 
+def ddp_with_builtin_hooks(rank: int, size: int) -> None:
+    """The hooks that torch has in C++, one of which takes apart what a future of the group brings."""
+    for kind in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
+        net = DistributedDataParallel(nn.Linear(5, 5, bias=False))
+        net._register_builtin_comm_hook(kind)
+        net(torch.full((1, 5), rank + 1.0)).sum().backward()
+        gradient = net.module.weight.grad
+        assert gradient is not None and gradient[0, 0].item() == (size + 1) / 2
+
 assert rpcdist.collectives.torch_backend.NAME == "rpcdist"

@@ -87,7 +87,9 @@ def check_groups() -> None:
     configs = [config["pg_name"] for config in c10d._get_all_pg_configs()]
     check(configs == [world.group_name, other.group_name], "the description of all groups")
     c10d._set_pg_timeout(timedelta(seconds=7), other)
-    check(other._get_backend(torch.device("cpu")) is other.get_backend("cpu"), "the backend of a group")
+    backend = other._get_backend(torch.device("cpu"))
+    check((backend.rank(), backend.size(), backend.name()) == (0, 1, "gloo"), "the backend of a group")
+    backend._set_default_timeout(timedelta(seconds=7))
     timeouts: list[Any] = [getattr(group, "timeout") for group in (other, world)]  # noqa: B009  (torch's has none)
     check(timeouts[0] == timedelta(seconds=7) != timeouts[1], "the timeout of a group")
     c10d._abort_process_group(other)

@@ -25,8 +25,8 @@ def layers() -> nn.Module:
     return nn.Sequential(*(module for _ in range(4) for module in (nn.Linear(48, 48), nn.Tanh())), nn.Linear(48, 3))
 
 
-def hook_of_torch(name: str, group: Any) -> tuple[Any, Any]:
-    """State and function of a hook, as a script for torch makes them."""
+def hook_of_torch(name: str, group: Any, wrappers: Any = None) -> tuple[Any, Any]:
+    """State and function of a hook, as a script for torch makes them; `wrappers` is the module of the wrapper."""
     if name == "powerSGD_hook":
         module = importlib.import_module(f"{TORCH_HOOKS}.powerSGD_hook")
         options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": START, "min_compression_rate": 1}
@@ -37,7 +37,7 @@ def hook_of_torch(name: str, group: Any) -> tuple[Any, Any]:
     module = importlib.import_module(f"{TORCH_HOOKS}.default_hooks")
     if name == "fp16_compress_wrapper":
         state, hook = hook_of_torch("powerSGD_hook", group)
-        return state, module.fp16_compress_wrapper(hook)
+        return state, (wrappers or module).fp16_compress_wrapper(hook)
     return group, getattr(module, name)
 
 
@@ -85,9 +85,11 @@ def compare(rank: int, size: int, path: str, name: str) -> dict[str, float]:
         finally:
             torch.distributed.destroy_process_group()
     with world(rank, size, path):
-        for kind, group in (("ours", collectives.group.WORLD), ("ours without a group", None)):
+        kinds = {"ours": (collectives.group.WORLD, None), "ours without a group": (None, None)}
+        kinds |= {"our wrapper": (None, comm_hooks)} if "wrapper" in name else {}
+        for kind, (group, wrappers) in kinds.items():
             model = DistributedDataParallel(layers(), bucket_cap_mb=0.005)
-            model.register_comm_hook(*hook_of_torch(name, group))
+            model.register_comm_hook(*hook_of_torch(name, group, wrappers))
             runs[kind] = train(model, rank, size)
             assert len(model._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")) > 3
     first = runs.pop("gloo")

@@ -124,6 +124,9 @@ def adapt_hook(hook: CommHook, state: Any, group: ProcessGroup) -> tuple[CommHoo
     """
     module = _module(hook)
     if module.startswith("rpcdist.parallel."):
+        inside = getattr(hook, "__wrapped__", None)  # of a wrapper; the state is that of the hook inside
+        if inside is not None:
+            return hook, adapt_hook(inside, state, group)[1]
         return hook, group if state is None else state
     if not module.startswith("torch.distributed."):
         return hook, state
