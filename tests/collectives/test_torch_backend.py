@@ -27,6 +27,7 @@ from rpcdist.testing import RankPool
         "subgroups",
         "groups_of_groups",
         "functional",
+        "marked_while_it_waits",
         "mismatch",
         "watched_barrier",
         "again",

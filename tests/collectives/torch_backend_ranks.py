@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import rpcdist.collectives.torch_backend
+from rpcdist.collectives import flight_recorder
 from rpcdist.collectives.torch_backend import torch_group
 from rpcdist.errors import CollectiveMismatch, ConfigError, RankLost
 from rpcdist.testing import eventually
@@ -246,6 +247,23 @@ def functional(rank: int, size: int) -> None:
     assert torch.equal(gathered[1] + 0, torch.cat(everyone) + 1)
     for which in (dist.new_group(backend="gloo"), group):
         functional_with_outputs(rank, size, which)
+
+
+def marked_while_it_waits(rank: int, size: int) -> None:
+    """torch's autograd marks what a functional collective returns, and the operation may still wait for other ranks."""
+    store = dist.distributed_c10d._get_default_store()
+    for number in range(10):
+        tensor = torch.ones(4)
+        if rank == 0:
+            work = dist.all_reduce(tensor, async_op=True)
+            eventually(lambda: flight_recorder.entries()[-1].state == "running")
+            tensor.requires_grad_()
+            store.set(f"marked {number}", "")
+            work.wait()
+        else:
+            store.wait([f"marked {number}"])
+            dist.all_reduce(tensor)
+        assert tensor.tolist() == [size] * 4
 
 
 def functional_with_outputs(rank: int, size: int, group: dist.ProcessGroup) -> None:
