@@ -363,9 +363,8 @@ _torch_monitored_barrier: Final = torch_distributed.distributed_c10d.monitored_b
 def _register_builtin_comm_hook(self: DistributedDataParallel, comm_hook_type: Any) -> None:
     """See torch's DDP, whose hook FP16_COMPRESS in C++ wants a future that only C++ can make; Python's is the same."""
     if isinstance(self.process_group, TorchProcessGroup) and comm_hook_type.name == "FP16_COMPRESS":
-        self.register_comm_hook(self.process_group, fp16_compress_hook)  # type: ignore[no-untyped-call]
-    else:
-        _torch_builtin_comm_hook(self, comm_hook_type)  # type: ignore[no-untyped-call]
+        return self.register_comm_hook(self.process_group, fp16_compress_hook)
+    _torch_builtin_comm_hook(self, comm_hook_type)  # type: ignore[no-untyped-call]
 
 
 _torch_builtin_comm_hook: Final = DistributedDataParallel._register_builtin_comm_hook

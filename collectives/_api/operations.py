@@ -241,11 +241,7 @@ def reduce_scatter(
 
 @begins_traceback
 def reduce_scatter_single(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    op: object = ReduceOp.SUM,
-    group: Group = None,
-    async_op: bool = False,
+    output: torch.Tensor, input: torch.Tensor, op: object = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
     """The same with the chunks of all ranks in one tensor, concatenated or stacked.
 

@@ -15,7 +15,7 @@ import torch
 from rpcdist.collectives._api.default_group import destroy_process_group
 from rpcdist.collectives._api.group_queries import get_global_rank
 from rpcdist.collectives._api.operations import all_gather_single, barrier, broadcast, reduce_scatter_single
-from rpcdist.collectives._group.creation import open_group
+from rpcdist.collectives._group.creation import open_group, timeout_of_group
 from rpcdist.collectives._group.world import (
     NON_GROUP_MEMBER,
     Group,
@@ -25,7 +25,9 @@ from rpcdist.collectives._group.world import (
     member_group,
 )
 from rpcdist.collectives._operations.operation import ReduceOp
+from rpcdist.collectives._stores.derived_stores import PrefixStore
 from rpcdist.collectives._stores.store_base import Store
+from rpcdist.collectives.backends import default_backend
 from rpcdist.collectives.constants import default_pg_timeout
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.work import Work
@@ -51,6 +53,7 @@ __all__ = [
     "_get_pg_config",
     "_get_pg_default_device",
     "_get_process_group_name",
+    "_new_process_group_helper",
     "_pg_group_ranks",
     "_pg_map",
     "_pg_names",
@@ -71,17 +74,7 @@ class _GlooNames(type):
         return isinstance(instance, ProcessGroup) and instance.name() in ("gloo", "tcp")
 
     def __call__(cls, store: Store, rank: int, size: int, timeout: timedelta = default_pg_timeout) -> ProcessGroup:
-        return open_group(
-            "ProcessGroupGloo",
-            rank,
-            tuple(range(size)),
-            store,
-            backend="gloo",
-            timeout=timeout,
-            options=None,
-            device=None,
-            description="made by its class",
-        )
+        return _open_on(store, "ProcessGroupGloo", rank, range(size), "gloo", timeout, None, "made by its class")
 
 
 class ProcessGroupGloo(metaclass=_GlooNames):
@@ -89,6 +82,34 @@ class ProcessGroupGloo(metaclass=_GlooNames):
 
     Groups of the backend `tcp`, which answers to the name "gloo", are instances of it. End one by `shutdown()`.
     """
+
+
+def _new_process_group_helper(
+    group_size: int, group_rank: int, global_ranks_in_group: Sequence[int], backend: str | None, store: Store,
+    group_name: str, backend_options: object | None = None, timeout: timedelta | None = None, *_: object, **__: object,
+) -> tuple[ProcessGroup, Store]:  # fmt: skip
+    """A group on a store of its own beside the default group, as trainers share with their inference engines.
+
+    Returns:
+        The group and its part of the store.
+    """
+    if group_name in current_world().groups:
+        raise ConfigError(f"The specified group name {group_name!r} has already been created; give another")
+    own, name, ranks = PrefixStore(group_name, store), backend or default_backend(), global_ranks_in_group
+    limit = timeout_of_group(name, timeout)
+    group = _open_on(
+        own, group_name, group_rank, ranks or range(group_size), name, limit, backend_options, "of a helper"
+    )
+    current_world().groups[group_name] = group
+    return group, own
+
+
+def _open_on(
+    store: Store, name: str, rank: int, ranks: Sequence[int], backend: str, limit: timedelta, options: object, kind: str
+) -> ProcessGroup:
+    return open_group(
+        name, rank, tuple(ranks), store, backend=backend, timeout=limit, options=options, device=None, description=kind
+    )
 
 
 class _NcclNames(type):
@@ -193,11 +214,7 @@ def _all_gather_base(
 
 
 def _reduce_scatter_base(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    op: object = ReduceOp.SUM,
-    group: Group = None,
-    async_op: bool = False,
+    output: torch.Tensor, input: torch.Tensor, op: object = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
     """The old name of `reduce_scatter_tensor`."""
     _renamed("_reduce_scatter_base", "reduce_scatter_tensor")
@@ -310,6 +327,11 @@ class _OfGroups(Mapping[ProcessGroup, T]):
         if group not in tuple(self):
             raise KeyError(group)
         return self._value_of(group)
+
+    def __setitem__(self, group: ProcessGroup, value: T) -> None:
+        """For programs that write down the group they made. Raises ConfigError for what the group has not."""
+        if self[group] != value:
+            raise ConfigError(f"{group} has {self[group]!r}, not {value!r}; new_group makes groups of other ranks")
 
     def __iter__(self) -> Iterator[ProcessGroup]:
         return iter(tuple(current_world().groups.values()))

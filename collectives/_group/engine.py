@@ -307,14 +307,10 @@ class Engine(StateKeeper):
         try:
             job.check()  # the group may have failed while the job waited in the queue
             job.fingerprint = job.operation.fingerprint(job.sequence)
-            records_gradients = torch.is_grad_enabled()
-            torch._C._set_grad_enabled(False)  # a tensor may come to require gradients while the operation waits
-            try:
+            with torch._C._AutoDispatchBelowAutograd():  # a tensor may come to require gradients while this waits
                 self._transport.run(job.operation, job)
                 if job.finish is not None:
                     job.finish()
-            finally:
-                torch._C._set_grad_enabled(records_gradients)
         except CollectiveError as exc:
             error = exc  # from `check`: the other ranks know already
         except (TransportMismatch, TransportPeerLost, TransportTimeout) as exc:

@@ -230,7 +230,7 @@ def group_or_default(given: Group) -> ProcessGroup:
     if isinstance(given, ProcessGroup):
         return given
     if given == NON_GROUP_MEMBER:
-        raise ConfigError("Invalid process group specified: this rank is not in the group, and so knows nothing about it")
+        raise ConfigError("Invalid process group specified: this rank is not in the group, and knows nothing about it")
     raise ConfigError(f"Invalid process group specified: {given!r}")
 
 

@@ -184,11 +184,7 @@ _BOOL_OPS: Final = {
     ReduceOp.BAND: _MIN,
     ReduceOp.BXOR: _SUM,  # the last bit of a sum of bits is their exclusive or, also when the byte overflows
 }
-_REAL_OF: Final = {
-    torch.complex32: torch.float16,
-    torch.complex64: torch.float32,
-    torch.complex128: torch.float64,
-}
+_REAL_OF: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _SUMS: Final = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM})
 _AVG_SINCE: Final = 21000
 _MOST_BROADCAST_BYTES: Final = 2**31 - 2**12

@@ -204,11 +204,7 @@ def all_to_all(place: Place, outputs: list[torch.Tensor], tensors: list[torch.Te
 
 
 def all_to_all_single(
-    place: Place,
-    output: torch.Tensor,
-    tensor: torch.Tensor,
-    output_splits: Sequence[int],
-    input_splits: Sequence[int],
+    place: Place, output: torch.Tensor, tensor: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
 ) -> Lowered:
     """Splits are lengths along the first dimension, one for each rank; empty ones mean equal parts."""
     copies, (source, target) = _read_and_write(place, [tensor], [output])

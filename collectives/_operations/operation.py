@@ -78,18 +78,13 @@ class ReduceOp(Enum):
     def __int__(self) -> int:
         return self.value
 
-    def __str__(self) -> str:
-        return f"RedOpType.{self.name}"  # as torch's, which programs print and parse
-
-    def __repr__(self) -> str:
-        return f"<{self}: {self.value}>"
-
     @property
     def op(self) -> ReduceOp:
         """Itself: torch's ReduceOp is an object with a member of this type as `op`."""
         return self
 
 
+ReduceOp.__name__ = "RedOpType"  # members print as torch's do, which programs parse
 ReduceOp.RedOpType = ReduceOp  # type: ignore[attr-defined]  # torch's name of the type of its members
 
 DTYPES: Final = (

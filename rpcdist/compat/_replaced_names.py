@@ -43,6 +43,7 @@ VIEWS: Final = {
     "torch.distributed.nn": "rpcdist.nn rpcdist.nn.functional",
     "torch.distributed.nn.functional": "rpcdist.nn.functional",
     "torch.distributed.nn.api.remote_module": "rpcdist.nn.api.remote_module",
+    "torch.distributed.rendezvous": "rpcdist.collectives.rendezvous",
     "torch.distributed.utils": "rpcdist.parallel._ddp._parameters",
     "torch.nn.parallel": "rpcdist.parallel",
     "torch.nn.parallel.distributed": "rpcdist.parallel rpcdist.parallel._ddp._parameters",
@@ -80,9 +81,7 @@ REFUSED: Final = {
 TAKES_GROUPS: Final = {
     "torch.distributed._functional_collectives": "_resolve_group _resolve_group_name _expand_group",
     "torch.distributed._symmetric_memory": "enable_symm_mem_for_group rendezvous",
-    "torch.distributed.distributed_c10d": (
-        "_add_ephemeral_timeout_for_all_pgs _new_process_group_helper _update_default_pg"
-    ),
+    "torch.distributed.distributed_c10d": "_add_ephemeral_timeout_for_all_pgs _update_default_pg",
     "torch.distributed.fsdp._fully_shard._fully_shard": "fully_shard",
     "torch.distributed.fsdp.fully_sharded_data_parallel": "FullyShardedDataParallel.__init__",
     "torch.distributed.pipelining.stage": "_PipelineStageBase.__init__",

@@ -388,4 +388,5 @@ def ddp_with_builtin_hooks(rank: int, size: int) -> None:
         gradient = net.module.weight.grad
         assert gradient is not None and gradient[0, 0].item() == (size + 1) / 2
 
+
 assert rpcdist.collectives.torch_backend.NAME == "rpcdist"

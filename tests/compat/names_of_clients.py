@@ -95,7 +95,12 @@ def check_groups() -> None:
     c10d._abort_process_group(other)
     check(other not in c10d._pg_map and c10d._get_process_group_name(other) == "None", "a group that was destroyed")
     check(c10d._get_default_store() is not None and c10d._get_object_coll_device() == "cpu", "store and device")
+    store, rank, size = next(torch.distributed.rendezvous("tcp://127.0.0.1:0", rank=0, world_size=1))
+    engines, _ = c10d._new_process_group_helper(size, rank, [], dist.Backend("gloo"), store, group_name="engines")
+    c10d._world.pg_group_ranks[engines] = {0: 0}
     tensor = torch.ones(2)
+    dist.broadcast(tensor, src=0, group=engines)
+    dist.destroy_process_group(engines)
     dist._broadcast_coalesced(world, [tensor], 500, 0)
     dist.utils._sync_module_states(torch.nn.Linear(1, 1), world, 500, 0, ())
     dist.all_reduce(tensor, op=torch._C._distributed_c10d.ReduceOp.MAX, group=c10d._get_default_group())

@@ -85,7 +85,10 @@ def compare(rank: int, size: int, path: str, name: str) -> dict[str, float]:
         finally:
             torch.distributed.destroy_process_group()
     with world(rank, size, path):
-        kinds = {"ours": (collectives.group.WORLD, None), "ours without a group": (None, None)}
+        kinds: dict[str, tuple[Any, Any]] = {
+            "ours": (collectives.group.WORLD, None),
+            "ours without a group": (None, None),
+        }
         kinds |= {"our wrapper": (None, comm_hooks)} if "wrapper" in name else {}
         for kind, (group, wrappers) in kinds.items():
             model = DistributedDataParallel(layers(), bucket_cap_mb=0.005)

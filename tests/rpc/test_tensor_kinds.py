@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Buffer, Parameter
 from values_helpers import round_trip
 
+from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.codec import write_plain
 from rpcdist.rpc._values.compact import compact_value, read_compact
 
@@ -147,6 +149,13 @@ def test_tensors_that_are_not_made_yet(kind: type[Any]) -> None:
     assert type(taken) is kind
     taken.materialize((2, 3))
     assert taken.shape == (2, 3)
+
+
+def test_a_fake_tensor_cannot_be_sent() -> None:
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    with pytest.raises(SerializationError, match="outside FakeTensorMode"):
+        arrived(fake)
 
 
 def test_a_long_list_keeps_its_buffers() -> None:

@@ -13,13 +13,7 @@ import torch
 from rpcdist.deadline import NEVER, Deadline, checked_timeout, current_deadline
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._autograd_hooks import current_autograd
-from rpcdist.rpc._calling.call_table import (
-    FETCH,
-    INFINITE,
-    CallOwner,
-    PendingCall,
-    ReplySink,
-)
+from rpcdist.rpc._calling.call_table import FETCH, INFINITE, CallOwner, PendingCall, ReplySink
 from rpcdist.rpc._executors.blocking import hooks
 from rpcdist.rpc._inspection import call_records
 from rpcdist.rpc._marshal.marshal import Marshal, Written
@@ -73,13 +67,7 @@ class NewCalls:
         rpc_timeout_s: the limit of calls that name none.
     """
 
-    def __init__(
-        self,
-        owner: CallOwner,
-        next_id: Callable[[], int],
-        marshal: Marshal,
-        rpc_timeout_s: float,
-    ) -> None:
+    def __init__(self, owner: CallOwner, next_id: Callable[[], int], marshal: Marshal, rpc_timeout_s: float) -> None:
         self.rpc_timeout_s = rpc_timeout_s
         self._names = KnownNames()
         self._owner = owner

@@ -19,15 +19,7 @@ from rpcdist.errors import RpcdistError, TransportError, UnknownWorker, WorkerLo
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlBody, ControlReceiver, kind_of
 from rpcdist.rpc._peers.directory import Directory, PeerEvents
-from rpcdist.rpc._peers.network import (
-    AnySession,
-    Demultiplexer,
-    Lifetime,
-    Loopback,
-    Network,
-    PoolJob,
-    SendObserver,
-)
+from rpcdist.rpc._peers.network import AnySession, Demultiplexer, Lifetime, Loopback, Network, PoolJob, SendObserver
 from rpcdist.rpc._peers.peer import Peer, PeerState, Unsent
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.time_limits import QUICK_ANSWER_LIMIT_S, THREAD_GRACE_S
@@ -119,11 +111,7 @@ class Router:
                 self._network.io.call_soon(self._spawn_delivery, [(message, buffers, observer)], str(exc))
 
     def send(
-        self,
-        to: int,
-        message: WireMessage,
-        buffers: Sequence[LargeBuffer] = (),
-        observer: SendObserver | None = None,
+        self, to: int, message: WireMessage, buffers: Sequence[LargeBuffer] = (), observer: SendObserver | None = None
     ) -> None:
         """Sends a message at most once, and never waits.
 

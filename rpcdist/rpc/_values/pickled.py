@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import cloudpickle  # type: ignore[import-untyped]
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
 from rpcdist.errors import SerializationError
@@ -164,6 +165,8 @@ class _ObjectReducer:
             return script_function, (obj.qualified_name,)
         if isinstance(obj, torch.futures.Future):
             raise SerializationError("Can not pickle torch.futures.Future; wait for it, and send its value")
+        if isinstance(obj, FakeTensor):
+            raise SerializationError("a FakeTensor has no values to send; make the tensor outside FakeTensorMode")
         return NotImplemented
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
