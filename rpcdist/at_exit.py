@@ -40,6 +40,9 @@ class AtEnd(partial[object]):
 
 logger = logging.getLogger(__name__)
 
+STARTS_NO_THREAD: Final = sys.version_info[:2] == (3, 12)
+"""Whether `atexit` callbacks of this Python can start none: the threads that `shutdown` needs there run by then."""
+
 AFTER_ALL_FINALIZERS: Final = -1000  # `multiprocessing` calls finalizers of a lower priority later
 
 _actions: list[Callable[[], object]] = []

@@ -49,16 +49,41 @@ for init, port in zip((init_rpc, init_group), sys.argv[1:]):
 """
 
 
+AS_IN_PYTHON_3_12 = """
+from rpcdist import at_exit
+at_exit.STARTS_NO_THREAD = True
+"""
+
+LEAVE_BOTH_WITHOUT_THREADS = """
+import threading
+
+def leave_both(leave=leave):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    threading.Thread.start = refuse
+    return leave()
+
+leave = leave_both
+"""
+
+
 def ends(code: str, *ports: int) -> list[str]:
     """What the callbacks of the two ranks have printed; the program must end by itself."""
-    with Program(PAIR + textwrap.dedent(code), *ports) as program:
+    with Program(code, *ports) as program:
         assert program.end() == 0, program.output
     return sorted(line for line in program.output.splitlines() if line.startswith(("0", "1")))
 
 
 def test_a_callback_that_was_registered_first_leaves_gracefully() -> None:
     """RPC and the group, which have a store each; until then both are whole."""
-    assert ends(LEAVE_BOTH, free_port(), free_port()) == ["0 (True, {}, 2)", "1 (True, {}, 2)"]
+    assert ends(PAIR + LEAVE_BOTH, free_port(), free_port()) == ["0 (True, {}, 2)", "1 (True, {}, 2)"]
+
+
+def test_a_callback_leaves_where_no_thread_starts() -> None:
+    """Callbacks of Python 3.12 start none; also the coroutine of the shutdown has a thread by then."""
+    code = AS_IN_PYTHON_3_12 + PAIR + LEAVE_BOTH + LEAVE_BOTH_WITHOUT_THREADS
+    assert ends(code, free_port(), free_port()) == ["0 (True, {}, 2)", "1 (True, {}, 2)"]
 
 
 def test_a_finalizer_that_leaves_after_rpc_has_ended() -> None:
@@ -96,4 +121,4 @@ def test_a_callback_that_does_not_leave() -> None:
 
     init_rpc(sys.argv[1])
     """
-    assert ends(code, free_port()) == ["0 ['w1']", "1 stays"]
+    assert ends(PAIR + textwrap.dedent(code), free_port()) == ["0 ['w1']", "1 stays"]

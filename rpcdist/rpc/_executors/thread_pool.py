@@ -38,7 +38,7 @@ from contextvars import Context
 from functools import partial
 from typing import Final
 
-from rpcdist.at_exit import register_at_exit, unregister_at_exit
+from rpcdist.at_exit import STARTS_NO_THREAD, register_at_exit, unregister_at_exit
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ForkedProcess, NotInitialized, PoolExhausted
 from rpcdist.inspection import PoolFacts
@@ -132,7 +132,7 @@ class ThreadPool:
         cleanup: Callable[[], object] | None = None,
         describe: Callable[[Function, tuple[object, ...]], str] = _describe,
         new_context: Callable[[], Context] = Context,
-        keeps_one: bool = sys.version_info[:2] == (3, 12),
+        keeps_one: bool = STARTS_NO_THREAD,
     ) -> None:
         self.name = name
         self.max_threads = max_threads

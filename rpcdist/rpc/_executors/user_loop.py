@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import Context
 from typing import Any, Final, Literal, TypeVar
 
-from rpcdist.at_exit import register_at_exit, unregister_at_exit
+from rpcdist.at_exit import STARTS_NO_THREAD, register_at_exit, unregister_at_exit
 from rpcdist.deadline import NEVER, Deadline, current_deadline
 from rpcdist.errors import Cancelled, ConfigError, DeadlineExceeded, ForkedProcess, NotInitialized, TransportError
 from rpcdist.own_shortage import NO_THREAD, check_can_start
@@ -194,7 +194,7 @@ async def _run(start: Start) -> object:
 
 
 class UserLoop:
-    """An event loop on a thread of its own for coroutines of the user; the first coroutine starts both.
+    """An event loop on a thread of its own for coroutines of the user; the first coroutine, or `start`, starts both.
 
     Args:
         kind: "uvloop", "asyncio", or "auto" for uvloop where it is installed.
@@ -221,8 +221,10 @@ class UserLoop:
         fork.register(self)
 
     def start(self) -> None:
-        """Lets coroutines come until `close`."""
+        """Lets coroutines come until `close`; on Python 3.12 the loop runs from now on, for a `shutdown` at the end."""
         register_at_exit(self.close)
+        if STARTS_NO_THREAD:
+            self._run_new_loop()
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
