@@ -363,8 +363,11 @@ _torch_monitored_barrier: Final = torch_distributed.distributed_c10d.monitored_b
 def _register_builtin_comm_hook(self: DistributedDataParallel, comm_hook_type: Any) -> None:
     """See torch's DDP, whose hook FP16_COMPRESS in C++ wants a future that only C++ can make; Python's is the same."""
     if isinstance(self.process_group, TorchProcessGroup) and comm_hook_type.name == "FP16_COMPRESS":
-        return self.register_comm_hook(self.process_group, fp16_compress_hook)
-    _torch_builtin_comm_hook(self, comm_hook_type)  # type: ignore[no-untyped-call]
+        self.register_comm_hook(self.process_group, fp16_compress_hook)
+        assert self.logger is not None
+        self.logger._set_comm_hook_name(str(comm_hook_type))
+    else:
+        _torch_builtin_comm_hook(self, comm_hook_type)  # type: ignore[no-untyped-call]
 
 
 _torch_builtin_comm_hook: Final = DistributedDataParallel._register_builtin_comm_hook

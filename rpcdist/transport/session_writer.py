@@ -26,7 +26,7 @@ from typing import Final
 from rpcdist.errors import TransportError
 from rpcdist.time_limits import BATCH_DELAY_S, BURST_GAP_S
 from rpcdist.transport._channels.channel import ReadChannel
-from rpcdist.transport._channels.polling_and_signals import SignalShield, may_raise_here
+from rpcdist.transport._channels.polling_and_signals import SignalShield
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.io_loop import IoLoop
@@ -82,7 +82,6 @@ class SessionWriter:
         self._is_draining = False  # then only the task may empty the queue, since it notifies `drain`
         self._drained: asyncio.Event = asyncio.Event()
         self._flushing = 0  # the thread that will call `flush` when it has sent
-        self._main = threading.main_thread().ident
         self._shield = SignalShield()
 
     # ---------------------------------------------------------------- any thread
@@ -104,7 +103,7 @@ class SessionWriter:
         elif not transfer and can_linger(message) and self._outgoing.num_frames < FLUSH_FRAMES:
             self._linger()  # the next message or a tick writes it
         else:
-            self._shielded(self._write_or_tell if is_urgent(message) and self._is_idle() else self._tell_task)
+            self._shield.run(self._write_or_tell if is_urgent(message) and self._is_idle() else self._tell_task)
 
     def _linger(self) -> None:
         # The flag is set before the ticks are checked; a tick that ends them clears `_ticks` before its last check of
@@ -138,18 +137,7 @@ class SessionWriter:
     def flush(self) -> None:
         """Writes the queue, on this thread if that is possible."""
         if self._outgoing:
-            self._shielded(self._write_or_tell)
-
-    def _shielded(self, act: Callable[[], object]) -> None:
-        """Calls `act`, protected from signal handlers."""
-        if get_ident() != self._main or not may_raise_here():
-            act()
-            return
-        self._shield.enter()
-        try:
-            act()
-        finally:
-            self._shield.leave()
+            self._shield.run(self._write_or_tell)
 
     def _write_or_tell(self) -> None:
         if not self._write_here() and not self._awake:

@@ -387,6 +387,7 @@ def ddp_with_builtin_hooks(rank: int, size: int) -> None:
         net(torch.full((1, 5), rank + 1.0)).sum().backward()
         gradient = net.module.weight.grad
         assert gradient is not None and gradient[0, 0].item() == (size + 1) / 2
+        assert net._get_ddp_logging_data()["comm_hook"] == str(kind)
 
 
 assert rpcdist.collectives.torch_backend.NAME == "rpcdist"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from peer_timeouts import CALM_S, LIMIT_S, UNIT_S
@@ -13,6 +15,7 @@ from rpc_functions import add
 
 from rpcdist import rpc
 from rpcdist.errors import DeadlineExceeded, NotInitialized, RpcdistError
+from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._membership import shutdown
 from rpcdist.testing import InProcessCluster, eventually
 
@@ -120,6 +123,28 @@ def test_shutdown_with_a_timeout_names_the_call_that_does_not_end(cluster: InPro
     assert any("enter_and_wait" in str(error) for error in errors), errors
     assert isinstance(held.exception(LIMIT_S), RpcdistError)
     cluster.close()
+
+
+def test_a_shutdown_that_nobody_can_lead_logs_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shutdown, "LOG_PERIOD_S", 0.0)
+    with InProcessCluster("a", "b", peer_timeout=CALM_S) as cluster:
+        with cluster.use("a"):
+            caller = current_agent().caller
+        gather, failures = caller.gather, ["it has no thread left"] * 2
+
+        def gather_later(*arguments: Any) -> Any:
+            if failures:
+                raise RpcdistError(failures.pop())
+            return gather(*arguments)
+
+        monkeypatch.setattr(caller, "gather", gather_later)
+        with caplog.at_level(logging.WARNING):
+            for future in [cluster.begin(name, rpc.shutdown) for name in cluster.names]:
+                future.result(LIMIT_S)
+        cluster.close()
+    assert caplog.text.count("shutdown of a tries again, since a could not lead it: it has no thread left") == 2
 
 
 def test_a_shutdown_that_waits_logs_for_what_with_stacks(

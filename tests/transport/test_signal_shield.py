@@ -9,7 +9,10 @@ from types import FrameType
 
 import pytest
 
+from rpcdist.ids import Identity
+from rpcdist.rpc._peers.network import Loopback
 from rpcdist.transport._channels.polling_and_signals import SignalShield, may_raise_here
+from rpcdist.transport.wire_messages import ReplyMessage
 
 
 @pytest.fixture(autouse=True)
@@ -86,3 +89,16 @@ def test_a_harmless_handler_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> 
     finally:
         shield.leave()
     assert signal.getsignal(signal.SIGUSR1) is handler
+
+
+def test_ctrl_c_while_a_worker_takes_a_message_of_its_own_is_the_sender_s() -> None:
+    """What serves calls answers a call with all that is raised there, and Ctrl-C was lost to the caller."""
+    taken: list[int] = []
+
+    def deliver(session: object, messages: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        taken.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        Loopback(Identity("a", 0, 1), deliver).send(ReplyMessage(1))
+    assert taken == [1]

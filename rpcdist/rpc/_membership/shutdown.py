@@ -326,6 +326,7 @@ class Leaving:
         pointed_to: int | None = None
         missing: list[str] | None = None
         is_new = False
+        reported = time.monotonic()
         while True:
             leader = pointed_to if pointed_to is not None else self.directory.leader().id
             pointed_to = None
@@ -340,7 +341,11 @@ class Leaving:
                 if self.lifetime.is_closed:
                     raise
                 # Also if the leader just closes. The next iteration asks the next leader.
-                logger.debug("%s could not lead the shutdown: %s", self.directory.name_of(leader), exc)
+                level = logging.DEBUG
+                if time.monotonic() - reported >= LOG_PERIOD_S:
+                    level, reported = logging.WARNING, time.monotonic()
+                name = self.directory.name_of(leader)
+                logger.log(level, "shutdown of %s tries again, since %s could not lead it: %s", me.name, name, exc)
                 answer = [None]
             match answer:
                 case [kind, bool(any_work), dict(losses)] if kind == ENDED:

@@ -23,6 +23,7 @@ from rpcdist.inspection import Strangers
 from rpcdist.rpc._values.buffers import CopiedBuffer, LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.time_limits import CONNECTION_CLOSE_LIMIT_S
+from rpcdist.transport._channels.polling_and_signals import SignalShield
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.credentials import Records
 from rpcdist.transport.io_loop import IoLoop
@@ -51,13 +52,16 @@ class Loopback:
         self.peer = identity
         self.account = AnnouncedBytes()
         self._deliver = deliver
+        self._shield = SignalShield()
 
     @property
     def last_received(self) -> float:
         return time.monotonic()
 
     def send(self, message: WireMessage, buffers: Sequence[LargeBuffer] = ()) -> int:
-        self._deliver(self, [(message, [buffer.copy() for buffer in buffers])])
+        copies: list[ReceiveBuffer] = [buffer.copy() for buffer in buffers]
+        # Ctrl-C would become the failure of the call: what serves calls answers with all that is raised there.
+        self._shield.run(lambda: self._deliver(self, [(message, copies)]))
         return 0
 
     def flush(self) -> None:

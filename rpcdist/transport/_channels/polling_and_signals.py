@@ -33,11 +33,13 @@ import asyncio
 import os
 import resource
 import signal
+import threading
 from _signal import getsignal  # type: ignore[import-not-found]  # those of `signal` make an enum of every handler
 from _signal import signal as set_handler
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from threading import get_ident
 from time import perf_counter_ns
 from types import FrameType
 from typing import Any, ClassVar, Final
@@ -239,7 +241,7 @@ class SignalNoted(BaseException):
 
 
 class SignalShield:
-    """Holds the handlers back between `enter` and `leave`. For the main thread only; not reentrant.
+    """Holds the handlers back between `enter` and `leave`, which are for the main thread only; not reentrant.
 
     Attributes:
         num_entered: how many shields are entered; if it is not 0, the handlers are already held back.
@@ -248,13 +250,14 @@ class SignalShield:
         is_asleep: True from `fall_asleep` to the end of the sleep; meanwhile a signal raises `SignalNoted`.
     """
 
-    __slots__ = ("_handler", "_known", "_noted", "_replaced", "is_asleep")
+    __slots__ = ("_handler", "_known", "_main", "_noted", "_replaced", "is_asleep")
 
     num_entered: ClassVar[int] = 0
     harmless: ClassVar[list[object]] = []
 
     def __init__(self) -> None:
         self.is_asleep = False
+        self._main = threading.main_thread().ident
         self._handler = self._note  # one object, so that `_restore` recognises it
         self._noted: list[int] = []
         self._known: tuple[object, ...] = ()  # the handlers at the last `enter`
@@ -284,6 +287,17 @@ class SignalShield:
             self._restore()
             raise
         SignalShield.num_entered += 1
+
+    def run(self, act: Callable[[], object]) -> None:
+        """Calls `act`, with all handlers held back if this is the main thread and they may raise here; any thread."""
+        if get_ident() != self._main or not may_raise_here():
+            act()
+            return
+        self.enter()
+        try:
+            act()
+        finally:
+            self.leave()
 
     def fall_asleep(self) -> None:
         """Lets signals end the sleep that follows; a signal that came since `enter` ends it at once."""
