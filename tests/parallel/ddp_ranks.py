@@ -22,6 +22,7 @@ from torch.nn.parallel.distributed import _MixedPrecision as TorchMixedPrecision
 from rpcdist import collectives
 from rpcdist.collectives import flight_recorder
 from rpcdist.data import DistributedSampler
+from rpcdist.errors import ConfigError
 from rpcdist.parallel import DistributedDataParallel, MixedPrecision, comm_hooks
 
 LIMIT_S = 30.0
@@ -385,6 +386,20 @@ def leave_to_ranks(rank: int, size: int) -> list[float]:
     collectives.all_gather(everybody, mine)
     spread = float((torch.stack(everybody) - mine).abs().max())
     return [spread, float(module[2].bias.grad[0]), float(module[2].bias[0])]
+
+
+@scenario
+def delay_for_too_short(rank: int, size: int) -> str:
+    module: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    named = [("0.weight", module[0].weight)]
+    model = DistributedDataParallel(
+        module, delay_all_reduce_named_params=named, param_to_hook_all_reduce=module[1].weight
+    )
+    try:
+        model(torch.randn(4, 4)).sum().backward()
+    except ConfigError as error:
+        return str(error)
+    return "no error"
 
 
 @scenario

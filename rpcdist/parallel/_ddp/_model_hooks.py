@@ -91,7 +91,7 @@ class DelayedReduction:
     """Reduces the gradients of the delayed parameters.
 
     Args:
-        trigger: the chosen parameter; its gradient must become ready after those of all delayed parameters.
+        trigger: the chosen parameter; a pass in which its gradient comes before that of a delayed one is an error.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], trigger: nn.Parameter, group: ProcessGroup) -> None:
@@ -102,21 +102,36 @@ class DelayedReduction:
         self._bucket = DenseBucket(0, members, flat=True)
         self._group = group
         self._source = OrdinaryPass(view=False)
-        self._works: list[Work] = []
+        self._works: list[Work] | None = None  # of the pass that runs, once the chosen gradient is there
+        self._late: list[str] = []
         self.enabled = True
         broadcast_tensors([parameter for _, parameter in named], group)
-        self.handle: RemovableHandle = trigger.register_post_accumulate_grad_hook(self._triggered)
+        for name, parameter in named:
+            parameter.register_post_accumulate_grad_hook(partial(self._added, name))
+        trigger.register_post_accumulate_grad_hook(self._triggered)
+
+    def _added(self, name: str, _: torch.Tensor) -> None:
+        if self._works is not None:
+            self._late.append(name)
 
     def _triggered(self, _: torch.Tensor) -> None:
         if not self.enabled:
             return
+        self._late = []  # of a pass that failed
         runs = self._bucket.gather(self._source.gradient, in_place=True)
         self._works = reduce_runs(runs, self._group, self._group.size(), asynchronous=True)
         Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
-        for work in self._works:
+        works, self._works = self._works, None
+        late, self._late = self._late, []
+        for work in works or ():
             work.wait()
+        if late:
+            raise ConfigError(
+                f"the gradients of {', '.join(late)} came after that of param_to_hook_all_reduce, at which they are "
+                "averaged, so they were not: choose the parameter whose gradient comes last, mostly the model's first"
+            )
         self._bucket.scatter(self._source.deliver)
 
 
