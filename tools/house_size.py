@@ -35,7 +35,7 @@ class Limit(NamedTuple):
 LIMITS = {
     "lines": Limit(93_501, 63_000),
     "code": Limit(56_410, 36_000),
-    "files": Limit(398, 400),
+    "files": Limit(400, 400),
     "classes": Limit(866, 620),
     "protocols": Limit(30, 30),
     "time limits": Limit(90, 90),
