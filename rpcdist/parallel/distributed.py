@@ -82,7 +82,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             are kept between iterations (`zero_grad(set_to_none=False)`). Large gradients are reduced in place anyway.
         static_graph: every iteration uses the same parameters equally often; allows reentrant checkpointing.
         delay_all_reduce_named_params: names and parameters that are reduced together when the gradient of
-            `param_to_hook_all_reduce` is ready, outside of the buckets.
+            `param_to_hook_all_reduce` is ready, outside of the buckets. One that comes later is a `ConfigError`.
         param_to_hook_all_reduce: see `delay_all_reduce_named_params`.
         mixed_precision: `MixedPrecision`, or torch's `_MixedPrecision`: dtypes of the forward pass, the reductions and
             the buffers. It takes the place of a communication hook.

@@ -146,9 +146,8 @@ class NewCalls:
             call.result, call.is_serial = (*result.rref, *result.fork), is_serial
         if on is not None:
             call.target = (*on.state.rref, *on.state.id)
-        if (
-            spans := call_records.exporter
-        ) is not None:  # not before: nobody ends it if the arguments cannot be written
+        # Not before: nobody ends the span if the arguments cannot be written.
+        if (spans := call_records.exporter) is not None:
             pending.span = spans.begin_made(called)
             call.traceparent = spans.traceparent(pending.span)
         if written is None:
