@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -245,7 +246,10 @@ def test_few_segments_serve_many_calls_and_none_is_left(worker_pool: WorkerPool)
 def test_lent_memory_comes_back_with_the_answer(worker_pool: WorkerPool, how: str) -> None:
     """So the next call uses the same memory, which is in the processor's caches."""
     world = worker_pool.world("a", "b")
-    assert len(set(world["a"].run(places, "b", how)[2:])) == 1  # the first calls may go before memory is lent
+    found = world["a"].run(places, "b", how)
+    # Each call would find other memory if its own came back one call late. The first calls may go before memory is
+    # lent, and a message of the session that is written just before an answer may have taken what has come back.
+    assert sum(before != after for before, after in itertools.pairwise(found[2:])) <= len(found) // 3
     world.shutdown()
 
 
