@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from enum import Enum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -36,13 +37,14 @@ class ProcessGroup(LowerCaseOperations):
     """Ranks of the world that run operations together. Made by `init_process_group`, `new_group` and the like.
 
     Its own methods with torch's lower-case names (`allreduce`, `_allgather_base`, ...) take ranks in the group and
-    return Work; the functions of `rpcdist.collectives` are the usual way.
+    return Work; the functions of `rpcdist.collectives` are the usual way. Inference engines make groups beside the
+    default one by `ProcessGroup(store, rank, size)`, which have no backend before `_register_backend`.
 
     Args:
-        name: equal on all its ranks, and different from those of all other groups.
-        rank: rank of this process in the group.
-        ranks: ranks of the members in the world, by rank in the group.
         store: the part of the store that only this group uses.
+        rank: rank of this process in the group.
+        ranks: ranks of the members in the world, by rank in the group; or how many there are, if there is no world.
+        name: equal on all its ranks, and different from those of all other groups.
         backends: device type to backend; one backend may carry several device types.
         split: makes groups of some of its ranks.
         backend_name: as the caller of `init_process_group` or `new_group` gave it.
@@ -68,14 +70,14 @@ class ProcessGroup(LowerCaseOperations):
 
     def __init__(
         self,
-        name: str,
-        rank: int,
-        ranks: tuple[int, ...],
         store: Store,
-        backends: Mapping[str, GroupBackend],
+        rank: int,
+        ranks: tuple[int, ...] | int,
         *,
-        split: Callable[..., ProcessGroup | None],
-        backend_name: str = "tcp",
+        name: str = "",
+        backends: Mapping[str, GroupBackend] = MappingProxyType({}),
+        split: Callable[..., ProcessGroup | None] | None = None,
+        backend_name: str = "undefined",
         names: Mapping[str, str] | None = None,
         timeout_s: float = GROUP_TIMEOUT_S,
         description: str = "undefined",
@@ -84,6 +86,7 @@ class ProcessGroup(LowerCaseOperations):
     ) -> None:
         self._name = name
         self._rank = rank
+        ranks = tuple(range(ranks)) if isinstance(ranks, int) else ranks
         self._ranks = ranks
         self._group_ranks = {world_rank: rank for rank, world_rank in enumerate(ranks)}
         self._store = store
@@ -228,6 +231,28 @@ class ProcessGroup(LowerCaseOperations):
         """The group itself: programs call methods of torch's backends on what this returns, and it has these."""
         self.binding(torch.device(device).type)
         return self
+
+    def _set_default_backend(self, kind: BackendType) -> None:
+        """The name of the backend from now on, as torch has it when groups are made by hand."""
+        self._backend_name = kind.name.lower()
+
+    def _register_backend(self, device: torch.device, kind: BackendType, backend: ProcessGroup | None = None) -> None:
+        """Has the backend of a group, as `ProcessGroupGloo(store, rank, size)` makes one, carry a type of device here.
+
+        Raises:
+            ConfigError: the backend is none of ours, or that of other ranks.
+        """
+        if not isinstance(backend, ProcessGroup) or (backend.rank(), backend.size()) != (self.rank(), self.size()):
+            raise ConfigError(
+                f"the backend of {self} must be a group of as many ranks, such as ProcessGroupGloo(store, "
+                f"{self.rank()}, {self.size()}), but is {backend!r}"
+            )
+        binding = backend.binding(device.type)
+        self._backends[device.type], self._bindings[device.type] = binding.backend, binding
+        self._names[device.type] = backend.name()
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to do: groups number their operations from the beginning."""
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the limit of the operations that start from now on."""
@@ -388,4 +413,6 @@ class ProcessGroup(LowerCaseOperations):
         Returns:
             None on a rank that is not among them.
         """
+        if self._split is None:
+            raise ConfigError(f"{self} was made by its class, and is not split; make a group of the ranks' own")
         return self._split(self, ranks, timeout=timeout, options=opts, name=group_name, description=group_desc)

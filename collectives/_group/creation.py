@@ -83,11 +83,11 @@ def open_group(
             opened_backend.close(0.0)
         raise
     return ProcessGroup(
-        name,
+        store,
         rank,
         ranks,
-        store,
-        by_device,
+        name=name,
+        backends=by_device,
         split=split_off,
         backend_name=backend,
         names=names,

@@ -17,7 +17,6 @@ import torch.distributed as theirs
 
 import rpcdist.collectives as ours
 from rpcdist.collectives import ReduceOp
-from rpcdist.collectives._group.creation import split_off
 from rpcdist.errors import ConfigError
 
 FUNCTIONS = """
@@ -117,7 +116,7 @@ def test_process_group_has_the_methods_of_torch() -> None:
         reduce_scatter reduce_scatter_single _reduce_scatter_base alltoall alltoall_base all_to_all_single send recv
         recv_anysource barrier monitored_barrier
     """.split()
-    group = ours.ProcessGroup("0", 0, (0,), ours.HashStore(), {}, split=split_off)
+    group = ours.ProcessGroup(ours.HashStore(), 0, (0,), name="0")
     for name in wanted:
         assert INSTALLED < (2, 13) or hasattr(theirs.ProcessGroup, name), name
         assert hasattr(group, name), name

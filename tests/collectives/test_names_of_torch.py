@@ -261,6 +261,32 @@ def test_a_group_by_the_name_of_torchs_class(world_of_one: None) -> None:
     assert isinstance(collectives.group.WORLD, collectives.ProcessGroupGloo)
 
 
+def test_a_group_without_a_world_is_made_by_hand() -> None:
+    """As vLLM makes the groups that it shares with others; the processes have no default group."""
+    store, kind = collectives.PrefixStore("engine", collectives.HashStore()), collectives.ProcessGroup.BackendType.GLOO
+    make: Any = collectives.ProcessGroupGloo
+    group, backend = collectives.ProcessGroup(store, 0, 1), make(store, 0, 1)
+    with pytest.raises(ConfigError, match="No backend type associated with device type cpu"):
+        collectives.all_reduce(torch.ones(1), group=group)
+    others: tuple[Any, ...] = (None, backend, object())
+    for other in others:
+        with pytest.raises(ConfigError, match="must be a group of as many ranks"):
+            collectives.ProcessGroup(store, 1, 2)._register_backend(torch.device("cpu"), kind, other)
+    group._set_default_backend(kind)
+    backend._set_sequence_number_for_group()
+    group._register_backend(torch.device("cpu"), kind, backend)
+    del backend
+    assert not collectives.is_initialized() and collectives.get_world_size(group) == 1 and group.name() == "gloo"
+    objects: list[Any] = [None]
+    collectives.all_gather_object(objects, "one", group=group)
+    collectives.broadcast(torch.ones(2), group_src=0, group=group)
+    collectives.barrier(group=group)
+    assert objects == ["one"] and group.backend_config == "cpu:gloo"
+    with pytest.raises(ConfigError, match="made by its class"):
+        group.split_group([0])
+    group.shutdown()
+
+
 def test_what_torchs_rpc_exports_without_meaning_to() -> None:
     assert rpc.AllGatherStates().gathered_objects == {} and not rpc.AllGatherStates().proceed_signal.is_set()
     assert rpc.method_factory("upper", "Upper case.")("a") == "A"  # of any object
