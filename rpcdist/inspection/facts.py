@@ -163,6 +163,10 @@ class ReferenceFacts:
     value: str = ""
     holders: tuple[Holder, ...] = ()
 
+    def __str__(self) -> str:
+        holders = sorted(holder.worker for holder in self.holders)
+        return f"{self.id} at {self.owner}: {self.state}, held by {', '.join(holders) or 'nobody'}"
+
 
 @dataclass(frozen=True, slots=True)
 class ContextFacts:

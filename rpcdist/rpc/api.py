@@ -14,7 +14,7 @@ import torch
 
 from rpcdist.deadline import checked_timeout
 from rpcdist.errors import AlreadyInitialized, BlockingInLoop, ConfigError, NotInitialized, RRefError
-from rpcdist.inspection import WorkerFacts
+from rpcdist.inspection import ReferenceFacts, WorkerFacts
 from rpcdist.rpc import backend_registry
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._api.call_functions import (
@@ -318,9 +318,9 @@ def inspect_worker(to: str | int | WorkerInfo | None = None) -> WorkerFacts:
     return agent.inspector.ask(worker_id)
 
 
-def debug_rrefs() -> list[Any]:
+def debug_rrefs() -> list[ReferenceFacts]:
     """The live remote references of this worker, with their holders."""
-    return list(current_agent().rrefs.debug_rrefs())
+    return current_agent().rrefs.debug_rrefs()
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:

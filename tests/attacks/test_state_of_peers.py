@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peer_timeouts import CALM_S, LIMIT_S
+from rref_world import Action, NotedProtocol, Send
 
 from rpcdist import autograd, rpc
 from rpcdist._proto import autograd_pb2, rpc_pb2
@@ -23,18 +24,7 @@ from rpcdist.private_files import FOLDER_VARIABLE
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._membership.barrier import CONTRIBUTE
 from rpcdist.rpc._rref import owner
-from rpcdist.rpc._rref.messages import (
-    Incarnation,
-    Message,
-    MessageKind,
-    Reason,
-    RefuseCreation,
-    RRefAction,
-    SendControl,
-    UniqueId,
-    control_to,
-)
-from rpcdist.rpc._rref.protocol import RRefProtocol
+from rpcdist.rpc._rref.messages import Incarnation, Message, MessageKind, Reason, UniqueId
 from rpcdist.rpc._serving.producers import MAX_CREDIT, SyncProducer
 from rpcdist.testing import InProcessCluster, eventually
 
@@ -148,15 +138,17 @@ def test_references_that_nobody_will_make_are_bounded_and_leave_nothing(monkeypa
     """Each that a peer named, made by a process that does not exist, took 900 bytes for ever."""
     monkeypatch.setattr(owner, "MAX_WAITING", 3)
     me, asker, other, maker = (Incarnation(number, 100 + number) for number in (0, 1, 2, 66))
-    protocol = RRefProtocol(me)
+    protocol = NotedProtocol(me)
 
-    def ask(sender: Incarnation, number: int, fork: int) -> list[RRefAction]:
+    def ask(sender: Incarnation, number: int, fork: int) -> list[Action]:
         rref = UniqueId(maker.worker, number, maker.incarnation)
         request = Message(MessageKind.FORK_REQUEST, rref, UniqueId(sender.worker, fork, 5))
-        return [action for action in protocol.message_arrived(sender, request) if is_refusal(action)]
+        return [
+            action for action in protocol.step(NotedProtocol.message_arrived, sender, request) if is_refusal(action)
+        ]
 
-    def is_refusal(action: RRefAction) -> bool:
-        return isinstance(action, SendControl) and action.message.kind is MessageKind.FORK_REFUSED
+    def is_refusal(action: Action) -> bool:
+        return isinstance(action, Send) and action.message.kind is MessageKind.FORK_REFUSED
 
     assert [ask(asker, 1, 1), ask(asker, 1, 2), ask(asker, 2, 3), ask(asker, 1, 1)] == [[], [], [], []]
     assert len(ask(asker, 3, 4)) == len(ask(asker, 1, 5)) == 1
@@ -175,28 +167,28 @@ def test_forks_of_a_value_that_is_there_are_bounded(monkeypatch: pytest.MonkeyPa
     """Each that a peer asked for, of one reference that it did hold, took 400 bytes until its end."""
     monkeypatch.setattr(owner, "MAX_HELD", 3)
     me, holder, other = (Incarnation(number, 100 + number) for number in (0, 1, 2))
-    protocol = RRefProtocol(me)
+    protocol = NotedProtocol(me)
     rref = UniqueId(holder.worker, 1, holder.incarnation)
     forks = [UniqueId(holder.worker, number, holder.incarnation) for number in range(2, 9)]
 
-    def ask(sender: Incarnation, fork: UniqueId) -> list[RRefAction]:
-        return protocol.message_arrived(sender, Message(MessageKind.FORK_REQUEST, rref, fork))
+    def ask(sender: Incarnation, fork: UniqueId) -> list[Action]:
+        return protocol.step(NotedProtocol.message_arrived, sender, Message(MessageKind.FORK_REQUEST, rref, fork))
 
     protocol.creation_accepted(rref, forks[0], holder)
     protocol.creation_finished(rref)
     assert all(
-        ask(holder, fork) == [control_to(holder, MessageKind.FORK_CONFIRMED, rref, fork)]
+        ask(holder, fork) == [Send(holder, Message(MessageKind.FORK_CONFIRMED, rref, fork))]
         for fork in [*forks[1:3], forks[1]]
     )
-    refused = control_to(holder, MessageKind.FORK_REFUSED, rref, forks[3], Reason.TOO_MANY)
+    refused = Send(holder, Message(MessageKind.FORK_REFUSED, rref, forks[3], Reason.TOO_MANY))
     assert ask(holder, forks[3]) == [refused] == ask(holder, forks[3])
     another = UniqueId(holder.worker, 9, holder.incarnation)
-    assert protocol.creation_accepted(another, forks[4], holder) == [RefuseCreation(another, forks[4], Reason.TOO_MANY)]
-    assert ask(other, UniqueId(2, 5, 102))[0] == control_to(
-        other, MessageKind.FORK_CONFIRMED, rref, UniqueId(2, 5, 102)
+    assert protocol.creation_accepted(another, forks[4], holder) is Reason.TOO_MANY
+    assert ask(other, UniqueId(2, 5, 102))[0] == Send(
+        other, Message(MessageKind.FORK_CONFIRMED, rref, UniqueId(2, 5, 102))
     )
     protocol.message_arrived(holder, Message(MessageKind.USER_DELETED, rref, forks[1]))
-    assert ask(holder, forks[3]) == [control_to(holder, MessageKind.FORK_CONFIRMED, rref, forks[3])]
+    assert ask(holder, forks[3]) == [Send(holder, Message(MessageKind.FORK_CONFIRMED, rref, forks[3]))]
     protocol.lease_ended(holder)
     protocol.lease_ended(other)
     assert not protocol.owners.held and not protocol.owners.entries and not protocol.owners.since

@@ -18,7 +18,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._rref.handles import HandleState, copy_outcome
 from rpcdist.rpc._rref.manager import MOST_AT_ONCE, RRefManager
-from rpcdist.rpc._rref.messages import Message, MessageKind, ReferenceShare, encode_deletions, new_number
+from rpcdist.rpc._rref.messages import Message, MessageKind, ReferenceShare, encode_messages, new_number
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.rref import RRef
 
@@ -172,7 +172,7 @@ def test_remote_is_usable_before_its_call_arrived(cluster: Cluster) -> None:
     assert rref.confirmed_by_owner() and at_2.confirmed_by_owner() and at_1.is_owner()
     assert cluster.info(1) == (1, 2, 0, 0)
     live = [str(live) for host in cluster.hosts for live in host.manager.debug_rrefs()]
-    assert "GloballyUniqueId(created_on=0, local_id=0) at w1: ready, held by w0, w1, w2" in live
+    assert "0.0 at w1: ready, held by w0, w1, w2" in live
     del rref, at_1, at_2
     cluster.assert_empty()
 
@@ -466,7 +466,7 @@ def test_a_deletion_ends_no_reference_of_another_worker(cluster: Cluster) -> Non
     deliver_second()
     cluster.run()
     shares = [(rref._handle.state.rref, rref._handle.state.id) for rref in (first, second)]
-    deletions = encode_deletions([Message(MessageKind.USER_DELETED, rref, fork) for rref, fork in shares])
+    deletions = encode_messages([Message(MessageKind.USER_DELETED, rref, fork) for rref, fork in shares])
     assert deletions.WhichOneof("body") == "users_deleted"
     cluster.hosts[1].manager.on_message(2, 102, deletions)
     assert cluster.info(1)[0] == 1 and first.to_here() == "of 0"

@@ -7,22 +7,18 @@ from functools import partial
 from typing import Any
 
 import pytest
-
-from rpcdist.rpc._rref.messages import (
+from rref_world import (
+    Action,
     AnswerFetch,
     FailValue,
-    Incarnation,
-    Message,
-    MessageKind,
-    Reason,
+    NotedProtocol,
     RefuseCreation,
     ReleaseValue,
-    RRefAction,
-    SendControl,
+    Send,
     SettleHandle,
-    UniqueId,
-    remember,
 )
+
+from rpcdist.rpc._rref.messages import Incarnation, Message, MessageKind, Reason, UniqueId, remember
 from rpcdist.rpc._rref.protocol import RRefProtocol
 
 ME, A, B = Incarnation(0, 100), Incarnation(1, 101), Incarnation(2, 102)
@@ -43,62 +39,62 @@ CreationProbe = partial(Message, MessageKind.CREATION_PROBE)
 CreationOver = partial(Message, MessageKind.CREATION_OVER)
 
 P = RRefProtocol
-Table = list[tuple[Callable[..., list[RRefAction]], tuple[Any, ...], list[RRefAction]]]
-"""What happens, as a method of the protocol and its arguments, and the actions that it returns."""
+Table = list[tuple[Callable[..., Reason | None], tuple[Any, ...], list[Action]]]
+"""What happens, as a method of the protocol and its arguments, and the actions that it calls."""
 
 TABLES: dict[str, Table] = {
     "remote, then dropped before the reply": [
         (P.create_remote, (MINE, F, A), []),
         (P.handle_dropped, (MINE, F), []),
-        (P.created, (F,), [SettleHandle(MINE, F), SendControl(A, UserDeleted(MINE, F))]),
+        (P.created, (F,), [SettleHandle(F), Send(A, UserDeleted(MINE, F))]),
     ],
     "G2: a dropped parent waits for its child": [
         (P.create_remote, (MINE, F, A), []),
-        (P.created, (F,), [SettleHandle(MINE, F)]),
+        (P.created, (F,), [SettleHandle(F)]),
         (P.share, (MINE, F, C, B), []),
         (P.handle_dropped, (MINE, F), []),
-        (P.message_arrived, (B, ChildConfirmed(MINE, C)), [SendControl(A, UserDeleted(MINE, F))]),
+        (P.message_arrived, (B, ChildConfirmed(MINE, C)), [Send(A, UserDeleted(MINE, F))]),
         (P.message_arrived, (B, ChildConfirmed(MINE, C)), []),
     ],
     "a child asks the owner, then tells its parent": [
-        (P.received, (THEIRS, D, G, B, A), [SendControl(B, ForkRequest(THEIRS, D))]),
+        (P.received, (THEIRS, D, G, B, A), [Send(B, ForkRequest(THEIRS, D))]),
         (
             P.message_arrived,
             (B, ForkConfirmed(THEIRS, D)),
-            [SettleHandle(THEIRS, D), SendControl(A, ChildConfirmed(THEIRS, D))],
+            [SettleHandle(D), Send(A, ChildConfirmed(THEIRS, D))],
         ),
         (P.message_arrived, (B, ForkConfirmed(THEIRS, D)), []),
-        (P.handle_dropped, (THEIRS, D), [SendControl(B, UserDeleted(THEIRS, D))]),
-        (P.message_arrived, (B, ForkConfirmed(THEIRS, D)), [SendControl(B, UserDeleted(THEIRS, D))]),
+        (P.handle_dropped, (THEIRS, D), [Send(B, UserDeleted(THEIRS, D))]),
+        (P.message_arrived, (B, ForkConfirmed(THEIRS, D)), [Send(B, UserDeleted(THEIRS, D))]),
     ],
     "the owner's own share needs no confirmation": [
-        (P.received, (THEIRS, D, None, A, A), [SettleHandle(THEIRS, D)]),
-        (P.handle_dropped, (THEIRS, D), [SendControl(A, UserDeleted(THEIRS, D))]),
+        (P.received, (THEIRS, D, None, A, A), [SettleHandle(D)]),
+        (P.handle_dropped, (THEIRS, D), [Send(A, UserDeleted(THEIRS, D))]),
     ],
     "owner: the value lives while its function runs or a user holds it": [
         (P.creation_accepted, (THEIRS, G, A), []),
-        (P.message_arrived, (B, ForkRequest(THEIRS, D)), [SendControl(B, ForkConfirmed(THEIRS, D))]),
+        (P.message_arrived, (B, ForkRequest(THEIRS, D)), [Send(B, ForkConfirmed(THEIRS, D))]),
         (P.message_arrived, (A, UserDeleted(THEIRS, G)), []),
         (P.message_arrived, (B, UserDeleted(THEIRS, D)), []),
         (P.creation_finished, (THEIRS,), [ReleaseValue(THEIRS)]),
     ],
     "owner: messages that overtake the call of remote() wait for it": [
-        (P.fetch_arrived, (THEIRS, G, A), [SendControl(A, CreationProbe(THEIRS))]),
+        (P.fetch_arrived, (THEIRS, G, A), [Send(A, CreationProbe(THEIRS))]),
         (P.message_arrived, (B, ForkRequest(THEIRS, D)), []),
         (
             P.creation_accepted,
             (THEIRS, G, A),
-            [SendControl(B, ForkConfirmed(THEIRS, D)), AnswerFetch(THEIRS, G, A)],
+            [Send(B, ForkConfirmed(THEIRS, D)), AnswerFetch(THEIRS, G, A)],
         ),
     ],
     "owner: a stale request for a value that is gone": [
-        (P.message_arrived, (B, ForkRequest(THEIRS, D)), [SendControl(A, CreationProbe(THEIRS))]),
+        (P.message_arrived, (B, ForkRequest(THEIRS, D)), [Send(A, CreationProbe(THEIRS))]),
         (
             P.message_arrived,
             (A, CreationOver(THEIRS)),
             [
                 FailValue(THEIRS, Reason.UNKNOWN),
-                SendControl(B, ForkRefused(THEIRS, D, Reason.UNKNOWN)),
+                Send(B, ForkRefused(THEIRS, D, Reason.UNKNOWN)),
                 ReleaseValue(THEIRS),
             ],
         ),
@@ -107,19 +103,19 @@ TABLES: dict[str, Table] = {
         (
             P.message_arrived,
             (A, CreationQuery(THEIRS, G)),
-            [SendControl(A, ForkRefused(THEIRS, G, Reason.CREATION_FAILED))],
+            [Send(A, ForkRefused(THEIRS, G, Reason.CREATION_FAILED))],
         ),
-        (P.creation_accepted, (THEIRS, G, A), [RefuseCreation(THEIRS, G, Reason.CREATION_FAILED)]),
+        (P.creation_accepted, (THEIRS, G, A), [RefuseCreation(Reason.CREATION_FAILED)]),
     ],
     "creator: a failed call is asked about, and held if it arrived": [
         (P.create_remote, (MINE, F, A), []),
-        (P.creation_failed, (MINE, F), [SendControl(A, CreationQuery(MINE, F))]),
-        (P.message_arrived, (A, ForkConfirmed(MINE, F)), [SettleHandle(MINE, F)]),
-        (P.handle_dropped, (MINE, F), [SendControl(A, UserDeleted(MINE, F))]),
+        (P.creation_failed, (MINE, F), [Send(A, CreationQuery(MINE, F))]),
+        (P.message_arrived, (A, ForkConfirmed(MINE, F)), [SettleHandle(F)]),
+        (P.handle_dropped, (MINE, F), [Send(A, UserDeleted(MINE, F))]),
     ],
     "a fork that comes home becomes a local handle": [
         (P.share, (MINE, MINE, C, A), []),
-        (P.received, (MINE, D, C, ME, A), [SendControl(A, ChildConfirmed(MINE, D)), SettleHandle(MINE, D)]),
+        (P.received, (MINE, D, C, ME, A), [Send(A, ChildConfirmed(MINE, D)), SettleHandle(D)]),
         (P.message_arrived, (A, UserDeleted(MINE, C)), []),
         (P.handle_dropped, (MINE, MINE), []),
         (P.handle_dropped, (MINE, D), [ReleaseValue(MINE)]),
@@ -127,22 +123,22 @@ TABLES: dict[str, Table] = {
     "a share that was lost": [
         (P.share, (MINE, MINE, C, A), []),
         (P.handle_dropped, (MINE, MINE), []),
-        (P.share_failed, (MINE, C), [SendControl(A, ShareQuery(MINE, C))]),
+        (P.share_failed, (MINE, C), [Send(A, ShareQuery(MINE, C))]),
         (P.message_arrived, (A, ShareLost(MINE, C)), [ReleaseValue(MINE)]),
     ],
     "a broken connection: every share is asked for, except those on the way": [
         (P.create_remote, (MINE, F, B), []),
         (P.share, (MINE, F, C, A), []),
         (P.share, (THEIRS, THEIRS, D, A), []),
-        (P.connection_broken, (A, frozenset({D})), [SendControl(A, ShareQuery(MINE, C))]),
+        (P.connection_broken, (A, frozenset({D})), [Send(A, ShareQuery(MINE, C))]),
         (P.connection_broken, (B,), []),
     ],
     "the receiver of a lost share refuses it when it comes late": [
-        (P.message_arrived, (A, ShareQuery(THEIRS, D)), [SendControl(A, ShareLost(THEIRS, D))]),
-        (P.received, (THEIRS, D, None, A, A), [SettleHandle(THEIRS, D, Reason.SHARE_LOST)]),
+        (P.message_arrived, (A, ShareQuery(THEIRS, D)), [Send(A, ShareLost(THEIRS, D))]),
+        (P.received, (THEIRS, D, None, A, A), [SettleHandle(D, Reason.SHARE_LOST)]),
     ],
     "a share that arrived is kept, whatever its sender fears": [
-        (P.received, (THEIRS, D, None, A, A), [SettleHandle(THEIRS, D)]),
+        (P.received, (THEIRS, D, None, A, A), [SettleHandle(D)]),
         (P.message_arrived, (A, ShareQuery(THEIRS, D)), []),
     ],
     "G4: the lease of a user ends, and it comes back": [
@@ -152,60 +148,60 @@ TABLES: dict[str, Table] = {
         (
             P.message_arrived,
             (A, ForkRequest(MINE, D)),
-            [SendControl(A, ForkRefused(MINE, D, Reason.LEASE_EXPIRED))],
+            [Send(A, ForkRefused(MINE, D, Reason.LEASE_EXPIRED))],
         ),
         (
             P.fetch_arrived,
             (MINE, C, A),
-            [AnswerFetch(MINE, C, A, Reason.LEASE_EXPIRED), SendControl(A, ForkRefused(MINE, C, Reason.LEASE_EXPIRED))],
+            [AnswerFetch(MINE, C, A, Reason.LEASE_EXPIRED), Send(A, ForkRefused(MINE, C, Reason.LEASE_EXPIRED))],
         ),
-        (P.creation_accepted, (THEIRS, G, A), [RefuseCreation(THEIRS, G, Reason.LEASE_EXPIRED)]),
+        (P.creation_accepted, (THEIRS, G, A), [RefuseCreation(Reason.LEASE_EXPIRED)]),
     ],
     "G4: who comes back is told which forks are gone, and may hold new ones": [
         (P.share, (MINE, MINE, C, A), []),
         (P.handle_dropped, (MINE, MINE), []),
         (P.lease_ended, (A,), [ReleaseValue(MINE)]),
-        (P.holder_found, (A,), [SendControl(A, ForkRefused(MINE, C, Reason.LEASE_EXPIRED))]),
+        (P.holder_found, (A,), [Send(A, ForkRefused(MINE, C, Reason.LEASE_EXPIRED))]),
         (P.holder_found, (A,), []),
         (P.creation_accepted, (THEIRS, G, A), []),
         (P.message_arrived, (A, UserDeleted(MINE, C)), []),
         (
             P.fetch_arrived,
             (MINE, C, A),
-            [AnswerFetch(MINE, C, A, Reason.LEASE_EXPIRED), SendControl(A, ForkRefused(MINE, C, Reason.LEASE_EXPIRED))],
+            [AnswerFetch(MINE, C, A, Reason.LEASE_EXPIRED), Send(A, ForkRefused(MINE, C, Reason.LEASE_EXPIRED))],
         ),
         (P.creation_finished, (THEIRS,), []),
         (P.fetch_arrived, (THEIRS, G, A), [AnswerFetch(THEIRS, G, A)]),
         (P.message_arrived, (A, UserDeleted(THEIRS, G)), [ReleaseValue(THEIRS)]),
     ],
     "G4: the late user gives up what the owner names": [
-        (P.received, (THEIRS, D, None, A, A), [SettleHandle(THEIRS, D)]),
-        (P.received, (THEIRS, G, None, A, A), [SettleHandle(THEIRS, G)]),
+        (P.received, (THEIRS, D, None, A, A), [SettleHandle(D)]),
+        (P.received, (THEIRS, G, None, A, A), [SettleHandle(G)]),
         (
             P.message_arrived,
             (A, ForkRefused(THEIRS, D, Reason.LEASE_EXPIRED)),
-            [SendControl(A, UserDeleted(THEIRS, D)), SettleHandle(THEIRS, D, Reason.LEASE_EXPIRED)],
+            [Send(A, UserDeleted(THEIRS, D)), SettleHandle(D, Reason.LEASE_EXPIRED)],
         ),
         (P.message_arrived, (A, ForkRefused(THEIRS, E, Reason.LEASE_EXPIRED)), []),
-        (P.received, (THEIRS, E, None, A, A), [SettleHandle(THEIRS, E, Reason.SHARE_LOST)]),
+        (P.received, (THEIRS, E, None, A, A), [SettleHandle(E, Reason.SHARE_LOST)]),
     ],
     "G5: the owner is lost": [
-        (P.received, (THEIRS, D, G, A, B), [SendControl(A, ForkRequest(THEIRS, D))]),
+        (P.received, (THEIRS, D, G, A, B), [Send(A, ForkRequest(THEIRS, D))]),
         (
             P.holder_lost,
             (A,),
             [
-                SendControl(A, UserDeleted(THEIRS, D)),
-                SettleHandle(THEIRS, D, Reason.OWNER_LOST),
-                SendControl(B, ChildConfirmed(THEIRS, D)),
+                Send(A, UserDeleted(THEIRS, D)),
+                SettleHandle(D, Reason.OWNER_LOST),
+                Send(B, ChildConfirmed(THEIRS, D)),
             ],
         ),
-        (P.create_remote, (MINE, F, A), [SettleHandle(MINE, F, Reason.OWNER_LOST)]),
+        (P.create_remote, (MINE, F, A), [SettleHandle(F, Reason.OWNER_LOST)]),
     ],
     "shutdown: everything counts as dropped": [
-        (P.received, (THEIRS, D, None, A, A), [SettleHandle(THEIRS, D)]),
+        (P.received, (THEIRS, D, None, A, A), [SettleHandle(D)]),
         (P.share, (MINE, MINE, C, B), []),
-        (P.drop_all, (), [SendControl(A, UserDeleted(THEIRS, D))]),
+        (P.drop_all, (), [Send(A, UserDeleted(THEIRS, D))]),
         (P.message_arrived, (B, UserDeleted(MINE, C)), [ReleaseValue(MINE)]),
     ],
     "G6: a value goes to who holds the fork that he names": [
@@ -214,7 +210,7 @@ TABLES: dict[str, Table] = {
         (P.fetch_arrived, (MINE, C, B), [AnswerFetch(MINE, C, B, Reason.NOT_HELD)]),
         (P.fetch_arrived, (MINE, D, B), [AnswerFetch(MINE, D, B, Reason.NOT_HELD)]),
         (P.fetch_arrived, (MINE, MINE, A), [AnswerFetch(MINE, MINE, A, Reason.NOT_HELD)]),
-        (P.message_arrived, (B, ForkRequest(MINE, D)), [SendControl(B, ForkConfirmed(MINE, D))]),
+        (P.message_arrived, (B, ForkRequest(MINE, D)), [Send(B, ForkConfirmed(MINE, D))]),
         (P.fetch_arrived, (MINE, D, B), [AnswerFetch(MINE, D, B)]),
         (P.message_arrived, (B, UserDeleted(MINE, D)), []),
         (P.fetch_arrived, (MINE, D, B), [AnswerFetch(MINE, D, B, Reason.NOT_HELD)]),
@@ -224,7 +220,7 @@ TABLES: dict[str, Table] = {
     ],
     "G6: who waits for a creation gets what he holds then": [
         (P.fetch_arrived, (THEIRS, D, B), [AnswerFetch(THEIRS, D, B, Reason.UNKNOWN)]),
-        (P.fetch_arrived, (THEIRS, G, A), [SendControl(A, CreationProbe(THEIRS))]),
+        (P.fetch_arrived, (THEIRS, G, A), [Send(A, CreationProbe(THEIRS))]),
         (P.fetch_arrived, (THEIRS, E, A), []),
         (P.fetch_arrived, (THEIRS, D, B), [AnswerFetch(THEIRS, D, B, Reason.NOT_HELD)]),
         (P.message_arrived, (B, ForkRequest(THEIRS, D)), []),
@@ -234,7 +230,7 @@ TABLES: dict[str, Table] = {
             P.creation_accepted,
             (THEIRS, G, A),
             [
-                SendControl(B, ForkConfirmed(THEIRS, D)),
+                Send(B, ForkConfirmed(THEIRS, D)),
                 AnswerFetch(THEIRS, G, A),
                 AnswerFetch(THEIRS, E, A, Reason.NOT_HELD),
                 AnswerFetch(THEIRS, D, B),
@@ -242,13 +238,13 @@ TABLES: dict[str, Table] = {
         ),
     ],
     "G6: a child named too early by its maker does not stand in the way of its holder": [
-        (P.fetch_arrived, (THEIRS, D, A), [SendControl(A, CreationProbe(THEIRS))]),
+        (P.fetch_arrived, (THEIRS, D, A), [Send(A, CreationProbe(THEIRS))]),
         (P.message_arrived, (B, ForkRequest(THEIRS, D)), []),
         (P.fetch_arrived, (THEIRS, D, B), [AnswerFetch(THEIRS, D, A, Reason.NOT_HELD)]),
         (
             P.creation_accepted,
             (THEIRS, G, A),
-            [SendControl(B, ForkConfirmed(THEIRS, D)), AnswerFetch(THEIRS, D, B)],
+            [Send(B, ForkConfirmed(THEIRS, D)), AnswerFetch(THEIRS, D, B)],
         ),
     ],
     "G6: the fork of another is requested": [
@@ -256,64 +252,64 @@ TABLES: dict[str, Table] = {
         (
             P.message_arrived,
             (B, ForkRequest(MINE, C)),
-            [SendControl(B, ForkRefused(MINE, C, Reason.NOT_HELD))],
+            [Send(B, ForkRefused(MINE, C, Reason.NOT_HELD))],
         ),
         (P.handle_dropped, (MINE, MINE), []),
         (P.message_arrived, (B, UserDeleted(MINE, C)), []),
-        (P.message_arrived, (A, ForkRequest(MINE, C)), [SendControl(A, ForkConfirmed(MINE, C))]),
+        (P.message_arrived, (A, ForkRequest(MINE, C)), [Send(A, ForkConfirmed(MINE, C))]),
         (P.message_arrived, (A, UserDeleted(MINE, C)), [ReleaseValue(MINE)]),
     ],
     "G6: the fork of one who waits is requested": [
-        (P.message_arrived, (B, ForkRequest(THEIRS, D)), [SendControl(A, CreationProbe(THEIRS))]),
+        (P.message_arrived, (B, ForkRequest(THEIRS, D)), [Send(A, CreationProbe(THEIRS))]),
         (
             P.message_arrived,
             (A, ForkRequest(THEIRS, D)),
-            [SendControl(A, ForkRefused(THEIRS, D, Reason.NOT_HELD))],
+            [Send(A, ForkRefused(THEIRS, D, Reason.NOT_HELD))],
         ),
-        (P.creation_accepted, (THEIRS, G, A), [SendControl(B, ForkConfirmed(THEIRS, D))]),
+        (P.creation_accepted, (THEIRS, G, A), [Send(B, ForkConfirmed(THEIRS, D))]),
     ],
     "G6: somebody else creates, gives up, or asks about, the reference of a worker": [
-        (P.creation_accepted, (THEIRS, G, B), [RefuseCreation(THEIRS, G, Reason.NOT_HELD)]),
-        (P.creation_accepted, (MINE, G, A), [RefuseCreation(MINE, G, Reason.NOT_HELD)]),
-        (P.creation_accepted, (THEIRS, C, A), [RefuseCreation(THEIRS, C, Reason.NOT_HELD)]),
+        (P.creation_accepted, (THEIRS, G, B), [RefuseCreation(Reason.NOT_HELD)]),
+        (P.creation_accepted, (MINE, G, A), [RefuseCreation(Reason.NOT_HELD)]),
+        (P.creation_accepted, (THEIRS, C, A), [RefuseCreation(Reason.NOT_HELD)]),
         (P.message_arrived, (B, CreationQuery(THEIRS, G)), []),
-        (P.message_arrived, (B, ForkRequest(THEIRS, D)), [SendControl(A, CreationProbe(THEIRS))]),
+        (P.message_arrived, (B, ForkRequest(THEIRS, D)), [Send(A, CreationProbe(THEIRS))]),
         (P.message_arrived, (B, CreationOver(THEIRS)), []),
         (P.message_arrived, (B, CreationQuery(THEIRS, G)), []),
-        (P.creation_accepted, (THEIRS, G, A), [SendControl(B, ForkConfirmed(THEIRS, D))]),
+        (P.creation_accepted, (THEIRS, G, A), [Send(B, ForkConfirmed(THEIRS, D))]),
     ],
     "G6: a value of ours comes with the fork of another": [
         (P.share, (MINE, MINE, C, A), []),
-        (P.received, (MINE, C, G, ME, B), [SendControl(B, ChildConfirmed(MINE, C)), SettleHandle(MINE, C)]),
+        (P.received, (MINE, C, G, ME, B), [Send(B, ChildConfirmed(MINE, C)), SettleHandle(C)]),
         (P.handle_dropped, (MINE, C), []),
         (P.handle_dropped, (MINE, MINE), []),
         (P.fetch_arrived, (MINE, C, A), [AnswerFetch(MINE, C, A)]),
         (P.message_arrived, (A, UserDeleted(MINE, C)), [ReleaseValue(MINE)]),
     ],
     "G6: verdicts on a fork count from its owner": [
-        (P.received, (THEIRS, D, G, B, A), [SendControl(B, ForkRequest(THEIRS, D))]),
+        (P.received, (THEIRS, D, G, B, A), [Send(B, ForkRequest(THEIRS, D))]),
         (P.message_arrived, (A, ForkConfirmed(THEIRS, D)), []),
         (P.message_arrived, (A, ForkRefused(THEIRS, D, Reason.UNKNOWN)), []),
         (P.message_arrived, (A, ForkRefused(THEIRS, D, Reason.LEASE_EXPIRED)), []),
         (
             P.message_arrived,
             (B, ForkConfirmed(THEIRS, D)),
-            [SettleHandle(THEIRS, D), SendControl(A, ChildConfirmed(THEIRS, D))],
+            [SettleHandle(D), Send(A, ChildConfirmed(THEIRS, D))],
         ),
         (P.message_arrived, (B, ForkRefused(THEIRS, E, Reason.LEASE_EXPIRED)), []),
-        (P.received, (THEIRS, E, G, B, A), [SendControl(B, ForkRequest(THEIRS, E))]),
+        (P.received, (THEIRS, E, G, B, A), [Send(B, ForkRequest(THEIRS, E))]),
     ],
     "G6: the end of a share counts from who got it, the question about it from who made it": [
         (P.create_remote, (MINE, F, A), []),
-        (P.created, (F,), [SettleHandle(MINE, F)]),
+        (P.created, (F,), [SettleHandle(F)]),
         (P.share, (MINE, F, C, B), []),
         (P.handle_dropped, (MINE, F), []),
         (P.message_arrived, (A, ChildConfirmed(MINE, C)), []),
         (P.message_arrived, (A, ShareLost(MINE, C)), []),
-        (P.message_arrived, (B, ShareLost(MINE, C)), [SendControl(A, UserDeleted(MINE, F))]),
+        (P.message_arrived, (B, ShareLost(MINE, C)), [Send(A, UserDeleted(MINE, F))]),
         (P.message_arrived, (B, ShareQuery(THEIRS, D)), []),
-        (P.received, (THEIRS, D, None, A, A), [SettleHandle(THEIRS, D)]),
-        (P.message_arrived, (B, CreationProbe(MINE)), [SendControl(B, CreationOver(MINE))]),
+        (P.received, (THEIRS, D, None, A, A), [SettleHandle(D)]),
+        (P.message_arrived, (B, CreationProbe(MINE)), [Send(B, CreationOver(MINE))]),
     ],
     "a fork can be deleted by its holder only": [
         (P.share, (MINE, MINE, C, A), []),
@@ -326,10 +322,10 @@ TABLES: dict[str, Table] = {
 
 @pytest.mark.parametrize("name", TABLES, ids=str)
 def test_table(name: str) -> None:
-    protocol = RRefProtocol(ME)
+    protocol = NotedProtocol(ME)
     for happens, args, expected in TABLES[name]:
         is_served = happens == RRefProtocol.fetch_arrived and protocol.owners.serves_at_once(*args)
-        assert happens(protocol, *args) == expected, (happens, args)
+        assert protocol.step(happens, *args) == expected, (happens, args)
         if is_served:
             assert expected == [AnswerFetch(*args)], (happens, args)
 

@@ -7,13 +7,14 @@ Threads: every method may be called on any thread and never waits for the networ
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.deadline import Deadline
@@ -36,41 +37,35 @@ from rpcdist.rpc._rref.handles import (
     replaced,
 )
 from rpcdist.rpc._rref.messages import (
-    AnswerFetch,
-    FailValue,
+    Actions,
     ForkId,
     Incarnation,
     Message,
     MessageKind,
     Reason,
     ReferenceShare,
-    RefuseCreation,
-    ReleaseValue,
-    RRefAction,
     RRefId,
-    SendControl,
-    SettleHandle,
     UniqueId,
     decode_messages,
-    encode_deletions,
-    encode_message,
+    encode_messages,
     id_from_pb,
     id_to_pb,
     new_number,
 )
-from rpcdist.rpc._rref.protocol import LiveRRef, RRefProtocol, counts, is_held, leaks, live_rrefs, reference_facts
+from rpcdist.rpc._rref.protocol import RRefProtocol, counts, is_held, leaks, reference_facts
 from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import CLOSE_STEP_LIMIT_S
 from rpcdist.transport.fork import check_not_forked
 
+T = TypeVar("T")
 WhenThere = Callable[[Future[Any]], object]
 
 MOST_AT_ONCE: Final = 64
 """So many references end in one step, and in one message: the lock is not held longer by a hundred thousand of them."""
 
 
-class RRefManager:
+class RRefManager(Actions):
     """All remote references of one worker: handles, values, waiting fetches, and what the protocol knows of them.
 
     The lock is held while tables change, and never while messages are handed to the agent, futures are completed or
@@ -85,7 +80,7 @@ class RRefManager:
             only item: the value ends with the list, or when the list is emptied; any thread.
 
     Attributes:
-        protocol: decides; `_feed`, `_feed_deletions` and `_forget` tell it what happens.
+        protocol: decides; `_feed` and `_forget` tell it what happens.
         states: of the handles of this worker, by fork.
         values: that this worker owns.
         fetches: by share, and the worker that names it: the functions to call when the value is there.
@@ -112,7 +107,10 @@ class RRefManager:
         self._lock = threading.Lock()  # around everything below
         self._changed = threading.Condition(self._lock)  # notified of each change while threads wait
         self._num_waiting = 0  # threads
-        self.protocol = RRefProtocol(self.me)
+        self.protocol = RRefProtocol(self.me, self)
+        self._effects: list[Callable[[], object]] = []  # of the decision that is being made; run without the lock
+        self._deleted: dict[Incarnation, list[Message]] = {}  # by owner, the ends of forks in this decision
+        self._to_myself: list[Message] = []  # they arrive when the decision is made
         self.states: dict[UniqueId, HandleState] = {}
         self.values: dict[RRefId, OwnerValue] = {}
         self.fetches: dict[tuple[ReferenceShare, Incarnation], list[WhenThere]] = {}
@@ -178,16 +176,17 @@ class RRefManager:
         if self._is_closed:
             raise RRefError(GONE)
         rref, fork = share
-        accept = partial(self.protocol.creation_accepted, rref, fork, self._node(creator, incarnation))
-        value = OwnerValue(rref)
+        node, value = self._node(creator, incarnation), OwnerValue(rref)
 
-        def prepare() -> None:
+        def accept() -> Reason | None:
             nonlocal value
             value = self.values.setdefault(rref, value)
+            refused = self.protocol.creation_accepted(rref, fork, node)
+            self._keep_if_known(rref)
+            return refused
 
-        for action in self._feed(accept, prepare, owned=rref):
-            if isinstance(action, RefuseCreation):
-                raise self._error(action.reason, f"remote() of {rref}", self.me)
+        if (refused := self._feed(accept)) is not None:
+            raise self._error(refused, f"remote() of {rref}", self.me)
         return value
 
     def set_value(self, entry: OwnerValue, value: object) -> None:
@@ -220,8 +219,12 @@ class RRefManager:
             then(failed_future(RRefError(GONE)))
             return
         sender = self._node(requester, incarnation)
-        fetch = partial(self.protocol.fetch_arrived, *share, sender)
-        self._feed(fetch, lambda: self.fetches.setdefault((share, sender), []).append(then))
+
+        def fetch() -> None:
+            self.fetches.setdefault((share, sender), []).append(then)
+            self.protocol.fetch_arrived(*share, sender)
+
+        self._feed(fetch)
 
     # ------------------------------------------------------------ references in messages
 
@@ -238,11 +241,16 @@ class RRefManager:
         child = self._new_id()
         if not state.confirmed:  # the receiver may ask the owner before a creation that lingers is there
             self._flush(state.owner.worker)
-        count = partial(self.protocol.share, state.rref, state.id, child, self._node(to, incarnation))
-        if (value := state.value) is not None:
-            self._feed(count, lambda: self.values.setdefault(state.rref, value), owned=state.rref)
-        else:  # it may have failed since the check; the protocol has forgotten it then
-            self._feed(count, lambda: state.check(FORK_AFTER_DELETION))
+        receiver = self._node(to, incarnation)
+
+        def count() -> None:
+            if state.value is not None:
+                self.values.setdefault(state.rref, state.value)
+            else:
+                state.check(FORK_AFTER_DELETION)  # it may have failed meanwhile; the protocol has forgotten it then
+            self.protocol.share(state.rref, state.id, child, receiver)
+
+        self._feed(count)
         return self._fork_pb(state, child, None if state.value is not None else state.id)
 
     def check_sharable(self, rref: Any) -> HandleState:
@@ -302,13 +310,13 @@ class RRefManager:
     def on_message(self, sender: int, incarnation: int, message: rref_pb2.RRefMessage) -> None:
         """A control message arrived."""
         node = Incarnation(sender, incarnation)
-        decoded = decode_messages(message, self.protocol.owners.counts)
-        arrived = [partial(self.protocol.message_arrived, node, each) for each in decoded]
-        if len(arrived) == 1:
-            self._feed(arrived[0])
-        else:
-            for at in range(0, len(arrived), MOST_AT_ONCE):
-                self._feed_deletions(arrived[at : at + MOST_AT_ONCE])
+        arrived = decode_messages(message, self.protocol.owners.counts)
+        for at in range(0, len(arrived), MOST_AT_ONCE):
+            self._feed(partial(self._arrive, node, arrived[at : at + MOST_AT_ONCE]))
+
+    def _arrive(self, sender: Incarnation, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self.protocol.message_arrived(sender, message)
 
     # ------------------------------------------------------------ what happens to workers (I/O loop)
 
@@ -382,8 +390,12 @@ class RRefManager:
         while ended := self._take_dropped():
             with self._lock:
                 states = [self.states.pop(handle, None) for _, handle in ended]
-            self._feed_deletions([partial(self.protocol.handle_dropped, *each) for each in ended])
+            self._feed(partial(self._drop, ended))
             del states  # they may be the last to hold the values, whose end runs user code: not under the lock
+
+    def _drop(self, ended: Sequence[tuple[RRefId, UniqueId]]) -> None:
+        for rref, handle in ended:
+            self.protocol.handle_dropped(rref, handle)
 
     def _take_dropped(self) -> list[tuple[RRefId, UniqueId]]:
         dropped, ended = self.dropped, list[tuple[RRefId, UniqueId]]()
@@ -404,11 +416,12 @@ class RRefManager:
         """
         self.drain()
 
-        def mark() -> None:
+        def drop_all() -> None:
             for state in self.states.values():
                 state.deleted = state.value is None
+            self.protocol.drop_all()
 
-        self._feed(self.protocol.drop_all, mark)
+        self._feed(drop_all)
         return self._wait_for(lambda: self._is_idle(others), timeout_s)
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
@@ -472,136 +485,114 @@ class RRefManager:
 
         return reference_facts(protocol, self._name, value_of, now, most), left_out
 
-    def debug_rrefs(self) -> list[LiveRRef]:
+    def debug_rrefs(self) -> list[ReferenceFacts]:
         """Every reference that this worker owns or holds, and its holders."""
         self.drain()
-        with self._lock:
-            names = {state.owner: state.owner_name for state in self.states.values()}
-            return live_rrefs(self.protocol, lambda node: names.get(node) or self._name(node))
+        return self.facts(time.monotonic(), sys.maxsize)[0]
 
     # ------------------------------------------------------------ the doorway
 
     def _feed_new(
-        self, decide: Callable[[], list[RRefAction]], rref: RRefId, id: UniqueId, owner: Incarnation, owner_name: str
+        self, decide: Callable[[], object], rref: RRefId, id: UniqueId, owner: Incarnation, owner_name: str
     ) -> Handle:
         """`_feed` for what makes a handle. Handle and value are in the tables before the protocol speaks of them."""
         state = HandleState(rref, id, owner, owner_name, OwnerValue(rref) if owner == self.me else None)
 
-        def prepare() -> None:
+        def prepare_and_decide() -> None:
             self.states[id] = state
             if state.value is not None:
                 state.value = self.values.setdefault(rref, state.value)
+            decide()
+            if state.value is not None:
+                self._keep_if_known(rref)
 
         handle = Handle(state, self.dropped)
-        self._feed(decide, prepare, owned=rref if owner == self.me else None)
+        self._feed(prepare_and_decide)
         return handle
 
-    def _feed(
-        self,
-        decide: Callable[[], list[RRefAction]],
-        prepare: Callable[[], object] | None = None,
-        owned: RRefId | None = None,
-    ) -> Sequence[RRefAction]:
-        """The doorway: the protocol decides under the lock, its actions are carried out without it.
+    def _feed(self, decide: Callable[[], T]) -> T | None:
+        """The doorway: tables change and the protocol decides under the lock, the effects are run without it.
 
-        Args:
-            decide: a method of the protocol, with its arguments.
-            prepare: changes the tables in the same step, before.
-            owned: a value that `prepare` put into the table; it stays only if the protocol has an entry for it.
+        Returns what `decide` does; None after shutdown, when it is not called.
         """
         check_not_forked()  # the lock may be held for ever there
-        effects: list[Callable[[], object]] = []
-        with self._lock:
-            if prepare is not None:
-                prepare()
-            if self._is_closed:
-                return ()
-            todo = decide()
-            for action in todo:
-                _ACTIONS[type(action)](self, action, effects)
-            if owned is not None and owned not in self.protocol.owners.entries:
-                self._release_value(ReleaseValue(owned), effects)
-            if self._num_waiting:
-                self._changed.notify_all()
-        for effect in effects:
-            effect()
-        return todo
-
-    def _feed_deletions(self, decisions: Iterable[Callable[[], list[RRefAction]]]) -> None:
-        """`_feed` for several ends of references: those of this worker, or those that users hold to its values.
-
-        The protocol answers those with nothing but deletions, of which an owner gets one message, and values that go.
-        """
-        check_not_forked()
-        effects: list[Callable[[], object]] = []
-        deleted: dict[Incarnation, list[Message]] = {}
         with self._lock:
             if self._is_closed:
-                return
-            for decide in decisions:
-                for action in decide():
-                    if isinstance(action, SendControl) and action.message.kind is MessageKind.USER_DELETED:
-                        deleted.setdefault(action.to, []).append(action.message)
-                    else:
-                        _ACTIONS[type(action)](self, action, effects)
+                return None
+            decided = decide()
+            while self._to_myself:
+                self.protocol.message_arrived(self.me, self._to_myself.pop(0))
+            effects, self._effects = self._effects, []
+            deleted, self._deleted = self._deleted, {}
             if self._num_waiting:
                 self._changed.notify_all()
         for effect in effects:
             effect()
         for owner, messages in deleted.items():
-            self._send_now(owner, encode_deletions(messages))
+            for at in range(0, len(messages), MOST_AT_ONCE):
+                self._send_now(owner, messages[at : at + MOST_AT_ONCE])
+        return decided
 
-    def _send(self, action: SendControl, effects: list[Callable[[], object]]) -> None:
-        effects.append(lambda: self._send_now(action.to, encode_message(action.message)))
+    def _keep_if_known(self, rref: RRefId) -> None:
+        """A value that was put into the table stays there only if the protocol has an entry for it."""
+        if rref not in self.protocol.owners.entries:
+            self.release_value(rref)
 
-    def _send_now(self, to: Incarnation, message: rref_pb2.RRefMessage) -> None:
+    def _send_now(self, to: Incarnation, messages: Sequence[Message]) -> None:
         if not self._is_replaced(to):
             if not self._directory.incarnation_of(to.worker):
                 with self._lock:
                     self._strangers.setdefault(to.worker, set()).add(to)
-            self._send_control(to.worker, message)
+            self._send_control(to.worker, encode_messages(messages))
         elif to not in self.losses:
             self._lose(to, replaced(self._name(to)))
             if not self._directory.was_worker(to.worker, to.incarnation):  # a peer made it up
                 self._forget(to)
 
-    def _settle_handle(self, action: SettleHandle, effects: list[Callable[[], object]]) -> None:
-        state = self.states.get(action.handle)
+    # ------------------------------------------------------------ actions of the protocol, under the lock
+
+    def send(self, to: Incarnation, message: Message) -> None:
+        if to == self.me:
+            self._to_myself.append(message)
+        elif message.kind is MessageKind.USER_DELETED:
+            self._deleted.setdefault(to, []).append(message)
+        else:
+            self._effects.append(partial(self._send_now, to, (message,)))
+
+    def settle_handle(self, handle: UniqueId, failed: Reason | None = None) -> None:
+        state = self.states.get(handle)
         if state is None:
             return
-        if action.failed is not None:
-            effects.extend(self._set_error(state, self._error(action.failed, str(state), state.owner)))
+        if failed is not None:
+            self._effects += self._set_error(state, self._error(failed, str(state), state.owner))
         else:
             state.confirmed = True
-            effects.extend(state.take_waiters())
+            self._effects += state.take_waiters()
+
+    def answer_fetch(self, rref: RRefId, fork: ForkId, sender: Incarnation, refused: Reason | None = None) -> None:
+        if refused is None:
+            future = self.values[rref].future
+        else:
+            future = failed_future(self._error(refused, str(rref), self.me))
+        for then in self.fetches.pop((ReferenceShare(rref, fork), sender), ()):
+            self._effects.append(partial(future._when_done, then))
+
+    def fail_value(self, rref: RRefId, reason: Reason) -> None:
+        value = self.values.get(rref)
+        if value is not None:
+            self._effects.append(partial(value.fail, self._error(reason, str(rref), self.me)))
+
+    def release_value(self, rref: RRefId) -> None:
+        held: list[object] = [self.values.pop(rref, None)]  # dies after the lock: user code may run
+        self._effects.append(partial(self._on_released, rref, held))
+
+    # ------------------------------------------------------------ parts
 
     def _set_error(self, state: HandleState, error: Exception) -> list[Callable[[], object]]:
         """The first error stays; returns the functions to call without the lock. [Note: kept errors]"""
         if state.error is None:
             state.error = copied(error)
         return state.take_waiters()
-
-    def _fail_value(self, action: FailValue, effects: list[Callable[[], object]]) -> None:
-        value = self.values.get(action.rref)
-        if value is not None:
-            error = self._error(action.reason, str(action.rref), self.me)
-            effects.append(lambda: value.fail(error))
-
-    def _answer_fetch(self, action: AnswerFetch, effects: list[Callable[[], object]]) -> None:
-        if action.refused is None:
-            future = self.values[action.rref].future
-        else:
-            future = failed_future(self._error(action.refused, str(action.rref), self.me))
-        for then in self.fetches.pop((ReferenceShare(action.rref, action.fork), action.sender), ()):
-            effects.append(partial(future._when_done, then))
-
-    def _refuse_creation(self, action: RefuseCreation, effects: list[Callable[[], object]]) -> None:
-        """`accept_creation` looks for it."""
-
-    def _release_value(self, action: ReleaseValue, effects: list[Callable[[], object]]) -> None:
-        value = self.values.pop(action.rref, None)
-        held: list[object] = [value]  # dies after the lock: user code may run
-        effects.append(partial(self._on_released, action.rref, held))
 
     def _error(self, reason: Reason, what: str, owner: Incarnation) -> Exception:
         """The error that a user sees for a reason that the protocol gave; `what` names the reference."""
@@ -634,13 +625,3 @@ class RRefManager:
             owner_name=state.owner_name,
             is_serial=state.is_serial,
         )
-
-
-_ACTIONS: dict[type[RRefAction], Callable[[RRefManager, Any, list[Callable[[], object]]], None]] = {
-    SendControl: RRefManager._send,
-    SettleHandle: RRefManager._settle_handle,
-    FailValue: RRefManager._fail_value,
-    AnswerFetch: RRefManager._answer_fetch,
-    RefuseCreation: RRefManager._refuse_creation,
-    ReleaseValue: RRefManager._release_value,
-}

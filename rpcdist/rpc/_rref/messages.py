@@ -1,13 +1,14 @@
-"""The names, messages and actions of the reference counting: plain data.
+"""The names, messages and actions of the reference counting.
 
-Workers exchange messages; the protocol tells its shell what to do by actions. `proto/rref.proto` has the same messages
-on the wire, and the functions at the end translate.
+Workers exchange messages; the protocol calls the actions of its shell. `proto/rref.proto` has the same messages on the
+wire, and the functions at the end translate.
 """
 
 from __future__ import annotations
 
 import enum
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from struct import Struct
@@ -130,65 +131,28 @@ class Message:
     reason: Reason = Reason.UNKNOWN
 
 
-@dataclass(frozen=True, slots=True)
-class SendControl:
-    """Hand a control message to the reliable channel. Never to this worker itself."""
+class Actions(ABC):
+    """What the protocol has its shell do, in the middle of a decision: the shell must not call the protocol then."""
 
-    to: Incarnation
-    message: Message
+    @abstractmethod
+    def send(self, to: Incarnation, message: Message) -> None:
+        """Hands a control message to the reliable channel. One to this worker itself arrives after the decision."""
 
+    @abstractmethod
+    def settle_handle(self, handle: UniqueId, failed: Reason | None = None) -> None:
+        """The owner counts this handle; or it failed: every use of it raises, and the protocol has forgotten it."""
 
-def control_to(
-    to: Incarnation, kind: MessageKind, rref: RRefId, fork: ForkId = NO_FORK, reason: Reason = Reason.UNKNOWN
-) -> SendControl:
-    """The action that sends a message; see `Message`."""
-    return SendControl(to, Message(kind, rref, fork, reason))
+    @abstractmethod
+    def answer_fetch(self, rref: RRefId, fork: ForkId, sender: Incarnation, refused: Reason | None = None) -> None:
+        """Answers the sender's fetches of this fork with the value, as soon as it is there, or with an error."""
 
+    @abstractmethod
+    def fail_value(self, rref: RRefId, reason: Reason) -> None:
+        """The `remote()` of this value will never come: threads that wait for the value get an error."""
 
-@dataclass(frozen=True, slots=True)
-class SettleHandle:
-    """The owner counts this handle; or, if it failed, every use of it raises and the protocol has forgotten it."""
-
-    rref: RRefId
-    handle: UniqueId
-    failed: Reason | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerFetch:
-    """Answer the sender's fetches of this fork with the value (as soon as it is there), or with an error if refused."""
-
-    rref: RRefId
-    fork: ForkId
-    sender: Incarnation
-    refused: Reason | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RefuseCreation:
-    """Do not run the call of this `remote()`."""
-
-    rref: RRefId
-    fork: ForkId
-    reason: Reason
-
-
-@dataclass(frozen=True, slots=True)
-class FailValue:
-    """The `remote()` of this value will never come: threads that wait for the value get an error."""
-
-    rref: RRefId
-    reason: Reason
-
-
-@dataclass(frozen=True, slots=True)
-class ReleaseValue:
-    """The owner's table has no entry for it any more: forget the value."""
-
-    rref: RRefId
-
-
-RRefAction = SendControl | SettleHandle | AnswerFetch | RefuseCreation | FailValue | ReleaseValue
+    @abstractmethod
+    def release_value(self, rref: RRefId) -> None:
+        """The owner's table has no entry for it any more: forgets the value."""
 
 
 # ---------------------------------------------------------------- the wire form, `proto/rref.proto`
@@ -206,7 +170,12 @@ def id_from_pb(id: value_pb2.UniqueId) -> UniqueId:
     return UniqueId(id.created_on, id.local_id, id.incarnation)
 
 
-def encode_message(message: Message) -> rref_pb2.RRefMessage:
+def encode_messages(messages: Sequence[Message]) -> rref_pb2.RRefMessage:
+    """One message, or several deletions, all to one worker."""
+    if len(messages) > 1:
+        ids = b"".join([_IDS.pack(*message.rref, *message.fork) for message in messages])
+        return rref_pb2.RRefMessage(users_deleted=rref_pb2.UsersDeleted(ids=ids))
+    (message,) = messages
     encoded = rref_pb2.RRefMessage()
     body = getattr(encoded, message.kind.value)
     body.rref.CopyFrom(id_to_pb(message.rref))
@@ -215,14 +184,6 @@ def encode_message(message: Message) -> rref_pb2.RRefMessage:
     if message.kind is MessageKind.FORK_REFUSED:
         body.reason = int(message.reason)
     return encoded
-
-
-def encode_deletions(deleted: Sequence[Message]) -> rref_pb2.RRefMessage:
-    """One message for all of them, which go to one owner."""
-    if len(deleted) == 1:
-        return encode_message(deleted[0])
-    ids = b"".join([_IDS.pack(*message.rref, *message.fork) for message in deleted])
-    return rref_pb2.RRefMessage(users_deleted=rref_pb2.UsersDeleted(ids=ids))
 
 
 def decode_messages(

@@ -12,24 +12,19 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
 from rpcdist.rpc._rref.messages import (
-    AnswerFetch,
-    FailValue,
+    Actions,
     ForkId,
     Incarnation,
+    Message,
     MessageKind,
     Reason,
-    RefuseCreation,
-    ReleaseValue,
-    RRefAction,
     RRefId,
-    SettleHandle,
     UniqueId,
-    control_to,
     remember,
 )
 
@@ -58,7 +53,7 @@ class OwnerEntry:
 
 
 class OwnerTable:
-    """All values of one worker that others know. Methods report actions through `emit`.
+    """All values of one worker that others know.
 
     Attributes:
         now: the time, in seconds, as the shell set it last; it need not be exact.
@@ -67,9 +62,9 @@ class OwnerTable:
         held: by process, how many of its forks count.
     """
 
-    def __init__(self, me: Incarnation, emit: Callable[[RRefAction], None]) -> None:
+    def __init__(self, me: Incarnation, shell: Actions) -> None:
         self._me = me
-        self._emit = emit
+        self._shell = shell
         self.entries: dict[RRefId, OwnerEntry] = {}
         self.now = 0.0
         self.since: dict[ForkId, float] = {}
@@ -91,17 +86,17 @@ class OwnerTable:
         entry = self.entries[rref] = OwnerEntry(rref, State.EXPECTED)
         entry.local[fork] = None
 
-    def accept(self, rref: RRefId, fork: ForkId, creator: Incarnation) -> None:
+    def accept(self, rref: RRefId, fork: ForkId, creator: Incarnation) -> Reason | None:
         entry = self.entries.get(rref)
         if rref.creator != creator or fork.creator != creator:
-            self._emit(RefuseCreation(rref, fork, Reason.NOT_HELD))
-        elif creator in self.ended:
-            self._emit(RefuseCreation(rref, fork, Reason.LEASE_EXPIRED))
-        elif rref in self.refused:
-            self._emit(RefuseCreation(rref, fork, Reason.CREATION_FAILED))
-        elif self.held[creator] >= MAX_HELD:
-            self._emit(RefuseCreation(rref, fork, Reason.TOO_MANY))
-        elif entry is None:
+            return Reason.NOT_HELD
+        if creator in self.ended:
+            return Reason.LEASE_EXPIRED
+        if rref in self.refused:
+            return Reason.CREATION_FAILED
+        if self.held[creator] >= MAX_HELD:
+            return Reason.TOO_MANY
+        if entry is None:
             entry = self.entries[rref] = OwnerEntry(rref, State.CREATING)
             self._count(entry, fork, creator)
         elif entry.state is State.EXPECTED:
@@ -109,6 +104,7 @@ class OwnerTable:
             if creator != self._me:
                 self._count(entry, fork, creator)
             self._answer_the_waiting(entry)
+        return None
 
     def finished(self, rref: RRefId) -> None:
         entry = self.entries.get(rref)
@@ -128,11 +124,11 @@ class OwnerTable:
             return
         entry = self.entries.get(rref)
         if entry is not None and fork in entry.forks:
-            self._emit(control_to(sender, MessageKind.FORK_CONFIRMED, rref, fork))
+            self._shell.send(sender, Message(MessageKind.FORK_CONFIRMED, rref, fork))
             return
         if entry is None:
             remember(self.refused, rref)
-        self._emit(control_to(sender, MessageKind.FORK_REFUSED, rref, fork, Reason.CREATION_FAILED))
+        self._shell.send(sender, Message(MessageKind.FORK_REFUSED, rref, fork, Reason.CREATION_FAILED))
         self.creation_over(rref, Reason.CREATION_FAILED)
 
     def creation_over(self, rref: RRefId, reason: Reason) -> None:
@@ -141,7 +137,7 @@ class OwnerTable:
         if entry is not None and entry.state is State.EXPECTED:
             entry.state = State.READY
             remember(self.refused, rref)
-            self._emit(FailValue(rref, reason))
+            self._shell.fail_value(rref, reason)
             self._refuse_the_waiting(entry, reason)
             self._settle(entry)
 
@@ -150,16 +146,16 @@ class OwnerTable:
     def request(self, rref: RRefId, fork: ForkId, sender: Incarnation, creator_is_gone: bool) -> None:
         entry = self._entry_or_expect(rref, creator_is_gone)
         if entry is None:
-            self._emit(control_to(sender, MessageKind.FORK_REFUSED, rref, fork, Reason.UNKNOWN))
+            self._shell.send(sender, Message(MessageKind.FORK_REFUSED, rref, fork, Reason.UNKNOWN))
         elif sender != entry.forks.get(fork, sender) or sender != entry.askers.get(fork, sender):
-            self._emit(control_to(sender, MessageKind.FORK_REFUSED, rref, fork, Reason.NOT_HELD))
+            self._shell.send(sender, Message(MessageKind.FORK_REFUSED, rref, fork, Reason.NOT_HELD))
         elif fork not in entry.forks and self.held[sender] >= MAX_HELD:
-            self._emit(control_to(sender, MessageKind.FORK_REFUSED, rref, fork, Reason.TOO_MANY))
+            self._shell.send(sender, Message(MessageKind.FORK_REFUSED, rref, fork, Reason.TOO_MANY))
         elif entry.state is not State.EXPECTED:
             self._count(entry, fork, sender)
-            self._emit(control_to(sender, MessageKind.FORK_CONFIRMED, rref, fork))
+            self._shell.send(sender, Message(MessageKind.FORK_CONFIRMED, rref, fork))
         elif not self._wait(entry.askers, fork, sender):
-            self._emit(control_to(sender, MessageKind.FORK_REFUSED, rref, fork, Reason.UNKNOWN))
+            self._shell.send(sender, Message(MessageKind.FORK_REFUSED, rref, fork, Reason.UNKNOWN))
             self._settle(entry)
 
     def delete(self, rref: RRefId, fork: ForkId, sender: Incarnation) -> None:
@@ -195,7 +191,7 @@ class OwnerTable:
             remember(self.expired, (to, rref, child))
             self.delete(rref, child, to)
         else:
-            self._emit(control_to(to, MessageKind.SHARE_QUERY, rref, child))
+            self._shell.send(to, Message(MessageKind.SHARE_QUERY, rref, child))
 
     def shared_with(self, node: Incarnation) -> list[tuple[RRefId, ForkId]]:
         """Forks that this worker handed to the node itself: counted since then, perhaps never received."""
@@ -208,16 +204,16 @@ class OwnerTable:
     ) -> None:
         """A fork came back to the owner: it becomes a local handle, and its sender need not wait."""
         if parent is not None:
-            self._emit(control_to(sender, MessageKind.CHILD_CONFIRMED, rref, fork))
+            self._shell.send(sender, Message(MessageKind.CHILD_CONFIRMED, rref, fork))
         entry = self._entry_or_expect(rref, creator_is_gone)
         if entry is None:
             reason = Reason.LEASE_EXPIRED if sender in self.ended else Reason.UNKNOWN
-            self._emit(SettleHandle(rref, fork, reason))
+            self._shell.settle_handle(fork, reason)
             return
         if entry.forks.get(fork) == self._me:  # it was counted, as we sent it to ourselves
             self._uncount(entry, fork)
         entry.local[fork] = None
-        self._emit(SettleHandle(rref, fork))
+        self._shell.settle_handle(fork)
 
     def holds(self, rref: RRefId, handle: UniqueId) -> bool:
         entry = self.entries.get(rref)
@@ -236,26 +232,26 @@ class OwnerTable:
 
     def fetch(self, rref: RRefId, fork: ForkId, sender: Incarnation, creator_is_gone: bool) -> None:
         if sender in self.ended or (sender, rref, fork) in self.expired:
-            self._emit(AnswerFetch(rref, fork, sender, Reason.LEASE_EXPIRED))
-            self._emit(control_to(sender, MessageKind.FORK_REFUSED, rref, fork, Reason.LEASE_EXPIRED))
+            self._shell.answer_fetch(rref, fork, sender, Reason.LEASE_EXPIRED)
+            self._shell.send(sender, Message(MessageKind.FORK_REFUSED, rref, fork, Reason.LEASE_EXPIRED))
             return
         entry = self.entries.get(rref)
         if entry is None and rref.creator == sender == fork.creator:  # the fetch has overtaken the call of `remote()`
             entry = self._entry_or_expect(rref, creator_is_gone)
         if entry is None:
-            self._emit(AnswerFetch(rref, fork, sender, Reason.UNKNOWN))
+            self._shell.answer_fetch(rref, fork, sender, Reason.UNKNOWN)
         elif entry.state is not State.EXPECTED and self._is_held(entry, fork, sender):
-            self._emit(AnswerFetch(rref, fork, sender))
+            self._shell.answer_fetch(rref, fork, sender)
         elif entry.state is State.EXPECTED and self._may_hold(entry, fork, sender):
             before = entry.fetchers.get(fork, sender)
             if before != sender:
-                self._emit(AnswerFetch(rref, fork, before, Reason.NOT_HELD))
+                self._shell.answer_fetch(rref, fork, before, Reason.NOT_HELD)
                 self._end_wait(entry.fetchers, fork)
             if not self._wait(entry.fetchers, fork, sender):
-                self._emit(AnswerFetch(rref, fork, sender, Reason.UNKNOWN))
+                self._shell.answer_fetch(rref, fork, sender, Reason.UNKNOWN)
                 self._settle(entry)
         else:
-            self._emit(AnswerFetch(rref, fork, sender, Reason.NOT_HELD))
+            self._shell.answer_fetch(rref, fork, sender, Reason.NOT_HELD)
 
     def serves_at_once(self, rref: RRefId, fork: ForkId, sender: Incarnation) -> bool:
         """Whether `fetch` would do nothing but serve."""
@@ -284,7 +280,7 @@ class OwnerTable:
         self.ended.remove(node)
         for holder, rref, fork in self.expired:
             if holder == node:
-                self._emit(control_to(node, MessageKind.FORK_REFUSED, rref, fork, Reason.LEASE_EXPIRED))
+                self._shell.send(node, Message(MessageKind.FORK_REFUSED, rref, fork, Reason.LEASE_EXPIRED))
 
     def creator_gone(self, node: Incarnation) -> None:
         """Values that a dead worker announced and never created will not come."""
@@ -311,10 +307,10 @@ class OwnerTable:
             remember(self.expired, (node, entry.rref, fork))
         for fork in _forks_of(entry.askers, node):
             self._end_wait(entry.askers, fork)
-            self._emit(control_to(node, MessageKind.FORK_REFUSED, entry.rref, fork, Reason.LEASE_EXPIRED))
+            self._shell.send(node, Message(MessageKind.FORK_REFUSED, entry.rref, fork, Reason.LEASE_EXPIRED))
         for fork in _forks_of(entry.fetchers, node):
             self._end_wait(entry.fetchers, fork)
-            self._emit(AnswerFetch(entry.rref, fork, node, Reason.LEASE_EXPIRED))
+            self._shell.answer_fetch(entry.rref, fork, node, Reason.LEASE_EXPIRED)
         self._settle(entry)
 
     def _is_held(self, entry: OwnerEntry, fork: ForkId, sender: Incarnation) -> bool:
@@ -334,25 +330,25 @@ class OwnerTable:
         if creator_is_gone or rref.creator == self._me or rref in self.refused:
             return None
         entry = self.entries[rref] = OwnerEntry(rref, State.EXPECTED)
-        self._emit(control_to(rref.creator, MessageKind.CREATION_PROBE, rref))
+        self._shell.send(rref.creator, Message(MessageKind.CREATION_PROBE, rref))
         return entry
 
     def _answer_the_waiting(self, entry: OwnerEntry) -> None:
         for fork, holder in entry.askers.items():
             self._count(entry, fork, holder)
-            self._emit(control_to(holder, MessageKind.FORK_CONFIRMED, entry.rref, fork))
+            self._shell.send(holder, Message(MessageKind.FORK_CONFIRMED, entry.rref, fork))
         for fork, sender in entry.fetchers.items():
             if self._is_held(entry, fork, sender):
-                self._emit(AnswerFetch(entry.rref, fork, sender))
+                self._shell.answer_fetch(entry.rref, fork, sender)
             else:
-                self._emit(AnswerFetch(entry.rref, fork, sender, Reason.NOT_HELD))
+                self._shell.answer_fetch(entry.rref, fork, sender, Reason.NOT_HELD)
         self._end_waits(entry)
 
     def _refuse_the_waiting(self, entry: OwnerEntry, reason: Reason) -> None:
         for fork, holder in entry.askers.items():
-            self._emit(control_to(holder, MessageKind.FORK_REFUSED, entry.rref, fork, reason))
+            self._shell.send(holder, Message(MessageKind.FORK_REFUSED, entry.rref, fork, reason))
         for fork, sender in entry.fetchers.items():
-            self._emit(AnswerFetch(entry.rref, fork, sender, reason))
+            self._shell.answer_fetch(entry.rref, fork, sender, reason)
         self._end_waits(entry)
 
     def _wait(self, table: dict[ForkId, Incarnation], fork: ForkId, sender: Incarnation) -> bool:
@@ -377,7 +373,7 @@ class OwnerTable:
             return
         if entry.state is State.READY:
             del self.entries[entry.rref]
-            self._emit(ReleaseValue(entry.rref))
+            self._shell.release_value(entry.rref)
         elif entry.state is State.EXPECTED and entry.rref.creator != self._me:  # of ours, the call is on its way
             if not entry.askers and not entry.fetchers:
                 del self.entries[entry.rref]

@@ -1,7 +1,7 @@
-"""The reference counting of one worker: what happens comes in as calls of methods, which return actions.
+"""The reference counting of one worker: what happens comes in as calls of methods, which call the actions of the shell.
 
-This file only decides: no socket, clock, thread, coroutine, logging or torch. `manager.py` is the shell that executes
-the actions. `docs/rref.md` draws the message flows, and explains why each rule is enough.
+This file only decides: no socket, clock, thread, coroutine, logging or torch. `manager.py` is the shell. `docs/rref.md`
+draws the message flows, and explains why each rule is enough.
 
 Assumptions about the shell (A1 to A5):
 
@@ -36,22 +36,18 @@ Below the protocol stand views of its tables, for people and for tests.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from itertools import islice
 
 from rpcdist.inspection import Holder, ReferenceFacts
 from rpcdist.rpc._rref.messages import (
+    Actions,
     ForkId,
     Incarnation,
     Message,
     MessageKind,
     Reason,
-    RRefAction,
     RRefId,
-    SendControl,
-    SettleHandle,
     UniqueId,
-    control_to,
     remember,
 )
 from rpcdist.rpc._rref.owner import OwnerTable, State
@@ -61,12 +57,11 @@ from rpcdist.rpc._rref.users import UserTable
 class RRefProtocol:
     """The tables of one worker. Not thread-safe: the shell holds a lock around each method."""
 
-    def __init__(self, me: Incarnation) -> None:
+    def __init__(self, me: Incarnation, shell: Actions) -> None:
         self.me = me
-        self._actions: list[RRefAction] = []
-        self._to_myself: list[Message] = []
-        self.owners = OwnerTable(me, self._emit)
-        self.users = UserTable(self._emit)
+        self._shell = shell
+        self.owners = OwnerTable(me, shell)
+        self.users = UserTable(shell)
         self.lost: set[Incarnation] = set()  # declared dead, and not heard of since
         self.refused_shares: dict[ForkId, None] = {}  # bounded; asked about before they came; refused if they come
 
@@ -74,19 +69,6 @@ class RRefProtocol:
     def is_empty(self) -> bool:
         """Whether no reference is held, owned or waited for."""
         return not (self.owners.entries or self.users.forks or self.users.parked or self.users.creating)
-
-    def _emit(self, action: RRefAction) -> None:
-        if type(action) is SendControl and action.to == self.me:
-            self._to_myself.append(action.message)
-        else:
-            self._actions.append(action)
-
-    def _decided(self) -> list[RRefAction]:
-        """The actions for the shell, in order."""
-        while self._to_myself:
-            self._arrived(self.me, self._to_myself.pop(0))
-        actions, self._actions = self._actions, []
-        return actions
 
     def _is_gone(self, node: Incarnation) -> bool:
         return node in self.lost or node in self.owners.ended
@@ -98,58 +80,51 @@ class RRefProtocol:
 
     # Creations, shares, handles and fetches.
 
-    def create_remote(self, rref: RRefId, fork: ForkId, owner: Incarnation) -> list[RRefAction]:
+    def create_remote(self, rref: RRefId, fork: ForkId, owner: Incarnation) -> None:
         """`remote()` begins here: the call that carries `fork` is about to leave for `owner` (perhaps this worker)."""
         if owner == self.me:
             self.owners.create_here(rref, fork)
         elif owner in self.lost:
-            self._emit(SettleHandle(rref, fork, Reason.OWNER_LOST))  # the shell does not send the call
+            self._shell.settle_handle(fork, Reason.OWNER_LOST)  # the shell does not send the call
         else:
             self.users.create(rref, fork, owner)
-        return self._decided()
 
-    def created(self, fork: ForkId) -> list[RRefAction]:
+    def created(self, fork: ForkId) -> None:
         """The reply to the `remote()` that carried `fork` arrived: the owner has the value."""
         user = self.users.forks.get(fork)
         if user is not None:
             self.users.confirm(user)
-        return self._decided()
 
-    def creation_failed(self, rref: RRefId, fork: ForkId) -> list[RRefAction]:
+    def creation_failed(self, rref: RRefId, fork: ForkId) -> None:
         """`remote()` failed for its caller; whether the call reached the owner is unknown."""
         self.users.creation_failed(fork)
         self.owners.failed_here(rref)
-        return self._decided()
 
-    def creation_accepted(self, rref: RRefId, fork: ForkId, creator: Incarnation) -> list[RRefAction]:
-        """At the owner: the call of a `remote()` arrived."""
-        self.owners.accept(rref, fork, creator)
-        return self._decided()
+    def creation_accepted(self, rref: RRefId, fork: ForkId, creator: Incarnation) -> Reason | None:
+        """At the owner: the call of a `remote()` arrived. Returns why it must not run, or None."""
+        return self.owners.accept(rref, fork, creator)
 
-    def creation_finished(self, rref: RRefId) -> list[RRefAction]:
+    def creation_finished(self, rref: RRefId) -> None:
         """At the owner: the function of a `remote()` ended, by value or error."""
         self.owners.finished(rref)
-        return self._decided()
 
-    def share(self, rref: RRefId, holder: UniqueId, child: ForkId, to: Incarnation) -> list[RRefAction]:
+    def share(self, rref: RRefId, holder: UniqueId, child: ForkId, to: Incarnation) -> None:
         """A message to `to` is about to carry `child`, a new fork of the local handle `holder`."""
         user = self.users.forks.get(holder)
         if user is not None:
             self.users.share(user, child, to)
         else:
             self.owners.share(rref, holder, child, to)
-        return self._decided()
 
-    def share_failed(self, rref: RRefId, child: ForkId) -> list[RRefAction]:
+    def share_failed(self, rref: RRefId, child: ForkId) -> None:
         """The message that carried `child` is lost, or may be."""
         self._ask_for_share(rref, child)
-        return self._decided()
 
     def _ask_for_share(self, rref: RRefId, child: ForkId) -> None:
         self.users.share_failed(rref, child, self._is_gone)
         self.owners.share_failed(rref, child)
 
-    def connection_broken(self, node: Incarnation, on_the_way: Collection[ForkId] = ()) -> list[RRefAction]:
+    def connection_broken(self, node: Incarnation, on_the_way: Collection[ForkId] = ()) -> None:
         """Messages to a worker may be lost: every share in them is asked for. A receiver that has it is silent.
 
         `on_the_way` are children whose messages have not been given up.
@@ -157,182 +132,113 @@ class RRefProtocol:
         for rref, child in (*self.users.shared_with(node), *self.owners.shared_with(node)):
             if child not in on_the_way:
                 self._ask_for_share(rref, child)
-        return self._decided()
 
     def received(
         self, rref: RRefId, fork: ForkId, parent: ForkId | None, owner: Incarnation, sender: Incarnation
-    ) -> list[RRefAction]:
+    ) -> None:
         """A message of `sender` carried `fork`. `parent` is the sender's own fork; None if the sender is the owner."""
         if fork in self.refused_shares:
-            self._emit(SettleHandle(rref, fork, Reason.SHARE_LOST))
+            self._shell.settle_handle(fork, Reason.SHARE_LOST)
         elif owner == self.me:
             self.owners.receive(rref, fork, parent, sender, self._is_gone(rref.creator))
         else:
             self.users.receive(rref, fork, owner, None if parent is None else sender, owner in self.lost)
-        return self._decided()
 
-    def handle_dropped(self, rref: RRefId, handle: UniqueId) -> list[RRefAction]:
+    def handle_dropped(self, rref: RRefId, handle: UniqueId) -> None:
         """No Python object holds this handle any more."""
         self.users.drop(handle)
         self.owners.drop(rref, handle)
-        return self._decided()
 
-    def drop_all(self) -> list[RRefAction]:
+    def drop_all(self) -> None:
         """Shutdown: every handle of this worker counts as dropped."""
         self.users.drop_all()
         self.owners.drop_all()
-        return self._decided()
 
-    def fetch_arrived(self, rref: RRefId, fork: ForkId, sender: Incarnation) -> list[RRefAction]:
+    def fetch_arrived(self, rref: RRefId, fork: ForkId, sender: Incarnation) -> None:
         """At the owner: `sender` asks for the value on behalf of its fork."""
         self.owners.fetch(rref, fork, sender, self._is_gone(rref.creator))
-        return self._decided()
 
     # Losses and returns of workers.
 
-    def holder_lost(self, node: Incarnation) -> list[RRefAction]:
+    def holder_lost(self, node: Incarnation) -> None:
         """A worker is declared dead. Its forks of our values stay until its lease ends: it may live all the same."""
         self.lost.add(node)
         self.users.owner_lost(node)
         self.users.receiver_lost(node)
         self.owners.creator_gone(node)
-        return self._decided()
 
-    def holder_found(self, node: Incarnation) -> list[RRefAction]:
+    def holder_found(self, node: Incarnation) -> None:
         """A worker is connected that may have been declared dead. New references are like any others, in both
         directions. Those of before have failed, for good.
         """
         self.lost.discard(node)
         self.owners.holder_found(node)
-        return self._decided()
 
-    def lease_ended(self, node: Incarnation) -> list[RRefAction]:
+    def lease_ended(self, node: Incarnation) -> None:
         """Nothing was heard of a worker for as long as its lease lasts."""
         self.owners.lease_ended(node)
         self.users.receiver_lost(node)
-        return self._decided()
 
     # Control messages.
 
-    def message_arrived(self, sender: Incarnation, message: Message) -> list[RRefAction]:
+    def message_arrived(self, sender: Incarnation, message: Message) -> None:
         """A control message."""
-        self._arrived(sender, message)
-        return self._decided()
+        rref, fork = message.rref, message.fork
+        match message.kind:
+            # To the owner.
+            case MessageKind.FORK_REQUEST if sender in self.owners.ended:
+                self._shell.send(sender, Message(MessageKind.FORK_REFUSED, rref, fork, Reason.LEASE_EXPIRED))
+            case MessageKind.FORK_REQUEST:
+                self.owners.request(rref, fork, sender, self._is_gone(rref.creator))
+            case MessageKind.USER_DELETED:
+                self.owners.delete(rref, fork, sender)
+            case MessageKind.CREATION_QUERY:
+                self.owners.answer_creation_query(rref, fork, sender)
+            case MessageKind.CREATION_OVER:
+                if rref.creator == sender:
+                    self.owners.creation_over(rref, Reason.UNKNOWN)
+            # To a user.
+            case MessageKind.FORK_CONFIRMED:
+                self._on_fork_confirmed(rref, fork, sender)
+            case MessageKind.FORK_REFUSED:
+                self._on_fork_refused(rref, fork, message.reason, sender)
+            case MessageKind.CREATION_PROBE:  # while our call is under way: it, or our query about it, will arrive
+                if rref not in self.users.creating:
+                    self._shell.send(sender, Message(MessageKind.CREATION_OVER, rref))
+            # Between parent and child.
+            case MessageKind.CHILD_CONFIRMED:
+                self.users.release_by(fork, sender)
+            case MessageKind.SHARE_QUERY:
+                self._on_share_query(rref, fork, sender)
+            case MessageKind.SHARE_LOST:
+                self.users.release_by(fork, sender)
+                self.owners.delete(rref, fork, sender)
 
-    def _arrived(self, sender: Incarnation, message: Message) -> None:
-        if sender in self.owners.ended and message.kind is MessageKind.FORK_REQUEST:
-            self._emit(control_to(sender, MessageKind.FORK_REFUSED, message.rref, message.fork, Reason.LEASE_EXPIRED))
-            return
-        _MESSAGES[message.kind](self, message, sender)
+    def _on_fork_confirmed(self, rref: RRefId, fork: ForkId, sender: Incarnation) -> None:
+        user = self.users.forks.get(fork)
+        if user is None:
+            self._shell.send(sender, Message(MessageKind.USER_DELETED, rref, fork))  # [Note: stale requests]
+        elif user.owner == sender:
+            self.users.confirm(user)
 
-    # Messages to the owner.
-
-    def _on_fork_request(self, message: Message, sender: Incarnation) -> None:
-        self.owners.request(message.rref, message.fork, sender, self._is_gone(message.rref.creator))
-
-    def _on_user_deleted(self, message: Message, sender: Incarnation) -> None:
-        self.owners.delete(message.rref, message.fork, sender)
-
-    def _on_creation_query(self, message: Message, sender: Incarnation) -> None:
-        self.owners.answer_creation_query(message.rref, message.fork, sender)
-
-    def _on_creation_over(self, message: Message, sender: Incarnation) -> None:
-        if message.rref.creator == sender:
-            self.owners.creation_over(message.rref, Reason.UNKNOWN)
-
-    # Messages to a user.
-
-    def _on_fork_confirmed(self, message: Message, sender: Incarnation) -> None:
-        user = self.users.forks.get(message.fork)
-        if user is not None:
-            if user.owner == sender:
-                self.users.confirm(user)
-        else:
-            # [Note: stale requests]
-            self._emit(control_to(sender, MessageKind.USER_DELETED, message.rref, message.fork))
-
-    def _on_fork_refused(self, message: Message, sender: Incarnation) -> None:
-        user = self.users.forks.get(message.fork)
+    def _on_fork_refused(self, rref: RRefId, fork: ForkId, reason: Reason, sender: Incarnation) -> None:
+        user = self.users.forks.get(fork)
         if user is not None and user.owner != sender:
             return
-        if message.reason is not Reason.LEASE_EXPIRED:
-            self.users.refuse(message.fork, message.reason)
+        if reason is not Reason.LEASE_EXPIRED:
+            self.users.refuse(fork, reason)
             return
-        if not self.users.expire(message.fork) and message.fork.creator == sender:
-            remember(self.refused_shares, message.fork)  # it may have overtaken the fork
-        if message.rref.creator == self.me:  # a probe for what was dropped may have come while we were silent
-            self._emit(control_to(sender, MessageKind.CREATION_OVER, message.rref))
+        if not self.users.expire(fork) and fork.creator == sender:
+            remember(self.refused_shares, fork)  # it may have overtaken the fork
+        if rref.creator == self.me:  # a probe for what was dropped may have come while we were silent
+            self._shell.send(sender, Message(MessageKind.CREATION_OVER, rref))
 
-    def _on_creation_probe(self, message: Message, sender: Incarnation) -> None:
-        """While our call is under way we are silent: it will arrive, or our query about it will."""
-        if message.rref not in self.users.creating:
-            self._emit(control_to(sender, MessageKind.CREATION_OVER, message.rref))
-
-    # Messages between parent and child.
-
-    def _on_child_confirmed(self, message: Message, sender: Incarnation) -> None:
-        self.users.release_by(message.fork, sender)
-
-    def _on_share_query(self, message: Message, sender: Incarnation) -> None:
+    def _on_share_query(self, rref: RRefId, fork: ForkId, sender: Incarnation) -> None:
         """Silence means yes: our verdict on the fork is under way, or will be."""
-        if message.fork.creator != sender:
+        if fork.creator != sender or fork in self.users.forks or self.owners.holds(rref, fork):
             return
-        if message.fork in self.users.forks or self.owners.holds(message.rref, message.fork):
-            return
-        remember(self.refused_shares, message.fork)
-        self._emit(control_to(sender, MessageKind.SHARE_LOST, message.rref, message.fork))
-
-    def _on_share_lost(self, message: Message, sender: Incarnation) -> None:
-        self.users.release_by(message.fork, sender)
-        self.owners.delete(message.rref, message.fork, sender)
-
-
-_MESSAGES: dict[MessageKind, Callable[[RRefProtocol, Message, Incarnation], None]] = {
-    MessageKind.FORK_REQUEST: RRefProtocol._on_fork_request,
-    MessageKind.USER_DELETED: RRefProtocol._on_user_deleted,
-    MessageKind.CREATION_QUERY: RRefProtocol._on_creation_query,
-    MessageKind.CREATION_OVER: RRefProtocol._on_creation_over,
-    MessageKind.FORK_CONFIRMED: RRefProtocol._on_fork_confirmed,
-    MessageKind.FORK_REFUSED: RRefProtocol._on_fork_refused,
-    MessageKind.CREATION_PROBE: RRefProtocol._on_creation_probe,
-    MessageKind.CHILD_CONFIRMED: RRefProtocol._on_child_confirmed,
-    MessageKind.SHARE_QUERY: RRefProtocol._on_share_query,
-    MessageKind.SHARE_LOST: RRefProtocol._on_share_lost,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class LiveRRef:
-    """One reference that this worker owns or holds.
-
-    Attributes:
-        rref: its id.
-        owner: the owner's name.
-        state: at the owner "expected", "creating" or "ready"; at a user "pending", "confirmed" or "parked" (kept only
-            until a share of it is settled).
-        holders: the names of the workers that hold it, as far as this worker knows; one for each fork.
-    """
-
-    rref: RRefId
-    owner: str
-    state: str
-    holders: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.rref} at {self.owner}: {self.state}, held by {', '.join(self.holders) or 'nobody'}"
-
-
-def live_rrefs(protocol: RRefProtocol, name_of: Callable[[Incarnation], str]) -> list[LiveRRef]:
-    me = name_of(protocol.me)
-    found = []
-    for entry in protocol.owners:
-        holders = [name_of(node) for node in entry.forks.values()] + [me] * len(entry.local)
-        found.append(LiveRRef(entry.rref, me, entry.state.value, tuple(sorted(holders))))
-    for user in protocol.users:
-        state = "parked" if user.dropped else "confirmed" if user.confirmed else "pending"
-        holders = [me] * (not user.dropped) + [name_of(node) for node in user.children.values()]
-        found.append(LiveRRef(user.rref, name_of(user.owner), state, tuple(holders)))
-    return found
+        remember(self.refused_shares, fork)
+        self._shell.send(sender, Message(MessageKind.SHARE_LOST, rref, fork))
 
 
 def reference_facts(

@@ -11,16 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from rpcdist.rpc._rref.messages import (
-    ForkId,
-    Incarnation,
-    MessageKind,
-    Reason,
-    RRefAction,
-    RRefId,
-    SettleHandle,
-    control_to,
-)
+from rpcdist.rpc._rref.messages import Actions, ForkId, Incarnation, Message, MessageKind, Reason, RRefId
 
 
 @dataclass(slots=True, eq=False)
@@ -43,10 +34,10 @@ class UserFork:
 
 
 class UserTable:
-    """All forks of one worker. Methods report actions through `emit`."""
+    """All forks of one worker."""
 
-    def __init__(self, emit: Callable[[RRefAction], None]) -> None:
-        self._emit = emit
+    def __init__(self, shell: Actions) -> None:
+        self._shell = shell
         self.forks: dict[ForkId, UserFork] = {}
         self.parked: dict[ForkId, ForkId] = {}  # child -> the fork that waits for it
         self.creating: dict[RRefId, ForkId] = {}
@@ -64,7 +55,7 @@ class UserTable:
         """Whether the owner got the call is unknown, so it is asked; until it answers the fork stays pending."""
         user = self.forks.get(fork)
         if user is not None and not user.confirmed:
-            self._emit(control_to(user.owner, MessageKind.CREATION_QUERY, user.rref, fork))
+            self._shell.send(user.owner, Message(MessageKind.CREATION_QUERY, user.rref, fork))
 
     def share(self, user: UserFork, child: ForkId, to: Incarnation) -> None:
         user.children[child] = to
@@ -78,13 +69,13 @@ class UserTable:
         if is_gone(to):
             self.release(child)
         else:
-            self._emit(control_to(to, MessageKind.SHARE_QUERY, rref, child))
+            self._shell.send(to, Message(MessageKind.SHARE_QUERY, rref, child))
 
     def receive(
         self, rref: RRefId, fork: ForkId, owner: Incarnation, parent_worker: Incarnation | None, owner_is_lost: bool
     ) -> None:
         if fork in self.forks:  # a share that was dropped before its owner answered; no honest worker sends it again
-            self._emit(SettleHandle(rref, fork, Reason.UNKNOWN))
+            self._shell.settle_handle(fork, Reason.UNKNOWN)
             return
         user = self.forks[fork] = UserFork(rref, fork, owner, creating=False, parent_worker=parent_worker)
         if owner_is_lost:
@@ -92,7 +83,7 @@ class UserTable:
         elif parent_worker is None:
             self.confirm(user)
         else:
-            self._emit(control_to(owner, MessageKind.FORK_REQUEST, rref, fork))
+            self._shell.send(owner, Message(MessageKind.FORK_REQUEST, rref, fork))
 
     def drop(self, fork: ForkId) -> None:
         user = self.forks.get(fork)
@@ -112,7 +103,7 @@ class UserTable:
             return
         user.confirmed = True
         self._creation_is_over(user)
-        self._emit(SettleHandle(user.rref, user.fork))
+        self._shell.settle_handle(user.fork)
         self._tell_parent(user)
         self._settle(user)
 
@@ -161,9 +152,9 @@ class UserTable:
     def _abandon(self, user: UserFork, reason: Reason) -> None:
         """The owner counts as dead, or we did for it. The message matters if it counts the fork after all: no leak."""
         if user.creating:
-            self._emit(control_to(user.owner, MessageKind.CREATION_QUERY, user.rref, user.fork))
+            self._shell.send(user.owner, Message(MessageKind.CREATION_QUERY, user.rref, user.fork))
         else:
-            self._emit(control_to(user.owner, MessageKind.USER_DELETED, user.rref, user.fork))
+            self._shell.send(user.owner, Message(MessageKind.USER_DELETED, user.rref, user.fork))
         self._fail(user, reason)
 
     def _fail(self, user: UserFork, reason: Reason) -> None:
@@ -172,17 +163,17 @@ class UserTable:
         user.children.clear()
         del self.forks[user.fork]
         self._creation_is_over(user)
-        self._emit(SettleHandle(user.rref, user.fork, reason))
+        self._shell.settle_handle(user.fork, reason)
         self._tell_parent(user)
 
     def _settle(self, user: UserFork) -> None:
         if user.dropped and user.confirmed and not user.children:
             del self.forks[user.fork]
-            self._emit(control_to(user.owner, MessageKind.USER_DELETED, user.rref, user.fork))
+            self._shell.send(user.owner, Message(MessageKind.USER_DELETED, user.rref, user.fork))
 
     def _tell_parent(self, user: UserFork) -> None:
         if user.parent_worker is not None:
-            self._emit(control_to(user.parent_worker, MessageKind.CHILD_CONFIRMED, user.rref, user.fork))
+            self._shell.send(user.parent_worker, Message(MessageKind.CHILD_CONFIRMED, user.rref, user.fork))
             user.parent_worker = None
 
     def _creation_is_over(self, user: UserFork) -> None:

@@ -11,17 +11,13 @@ from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec
 
 from rpcdist.rpc._rref.messages import (
-    AnswerFetch,
+    Actions,
     ForkId,
     Incarnation,
     Message,
     MessageKind,
     Reason,
-    RefuseCreation,
-    RRefAction,
     RRefId,
-    SendControl,
-    SettleHandle,
     UniqueId,
 )
 from rpcdist.rpc._rref.owner import OwnerEntry, State
@@ -33,6 +29,84 @@ P = ParamSpec("P")
 # What is under way: (kind, to, ...), compared and hashed as plain tuples.
 Item = tuple[object, ...]
 Move = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Send:
+    to: Incarnation
+    message: Message
+
+
+@dataclass(frozen=True)
+class SettleHandle:
+    handle: UniqueId
+    failed: Reason | None = None
+
+
+@dataclass(frozen=True)
+class AnswerFetch:
+    rref: RRefId
+    fork: ForkId
+    sender: Incarnation
+    refused: Reason | None = None
+
+
+@dataclass(frozen=True)
+class FailValue:
+    rref: RRefId
+    reason: Reason
+
+
+@dataclass(frozen=True)
+class ReleaseValue:
+    rref: RRefId
+
+
+@dataclass(frozen=True)
+class RefuseCreation:
+    """Not an action: what `creation_accepted` returned."""
+
+    reason: Reason
+
+
+Action = Send | SettleHandle | AnswerFetch | FailValue | ReleaseValue | RefuseCreation
+
+
+class NotedProtocol(RRefProtocol, Actions):
+    """A protocol that is its own shell, and notes the actions."""
+
+    def __init__(self, me: Incarnation) -> None:
+        super().__init__(me, self)
+        self.noted: list[Action] = []
+        self.to_myself: list[Message] = []
+
+    def step(
+        self, happens: Callable[Concatenate[RRefProtocol, P], Reason | None], *args: P.args, **kwargs: P.kwargs
+    ) -> list[Action]:
+        """Calls a method, delivers the messages to itself, and returns the actions."""
+        refused = happens(self, *args, **kwargs)
+        while self.to_myself:
+            self.message_arrived(self.me, self.to_myself.pop(0))
+        noted, self.noted = self.noted, []
+        return noted if refused is None else [*noted, RefuseCreation(refused)]
+
+    def send(self, to: Incarnation, message: Message) -> None:
+        if to == self.me:
+            self.to_myself.append(message)
+        else:
+            self.noted.append(Send(to, message))
+
+    def settle_handle(self, handle: UniqueId, failed: Reason | None = None) -> None:
+        self.noted.append(SettleHandle(handle, failed))
+
+    def answer_fetch(self, rref: RRefId, fork: ForkId, sender: Incarnation, refused: Reason | None = None) -> None:
+        self.noted.append(AnswerFetch(rref, fork, sender, refused))
+
+    def fail_value(self, rref: RRefId, reason: Reason) -> None:
+        self.noted.append(FailValue(rref, reason))
+
+    def release_value(self, rref: RRefId) -> None:
+        self.noted.append(ReleaseValue(rref))
 
 
 def node(worker: int) -> Incarnation:
@@ -65,7 +139,7 @@ class World:
         tuple[int, int], ...
     ] = ()  # (who, whom): a living worker may be declared lost, and its lease ended
     returns: bool = False  # who was suspected is found again, before or after its lease ends
-    protocols: dict[int, RRefProtocol] = field(default_factory=lambda: {w: RRefProtocol(node(w)) for w in range(3)})
+    protocols: dict[int, NotedProtocol] = field(default_factory=lambda: {w: NotedProtocol(node(w)) for w in range(3)})
     under_way: tuple[Item, ...] = ()
     done: tuple[int, ...] = ()  # steps of the program that were taken, or cannot be any more
     handles: dict[str, str] = field(default_factory=dict)  # name -> "live", "failed" or "dropped"
@@ -141,7 +215,7 @@ class World:
     def feed(
         self,
         worker: int,
-        happens: Callable[Concatenate[RRefProtocol, P], list[RRefAction]],
+        happens: Callable[Concatenate[RRefProtocol, P], Reason | None],
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> bool:
@@ -151,10 +225,10 @@ class World:
             return refused
         protocol = self.protocols[worker]
         is_served = happens == RRefProtocol.fetch_arrived and protocol.owners.serves_at_once(*args)  # type: ignore[arg-type]
-        todo = happens(protocol, *args, **kwargs)
+        todo = protocol.step(happens, *args, **kwargs)
         assert not is_served or todo == [AnswerFetch(*args)], args  # type: ignore[arg-type]
         for action in todo:
-            if isinstance(action, SendControl):
+            if isinstance(action, Send):
                 self.send(("control", action.to.worker, worker, action.message))
             elif isinstance(action, SettleHandle) and action.failed is not None:
                 name = self.name_of(action.handle)
@@ -381,8 +455,8 @@ def protocol_key(protocol: RRefProtocol) -> object:
     return owned, held, frozenset(protocol.lost), frozenset(owners.ended), refused
 
 
-def clone(protocol: RRefProtocol) -> RRefProtocol:
-    copy = RRefProtocol(protocol.me)
+def clone(protocol: NotedProtocol) -> NotedProtocol:
+    copy = NotedProtocol(protocol.me)
     copy.lost |= protocol.lost
     copy.owners.waiting.update(protocol.owners.waiting)
     copy.owners.held.update(protocol.owners.held)
