@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rpcdist.errors import ConfigError
-from rpcdist.rpc import PyRRef, RRef, WorkerInfo
+from rpcdist.rpc import RRef, WorkerInfo
 
 _MISSING = object()
 _IMMUTABLE = frozenset((bool, float, int, str, type(None)))  # a copy of one is the same object
@@ -57,7 +57,7 @@ def parse_groups(params: Iterable[Any]) -> tuple[list[Group], bool]:
         TypeError: an element is no reference.
         ValueError: there are no parameters.
     """
-    if isinstance(params, torch.Tensor | PyRRef):
+    if isinstance(params, torch.Tensor | RRef):
         raise TypeError(f"params_rref is a {type(params).__name__}; it has to be a list of RRefs")
     given = list(params)
     is_flat = not given or not isinstance(given[0], Mapping)
@@ -65,7 +65,7 @@ def parse_groups(params: Iterable[Any]) -> tuple[list[Group], bool]:
     if not any(group["params"] for group in groups):
         raise ValueError("DistributedOptimizer got an empty parameter list")
     for number, param in enumerate(param for group in groups for param in group["params"]):
-        if not isinstance(param, PyRRef):
+        if not isinstance(param, RRef):
             raise TypeError(
                 f"params_rref[{number}] is a {type(param).__name__}, not an RRef; write rpc.RRef(parameter) for one "
                 "that lives here, and take RemoteModule.remote_parameters() for those of a remote module"

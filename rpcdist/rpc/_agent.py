@@ -175,7 +175,7 @@ class Agent:
             self.directory,
             self.router.send_control,
             self.router.flush,
-            lambda handle: above.make_rref(self.rref_home, handle),
+            lambda handle: above.make_rref(self.rref_calls, handle),
             self.actors.released,
         )
         self._gpus = GpuSharing(
@@ -214,7 +214,7 @@ class Agent:
         self.autograd = above.make_autograd(links)
         self.retries = Retries(self.caller, self.directory, partial(Timer, io), self.pool.submit)
         serial = SerialCalls(self.rrefs, self.caller, self.retries)
-        self.rref_home = RRefCalls(
+        self.rref_calls = RRefCalls(
             self.rrefs,
             self.caller,
             serial,
@@ -379,7 +379,7 @@ class Agent:
         events.broken.listen(self.caller.on_broken)
         events.broken.listen(self.streams.on_broken)
         events.broken.listen(self.dispatcher.on_broken)
-        events.broken.listen(self.rref_home.on_broken)
+        events.broken.listen(self.rref_calls.on_broken)
         events.broken.listen(self._device_maps.forget)
         events.broken.listen(self._gpus.on_broken)
         events.lost.listen(self._gpus.on_gone)

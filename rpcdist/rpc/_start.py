@@ -31,7 +31,7 @@ from rpcdist.rpc._peers.device_maps import check_own_devices
 from rpcdist.rpc._peers.directory import COORDINATOR, Member
 from rpcdist.rpc._peers.network import Network
 from rpcdist.rpc.options import RpcOptions
-from rpcdist.rpc.rref import PyRRef, RRef
+from rpcdist.rpc.rref import RRef
 from rpcdist.time_limits import (
     ANSWER_LIMIT_S,
     ATTEMPT_LIMIT_S,
@@ -141,7 +141,7 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
             world_size=world_size,
             store=getattr(store, "underlying_store", store),  # a prefix store closes nothing
             look_up=partial(_look_up, store, records, coordinator.address),
-            above=UpperParts(PyRRef, RRef._of, _upper_layers.load("autograd"), context_of, agent_or_none),
+            above=UpperParts(RRef, RRef._of, _upper_layers.load("autograd"), context_of, agent_or_none),
         )
         if metrics_are_wanted():
             _upper_layers.load("metrics")(agent)

@@ -34,7 +34,7 @@ from rpcdist.rpc._futures.waiting import collecting as _thread_local_var
 from rpcdist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from rpcdist.rpc.internal import _internal_rpc_pickler
 from rpcdist.rpc.options import RpcBackendOptions
-from rpcdist.rpc.rref import RRef
+from rpcdist.rpc.rref import PyRRef, RRef
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.time_limits import RREF_DELETION_LIMIT_S
 
@@ -62,9 +62,6 @@ __all__ = [
     "rpc_sync",
     "shutdown",
 ]
-
-PyRRef = RRef
-"""The class of each reference. torch's `remote` returns its C++ class, and programs ask `type(rref) is PyRRef`."""
 
 P = ParamSpec("P")
 T = TypeVar("T")

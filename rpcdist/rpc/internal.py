@@ -17,7 +17,7 @@ from rpcdist.errors import SerializationError
 from rpcdist.profile_ranges import profiling_key
 from rpcdist.rpc._values import ReceiveBuffer, register_reducer
 from rpcdist.rpc._values.pickled import read_pickle, write_pickle
-from rpcdist.rpc.rref import PyRRef
+from rpcdist.rpc.rref import RRef
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 
@@ -55,7 +55,7 @@ class _RRefs:
         self.forks: list[object] = []
 
     def is_external(self, obj: object) -> bool:
-        return isinstance(obj, PyRRef)
+        return isinstance(obj, RRef)
 
     def externalize(self, obj: object) -> int:
         self.forks.append(cast(Any, obj)._serialize())
@@ -95,7 +95,7 @@ class _InternalRPCPickler:
         def internalize(index: int) -> object:
             if index >= len(forks):
                 raise SerializationError(f"the value refers to remote reference {index} of {len(forks)}")
-            return PyRRef._deserialize(forks[index])
+            return RRef._deserialize(forks[index])
 
         return read_pickle(body, tensor_table, buffers, internalize)
 

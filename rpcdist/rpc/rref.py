@@ -11,7 +11,6 @@ The value lives until nobody holds it; `docs/rref.md` says how that is known.
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, cast, overload
 
@@ -49,7 +48,7 @@ TRAVELS_IN_CALLS = "a remote reference travels only in the arguments or the resu
 USE_AFTER_DELETION = "Cannot call to_here() on it after deletion."
 
 
-class PyRRef(Generic[T]):
+class RRef(Generic[T]):
     """A reference to a value on one worker, its owner. Any thread may call any method.
 
     Made from a value, the reference is an owner: it holds the value itself. Others come from `rpc.remote`, or arrive in
@@ -66,9 +65,9 @@ class PyRRef(Generic[T]):
 
     __slots__ = (
         "__weakref__",
+        "_calls",
         "_creation",
         "_handle",
-        "_home",
         "_kind",
         "_order",
         "_profiled",
@@ -85,16 +84,16 @@ class PyRRef(Generic[T]):
         agent = current_agent()
         handle = agent.rrefs.own(value)
         handle.state.is_serial = agent.actors.is_actor(value)
-        self._set(agent.rref_home, handle)
+        self._set(agent.rref_calls, handle)
 
     @classmethod
-    def _of(cls, home: RRefCalls, handle: Handle) -> PyRRef[Any]:
+    def _of(cls, calls: RRefCalls, handle: Handle) -> RRef[Any]:
         rref = cls.__new__(cls)
-        rref._set(home, handle)
+        rref._set(calls, handle)
         return rref
 
-    def _set(self, home: RRefCalls, handle: Handle) -> None:
-        self._home = home
+    def _set(self, calls: RRefCalls, handle: Handle) -> None:
+        self._calls = calls
         self._handle = handle
         self._creation: Creation | None = None  # None if it was not made by `remote` here
         self._kind = ""  # the name of the value's class, if it was known from the start
@@ -152,9 +151,9 @@ class PyRRef(Generic[T]):
         state = self._handle.state
         state.check(USE_AFTER_DELETION)
         try:
-            return cast(T, self._home.fetch(state, timeout, self._creation))
+            return cast(T, self._calls.fetch(state, timeout, self._creation))
         except WorkerLost as exc:
-            raise self._home.fetch_error(state, exc) from exc
+            raise self._calls.fetch_error(state, exc) from exc
 
     def __await__(self) -> Generator[Any, None, T]:
         """`to_here` without blocking. Cancelling the task ends the transfer, and leaves the value alone."""
@@ -163,9 +162,9 @@ class PyRRef(Generic[T]):
         if state.value is not None:
             return cast(T, (yield from state.value.derived().__await__()))
         try:
-            return cast(T, (yield from self._home.start_fetch(state, UNSET_RPC_TIMEOUT).__await__()))
+            return cast(T, (yield from self._calls.start_fetch(state, UNSET_RPC_TIMEOUT).__await__()))
         except WorkerLost as exc:
-            raise self._home.fetch_error(state, exc) from exc
+            raise self._calls.fetch_error(state, exc) from exc
 
     def local_value(self) -> T:
         """The value itself, at the owner. Waits until it exists.
@@ -175,7 +174,7 @@ class PyRRef(Generic[T]):
         """
         if not self.is_owner():
             state = self._handle.state
-            me = WorkerInfo(self._home.my_name, self._home.me.worker)
+            me = WorkerInfo(self._calls.my_name, self._calls.me.worker)
             raise RRefError(
                 f"For {self._identifiers()}, can't call localValue() on user {me}. Call it on owner {self.owner()} "
                 f"(or copy the value with to_here(); {state.owner_name!r} is where it lives)"
@@ -258,7 +257,7 @@ class PyRRef(Generic[T]):
             future.set_result(type(self.local_value()))
             return future
         self._handle.state.check(USE_AFTER_DELETION)
-        asked: Future[type] = self._home.rpc_async(self, proxied._rref_typeof_on_owner, (), timeout)
+        asked: Future[type] = self._calls.rpc_async(self, proxied._rref_typeof_on_owner, (), timeout)
         asked.is_quiet = True
         return asked
 
@@ -276,7 +275,7 @@ class PyRRef(Generic[T]):
     def _get_future(self) -> Future[Any]:
         """The future of the call of `remote` that made this reference; a finished one if none did."""
         if self._creation is not None:
-            self._home.flush(self._handle.state.owner.worker)
+            self._calls.flush(self._handle.state.owner.worker)
             return self._creation.future()
         done: Future[Any] = Future()
         done.set_result(None)
@@ -303,7 +302,7 @@ class PyRRef(Generic[T]):
             if dist_autograd_ctx_id == -1:
                 raise RRefError("User RRefs require 'dist_autograd_ctx_id' to be specified")
             arguments = (self, dist_autograd_ctx_id, retain_graph)
-            self._home.call(self.owner(), proxied._backward, arguments, UNSET_RPC_TIMEOUT)
+            self._calls.call(self.owner(), proxied._backward, arguments, UNSET_RPC_TIMEOUT)
             return
         value = self.local_value()
         if not isinstance(value, torch.Tensor):
@@ -311,7 +310,7 @@ class PyRRef(Generic[T]):
         if dist_autograd_ctx_id == -1:
             value.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             return
-        self._home.backward(dist_autograd_ctx_id, value, retain_graph)
+        self._calls.backward(dist_autograd_ctx_id, value, retain_graph)
 
     backward_async = async_form(backward)
 
@@ -353,30 +352,29 @@ class PyRRef(Generic[T]):
 
     def _serialize(self) -> NoReturn:
         """torch's name for pickling by hand. A share needs a receiver, so there is no such thing here."""
-        self._home.check_sharable(self)
+        self._calls.check_sharable(self)
         raise RRefError(TRAVELS_IN_CALLS)
 
     @staticmethod
     def _deserialize(serialized: object) -> NoReturn:
         raise RRefError(TRAVELS_IN_CALLS)
 
-    def __copy__(self) -> PyRRef[T]:
+    def __copy__(self) -> RRef[T]:
         return self
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise RRefError("a remote reference cannot be copied deeply; copy its value: rref.to_here()")
 
 
-class RRef(PyRRef[T]):
-    __slots__ = ()
-    __doc__ = inspect.getdoc(PyRRef)
+PyRRef = RRef
+"""torch's name of the class that its `remote` returns: programs ask `type(rref) is PyRRef`."""
 
 
-def _call(rref: PyRRef[Any], mode: Mode, method: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
-    home = rref._home
+def _call(rref: RRef[Any], mode: Mode, method: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
+    calls = rref._calls
     if mode == "rpc_sync" and asyncio._get_running_loop() is not None:
         raise BlockingInLoop(f"rref.rpc_sync().{method}()", f"await rref.rpc_async().{method}(...)")
     if rref._handle.state.is_serial:
-        return home.in_turn(rref, mode, method, args, kwargs, timeout)
-    start = home.rpc_sync if mode == "rpc_sync" else home.rpc_async if mode == "rpc_async" else home.remote_on
+        return calls.in_turn(rref, mode, method, args, kwargs, timeout)
+    start = calls.rpc_sync if mode == "rpc_sync" else calls.rpc_async if mode == "rpc_async" else calls.remote_on
     return start(rref, proxied._local_invoke, (method, args, kwargs), timeout)

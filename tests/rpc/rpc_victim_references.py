@@ -75,7 +75,7 @@ def use_held_by_proxy() -> Any:
 
 
 def use_held_while_the_connection_breaks() -> None:
-    future = rpc.api._get_current_rpc_agent().rref_home.start_fetch(held[0]._handle.state, LIMIT_S)
+    future = rpc.api._get_current_rpc_agent().rref_calls.start_fetch(held[0]._handle.state, LIMIT_S)
     for peer in list(rpc.api._get_current_rpc_agent().router._peers.values()):
         if peer.session is not None:
             peer.session.close("broken by the test")

@@ -30,9 +30,9 @@ class Host:
         self.me = Identity(f"w{worker_id}", worker_id, 100 + worker_id)
         self.cluster = cluster
         self.manager = RRefManager(
-            cast(Directory, self), self.send_control, self.flush, lambda handle: RRef._of(self.home, handle)
+            cast(Directory, self), self.send_control, self.flush, lambda handle: RRef._of(self.calls, handle)
         )
-        self.home: Any = Home(self)
+        self.calls: Any = Calls(self)
 
     def send_control(self, to: int, message: rref_pb2.RRefMessage) -> None:
         self.cluster.queue.append((self, to, rref_pb2.RRefMessage.FromString(message.SerializeToString())))
@@ -51,12 +51,12 @@ class Host:
 
     def own(self, value: object) -> RRef[Any]:
         rref: RRef[Any] = RRef.__new__(RRef)
-        rref._set(self.home, self.manager.own(value))
+        rref._set(self.calls, self.manager.own(value))
         return rref
 
 
-class Home:
-    """What references need of that agent: of `RRefHome`, the calls that these tests make."""
+class Calls:
+    """What references need of that agent: of `RRefCalls`, the calls that these tests make."""
 
     def __init__(self, host: Host) -> None:
         self.me = host.manager.me
@@ -164,7 +164,7 @@ def test_remote_is_usable_before_its_call_arrived(cluster: Cluster) -> None:
     at_2 = cluster.send(rref, 0, 2)
     at_1 = cluster.send(at_2, 2, 1)
     cluster.run()
-    fetched = at_2._home.start_fetch(at_2._handle.state, 1.0)
+    fetched = at_2._calls.start_fetch(at_2._handle.state, 1.0)
     assert not fetched.done() and not rref.confirmed_by_owner()
     deliver()
     cluster.run()

@@ -77,8 +77,8 @@ def named_remote(
     owner, names = agent.directory.resolve(to), agent.actor_names
     names.reserve(name, owner, timeout)
     try:
-        home = agent.rref_home
-        rref: RRef[Any] = home.remote(owner, func, args, timeout, kwargs, is_serial=is_serial, device_map=device_map)
+        calls = agent.rref_calls
+        rref: RRef[Any] = calls.remote(owner, func, args, timeout, kwargs, is_serial=is_serial, device_map=device_map)
         agent.caller.sync(owner, keep_actor, (name, rref), None, timeout)
         names.confirm(name, timeout)
     except BaseException:
@@ -369,12 +369,12 @@ def remote(
     own_map = None if device_map is None else _own_map(to, device_map)
     if name is not None:
         return named_remote(to, func, args, kwargs, timeout, serial, name, own_map)
-    home = current_agent().rref_home
+    calls = current_agent().rref_calls
     if profile.running and profile.here() is not None and not serial:
         with _profiled("remote", to, func) as start:
             profiled: RRef[Any] = start(args, kwargs, timeout, own_map)
             return profiled
-    rref: RRef[Any] = home.remote(to, func, args, timeout, kwargs, is_serial=serial, device_map=own_map)
+    rref: RRef[Any] = calls.remote(to, func, args, timeout, kwargs, is_serial=serial, device_map=own_map)
     return rref
 
 
@@ -399,15 +399,15 @@ def _profiled(mode: str, to: Destination, func: Callable[..., Any]) -> Iterator[
     def start(args: Any, kwargs: Any, timeout: float, own_map: DeviceMap | None) -> Any:
         if not callable(func) or not _is_allowed(agent.options):
             if mode == "remote":
-                return agent.rref_home.remote(callee, func, args, timeout, kwargs, device_map=own_map)
+                return agent.rref_calls.remote(callee, func, args, timeout, kwargs, device_map=own_map)
             future = calls.start(callee, func, args, kwargs, timeout, device_map=own_map)
             future._when_done(partial(ended, None))
             return future
         packed = found.options(), func, positional(args), dict(by_keyword(kwargs))
         if mode == "remote":
-            pair = agent.rref_home.remote(callee, run_profiled, packed, timeout, device_map=own_map)
+            pair = agent.rref_calls.remote(callee, run_profiled, packed, timeout, device_map=own_map)
             try:
-                rref = agent.rref_home.remote(callee, part_of, (pair, 0), timeout)
+                rref = agent.rref_calls.remote(callee, part_of, (pair, 0), timeout)
                 events = agent.caller.start(callee, part_of, (pair, 1), None, timeout)
             except Exception:
                 created = pair._get_future()

@@ -256,7 +256,7 @@ class RestartingActor(Generic[T]):
         owner = directory.resolve(self._worker)
         self._owner: Identity = directory.member(owner).identity
         made_of = self._kind, self._args, self._kwargs, self._state, num_restarts
-        self._rref: RRef[Checkpointed] = self._agent.rref_home.remote(
+        self._rref: RRef[Checkpointed] = self._agent.rref_calls.remote(
             owner, Checkpointed, made_of, self._timeout, is_serial=True
         )
         self._creation = self._rref._get_future()

@@ -259,10 +259,10 @@ class RRefManager(Actions):
         state.check(FORK_AFTER_DELETION)
         if self._is_closed:
             raise RRefError(FORK_AFTER_DELETION)
-        if rref._home.me != self.me:
+        if rref._calls.me != self.me:
             raise RRefError(
-                f"{rref!r} belongs to worker {rref._home.my_name!r} of this process, so worker {self.my_name!r} cannot "
-                "share it; make the call as the former"
+                f"{rref!r} belongs to worker {rref._calls.my_name!r} of this process, so worker {self.my_name!r} "
+                "cannot share it; make the call as the former"
             )
         return state
 

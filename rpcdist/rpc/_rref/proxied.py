@@ -55,7 +55,7 @@ def method_of(
 
 async def _turns_over(rref: Any, stream: int, numbers: tuple[int, ...]) -> None:
     """Calls of an actor have ended for the worker that calls this, which made them, and may never come."""
-    rref._home.turns_over(rref, stream, numbers)
+    rref._calls.turns_over(rref, stream, numbers)
 
 
 CALLS_OF_METHODS: Final[frozenset[Callable[..., Any]]] = frozenset((_local_invoke, _invoke_in_turn))
