@@ -24,7 +24,7 @@ from rpcdist.rpc._calling.rref_calls import RRefCalls
 from rpcdist.rpc._current import agent_or_none, current_agent
 from rpcdist.rpc._executors.blocking import async_form, off_loop
 from rpcdist.rpc._rref import proxied
-from rpcdist.rpc._rref.handles import Handle
+from rpcdist.rpc._rref.handles import Handle, derived_future, wait_for_value
 from rpcdist.rpc._rref.proxied import MethodProxy, Mode, method_name
 from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
@@ -115,7 +115,7 @@ class RRef(Generic[T]):
 
     def is_owner(self) -> bool:
         """Whether the value lives in this process."""
-        return self._handle.state.value is not None
+        return self._handle.state.owned is not None
 
     def owner(self) -> WorkerInfo:
         """The worker on which the value lives; good as a destination of calls."""
@@ -159,8 +159,8 @@ class RRef(Generic[T]):
         """`to_here` without blocking. Cancelling the task ends the transfer, and leaves the value alone."""
         state = self._handle.state
         state.check(USE_AFTER_DELETION)
-        if state.value is not None:
-            return cast(T, (yield from state.value.derived().__await__()))
+        if state.owned is not None:
+            return cast(T, (yield from derived_future(state.owned).__await__()))
         try:
             return cast(T, (yield from self._calls.start_fetch(state, UNSET_RPC_TIMEOUT).__await__()))
         except WorkerLost as exc:
@@ -185,11 +185,11 @@ class RRef(Generic[T]):
         state = self._handle.state
         if state.error is not None:
             raise copied(state.error)
-        assert state.value is not None  # the caller has asked is_owner()
+        assert state.owned is not None  # the caller has asked is_owner()
         deadline = current_deadline.get()
         if timeout != UNSET_RPC_TIMEOUT:
             deadline = deadline.earlier(Deadline.after(checked_timeout(timeout) or None))
-        return cast(T, state.value.wait(deadline.wait_s()))
+        return cast(T, wait_for_value(state.owned, state.rref, deadline.wait_s()))
 
     # ------------------------------------------------------------ calls on the value
 
@@ -326,8 +326,8 @@ class RRef(Generic[T]):
         is_ready = state.confirmed
         if known is not None and known.done() and known.exception() is None:
             kind = known.value().__name__
-        if state.value is not None:
-            value = state.value.future
+        if state.owned is not None:
+            value = state.owned
             is_ready = value.done()
             if error is None and is_ready:
                 error = value.exception()
@@ -343,7 +343,7 @@ class RRef(Generic[T]):
     def _identifiers(self) -> str:
         """The reference in torch's words."""
         state = self._handle.state
-        if state.value is not None:
+        if state.owned is not None:
             return f"OwnerRRef({state.rref})"
         return f"UserRRef(rref_id={state.rref}, fork_id={state.id})"
 

@@ -109,7 +109,8 @@ class Cluster:
         rref, fork = manager.create_remote(owner)
 
         def deliver() -> None:
-            owners.set_value(owners.accept_creation(fork, creator), value)
+            owners.accept_creation(fork, creator)
+            owners.set_value(fork.rref, value)
             manager.on_created(fork)
 
         return rref, deliver
@@ -220,7 +221,8 @@ def test_confirmation(cluster: Cluster) -> None:
 def test_errors_of_the_remote_function(cluster: Cluster) -> None:
     owners = cluster.hosts[1].manager
     rref, fork = cluster.hosts[0].manager.create_remote(1)
-    owners.set_error(owners.accept_creation(fork, 0), ValueError("boom"))
+    owners.accept_creation(fork, 0)
+    owners.set_error(fork.rref, ValueError("boom"))
     cluster.hosts[0].manager.on_created(fork)
     at_2 = cluster.send(rref, 0, 2)
     cluster.run()
@@ -236,16 +238,17 @@ def test_creation_that_timed_out(cluster: Cluster, arrives: bool) -> None:
     owners, manager = cluster.hosts[1].manager, cluster.hosts[0].manager
     rref, fork = manager.create_remote(1)
     at_2 = cluster.send(rref, 0, 2)
-    entry = owners.accept_creation(fork, 0) if arrives else None
+    if arrives:
+        owners.accept_creation(fork, 0)
     manager.on_creation_failed(fork, DeadlineExceeded("RPC ran for more than set timeout (10 ms)"))
     cluster.run()
     with pytest.raises(RRefError, match=r"RRef creation .*timed out"):
         rref.to_here()
     with pytest.raises(RRefError, match="RRef creation"):
         manager.share(rref, 2)
-    if entry is not None:
+    if arrives:
         assert cluster.info(1) == (1, 2, 0, 0)  # both are held until they are dropped
-        owners.set_value(entry, 7)
+        owners.set_value(fork.rref, 7)
         assert at_2.to_here() == 7
     else:
         with pytest.raises(RRefError, match="RRef creation"):

@@ -124,13 +124,11 @@ class RRefCalls:
 
     def _check_not_inside(self, state: HandleState, method: str, timeout_s: float) -> None:
         """Raises `RRefError` where a method of an actor would wait for its own actor; waits until the value says so."""
-        value = state.value
-        if value is None:
+        owned = state.owned
+        if owned is None:
             return
         deadline = Deadline.after(self._caller.timeout_of(timeout_s)).earlier(current_deadline.get())
-        if value.future.exception(deadline.wait_s()) is not None:
-            return
-        if self._actors.runs_here(state.rref, value.future.value()):
+        if owned.exception(deadline.wait_s()) is None and self._actors.runs_here(state.rref, owned.value()):
             raise RRefError(
                 f"a method of this actor calls {method}() of the same actor and waits for it, which would wait for "
                 f"ever: one call runs at a time. Call it on self, or do not wait (rref.rpc_async().{method}(...))"
@@ -143,7 +141,7 @@ class RRefCalls:
                 "the end of an actor's calls is told by the number of their stream, and a tuple of numbers"
             )
         state, caller = rref._handle.state, calling_worker.get()
-        if caller is None or state.value is None:
+        if caller is None or state.owned is None:
             raise CallRefused("only the worker that made calls of an actor may tell their end, to the actor's owner")
         who, over = Incarnation(caller.id, caller.incarnation), self._actors.over
 
@@ -151,12 +149,12 @@ class RRefCalls:
             if value.exception() is None:
                 over(state.rref, value.value(), who, stream, numbers)
 
-        state.value.future._when_done(is_there)  # the value determines which actor it is
+        state.owned._when_done(is_there)  # the value determines which actor it is
 
     def _on_value(self, rref: Any, args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], Handle | None]:
         """The owner, the arguments, and the reference to name in the call. The owner's own needs no name."""
         state = self._rrefs.check_sharable(rref)
-        if state.value is not None:
+        if state.owned is not None:
             return state.owner.worker, (rref, *args), None
         return self._rrefs.owner_of(state), args, rref._handle
 

@@ -1,7 +1,7 @@
 """Handles, which Python `RRef` objects hold, the state that the manager keeps for each, and the errors of their use.
 
 A *handle* lives as long as Python objects hold it; its end is noted in a queue. Its *state* stays in the manager's
-tables until the manager has read that. An `OwnerValue` is the value itself.
+tables until the manager has read that. A value of this worker is a `Future`, of which only the first outcome counts.
 """
 
 from __future__ import annotations
@@ -21,47 +21,35 @@ from rpcdist.rpc.future import Future
 Dropped = deque[tuple[RRefId, UniqueId]]
 
 
-class OwnerValue:
-    """A value that this worker owns, or will own when its `remote()` is done. Only the first outcome counts."""
+def wait_for_value(owned: Future[Any], rref: RRefId, timeout_s: float | None) -> Any:
+    """The value of a reference at its owner; blocks until it is there. [Note: kept errors]"""
+    if not owned.done() and asyncio._get_running_loop() is not None:
+        raise BlockingInLoop("waiting for the value of a reference", "await rref")
+    try:
+        error = owned.exception(timeout_s)
+    except DeadlineExceeded as exc:
+        # The same words as for a late call: its caller gets this error or that one, whichever comes first.
+        raise DeadlineExceeded(
+            "RPC ran for more than set timeout and will now be marked with an error: the value of "
+            f"{rref!r} was not there in time"
+        ) from exc
+    if error is not None:
+        raise copied(error)
+    return owned.value()
 
-    __slots__ = ("future", "rref")
 
-    def __init__(self, rref: RRefId) -> None:
-        self.rref = rref
-        self.future: Future[Any] = Future()
-        self.future.is_quiet = True  # its error is raised where the reference is used
+def quiet_future() -> Future[Any]:
+    """One whose error is raised, or reported, elsewhere."""
+    future: Future[Any] = Future()
+    future.is_quiet = True
+    return future
 
-    def set(self, value: object) -> None:
-        self.future._complete(value)
 
-    def fail(self, exc: Exception) -> None:
-        self.future._fail(copied(exc))
-
-    def wait(self, timeout_s: float | None) -> Any:
-        """The value; blocks until it is there. [Note: kept errors]"""
-        if not self.future.done() and asyncio._get_running_loop() is not None:
-            raise BlockingInLoop("waiting for the value of a reference", "await rref")
-        try:
-            error = self.future.exception(timeout_s)
-        except DeadlineExceeded as exc:
-            # The same words as for a late call: its caller gets this error or that one, whichever comes first.
-            raise DeadlineExceeded(
-                "RPC ran for more than set timeout and will now be marked with an error: the value of "
-                f"{self.rref!r} was not there in time"
-            ) from exc
-        if error is not None:
-            raise copied(error)
-        return self.future.value()
-
-    def derived(self) -> Future[Any]:
-        """A future of the same outcome; cancelling it leaves the value alone."""
-        derived: Future[Any] = Future()
-        derived.is_quiet = True
-        self.future._when_done(lambda future: copy_outcome(future, derived))
-        return derived
-
-    def __repr__(self) -> str:
-        return f"<OwnerValue {self.rref!r}: {self.future!r}>"
+def derived_future(source: Future[Any]) -> Future[Any]:
+    """A future of the same outcome; cancelling it leaves `source` alone."""
+    derived = quiet_future()
+    source._when_done(lambda done: copy_outcome(done, derived))
+    return derived
 
 
 def copy_outcome(source: Future[Any], target: Future[Any]) -> None:
@@ -74,9 +62,7 @@ def copy_outcome(source: Future[Any], target: Future[Any]) -> None:
 
 
 def failed_future(error: Exception) -> Future[Any]:
-    """A future of an error that is reported elsewhere."""
-    future: Future[Any] = Future()
-    future.is_quiet = True
+    future = quiet_future()
     future._fail(error)
     return future
 
@@ -84,17 +70,17 @@ def failed_future(error: Exception) -> Future[Any]:
 class HandleState:
     """One fork or local handle. Guarded by the manager's lock, except that readers may look at single fields."""
 
-    __slots__ = ("_waiters", "confirmed", "deleted", "error", "id", "is_serial", "owner", "owner_name", "rref", "value")
+    __slots__ = ("_waiters", "confirmed", "deleted", "error", "id", "is_serial", "owned", "owner", "owner_name", "rref")
 
     def __init__(
-        self, rref: RRefId, id: UniqueId, owner: Incarnation, owner_name: str, value: OwnerValue | None
+        self, rref: RRefId, id: UniqueId, owner: Incarnation, owner_name: str, owned: Future[Any] | None
     ) -> None:
         self.rref = rref
         self.id = id
         self.owner = owner
         self.owner_name = owner_name
-        self.value = value  # None at users
-        self.confirmed = value is not None
+        self.owned = owned  # of the value; None at users
+        self.confirmed = owned is not None
         self.error: Exception | None = None
         self.deleted = False
         self.is_serial = False  # the methods of the value run one call at a time
@@ -123,7 +109,7 @@ class HandleState:
             raise copied(self.error)
 
     def __str__(self) -> str:
-        if self.value is not None:
+        if self.owned is not None:
             return f"OwnerRRef({self.rref})"
         return f"UserRRef(RRefId = {self.rref}, ForkId = {self.id})"
 

@@ -29,11 +29,11 @@ from rpcdist.rpc._rref.handles import (
     Dropped,
     Handle,
     HandleState,
-    OwnerValue,
     creation_error,
     describe,
     failed_future,
     owner_lost,
+    quiet_future,
     replaced,
 )
 from rpcdist.rpc._rref.messages import (
@@ -112,7 +112,7 @@ class RRefManager(Actions):
         self._deleted: dict[Incarnation, list[Message]] = {}  # by owner, the ends of forks in this decision
         self._to_myself: list[Message] = []  # they arrive when the decision is made
         self.states: dict[UniqueId, HandleState] = {}
-        self.values: dict[RRefId, OwnerValue] = {}
+        self.values: dict[RRefId, Future[Any]] = {}
         self.fetches: dict[tuple[ReferenceShare, Incarnation], list[WhenThere]] = {}
         self.losses: dict[Incarnation, WorkerLost] = {}
         # Processes of unknown workers that messages were sent to, by id, until one of them is found or lost.
@@ -125,8 +125,8 @@ class RRefManager(Actions):
     def own(self, value: object) -> Handle:
         """A local reference to a value, unknown to other workers until it is shared."""
         rref = self._new_id()
-        owned = OwnerValue(rref)
-        owned.set(value)
+        owned = quiet_future()
+        owned._complete(value)
         state = HandleState(rref, rref, self.me, self.my_name, owned)
         handle = Handle(state, self.dropped)  # before its state is in the table, which only its end takes out
         with self._lock:
@@ -167,7 +167,7 @@ class RRefManager(Actions):
 
     # ------------------------------------------------------------ remote() at the owner
 
-    def accept_creation(self, share: ReferenceShare, creator: int, incarnation: int | None = None) -> OwnerValue:
+    def accept_creation(self, share: ReferenceShare, creator: int, incarnation: int | None = None) -> None:
         """The call of a `remote()` arrived. Its outcome goes to `set_value` or `set_error`.
 
         Raises:
@@ -176,27 +176,27 @@ class RRefManager(Actions):
         if self._is_closed:
             raise RRefError(GONE)
         rref, fork = share
-        node, value = self._node(creator, incarnation), OwnerValue(rref)
+        node = self._node(creator, incarnation)
 
         def accept() -> Reason | None:
-            nonlocal value
-            value = self.values.setdefault(rref, value)
+            self.values.setdefault(rref, quiet_future())
             refused = self.protocol.creation_accepted(rref, fork, node)
             self._keep_if_known(rref)
             return refused
 
         if (refused := self._feed(accept)) is not None:
             raise self._error(refused, f"remote() of {rref}", self.me)
-        return value
 
-    def set_value(self, entry: OwnerValue, value: object) -> None:
+    def set_value(self, rref: RRefId, value: object) -> None:
         """Runs callbacks that wait for the value: not on the I/O loop."""
-        entry.set(value)
-        self._feed(partial(self.protocol.creation_finished, entry.rref))
+        if (owned := self.values.get(rref)) is not None:  # None after `close`
+            owned._complete(value)
+        self._feed(partial(self.protocol.creation_finished, rref))
 
-    def set_error(self, entry: OwnerValue, exc: Exception) -> None:
-        entry.fail(exc)
-        self._feed(partial(self.protocol.creation_finished, entry.rref))
+    def set_error(self, rref: RRefId, exc: Exception) -> None:
+        if (owned := self.values.get(rref)) is not None:
+            owned._fail(copied(exc))
+        self._feed(partial(self.protocol.creation_finished, rref))
 
     def value_there(self, share: ReferenceShare, requester: int, incarnation: int) -> Future[Any] | None:
         """The future with which `when_there` would call `then` at once, found with less work; None if it would not."""
@@ -204,7 +204,7 @@ class RRefManager(Actions):
         with self._lock:
             if self._is_closed or not self.protocol.owners.serves_at_once(*share, Incarnation(requester, incarnation)):
                 return None
-            future = self.values[share.rref].future
+            future = self.values[share.rref]
         return future if future.done() else None
 
     def when_there(
@@ -244,14 +244,14 @@ class RRefManager(Actions):
         receiver = self._node(to, incarnation)
 
         def count() -> None:
-            if state.value is not None:
-                self.values.setdefault(state.rref, state.value)
+            if state.owned is not None:
+                self.values.setdefault(state.rref, state.owned)
             else:
                 state.check(FORK_AFTER_DELETION)  # it may have failed meanwhile; the protocol has forgotten it then
             self.protocol.share(state.rref, state.id, child, receiver)
 
         self._feed(count)
-        return self._fork_pb(state, child, None if state.value is not None else state.id)
+        return self._fork_pb(state, child, None if state.owned is not None else state.id)
 
     def check_sharable(self, rref: Any) -> HandleState:
         """Raises `RRefError` if the reference cannot be shared."""
@@ -418,7 +418,7 @@ class RRefManager(Actions):
 
         def drop_all() -> None:
             for state in self.states.values():
-                state.deleted = state.value is None
+                state.deleted = state.owned is None
             self.protocol.drop_all()
 
         self._feed(drop_all)
@@ -442,7 +442,7 @@ class RRefManager(Actions):
         with self._lock:
             self._is_closed = True
             for state in self.states.values():
-                state.deleted = state.value is None
+                state.deleted = state.owned is None
             fetches = [then for waiting in self.fetches.values() for then in waiting]
             values = list(self.values.values())
             self.fetches.clear()
@@ -451,7 +451,7 @@ class RRefManager(Actions):
         for then in fetches:
             then(failed_future(gone))
         for value in values:
-            value.fail(gone)
+            value._fail(copied(gone))
 
     def check_leaks(self) -> None:
         """Raises `RRefError` naming the values of this worker that others still hold, when all are leaving; blocks.
@@ -480,8 +480,8 @@ class RRefManager(Actions):
 
         def value_of(rref: RRefId) -> str:
             owned = values.get(rref)
-            is_there = owned is not None and owned.future.done() and owned.future._error is None
-            return type(owned.future._result).__qualname__ if owned is not None and is_there else ""
+            is_there = owned is not None and owned.done() and owned._error is None
+            return type(owned._result).__qualname__ if owned is not None and is_there else ""
 
         return reference_facts(protocol, self._name, value_of, now, most), left_out
 
@@ -496,14 +496,14 @@ class RRefManager(Actions):
         self, decide: Callable[[], object], rref: RRefId, id: UniqueId, owner: Incarnation, owner_name: str
     ) -> Handle:
         """`_feed` for what makes a handle. Handle and value are in the tables before the protocol speaks of them."""
-        state = HandleState(rref, id, owner, owner_name, OwnerValue(rref) if owner == self.me else None)
+        state = HandleState(rref, id, owner, owner_name, quiet_future() if owner == self.me else None)
 
         def prepare_and_decide() -> None:
             self.states[id] = state
-            if state.value is not None:
-                state.value = self.values.setdefault(rref, state.value)
+            if state.owned is not None:
+                state.owned = self.values.setdefault(rref, state.owned)
             decide()
-            if state.value is not None:
+            if state.owned is not None:
                 self._keep_if_known(rref)
 
         handle = Handle(state, self.dropped)
@@ -571,7 +571,7 @@ class RRefManager(Actions):
 
     def answer_fetch(self, rref: RRefId, fork: ForkId, sender: Incarnation, refused: Reason | None = None) -> None:
         if refused is None:
-            future = self.values[rref].future
+            future = self.values[rref]
         else:
             future = failed_future(self._error(refused, str(rref), self.me))
         for then in self.fetches.pop((ReferenceShare(rref, fork), sender), ()):
@@ -580,7 +580,7 @@ class RRefManager(Actions):
     def fail_value(self, rref: RRefId, reason: Reason) -> None:
         value = self.values.get(rref)
         if value is not None:
-            self._effects.append(partial(value.fail, self._error(reason, str(rref), self.me)))
+            self._effects.append(partial(value._fail, self._error(reason, str(rref), self.me)))
 
     def release_value(self, rref: RRefId) -> None:
         held: list[object] = [self.values.pop(rref, None)]  # dies after the lock: user code may run

@@ -20,8 +20,7 @@ from rpcdist.rpc._inspection.call_records import CallRecorder, EndedCalls
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.network import AnySession
-from rpcdist.rpc._rref.handles import OwnerValue
-from rpcdist.rpc._rref.messages import ReferenceShare, UniqueId
+from rpcdist.rpc._rref.messages import ReferenceShare, RRefId, UniqueId
 from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, ValueAtOwner
 from rpcdist.rpc._serving.producers import AsyncProducer, SyncProducer
 from rpcdist.rpc._values.exceptions import copied
@@ -57,7 +56,7 @@ class ActiveCall:
         handle: of the user loop, while a coroutine runs; of an actor, while the call waits for its turn or runs there.
         producer: of the stream that is its result.
         result: for `remote()`: the share that its caller has of the result.
-        entry: for `remote()`: where the result is kept.
+        entry: for `remote()`: the reference under which the result is kept.
         autograd: the caller's context, in which the function runs.
         value: the share of the reference whose method is called, or whose value is fetched.
         wants_value: for `remote()`: its caller waits for the result, too.
@@ -125,7 +124,7 @@ class ActiveCall:
         self.cancelled_at = NEVER.at
         self.handle: UserCall | Turn | None = None
         self.producer: SyncProducer | AsyncProducer | None = None
-        self.entry: OwnerValue | None = None
+        self.entry: RRefId | None = None
         self.autograd: CallContext | None = None
         self.target: Future[Any] | None = None
         self.is_answered = False

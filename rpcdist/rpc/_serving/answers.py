@@ -15,7 +15,6 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._marshal.marshal import Marshal, Share
 from rpcdist.rpc._peers.network import AnySession, Lifetime
-from rpcdist.rpc._rref.handles import OwnerValue
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._rref.messages import RRefId
 from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS
@@ -108,10 +107,10 @@ class Answers:
             answer()
         return None
 
-    def _keep(self, active: ActiveCall, entry: OwnerValue, result: object, is_last: bool) -> DeferredReply | None:
+    def _keep(self, active: ActiveCall, entry: RRefId, result: object, is_last: bool) -> DeferredReply | None:
         """Keeps the result of a `remote()`. Those of its worker's fetches that waited for it are answered with it."""
         if active.is_serial:
-            self._on_born(entry.rref, result)
+            self._on_born(entry, result)
         if not is_last:
             self._rrefs.set_value(entry, result)
             self._answer(active, *self._created(active, result))

@@ -186,7 +186,8 @@ class Dispatcher:
             return
         if active.result is not None:
             try:
-                active.entry = self._rrefs.accept_creation(active.result, session.peer.id, session.peer.incarnation)
+                self._rrefs.accept_creation(active.result, session.peer.id, session.peer.incarnation)
+                active.entry = active.result.rref
             except RpcdistError as exc:
                 self._answers.fail(active, exc)
                 return
