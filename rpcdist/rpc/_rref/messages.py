@@ -132,7 +132,7 @@ class Message:
 
 
 class Actions(ABC):
-    """What the protocol has its shell do, in the middle of a decision: the shell must not call the protocol then."""
+    """The shell, as the protocol sees it: called in the middle of a decision, when it must not call the protocol."""
 
     @abstractmethod
     def send(self, to: Incarnation, message: Message) -> None:
