@@ -70,7 +70,7 @@ class CallMessage:
         counts_as_idle: whether it waits for other workers: a callee that shuts down does not wait for it.
         traceparent: the W3C header of the caller's span; empty for none.
         device_map: takes the place of the caller's map for this worker, for the arguments and the answer.
-        num_other_bytes: of a protobuf message that arrived: what else is in it, which is in memory as long as `value`.
+        num_arrived_bytes: of the protobuf message in which it came, all of which is in memory as long as `value`.
     """
 
     wrapped: ClassVar[bool] = False
@@ -96,7 +96,7 @@ class CallMessage:
     counts_as_idle: bool = False
     traceparent: str = ""
     device_map: rpc_pb2.DeviceMap | None = None
-    num_other_bytes: int = 0
+    num_arrived_bytes: int = 0
 
     def __repr__(self) -> str:
         return f"<CallMessage {self.id} of {self.function!r}, {self.size_bytes} B>"
@@ -116,7 +116,7 @@ class CallMessage:
     @property
     def size_bytes(self) -> int:
         """The size of its arguments, and of what arrived with them, without large buffers."""
-        return self.num_other_bytes + (len(self.body) if self.value is None else self.value.ByteSize())
+        return self.num_arrived_bytes or (len(self.body) if self.value is None else self.value.ByteSize())
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -66,7 +66,9 @@ def inject(cluster: InProcessCluster, messages: list[rpc_pb2.Message]) -> None:
         handed = threading.Event()
 
         def arrive() -> None:
-            agent._connections.on_messages(session, [(from_protobuf(message), []) for message in messages])
+            agent._connections.on_messages(
+                session, [(from_protobuf(message, message.ByteSize()), []) for message in messages]
+            )
             handed.set()
 
         agent.caller._io.call_soon(arrive)

@@ -106,7 +106,7 @@ def test_what_is_not_compact_comes_back_as_the_same_object(message: CallMessage 
     assert type(found) is type(message)
     if isinstance(found, CallMessage):
         assert len(frame(message)) - len(frame(rpc_pb2.Message())) <= found.size_bytes < len(frame(message))
-        found.num_other_bytes = 0
+        found.num_arrived_bytes = 0
     assert fields(found) == fields(message)
 
 

@@ -197,11 +197,7 @@ class Marshal:
                 self._rrefs.share_failed(share)
 
     def send(
-        self,
-        session: AnySession,
-        message: WireMessage,
-        large: Sequence[LargeBuffer],
-        forks: Sequence[Share],
+        self, session: AnySession, message: WireMessage, large: Sequence[LargeBuffer], forks: Sequence[Share]
     ) -> None:
         """Sends a message with an encoded value on a session; a session that has ended gives the shares back."""
         if self.gpu_news:
@@ -211,11 +207,7 @@ class Marshal:
             self.give_back(forks)
 
     def check_room(
-        self,
-        session: AnySession,
-        size_bytes: int,
-        large: Sequence[LargeBuffer],
-        forks: Sequence[Share],
+        self, session: AnySession, size_bytes: int, large: Sequence[LargeBuffer], forks: Sequence[Share]
     ) -> None:
         """Checks that the account of the peer has room for an answer, which it may not read soon.
 

@@ -243,6 +243,8 @@ class PlainWriter:
         if self._written_before(item):
             return
         count = len(item)
+        if 2 * count > self._left:  # else `_items` says so, after a list of all parts was made
+            raise NotPlain
         self.cost_bytes += _DICT_BYTES + _FIRST_ENTRY_BYTES + _ENTRY_BYTES * count if count else _DICT_BYTES
         if count < 16:
             self.body.append(_DICT0 + count)
@@ -275,7 +277,8 @@ class PlainWriter:
     def _tensor_list(self, items: list[Any]) -> bool:
         """Writes a long list of nothing but tensors as one part; whether it was one."""
         count = len(items)
-        if count < RUNS_FROM or not self.may_list_tensors or set(map(type, items)) != {torch.Tensor}:
+        may_be_one = count >= RUNS_FROM and self.may_list_tensors and type(items[0]) is torch.Tensor
+        if not may_be_one or set(map(type, items)) != {torch.Tensor}:
             return False
         self._num_listed += count
         if self._num_listed > MAX_LISTED or any([hasattr(item, "_is_buffer") for item in items]):

@@ -8,8 +8,9 @@ from rpcdist.transport.wire_messages import CallMessage, Loan, NamedReference, R
 
 def in_protobuf(message: CallMessage | ReplyMessage) -> rpc_pb2.Message:
     """The protobuf message that says the same."""
-    found = rpc_pb2.Message(transfer=message.transfer)
+    found = rpc_pb2.Message()
     if message.large:
+        found.transfer = message.transfer
         set_large(found, message.large, message.loans)
     if isinstance(message, CallMessage):
         _fill_call(found.call, message)
@@ -18,14 +19,14 @@ def in_protobuf(message: CallMessage | ReplyMessage) -> rpc_pb2.Message:
     return found
 
 
-def from_protobuf(message: rpc_pb2.Message) -> WireMessage:
-    """The call or the reply in a message that arrived; the message itself if it has neither."""
+def from_protobuf(message: rpc_pb2.Message, num_bytes: int) -> WireMessage:
+    """The call or the reply in a message that arrived as so many bytes; the message itself if it has neither."""
     found: CallMessage | ReplyMessage
     if message.wrapped:
         return message
     if message.HasField("call"):
         found = _call(message.call)
-        found.num_other_bytes = message.ByteSize() - found.size_bytes
+        found.num_arrived_bytes = num_bytes
     elif message.HasField("reply"):
         found = _reply(message.reply)
     else:

@@ -275,7 +275,7 @@ def parse(data: bytes | bytearray, names: list[str]) -> list[WireMessage | Chunk
                 part.body = bytes(data[body:at])
                 found.append(part)
             elif kind == _MESSAGE:
-                found.append(from_protobuf(parsed(rpc_pb2.Message, bytes(memoryview(data)[body:at]))))
+                found.append(from_protobuf(parsed(rpc_pb2.Message, bytes(memoryview(data)[body:at])), size))
             elif kind == _CHUNK:
                 found.append(Chunk(id, number, extra, memoryview(data)[body:at]))
             elif kind == _RETURNED:

@@ -446,4 +446,4 @@ class Incoming:
             raise ProtocolViolation("a wrapped message cannot be parsed") from exc
         finally:
             self._announced.subtract(parsed_bytes)
-        return self._announce(from_protobuf(inner), transfer.ordinal)
+        return self._announce(from_protobuf(inner, len(data)), transfer.ordinal)
