@@ -100,10 +100,7 @@ _system = SystemRandom()
 
 
 def backoff(
-    first_s: float,
-    longest_s: float,
-    deadline: Deadline = NEVER,
-    random: Callable[[], float] = _system.random,
+    first_s: float, longest_s: float, deadline: Deadline = NEVER, random: Callable[[], float] = _system.random
 ) -> Iterator[float]:
     """Yields pauses in seconds without end, each of a random length.
 

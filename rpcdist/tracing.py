@@ -327,10 +327,7 @@ class _Recording:
             self.spans.append((lane, name[:MAX_FUNCTION_CHARS], begin_s, end_s))
 
     def _pass_spans(
-        self,
-        id: int,
-        spans: Iterable[tuple[str, int, float, float]],
-        hops: Iterable[Sequence[Any]],
+        self, id: int, spans: Iterable[tuple[str, int, float, float]], hops: Iterable[Sequence[Any]]
     ) -> None:
         shift = time.monotonic() - time.time()
         self.spans.extend([("backward", kind, start_s + shift, end_s + shift) for kind, _, start_s, end_s in spans])

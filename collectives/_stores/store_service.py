@@ -14,6 +14,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from google.protobuf.message import DecodeError, Message
@@ -129,7 +130,8 @@ def _plain(value: Any) -> Any:
 
 CLOSED: Final = "the store was closed by the process that serves it"
 
-Method = Callable[[Identity, Any], Awaitable[Message | bytes]]
+Undo = Callable[[], None]
+Method = Callable[[Identity, Any], Awaitable[tuple[Message | bytes, Undo]]]
 
 
 class StoreService:
@@ -143,31 +145,37 @@ class StoreService:
         """The handlers by method name, as `Node.add_service` takes them."""
         return {"Execute": self.execute, "ExecuteLarge": self.execute_large}
 
-    async def execute(self, peer: Identity, request: store_pb2.StoreRequest) -> store_pb2.StoreReply:
-        """Carries out one operation. Cancelling it removes its waiter, and a popped value goes back to its queue."""
+    async def execute(self, peer: Identity, request: store_pb2.StoreRequest) -> tuple[store_pb2.StoreReply, Undo]:
+        """Carries out one operation. Cancelling it removes its waiter, and a popped value goes back to its queue.
+
+        Returns:
+            The reply, and what puts a popped value back if its caller does not get it.
+        """
         return await self._execute(request, LARGEST_UNCUT_BYTES, store_pb2.StoreReply(too_large=True))
 
-    async def execute_large(self, peer: Identity, request: bytes) -> bytes:
+    async def execute_large(self, peer: Identity, request: bytes) -> tuple[bytes, Undo]:
         """The same, with request and reply as bytes that travel in pieces."""
         try:
             parsed = store_pb2.StoreRequest.FromString(request)
         except DecodeError as exc:
             raise DistStoreError("the request is none of a store") from exc
-        return (await self._execute(parsed, LARGEST_BYTES, None)).SerializeToString()
+        reply, undo = await self._execute(parsed, LARGEST_BYTES, None)
+        return reply.SerializeToString(), undo
 
     async def _execute(
         self, request: store_pb2.StoreRequest, limit_bytes: int, instead: store_pb2.StoreReply | None
-    ) -> store_pb2.StoreReply:
-        """The reply; if it is larger than the limit, nothing has happened, and the reply is another one, or says so."""
+    ) -> tuple[store_pb2.StoreReply, Undo]:
+        """The reply, and what undoes it. Beyond the limit nothing has happened; the reply is another, or says so."""
         try:
             operation = operation_of(request)
             result = await self.table.execute_on_loop(operation, request.timeout_ms / 1000)
             reply = reply_with(operation, result)
+            undo = partial(self.table.give_back, operation, result)
             if (size_bytes := reply.ByteSize()) <= limit_bytes:
-                return reply
-            self.table.give_back(operation, result)
+                return reply, undo
+            undo()
             if instead is not None:
-                return instead
+                return instead, lambda: None
             raise DistStoreError(
                 f"the answer to {operation.method}() has {size_bytes} bytes, more than a store sends at once, "
                 f"{limit_bytes} bytes ({limit_bytes >> 20} MiB). Ask for fewer keys at once."
@@ -175,7 +183,7 @@ class StoreService:
         except DistStoreError as exc:
             if self.table.closed:
                 raise
-            return store_pb2.StoreReply(problem=str(exc))
+            return store_pb2.StoreReply(problem=str(exc)), lambda: None
         finally:
             self._replied_at = asyncio.get_running_loop().time()
 

@@ -132,11 +132,7 @@ class Join:
     """
 
     def __init__(
-        self,
-        joinables: list[Joinable],
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-        **kwargs: object,
+        self, joinables: list[Joinable], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: object
     ) -> None:
         if not joinables:
             raise ConfigError("The join context manager requires at least one joinable")

@@ -61,11 +61,7 @@ class DiLoCoOptimizer(Optimizer):
     """
 
     def __init__(
-        self,
-        optim: Optimizer,
-        period: int,
-        outer: MakeOptimizer = nesterov,
-        process_group: ProcessGroup | None = None,
+        self, optim: Optimizer, period: int, outer: MakeOptimizer = nesterov, process_group: ProcessGroup | None = None
     ) -> None:
         if period < 1:
             raise ConfigError(f"period is the number of steps between two exchanges, at least 1, not {period}")

@@ -64,13 +64,7 @@ def node_options(options: RpcOptions) -> NodeOptions:
 
 
 def start_agent(
-    *,
-    store: Store,
-    name: str,
-    rank: int,
-    world_size: int | None,
-    options: RpcOptions,
-    network: Network | None = None,
+    *, store: Store, name: str, rank: int, world_size: int | None, options: RpcOptions, network: Network | None = None
 ) -> Agent:
     """Joins the job and returns the running agent; blocks until the world is complete.
 

@@ -53,7 +53,8 @@ OPERATIONS: list[tuple[StoreOperation[object], object]] = [
 
 
 async def execute(service: StoreService, operation: StoreOperation[object], timeout_s: float = LONG_S) -> object:
-    return result_of(await service.execute(PEER, request_for(operation, timeout_s)))
+    reply, _ = await service.execute(PEER, request_for(operation, timeout_s))
+    return result_of(reply)
 
 
 def started(
@@ -163,7 +164,7 @@ async def test_a_value_popped_for_a_cancelled_call_goes_to_the_next() -> None:
 async def test_add_reports_what_is_not_a_number() -> None:
     service = StoreService()
     await execute(service, Set(("k",), (b"text",)))
-    reply = await service.execute(PEER, request_for(Add("k", 1), 0))
+    reply, _ = await service.execute(PEER, request_for(Add("k", 1), 0))
     assert "is not a number" in reply.problem
     with pytest.raises(DistStoreError, match="is not a number"):
         result_of(reply)

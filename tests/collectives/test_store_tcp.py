@@ -18,13 +18,17 @@ import pytest
 from forked_program import ForkedProgram
 from full_sets import FULL_ONLY
 
+from rpcdist._proto import store_pb2
 from rpcdist.collectives import DistNetworkError, DistStoreError, PrefixStore, StoreTimeout, TCPStore
 from rpcdist.collectives._stores import tcp_store
-from rpcdist.collectives._stores.store_service import TABLE_SERVER, StoreService
+from rpcdist.collectives._stores.store_operations import QueuePop
+from rpcdist.collectives._stores.store_service import TABLE_SERVER, StoreService, request_for
 from rpcdist.errors import AuthenticationFailed, BlockingInLoop, ConfigError, ConnectFailed
 from rpcdist.ids import Identity
 from rpcdist.testing import Program, WorkerPool, eventually, free_port, wait_until_asleep
 from rpcdist.transport import acquire_node
+from rpcdist.transport._server import unary_services
+from rpcdist.transport.keys import cut
 
 HOST = "127.0.0.1"
 LIMIT_S = 20.0
@@ -288,6 +292,42 @@ def test_many_waits_at_once() -> None:
             master.multi_set([f"k{number}" for number in range(20)], [str(number) for number in range(20)])
             assert [int(call.result(LIMIT_S)) for call in calls] == list(range(20))
         assert num_waiters() == 0
+
+
+@pytest.mark.parametrize("size_bytes", [100_000, 3 << 20], ids=["whole", "in pieces"])
+def test_a_popped_value_that_its_caller_may_not_have_now_stays_the_first(
+    size_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller with 192 MiB of unread replies lost it."""
+    with TCPStore(HOST, 0, None, True) as master, TCPStore(HOST, master.port) as client:
+        values = [bytes(size_bytes), b"second"]
+        for value in values:
+            master.queue_push("q", value)
+        with monkeypatch.context() as patched:
+            patched.setattr(unary_services, "MAX_BYTES_UNDER_WAY", 40 << 10)
+            with pytest.raises(DistNetworkError, match="are the most"):
+                client.queue_pop("q")
+            assert client.queue_len("q") == 2 and client.add("n", 1) == 1  # there is room for small replies
+        assert [client.queue_pop("q"), client.queue_pop("q")] == values
+
+
+def test_a_popped_value_of_which_its_caller_reads_a_part_stays_in_its_queue() -> None:
+    with TCPStore(HOST, 0, None, True) as master, TCPStore(HOST, master.port) as client:
+        master.queue_push("q", bytes(64 << 20))
+        serving: Any = master._access
+        asking: Any = client._access
+
+        async def read_a_part() -> None:
+            link = await asking._connected(LIMIT_S)
+            path = "/rpcdist.Store/ExecuteLarge"
+            request: Any = cut(request_for(QueuePop("q"), LIMIT_S).SerializeToString(), store_pb2.Piece)
+            with link._calling(path) as metadata:
+                call: Any = link._for_unary().stream_stream(path)(request, metadata=metadata)
+                assert len(await call.read()) > 1000 and serving.service.table._table.contents.queues == {}
+                call.cancel()
+
+        asking._node.run(read_a_part(), LIMIT_S)
+        eventually(lambda: master.queue_len("q") == 1)
 
 
 # ---------------------------------------------------------------- several processes

@@ -57,10 +57,7 @@ _CPU: Final = torch.device("cpu")
 
 
 def rebuild_tensors(
-    value: value_pb2.Value,
-    buffers: Sequence[Received],
-    host_only: bool = False,
-    gpus: GpuArrivals | None = None,
+    value: value_pb2.Value, buffers: Sequence[Received], host_only: bool = False, gpus: GpuArrivals | None = None
 ) -> list[torch.Tensor]:
     """The tensors of `value` over `buffers` (see `received_buffers`), in their order.
 

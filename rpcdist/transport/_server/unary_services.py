@@ -28,14 +28,16 @@ from rpcdist.transport.keys import PACKAGE, ProvenSessions, cut, joined
 logger = logging.getLogger(__name__)
 
 CALL_BYTES: Final = 16 << 10
-"""The memory of a call that waits, without its request."""
+"""The memory of a call that waits, without its request; and of its reply, so that a small one always has room."""
 MAX_BYTES_UNDER_WAY: Final = 192 << 20
 """Of one caller, with replies that it has not read; more than the largest message that travels in pieces."""
 
+Undo = Callable[[], object]
 Method = Callable[[Identity, Any], Awaitable[Any]]
 """A service method: takes the proven caller and the request, returns the reply. Runs on the I/O loop.
 
-Both are messages, or bytes if they travel in pieces.
+Both are messages, or bytes if they travel in pieces. With the reply it may return, in a tuple, a function that undoes
+what it has done: for a reply of more than some KiB that has no room, or that its caller has not got.
 """
 
 
@@ -93,13 +95,22 @@ class UnaryServices(grpc.GenericRpcHandler):
         return _refuse_unread(path) if peer is None else self._answer(path, peer, *found)
 
     def _answer(self, path: str, peer: Identity, request_type: type[Message], method: Method, in_pieces: bool) -> Any:
-        async def reply_to(request: Any, num_bytes: int, context: Any) -> bytes:
+        async def reply_to(request: Any, num_bytes: int, context: Any) -> tuple[bytes, Undo | None]:
+            undo: Undo | None = None
             try:
                 self._count(peer, CALL_BYTES + num_bytes, context)
                 reply = await method(peer, request)
+                if isinstance(reply, tuple):
+                    reply, undo = reply
                 data: bytes = reply if in_pieces else reply.SerializeToString()
-                self._count(peer, len(data) if in_pieces else 2 * len(data), context)  # gRPC copies a whole message
-                return data
+                num_bytes = len(data) if in_pieces else 2 * len(data)  # gRPC copies a whole message
+                if num_bytes > CALL_BYTES:
+                    self._count(peer, num_bytes - CALL_BYTES, context)
+                return data, undo
+            except Overloaded as exc:
+                if undo is not None:
+                    undo()
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(exc))
             except RpcdistError as exc:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(exc))
             except Exception as exc:
@@ -114,7 +125,7 @@ class UnaryServices(grpc.GenericRpcHandler):
             except (DecodeError, ProtocolViolation) as exc:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request of {path} cannot be parsed: {exc}")
             with self._running():
-                return await reply_to(request, len(data), context)
+                return (await reply_to(request, len(data), context))[0]
 
         async def handle_pieces(pieces: AsyncIterable[bytes], context: Any) -> None:
             self._on_call(context.peer())
@@ -123,8 +134,14 @@ class UnaryServices(grpc.GenericRpcHandler):
                     request = await joined(self._counting(pieces, peer, context), request_type)
                 except (DecodeError, ProtocolViolation, Overloaded) as exc:
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request of {path}: {exc}")
-                for piece in cut(await reply_to(request, 0, context), request_type):
-                    await context.write(piece)
+                reply, undo = await reply_to(request, 0, context)
+                try:
+                    for piece in cut(reply, request_type):
+                        await context.write(piece)
+                except BaseException:
+                    if undo is not None:
+                        undo()
+                    raise
 
         if in_pieces:
             return grpc.stream_stream_rpc_method_handler(handle_pieces)
