@@ -14,12 +14,14 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from rpcdist import autograd, checkpoint, collectives, rpc
 from rpcdist.errors import CheckpointError
+from rpcdist.rpc._inspection import flight_log
 from rpcdist.testing.limits import LIMIT_S, UNIT_S
 
 RING_LIMIT_S = 30 * UNIT_S
@@ -33,6 +35,15 @@ kept: list[Any] = []
 def release() -> None:
     """Lets everything go on that hangs in this process."""
     released.set()
+
+
+def refuse_threads(flag: bool) -> None:
+    """Whether the flight recorder of this process is refused threads of its own, as where a limit is reached."""
+    flight_log.threading = SimpleNamespace(Thread=_no_thread) if flag else threading  # type: ignore[attr-defined]
+
+
+def _no_thread(*_: Any, **__: Any) -> threading.Thread:
+    raise RuntimeError("can't start new thread")
 
 
 def renew() -> None:

@@ -42,11 +42,13 @@ def written_by(folder: Path, *names: str) -> bool:
 def test_a_killed_worker(world: RpcWorld, flight_folder: Path) -> None:
     world["w0"].run(hangs.call_along, ["w2"], "release")
     world["w2"].run(hangs.renew)
+    world["w1"].run(hangs.refuse_threads, True)  # as at the end of the interpreter: it writes all the same
     caller = world["w0"].begin(hangs.call_along, ["w1", "w2"], "wait_released")
     eventually(lambda: world["w2"].run(hangs.num_served) > 0, "the call has come")
     world["w2"].kill()
     caller.error()
     eventually(lambda: written_by(flight_folder, "w0", "w1"), "the survivors have written")
+    world["w1"].run(hangs.refuse_threads, False)
     text = report_text(flight_folder)
     assert "no file of w2" in text
     assert "w2 wrote nothing: the process was killed (SIGKILL), crashed" in text

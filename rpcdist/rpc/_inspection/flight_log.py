@@ -168,8 +168,8 @@ class FlightLog:
     def _write_later(self, facts: WorkerFacts) -> None:
         try:
             threading.Thread(target=self._write, args=(facts,), name="rpcdist-flight-log", daemon=True).start()
-        except RuntimeError as exc:  # the system's limit of threads, or the end of the interpreter
-            logger.warning("the flight recorder could not write: %s", exc)
+        except RuntimeError:  # the system's limit of threads, or the end of the interpreter
+            self._write(facts)
 
     def _write(self, facts: WorkerFacts) -> None:
         offset_ns = time.time_ns() - time.monotonic_ns()
