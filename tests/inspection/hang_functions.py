@@ -39,7 +39,7 @@ def release() -> None:
 
 def refuse_threads(flag: bool) -> None:
     """Whether the flight recorder of this process is refused threads of its own, as where a limit is reached."""
-    flight_log.threading = SimpleNamespace(Thread=_no_thread) if flag else threading  # type: ignore[attr-defined]
+    flight_log.threading = SimpleNamespace(Thread=_no_thread) if flag else threading  # type: ignore[assignment, attr-defined]
 
 
 def _no_thread(*_: Any, **__: Any) -> threading.Thread:
