@@ -84,6 +84,7 @@ class Digests:
         self._compared: set[tuple[str, int]] = set()
         self._files: FileDigests | None = None
         self._algorithm = ""
+        self._check_kind(DIGESTS_NAME)
         try:
             body, _, end = (self._folder / DIGESTS_NAME).read_bytes().partition(b"\n")
         except FileNotFoundError:
@@ -108,6 +109,7 @@ class Digests:
         Raises:
             CheckpointError: the file is damaged, cut short, or missing.
         """
+        self._check_kind(name)
         if self._files is None:
             return
         if name not in self._files:
@@ -127,6 +129,12 @@ class Digests:
             raise CheckpointError(
                 f"the file {path} of a checkpoint cannot be read: {own_shortage(exc) or exc.strerror or exc}"
             ) from exc
+
+    def _check_kind(self, name: str) -> None:
+        """Refuses what is no file of this folder: a pipe would be waited for, and a device has no end."""
+        path = self._folder / name
+        if Path(name).name != name or (path.exists() and not path.is_file()):
+            raise self._damaged(name)
 
     def _damaged(self, name: str, at: int | None = None) -> CheckpointError:
         where = "" if at is None else f" between bytes {at} and {at + CHUNK_BYTES}"
@@ -228,9 +236,9 @@ class StoredEntries:
         self._reader = FileSystemReader(folder)
         if not (Path(folder) / INDEX_NAME).is_file():
             raise ConfigError(f"there is no checkpoint at {folder}: checkpoint.save() writes one")
-        self._digests = Digests(folder)
-        self._digests.compare(INDEX_NAME)  # before it is unpickled
         with self._explained():
+            self._digests = Digests(folder)
+            self._digests.compare(INDEX_NAME)  # before it is unpickled
             self._metadata: Metadata = self._reader.read_metadata()
 
     def restore(self, key: str, value: object) -> object:
@@ -272,14 +280,14 @@ class StoredEntries:
         """Fills in tensors in place, and replaces the other objects. Raises `CheckpointError` if files are damaged."""
         for key, entry in entries.items():
             self._check(key, entry)
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(entries, self._metadata, is_coordinator=False)
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
-        plan = self._reader.prepare_local_plan(planner.create_local_plan())
-        for item in plan.items:
-            stored = self._metadata.storage_data[item.storage_index]
-            self._digests.compare(stored.relative_path, stored.offset, stored.length)
         with self._explained():
+            planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            planner.set_up_planner(entries, self._metadata, is_coordinator=False)
+            self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
+            plan = self._reader.prepare_local_plan(planner.create_local_plan())
+            for item in plan.items:
+                stored = self._metadata.storage_data[item.storage_index]
+                self._digests.compare(stored.relative_path, stored.offset, stored.length)
             self._reader.read_data(planner.finish_plan(plan), planner).wait()
 
     @contextmanager

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +121,82 @@ def test_a_digest_that_there_is_not(tmp_path: Path) -> None:
     folder = tmp_path / "empty"
     folder.mkdir()
     Digests(str(folder)).compare("anything")  # without digests nothing is compared
+
+
+def rewritten(folder: Path, change: Callable[[Any], object], has_digests: bool) -> None:
+    """The index as somebody has changed it who can write the folder."""
+    index = pickle.loads((folder / INDEX_NAME).read_bytes())
+    changed = change(index)
+    (folder / INDEX_NAME).write_bytes(pickle.dumps(index if changed is None else changed))
+    (folder / DIGESTS_NAME).unlink()
+    if has_digests:
+        write_digests(folder, digests_of(folder, [file.name for file in folder.iterdir()], "xxh3"), "xxh3")
+
+
+def stored_elsewhere(**where: Any) -> Callable[[Any], object]:
+    def change(index: Any) -> None:
+        for key, stored in index.storage_data.items():
+            index.storage_data[key] = replace(stored, **where)
+
+    return change
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "before the file": stored_elsewhere(offset=-5),
+    "behind the file": stored_elsewhere(offset=1 << 62),
+    "less than nothing": stored_elsewhere(length=-5),
+    "a fraction": stored_elsewhere(offset=1.5),
+    "another folder": stored_elsewhere(relative_path="../other.distcp"),
+    "a file without end": stored_elsewhere(relative_path="/dev/zero"),
+    "no name": stored_elsewhere(relative_path=5),
+    "nowhere": lambda index: index.storage_data.clear(),
+    "no index": lambda index: [1],
+}
+
+
+@pytest.mark.parametrize("has_digests", [False, True])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_an_index_that_says_what_cannot_be_is_named(
+    tmp_path: Path, change: Callable[[Any], object], has_digests: bool
+) -> None:
+    folder = saved(tmp_path / "checkpoint")
+    [data] = folder.glob("*.distcp")
+    (tmp_path / "other.distcp").write_bytes(data.read_bytes())
+    rewritten(folder, change, has_digests)
+    with pytest.raises(CheckpointError, match=r"damaged|cannot be read"):
+        loaded(tmp_path / "checkpoint")
+
+
+def no_file(path: Path, kind: str) -> None:
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("has_digests", [False, True])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_what_is_no_file_is_not_read(tmp_path: Path, kind: str, has_digests: bool) -> None:
+    """A pipe was waited for without end, and a device filled the memory."""
+    for pattern in ("*.distcp", DIGESTS_NAME):
+        folder = saved(tmp_path / "checkpoint")
+        if not has_digests:
+            (folder / DIGESTS_NAME).unlink()
+            pattern = "*.distcp"
+        [path] = folder.glob(pattern)
+        no_file(path, kind)
+        with pytest.raises(CheckpointError, match=r"damaged|cannot be read"):
+            loaded(tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("digests", [7, [], ["x", "0"], ["9" * 5000, "0"], ["50"]])
+def test_digests_that_are_none_are_named(tmp_path: Path, digests: object) -> None:
+    folder = saved(tmp_path / "checkpoint")
+    names = [file.name for file in folder.iterdir() if file.name != DIGESTS_NAME]
+    forged: Any = dict.fromkeys(names, digests)
+    write_digests(folder, forged, "xxh3")
+    with pytest.raises(CheckpointError, match=r"damaged|cannot be read"):
+        loaded(tmp_path / "checkpoint")
