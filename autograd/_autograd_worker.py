@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from rpcdist._proto import autograd_pb2
+from rpcdist._proto import autograd_pb2, rpc_pb2
 from rpcdist.autograd._backward_pass import BackwardPass, PassOptions
 from rpcdist.autograd._context import MAX_PUT_OFF, Context, ContextTable, Releases, make_id, worker_of
 from rpcdist.autograd._general_part import make_part
@@ -346,7 +346,7 @@ class AutogradWorker:
         elif backward in context.ended_passes:
             answer = PassMessage()
             answer.begins = True
-            self.host.send_if_possible(sender, answer.encode(context.id, backward)[0])
+            self.host.send_if_alive(sender, answer.encode(context.id, backward)[0])
 
     def on_message(
         self, sender: Identity, message: autograd_pb2.AutogradMessage, buffers: Sequence[ReceiveBuffer]
@@ -382,7 +382,7 @@ class AutogradWorker:
     def _refuse(self, sender: int, context: int, backward: int, error: BaseException) -> None:
         answer = autograd_pb2.AutogradMessage(context=context, backward=backward)
         encode_error(error, self.id, self.host.identity.name, answer.aborted)
-        self.host.send_if_possible(sender, answer)
+        self.host.send_if_alive(sender, rpc_pb2.Message(autograd=answer))
 
 
 def _released(context: Context) -> AutogradError:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.autograd.graph import GradientEdge
 
-from rpcdist._proto import autograd_pb2
+from rpcdist._proto import autograd_pb2, rpc_pb2
 from rpcdist.autograd._context import Context, SpanKind, worker_of
 from rpcdist.autograd._pass_message import PassMessage, encode_error
 from rpcdist.autograd._step_part import StepPart, do_work
@@ -531,7 +531,7 @@ class BackwardPass:
         message = autograd_pb2.AutogradMessage(context=self.context.id, backward=self.id)
         encode_error(error, self.me, self.name_of(self.me), message.aborted, text)
         for worker in (self._involved | {worker_of(self.id)}) - {self.me}:
-            self._host.send_if_possible(worker, message)
+            self._host.send_if_alive(worker, rpc_pb2.Message(autograd=message))
 
     def _end(self, error: BaseException | None) -> bool:
         with self.lock:

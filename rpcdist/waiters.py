@@ -1,4 +1,5 @@
-"""Waits of tasks: for a function that blocks, on a thread; their ends, from other threads; a notice for long waits."""
+"""Waits of tasks: for a function that blocks, on a thread; their ends, from other threads; a notice for long waits.
+Waits of threads for a state that changes often."""
 
 from __future__ import annotations
 
@@ -68,6 +69,28 @@ def wake_threadsafe(waiter: asyncio.Future[None]) -> None:
         waiter.get_loop().call_soon_threadsafe(wake, waiter)
     except RuntimeError:
         pass  # the loop was closed, and the wait with it
+
+
+class RareWaits:
+    """Waits for a state that changes often, while a thread seldom waits: a change then costs a look at `num`."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.num = 0
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Waits until `condition()` is true; False when the time is over."""
+        with self._changed:
+            self.num += 1
+            try:
+                return self._changed.wait_for(condition, timeout_s)
+            finally:
+                self.num -= 1
+
+    def look_again(self) -> None:
+        """Has the waiting threads test their conditions; after each change if `num` is not 0."""
+        with self._changed:
+            self._changed.notify_all()
 
 
 async def noticed(waiting: Coroutine[Any, Any, T], after_s: float, notice: Callable[[], Awaitable[object]]) -> T:

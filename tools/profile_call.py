@@ -301,8 +301,8 @@ POINTS: Final = (
     Point(f"{__name__}:Target.increment", "the function begins", "the function has returned"),
     # The caller again.
     Point("rpcdist.rpc._calling.caller:Caller.on_reply", "the caller takes the reply"),
-    Point("rpcdist.rpc._calling.call_table:SyncReplySink.replied", "the result goes to the waiting thread"),
-    Point("rpcdist.rpc._calling.call_table:result_of", "the waiting thread has the result, and decodes it"),
+    Point("rpcdist.rpc._calling.new_calls:SyncReplySink.replied", "the result goes to the waiting thread"),
+    Point("rpcdist.rpc._calling.new_calls:result_of", "the waiting thread has the result, and decodes it"),
 )
 
 

@@ -376,7 +376,7 @@ class Agent:
             events.broken.listen(self.flight_log.on_broken)
             events.lost.listen(self.flight_log.on_lost)
         tell_autograd(self.autograd, events, self._lifetime, self.directory.knows)
-        events.broken.listen(self.caller.on_broken)
+        events.broken.listen(self.caller.calls.on_broken)
         events.broken.listen(self.streams.on_broken)
         events.broken.listen(self.dispatcher.on_broken)
         events.broken.listen(self.rref_calls.on_broken)
@@ -464,7 +464,7 @@ class Agent:
         self.dispatcher.accepting = False
         self._restore_torch()
         stopped = "RPC was shut down in this process while the call was in flight"
-        self.caller.fail_all(NotInitialized(stopped))
+        self.caller.calls.fail_all(NotInitialized(stopped))
         self.retries.fail_all(NotInitialized(stopped))
         self.streams.fail_all(stopped)
         self.serving.stop("RPC was shut down in this process")
@@ -491,7 +491,7 @@ class Agent:
         self._lifetime.is_closed = True
 
     async def _close_connections(self) -> None:
-        self.caller.stop_timer()
+        self.caller.calls.stop_timer()
         self._search.close()
         self._news.close()
         if self._tick_handle is not None:

@@ -4,7 +4,7 @@ Any thread may send. The I/O loop reads, or for a while a leading thread; everyt
 does not reconnect: it ends once, with a reason, and its owner decides what to do next.
 
 [Note: order] One thread at a time reads the session's connection: the loop or a leader. A leader calls the handler
-itself for messages that the handler takes on any thread, and leaves other messages to the loop. Until the loop has
+itself, and leaves messages that are `is_for_loop` to the loop. Until the loop has
 handled those, all later messages also go through the loop. So the handler gets all messages in order. The readers of
 payload connections deliver messages outside that order; a lock still gives the handler one message at a time.
 
@@ -52,7 +52,7 @@ from rpcdist.transport.memory_copies import OutgoingBuffer
 from rpcdist.transport.session_writer import SessionWriter
 from rpcdist.transport.shared_payloads import SharedPayloads
 from rpcdist.transport.striping import OpenConnections, Striping
-from rpcdist.transport.wire_messages import WireMessage
+from rpcdist.transport.wire_messages import WireMessage, is_for_loop
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class SessionHandler(Protocol):
     """The owner of a session. It must not block or run user code.
 
     Its methods are called on the I/O loop, except `on_messages`: a leading thread may call it with messages
-    that the handler `takes_anywhere`. It is called on one thread at a time, in the order of the messages.
+    that are not `is_for_loop`. It is called on one thread at a time, in the order of the messages.
     """
 
     def on_opened(self, session: Any) -> None:
@@ -80,12 +80,6 @@ class SessionHandler(Protocol):
         """Complete messages (`WireMessage`) arrived, in the order in which they became complete.
 
         Their buffers were made by `allocate` or `borrow`.
-        """
-
-    def takes_anywhere(self, message: rpc_pb2.Message) -> bool:
-        """Whether `on_messages` may be called with this message on a thread other than the I/O loop's.
-
-        Calls, parts of backward passes, and replies that begin no stream always may.
         """
 
     def on_closed(self, session: Any, reason: str) -> None:
@@ -107,7 +101,7 @@ class SessionHandler(Protocol):
 
 class NullHandler:
     """The handler of connections that only make unary calls: only heartbeats may arrive. It is also a base for handlers
-    that receive all large buffers on the heap, and all messages on the I/O loop.
+    that receive all large buffers on the heap.
 
     Args:
         refusal: the reason for which a session that sends something else is closed.
@@ -117,9 +111,6 @@ class NullHandler:
 
     def __init__(self, refusal: str = "") -> None:
         self._refusal = refusal
-
-    def takes_anywhere(self, message: rpc_pb2.Message) -> bool:
-        return False
 
     def announced_by(self, peer: Identity) -> AnnouncedBytes:
         return AnnouncedBytes()
@@ -514,11 +505,7 @@ class Session:
         """Gives messages to the handler, on the thread that read them or on the loop. [Note: order]"""
         if not self._left_to_loop:
             for message, _ in messages:
-                if isinstance(message, rpc_pb2.Message):
-                    is_for_loop = not self._handler.takes_anywhere(message)
-                else:
-                    is_for_loop = message.is_stream
-                if is_for_loop:
+                if is_for_loop(message):
                     may_be_here = self._io.on_thread()
                     break
             else:

@@ -215,6 +215,15 @@ def is_urgent(message: WireMessage) -> bool:
     return message.HasField("autograd") and not message.control_seq
 
 
+def is_for_loop(message: WireMessage) -> bool:
+    """Whether only the I/O loop hands this message on, which keeps their order; any reader hands on the others."""
+    if not isinstance(message, rpc_pb2.Message):
+        return message.is_stream
+    if message.HasField("autograd"):
+        return bool(message.control_seq) or message.autograd.HasField("release")
+    return not message.HasField("gpu_release")
+
+
 def stream_of(message: WireMessage) -> int:
     """The number of the stream whose item or end this message is; 0 for none."""
     if not isinstance(message, rpc_pb2.Message):

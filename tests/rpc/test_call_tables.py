@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,11 +15,12 @@ from hypothesis import strategies as st
 
 from rpcdist._proto import rpc_pb2, rref_pb2
 from rpcdist.deadline import Deadline, current_deadline
-from rpcdist.errors import DeadlineExceeded, ProtocolViolation
+from rpcdist.errors import DeadlineExceeded, ProtocolViolation, RpcdistError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import current_autograd
-from rpcdist.rpc._calling.call_table import CallFuture, CallTable, PendingCall
+from rpcdist.rpc._calling.call_table import CallTable, PendingCall
 from rpcdist.rpc._calling.in_flight import InFlightBytes
+from rpcdist.rpc._calling.new_calls import CallFuture
 from rpcdist.rpc._marshal.arrived_value import ArrivedCompact
 from rpcdist.rpc._peers.connections import LeaseWatch
 from rpcdist.rpc._peers.control import ControlInbox, ControlOutbox
@@ -98,16 +100,46 @@ class Outcome:
         self.errors.append(exc)
 
 
-def pending(table: CallTable, timeout_s: float, deadline: Deadline | None = None, owner: Any = None) -> PendingCall:
+class Loop:
+    """An I/O loop whose timers are set and never fire by themselves."""
+
+    def __init__(self) -> None:
+        self.loop = self
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+
+    def call_soon(self, function: Callable[..., None], *args: Any) -> None:
+        function(*args)
+
+    def time(self) -> float:
+        return time.monotonic()
+
+    def call_at(self, when: float, function: Callable[[], None]) -> Any:
+        self.timers.append((when, function))
+        return SimpleNamespace(cancel=lambda: None, cancelled=lambda: False)
+
+    def fire(self) -> None:
+        self.timers[-1][1]()
+
+
+def new_table(loop: Loop | None = None, give_back: Callable[..., None] = lambda forks: None) -> CallTable:
+    io: Any = loop or Loop()
+    return CallTable(io, InFlightBytes(1), lambda worker: "b", lambda *job: None, give_back, lambda *message: None)
+
+
+def pending(table: CallTable, timeout_s: float, deadline: Deadline | None = None) -> PendingCall:
     deadline = deadline or Deadline.after(timeout_s)
-    owner = owner or SimpleNamespace(name_of={1: "b"}.get)
-    made = PendingCall(owner, table.next_id(), 1, "f", deadline, timeout_s, Outcome())
+    made = PendingCall(table, table.next_id(), 1, "f", deadline, timeout_s, Outcome())
     table.add(made)
     return made
 
 
+def errors_of(call: PendingCall) -> list[type]:
+    assert isinstance(call.reply_sink, Outcome)
+    return [type(error) for error in call.reply_sink.errors]
+
+
 def test_a_call_is_taken_once() -> None:
-    table = CallTable(lambda at: None, InFlightBytes(1))
+    table = new_table()
     made = pending(table, 10)
     assert list(table) == [made] and len(table) == 1
     assert [table.take(made.id), table.take(made.id)] == [made, None]
@@ -115,31 +147,37 @@ def test_a_call_is_taken_once() -> None:
 
 
 def test_to_ask_how_many_calls_were_made_uses_up_no_number() -> None:
-    table = CallTable(lambda at: None, InFlightBytes(1))
+    table = new_table()
     assert [(table.num_made, table.next_id()) for _ in range(3)] == [(0, 1), (1, 2), (2, 3)]
 
 
 def test_calls_expire_at_their_deadline_and_the_timer_follows_the_earliest() -> None:
-    wakes: list[float] = []
-    table = CallTable(wakes.append, InFlightBytes(1))
+    loop = Loop()
+    table = new_table(loop)
     now = time.monotonic()
     late, past, never = (pending(table, at, Deadline(now + at)) for at in (50, -1, float("inf")))
-    assert wakes == [now + 50 - CALL_QUESTION_LEAD_S, past.ask_at]
-    assert table.take_expired() == ([past], []) and wakes[2:] == [late.ask_at]
-    assert table.take_expired() == ([], [])
+    assert [at for at, _ in loop.timers] == pytest.approx([now + 50 - CALL_QUESTION_LEAD_S, past.ask_at], abs=1)
+    loop.fire()
+    assert (errors_of(past), errors_of(late)) == ([DeadlineExceeded], [])
+    assert list(table) == [late, never] and loop.timers[2][0] == pytest.approx(late.ask_at, abs=1)
     table.take(late.id)
-    del wakes[:]
-    assert table.take_expired() == ([], []) and wakes == []
-    assert list(table) == [never]
+    del loop.timers[:-1]
+    loop.fire()
+    assert list(table) == [never] and len(loop.timers) == 1 and errors_of(never) == []
 
 
 def test_the_callee_is_asked_once_when_a_deadline_is_near() -> None:
-    wakes: list[float] = []
-    table = CallTable(wakes.append, InFlightBytes(1))
+    loop, sent = Loop(), list[rpc_pb2.Message]()
+    table = new_table(loop)
+    session: Any = SimpleNamespace(send=sent.append, flush=lambda: None, closed_reason=None)
     now = time.monotonic()
     near = pending(table, 50, Deadline(now + CALL_QUESTION_LEAD_S / 2))
-    assert table.take_expired() == ([], [near]) and wakes[-1] == near.deadline.at
-    assert table.take_expired() == ([], [])
+    near.on_sent(session, 0)
+    loop.fire()
+    assert [message.call_question.id for message in sent] == [near.id]
+    assert loop.timers[-1][0] == pytest.approx(near.deadline.at, abs=0.1)
+    loop.fire()
+    assert len(sent) == 1
     short = pending(table, 10, Deadline(now + 10))
     assert short.ask_at == now + 10 - CALL_QUESTION_LEAD_S
     assert pending(table, 0.5, Deadline(now + 0.5)).ask_at == pytest.approx(now + 0.4)
@@ -161,7 +199,7 @@ CallState = rpc_pb2.CallState
     ],
 )
 def test_the_error_at_the_deadline_says_how_far_the_call_was(phase: Any, text: str) -> None:
-    table = CallTable(lambda at: None, InFlightBytes(1))
+    table = new_table()
     call = pending(table, 10)
     session: Any = SimpleNamespace(peer=Identity("b", 1, 2), last_received=time.monotonic(), closed_reason=None)
     assert "It was not sent" in str(call.deadline_error())
@@ -219,30 +257,29 @@ def test_callbacks_run_in_the_pool_and_in_the_context_of_the_call() -> None:
     assert seen == [context]
 
 
-def test_calls_are_taken_by_what_they_wait_for() -> None:
-    table = CallTable(lambda at: None, InFlightBytes(1))
+def test_all_calls_fail_at_the_end_of_an_agent() -> None:
+    table = new_table()
     calls = [pending(table, 10) for _ in range(4)]
-    assert table.take_where(lambda made: made.id % 2 == 0) == calls[1::2]
-    assert list(table) == calls[::2] and table.num_work == 4
     assert not table.wait_empty(0)
+    table.fail_all(RpcdistError("over"))
+    assert [errors_of(call) for call in calls] == [[RpcdistError]] * 4
+    assert table.wait_empty(0) and table.num_work == 4
 
 
-def test_a_call_that_met_a_closed_session_is_reported() -> None:
-    unanswered: list[tuple[Any, ...]] = []
-    owner = SimpleNamespace(on_unanswered=lambda *args: unanswered.append(args))
-    table = CallTable(lambda at: None, InFlightBytes(1))
-    made = pending(table, 10, owner=owner)
+def test_a_call_that_met_a_closed_session_is_lost() -> None:
+    table = new_table()
+    made = pending(table, 10)
     peer = Identity("b", 1, 7)
     session: Any = SimpleNamespace(peer=peer, closed_reason=None, last_received=0.0)
     made.on_sent(session, 3)
-    assert made.transfer == 3 and not unanswered
+    assert made.transfer == 3 and not made.ended
     session = SimpleNamespace(peer=peer, closed_reason="broken", last_received=0.0)
     made.on_sent(session, 0)
-    assert unanswered == [(made, session, "broken")]
+    assert made.ended and errors_of(made) == [WorkerLost]
 
 
 def test_the_error_of_a_deadline_says_how_long_it_was() -> None:
-    table = CallTable(lambda at: None, InFlightBytes(1))
+    table = new_table()
     assert str(pending(table, 0.25).deadline_error()) == (
         "RPC ran for more than set timeout (250 ms) and will now be marked with an error: rpc to 'b' of f. It was not "
         "sent: there was no connection, or its arguments were still being written to it."

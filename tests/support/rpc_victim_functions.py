@@ -192,7 +192,7 @@ def sees() -> dict[str, str]:
 def cancel_all() -> None:
     caller = rpc.api._get_current_rpc_agent().caller
     for call in caller.calls:
-        caller.cancel(call, Cancelled(f"{call.what()} was cancelled by the test"))
+        caller.calls.cancel(call, Cancelled(f"{call.what()} was cancelled by the test"))
 
 
 def is_empty() -> bool:

@@ -19,7 +19,7 @@ LIMIT_S = 20.0
 
 
 class Scene(NullHandler):
-    """A session that a leader reads, and its loop, which runs when it is told to; heartbeats are for the loop."""
+    """A session that a leader reads, and its loop, which runs when it is told to; cancellations are for the loop."""
 
     def __init__(self) -> None:
         self.queued: deque[Callable[[], object]] = deque()
@@ -38,9 +38,6 @@ class Scene(NullHandler):
     def call_soon(self, function: Callable[[], object]) -> None:
         self.queued.append(function)
 
-    def takes_anywhere(self, message: rpc_pb2.Message) -> bool:
-        return isinstance(message, rpc_pb2.Message) and message.HasField("cancel")
-
     def on_opened(self, session: Any) -> None: ...
 
     def on_closed(self, session: Any, reason: str) -> None: ...
@@ -52,7 +49,7 @@ class Scene(NullHandler):
             self.handled.append(message.control_seq)
 
     def read(self, number: int, *, for_loop: bool = False) -> None:
-        body = {"heartbeat": rpc_pb2.Heartbeat()} if for_loop else {"cancel": rpc_pb2.Cancel(id=1)}
+        body = {"cancel": rpc_pb2.Cancel(id=1)} if for_loop else {"gpu_release": rpc_pb2.GpuRelease()}
         self.session._hand_on([(rpc_pb2.Message(control_seq=number, **body), [])])
 
     def run_loop(self) -> None:

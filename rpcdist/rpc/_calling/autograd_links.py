@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
-from rpcdist._proto import autograd_pb2, rpc_pb2
-from rpcdist.errors import RpcdistError, WorkerLost
+from rpcdist._proto import rpc_pb2
+from rpcdist.errors import WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import AutogradHooks
 from rpcdist.rpc._calling.caller import Caller
@@ -16,14 +15,11 @@ from rpcdist.rpc._devices.gpu_sharing import GpuSharing
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._peers.control import ControlReceiver
 from rpcdist.rpc._peers.directory import Directory, PeerEvents
-from rpcdist.rpc._peers.network import AnySession, Handler, Lifetime, PoolJob, SendObserver
+from rpcdist.rpc._peers.network import AnySession, Handler, Lifetime, PoolJob
 from rpcdist.rpc._peers.router import Router
-from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
+from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.transport.io_loop import IoLoop, Timer
-from rpcdist.transport.wire_messages import CompactPass
-
-logger = logging.getLogger(__name__)
 
 
 class AutogradLinks:
@@ -40,6 +36,7 @@ class AutogradLinks:
         gpus: bring gradients on GPUs to other workers.
         call_later: has a short function called on the I/O loop, after a delay in seconds.
         send_control: sends a message to another worker until it has arrived, unless the worker dies.
+        send, send_if_alive: send one at most once, and raise, or drop it, if the worker is lost.
     """
 
     def __init__(
@@ -64,35 +61,14 @@ class AutogradLinks:
         self.gpus = gpus
         self.call_later = partial(Timer, io)
         self.send_control = router.send_control
-        self._router = router
+        self.send = router.send
+        self.send_if_alive = router.send_if_alive
         self._lifetime = lifetime
 
     @property
     def is_closed(self) -> bool:
         """Whether the agent shuts down, or has: nothing can be sent any more."""
         return self._lifetime.is_closed
-
-    def send(
-        self,
-        to: int,
-        message: autograd_pb2.AutogradMessage | CompactPass,
-        buffers: Sequence[LargeBuffer] = (),
-        observer: SendObserver | None = None,
-    ) -> None:
-        """Sends a message to another worker, at most once.
-
-        Raises:
-            TransportError, UnknownWorker: the worker is lost, or the id is unknown.
-        """
-        wrapped = message if isinstance(message, CompactPass) else rpc_pb2.Message(autograd=message)
-        self._router.send(to, wrapped, buffers, observer)
-
-    def send_if_possible(self, to: int, message: autograd_pb2.AutogradMessage | CompactPass) -> None:
-        """As `send`, for a message that nobody misses if its receiver is lost."""
-        try:
-            self.send(to, message)
-        except RpcdistError as exc:
-            logger.debug("not sent to worker %s: %s", to, exc)
 
 
 MakeAutograd = Callable[[AutogradLinks], AutogradHooks]

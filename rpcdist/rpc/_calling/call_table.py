@@ -1,4 +1,4 @@
-"""Calls that wait for their reply, and what takes it: a blocked thread, or a future.
+"""Calls that wait for their reply, and how they end.
 
 A call ends exactly once: the event that takes it out of the table (reply, deadline, cancellation, loss of the peer,
 shutdown) completes it. Taking it out is one `dict.pop`, so no lock is needed.
@@ -8,37 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
-import threading
 import time
-from _thread import allocate_lock, get_ident
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, Final, Protocol
 
 from rpcdist._counters import OK
 from rpcdist._proto import rpc_pb2, value_pb2
-from rpcdist.deadline import Deadline, acquire, current_deadline
-from rpcdist.errors import Cancelled, DeadlineExceeded
+from rpcdist.deadline import Deadline, current_deadline
+from rpcdist.errors import DeadlineExceeded, TransportError, WorkerLost
+from rpcdist.ids import Identity
 from rpcdist.inspection import CallMade
 from rpcdist.own_shortage import own_shortage
-from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
+from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._calling.in_flight import InFlightBytes
-from rpcdist.rpc._executors.blocking import blocking, hooks
-from rpcdist.rpc._executors.torch_state import is_default
 from rpcdist.rpc._inspection import call_records
 from rpcdist.rpc._inspection.call_records import CallRecorder, EndedCalls
-from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedFailure
+from rpcdist.rpc._marshal.arrived_value import ArrivedFailure
 from rpcdist.rpc._peers.network import AnySession, PoolJob
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.messages import ReferenceShare
-from rpcdist.rpc.future import Future
-from rpcdist.time_limits import CALL_QUESTION_LEAD_S, THREAD_GRACE_S
+from rpcdist.time_limits import CALL_QUESTION_LEAD_S
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.wire_messages import WireMessage
-
-logger = logging.getLogger(__name__)
-
+from rpcdist.waiters import RareWaits
 
 CallState = rpc_pb2.CallState
 INFINITE: Final = float("inf")
@@ -60,28 +52,6 @@ class ReplySink(Protocol):
 
     def failed(self, exc: BaseException) -> None:
         """The call ended otherwise; any thread."""
-
-
-class CallOwner(Protocol):
-    """The `Caller`, as its calls see it; any thread."""
-
-    def name_of(self, worker_id: int) -> str:
-        """The name of a worker, for messages."""
-
-    def submit(self, function: Callable[..., object], /, *arguments: object) -> None:
-        """Gives a function to the pool."""
-
-    def cancel(self, call: PendingCall, exc: BaseException | None) -> bool:
-        """See `Caller.cancel`."""
-
-    def is_pending(self, call: PendingCall) -> bool:
-        """Whether it has not ended yet."""
-
-    def on_unanswered(self, call: PendingCall, session: AnySession, reason: str) -> None:
-        """The session on which it was sent has ended."""
-
-    def on_undelivered(self, call: PendingCall, silence_s: float, reason: str, is_lost: bool) -> None:
-        """See `SendObserver.on_not_sent`."""
 
 
 class PendingCall:
@@ -122,13 +92,13 @@ class PendingCall:
         "is_bound",
         "is_repeatable",
         "on",
-        "owner",
         "peer",
         "repeat",
         "reply_sink",
         "session",
         "span",
         "state",
+        "table",
         "timeout_s",
         "transfer",
         "was_asked",
@@ -136,7 +106,7 @@ class PendingCall:
 
     def __init__(
         self,
-        owner: CallOwner,
+        table: CallTable,
         id: int,
         peer: int,
         called: str | ReferenceShare,
@@ -146,7 +116,7 @@ class PendingCall:
         is_repeatable: bool = False,
         counts_as_work: bool = True,
     ) -> None:
-        self.owner = owner
+        self.table = table
         self.id = id
         self.peer = peer
         self.called = called
@@ -175,12 +145,12 @@ class PendingCall:
     def what(self) -> str:
         """For messages, e.g. "rpc to 'w1' of torch.add"."""
         if isinstance(self.called, str):
-            return f"rpc to {self.owner.name_of(self.peer)!r} of {self.called}"
+            return f"rpc to {self.table.name_of(self.peer)!r} of {self.called}"
         return f"to_here() of {self.called.rref}"
 
     @property
     def ended(self) -> bool:
-        return not self.owner.is_pending(self)
+        return self.id not in self.table
 
     @property
     def kept_until(self) -> Deadline | None:
@@ -191,14 +161,17 @@ class PendingCall:
         self.session = session
         self.transfer = transfer
         if session.closed_reason is not None:
-            self.owner.on_unanswered(self, session, session.closed_reason)
+            self.table.on_unanswered(self, session, session.closed_reason)
 
     def on_not_sent(self, silence_s: float, reason: str, is_lost: bool = True) -> None:
-        self.owner.on_undelivered(self, silence_s, reason, is_lost)
+        if is_lost:
+            self.table.end(self, WorkerLost(self.table.name_of(self.peer), self.what(), silence_s, reason))
+        else:
+            self.table.end(self, TransportError(f"{self.what()} was not sent: {reason}"))
 
     def cancel(self) -> bool:
         """Ends it, and tells the callee; its caller completes its own side. False if it has ended already."""
-        return self.owner.cancel(self, None)
+        return self.table.cancel(self, None)
 
     def deadline_error(self) -> DeadlineExceeded:
         if self.inherited_s is None:
@@ -228,7 +201,7 @@ class PendingCall:
         """Ends its span, if there is one."""
         if self.span is not None and (spans := call_records.exporter) is not None:
             called = self.called if isinstance(self.called, str) else FETCH
-            spans.end(self.span, called, self.owner.name_of(self.peer), outcome)
+            spans.end(self.span, called, self.table.name_of(self.peer), outcome)
 
     def facts(self, now: float) -> CallMade:
         """Its state at a moment of the monotonic clock."""
@@ -240,7 +213,7 @@ class PendingCall:
             id=self.id,
             session="" if session is None else session.id.hex(),
             function=called[:MAX_NAME],
-            to=self.owner.name_of(self.peer),
+            to=self.table.name_of(self.peer),
             phase=phase,
             age_s=now - self.made,
             remaining_s=self.deadline.at - now if self.deadline.is_finite else None,
@@ -279,160 +252,15 @@ Submit = Callable[..., None]
 """Gives a function and its arguments to the pool."""
 
 
-def result_of(failure: ArrivedFailure | None, payload: object) -> object:
-    """The value of a reply; raises what the callee raised. Runs user code: never on the I/O loop."""
-    if isinstance(payload, Arrived):
-        return payload.decode()
-    if failure is not None:
-        raise failure.exception()
-    return payload  # a stream, or None
-
-
-def _is_made_here(payload: object) -> bool:
-    """Whether the thread that has read a reply makes its value: that is quick, and runs no code of users.
-
-    A thread of the user's makes no tensors of other calls in torch's modes, which could change them.
-    """
-    if isinstance(payload, Arrived):
-        return payload.is_short and ((payload.is_simple and payload.autograd is None) or is_default())
-    return payload is None  # of most functions
-
-
-def _run_inside(context: CallContext | None, job: Callable[[], object]) -> None:
-    """Callbacks of a call that was made in an autograd context run in it. Each job has a `contextvars` context."""
-    if context is not None:
-        current_autograd.set(context)
-    job()
-
-
-class SyncReplySink:
-    """One blocked thread. The value is decoded on that thread, so a call costs no third one.
-
-    The constructor takes the lock, and the end of the call releases it. Until then the thread reads from the
-    connection of the call, or, if another thread does, sleeps on the lock.
-    """
-
-    __slots__ = ("_error", "_failure", "_lock", "_payload", "_session", "_thread")
-
-    def __init__(self) -> None:
-        self._lock = allocate_lock()
-        self._lock.acquire()
-        self._failure: ArrivedFailure | None = None
-        self._payload: object = None
-        self._error: BaseException | None = None
-        self._thread = 0  # the one that waits
-        self._session: AnySession | None = None  # where the thread may be reading
-
-    def replied(self, failure: ArrivedFailure | None, payload: object, jobs: list[PoolJob]) -> None:
-        self._failure = failure
-        self._payload = payload
-        self._lock.release()
-        if self._session is not None and self._thread != get_ident():
-            self._session.ring()
-
-    def failed(self, exc: BaseException) -> None:
-        self._error = exc
-        self._lock.release()
-        if self._session is not None and self._thread != get_ident():
-            self._session.ring()
-
-    def wait(
-        self,
-        call: PendingCall,
-        send: Callable[[], object] | None = None,
-        session: AnySession | None = None,
-    ) -> object:
-        """Waits for the call, and sends it before.
-
-        Args:
-            send: sends it; None if it was sent already.
-            session: by which it will go, if there is one.
-
-        Returns:
-            The result; raises the call's failure, or `DeadlineExceeded`.
-        """
-        try:
-            if hooks.enter is None:  # a thread of the user's
-                ended = self._wait(call, send, session)
-            else:
-                with blocking():
-                    ended = self._wait(call, send, session)
-        except BaseException:  # Ctrl-C in the main thread
-            self._cancel(call, Cancelled(f"{call.what()} was interrupted"))
-            raise
-        if not ended:
-            overdue = call.deadline_error()
-            if self._cancel(call, None):
-                raise overdue
-            self._lock.acquire(timeout=THREAD_GRACE_S)  # the outcome arrived in this very moment
-        if (error := self._error) is not None:
-            self._error = None
-            try:
-                raise error
-            finally:
-                del error  # it holds this frame, and with it the arguments: a cycle, in which references would live on
-        return result_of(self._failure, self._payload)
-
-    def _cancel(self, call: PendingCall, exc: BaseException | None) -> bool:
-        """Ends a call that was interrupted, or whose deadline is over; False if it has ended already."""
-        return call.owner.cancel(call, exc)
-
-    def _wait(self, call: PendingCall, send: Callable[[], object] | None, session: AnySession | None) -> bool:
-        if session is None and send is not None:
-            send()
-            send = None
-        if (session := session or call.session) is not None:
-            self._thread = get_ident()
-            self._session = session  # before the lock is checked: a thread that releases it later then rings
-            if session.lead(self._lock.locked, call.deadline.wait_s(), None, send):
-                return True
-        return acquire(self._lock, call.deadline.wait_s())
-
-
-class CallFuture(Future[Any]):
-    """The future of a call. The thread that reads the reply completes it if its value is plain and short. Another value
-    is decoded by a thread that waits, or else by the pool, which runs callbacks, too.
-    """
-
-    __slots__ = ()
-
-    def expect(self, call: PendingCall) -> None:
-        """Says which call it is, before that is sent: a complete future lets go of its call, which holds it."""
-        self._expected = call
-        self._on_cancel = call.cancel
-
-    def replied(self, failure: ArrivedFailure | None, payload: object, jobs: list[PoolJob]) -> None:
-        context = payload.autograd if isinstance(payload, Arrived) else None
-        if failure is None and _is_made_here(payload):
-            try:
-                value = result_of(None, payload)
-            except Exception as exc:  # it is damaged, or nested too deeply for the stack of this thread: see below
-                logger.debug("a reply is left to the pool: %r", exc)
-            else:
-                if self._arrive(value):
-                    jobs.append((_run_inside, (context, self._run_callbacks)))
-                return
-        if isinstance(payload, Arrived) and payload.is_on_gpus:
-            payload.keep_gpu_tensors()
-            self._arrived = payload
-        if self._deliver(partial(result_of, failure, payload)):
-            jobs.append((_run_inside, (context, self._settle)))
-        elif self.cancelled() and isinstance(payload, Arrived):
-            payload.discard()
-        elif self.cancelled() and failure is not None:
-            failure.discard()
-
-    def failed(self, exc: BaseException) -> None:
-        call = self._expected
-        if isinstance(call, PendingCall):  # else it is complete
-            call.owner.submit(self._fail, exc)
-
-
 class CallTable:
-    """The calls of an agent that are in flight. `add` and `take` may be called on any thread.
+    """The calls of an agent that are in flight, and how they end. Any thread may use it, except for methods that run on
+    the I/O loop.
 
     Args:
-        wake_at: asked to have `take_expired` called at a time, in seconds of the monotonic clock.
+        name_of: the name of a worker, for messages.
+        submit: gives a function to the pool.
+        give_back: gives back what the callee holds for a call.
+        send_again: sends the message of a call to the same process once more; raises `TransportError`.
         recorder: remembers how calls ended; None for not at all.
 
     Attributes:
@@ -441,17 +269,29 @@ class CallTable:
     """
 
     def __init__(
-        self, wake_at: Callable[[float], None], in_flight: InFlightBytes, recorder: CallRecorder | None = None
+        self,
+        io: IoLoop,
+        in_flight: InFlightBytes,
+        name_of: Callable[[int], str],
+        submit: Submit,
+        give_back: Callable[[Sequence[value_pb2.RRefFork | int] | None], object],
+        send_again: Callable[[Identity, WireMessage, PendingCall], object],
+        recorder: CallRecorder | None = None,
     ) -> None:
+        self.name_of = name_of
+        self.submit = submit
+        self._io = io
         self._in_flight = in_flight
+        self._give_back = give_back
+        self._send_again = send_again
         self.ended = EndedCalls(None if recorder is None else recorder.made)
         self._calls: dict[int, PendingCall] = {}
         self._numbers = itertools.count(1)
         self.next_id: Callable[[], int] = self._numbers.__next__
-        self._earliest = float("inf")
-        self._wake_at = wake_at
-        self._empty = threading.Condition()
-        self._waiters = 0
+        self._earliest = INFINITE
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0  # kept here: for a time that has passed, uvloop returns a handle that does not know it
+        self._idle = RareWaits()
         self.num_work = 0
 
     def __len__(self) -> int:
@@ -472,7 +312,7 @@ class CallTable:
             self.num_work += 1
         if call.deadline.at - CALL_QUESTION_LEAD_S < self._earliest and (at := call.ask_at) < self._earliest:
             self._earliest = at
-            self._wake_at(at)
+            self._io.call_soon(self._set_timer, at)
 
     def take(self, id: int, outcome: str = OK, is_stream: bool = False) -> PendingCall | None:
         """Removes a call; None if it has ended already. `outcome` is for the recorder; the span of a stream goes on."""
@@ -484,9 +324,8 @@ class CallTable:
                 call.end_span(outcome)
             if id in self._in_flight.admitted:
                 self._in_flight.end(call.peer, id)
-            if self._waiters and not self._calls:
-                with self._empty:
-                    self._empty.notify_all()
+            if self._idle.num and not self._calls:
+                self._idle.look_again()
         return call
 
     def take_answered(
@@ -506,46 +345,6 @@ class CallTable:
         if call is not None and call.session is session:
             call.state = state, time.monotonic()
 
-    def take_expired(self) -> tuple[list[PendingCall], list[PendingCall]]:
-        """Removes the calls whose deadline has passed, and asks to be woken at the next one.
-
-        Returns:
-            Those calls, and the ones about which the caller has to ask now how far they are, each once.
-        """
-        now = time.monotonic()
-        expired, to_ask = [], []
-        earliest = self._earliest = float("inf")
-        for call in list(self._calls.values()):
-            if call.deadline.at <= now:
-                if self.take(call.id, "DeadlineExceeded") is not None:
-                    expired.append(call)
-                continue
-            if not call.was_asked and call.ask_at <= now:
-                call.was_asked = True
-                to_ask.append(call)
-            at = call.deadline.at if call.was_asked else call.ask_at
-            if at < earliest:
-                earliest = at
-        if earliest < self._earliest:
-            self._earliest = earliest
-        if self._earliest != float("inf"):
-            self._wake_at(self._earliest)
-        return expired, to_ask
-
-    def take_where(self, matches: Callable[[PendingCall], bool]) -> list[PendingCall]:
-        """Removes the calls that match."""
-        found = [call for call in list(self._calls.values()) if matches(call)]
-        return [call for call in found if self.take(call.id, "given up by shutdown") is not None]
-
-    def wait_empty(self, timeout_s: float | None) -> bool:
-        """Waits until no call is in flight; False when the time is over."""
-        with self._empty:
-            self._waiters += 1
-            try:
-                return self._empty.wait_for(lambda: not self._calls, timeout_s)
-            finally:
-                self._waiters -= 1
-
     def by_age(self) -> Iterator[PendingCall]:
         """The calls, the oldest first; on the I/O loop, where another thread may end it early by changing the table."""
         try:
@@ -556,37 +355,110 @@ class CallTable:
     def __iter__(self) -> Iterator[PendingCall]:
         return iter(list(self._calls.values()))
 
+    def wait_empty(self, timeout_s: float | None) -> bool:
+        """Waits until no call is in flight; False when the time is over."""
+        return self._idle.wait_for(lambda: not self._calls, timeout_s)
 
-class CallTimer:
-    """One per agent.
+    # ------------------------------------------------------------ how calls end, other than by a reply
 
-    Args:
-        expire: called on it when a time has come; it asks for the next.
-    """
+    def end(self, call: PendingCall, exc: BaseException) -> None:
+        """Fails a call, unless it has ended."""
+        if self.take(call.id, type(exc).__name__) is not None:
+            self._give_back(call.forks)
+            call.reply_sink.failed(exc)
 
-    def __init__(self, io: IoLoop, expire: Callable[[], None]) -> None:
-        self._io = io
-        self._expire = expire
-        self._handle: asyncio.TimerHandle | None = None
-        self._at = 0.0  # kept here: for a time that has passed, uvloop returns a handle that does not know it
+    def cancel(self, call: PendingCall, exc: BaseException | None) -> bool:
+        """Ends a call and tells the callee; False if it has ended already.
 
-    def wake_at(self, at: float) -> None:
-        """Asks to be woken at a time, in seconds of the monotonic clock; any thread."""
-        self._io.call_soon(self._arm, at)
+        Args:
+            exc: what it fails with; None where the caller completes its own side.
+        """
+        if self.take(call.id, "Cancelled") is None:
+            self._in_flight.end(call.peer, call.id)  # it may have been admitted, and not sent yet
+            return False
+        session = call.session
+        if session is not None:
+            if call.transfer:
+                session.abort_transfer(call.transfer, "the call was cancelled")
+            session.send(rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=call.id)))
+        self._give_back(call.forks)
+        if exc is not None:
+            call.reply_sink.failed(exc)
+        return True
 
-    def _arm(self, at: float) -> None:
+    def fail_all(self, exc: BaseException) -> None:
+        """Ends every call here, without a message to the callees."""
+        for call in self:
+            if self.take(call.id, "given up by shutdown") is not None:
+                call.reply_sink.failed(exc)
+
+    def on_broken(self, session: AnySession, reason: str) -> None:
+        """A session has ended: what was sent on it will not be answered. On the I/O loop."""
+        for call in self:
+            if call.session is session:
+                self.on_unanswered(call, session, reason)
+
+    def on_unanswered(self, call: PendingCall, session: AnySession, reason: str) -> None:
+        """The session of a call has ended: the call fails, unless it may be repeated."""
+        if call.repeat is None:
+            self.end(call, _lost(session, reason, call.what()))
+        else:
+            self._io.call_soon(self._repeat, call, session, reason)
+
+    def _repeat(self, call: PendingCall, session: AnySession, reason: str) -> None:
+        if call.ended or call.session is not session or call.repeat is None:
+            return
+        call.session = None
+        try:
+            self._send_again(session.peer, call.repeat, call)
+        except TransportError as exc:
+            self.end(call, _lost(session, f"{reason}; {exc}", call.what()))
+
+    # ------------------------------------------------------------ deadlines, on the I/O loop
+
+    def _set_timer(self, at: float) -> None:
+        """Has deadlines looked at at a time, in seconds of the monotonic clock, unless that happens earlier."""
         loop = self._io.loop
         when = loop.time() + at - time.monotonic()
-        if self._handle is not None and not self._handle.cancelled() and loop.time() < self._at <= when:
+        if self._timer is not None and not self._timer.cancelled() and loop.time() < self._timer_at <= when:
             return
-        self.stop()
-        self._handle, self._at = loop.call_at(when, self._fire), when
+        self.stop_timer()
+        self._timer, self._timer_at = loop.call_at(when, self._on_timer), when
 
-    def _fire(self) -> None:
-        self._handle = None
-        self._expire()
+    def _on_timer(self) -> None:
+        """Ends the calls whose deadline has passed, and asks, once, how far those are whose deadline is near."""
+        self._timer = None
+        now = time.monotonic()
+        expired, to_ask = [], []
+        earliest = self._earliest = INFINITE
+        for call in self:
+            if call.deadline.at <= now:
+                if self.take(call.id, "DeadlineExceeded") is not None:
+                    expired.append(call)
+                continue
+            if not call.was_asked and call.ask_at <= now:
+                call.was_asked = True
+                to_ask.append(call)
+            earliest = min(earliest, call.deadline.at if call.was_asked else call.ask_at)
+        self._earliest = min(self._earliest, earliest)  # other threads add calls meanwhile
+        if self._earliest != INFINITE:
+            self._set_timer(self._earliest)
+        for call in expired:
+            error = call.deadline_error()
+            if call.session is not None and call.transfer:
+                call.session.abort_transfer(call.transfer, "the deadline of the call is over")
+            self._give_back(call.forks)
+            call.reply_sink.failed(error)
+        for call in to_ask:
+            if call.session is not None and call.unsent() is None:
+                call.session.send(rpc_pb2.Message(call_question=rpc_pb2.CallQuestion(id=call.id)))
+                call.session.flush()
 
-    def stop(self) -> None:
-        """On the I/O loop."""
-        if self._handle is not None:
-            self._handle.cancel()
+    def stop_timer(self) -> None:
+        """No deadline is looked at any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def _lost(session: AnySession, reason: str, what: str) -> WorkerLost:
+    return WorkerLost(session.peer.name, what, time.monotonic() - session.last_received, reason)

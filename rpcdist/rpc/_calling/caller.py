@@ -1,4 +1,4 @@
-"""The caller's side of an agent: makes calls, and ends them by their reply, deadline, cancellation or loss."""
+"""The caller's side of an agent: makes calls, sends them, and takes their replies."""
 
 from __future__ import annotations
 
@@ -13,21 +13,13 @@ from torch.autograd import profiler as torch_profiler
 from rpcdist._counters import OK
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import Deadline, current_deadline
-from rpcdist.errors import BlockingInLoop, Overloaded, RpcdistError, TransportError, WorkerLost
+from rpcdist.errors import BlockingInLoop, Overloaded, RpcdistError, TransportError
 from rpcdist.profile_ranges import record_function
 from rpcdist.rpc._autograd_hooks import current_autograd
-from rpcdist.rpc._calling.call_table import (
-    INFINITE,
-    CallFuture,
-    CallTable,
-    CallTimer,
-    PendingCall,
-    Submit,
-    SyncReplySink,
-)
+from rpcdist.rpc._calling.call_table import INFINITE, CallTable, PendingCall, Submit
 from rpcdist.rpc._calling.creations import WITHHELD, Creation, ValueSink
 from rpcdist.rpc._calling.in_flight import COUNTED_FROM_BYTES, InFlightBytes
-from rpcdist.rpc._calling.new_calls import NewCall, NewCalls
+from rpcdist.rpc._calling.new_calls import CallFuture, NewCall, NewCalls, SyncReplySink
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._executors.blocking import hooks
 from rpcdist.rpc._inspection.call_records import CallRecorder
@@ -84,15 +76,13 @@ class Caller:
         self._marshal = marshal
         self._streams = streams
         self.submit = submit
-        self.name_of = directory.name_of
         self._io = io
         self._lifetime = lifetime
-        self._timer = CallTimer(io, self._expire)
         self.in_flight = in_flight = InFlightBytes(max_in_flight_bytes)
         self._on_handler_loop = on_handler_loop
         self._common_memory = CommonMemoryPool()
-        self.calls = CallTable(self._timer.wake_at, in_flight, recorder)
-        self._new_calls = NewCalls(self, self.calls.next_id, marshal, rpc_timeout_s)
+        self.calls = CallTable(io, in_flight, directory.name_of, submit, marshal.give_back, router.send_again, recorder)
+        self._new_calls = NewCalls(self.calls, marshal, rpc_timeout_s)
         self.timeout_of = self._new_calls.timeout_of
 
     @property
@@ -361,7 +351,7 @@ class Caller:
         try:
             self._dispatch(call, message, large)
         except Exception as exc:
-            self.end(call, exc)
+            self.calls.end(call, exc)
 
     def _resolve(self, to: Destination, timeout_s: float) -> int:
         """The id of a destination. A coordinator that may be lost, and have come back, is looked for first; bounded."""
@@ -399,7 +389,7 @@ class Caller:
 
     def _withdraw(self, call: PendingCall) -> None:
         """Ends a call that failed to be sent, or at which Ctrl-C came: its caller will never see its outcome."""
-        if not self.cancel(call, None):
+        if not self.calls.cancel(call, None):
             self._marshal.give_back(call.forks)
 
     def _dispatch(
@@ -419,9 +409,9 @@ class Caller:
         try:
             self._router.send_call(call.peer, message, large, call)
         except TransportError as exc:
-            self.on_undelivered(call, self._router.silence_s(call.peer), str(exc))
+            call.on_not_sent(self._router.silence_s(call.peer), str(exc))
 
-    # ------------------------------------------------------------ how calls end
+    # ------------------------------------------------------------ what callees answer
 
     def on_reply(
         self,
@@ -455,99 +445,13 @@ class Caller:
             payload.autograd = call.autograd
         call.reply_sink.replied(failure, payload, jobs)
 
-    def end(self, call: PendingCall, exc: BaseException) -> None:
-        """Fails a call, unless it has ended; any thread."""
-        if self.calls.take(call.id, type(exc).__name__) is not None:
-            self._marshal.give_back(call.forks)
-            call.reply_sink.failed(exc)
-
-    def cancel(self, call: PendingCall, exc: BaseException | None) -> bool:
-        """Ends a call and tells the callee; False if it has ended already.
-
-        Args:
-            exc: what it fails with; None where the caller completes its own side.
-        """
-        if self.calls.take(call.id, "Cancelled") is None:
-            self.in_flight.end(call.peer, call.id)  # it may have been admitted, and not sent yet
-            return False
-        session = call.session
-        if session is not None:
-            if call.transfer:
-                session.abort_transfer(call.transfer, "the call was cancelled")
-            session.send(rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=call.id)))
-        self._marshal.give_back(call.forks)
-        if exc is not None:
-            call.reply_sink.failed(exc)
-        return True
-
-    def _expire(self) -> None:
-        expired, to_ask = self.calls.take_expired()
-        for call in expired:
-            error = call.deadline_error()
-            if call.session is not None and call.transfer:
-                call.session.abort_transfer(call.transfer, "the deadline of the call is over")
-            self._marshal.give_back(call.forks)
-            call.reply_sink.failed(error)
-        for call in to_ask:
-            if call.session is not None and call.unsent() is None:
-                call.session.send(rpc_pb2.Message(call_question=rpc_pb2.CallQuestion(id=call.id)))
-                call.session.flush()
-
     def on_state(
         self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
         """A callee says how far a call is."""
         self.calls.note_state(session, message.call_state)
 
-    def fail_all(self, exc: BaseException) -> None:
-        """Ends every call here, without a message to the callees."""
-        for call in self.calls.take_where(lambda call: True):
-            call.reply_sink.failed(exc)
-
-    def stop_timer(self) -> None:
-        """On the I/O loop."""
-        self._timer.stop()
-
-    # ------------------------------------------------------------ what happens to connections
-
-    def on_broken(self, session: AnySession, reason: str) -> None:
-        """A session has ended: what was sent on it will not be answered. On the I/O loop."""
-        for call in self.calls:
-            if call.session is session:
-                self.on_unanswered(call, session, reason)
-
-    def is_pending(self, call: PendingCall) -> bool:
-        """See `CallOwner`."""
-        return call.id in self.calls
-
-    def on_unanswered(self, call: PendingCall, session: AnySession, reason: str) -> None:
-        """The session of a call has ended: the call fails, unless it may be repeated. Any thread."""
-        if call.repeat is None:
-            self.end(call, _lost(session, reason, call.what()))
-        else:
-            self._io.call_soon(self._send_again, call, session, reason)
-
-    def _send_again(self, call: PendingCall, session: AnySession, reason: str) -> None:
-        if call.ended or call.session is not session or call.repeat is None:
-            return
-        call.session = None
-        try:
-            self._router.send_again(session.peer, call.repeat, call)
-        except TransportError as exc:
-            self.end(call, _lost(session, f"{reason}; {exc}", call.what()))
-
-    def on_undelivered(self, call: PendingCall, silence_s: float, reason: str, is_lost: bool = True) -> None:
-        """See `SendObserver.on_not_sent`. Any thread."""
-        if is_lost:
-            self.end(call, WorkerLost(self._directory.name_of(call.peer), call.what(), silence_s, reason))
-        else:
-            self.end(call, TransportError(f"{call.what()} was not sent: {reason}"))
-
 
 def _num_bytes(message: CallMessage, large: Sequence[LargeBuffer]) -> int:
     """The bytes of a call with its large buffers, for its share of the memory in flight."""
     return message.size_bytes + sum(buffer.size for buffer in large)
-
-
-def _lost(session: AnySession, reason: str, what: str) -> WorkerLost:
-    return WorkerLost(session.peer.name, what, time.monotonic() - session.last_received, reason)

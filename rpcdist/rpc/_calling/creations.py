@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any, Final
 
 from rpcdist.errors import Cancelled
-from rpcdist.rpc._calling.call_table import PendingCall, Submit, SyncReplySink
+from rpcdist.rpc._calling.call_table import PendingCall, Submit
+from rpcdist.rpc._calling.new_calls import SyncReplySink
 from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedFailure
 from rpcdist.rpc._peers.network import PoolJob
 from rpcdist.rpc._rref.manager import RRefManager

@@ -1,24 +1,32 @@
-"""Makes calls and their messages: finds the name, encodes the arguments, notes deadline and autograd context."""
+"""Makes calls and their messages, and what takes their replies: a blocked thread, or a future.
+
+For a message, the name is found, the arguments are encoded, and the deadline and the autograd context are noted.
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
+from _thread import allocate_lock, get_ident
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any, Final
 
 import torch
 
-from rpcdist.deadline import NEVER, Deadline, checked_timeout, current_deadline
-from rpcdist.errors import SerializationError
-from rpcdist.rpc._autograd_hooks import current_autograd
-from rpcdist.rpc._calling.call_table import FETCH, INFINITE, CallOwner, PendingCall, ReplySink
-from rpcdist.rpc._executors.blocking import hooks
+from rpcdist.deadline import NEVER, Deadline, acquire, checked_timeout, current_deadline
+from rpcdist.errors import Cancelled, SerializationError
+from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
+from rpcdist.rpc._calling.call_table import FETCH, INFINITE, CallTable, PendingCall, ReplySink
+from rpcdist.rpc._executors.blocking import blocking, hooks
+from rpcdist.rpc._executors.torch_state import is_default
 from rpcdist.rpc._inspection import call_records
+from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedFailure
 from rpcdist.rpc._marshal.marshal import Marshal, Written
 from rpcdist.rpc._peers.device_maps import DeviceMap, device_map_to_pb
-from rpcdist.rpc._peers.network import calling_worker
+from rpcdist.rpc._peers.network import AnySession, PoolJob, calling_worker
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.messages import ReferenceShare
 from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, called_method
@@ -26,7 +34,11 @@ from rpcdist.rpc._values import LargeBuffer
 from rpcdist.rpc._values.exceptions import add_note
 from rpcdist.rpc._values.function_names import function_reference, unwrap
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
+from rpcdist.rpc.future import Future
+from rpcdist.time_limits import THREAD_GRACE_S
 from rpcdist.transport.wire_messages import CallMessage
+
+logger = logging.getLogger(__name__)
 
 
 def positional(args: Any) -> tuple[Any, ...]:
@@ -63,15 +75,15 @@ class NewCalls:
     """One per agent. Any thread may use it; encoding runs code of users.
 
     Args:
-        next_id: numbers them.
+        table: they are entered into it when they are sent.
         rpc_timeout_s: the limit of calls that name none.
     """
 
-    def __init__(self, owner: CallOwner, next_id: Callable[[], int], marshal: Marshal, rpc_timeout_s: float) -> None:
+    def __init__(self, table: CallTable, marshal: Marshal, rpc_timeout_s: float) -> None:
         self.rpc_timeout_s = rpc_timeout_s
         self._names = KnownNames()
-        self._owner = owner
-        self._next_id = next_id
+        self._table = table
+        self._next_id = table.next_id
         self._marshal = marshal
 
     def timeout_of(self, timeout_s: float) -> float:
@@ -126,7 +138,7 @@ class NewCalls:
             called = f"the method {called_method(args)}()"
         elif called is None:
             called = getattr(func, "__qualname__", repr(func))
-        pending = PendingCall(self._owner, self._next_id(), to, called, deadline, timeout_s, reply_sink)
+        pending = PendingCall(self._table, self._next_id(), to, called, deadline, timeout_s, reply_sink)
         pending.autograd = context
         pending.on = on
         pending.is_bound = result is not None or on is not None or context is not None
@@ -184,7 +196,7 @@ class NewCalls:
         call, message, large = made
         if not self.is_for_all(made) or (message.num_tensors and self._marshal.moves_cpu(to)):
             return None
-        pending = PendingCall(self._owner, self._next_id(), to, call.called, call.deadline, call.timeout_s, reply_sink)
+        pending = PendingCall(self._table, self._next_id(), to, call.called, call.deadline, call.timeout_s, reply_sink)
         again = CallMessage(pending.id, message.function, 0, message.body, message.num_tensors)
         again.is_nested = message.is_nested
         return pending, again, large
@@ -194,7 +206,7 @@ class NewCalls:
         timeout_s, deadline = self._limits(timeout_s)
         current = current_autograd.get()
         context, context_id = (None, 0) if current is None else current.for_call(owner)
-        pending = PendingCall(self._owner, self._next_id(), owner, share, deadline, timeout_s, reply_sink, True)
+        pending = PendingCall(self._table, self._next_id(), owner, share, deadline, timeout_s, reply_sink, True)
         pending.autograd = context
         call = CallMessage(pending.id, "", target=(*share.rref, *share.fork))
         call.context = context_id
@@ -209,7 +221,7 @@ class NewCalls:
     ) -> NewCall:
         """A call of a function that every worker serves under this name, and that waits for other workers."""
         timeout_s, deadline = self._limits(timeout_s)
-        pending = PendingCall(self._owner, self._next_id(), to, name, deadline, timeout_s, reply_sink, True, False)
+        pending = PendingCall(self._table, self._next_id(), to, name, deadline, timeout_s, reply_sink, True, False)
         call = CallMessage(pending.id, name, counts_as_idle=True)
         large, pending.forks = self._marshal.put(call, self._marshal.write((args, {}), to))
         return pending, call, large
@@ -273,3 +285,155 @@ class KnownNames:
                 if len(self._known) >= MAX_KNOWN:
                     self._known.clear()  # those in use are soon back
                 self._known[func] = module, name, encoded
+
+
+# ---------------------------------------------------------------- what takes the reply
+
+
+def result_of(failure: ArrivedFailure | None, payload: object) -> object:
+    """The value of a reply; raises what the callee raised. Runs user code: never on the I/O loop."""
+    if isinstance(payload, Arrived):
+        return payload.decode()
+    if failure is not None:
+        raise failure.exception()
+    return payload  # a stream, or None
+
+
+def _is_made_here(payload: object) -> bool:
+    """Whether the thread that has read a reply makes its value: that is quick, and runs no code of users.
+
+    A thread of the user's makes no tensors of other calls in torch's modes, which could change them.
+    """
+    if isinstance(payload, Arrived):
+        return payload.is_short and ((payload.is_simple and payload.autograd is None) or is_default())
+    return payload is None  # of most functions
+
+
+def _run_inside(context: CallContext | None, job: Callable[[], object]) -> None:
+    """Callbacks of a call that was made in an autograd context run in it. Each job has a `contextvars` context."""
+    if context is not None:
+        current_autograd.set(context)
+    job()
+
+
+class SyncReplySink:
+    """One blocked thread. The value is decoded on that thread, so a call costs no third one.
+
+    The constructor takes the lock, and the end of the call releases it. Until then the thread reads from the
+    connection of the call, or, if another thread does, sleeps on the lock.
+    """
+
+    __slots__ = ("_error", "_failure", "_lock", "_payload", "_session", "_thread")
+
+    def __init__(self) -> None:
+        self._lock = allocate_lock()
+        self._lock.acquire()
+        self._failure: ArrivedFailure | None = None
+        self._payload: object = None
+        self._error: BaseException | None = None
+        self._thread = 0  # the one that waits
+        self._session: AnySession | None = None  # where the thread may be reading
+
+    def replied(self, failure: ArrivedFailure | None, payload: object, jobs: list[PoolJob]) -> None:
+        self._failure = failure
+        self._payload = payload
+        self._lock.release()
+        if self._session is not None and self._thread != get_ident():
+            self._session.ring()
+
+    def failed(self, exc: BaseException) -> None:
+        self._error = exc
+        self._lock.release()
+        if self._session is not None and self._thread != get_ident():
+            self._session.ring()
+
+    def wait(
+        self,
+        call: PendingCall,
+        send: Callable[[], object] | None = None,
+        session: AnySession | None = None,
+    ) -> object:
+        """Waits for the call, and sends it before.
+
+        Args:
+            send: sends it; None if it was sent already.
+            session: by which it will go, if there is one.
+
+        Returns:
+            The result; raises the call's failure, or `DeadlineExceeded`.
+        """
+        try:
+            if hooks.enter is None:  # a thread of the user's
+                ended = self._wait(call, send, session)
+            else:
+                with blocking():
+                    ended = self._wait(call, send, session)
+        except BaseException:  # Ctrl-C in the main thread
+            self._cancel(call, Cancelled(f"{call.what()} was interrupted"))
+            raise
+        if not ended:
+            overdue = call.deadline_error()
+            if self._cancel(call, None):
+                raise overdue
+            self._lock.acquire(timeout=THREAD_GRACE_S)  # the outcome arrived in this very moment
+        if (error := self._error) is not None:
+            self._error = None
+            try:
+                raise error
+            finally:
+                del error  # it holds this frame, and with it the arguments: a cycle, in which references would live on
+        return result_of(self._failure, self._payload)
+
+    def _cancel(self, call: PendingCall, exc: BaseException | None) -> bool:
+        """Ends a call that was interrupted, or whose deadline is over; False if it has ended already."""
+        return call.table.cancel(call, exc)
+
+    def _wait(self, call: PendingCall, send: Callable[[], object] | None, session: AnySession | None) -> bool:
+        if session is None and send is not None:
+            send()
+            send = None
+        if (session := session or call.session) is not None:
+            self._thread = get_ident()
+            self._session = session  # before the lock is checked: a thread that releases it later then rings
+            if session.lead(self._lock.locked, call.deadline.wait_s(), None, send):
+                return True
+        return acquire(self._lock, call.deadline.wait_s())
+
+
+class CallFuture(Future[Any]):
+    """The future of a call. The thread that reads the reply completes it if its value is plain and short. Another value
+    is decoded by a thread that waits, or else by the pool, which runs callbacks, too.
+    """
+
+    __slots__ = ()
+
+    def expect(self, call: PendingCall) -> None:
+        """Says which call it is, before that is sent: a complete future lets go of its call, which holds it."""
+        self._expected = call
+        self._on_cancel = call.cancel
+
+    def replied(self, failure: ArrivedFailure | None, payload: object, jobs: list[PoolJob]) -> None:
+        context = payload.autograd if isinstance(payload, Arrived) else None
+        if failure is None and _is_made_here(payload):
+            try:
+                value = result_of(None, payload)
+            except Exception as exc:  # it is damaged, or nested too deeply for the stack of this thread: see below
+                logger.debug("a reply is left to the pool: %r", exc)
+            else:
+                if self._arrive(value):
+                    jobs.append((_run_inside, (context, self._run_callbacks)))
+                return
+        if isinstance(payload, Arrived) and payload.is_on_gpus:
+            payload.keep_gpu_tensors()
+            self._arrived = payload
+        if self._deliver(partial(result_of, failure, payload)):
+            jobs.append((_run_inside, (context, self._settle)))
+        elif self.cancelled() and isinstance(payload, Arrived):
+            payload.discard()
+        elif self.cancelled() and failure is not None:
+            failure.discard()
+
+    def failed(self, exc: BaseException) -> None:
+        call = self._expected
+        if isinstance(call, PendingCall):  # else it is complete
+            call.table.submit(self._fail, exc)

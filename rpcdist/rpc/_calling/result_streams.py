@@ -32,7 +32,7 @@ from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.network import AnySession, PoolJob
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.rpc.future import Future
-from rpcdist.waiters import wake_threadsafe
+from rpcdist.waiters import RareWaits, wake_threadsafe
 
 logger = logging.getLogger(__name__)
 
@@ -297,8 +297,7 @@ class StreamTable:
         self._marshal = marshal
         self._streams: dict[int, tuple[StreamState, AnySession]] = {}
         self._dropped: deque[StreamState] = deque()
-        self._changed = threading.Condition()
-        self._waiters = 0
+        self._idle = RareWaits()
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -359,9 +358,8 @@ class StreamTable:
 
     def _pop(self, id: int) -> tuple[StreamState, AnySession] | None:
         entry = self._streams.pop(id, None)
-        if not self._streams and self._waiters:
-            with self._changed:
-                self._changed.notify_all()
+        if not self._streams and self._idle.num:
+            self._idle.look_again()
         return entry
 
     def _fail(self, matches: Callable[[AnySession], bool], error: Callable[[str], BaseException]) -> None:
@@ -383,12 +381,7 @@ class StreamTable:
 
     def wait_empty(self, timeout_s: float) -> bool:
         """Waits until no stream is open; False when the time is over."""
-        with self._changed:
-            self._waiters += 1
-            try:
-                return self._changed.wait_for(lambda: not self._streams, timeout_s)
-            finally:
-                self._waiters -= 1
+        return self._idle.wait_for(lambda: not self._streams, timeout_s)
 
     def facts(self, most: int) -> list[StreamFacts]:
         """The open streams; any thread."""

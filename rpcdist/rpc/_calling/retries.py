@@ -16,6 +16,7 @@ from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import FIRST_PAUSE_S, LONGEST_PAUSE_S, MIN_WAIT_S
 from rpcdist.transport.io_loop import Timer
+from rpcdist.waiters import RareWaits
 
 
 class Retries:
@@ -36,8 +37,8 @@ class Retries:
         self.directory = directory
         self.call_later = call_later
         self.submit = submit
-        self._changed = threading.Condition()
         self._open: set[_Retried] = set()
+        self._idle = RareWaits()
 
     def start(
         self,
@@ -51,8 +52,7 @@ class Retries:
         """As `Caller.start`. Errors in the arguments are raised at once, as there."""
         start = partial(self.caller.start, to, func, args, kwargs, device_map=device_map)
         retried = _Retried(self, to, start, timeout_s)
-        with self._changed:
-            self._open.add(retried)
+        self._open.add(retried)
         try:
             retried.attempt()
         except BaseException:
@@ -61,20 +61,17 @@ class Retries:
         return retried.future
 
     def forget(self, retried: _Retried) -> None:
-        with self._changed:
-            self._open.discard(retried)
-            self._changed.notify_all()
+        self._open.discard(retried)
+        if self._idle.num:
+            self._idle.look_again()
 
     def wait_empty(self, timeout_s: float) -> bool:
         """Waits until all of them have ended; False when the time is over."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._open, timeout_s)
+        return self._idle.wait_for(lambda: not self._open, timeout_s)
 
     def fail_all(self, exc: BaseException) -> None:
         """Ends those that pause; the calls of the others are ended by the caller."""
-        with self._changed:
-            paused = list(self._open)
-        for retried in paused:
+        for retried in self._open.copy():
             retried.end(exc)
 
 

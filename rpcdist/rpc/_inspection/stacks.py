@@ -23,7 +23,8 @@ from types import CodeType, FrameType, MemberDescriptorType
 from typing import Any, Final, NamedTuple
 
 from rpcdist.inspection import Frame, ThreadState
-from rpcdist.rpc._calling.call_table import PendingCall, SyncReplySink
+from rpcdist.rpc._calling.call_table import PendingCall
+from rpcdist.rpc._calling.new_calls import SyncReplySink
 from rpcdist.rpc._calling.result_streams import StreamState
 from rpcdist.rpc._futures.waiting import Completions
 from rpcdist.rpc.future import Future

@@ -42,7 +42,6 @@ class Connections:
         control: ControlReceiver,
     ) -> None:
         self.taken: set[Session] = set()
-        self.takes_anywhere = demultiplexer.takes_anywhere
         self.on_messages = demultiplexer.on_messages  # not a method of ours: every message would pass through it
         self.allocate = demultiplexer.allocate
         self.borrow = demultiplexer.borrow

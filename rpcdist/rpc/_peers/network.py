@@ -227,7 +227,7 @@ class Demultiplexer:
     """Takes the messages of all sessions of this worker, whichever side opened them, and provides their memory; one per
     agent. Handlers run on the I/O loop, or on the thread that sends where a worker calls itself.
 
-    Those of messages that it `takes_anywhere` also run on threads that wait for a reply, or for work, and read there.
+    Those of messages that are not `is_for_loop` also run on threads that wait for a reply, or for work, and read there.
 
     The sessions of one worker share a limit of announced bytes. A process with the token may give itself any name, so
     all processes that are not (yet) members share one limit, and inventing names gains nothing.
@@ -266,12 +266,6 @@ class Demultiplexer:
     def handle(self, kind: str | type[CallMessage | ReplyMessage | CompactPass], handler: Handler) -> None:
         """Registers the handler of a class of messages, or of a kind of protobuf message; others are dropped."""
         self._handlers[kind] = handler
-
-    def takes_anywhere(self, message: rpc_pb2.Message) -> bool:
-        """Whether the handler of this message may run on any thread. The order of the others is kept on the loop."""
-        if message.HasField("autograd"):
-            return not (message.control_seq or message.autograd.HasField("release"))
-        return message.HasField("gpu_release")
 
     def on_messages(self, session: AnySession, messages: list[tuple[WireMessage, list[ReceiveBuffer]]]) -> None:
         """Messages arrived on a session. Their jobs go to the pool together, with one wake-up for all.

@@ -187,7 +187,6 @@ class Peer:
         self.shares_payloads = demultiplexer.shares_payloads
         self.announced_by = demultiplexer.announced_by
         self.on_messages = demultiplexer.on_messages  # not a method of ours: every answer would pass through it
-        self.takes_anywhere = demultiplexer.takes_anywhere
         self._network = network
         self._events = events
         self._lifetime = lifetime

@@ -125,7 +125,7 @@ class Router:
         if observer is not None:
             observer.on_sent(self._loopback, 0)
 
-    def send_if_alive(self, to: int, message: rpc_pb2.Message) -> None:
+    def send_if_alive(self, to: int, message: WireMessage) -> None:
         """As `send`, of a message that matters to a living worker only; else it is dropped."""
         try:
             self.send(to, message)

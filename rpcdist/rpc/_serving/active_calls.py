@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
@@ -29,6 +28,7 @@ from rpcdist.rpc.future import Future
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.time_limits import LONGEST_TIMEOUT_S
 from rpcdist.transport.wire_messages import CallMessage, NamedReference
+from rpcdist.waiters import RareWaits
 
 CALL_BYTES: Final = 5 << 10
 """The memory of a call until it has ended, without its arguments. Measured: 1.7 KiB while it waits for a thread, 4.7 as
@@ -256,8 +256,7 @@ class ActiveCalls:
         self.ended = EndedCalls(None if recorder is None else recorder.served)
         self.num_served = 0
         self._calls: dict[tuple[AnySession, int], ActiveCall] = {}
-        self._ended = threading.Condition()
-        self._num_waiting = 0
+        self._idle = RareWaits()
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -315,30 +314,23 @@ class ActiveCalls:
                 )
             if active.span is not None and (spans := call_records.exporter) is not None:
                 spans.end(active.span, active.what, session.peer.name, outcome)
-        if self._num_waiting:
-            with self._ended:
-                self._ended.notify_all()
+        if self._idle.num:
+            self._idle.look_again()
 
     def wait_idle(self, timeout_s: float | None) -> bool:
         """Waits until no call is being handled; False when the time is over."""
-        return self._wait(lambda: not self._working(), timeout_s)
+        return self._idle.wait_for(lambda: not self._working(), timeout_s)
 
     def wait_gathered(self, timeout_s: float) -> bool:
         """Waits until the workers that wait here for others have been answered; False when the time is over."""
-        return self._wait(lambda: not any(active.counts_as_idle for active in self), timeout_s)
+        return self._idle.wait_for(lambda: not any(active.counts_as_idle for active in self), timeout_s)
 
     def wait_noted(self, timeout_s: float) -> bool:
         """Waits until the end of each call whose caller may have the answer is noted; False when the time is over."""
         answered = [active for active in self if active.is_answered]
-        return self._wait(lambda: not any(self.find(one.session, one.id) is one for one in answered), timeout_s)
-
-    def _wait(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
-        with self._ended:
-            self._num_waiting += 1
-            try:
-                return self._ended.wait_for(condition, timeout_s)
-            finally:
-                self._num_waiting -= 1
+        return self._idle.wait_for(
+            lambda: not any(self.find(one.session, one.id) is one for one in answered), timeout_s
+        )
 
     def _working(self) -> list[ActiveCall]:
         return [active for active in self if active.counts_as_work]
