@@ -36,7 +36,6 @@ class Span(NamedTuple):
     """A part of the time that a backward pass took on one worker.
 
     Attributes:
-        worker: name of the worker.
         kind: "analysis" of the graph; "run", one call of torch's engine; "wait", with nothing to do; "gate", a wait in
             the middle of a run.
         peer: name of the worker whose message ended the wait. Empty for the other kinds.
@@ -79,8 +78,6 @@ class Context:
 
     Args:
         id: the same on all workers.
-        worker_id: this worker.
-        next_message: returns the id of the next message.
 
     Attributes:
         id: the same on all workers.
@@ -92,7 +89,6 @@ class Context:
         is_spent: whether the last pass has freed the graph's saved tensors.
         is_heavy_elsewhere: whether a worker that this one began a pass on holds much memory for the context.
         was_general: whether the last pass needed verdicts here; see `_general_part`.
-        gradients: the gradients of the leaves on this worker.
         spans: how long the parts of its passes took: (pass, kind, peer or -1, start, end); see `_spans`.
     """
 
@@ -298,10 +294,6 @@ class ContextTable:
 
     def join(self, id: int, peer: int | None = None) -> Context | None:
         """The context; made if this worker does not know it yet, None if it is over.
-
-        Args:
-            id: of the context.
-            peer: the worker that brings it.
 
         Raises:
             CallRefused: it is new, and that worker has brought `MAX_CONTEXTS_OF_PEER` others.

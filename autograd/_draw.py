@@ -60,9 +60,7 @@ class WorkerPart(NamedTuple):
     """One worker's part of a context, as plain data.
 
     Attributes:
-        worker: name of the worker.
         neighbours: ids of the workers with which it exchanged calls.
-        spans: the times of the passes that have ended.
         sends: (message, id of the receiver, Lamport stamp, number of tensors, number of leaves in their graph).
         recvs: (message, Lamport stamp).
         flows: (received message, sent message that was computed from it).

@@ -66,10 +66,7 @@ class RecordedRecv:
     """A message whose tensors require grad, at its receiver.
 
     Attributes:
-        context_id: of the context in which it was received.
         id, sender, stamp: as in `LocalRecv`.
-        count: number of tensors in the message.
-        size_bytes: of these tensors.
         is_hooked: whether a hook is registered with its node, which must then be executed; see `_marking`.
         is_watched: whether a hook is registered with one of its tensors, which only torch's engine calls.
         tensors: those of the message, while they live.

@@ -111,7 +111,6 @@ class Run:
     Attributes:
         groups: numbers of the groups.
         used: the sources from which they run.
-        arrived: the sends whose gradients have arrived.
         pending: the sends whose gradients arrive during the run, because they depend on recvs of these groups; in the
             order in which the run waits for them. If there are any, the run blocks.
         recvs: the messages whose gradients the run must send.
@@ -148,7 +147,6 @@ class PassState:
     """One worker in one pass. It is done, and tells its parent so, as soon as `is_done`.
 
     Args:
-        me: this worker.
         fast: whether every send counts as used, without a verdict.
     """
 
@@ -211,7 +209,6 @@ class PassState:
         """A neighbour says something, all of which is taken in before anything follows. It is kept until `start`.
 
         Args:
-            peer: the neighbour.
             begins, is_child: it takes part, and this worker is its parent.
             verdicts: on messages of this worker; if it begins, on all that it has received.
             used: the gradients that arrived.

@@ -32,7 +32,6 @@ class GroupContext:
 
     Attributes:
         name: the group's name: equal on all its ranks, and different from those of all other groups.
-        rank: rank of this process in the group.
         ranks: ranks of the members in the world, by rank in the group.
         store: a key space that only this group and backend use.
         timeout_s: limit of each operation that brings no other, in seconds.

@@ -93,7 +93,6 @@ def agree(
     Args:
         store: the part of the store where groups of this name find each other, one after the other.
         ranks: ranks of the members in the world, this one included; the first of them leads.
-        timeout_s: limit for all of them to come.
         fresh: whether only processes of this start of the job have used that part of the store.
         check: raises when one of them cannot come any more.
 

@@ -163,7 +163,6 @@ class Engine(StateKeeper):
         on_departure: told of a rank that left, and of that in words; likewise.
 
     Attributes:
-        callbacks: runs the callbacks of the operations' futures.
         wakeup_fd: readable once the running operation cannot be finished.
     """
 

@@ -39,7 +39,6 @@ class Record:
         detail: the reduce operation, or the other rank and the tag.
         label: what `record_comm` named it; usually empty.
         state: "queued", "running", "done" or "failed".
-        error: why it failed.
         told: those that want to know when it has ended; see `operation_taps`.
     """
 

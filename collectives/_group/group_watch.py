@@ -40,7 +40,6 @@ class GroupWatch(StateKeeper):
         addresses: addresses of the ranks' socket hubs, by rank in the group.
         boots: boot id of the kernel that each rank runs on; empty where it is unknown.
         reached_rank_0: whether this rank, another one than rank 0, has reached the Unix socket of that.
-        hub: connects to the other ranks.
         reporter: tells the other ranks what this one found.
 
     Raises (constructor):

@@ -95,7 +95,6 @@ class SharedSockets:
     """A node and a socket hub, open as long as there are shares; the constructor takes the first one.
 
     Attributes:
-        node: the I/O loop.
         hub: connects to the hubs of other ranks, and takes their connections.
 
     Raises (constructor):

@@ -130,7 +130,6 @@ class World:
         num_created: number of groups that got a number since `init_process_group`.
         store: the part of the store that belongs to this initialisation; None before it.
         process: what the backends of all groups share.
-        kept_store: the store that the last initialisation opened.
     """
 
     def __init__(self) -> None:

@@ -268,10 +268,8 @@ class TableServer:
         """Starts to serve a table, or returns a share of the one that is served at that port already.
 
         Args:
-            host: address to bind.
             port: 0 for any that is free.
             may_share: whether the table of an earlier caller will do.
-            timeout_s: limit, in seconds.
 
         Raises:
             DistNetworkError: the port is in use, if only by a store of this process and `may_share` is not set.

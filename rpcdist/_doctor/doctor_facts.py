@@ -50,16 +50,13 @@ class HostFacts:
     Attributes:
         setting_error: why settings in the environment cannot be used.
         token_error: why the job token cannot be used.
-        token_source: where the job token comes from.
         is_token_missing: whether no token is set and the token file does not exist yet.
         channels: the value of RPCDIST_CHANNELS.
         descriptors: the soft limit of open files.
         most_descriptors: the hard limit.
         threads_error: why no more threads or descriptors can be had.
         memory_bytes: the memory that the process may use: that of its container, or of the machine.
-        free_memory_bytes: what is left of it.
         shm_bytes: the size of /dev/shm; 0 if there is none.
-        free_shm_bytes: what is left of it.
         memfd_error: why no shared memory without a name can be had.
         abstract_error: why no abstract Unix socket can be had.
     """
@@ -163,8 +160,6 @@ class WorkerFact:
 
     Attributes:
         member: the name of the worker, where the coordinator named the address.
-        name_error: why the name cannot be resolved.
-        is_this_machine: whether the address is one of this machine.
         session_error: why there is no session.
         listen_error: why this process could not listen where that worker would reach it.
         is_refused: whether the two sides did talk, and one refused the other.

@@ -26,7 +26,6 @@ class Role:
     """Ranks of a job that run the same function: `Role("trainer", train, 4)` are trainer0, trainer1 and so on.
 
     Args:
-        name: of the role.
         function: called with the rank of the process in the whole job, and `args`.
         count: how many ranks it has.
         args: the other arguments of the function, pickled.
@@ -97,7 +96,6 @@ def plan_job(
     LOCAL_RANK counts the ranks of a role, so that it is the number of the rank's GPU among those that the role sees.
 
     Args:
-        roles: of the job.
         common: variables of all ranks, which those of the roles replace.
         environment: of this process, which the ranks get as well.
         machine: the one where all ranks run; None if an engine places them, which then gives them their devices.

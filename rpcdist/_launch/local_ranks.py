@@ -182,7 +182,6 @@ class LocalRanks:
         calls: what each role runs, by its name.
         common: the environment variables that all ranks get.
         wake: ends `reports` while it is readable.
-        output: where the output of the processes goes.
     """
 
     def __init__(

@@ -34,7 +34,6 @@ class Placement:
     """The place of a process in its job.
 
     Attributes:
-        rank: of this process.
         world_size: how many processes the job has.
         local_rank: of this process among those of its machine, where that is said.
         node_rank: of its machine, where that is said.

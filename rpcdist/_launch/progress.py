@@ -60,7 +60,6 @@ class Progress:
     """The state of the ranks of a job.
 
     Args:
-        ranks: those that run.
         deadline: when the job must have ended; infinity for never. All times are those of one clock, in seconds.
         cause_limit_s: how long a failure that may be a consequence waits for its cause.
         exit_limit_s: how long a process may take to end after its report.

@@ -145,7 +145,6 @@ class ProcessEnded:
         alive_at: when its end had not been seen yet, by the clock of the supervisor.
         reason: why it was lost, in the engine's words; empty where the return code says all.
         has_run: False if the engine lost it before it ran: then it is started again, and that counts as no restart.
-        has_returned: whether the function had returned before.
     """
 
     returncode: int | None

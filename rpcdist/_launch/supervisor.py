@@ -199,7 +199,6 @@ class BackgroundRanks:
         """Waits until every process has imported what it needs, and calls its function.
 
         Args:
-            limit_s: of the wait.
             notice_s: after this time `notice` is called, once, with the ranks that are not so far.
             notice: tells the user why nothing happens.
 

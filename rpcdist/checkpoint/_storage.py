@@ -103,7 +103,6 @@ class Digests:
         """Reads what a part of a file is in, and compares it.
 
         Args:
-            name: of the file.
             start, length: the part, in bytes; by default the whole file.
 
         Raises:

@@ -238,8 +238,6 @@ class NewOptimizer(NamedTuple):
 
     Attributes:
         rref: keeps the local optimizer alive.
-        number: identifies it in calls.
-        options: the options of its groups.
         defaults: the default options of its class.
     """
 

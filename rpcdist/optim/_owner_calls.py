@@ -36,8 +36,6 @@ def ask_owners(what: str, calls: Sequence[OwnerCall], instead: str = "asyncio.to
     """Runs the calls at the same time, the one of this process on this thread, and waits for all of them.
 
     Args:
-        what: the operation, for the texts of errors.
-        calls: at most one for each owner.
         instead: the asynchronous alternative that the text of `BlockingInLoop` names.
 
     Raises:
@@ -79,7 +77,6 @@ def ask_steps(
     """Runs the steps of local optimizers as messages of distributed autograd, after a backward pass if there are roots.
 
     Args:
-        what: the operation, for the texts of errors.
         calls: the steps as calls, at most one for each owner; the arguments of each are the number of the local
             optimizer, the method, the context, the options that have changed, and whether it is a hogwild step.
         timeout_s: with torch's conventions, see `rpc_sync`.

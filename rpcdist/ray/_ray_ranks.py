@@ -50,7 +50,6 @@ class MainModule:
     Attributes:
         path: absolute; of the driver.
         below: relative to the driver's working directory, which Ray may ship (`working_dir`); None if it is not below.
-        argv: of the driver.
     """
 
     path: str

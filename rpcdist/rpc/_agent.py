@@ -79,9 +79,7 @@ class UpperParts(NamedTuple):
     """The parts of higher layers that the agent needs.
 
     Attributes:
-        rref_type: the class of remote references.
         make_rref: makes one of a handle.
-        make_autograd: makes distributed autograd for an agent.
         context_of: makes the context in which an agent is the current one: code of users that it runs sees it so.
         current: the current agent, if there is one.
     """

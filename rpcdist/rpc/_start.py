@@ -70,7 +70,6 @@ def start_agent(
 
     Args:
         store: where the workers find the coordinator; shared by all of them, and fresh.
-        name: this worker's name.
         rank: its rank; rank 0 coordinates, and the first worker to come where rank 0 has left.
         world_size: None where workers come and go.
         options: how long to wait (`init_timeout`), where to listen, and the rest.

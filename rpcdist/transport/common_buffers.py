@@ -28,8 +28,6 @@ class CommonMemory:
     """Memory that several peers read.
 
     Attributes:
-        segment: the segment that they receive.
-        mapped: the memory in this process.
         may_be_read: whether a peer may still read it after its loan; then it is not used again.
     """
 

@@ -66,7 +66,6 @@ class Connector:
     """The connecting side of a process. Use it on the I/O loop.
 
     Attributes:
-        links: the open links.
         ended_traffic: the bytes of links that have ended; see `Session.traffic`.
 
     Args:

@@ -26,12 +26,8 @@ class Credentials:
         ConfigError: certificate files of the policy cannot be used.
 
     Attributes:
-        token: the job token.
-        job: the job's name.
         identity: the identity of this process. RPC sets it to name and id of its worker, before later handshakes.
-        token_source: the source of the token, for error messages.
-        tls_policy: which connections are encrypted, and with which certificates.
-        tls: the certificate that this process shows on those.
+        tls: the certificate that this process shows on encrypted connections.
     """
 
     def __init__(
@@ -141,7 +137,6 @@ class Records:
 
         Args:
             key: the complete key, with all prefixes: the record is valid only there.
-            value: the content of the record.
         """
         return _MARK + self._proof(key, value) + b":" + value
 
@@ -150,7 +145,6 @@ class Records:
 
         Args:
             key: the complete key, as for `sign`.
-            record: the value in the store.
             place: names the store in the error.
 
         Raises:

@@ -38,8 +38,6 @@ class HubAddress:
     """Where a hub listens.
 
     Attributes:
-        host: host of the TCP listener.
-        port: port of the TCP listener.
         unix_name: name of the abstract Unix listener, without the leading zero byte; empty where there is none.
         taker: which hub of the process is meant; they share the listeners.
     """

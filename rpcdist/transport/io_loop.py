@@ -136,7 +136,6 @@ class IoLoop:
 
         Args:
             coroutine: what to run; it is cancelled when the wait ends early.
-            timeout_s: the limit of the wait, in seconds.
 
         Raises:
             DeadlineExceeded: the time was over.
@@ -198,11 +197,7 @@ def heed_signals() -> None:
 
 
 class Timer:
-    """Has a function called on the I/O loop later, so it must be short; any thread may make and cancel it.
-
-    Args:
-        delay_s: in seconds.
-    """
+    """Has a function called on the I/O loop later, so it must be short; any thread may make and cancel it."""
 
     __slots__ = ("_function", "_handle", "_io")
 

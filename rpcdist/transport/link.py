@@ -26,7 +26,6 @@ class Link:
 
     Attributes:
         address: host:port of the server.
-        session: the stream of envelopes.
         passed_over: the better channels that failed, each with the reason.
 
     Args:

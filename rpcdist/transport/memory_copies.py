@@ -57,7 +57,6 @@ class MemoryCopier:
         num_cores: the number of cores that this process may use.
         num_running: returns the number of running threads on the host.
         copy: copies (target address, source address, bytes) without the interpreter's lock.
-        start_thread: runs a function on a new thread.
     """
 
     def __init__(

@@ -78,9 +78,6 @@ class Node:
     loop, port, identity and token, and ends independently.
 
     Attributes:
-        options: the settings of the node.
-        io: the I/O loop.
-        credentials: the credentials of the node.
         ports: the ports at which it may listen by default.
     """
 
@@ -165,9 +162,7 @@ class Node:
         a second listener. All listeners have the same services, apart from those added for one address.
 
         Args:
-            host: address to bind.
             port: 0 takes the address that is already served, or picks a free port.
-            timeout_s: limit of the start, in seconds.
             is_apart: whether 0 must pick a free port.
 
         Returns:
@@ -227,7 +222,6 @@ class Node:
             name: the name of the taker within this process.
             taker: gets the sockets whose handshake is done.
             host: the address for the TCP listener; its port is one of `ports`.
-            timeout_s: limit, in seconds.
 
         Returns:
             The addresses of the listeners.

@@ -137,16 +137,13 @@ class Session:
     Attributes:
         peer: the identity of the other process, proven by the handshake.
         striping: its payload connections; None if it has none.
-        role: the service that the connection is for.
         account: counts the bytes that the peer makes this process reserve, on all its sessions together.
         id: the session's number on both sides.
-        opened_by_me: whether this process opened the connection.
         last_received: when the last bytes arrived, heartbeats included, in monotonic seconds.
         closed_reason: why the session ended; None while it is open.
 
     Args:
         channel: carries its envelopes; the session closes it.
-        handler: gets the messages that arrive.
         silence_limit_s: after this time without a sign of life, in seconds, the peer counts as lost.
         by_me: whether this process opened the connection.
         has_payload_connections: whether further connections may carry its large messages.

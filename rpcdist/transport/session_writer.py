@@ -90,7 +90,6 @@ class SessionWriter:
         """Ensures that a queued message is written; any thread.
 
         Args:
-            message: the message, which is in the queue.
             transfer: number of the transfer of its large buffers, 0 if it has none.
         """
         # The message is queued before the flag is read, and the task clears the flag before its last look at the queue.

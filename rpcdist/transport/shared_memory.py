@@ -51,7 +51,6 @@ class Segment:
 
     Args:
         descriptor: descriptor of the memory file; the segment closes it.
-        size_bytes: size of the file.
     """
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
@@ -247,7 +246,6 @@ class MappedSegment:
     Attributes:
         number: number of the segment, in its session and direction.
         address: address of its first byte.
-        size_bytes: its size.
 
     Raises:
         SegmentError: the system refuses to map it.

@@ -39,7 +39,6 @@ class SharedPayloads:
         allowed: whether this process wants to share memory; if not, it refuses the peer's memory.
         counted: counts the bytes that the peer makes this process reserve.
         answers: counts the memory that this process lends for answers; None if it lends for calls.
-        loop: the I/O loop, for timers.
         channel: brings the descriptors of the peer's segments.
         outgoing: the session's queue; a message follows the offers of its new segments.
         receive: makes a received buffer of memory that the peer lends.

@@ -84,7 +84,6 @@ class SocketHub:
 
         Args:
             host: the address for the TCP listener; its port is chosen by the system.
-            timeout_s: limit, in seconds.
 
         Returns:
             The address.
@@ -137,7 +136,6 @@ class SocketHub:
 
         Args:
             purpose: the string that the peer gave to `connect`.
-            timeout_s: limit, in seconds.
             check: called about every 50 ms; an exception that it raises ends the wait.
 
         Returns:

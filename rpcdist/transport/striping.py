@@ -273,8 +273,6 @@ class Striping:
         on_piece: called with each delivery, perhaps the last one of a message, when a piece has arrived; on any thread.
         on_written: called with the number of a transfer whose stripes are all written or dropped, and whether no others
             wait; on any thread.
-        close: ends the session, with a reason.
-        incoming: the session's incoming transfers.
         open: opens the connections; None at the side that waits for them.
         silence_limit_s: limit for the peer to acknowledge bytes on a connection. [Note: silence]
         round_trip_s: the round trip to the peer; None if it is unknown.

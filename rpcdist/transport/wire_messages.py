@@ -124,7 +124,6 @@ class ReplyMessage:
     """The reply to a call.
 
     Attributes:
-        id: the id of the call.
         body: the result, like `CallMessage.body`; empty for None.
         num_tensors: the number of tensors in `body`.
         created: whether it answers a `remote()` whose result the callee keeps.
@@ -170,8 +169,6 @@ class CompactPass:
     """A message between two neighbours in a backward pass of distributed autograd.
 
     Attributes:
-        context: the autograd context.
-        backward: the id of the pass.
         body: the content, see `autograd/_pass_message.py`. If it is empty, the first large buffer is the body.
         transfer, large, loans: as in `CallMessage`.
     """

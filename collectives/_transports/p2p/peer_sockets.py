@@ -44,7 +44,6 @@ class InStream:
         end: called when the payload is complete.
 
     Attributes:
-        num_messages: number of messages that have begun.
         target: the target of the message whose payload is incomplete.
         said_goodbye: the peer has left on purpose; nothing follows.
     """
@@ -133,7 +132,6 @@ class OutStream:
 
     Attributes:
         queue: the messages that are not sent completely, each with its payload.
-        num_sent: number of messages that were sent completely.
         num_owed: how many of the next bytes the socket has encrypted already, so that they cannot be left out.
     """
 

@@ -265,7 +265,6 @@ def cut(counts: tuple[int, ...], limit: int) -> tuple[tuple[Piece, ...], ...]:
     """The pieces of each step; at least one step. Ranks with equal sums of `counts` have as many steps of equal sizes.
 
     Args:
-        counts: elements of each tensor.
         limit: elements that fit into the buffer of a step.
     """
     steps: list[tuple[Piece, ...]] = []

@@ -109,7 +109,6 @@ class Reduction:
     Args:
         operand: the tensor that the message is reduced with; as long as `target`, and perhaps the same.
         staging: the tensor in which the message arrives; as long as `target`, or as one slice.
-        received_first: whether the message is the first operand.
         size: of a slice in bytes, see `slice_bytes`.
         deferred: whether to reduce in `complete`; then `staging` is as long as `target`.
         finish: makes the reduced numbers final, such as dividing them; None when there is nothing to do.

@@ -47,7 +47,6 @@ class Notice:
     """The notice of one rank: gradients are missing.
 
     Attributes:
-        rank: rank in the world.
         iteration: number of the backward pass, from 1.
         final: whether the rank has raised an error; else the gradients may still become ready.
         problem: the error, where it is not about missing gradients.
@@ -70,7 +69,6 @@ class Notices:
     """The notices about one reducer, in the store of its group.
 
     Args:
-        group: the ranks that reduce.
         key: prefix of the store's keys: the same on all ranks, and different for each reducer.
     """
 

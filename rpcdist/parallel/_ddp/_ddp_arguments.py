@@ -111,7 +111,6 @@ class ReducerOptions:
     Attributes:
         find_unused: whether parameters may stay without gradients, different ones in each iteration.
         static: whether every iteration uses the same parameters as the first one.
-        view: whether gradients become views of the buckets.
         skip_unused: whether buckets without used parameters are not reduced; these must be the same on all ranks.
         check_finite: see [Note: probes].
     """

@@ -28,7 +28,6 @@ class UnusedParameters(DataParallelError):
     """A backward pass ended without gradients for some parameters, so their buckets were not reduced.
 
     Attributes:
-        rank: rank in the world on which the gradients are missing.
         iteration: number of the backward pass, from 1.
         rule: which parameters were to get gradients.
         indices: their numbers among the parameters that are averaged.

@@ -39,12 +39,7 @@ class DueRule(Enum):
 
 
 class Phase(Enum):
-    """Whether an iteration is open and has gradients, and whether a backward pass runs.
-
-    Attributes:
-        is_open: whether an iteration is open.
-        in_pass: whether a backward pass runs.
-    """
+    """Whether an iteration is open and has gradients, and whether a backward pass runs."""
 
     IDLE = "no iteration is open, and no backward pass runs", False, False
     PASSING = "a backward pass runs that adds nothing, or opens an iteration with its first gradient", False, True
@@ -78,7 +73,6 @@ class UnexpectedGradient(Exception):
     """A parameter got a gradient that the rules do not allow.
 
     Attributes:
-        index: the parameter.
         count: how many gradients it has got in this iteration.
         allowed: how many it may get; None where the rule allows one, of which no pass has told before.
     """

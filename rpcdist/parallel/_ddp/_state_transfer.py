@@ -97,7 +97,6 @@ def take_over(state: Any, module: nn.Module, others: Sequence[HasState], sender:
     Args:
         state: `{"step": ..., "module": ..., "others": [...]}`, the last two as their `state_dict` says.
         module, others: get it.
-        sender: the rank that it is from.
         step: what it has to have behind it.
 
     Raises:

@@ -68,13 +68,10 @@ class Publisher(VersionSource):
     """The source of the publisher, found by its name as an actor.
 
     Args:
-        name: under which the tensors are published.
-        plain_layout: of every version.
         keep: how many whole versions there may be at once.
         shard: its number, and how many publishers the tensors have.
 
     Attributes:
-        shard: its number.
         has_asked: whether the other workers have said which versions they have seen.
         in_order: what was seen of values that are those of the layout, in its order; see `Pieces`.
     """
@@ -361,8 +358,7 @@ class Publisher(VersionSource):
         """A host wants to fetch from now on, the newest version first.
 
         Args:
-            source: its source's name.
-            address: where that one's readers connect; empty where there are none.
+            address: where the readers of the source connect; empty where there are none.
             num_changes: of the description by which it found that its host has no source yet; None if it knows that.
             living: the sources of its worker; others were freed by the garbage collector, which tells nobody.
 
@@ -392,7 +388,6 @@ class Publisher(VersionSource):
         """From which source a host should fetch: the one before it, or this one.
 
         Args:
-            source: the name of the host's source.
             failed: the name of the source that did not answer, or "".
         """
         before = self.source_name
@@ -408,10 +403,6 @@ class Extract(Publisher):
 
     It reads the publisher's versions as a consumer does, on a thread of the pool, and publishes them under the same
     numbers to the readers and hosts that want this selection.
-
-    Args:
-        origin: the publisher.
-        selection: the values.
     """
 
     def __init__(self, origin: Publisher, selection: Selection) -> None:
@@ -480,11 +471,8 @@ class HostCopy(VersionSource):
     """The source of a host that fetches versions from another one; a consumer there has it.
 
     Args:
-        name: under which the tensors are published.
-        layout: of every version.
         keep: how many whole versions there may be at once.
         origin: the name of the publisher's source.
-        shard: its number.
         num_shards: how many publishers the tensors have.
         is_extract: whether it fetches an `Extract`; then its consumer asks another publisher for one at its next pull.
     """
@@ -557,7 +545,6 @@ class HostCopy(VersionSource):
 
         Args:
             origin: the name of the publisher's source, which says that it has the version.
-            version: its number.
         """
         with self._changed:
             if origin != self.origin:  # it has been replaced

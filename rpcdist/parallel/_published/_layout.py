@@ -58,8 +58,6 @@ class VersionLayout(NamedTuple):
 
     Attributes:
         names: of the tensors, in the order in which they lie in memory; several parts of one have the same name.
-        dtypes: of the published values.
-        shapes: of the tensors.
         parts: for those that are parts of larger tensors, by their index: the offsets, and the shape of the whole.
     """
 
@@ -291,7 +289,6 @@ class ShardCopies(NamedTuple):
 
     Attributes:
         sources: indices of published tensors, and the slices of them, None for all.
-        targets: where to.
         is_whole: whether they are all published tensors, in their order and with their dtypes.
     """
 
@@ -325,7 +322,6 @@ def copies_for(
         is_whole: whether every published tensor has to have a target.
         name: under which they are published, for errors.
         publishers: the workers that publish the shards, for errors.
-        me: this worker, for errors.
 
     Raises:
         ConfigError: a target has no published tensor, another shape, a part that nobody publishes, or a dtype that its

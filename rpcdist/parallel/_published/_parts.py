@@ -89,7 +89,6 @@ class Pieces(NamedTuple):
 
     Attributes:
         names: of the tensors; several parts of one tensor have the same name.
-        tensors: the values.
         parts: for those that are parts of larger tensors, by their index: the offsets, and the shape of the whole.
         seen: the same object for tensors of the same names, kinds, dtypes, shapes and strides, which may have other
             memory; None if nothing is known of earlier ones.
@@ -117,7 +116,6 @@ def pieces_of(what: nn.Module | Mapping[str, Value], purpose: str, seen: SeenTen
 
     Args:
         what: a module, whose `state_dict` counts, or tensors and parts of tensors by name.
-        purpose: what they are for, for the error.
         seen: what is known of those of the last call, which is replaced.
 
     Raises:

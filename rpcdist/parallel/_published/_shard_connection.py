@@ -124,7 +124,6 @@ class ShardConnection:
     """A consumer's way to one shard: it reads the memory of a process of its host, or fetches for its host.
 
     Args:
-        name: under which the tensors are published.
         shard: the number of the shard.
         dtype: to which tensors of floating point are converted, once for this host; None for their own.
 

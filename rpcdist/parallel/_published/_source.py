@@ -168,8 +168,6 @@ class VersionSource:
     one takes the next version.
 
     Args:
-        name: under which the tensors are published.
-        layout: of every version.
         keep: how many whole versions there may be at once.
         num_shards: where there are several, older versions stay as long as possible: others may not have newer ones.
 
@@ -344,7 +342,6 @@ class VersionSource:
         """Waits until all readers of this host have a version, or a newer one; those that do not, and what they have.
 
         Args:
-            version: its number.
             timeout: limit in seconds.
         """
 
@@ -416,8 +413,6 @@ class VersionSource:
 
         Args:
             fetcher: the name that `begin_fetch` was given.
-            version: its result.
-            index: of the chunk.
             timeout: limit of the wait for a chunk that this process does not have yet, in seconds.
 
         Raises:

@@ -59,7 +59,6 @@ def schedule(name: str, num_workers: int, num_microbatches: int, stages_per_work
             no more micro-batches alive than there are stages from here to the end: Narayanan et al., 2019), or
             "interleaved" (1F1B with several stages per worker, whose bubble is smaller by that factor: Narayanan et
             al., 2021).
-        num_workers: number of workers in the pipeline.
         num_microbatches: number of micro-batches in a batch.
         stages_per_worker: number of stages on each worker. "1f1b" allows one only; "gpipe" runs all micro-batches
             through one stage before the next stage.

@@ -44,7 +44,6 @@ class StageRunner:
     """All stages of a pipeline that live on this worker. The driver calls its methods by RPC.
 
     Args:
-        worker: index of this worker in the pipeline.
         sources: the modules of this worker's stages, or functions that make them, by stage.
     """
 

@@ -39,7 +39,6 @@ class Turn(Future[Any]):
     """The future of the call's result. Its maker calls `enter` when it can take the result.
 
     Args:
-        target: its value.
         number: which of its calls through that one; None where the caller did not know that it calls an actor.
 
     Attributes:

@@ -58,10 +58,7 @@ class PendingCall:
     """One call in flight; it observes how its own message is sent (`SendObserver`).
 
     Attributes:
-        id: its number on the wire.
-        peer: the worker that it went to.
         called: the name of the function, or the reference whose value is wanted.
-        deadline: when it ends at the latest.
         is_repeatable: it may run twice, so it is sent again when its connection breaks, until the worker is declared
             lost. Only where nothing but plain arguments travels: a share of a reference cannot be made twice.
         counts_as_work: a worker that shuts down waits for it, on both sides. A call that itself waits for other workers
@@ -70,7 +67,6 @@ class PendingCall:
         state: what the callee has said about it, and when, once its deadline is near.
         was_asked: whether the callee was asked for that.
         inherited_s: what was left of the deadline, where it is that of the call that is being handled here; else None.
-        reply_sink: takes the outcome.
         transfer: number of the transfer that carries its large arguments, 0 for none.
         forks: what the callee holds when the arguments have arrived, to be given back when they may not have.
         repeat: the message, if it may be sent again.
@@ -257,14 +253,11 @@ class CallTable:
     the I/O loop.
 
     Args:
-        name_of: the name of a worker, for messages.
-        submit: gives a function to the pool.
         give_back: gives back what the callee holds for a call.
         send_again: sends the message of a call to the same process once more; raises `TransportError`.
         recorder: remembers how calls ended; None for not at all.
 
     Attributes:
-        next_id: numbers the calls.
         num_work: how many calls that count as work were ever made.
     """
 

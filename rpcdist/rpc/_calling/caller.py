@@ -51,9 +51,6 @@ class Caller:
         max_in_flight_bytes: of the arguments of calls to one worker.
         on_handler_loop: whether its caller runs where coroutines of handlers run.
         recorder: remembers how calls ended.
-
-    Attributes:
-        in_flight: counts the bytes of arguments.
     """
 
     def __init__(

@@ -109,7 +109,6 @@ class NewCalls:
 
         Args:
             timeout_s: as users write it.
-            reply_sink: takes the outcome.
             result: of `remote()`: the ids under which the callee keeps the result.
             on: a reference to a value of the callee, which becomes the function's first argument there. It is only
                 named, so the owner has nothing to count; the call holds the reference until it ends.

@@ -47,8 +47,6 @@ class StreamState:
     may be dropped at any time.
 
     Attributes:
-        id: the call's number.
-        what: the call, for messages.
         autograd: the autograd context of the call, or None.
         told: called with the outcome when the consumer has come to the end, or has closed it; for traces.
     """

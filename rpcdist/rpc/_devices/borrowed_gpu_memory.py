@@ -33,7 +33,6 @@ class _OpenMemory:
     """An allocation of another process, or of this one.
 
     Attributes:
-        is_own: it is of this process.
         sequences: by offset, the last number that a stream of this process waits for there, and since when; those that
             are known to have come are left out.
     """
@@ -51,9 +50,7 @@ class Borrowed:
     """A loan that is being copied.
 
     Attributes:
-        loan: as it arrived.
         home: the device that it is on.
-        address: where it begins.
         devices: those that it is copied to.
     """
 
@@ -69,7 +66,6 @@ class BorrowedGpuMemory:
     Args:
         memory: CUDA; called when memory is borrowed first.
         lent: that of this process, whose own loans come back where a worker calls itself, or another of its process.
-        name_of: the name of a worker, for errors.
         now: the monotonic clock.
 
     Attributes:

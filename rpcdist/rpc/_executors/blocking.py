@@ -43,7 +43,6 @@ class WorkerThread:
         baton: the thread parks on it.
         ended: held until the thread has left the pool.
         job: what it runs now, or None.
-        arguments: arguments of the job.
         blocked: how many `blocking` blocks it is in.
         is_lent: it does not belong to the pool for now.
     """

@@ -24,10 +24,8 @@ class PoolSample(NamedTuple):
 
     Attributes:
         at: when it was taken, in monotonic seconds.
-        queued: jobs that wait for a thread.
-        oldest_at: when the oldest of them was submitted, in monotonic seconds.
+        oldest_at: when the oldest of the queued jobs was submitted, in monotonic seconds.
         running: threads that run a job and have not said that they wait.
-        num_threads: all threads of the pool.
         has_progress: whether a job has ended since the last sample.
     """
 
@@ -45,8 +43,7 @@ def threads_to_start(
     """How many idle or new threads to set to work now (rule 3 of the pool).
 
     Args:
-        queued: jobs that wait for a thread.
-        oldest_s: how long the oldest has waited.
+        oldest_s: how long the oldest queued job has waited.
         running: threads that run a job and have not said that they wait.
         stalled_s: seconds since a job ended or the monitor started a thread.
         burst: threads to start at a stall.
@@ -70,7 +67,6 @@ class LoadHistory:
         cpu_s: the processor time that the pool's threads have used so far, in seconds; None where the system does not
             tell. Asked for at stalls only, since it costs a system call per thread.
         num_cores: threads that may run before the stall rule counts.
-        max_threads: the cap of the pool.
         stall_limit_s: a pool at its cap in which no job ends for so long is exhausted.
         now: monotonic seconds.
 

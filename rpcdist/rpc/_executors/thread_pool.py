@@ -113,7 +113,6 @@ class ThreadPool:
         prepare: called on each thread when it starts.
         cleanup: called after each job on its thread, to take away what a user function left behind there.
         describe: names a job in messages.
-        new_context: makes the context of a job.
         keeps_one: whether the last thread stays, and `start` starts it: at its end, Python 3.12 starts no thread, and
             `shutdown` may be called there.
     """

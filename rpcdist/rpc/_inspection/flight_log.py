@@ -47,7 +47,6 @@ class FlightLog:
 
     Args:
         facts: says what the worker does; any thread.
-        name_of: the name of a worker, by its id.
         sessions: the open connections; on the I/O loop.
     """
 

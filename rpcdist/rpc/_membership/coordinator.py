@@ -94,7 +94,6 @@ class Coordinator:
     """The membership service as this worker reaches it: in this process, or over the network.
 
     Args:
-        address: where it is served.
         rank: that of the worker that serves it.
         mark_left: tells the store, where the service is served here, that this worker has left as the last one.
     """
@@ -123,8 +122,7 @@ class Coordinator:
 
         Args:
             world_size: None where workers come and go.
-            timeout_s: limit, in seconds.
-            connect_s: a shorter one for reaching the coordinator.
+            connect_s: a shorter limit for reaching the coordinator.
 
         Raises:
             ConnectFailed: nobody answered in time.
@@ -185,7 +183,6 @@ class Coordinator:
         """Tells the process at an address, if it is another coordinator than the one before, that this worker lives.
 
         Args:
-            address: where it may be.
             world_size: None where workers come and go.
             roster: the members of the job, as this worker knows them.
             before: the coordinator that there was.

@@ -136,7 +136,6 @@ class SurvivorQuestions:
     """Asks the missing workers of a recovery, from `begin` until `stop`. I/O loop only.
 
     Args:
-        present: returns the current members.
         on_answer: is called after each answer.
     """
 

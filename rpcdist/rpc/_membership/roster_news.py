@@ -35,7 +35,6 @@ class MembershipNews:
 
     Args:
         service: the list of workers, if it is here: then this worker tells the others.
-        send: sends a control message to a worker.
         watch: connects to a worker, so that its death is noticed.
         is_coordinator: whether a worker is the coordinator whose list has this worker in it.
     """
@@ -160,7 +159,6 @@ class MembershipWatch:
     a thread of the pool, so they may block and call other workers.
 
     Args:
-        submit: gives jobs to the pool.
         lifetime: of the agent; losses are not told once all workers leave.
     """
 

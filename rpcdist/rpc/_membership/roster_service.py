@@ -42,7 +42,6 @@ class MembershipService:
             members that live then stay in the job in any case. In a static world, the new list is not complete before
             half of that has passed since the start of the service: if the whole job was restarted, its new processes
             come in that time, and take precedence.
-        rank: that of the coordinator.
 
     Attributes:
         table: the list of workers; read it, and change it through this service.

@@ -210,7 +210,6 @@ class Leaving:
         lifetime: when it is over, another thread has closed RPC, and no leader is asked any more.
         silence_out_of_reach: see `Router.silence_out_of_reach`.
         explain: says what calls wait for here, with their stacks.
-        led_last: whether this worker led the last round.
     """
 
     network: Network

@@ -162,8 +162,6 @@ class ControlReceiver:
         """The method `Deliver` of a service: the same handler as for sessions, which repeats do no harm to.
 
         Args:
-            kind: of the bodies.
-            reply: makes the answer.
             seen: renews the lease of the sender, which may have no session: its references here end with the lease.
         """
 

@@ -59,7 +59,6 @@ class MemberEvent(NamedTuple):
 
     Attributes:
         kind: "lost" if it died, or was replaced by another process; "left" if it said good-bye.
-        member: the worker.
         reason: why it was declared lost; else empty.
     """
 

@@ -150,7 +150,6 @@ class Peer:
         on_lost: is told on the I/O loop that the worker is declared dead, why, and what waited for a connection to it.
 
     Attributes:
-        identity: of the worker.
         address: host:port.
         session: the open session, or None.
         lost_reason: why it was declared dead, or None.

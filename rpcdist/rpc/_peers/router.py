@@ -338,9 +338,6 @@ class Router:
     def watch(self, worker_id: int, what: str) -> WorkerLost | None:
         """Connects to another worker, so that its death is noticed here.
 
-        Args:
-            what: the operation that waits for it, for the error.
-
         Returns:
             The error, if the worker is lost already.
         """

@@ -48,13 +48,10 @@ class ActiveCall:
         method: class and name of the method, for a call through a reference, once its value is there; for views.
         is_by_value: the function has no name, and stands behind its arguments.
         arguments: not decoded yet; None if the function takes none.
-        deadline: its caller's.
         back: the inverse of the device map that the call brought; None where that of its session counts.
-        is_nested: a handler of the caller made it.
         weight: what it takes in the account of its caller, in bytes.
         cancelled_at: when its caller said that it does not want the result, on the monotonic clock; infinity for never.
         handle: of the user loop, while a coroutine runs; of an actor, while the call waits for its turn or runs there.
-        producer: of the stream that is its result.
         result: for `remote()`: the share that its caller has of the result.
         entry: for `remote()`: the reference under which the result is kept.
         autograd: the caller's context, in which the function runs.

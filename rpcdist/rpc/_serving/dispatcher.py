@@ -100,7 +100,6 @@ class Dispatcher:
         recorder: remembers how calls ended.
 
     Attributes:
-        calls: that have come and are not over.
         accepting: calls that come; others are refused.
         gil_wait: measures, while it is there.
     """

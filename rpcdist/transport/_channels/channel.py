@@ -60,7 +60,6 @@ class Channels(NamedTuple):
 
     Attributes:
         local: Unix sockets, between processes of one user on one host.
-        tcp: plain TCP connections.
     """
 
     local: bool

@@ -115,9 +115,6 @@ class WatchedSockets:
 
     One instance per socket would save a system call, but cost a descriptor per connection: at rank 0, one for each
     worker of the world. Used on the loop's thread.
-
-    Attributes:
-        epoll: the instance.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

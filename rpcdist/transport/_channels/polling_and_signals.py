@@ -133,7 +133,6 @@ class BriefPolling:
     Attributes:
         is_worth_it: whether the next wait should begin with `try_polling`.
         num_polled: waits that ended while polling.
-        num_slept: waits that slept.
         num_in_vain: waits that polled and then slept.
 
     Args:

@@ -107,13 +107,8 @@ class StripeCursor:
     The buffers form one sequence of bytes. Both ends know the sizes from the announcement, and so they know the bytes
     of each stripe: only the number of the message and the number of bytes travel with the bytes. Pure.
 
-    Attributes:
-        left: the bytes of the stripe that are left.
-
     Args:
-        sizes: sizes of the buffers, in bytes.
         index: number of the stripe, from 0.
-        count: number of stripes.
     """
 
     __slots__ = ("_at", "_buffer", "_sizes", "left")
@@ -357,7 +352,6 @@ class Incoming:
             ordinal: ordinal number of the announcement. If it has not arrived yet, this waits for it, until
                 `end_announcements`.
             count: number of stripes; always the same.
-            size: number of bytes.
 
         Raises:
             ProtocolViolation: the bytes do not belong to that stripe.

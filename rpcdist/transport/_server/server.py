@@ -51,7 +51,6 @@ class Server:
         health: answers health probes, if the environment asks for it.
 
     Args:
-        roles: the handlers of sessions by role.
         silence_limit_s: silence after which a peer is declared lost, in seconds.
         ports: the ports at which it may listen by default.
     """

@@ -42,9 +42,6 @@ class SilentConnections:
 
     Args:
         num_named: returns the number of processes refused by name because of their token.
-
-    Attributes:
-        ports: the ports at which gRPC listens.
     """
 
     def __init__(self, num_named: Callable[[], int]) -> None:

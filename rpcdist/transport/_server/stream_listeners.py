@@ -46,7 +46,6 @@ class StreamListeners:
     """The raw listeners of a process; lives on the I/O loop.
 
     Args:
-        roles: who takes the connections.
         admission: bounds what strangers may cost, on all listeners of the process together.
         serve_session: serves sessions; cancelled when their listener ends.
         ports: where it may listen over TCP.

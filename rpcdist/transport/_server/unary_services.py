@@ -44,9 +44,6 @@ what it has done: for a reply of more than some KiB that has no room, or that it
 class UnaryServices(grpc.GenericRpcHandler):
     """The registered services of one listener, or of all. Lives on the I/O loop.
 
-    Attributes:
-        names: the full names of the services.
-
     Args:
         proven: the sessions that calls may belong to.
         on_call: is called with gRPC's name of the connection of each call.

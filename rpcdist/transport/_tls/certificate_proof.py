@@ -45,9 +45,6 @@ MALFORMED: Final = (
 class CertificateProver:
     """Signs handshakes with one certificate, and judges those of peers. Any thread may use it.
 
-    Attributes:
-        names: the workers that the certificate names.
-
     Args:
         chain: the certificate, and intermediate ones.
         authorities: by whom the certificates of peers must be signed.

@@ -52,13 +52,11 @@ class TlsSocket:
     One thread at a time may read, and one at a time write; these may be two. Errors are `OSError`, as of a socket.
 
     Attributes:
-        family: of the socket.
         has_buffered: whether bytes have been decrypted that `recv_into` has not given away yet.
         num_owed: how many bytes of a `sendmsg` were encrypted without being reported as sent.
 
     Args:
         raw: connected; it is closed with this object, and must not be used any more.
-        context: certificates.
         server_side: whether this side accepted the connection.
         own_fingerprint: of the certificate that `context` shows.
 
