@@ -21,6 +21,7 @@ here, since the receiver of a gradient never changes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from struct import Struct, pack, unpack_from
 from struct import error as StructError
@@ -50,6 +51,7 @@ class UnknownMessages(AutogradError):
     context has just ended."""
 
 
+@dataclass(slots=True, eq=False)
 class PassMessage:
     """All that a worker tells a neighbour at a time.
 
@@ -70,24 +72,23 @@ class PassMessage:
         outcome: alone: what came of that.
     """
 
-    __slots__ = (
-        "_rest", "begins", "fast", "follow_up", "follows", "gradients", "is_child", "is_done", "is_heavy", "messages",
-        "outcome", "retain_graph", "timeout_us", "traceparent", "verdicts", "work",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.begins = self.is_child = self.fast = self.retain_graph = self.is_done = self.is_heavy = False
-        self.follows = False
-        self.follow_up: bytes | None = None
-        self.traceparent = ""
-        self.timeout_us = 0
-        self.verdicts: dict[int, int | None] = {}
-        self.messages: list[int] = []
-        self.gradients: list[Gradients] = []
-        self.work: bytes | None = None
-        self.outcome: bytes | None = None
-        # The gradients of a message that has arrived: body, counts, absent, number of tensors, buffers, `_VALUE`.
-        self._rest: tuple[bytes, Sequence[int], Sequence[int], int, Sequence[ReceiveBuffer], bool] | None = None
+    begins: bool = False
+    is_child: bool = False
+    fast: bool = False
+    retain_graph: bool = False
+    is_done: bool = False
+    is_heavy: bool = False
+    follows: bool = False
+    follow_up: bytes | None = None
+    traceparent: str = ""
+    timeout_us: int = 0
+    verdicts: dict[int, int | None] = field(default_factory=dict)
+    messages: list[int] = field(default_factory=list)
+    gradients: list[Gradients] = field(default_factory=list)
+    work: bytes | None = None
+    outcome: bytes | None = None
+    # The gradients of a message that has arrived: body, counts, absent, number of tensors, buffers, `_VALUE`.
+    _rest: tuple[bytes, Sequence[int], Sequence[int], int, Sequence[ReceiveBuffer], bool] | None = None
 
     def add_gradients(self, message: int, gradients: Gradients) -> None:
         """Adds the gradients of the tensors of one message of the graph."""

@@ -102,7 +102,7 @@ class Conversation:
 
 
 class Calls:
-    def is_pending(self, call: PendingCall) -> bool:
+    def cancel(self, call: PendingCall, exc: BaseException | None) -> bool:
         return True
 
     def name_of(self, worker_id: int) -> str:
@@ -115,7 +115,7 @@ def begun(told: Told, has_message: bool = True, timeout_s: float = 5.0) -> tuple
     call = PendingCall(calls, 7, 1, "f", Deadline.after(timeout_s), timeout_s, told.creation)
     session: Any = Conversation(has_message)
     call.session = session
-    told.creation.began(call, lambda: True)
+    told.creation.began(call)
     return call, ValueSink(told.creation)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from dataclasses import dataclass, field
+from typing import ClassVar, Final
 
 import torch
 
@@ -34,6 +35,7 @@ def slice_bytes(unit: int) -> int:
     return min(_SLICE_BYTES, SLICE_ELEMENTS * unit)
 
 
+@dataclass(slots=True, eq=False)
 class Transfer:
     """A message between this rank and a peer.
 
@@ -42,12 +44,10 @@ class Transfer:
         connection: the connection; None until it is open.
     """
 
-    __slots__ = ("channel", "connection", "peer")
-
     peer: int
     channel: int
-    connection: StreamSocket | None
-    is_send: bool = False
+    connection: StreamSocket | None = field(default=None, init=False)
+    is_send: ClassVar[bool] = False
 
     def advance(self) -> bool:
         """Moves as many bytes as possible now; returns whether the message is complete.
@@ -68,28 +68,23 @@ class Transfer:
         return TransportPeerLost(self.peer, (exc.strerror or str(exc)) if exc else "it closed the connection")
 
 
+@dataclass(slots=True, eq=False)
 class Sending(Transfer):
     """Sends a header and a payload."""
 
-    __slots__ = ("_header", "_payload", "_sent", "_total")
+    is_send: ClassVar[bool] = True
 
-    is_send = True
-
-    def __init__(self, peer: int, channel: int, header: bytes, payload: memoryview) -> None:
-        self.peer = peer
-        self.channel = channel
-        self.connection = None
-        self._header = header
-        self._payload = payload
-        self._sent = 0
-        self._total = HEADER_BYTES + len(payload)
+    _header: bytes
+    _payload: memoryview
+    _sent: int = field(default=0, init=False)
 
     def advance(self) -> bool:
         connection = self.connection
         assert connection is not None
-        limit = self._sent + _TURN_BYTES
+        total = HEADER_BYTES + len(self._payload)
+        limit = min(self._sent + _TURN_BYTES, total)
         try:
-            while self._sent < self._total and self._sent < limit:
+            while self._sent < limit:
                 if self._sent < HEADER_BYTES:
                     parts = (self._header[self._sent :], self._payload[:_TURN_BYTES])
                     self._sent += connection.sendmsg(parts, (), NO_SIGPIPE)
@@ -100,7 +95,7 @@ class Sending(Transfer):
             pass
         except OSError as exc:
             raise self.lost(exc) from exc
-        return self._sent == self._total
+        return self._sent == total
 
 
 class Reduction:
@@ -164,42 +159,18 @@ class Reduction:
             self._finish(target)
 
 
+@dataclass(slots=True, eq=False)
 class Receiving(Transfer):
     """Receives a message after its header has proven to be the expected one."""
 
-    __slots__ = (
-        "_expected",
-        "_frame",
-        "_got",
-        "_header",
-        "_num_header_bytes",
-        "_num_reduced",
-        "_payload",
-        "_size",
-        "reduction",
-    )
-
-    def __init__(
-        self,
-        peer: int,
-        channel: int,
-        frame: OperationFrame,
-        expected: bytes,
-        payload: memoryview,
-        size: int,
-        reduction: Reduction | None,
-    ) -> None:
-        self.peer = peer
-        self.channel = channel
-        self.connection = None
-        self.reduction = reduction
-        self._frame = frame
-        self._expected = expected
-        self._header = b""
-        self._payload = payload  # of `size` bytes; the staging of a reduction may be shorter
-        self._size = size
-        self._got = 0
-        self._num_reduced = 0
+    _frame: OperationFrame
+    _expected: bytes
+    _payload: memoryview  # of `_size` bytes; the staging of a reduction may be shorter
+    _size: int
+    reduction: Reduction | None
+    _header: bytes = field(default=b"", init=False)
+    _got: int = field(default=0, init=False)
+    _num_reduced: int = field(default=0, init=False)
 
     def advance(self) -> bool:
         connection = self.connection

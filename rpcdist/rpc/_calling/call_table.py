@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from rpcdist._counters import OK
@@ -54,6 +55,7 @@ class ReplySink(Protocol):
         """The call ended otherwise; any thread."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PendingCall:
     """One call in flight; it observes how its own message is sent (`SendObserver`).
 
@@ -76,64 +78,33 @@ class PendingCall:
         span: of OpenTelemetry, if the program wants spans.
     """
 
-    __slots__ = (
-        "_made",
-        "autograd",
-        "called",
-        "counts_as_work",
-        "deadline",
-        "forks",
-        "id",
-        "inherited_s",
-        "is_bound",
-        "is_repeatable",
-        "on",
-        "peer",
-        "repeat",
-        "reply_sink",
-        "session",
-        "span",
-        "state",
-        "table",
-        "timeout_s",
-        "transfer",
-        "was_asked",
-    )
+    table: CallTable
+    id: int
+    peer: int
+    called: str | ReferenceShare
+    deadline: Deadline
+    timeout_s: float
+    reply_sink: ReplySink
+    is_repeatable: bool = False
+    counts_as_work: bool = True
+    inherited_s: float | None = None
+    transfer: int = 0
+    session: AnySession | None = None
+    repeat: WireMessage | None = None
+    forks: Sequence[value_pb2.RRefFork | int] | None = None
+    autograd: CallContext | None = None
+    on: Handle | None = None
+    is_bound: bool = True
+    span: Any = None
+    was_asked: bool = False
+    state: tuple[rpc_pb2.CallState, float] | None = None
+    _made: float = 0.0
 
-    def __init__(
-        self,
-        table: CallTable,
-        id: int,
-        peer: int,
-        called: str | ReferenceShare,
-        deadline: Deadline,
-        timeout_s: float,
-        reply_sink: ReplySink,
-        is_repeatable: bool = False,
-        counts_as_work: bool = True,
-    ) -> None:
-        self.table = table
-        self.id = id
-        self.peer = peer
-        self.called = called
-        self.deadline = deadline
-        self.timeout_s = timeout_s
-        inherits = deadline.at != INFINITE and deadline is current_deadline.get()
-        self.inherited_s = deadline.remaining_s() if inherits else None
-        self._made = time.monotonic() if deadline.at == INFINITE else 0.0  # others can compute it
-        self.reply_sink = reply_sink
-        self.transfer = 0
-        self.is_repeatable = is_repeatable
-        self.counts_as_work = counts_as_work
-        self.session: AnySession | None = None
-        self.repeat: WireMessage | None = None
-        self.forks: Sequence[value_pb2.RRefFork | int] | None = None
-        self.autograd: CallContext | None = None
-        self.on: Handle | None = None
-        self.is_bound = True
-        self.span: Any = None
-        self.was_asked = False
-        self.state: tuple[rpc_pb2.CallState, float] | None = None
+    def __post_init__(self) -> None:
+        if self.deadline.at == INFINITE:
+            self._made = time.monotonic()  # that of others can be computed
+        elif self.deadline is current_deadline.get():
+            self.inherited_s = self.deadline.remaining_s()
 
     def __repr__(self) -> str:
         return f"<call {self.id}: {self.what()}, {self.deadline!r}>"

@@ -238,7 +238,7 @@ class Caller:
             to, func, args, kwargs, timeout_s, creation, share, on, is_serial, device_map
         )
         self._send_in_turn(call, message, large)
-        creation.began(call, call.cancel)
+        creation.began(call)
         return creation
 
     def fetch_created(self, creation: Creation) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from _thread import LockType
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -21,36 +22,22 @@ WITHHELD: Final = object()
 """Stands for the value where the reply to a `remote()` did not bring it along."""
 
 
+@dataclass(slots=True, eq=False)
 class Creation:
     """The outcome of a `remote()` (`ReplySink`). Its future is made on demand, since hardly any program asks for it.
 
     It must not hold the reference, which the table of calls would keep alive.
     """
 
-    __slots__ = (
-        "_call",
-        "_cancel",
-        "_error",
-        "_future",
-        "_has_ended",
-        "_listener",
-        "_lock",
-        "_share",
-        "_submit",
-        "_value_sink",
-    )
-
-    def __init__(self, share: ReferenceShare, listener: RRefManager, submit: Submit) -> None:
-        self._share = share
-        self._listener = listener
-        self._submit = submit
-        self._lock = threading.Lock()  # around all below
-        self._call: PendingCall | None = None  # this and the next: None when it has ended
-        self._cancel: Callable[[], bool] | None = None  # ends it
-        self._value_sink: ValueSink | None = None  # waits for the value, which comes with the reply
-        self._future: Future[Any] | None = None
-        self._has_ended = False
-        self._error: BaseException | None = None
+    _share: ReferenceShare
+    _listener: RRefManager
+    _submit: Submit
+    _lock: LockType = field(default_factory=threading.Lock)  # around all below
+    _call: PendingCall | None = None  # None when it has ended
+    _value_sink: ValueSink | None = None  # waits for the value, which comes with the reply
+    _future: Future[Any] | None = None
+    _has_ended: bool = False
+    _error: BaseException | None = None
 
     def replied(self, failure: ArrivedFailure | None, payload: object, jobs: list[PoolJob]) -> None:
         value_sink = self._take_value_sink()
@@ -99,21 +86,20 @@ class Creation:
     def _end(self, error: BaseException | None) -> Future[Any] | None:
         with self._lock:
             self._has_ended = True
-            self._call = self._cancel = None
+            self._call = None
             self._error = error
             return self._future
 
-    def began(self, call: PendingCall, cancel: Callable[[], bool]) -> None:
-        """The call was made; `cancel` ends it, and says whether that was before its outcome came."""
+    def began(self, call: PendingCall) -> None:
+        """The call was made."""
         with self._lock:
             if not self._has_ended:
-                self._call, self._cancel = call, cancel
+                self._call = call
 
     def cancel(self) -> bool:
         """Ends the call, so that the reference fails; False if it has ended. Runs callbacks on this thread."""
-        with self._lock:
-            cancel = self._cancel
-        if cancel is None or not cancel():
+        call = self._call
+        if call is None or not call.cancel():
             return False
         value_sink, error = self._take_value_sink(), Cancelled("it was cancelled before its value existed")
         self.fail(error)

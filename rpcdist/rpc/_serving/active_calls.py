@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from rpcdist._counters import OK
@@ -38,6 +39,7 @@ _CALLS_OF_METHODS: Final = frozenset(function_name(function) for function in CAL
 MAX_KNOWN: Final = 4096  # names of callables; a peer may send any
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ActiveCall:
     """One call, from its arrival to its reply.
 
@@ -68,72 +70,33 @@ class ActiveCall:
         started: when its function was called, in seconds of the monotonic clock; 0 before.
     """
 
-    __slots__ = (
-        "arguments",
-        "arrived",
-        "autograd",
-        "awaited",
-        "back",
-        "cancelled_at",
-        "counts_as_idle",
-        "deadline",
-        "entry",
-        "function",
-        "handle",
-        "id",
-        "is_answered",
-        "is_by_value",
-        "is_chained",
-        "is_nested",
-        "is_serial",
-        "method",
-        "producer",
-        "result",
-        "session",
-        "span",
-        "started",
-        "target",
-        "value",
-        "wants_value",
-        "weight",
-    )
-
-    def __init__(
-        self,
-        session: AnySession,
-        id: int,
-        function: str,
-        arguments: Arrived | None,
-        deadline: Deadline,
-        arrived: float,
-    ) -> None:
-        self.session = session
-        self.id = id
-        self.function = function
-        self.method = ""
-        self.is_by_value = False
-        self.arguments = arguments
-        self.deadline = deadline
-        self.back: DeviceMap | None = None
-        self.result: ReferenceShare | None = None
-        self.value: ReferenceShare | None = None
-        self.counts_as_idle = False
-        self.cancelled_at = NEVER.at
-        self.handle: UserCall | Turn | None = None
-        self.producer: SyncProducer | AsyncProducer | None = None
-        self.entry: RRefId | None = None
-        self.autograd: CallContext | None = None
-        self.target: Future[Any] | None = None
-        self.is_answered = False
-        self.is_chained = False
-        self.awaited: object = None
-        self.is_serial = False
-        self.wants_value = False
-        self.is_nested = False
-        self.span: Any = None
-        self.weight = CALL_BYTES
-        self.arrived = arrived
-        self.started = 0.0
+    session: AnySession
+    id: int
+    function: str
+    arguments: Arrived | None
+    deadline: Deadline
+    arrived: float
+    method: str = ""
+    is_by_value: bool = False
+    back: DeviceMap | None = None
+    result: ReferenceShare | None = None
+    value: ReferenceShare | None = None
+    counts_as_idle: bool = False
+    cancelled_at: float = NEVER.at
+    handle: UserCall | Turn | None = None
+    producer: SyncProducer | AsyncProducer | None = None
+    entry: RRefId | None = None
+    autograd: CallContext | None = None
+    target: Future[Any] | None = None
+    is_answered: bool = False
+    is_chained: bool = False
+    awaited: object = None
+    is_serial: bool = False
+    wants_value: bool = False
+    is_nested: bool = False
+    span: Any = None
+    weight: int = CALL_BYTES
+    started: float = 0.0
 
     def __repr__(self) -> str:
         return f"<call {self.id} from {self.session.peer.name}: {self.what}, {self.deadline!r}>"
