@@ -353,7 +353,7 @@ def test_a_loss_that_is_told_late_changes_no_newer_number() -> None:
     target = torch.zeros(1000, dtype=torch.uint8)
     carol.copy(begun, ALIGNMENT_BYTES, target, 1000)
     carol.finish(begun, ALICE.id)
-    assert carol._memory().run() and all_are(target, 2)  # type: ignore[attr-defined]
+    assert carol.memory().run() and all_are(target, 2)  # type: ignore[attr-defined]
     world.lent.release([loan.number], (), CAROL)
     world.lent.on_gone(BOB)
     world.lend(tensor_of(3))

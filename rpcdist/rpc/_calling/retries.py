@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import copy_context
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from rpcdist.transport.io_loop import Timer
 from rpcdist.waiters import RareWaits
 
 
+@dataclass(eq=False, repr=False)
 class Retries:
     """One per agent; any thread may use it.
 
@@ -26,19 +28,12 @@ class Retries:
         submit: gives functions that encode arguments, and so may run code of users, to the pool.
     """
 
-    def __init__(
-        self,
-        caller: Caller,
-        directory: Directory,
-        call_later: Callable[[float, Callable[[], object]], Timer],
-        submit: Callable[[Callable[[], None]], object],
-    ) -> None:
-        self.caller = caller
-        self.directory = directory
-        self.call_later = call_later
-        self.submit = submit
-        self._open: set[_Retried] = set()
-        self._idle = RareWaits()
+    caller: Caller
+    directory: Directory
+    call_later: Callable[[float, Callable[[], object]], Timer]
+    submit: Callable[[Callable[[], None]], object]
+    _open: set[_Retried] = field(default_factory=set)
+    _idle: RareWaits = field(default_factory=RareWaits)
 
     def start(
         self,

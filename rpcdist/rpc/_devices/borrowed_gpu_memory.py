@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from _thread import LockType
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -60,6 +61,7 @@ class Borrowed:
     devices: list[int] = field(default_factory=list)
 
 
+@dataclass(eq=False, repr=False)
 class BorrowedGpuMemory:
     """One per agent. Any thread may use it.
 
@@ -72,22 +74,15 @@ class BorrowedGpuMemory:
         news: by lender, the message that it shall get.
     """
 
-    def __init__(
-        self,
-        memory: Callable[[], GpuMemory],
-        lent: Callable[[], LentGpuMemory | None],
-        name_of: Callable[[int], str],
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._memory = memory
-        self._lent = lent
-        self._name_of = name_of
-        self._now = now
-        self._lock = threading.Lock()
-        self._opened: dict[tuple[int, bytes], _OpenMemory] = {}  # by lender and handle
-        self.news: dict[int, rpc_pb2.GpuRelease] = {}
-        self._indices: dict[bytes, int] = {}  # of devices, by UUID
-        self._overdue: set[int] = set()  # lenders whose numbers did not come
+    memory: Callable[[], GpuMemory]
+    lent: Callable[[], LentGpuMemory | None]
+    name_of: Callable[[int], str]
+    now: Callable[[], float] = time.monotonic
+    _lock: LockType = field(default_factory=threading.Lock)
+    _opened: dict[tuple[int, bytes], _OpenMemory] = field(default_factory=dict)  # by lender and handle
+    news: dict[int, rpc_pb2.GpuRelease] = field(default_factory=dict)
+    _indices: dict[bytes, int] = field(default_factory=dict)  # of devices, by UUID
+    _overdue: set[int] = field(default_factory=set)  # lenders whose numbers did not come
 
     @property
     def is_used(self) -> bool:
@@ -103,7 +98,7 @@ class BorrowedGpuMemory:
 
     def _index_of(self, uuid: bytes) -> int | None:
         if not self._indices:
-            memory = self._memory()
+            memory = self.memory()
             self._indices = {memory.uuid(index): index for index in range(torch.cuda.device_count())}
         return self._indices.get(uuid)
 
@@ -127,7 +122,7 @@ class BorrowedGpuMemory:
         with self._lock:
             if lender in self._overdue:
                 raise SerializationError(
-                    f"worker {self._name_of(lender)!r} has lent memory of a GPU that it did not write within "
+                    f"worker {self.name_of(lender)!r} has lent memory of a GPU that it did not write within "
                     f"{GPU_WAIT_LIMIT_S:g} s, and nothing more is borrowed from it; let it send tensors of the CPU, or "
                     "start it again"
                 )
@@ -140,7 +135,7 @@ class BorrowedGpuMemory:
                     f"a loan arrived that is said to lie beyond the {opened.size} bytes of its memory"
                 )
             if not opened.is_own:
-                opened.sequences[loan.offset] = loan.sequence, self._now()
+                opened.sequences[loan.offset] = loan.sequence, self.now()
             return Borrowed(loan, home, opened.address + loan.offset)
 
     def copy(self, borrowed: Borrowed, offset: int, target: torch.Tensor, size: int) -> None:
@@ -149,7 +144,7 @@ class BorrowedGpuMemory:
         Raises:
             SerializationError: the part is not in the loan.
         """
-        loan, memory, device = borrowed.loan, self._memory(), target.get_device()
+        loan, memory, device = borrowed.loan, self.memory(), target.get_device()
         if offset + size > loan.size:
             raise SerializationError(f"a tensor arrived that is said to lie beyond the {loan.size} bytes of its loan")
         if device not in borrowed.devices:
@@ -167,7 +162,7 @@ class BorrowedGpuMemory:
             return
         copied_at = borrowed.address + COPIED_AT
         try:
-            self._memory().write(borrowed.home, copied_at, borrowed.loan.sequence, borrowed.devices)
+            self.memory().write(borrowed.home, copied_at, borrowed.loan.sequence, borrowed.devices)
         except GpuUnavailable as exc:
             logger.error("the sender of a tensor cannot be told that it was copied: %s", exc)
             return  # it uses the memory again when this process is gone
@@ -196,7 +191,7 @@ class BorrowedGpuMemory:
 
     def clean(self) -> None:
         """Closes allocations that nobody used for a while. May take long."""
-        now = self._now()
+        now = self.now()
         closing: list[tuple[int, bytes, _OpenMemory]] = []
         with self._lock:  # nobody else closes them meanwhile
             for key, opened in list(self._opened.items()):
@@ -212,7 +207,7 @@ class BorrowedGpuMemory:
 
     def _end_waits(self, opened: _OpenMemory, lender: int, now: float) -> None:
         """Forgets the numbers that have come, and ends the waits that have lasted too long. With the lock."""
-        memory = self._memory()
+        memory = self.memory()
         for offset, (sequence, since) in list(opened.sequences.items()):
             address = opened.address + offset
             if 0 < (sequence - memory.read(opened.device, address) & 0xFFFFFFFF) < 1 << 31:  # not there yet
@@ -224,7 +219,7 @@ class BorrowedGpuMemory:
                     logger.error(
                         "worker %r has lent memory of a GPU, and has not written it within %g s: the content of "
                         "tensors that it sent is undefined, and no more memory is borrowed from it",
-                        self._name_of(lender),
+                        self.name_of(lender),
                         GPU_WAIT_LIMIT_S,
                     )
             del opened.sequences[offset]
@@ -251,7 +246,7 @@ class BorrowedGpuMemory:
         for opened in closing:
             if opened.is_own:
                 continue
-            memory = self._memory()
+            memory = self.memory()
             for offset, (sequence, _) in opened.sequences.items():
                 while memory.read(opened.device, opened.address + offset) != sequence:
                     if deadline.expired():
@@ -274,13 +269,13 @@ class BorrowedGpuMemory:
         key = lender, loan.memory
         opened = self._opened.get(key)
         if opened is None:
-            lent = self._lent()
+            lent = self.lent()
             own = None if lent is None else lent.own_address(loan.memory)
-            address, size = self._memory().open(device, loan.memory) if own is None else own
+            address, size = self.memory().open(device, loan.memory) if own is None else own
             opened = self._opened[key] = _OpenMemory(device, address, size, own is not None)
-        opened.used = self._now()
+        opened.used = self.now()
         return opened
 
     def _close(self, opened: _OpenMemory) -> None:
         if not opened.is_own:
-            self._memory().close(opened.device, opened.address)
+            self.memory().close(opened.device, opened.address)

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextvars import Context
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeGuard
 
@@ -42,6 +43,7 @@ MAX_CREDIT: Final = 1024
 """Items that a producer makes ahead of its consumer at most, whatever the consumer grants: they wait in memory here."""
 
 
+@dataclass(eq=False, repr=False)
 class StreamSender:
     """Puts the items of one stream, and its end, on the wire.
 
@@ -52,39 +54,30 @@ class StreamSender:
         back: see `ActiveCall`.
     """
 
-    def __init__(
-        self,
-        marshal: Marshal,
-        session: AnySession,
-        id: int,
-        autograd: CallContext | None,
-        ended: Callable[[], None],
-        back: DeviceMap | None = None,
-    ) -> None:
-        self.autograd = autograd
-        self._back = back
-        self._marshal = marshal
-        self._session = session
-        self._id = id
-        self._ended = ended
+    marshal: Marshal
+    session: AnySession
+    id: int
+    autograd: CallContext | None
+    ended: Callable[[], None]
+    back: DeviceMap | None = None
 
     def item(self, item: object) -> None:
         message = rpc_pb2.Message()
-        message.stream_item.id = self._id
-        peer = self._session.peer.id
-        value, session = message.stream_item.value, self._session
-        large, forks = self._marshal.encode(value, item, peer, self.autograd, session=session, device_map=self._back)
-        self._marshal.check_room(self._session, message.ByteSize(), large, forks)
-        self._marshal.send(self._session, message, large, forks)
+        message.stream_item.id = self.id
+        peer = self.session.peer.id
+        value, session = message.stream_item.value, self.session
+        large, forks = self.marshal.encode(value, item, peer, self.autograd, session=session, device_map=self.back)
+        self.marshal.check_room(self.session, message.ByteSize(), large, forks)
+        self.marshal.send(self.session, message, large, forks)
 
     def end(self, exc: BaseException | None) -> None:
-        self._ended()
+        self.ended()
         if exc is None:
-            self._session.send(rpc_pb2.Message(stream_end=rpc_pb2.StreamEnd(id=self._id)))
+            self.session.send(rpc_pb2.Message(stream_end=rpc_pb2.StreamEnd(id=self.id)))
             return
-        failure, large, forks = self._marshal.failure(exc, self._session, self._back)
-        message = rpc_pb2.Message(stream_end=rpc_pb2.StreamEnd(id=self._id, failure=failure))
-        self._marshal.send(self._session, message, large, forks)
+        failure, large, forks = self.marshal.failure(exc, self.session, self.back)
+        message = rpc_pb2.Message(stream_end=rpc_pb2.StreamEnd(id=self.id, failure=failure))
+        self.marshal.send(self.session, message, large, forks)
 
 
 class SyncProducer:

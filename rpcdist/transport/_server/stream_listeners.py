@@ -11,6 +11,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,7 @@ ServeSession = Callable[[SocketChannel, ServerHandshake], Awaitable[None]]
 """Serves a session of a proven peer to its end; closes the channel."""
 
 
+@dataclass(eq=False, repr=False)
 class StreamListeners:
     """The raw listeners of a process; lives on the I/O loop.
 
@@ -51,25 +53,16 @@ class StreamListeners:
         ports: where it may listen over TCP.
     """
 
-    def __init__(
-        self,
-        io: IoLoop,
-        credentials: Credentials,
-        roles: Roles,
-        admission: Admission,
-        serve_session: ServeSession,
-        ports: PortRange,
-    ) -> None:
-        self._ports = ports
-        self._io = io
-        self._credentials = credentials
-        self._roles = roles
-        self._admission = admission
-        self._serve_session = serve_session
-        self._tcp: dict[str, tuple[str, int]] = {}  # by the host as it was asked for: address and port
-        self._accepting: dict[str, asyncio.Task[Any]] = {}  # by host, or by "@" and the name of a Unix socket
-        self._lasting_name = ""  # of the Unix listener that stays as long as the process serves
-        self._ours: set[socket.socket] = set()  # accepted, and given to nobody yet
+    io: IoLoop
+    credentials: Credentials
+    roles: Roles
+    admission: Admission
+    serve_session: ServeSession
+    ports: PortRange
+    _tcp: dict[str, tuple[str, int]] = field(default_factory=dict)  # by the host as it was asked for: address and port
+    _accepting: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # by host, or "@" and a Unix socket's name
+    _lasting_name: str = ""  # of the Unix listener that stays as long as the process serves
+    _ours: set[socket.socket] = field(default_factory=set)  # accepted, and given to nobody yet
 
     @property
     def tcp_port(self) -> int:
@@ -80,7 +73,7 @@ class StreamListeners:
         """Listens on a host, unless it does already; returns address and port. Raises `TransportError`."""
         if host not in self._tcp:
             try:
-                listener = self._ports.bind(partial(listen_tcp, host))
+                listener = self.ports.bind(partial(listen_tcp, host))
             except OSError as exc:
                 raise TransportError(f"cannot listen on {host!r}: {exc.strerror or exc}") from exc
             address, port = listener.getsockname()[:2]
@@ -121,7 +114,7 @@ class StreamListeners:
             await asyncio.wait({task}, timeout=CONNECTION_CLOSE_LIMIT_S)
 
     def _start(self, key: str, listener: socket.socket) -> None:
-        task = self._accepting[key] = self._io.spawn(self._accept(listener), f"rpcdist listener {key}")
+        task = self._accepting[key] = self.io.spawn(self._accept(listener), f"rpcdist listener {key}")
         task.add_done_callback(lambda task: listener.close())  # cancelled before its first step, it closes nothing
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -131,7 +124,7 @@ class StreamListeners:
             while True:
                 connection = await accept(listener)
                 self._ours.add(connection)
-                task = self._io.spawn(self._serve(connection), "rpcdist raw connection")
+                task = self.io.spawn(self._serve(connection), "rpcdist raw connection")
                 served.add(task)
                 task.add_done_callback(served.discard)
                 task.add_done_callback(partial(self._served, connection))
@@ -162,10 +155,10 @@ class StreamListeners:
         pipe: SocketPipe | AcceptedPipe = SocketPipe(connection, str(origin))
         tcp: AcceptedPipe | None = None
         if connection.family != socket.AF_UNIX:
-            may_be_plain = not self._credentials.tls_policy.encrypts_raw(origin.host)
-            pipe = tcp = AcceptedPipe(connection, str(origin), self._credentials, may_be_plain)
-        handshake = self._credentials.server_handshake(
-            self._roles.refusal, channel=lambda: ends if tcp is None or tcp.tls is None else f"{tcp.tls.ends()}, {ends}"
+            may_be_plain = not self.credentials.tls_policy.encrypts_raw(origin.host)
+            pipe = tcp = AcceptedPipe(connection, str(origin), self.credentials, may_be_plain)
+        handshake = self.credentials.server_handshake(
+            self.roles.refusal, channel=lambda: ends if tcp is None or tcp.tls is None else f"{tcp.tls.ends()}, {ends}"
         )
 
         async def turn_away(reason: handshake_pb2.Refusal) -> None:
@@ -173,14 +166,14 @@ class StreamListeners:
                 await write_step(pipe, refusal(reason.code, reason.reason))
 
         try:
-            if not await self._admission.admit(pipe, origin, handshake, turn_away):
+            if not await self.admission.admit(pipe, origin, handshake, turn_away):
                 return
             names_senders(connection, on=False)
             proven = (tcp and tcp.tls) or connection
             if handshake.role != SOCKET_ROLE:
                 self._ours.remove(connection)
                 channel = SocketChannel(proven, handshake.peer.name)
-            elif self._roles.hand_over(handshake.purpose, proven):
+            elif self.roles.hand_over(handshake.purpose, proven):
                 self._ours.remove(connection)
                 return
             else:
@@ -189,7 +182,7 @@ class StreamListeners:
             if tcp is not None and tcp.tls is not None and connection in self._ours:
                 tcp.tls.close()
         try:
-            await self._serve_session(channel, handshake)
+            await self.serve_session(channel, handshake)
         finally:
             channel.abort("the connection was closed")
 
