@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpcdist._proto import rpc_pb2, rref_pb2
-from rpcdist.deadline import Deadline, current_deadline
+from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded, ProtocolViolation, RpcdistError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import current_autograd
@@ -127,8 +127,9 @@ def new_table(loop: Loop | None = None, give_back: Callable[..., None] = lambda 
 
 
 def pending(table: CallTable, timeout_s: float, deadline: Deadline | None = None) -> PendingCall:
-    deadline = deadline or Deadline.after(timeout_s)
-    made = PendingCall(table, table.next_id(), 1, "f", deadline, timeout_s, Outcome())
+    now = time.monotonic()
+    deadline = deadline or Deadline(now + timeout_s)
+    made = PendingCall(table, table.next_id(), 1, "f", deadline, timeout_s, now, Outcome())
     table.add(made)
     return made
 
@@ -284,11 +285,7 @@ def test_the_error_of_a_deadline_says_how_long_it_was() -> None:
         "RPC ran for more than set timeout (250 ms) and will now be marked with an error: rpc to 'b' of f. It was not "
         "sent: there was no connection, or its arguments were still being written to it."
     )
-    token = current_deadline.set(Deadline.after(0.1))
-    try:
-        inherited = pending(table, 60, current_deadline.get()).deadline_error()
-    finally:
-        current_deadline.reset(token)
+    inherited = pending(table, 60, Deadline.after(0.1)).deadline_error()
     assert isinstance(inherited, DeadlineExceeded)
     assert "60000 ms" not in str(inherited) and "(100 ms, what was left" in str(inherited)
 

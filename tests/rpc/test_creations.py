@@ -112,7 +112,7 @@ class Calls:
 def begun(told: Told, has_message: bool = True, timeout_s: float = 5.0) -> tuple[PendingCall, ValueSink]:
     """The call of a creation, and what would wait for its value."""
     calls: Any = Calls()
-    call = PendingCall(calls, 7, 1, "f", Deadline.after(timeout_s), timeout_s, told.creation)
+    call = PendingCall(calls, 7, 1, "f", Deadline.after(timeout_s), timeout_s, 0.0, told.creation)
     session: Any = Conversation(has_message)
     call.session = session
     told.creation.began(call)

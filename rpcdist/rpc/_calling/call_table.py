@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 
 from rpcdist._counters import OK
 from rpcdist._proto import rpc_pb2, value_pb2
-from rpcdist.deadline import Deadline, current_deadline
+from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded, TransportError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.inspection import CallMade
@@ -65,10 +65,10 @@ class PendingCall:
             lost. Only where nothing but plain arguments travels: a share of a reference cannot be made twice.
         counts_as_work: a worker that shuts down waits for it, on both sides. A call that itself waits for other workers
             does not count: they would wait for each other.
-        timeout_s: what the user asked for.
+        timeout_s: what the user asked for; the deadline of the call that is being handled here may be earlier.
+        made: when it was made, in seconds of the monotonic clock.
         state: what the callee has said about it, and when, once its deadline is near.
         was_asked: whether the callee was asked for that.
-        inherited_s: what was left of the deadline, where it is that of the call that is being handled here; else None.
         transfer: number of the transfer that carries its large arguments, 0 for none.
         forks: what the callee holds when the arguments have arrived, to be given back when they may not have.
         repeat: the message, if it may be sent again.
@@ -84,10 +84,10 @@ class PendingCall:
     called: str | ReferenceShare
     deadline: Deadline
     timeout_s: float
+    made: float
     reply_sink: ReplySink
     is_repeatable: bool = False
     counts_as_work: bool = True
-    inherited_s: float | None = None
     transfer: int = 0
     session: AnySession | None = None
     repeat: WireMessage | None = None
@@ -98,13 +98,6 @@ class PendingCall:
     span: Any = None
     was_asked: bool = False
     state: tuple[rpc_pb2.CallState, float] | None = None
-    _made: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.deadline.at == INFINITE:
-            self._made = time.monotonic()  # that of others can be computed
-        elif self.deadline is current_deadline.get():
-            self.inherited_s = self.deadline.remaining_s()
 
     def __repr__(self) -> str:
         return f"<call {self.id}: {self.what()}, {self.deadline!r}>"
@@ -141,10 +134,10 @@ class PendingCall:
         return self.table.cancel(self, None)
 
     def deadline_error(self) -> DeadlineExceeded:
-        if self.inherited_s is None:
-            limit = f"set timeout ({round(self.timeout_s * 1000)} ms)"
-        else:
-            limit = f"set timeout ({round(self.inherited_s * 1000)} ms, what was left for the call that made it)"
+        limit = f"set timeout ({round(self.timeout_s * 1000)} ms)"
+        if self.deadline.at < self.made + self.timeout_s:
+            left_ms = round((self.deadline.at - self.made) * 1000)
+            limit = f"set timeout ({left_ms} ms, what was left for the call that made it)"
         text = f"RPC ran for more than {limit} and will now be marked with an error: {self.what()}"
         return DeadlineExceeded(f"{text}. {how_far}" if (how_far := self._how_far()) else text)
 
@@ -156,13 +149,6 @@ class PendingCall:
     def unsent(self) -> tuple[int, int] | None:
         """The bytes of large arguments that were sent, and all of them; None if none are left to send."""
         return self.session.transfer_progress(self.transfer) if self.session is not None and self.transfer else None
-
-    @property
-    def made(self) -> float:
-        """When it was made, in seconds of the monotonic clock."""
-        if self._made:
-            return self._made
-        return self.deadline.at - (self.timeout_s if self.inherited_s is None else self.inherited_s)
 
     def end_span(self, outcome: str) -> None:
         """Ends its span, if there is one."""

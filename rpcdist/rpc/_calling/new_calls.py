@@ -119,7 +119,7 @@ class NewCalls:
                 f"function should be callable, and this is a value of type {kind}. Write the function itself, without "
                 "calling it, and its arguments after it: rpc_sync(to, function, args=(value,))"
             )
-        timeout_s, deadline = self._limits(timeout_s)  # before encoding, which may run slow user code
+        timeout_s, deadline, made = self._limits(timeout_s)  # before encoding, which may run slow user code
         if type(args) is not tuple:
             args = () if args is None else positional(args)
         kwargs = {} if kwargs is None else by_keyword(kwargs)
@@ -137,7 +137,7 @@ class NewCalls:
             called = f"the method {called_method(args)}()"
         elif called is None:
             called = getattr(func, "__qualname__", repr(func))
-        pending = PendingCall(self._table, self._next_id(), to, called, deadline, timeout_s, reply_sink)
+        pending = PendingCall(self._table, self._next_id(), to, called, deadline, timeout_s, made, reply_sink)
         pending.autograd = context
         pending.on = on
         pending.is_bound = result is not None or on is not None or context is not None
@@ -195,17 +195,19 @@ class NewCalls:
         call, message, large = made
         if not self.is_for_all(made) or (message.num_tensors and self._marshal.moves_cpu(to)):
             return None
-        pending = PendingCall(self._table, self._next_id(), to, call.called, call.deadline, call.timeout_s, reply_sink)
+        pending = PendingCall(
+            self._table, self._next_id(), to, call.called, call.deadline, call.timeout_s, call.made, reply_sink
+        )
         again = CallMessage(pending.id, message.function, 0, message.body, message.num_tensors)
         again.is_nested = message.is_nested
         return pending, again, large
 
     def of_fetch(self, owner: int, share: ReferenceShare, timeout_s: float, reply_sink: ReplySink) -> NewCall:
         """A call for the value of a reference, which its caller holds. It may safely be sent twice."""
-        timeout_s, deadline = self._limits(timeout_s)
+        timeout_s, deadline, made = self._limits(timeout_s)
         current = current_autograd.get()
         context, context_id = (None, 0) if current is None else current.for_call(owner)
-        pending = PendingCall(self._table, self._next_id(), owner, share, deadline, timeout_s, reply_sink, True)
+        pending = PendingCall(self._table, self._next_id(), owner, share, deadline, timeout_s, made, reply_sink, True)
         pending.autograd = context
         call = CallMessage(pending.id, "", target=(*share.rref, *share.fork))
         call.context = context_id
@@ -219,8 +221,10 @@ class NewCalls:
         self, to: int, name: str, args: tuple[Any, ...], timeout_s: float, reply_sink: ReplySink
     ) -> NewCall:
         """A call of a function that every worker serves under this name, and that waits for other workers."""
-        timeout_s, deadline = self._limits(timeout_s)
-        pending = PendingCall(self._table, self._next_id(), to, name, deadline, timeout_s, reply_sink, True, False)
+        timeout_s, deadline, made = self._limits(timeout_s)
+        pending = PendingCall(
+            self._table, self._next_id(), to, name, deadline, timeout_s, made, reply_sink, True, False
+        )
         call = CallMessage(pending.id, name, counts_as_idle=True)
         large, pending.forks = self._marshal.put(call, self._marshal.write((args, {}), to))
         return pending, call, large
@@ -236,13 +240,14 @@ class NewCalls:
             )
         return self._marshal.write((args, kwargs, func), to, None, device_map)
 
-    def _limits(self, timeout_s: float) -> tuple[float, Deadline]:
-        """The time that the user gave, and the deadline: that of the call that is handled here, if it is earlier."""
+    def _limits(self, timeout_s: float) -> tuple[float, Deadline, float]:
+        """The time that the user gave; the deadline, that of the call that is handled here if it is earlier; now."""
         is_default = timeout_s == UNSET_RPC_TIMEOUT
         timeout_s = (self.rpc_timeout_s or INFINITE) if is_default else self.timeout_of(timeout_s)
         inherited = current_deadline.get()
-        at = time.monotonic() + timeout_s
-        return timeout_s, inherited if inherited.at < at else NEVER if at == INFINITE else Deadline(at)
+        now = time.monotonic()
+        at = now + timeout_s
+        return timeout_s, inherited if inherited.at < at else NEVER if at == INFINITE else Deadline(at), now
 
 
 def _is_in_handler() -> bool:
