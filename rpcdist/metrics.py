@@ -17,7 +17,7 @@ import socket
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 from rpcdist._counters import (
@@ -33,7 +33,7 @@ from rpcdist._counters import (
 from rpcdist.collectives._group.flight_records import FlightRecorder, Record
 from rpcdist.collectives._group.world import current_world
 from rpcdist.errors import ConfigError, TransportError
-from rpcdist.own_shortage import names_shortage
+from rpcdist.own_shortage import keep_newest, names_shortage
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._current import agent_or_none
 from rpcdist.time_limits import ANSWER_LIMIT_S
@@ -291,7 +291,7 @@ def serve(address: str) -> str:
             return _endpoint[0]
 
         def bind(port: int) -> int:
-            _keep_newest(start_http_server(port, host, registry)[0])
+            _bound_connections(start_http_server(port, host, registry)[0])
             return port
 
         try:
@@ -306,15 +306,11 @@ def serve(address: str) -> str:
     return _endpoint[0]
 
 
-def _keep_newest(server: Any) -> None:
-    """Bounds the connections of an HTTP server, each of which takes a thread and a descriptor: the oldest are ended."""
-    start_thread, newest = server.process_request, deque[socket.socket]()
+def _bound_connections(server: Any) -> None:
+    start_thread, came = server.process_request, keep_newest(_MAX_CONNECTIONS)
 
     def process_request(request: socket.socket, address: object) -> None:
-        newest.append(request)
-        if len(newest) > _MAX_CONNECTIONS:
-            with suppress(OSError):  # it has ended
-                newest.popleft().shutdown(socket.SHUT_RDWR)
+        came(lambda: request.fileno() >= 0, partial(request.shutdown, socket.SHUT_RDWR))
         start_thread(request, address)
 
     server.process_request = process_request

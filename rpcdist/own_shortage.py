@@ -13,7 +13,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
@@ -45,6 +45,25 @@ _MOST_CAUSES: Final = 10  # causes of an exception, which may form a circle
 _log_lock = threading.Lock()
 _logged: dict[str, float] = {}  # time of the log line, in seconds of the monotonic clock
 _raised: list[int] = []  # the earlier soft limit
+
+
+def keep_newest(most: int) -> Callable[[Callable[[], bool], Callable[[], object]], None]:
+    """Bounds the connections of a server that anybody may open; each takes a descriptor, and some a thread.
+
+    Returns:
+        What is told of each new connection: how to ask whether it is open, and how to end it. It ends the oldest one of
+        more than `most`. One thread at a time may call it.
+    """
+    newest: list[tuple[Callable[[], bool], Callable[[], object]]] = []
+
+    def came(is_open: Callable[[], bool], end: Callable[[], object]) -> None:
+        newest[:] = [one for one in newest if one[0]()]
+        newest.append((is_open, end))
+        if len(newest) > most:
+            with suppress(OSError):  # it has ended
+                newest.pop(0)[1]()
+
+    return came
 
 
 def own_shortage(exc: BaseException | None = None) -> str | None:

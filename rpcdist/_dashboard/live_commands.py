@@ -60,7 +60,7 @@ def _run_dashboard(arguments: argparse.Namespace) -> int:
         import uvicorn
 
         from rpcdist._dashboard.job_watch import JobWatch
-        from rpcdist._dashboard.page_server import make_page_server
+        from rpcdist._dashboard.page_server import few_connections, make_page_server
     except ImportError as error:
         return _lacks(error)
     from rpcdist._inspect.asking import Asker
@@ -74,7 +74,9 @@ def _run_dashboard(arguments: argparse.Namespace) -> int:
             async def serve() -> None:
                 watch = JobWatch(asker, address, arguments.period)
                 app = make_page_server(watch, token, lambda: server.should_exit)
-                config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=3)
+                config = uvicorn.Config(
+                    app, http=few_connections(), log_level="warning", access_log=False, timeout_graceful_shutdown=3
+                )
                 server = uvicorn.Server(config)
                 if arguments.until_stdin_ends:
                     _end_with_stdin(server)

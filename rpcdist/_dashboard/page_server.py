@@ -10,19 +10,22 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from rpcdist._dashboard.job_watch import JobWatch
 from rpcdist.inspection import facts_to_json
+from rpcdist.own_shortage import keep_newest
 from rpcdist.time_limits import LIVE_VIEW_PERIOD_S, SLOW_ANSWER_LIMIT_S
 
 MAX_VIEWERS: Final = 20
+MAX_CONNECTIONS: Final = 128  # a browser has six; silent ones take a descriptor each, and uvicorn has no limit for them
 _TYPES: Final = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 _HEADERS: Final = (
     # Plotly draws with `style` attributes, and its images are data URLs.
@@ -76,6 +79,24 @@ def make_page_server(watch: JobWatch, token: str, is_ending: Callable[[], bool] 
     app = Starlette(routes=routes, lifespan=lifespan)
     app.add_middleware(_TokenCheck, token=token)
     return app
+
+
+def few_connections() -> Any:
+    """The option `http` of uvicorn: its own protocol, of which the oldest of `MAX_CONNECTIONS` connections makes room."""
+    came = keep_newest(MAX_CONNECTIONS)
+
+    def protocol(**options: Any) -> Any:
+        made: Any = AutoHTTPProtocol(**options)
+        begin = made.connection_made
+
+        def connection_made(transport: asyncio.Transport) -> None:
+            came(lambda: not transport.is_closing(), transport.abort)
+            begin(transport)
+
+        made.connection_made = connection_made
+        return made
+
+    return protocol
 
 
 def cookie_of(token: str) -> str:

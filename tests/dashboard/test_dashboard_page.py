@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
+import socket
 import threading
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +21,7 @@ from headless_browser import Browser
 
 from rpcdist._dashboard import page_server
 from rpcdist._dashboard.job_watch import JobWatch, ask
-from rpcdist._dashboard.page_server import cookie_of, make_page_server
+from rpcdist._dashboard.page_server import MAX_CONNECTIONS, cookie_of, few_connections, make_page_server
 from rpcdist._inspect.asking import Asker
 from rpcdist.errors import ConnectFailed
 from rpcdist.inspection import ActorFacts, CurveFacts, LiveNotes, LogLine, SilentWorker, SpanFacts, WorkerFacts
@@ -220,7 +222,8 @@ def test_another_worker_is_asked_when_the_first_is_gone() -> None:
 def served_page(job: MadeUpJob) -> Iterator[str]:
     """The address of a page that a server of this process serves on loopback."""
     app = make_page_server(JobWatch(job, "127.0.0.1:2000", 0.2), TOKEN)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
+    options: dict[str, Any] = {"port": 0, "log_level": "error", "timeout_graceful_shutdown": 1}
+    server = uvicorn.Server(uvicorn.Config(app, http=few_connections(), **options))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -235,6 +238,25 @@ def served_page(job: MadeUpJob) -> Iterator[str]:
         server.should_exit = True
         thread.join(LIMIT_S)
         assert not thread.is_alive()
+
+
+def test_silent_connections_are_few_and_the_page_is_served() -> None:
+    """Each took a descriptor for as long as it liked, until the page had none for a browser."""
+    with served_page(MadeUpJob(facts())) as address, ExitStack() as held:
+        port = int(address.split(":")[2].split("/")[0])
+        silent = [
+            held.enter_context(socket.create_connection(("127.0.0.1", port), LIMIT_S))
+            for _ in range(MAX_CONNECTIONS + 30)
+        ]
+        for connection in silent[:30]:
+            with suppress(ConnectionResetError):
+                assert connection.recv(1) == b""
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)) as browser:
+            browser.request("GET", PAGE)
+            assert browser.getresponse().status == 303
+        silent[-1].settimeout(0)
+        with pytest.raises(BlockingIOError):  # the newest ones stay
+            silent[-1].recv(1)
 
 
 NASTY = "<img src=x onerror=\"document.title='broken in'\">"
