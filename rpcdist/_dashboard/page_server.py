@@ -82,7 +82,7 @@ def make_page_server(watch: JobWatch, token: str, is_ending: Callable[[], bool] 
 
 
 def few_connections() -> Any:
-    """The option `http` of uvicorn: its own protocol, of which the oldest of `MAX_CONNECTIONS` connections makes room."""
+    """The option `http` of uvicorn: its own protocol; the oldest of `MAX_CONNECTIONS` connections makes room."""
     came = keep_newest(MAX_CONNECTIONS)
 
     def protocol(**options: Any) -> Any:
