@@ -33,12 +33,12 @@ class JobWatch:
         self._addresses = [address]
         self._period_s = period_s
         self._latest: dict[str, WorkerFacts] = {}
-        self._num_viewers = 0
+        self.num_viewers = 0
         self._wanted = asyncio.Event()
         self._looked = asyncio.Condition()
 
     def __repr__(self) -> str:
-        return f"<JobWatch of {self._addresses[0]}, {self._num_viewers} viewers>"
+        return f"<JobWatch of {self._addresses[0]}, {self.num_viewers} viewers>"
 
     async def run(self) -> None:
         """Looks until it is cancelled."""
@@ -88,18 +88,14 @@ class JobWatch:
 
     def enter(self) -> None:
         """Counts a viewer."""
-        self._num_viewers += 1
+        self.num_viewers += 1
         self._wanted.set()
 
     def leave(self) -> None:
         """Counts a viewer less. Nobody is asked while there are none."""
-        self._num_viewers -= 1
-        if self._num_viewers == 0:
+        self.num_viewers -= 1
+        if self.num_viewers == 0:
             self._wanted.clear()
-
-    @property
-    def num_viewers(self) -> int:
-        return self._num_viewers
 
 
 def _nothing() -> None:

@@ -63,7 +63,7 @@ class IoLoop:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._workers: set[threading.Thread] = set()
-        self._closed = False
+        self.is_closed = False
 
     def start(self) -> None:
         self._thread.start()
@@ -166,16 +166,11 @@ class IoLoop:
             if not future.done():
                 future.cancel()
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` has been called."""
-        return self._closed
-
     def close(self, timeout_s: float = CLOSE_LIMIT_S) -> None:
         """Stops the loop and joins its threads; idempotent, bounded by `timeout_s`."""
-        if self._closed:
+        if self.is_closed:
             return
-        self._closed = True
+        self.is_closed = True
         if self._thread.is_alive():
             deadline = Deadline.after(timeout_s)
             self.loop.call_soon_threadsafe(self.loop.stop)

@@ -202,6 +202,8 @@ class Session:
             )
         self._num_read = 0  # bytes, if a task reads
         self._ungranted_bytes = 0  # bytes of arrived chunks for which the peer has no new credit yet
+        self.want_value = self._outgoing.want_value
+        self.transfer_progress = self._outgoing.progress
         self.flush = self._writer.flush
         self.hold_back = self._writer.hold_back
         self.drain = self._writer.drain
@@ -327,24 +329,9 @@ class Session:
             if shield is not None:
                 shield.leave()
 
-    def want_value(self, call: int) -> bool:
-        """Has the reply to a `remote()` bring the result along, unless its message has left; any thread.
-
-        Args:
-            call: its number; it was the last message that this thread sent here.
-
-        Returns:
-            Whether it will.
-        """
-        return self._outgoing.want_value(call)
-
     def abort_transfer(self, number: int, reason: str) -> None:
         """Stops sending the buffers of a message; any thread."""
         self._io.call_soon(self._abort_transfer, number, reason)
-
-    def transfer_progress(self, number: int) -> tuple[int, int] | None:
-        """The bytes of a transfer that were sent, and all; None if none are left to send, or it is not known."""
-        return self._outgoing.progress(number)
 
     def close(self, reason: str) -> None:
         """Ends the session at once; any thread; idempotent."""

@@ -187,7 +187,7 @@ class DenseBucket:
         self.members = list(members)
         self.flat = flat = flat or members[0].tensor.is_cuda
         self.runs: list[torch.Tensor] = []
-        self._packed = [member for member in members if flat or member.tensor.nbytes < OWN_BYTES]
+        self.packed = [member for member in members if flat or member.tensor.nbytes < OWN_BYTES]
         self._own = [member for member in members if not flat and member.tensor.nbytes >= OWN_BYTES]
         self._buffer: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
@@ -201,8 +201,8 @@ class DenseBucket:
     def buffer(self) -> torch.Tensor:
         """The flat tensor of the packed gradients; allocated at the first use."""
         if self._buffer is None:
-            parameter = self._packed[0].tensor
-            numel = sum(member.tensor.numel() for member in self._packed)
+            parameter = self.packed[0].tensor
+            numel = sum(member.tensor.numel() for member in self.packed)
             self.use_buffer(torch.zeros(numel, dtype=parameter.dtype, device=parameter.device))
         assert self._buffer is not None
         return self._buffer
@@ -210,8 +210,8 @@ class DenseBucket:
     def use_buffer(self, buffer: torch.Tensor) -> None:
         """Sets the flat tensor into which gradients are packed."""
         self._buffer = buffer
-        counts = [member.tensor.numel() for member in self._packed]
-        parts = zip(buffer.split(counts), self._packed, strict=True)
+        counts = [member.tensor.numel() for member in self.packed]
+        parts = zip(buffer.split(counts), self.packed, strict=True)
         self._views = [view_like(part, member.tensor) for part, member in parts]
 
     @property
@@ -220,11 +220,6 @@ class DenseBucket:
         if self._buffer is None:
             _ = self.buffer
         return self._views
-
-    @property
-    def packed(self) -> list[Trained]:
-        """The members whose gradients are packed into the buffer."""
-        return self._packed
 
     # ------------------------------------------------------------ from gradients to runs
 
@@ -236,11 +231,11 @@ class DenseBucket:
             in_place: whether the reduction may overwrite gradients.
         """
         with torch.no_grad():
-            if self._packed:
-                self._pack([gradient_of(member) for member in self._packed])
+            if self.packed:
+                self._pack([gradient_of(member) for member in self.packed])
             self._reduced.clear()
             self.runs = [self._own_run(member, gradient_of(member), in_place) for member in self._own]
-            if self._packed:
+            if self.packed:
                 self.runs.append(self.buffer)
         return self.runs
 
@@ -282,8 +277,8 @@ class DenseBucket:
         reduced, self._reduced, self.runs = self._reduced, [], []
         if self._own:
             deliver(self._own, reduced, True)
-        if self._packed:
-            deliver(self._packed, self._views, False)
+        if self.packed:
+            deliver(self.packed, self._views, False)
 
 
 DENSE: Final = -1

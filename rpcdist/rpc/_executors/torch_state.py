@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast
 
 import torch
@@ -119,6 +120,7 @@ _DEVICE_TYPES: Final[tuple[str, ...]] = tuple(_C._autocast_supported_devices())
 _DEFAULT_DTYPES: Final = {device: torch.get_autocast_dtype(device) for device in _DEVICE_TYPES}
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class StateSlot:
     """Where a coroutine's torch state is kept while it does not run.
 
@@ -126,26 +128,14 @@ class StateSlot:
     may go from thread to thread (a generator that is continued by pool threads), but serves one step at a time.
     """
 
-    __slots__ = (
-        "_autocast",
-        "_default_device",
-        "_device",
-        "_dispatch_modes",
-        "_function_modes",
-        "_guard",
-        "_hooks",
-        "_hooks_disabled",
-    )
-
-    def __init__(self) -> None:
-        self._guard: AbstractContextManager[object] | None = None
-        self._autocast: _Autocast | None = None
-        self._hooks: list[tuple[Hook, Hook]] = []  # the innermost last
-        self._hooks_disabled: str | None = None
-        self._function_modes: list[object] = []
-        self._dispatch_modes: list[object] = []
-        self._device: torch.device | None = None
-        self._default_device: torch_device.DeviceContext | None = None
+    _guard: AbstractContextManager[object] | None = None
+    _autocast: _Autocast | None = None
+    _hooks: list[tuple[Hook, Hook]] = field(default_factory=list)  # the innermost last
+    _hooks_disabled: str | None = None
+    _function_modes: list[object] = field(default_factory=list)
+    _dispatch_modes: list[object] = field(default_factory=list)
+    _device: torch.device | None = None
+    _default_device: torch_device.DeviceContext | None = None
 
     @property
     def is_empty(self) -> bool:

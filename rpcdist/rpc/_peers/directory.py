@@ -109,7 +109,7 @@ class Directory:
         self._leader: Identity | None = None  # if it is known
         self._losses: dict[int, tuple[str, str]] = {}  # name and reason of the lost ones whose places are free
         # Without events: these workers were there at the start. In a large world this is the cost of its `init_rpc`.
-        self._version = roster.version
+        self.version = roster.version
         self._by_id: dict[int, Member] = {member.identity.id: member for member in roster.members}
         self._by_name: dict[str, int] = {member.identity.name: id for id, member in self._by_id.items()}
         self._present = set(self._by_id)
@@ -121,18 +121,13 @@ class Directory:
 
     # ------------------------------------------------------------ what the coordinator says
 
-    @property
-    def version(self) -> int:
-        """Of what the coordinator said last."""
-        return self._version
-
     def update(self, roster: Roster) -> None:
         """Takes over what the coordinator says, unless something newer is known.
 
         Workers that left stay known, so that errors can name them. A difference from a version that is not known here
         yet changes nothing: the coordinator is asked for the list.
         """
-        if roster.base > self._version:
+        if roster.base > self.version:
             self.refresh_soon()
             return
         replaced, events = self._take(roster)
@@ -148,9 +143,9 @@ class Directory:
     def _take(self, roster: Roster) -> tuple[list[Identity], list[MemberEvent]]:
         replaced: list[Identity] = []
         with self._lock:
-            if roster.version < self._version:
+            if roster.version < self.version:
                 return [], []
-            self._version = roster.version
+            self.version = roster.version
             came = {member.identity.id for member in roster.members}
             if roster.base:
                 left = {identity.id for identity in roster.departures if self._is_present(identity)}
@@ -231,7 +226,7 @@ class Directory:
     def roster(self) -> Roster:
         """The living members, and the version of the list that this worker knows."""
         with self._lock:
-            return Roster(self._version, [member for _, member in sorted(self._living.items())])
+            return Roster(self.version, [member for _, member in sorted(self._living.items())])
 
     def refresh(self, limit_s: float | None = None) -> None:
         """Asks the coordinator; blocks, bounded; `limit_s` may be shorter than the time that it usually has."""

@@ -37,6 +37,7 @@ import threading
 from _signal import getsignal  # type: ignore[import-not-found]  # those of `signal` make an enum of every handler
 from _signal import signal as set_handler
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from threading import get_ident
@@ -127,6 +128,7 @@ SWITCHES: Final = slice(14, 16)
 _has_quota: Final = cache(has_processor_quota)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class BriefPolling:
     """Decides for one socket whether a wait polls first. The thread that reads the socket uses it, one at a time.
 
@@ -140,32 +142,18 @@ class BriefPolling:
         may_poll: if False, `is_worth_it` stays False.
     """
 
-    __slots__ = (
-        "_counts",
-        "_history",
-        "_is_steady",
-        "_may_poll",
-        "_pause",
-        "_poll",
-        "_rest",
-        "_was_long",
-        "is_worth_it",
-        "num_in_vain",
-        "num_polled",
-        "num_slept",
-    )
-
-    def __init__(self, poll: Callable[[float], Ready], may_poll: bool = True) -> None:
-        self._poll = poll
-        self._may_poll = may_poll
-        self._counts = bytearray([1]) * (_LAST_HISTORY + 1)  # the counter of each history
-        self._history = 0  # one bit for each of the last waits, 1 for a short one; the lowest bit is the last wait
-        self._pause = MIN_PAUSE
-        self._rest = 0  # the waits of the pause that are left
-        self._was_long = False  # whether the wait that is about to sleep has polled for the whole limit
-        self._is_steady = False  # True if another short wait would change nothing
-        self.is_worth_it = False
-        self.num_polled = self.num_slept = self.num_in_vain = 0
+    poll: Callable[[float], Ready]
+    may_poll: bool = True
+    is_worth_it: bool = False
+    num_polled: int = 0
+    num_slept: int = 0
+    num_in_vain: int = 0
+    _counts: bytearray = field(default_factory=lambda: bytearray([1]) * (_LAST_HISTORY + 1))  # of each history
+    _history: int = 0  # one bit for each of the last waits, 1 for a short one; the lowest bit is the last wait
+    _pause: int = MIN_PAUSE
+    _rest: int = 0  # the waits of the pause that are left
+    _was_long: bool = False  # whether the wait that is about to sleep has polled for the whole limit
+    _is_steady: bool = False  # True if another short wait would change nothing
 
     def __repr__(self) -> str:
         state = "polls" if self.is_worth_it else f"sleeps, {self._rest} to go" if self._rest else "sleeps"
@@ -181,7 +169,7 @@ class BriefPolling:
         is_robbed = False
         switches: tuple[Any, ...] = ()
         while True:
-            ready = self._poll(0)
+            ready = self.poll(0)
             if ready:
                 if self._pause > MIN_PAUSE:
                     self._pause //= 2
@@ -225,7 +213,7 @@ class BriefPolling:
             counts[history] = max(count - 1, 0)
         self._history = history = (history << 1 | is_short) & _LAST_HISTORY
         self._is_steady = history == _LAST_HISTORY and counts[history] == 3
-        self.is_worth_it = self._may_poll and not self._rest and counts[history] > 1
+        self.is_worth_it = self.may_poll and not self._rest and counts[history] > 1
 
 
 _NAMES: Final = (

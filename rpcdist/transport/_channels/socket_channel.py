@@ -105,6 +105,7 @@ class SocketChannel:
         self.ring = self._lead.ring
         self._failure: Exception | None = None  # raised on a leading thread; the loop learns of it soon
         self._descriptors = ReceivedDescriptors(address)
+        self.take_descriptor = self._descriptors.take
         # Writing.
         self._lock = threading.Lock()  # [Note: closing]
         self._closed = False
@@ -327,14 +328,6 @@ class SocketChannel:
             return None
         except OSError as exc:
             raise self._broken(exc) from exc
-
-    def take_descriptor(self) -> int | None:
-        """The next descriptor that arrived, which the caller closes; None if this process had no room for it.
-
-        Raises:
-            ProtocolViolation: no descriptor arrived.
-        """
-        return self._descriptors.take()
 
     def _split(self) -> None:
         """Takes the frames out of the scratch until the turn ends, and moves the rest to its beginning."""

@@ -258,7 +258,14 @@ class Outgoing:
                 self._functions[function] = number  # last: a thread that finds it queues its frame behind this one
 
     def want_value(self, call: int) -> bool:
-        """Makes the reply to a `remote()` bring the result, if its message is the last in the queue."""
+        """Has the reply to a `remote()` bring the result along, if its message is the last in the queue.
+
+        Args:
+            call: its number; it was the last message that this thread sent here.
+
+        Returns:
+            Whether it will.
+        """
         with self._lock:  # no thread takes the message meanwhile
             try:
                 data = self._frames[-1][0]
@@ -308,7 +315,7 @@ class Outgoing:
             return loans
 
     def progress(self, number: int) -> tuple[int, int] | None:
-        """The bytes of a transfer that were sent, and the total; None if it is not in this queue, or uses stripes."""
+        """The bytes of a transfer that were sent, and the total; None if none are left to send, or it uses stripes."""
         with self._lock:
             waiting = (entry[1] for entry in list(self._frames))
             for transfer in (*self._transfers, *waiting):

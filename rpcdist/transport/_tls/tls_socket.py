@@ -78,7 +78,7 @@ class TlsSocket:
         self._lock = threading.Lock()  # of OpenSSL's state
         self._is_broken = False
         self._failure: OSError | None = None  # of reading; OpenSSL says it once
-        self._waits_for_room = False  # the handshake
+        self.has_unsent = False  # of the handshake, which waits for room in the socket
 
     def __repr__(self) -> str:
         return f"<TlsSocket {self._tls!r} [{self.num_owed} B owed]>"
@@ -130,22 +130,17 @@ class TlsSocket:
             OSError: the connection broke.
         """
         with self._lock:
-            self._waits_for_room = False
+            self.has_unsent = False
             try:
                 _without_sigpipe(self._tls.do_handshake)
                 return True
             except ssl.SSLWantReadError:
                 pass
             except ssl.SSLWantWriteError:
-                self._waits_for_room = True
+                self.has_unsent = True
         if self._num_received() > _HANDSHAKE_BYTES:
             raise OSError(f"the peer sent more than {_HANDSHAKE_BYTES} bytes before its TLS handshake was done")
         return False
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether the handshake waits for room in the socket."""
-        return self._waits_for_room
 
     def ends(self) -> str:
         """The certificates of both ends, the client's first, as both sides name them. After the handshake."""
