@@ -231,10 +231,7 @@ class AutogradWorker:
         return self.contexts.join(context_id, sender.id)
 
     def counts(self) -> dict[str, str]:
-        return {
-            "num_autograd_contexts": str(len(self.contexts)),
-            "num_current_backward_passes": str(len(self._passes)),
-        }
+        return {"num_autograd_contexts": str(len(self.contexts)), "num_current_backward_passes": str(len(self._passes))}
 
     def facts(self, now: float, most: int) -> tuple[list[ContextFacts], list[PassFacts]]:
         name_of = self.host.worker_name_of

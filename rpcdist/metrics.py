@@ -68,11 +68,7 @@ METRICS: Final[Mapping[str, tuple[Kind, str, str]]] = {
     "rpcdist.queue.messages": ("gauge", "{message}", "Messages that wait to be written."),
     "rpcdist.strangers.refused": ("counter", "{connection}", "Connections that were refused."),
     "rpcdist.collective.duration": ("histogram", "s", "Operations of groups, by the class of their size."),
-    "rpcdist.ddp.bucket.wait": (
-        "histogram",
-        "s",
-        "Waits of a rank for a bucket, until it is delivered.",
-    ),
+    "rpcdist.ddp.bucket.wait": ("histogram", "s", "Waits of a rank for a bucket, until it is delivered."),
     "rpcdist.pipeline.bubble": ("gauge", "1", "Part of the last pipeline step in which its workers computed nothing."),
 }
 """Each metric's kind, unit by UCUM, and meaning."""

@@ -36,11 +36,7 @@ _ADVICE: Final = (
     "ranks with `mpirun -n N python script.py`"
 )
 
-_WIDER: Final = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.complex32: torch.complex64,
-}
+_WIDER: Final = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 """MPI has no such numbers. They are reduced in wider ones, which rounds once instead of once for every rank."""
 
 _TYPES: Final = {

@@ -23,11 +23,7 @@ _PARTS: Final = ("torch.nn.parallel", "torch.utils.data")
 """Modules of which only what we have is replaced: the rest has nothing to do with processes."""
 
 _CLASSES: Final = dict.fromkeys(
-    (
-        "torch.nn.SyncBatchNorm",
-        "torch.nn.modules.SyncBatchNorm",
-        "torch.nn.modules.batchnorm.SyncBatchNorm",
-    ),
+    ("torch.nn.SyncBatchNorm", "torch.nn.modules.SyncBatchNorm", "torch.nn.modules.batchnorm.SyncBatchNorm"),
     "rpcdist.parallel.SyncBatchNorm",
 )
 

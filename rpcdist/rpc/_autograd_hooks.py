@@ -60,10 +60,7 @@ class AutogradHooks(Protocol):
         ...
 
     def on_message(
-        self,
-        sender: Identity,
-        message: autograd_pb2.AutogradMessage,
-        buffers: Sequence[ReceiveBuffer],
+        self, sender: Identity, message: autograd_pb2.AutogradMessage, buffers: Sequence[ReceiveBuffer]
     ) -> None:
         """A message arrived. The same message may come twice, and in any order with others.
 

@@ -13,13 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rpcdist.deadline import Deadline, backoff
-from rpcdist.errors import (
-    ConfigError,
-    ConnectFailed,
-    DeadlineExceeded,
-    RpcdistError,
-    TransportError,
-)
+from rpcdist.errors import ConfigError, ConnectFailed, DeadlineExceeded, RpcdistError, TransportError
 from rpcdist.ids import Identity
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import CHECK_INTERVAL_S, FIRST_PAUSE_S, LONGEST_PAUSE_S

@@ -20,13 +20,7 @@ from rpcdist.errors import ConfigError
 from rpcdist.ids import Identity, new_incarnation
 from rpcdist.inspection import Strangers
 from rpcdist.own_shortage import names_shortage, raise_descriptor_limit
-from rpcdist.time_limits import (
-    CLOSE_LIMIT_S,
-    GRPC_STOP_GRACE_S,
-    LEAVE_LIMIT_S,
-    PEER_TIMEOUT_S,
-    SLOW_ANSWER_LIMIT_S,
-)
+from rpcdist.time_limits import CLOSE_LIMIT_S, GRPC_STOP_GRACE_S, LEAVE_LIMIT_S, PEER_TIMEOUT_S, SLOW_ANSWER_LIMIT_S
 from rpcdist.transport import fork
 from rpcdist.transport._server.diagnosis import DIAGNOSIS_SERVICE, Diagnosis
 from rpcdist.transport._server.server import Server

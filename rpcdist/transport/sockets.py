@@ -28,14 +28,7 @@ from contextlib import suppress
 from typing import Any, Final, Literal, TypeVar, overload
 
 from rpcdist.deadline import Deadline
-from rpcdist.errors import (
-    BlockingInLoop,
-    ConfigError,
-    ConnectFailed,
-    DeadlineExceeded,
-    RpcdistError,
-    TransportError,
-)
+from rpcdist.errors import BlockingInLoop, ConfigError, ConnectFailed, DeadlineExceeded, RpcdistError, TransportError
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import CHECK_INTERVAL_S, ROLE_LIMIT_S, SLOW_ANSWER_LIMIT_S, THREAD_GRACE_S
 from rpcdist.transport._channels.socket_pipe import until_ready

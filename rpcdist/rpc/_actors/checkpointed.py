@@ -33,12 +33,7 @@ class Checkpointed:
     """
 
     def __init__(
-        self,
-        kind: type,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        state: ActorState | None,
-        num_restarts: int = 0,
+        self, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any], state: ActorState | None, num_restarts: int = 0
     ) -> None:
         # A peer that may call this class must not reach other classes through it.
         agent, module, name = current_agent(), kind.__module__, kind.__qualname__

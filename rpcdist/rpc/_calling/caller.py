@@ -390,11 +390,7 @@ class Caller:
             self._marshal.give_back(call.forks)
 
     def _dispatch(
-        self,
-        call: PendingCall,
-        message: CallMessage,
-        large: Sequence[LargeBuffer],
-        session: AnySession | None = None,
+        self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer], session: AnySession | None = None
     ) -> None:
         at = call.deadline.at
         message.timeout_us = 0 if at == INFINITE else max(1, int((at - time.monotonic()) * 1e6))
@@ -411,11 +407,7 @@ class Caller:
     # ------------------------------------------------------------ what callees answer
 
     def on_reply(
-        self,
-        session: AnySession,
-        reply: ReplyMessage,
-        buffers: list[ReceiveBuffer],
-        jobs: list[PoolJob],
+        self, session: AnySession, reply: ReplyMessage, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
         """A reply arrived; on the thread that read it: the I/O loop, or one that leads."""
         failure = None

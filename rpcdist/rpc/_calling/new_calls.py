@@ -352,10 +352,7 @@ class SyncReplySink:
             self._session.ring()
 
     def wait(
-        self,
-        call: PendingCall,
-        send: Callable[[], object] | None = None,
-        session: AnySession | None = None,
+        self, call: PendingCall, send: Callable[[], object] | None = None, session: AnySession | None = None
     ) -> object:
         """Waits for the call, and sends it before.
 

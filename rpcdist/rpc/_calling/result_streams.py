@@ -52,12 +52,7 @@ class StreamState:
     """
 
     def __init__(
-        self,
-        id: int,
-        what: str,
-        window: int,
-        grant: Callable[[int], None],
-        cancel: Callable[[], None],
+        self, id: int, what: str, window: int, grant: Callable[[int], None], cancel: Callable[[], None]
     ) -> None:
         self.autograd: CallContext | None = None
         self.told: Callable[[str], object] | None = None

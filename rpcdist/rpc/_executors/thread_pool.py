@@ -47,13 +47,7 @@ from rpcdist.rpc._executors.deferred_replies import DeferredReply, HeldAnswers
 from rpcdist.rpc._executors.pool_monitor import LoadHistory, PoolMonitor, PoolSample
 from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._values.exceptions import traceback_of
-from rpcdist.time_limits import (
-    CLOSE_LIMIT_S,
-    IDLE_LIMIT_S,
-    POOL_EXHAUSTED_LIMIT_S,
-    POOL_LEAD_S,
-    THREAD_GRACE_S,
-)
+from rpcdist.time_limits import CLOSE_LIMIT_S, IDLE_LIMIT_S, POOL_EXHAUSTED_LIMIT_S, POOL_LEAD_S, THREAD_GRACE_S
 from rpcdist.transport import fork
 
 logger = logging.getLogger(__name__)

@@ -45,9 +45,7 @@ class Loopback:
     id = b""
 
     def __init__(
-        self,
-        identity: Identity,
-        deliver: Callable[[AnySession, list[tuple[WireMessage, list[ReceiveBuffer]]]], None],
+        self, identity: Identity, deliver: Callable[[AnySession, list[tuple[WireMessage, list[ReceiveBuffer]]]], None]
     ) -> None:
         self.peer = identity
         self.account = AnnouncedBytes()
@@ -179,9 +177,7 @@ class Network(Protocol):
         """Says that `handle_role` will follow: peers that connect before are kept waiting instead of being refused."""
 
     def add_service(
-        self,
-        descriptor: ServiceDescriptor,
-        methods: Mapping[str, Callable[[Identity, Any], Awaitable[Message]]],
+        self, descriptor: ServiceDescriptor, methods: Mapping[str, Callable[[Identity, Any], Awaitable[Message]]]
     ) -> None:
         """Serves methods of a service; handlers run on the I/O loop."""
 

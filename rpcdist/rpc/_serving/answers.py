@@ -144,11 +144,7 @@ class Answers:
         return ReplyMessage(active.id, created=True), (), ()
 
     def _answer(
-        self,
-        active: ActiveCall,
-        reply: ReplyMessage,
-        large: Sequence[LargeBuffer],
-        forks: Sequence[Share],
+        self, active: ActiveCall, reply: ReplyMessage, large: Sequence[LargeBuffer], forks: Sequence[Share]
     ) -> None:
         try:
             if (large or not reply.is_compact or len(reply.body) > UNCOUNTED_BYTES) and not active.entry:

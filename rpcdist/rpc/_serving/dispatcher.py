@@ -46,13 +46,7 @@ from rpcdist.rpc._peers.device_maps import inverse_of
 from rpcdist.rpc._peers.network import AnySession, Lifetime, PoolJob, calling_session, calling_worker, line_of
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._rref.messages import ReferenceShare
-from rpcdist.rpc._rref.proxied import (
-    CALLS_OF_METHODS,
-    MAX_METHOD_CHARS,
-    _invoke_in_turn,
-    called_method,
-    method_of,
-)
+from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, MAX_METHOD_CHARS, _invoke_in_turn, called_method, method_of
 from rpcdist.rpc._serving.active_calls import ActiveCall, ActiveCalls, Callables, decoded_call
 from rpcdist.rpc._serving.answers import Answers
 from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer
@@ -140,11 +134,7 @@ class Dispatcher:
     # ------------------------------------------------------------ I/O loop; `on_call` on the thread that read it
 
     def on_call(
-        self,
-        session: AnySession,
-        call: CallMessage,
-        buffers: list[ReceiveBuffer],
-        jobs: list[PoolJob],
+        self, session: AnySession, call: CallMessage, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
         """Takes a call; appends what the pool must do to `jobs`.
 

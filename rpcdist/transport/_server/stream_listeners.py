@@ -21,13 +21,7 @@ from rpcdist.time_limits import CONNECTION_CLOSE_LIMIT_S
 from rpcdist.transport._channels.proving import write_step
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._channels.socket_pipe import AcceptedPipe, SocketPipe
-from rpcdist.transport._channels.stream_sockets import (
-    accept,
-    accepted_ends,
-    listen_tcp,
-    listen_unix,
-    tune,
-)
+from rpcdist.transport._channels.stream_sockets import accept, accepted_ends, listen_tcp, listen_unix, tune
 from rpcdist.transport._server.admission import Admission, Origin
 from rpcdist.transport.addresses import PortRange
 from rpcdist.transport.credentials import Credentials
