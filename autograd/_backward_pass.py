@@ -63,7 +63,7 @@ class PassPart:
 
     ready: Sequence[Any] = ()
 
-    def start(self, neighbours: Collection[int], early: Sequence[tuple[int, PassMessage]]) -> None:
+    def take_part(self, neighbours: Collection[int], early: Sequence[tuple[int, PassMessage]]) -> None:
         """Begins, with the messages that came before; `neighbours` are all workers to begin with."""
         raise NotImplementedError
 
@@ -163,7 +163,7 @@ class BackwardPass:
         part = self._part = self._make_part(self, roots)
         self.spans.append(("analysis", -1, began_s, time.time()))
         early, self._early = self._early, []
-        part.start(neighbours, early)
+        part.take_part(neighbours, early)
 
     def start_step(self) -> None:
         """Asks the owners of parameters for their steps, and does the share of this process meanwhile."""

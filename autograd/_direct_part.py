@@ -144,7 +144,7 @@ class DirectPart(PassPart):
         self._children: set[int] = set()
         self._done_early: set[int] = set()
 
-    def start(self, neighbours: Collection[int], early: Sequence[tuple[int, PassMessage]]) -> None:
+    def take_part(self, neighbours: Collection[int], early: Sequence[tuple[int, PassMessage]]) -> None:
         owner, root = self._owner, self._root
         self._told.update(neighbours)
         self._unheard.update(neighbours)

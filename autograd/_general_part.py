@@ -71,7 +71,7 @@ class GeneralPart(PassPart):
         self._held_bytes = 0  # of gradients that wait for the end of the turn
         self._held_since = 0.0
 
-    def start(self, neighbours: Collection[int], early: Sequence[tuple[int, PassMessage]]) -> None:
+    def take_part(self, neighbours: Collection[int], early: Sequence[tuple[int, PassMessage]]) -> None:
         for sender, message in early:  # kept until the start, so that the first messages have its consequences
             self.take(sender, message)
         self._act(self._state.start(self._analysis.local, neighbours, self.owner.parent))

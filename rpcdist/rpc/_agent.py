@@ -424,7 +424,7 @@ class Agent:
         self.pool.start()
         self._restore_torch = replace_torch_functions()
         if self.flight_log is not None:
-            self.flight_log.start()
+            self.flight_log.hear_failures()
         register_at_exit(self._abandon)
         network = self.network
         for service, kind, reply in (
@@ -436,8 +436,8 @@ class Agent:
         let_others_look()
         network.handle_role(ROLE, self._connections, self._connections.refusal)
         network.handle_role(PROBE_ROLE, ProbeTaker(self._search.on_probe))
-        network.run(self._news.start(), SLOW_ANSWER_LIMIT_S)
-        network.io.call_soon(self._search.start)
+        network.run(self._news.begin_telling(), SLOW_ANSWER_LIMIT_S)
+        network.io.call_soon(self._search.begin_watching)
         network.io.call_soon(self._tick)
 
     def _tick(self) -> None:

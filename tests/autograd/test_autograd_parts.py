@@ -143,13 +143,13 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     """The kinds of the parts that passes have had, on all workers."""
     made: list[type] = []
     for kind in (DirectPart, GeneralPart):
-        start = kind.start
+        start = kind.take_part
 
         def counted(self: Any, *arguments: Any, start: Any = start) -> None:
             made.append(type(self))
             start(self, *arguments)
 
-        monkeypatch.setattr(kind, "start", counted)
+        monkeypatch.setattr(kind, "take_part", counted)
     return made
 
 

@@ -39,7 +39,7 @@ class Reader:
         self.during: Callable[[], object] = lambda: None
         self.lead = Lead(self.receive)
         self.epoll = select.epoll()
-        assert self.lead.start(self.end.fileno(), partial(SocketWatch, self.epoll))
+        assert self.lead.allow(self.end.fileno(), partial(SocketWatch, self.epoll))
         self.lead.open()
 
     def receive(self) -> bool:

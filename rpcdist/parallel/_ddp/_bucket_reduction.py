@@ -144,7 +144,7 @@ class BucketReductions:
 
     # ------------------------------------------------------------ starting
 
-    def start(
+    def reduce(
         self, bucket: Bucket, gradient_of: GradientOf, *, in_place: bool, is_last: bool, asynchronous: bool
     ) -> None:
         """Starts the reduction of a bucket.
@@ -167,7 +167,7 @@ class BucketReductions:
         gradient = gradient_of(bucket.members[0])
         if gradient is not None:
             self._finite.before([_values(gradient)], partial(_named_gradients, bucket, gradient_of))
-        self._works[bucket.number] = [bucket.start(gradient)]
+        self._works[bucket.number] = [bucket.exchange_sizes(gradient)]
 
     def _start_dense(
         self, bucket: DenseBucket, gradient_of: GradientOf, in_place: bool, is_last: bool, asynchronous: bool
@@ -180,7 +180,7 @@ class BucketReductions:
             self._works[bucket.number] = reduce_runs(runs, self._group, self._divisor, asynchronous)
         else:
             shown = GradBucket(bucket, is_last)
-            self._futures[bucket.number] = shown, self._hook.start(shown)
+            self._futures[bucket.number] = shown, self._hook.call(shown)
 
     # ------------------------------------------------------------ finishing
 

@@ -298,7 +298,7 @@ class SparseBucket:
     def num_bytes(self) -> int:
         return self.members[0].tensor.nbytes
 
-    def start(self, gradient: torch.Tensor | None) -> Work:
+    def exchange_sizes(self, gradient: torch.Tensor | None) -> Work:
         """Starts the exchange of the numbers of rows; a missing gradient has none."""
         size, device = self._group.size(), self.members[0].tensor.device
         if gradient is not None and gradient.is_sparse:

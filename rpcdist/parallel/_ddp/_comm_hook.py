@@ -167,7 +167,7 @@ class RegisteredHook(NamedTuple):
     leaves_equal_bits: bool
     name: str = ""
 
-    def start(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def call(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Calls the hook.
 
         Raises:
@@ -180,7 +180,7 @@ class RegisteredHook(NamedTuple):
         return found  # type: ignore[return-value]  # torch's own class, or the base of it that C++ makes
 
     def finish(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor], timeout_s: float) -> torch.Tensor:
-        """Waits for what a future of `start` brings: the gradients, flat.
+        """Waits for what a future of `call` brings: the gradients, flat.
 
         Raises:
             ConfigError: it is not a tensor like the bucket's buffer, or does not come.

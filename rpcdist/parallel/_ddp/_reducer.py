@@ -418,7 +418,7 @@ class Reducer:
 
     def _launch(self, number: int, asynchronous: bool) -> None:
         bucket = self.buckets[number]
-        self._reductions.start(
+        self._reductions.reduce(
             bucket,
             self._gradient,
             in_place=(self._source is None or self._source.lends) and not self.by_hand,

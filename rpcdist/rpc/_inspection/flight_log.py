@@ -71,7 +71,7 @@ class FlightLog:
         self._handles_signal = False
         self._handler = self._on_signal  # one object, by which the shield knows it
 
-    def start(self) -> None:
+    def hear_failures(self) -> None:
         """From now on failures are heard of; on the thread that starts the agent."""
         hear_failures(self.failed)
         is_main = threading.current_thread() is threading.main_thread()

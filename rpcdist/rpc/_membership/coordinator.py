@@ -296,7 +296,7 @@ class CoordinatorSearch:
     def _is_looking(self) -> bool:
         return self._task is not None and not self._task.done()
 
-    def start(self) -> None:
+    def begin_watching(self) -> None:
         """Makes sure that the coordinator's death is noticed. It connects to everybody, unless it dies before that."""
         if self._coordinator.service is None:
             self._check_handle = self._io.loop.call_later(self._recovery_s, self._check)

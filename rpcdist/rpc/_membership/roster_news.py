@@ -57,7 +57,7 @@ class MembershipNews:
         self._told_at = float("-inf")
         self._telling: asyncio.TimerHandle | None = None
 
-    async def start(self) -> None:
+    async def begin_telling(self) -> None:
         """The coordinator begins to tell the others, and to watch them.
 
         Workers may have joined since it took its own place. It knows them when this has returned.

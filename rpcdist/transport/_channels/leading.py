@@ -195,7 +195,7 @@ class Lead:
         self._bell = -1
         self._along: dict[int, Lead] = {}  # by their sockets' and bells' descriptors: what the leader here reads, too
 
-    def start(self, descriptor: int, watch: Callable[[int], SocketWatch]) -> bool:
+    def allow(self, descriptor: int, watch: Callable[[int], SocketWatch]) -> bool:
         """Lets threads lead from now on; False where the system cannot do that, or has no descriptor left.
 
         Args:

@@ -159,7 +159,7 @@ class SocketChannel:
         self._receiver = receiver
         self._done = self._loop.create_future()
         self._descriptor = self._socket.fileno()
-        self._can_lead = self._lead.start(self._descriptor, self._watch)
+        self._can_lead = self._lead.allow(self._descriptor, self._watch)
         if not self._can_lead:  # then the loop alone reads
             self._loop.add_reader(self._descriptor, self._read_some)
         self._loop.call_soon(self._start)  # what came right after the handshake lies there already
