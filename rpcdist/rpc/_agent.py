@@ -343,7 +343,7 @@ class Agent:
         handle(CompactPass, self.autograd.on_pass)
         handle("cancel", self.dispatcher.on_cancel)
         handle("call_question", self.dispatcher.on_question)
-        handle("call_state", self.caller.on_state)
+        handle("call_state", self.caller.calls.on_state)
         handle("stream_item", self.streams.on_item)
         handle("stream_end", self.streams.on_end)
         handle("stream_credit", self.dispatcher.on_credit)

@@ -206,10 +206,11 @@ def test_the_error_at_the_deadline_says_how_far_the_call_was(phase: Any, text: s
     assert "It was not sent" in str(call.deadline_error())
     call.session, call.was_asked = session, True
     assert "'b' did not say how far it was; it was last heard 0.0 s ago" in str(call.deadline_error())
-    table.note_state(cast(Any, object()), CallState(id=call.id, phase=phase))  # somebody else
+    for sender, id in ((cast(Any, object()), call.id), (session, call.id + 1)):  # of somebody else, of no call
+        table.on_state(sender, rpc_pb2.Message(call_state=CallState(id=id, phase=phase)), [], [])
     assert "did not say" in str(call.deadline_error())
-    table.note_state(session, CallState(id=call.id + 1, phase=phase))  # of no call
-    table.note_state(session, CallState(id=call.id, phase=phase, running_us=7_000_000))
+    said = CallState(id=call.id, phase=phase, running_us=7_000_000)
+    table.on_state(session, rpc_pb2.Message(call_state=said), [], [])
     assert text in str(call.deadline_error())
     call.transfer = 3
     session.transfer_progress = {3: (1 << 19, 3 << 20)}.get

@@ -28,6 +28,7 @@ from rpcdist.rpc._marshal.arrived_value import ArrivedFailure
 from rpcdist.rpc._peers.network import AnySession, PoolJob
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.messages import ReferenceShare
+from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.time_limits import CALL_QUESTION_LEAD_S
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.wire_messages import WireMessage
@@ -289,11 +290,13 @@ class CallTable:
             return None if call is None else self.take(id, outcome, is_stream)
         return self.take(id, outcome, is_stream) if call.session is None and call.peer == session.peer.id else None
 
-    def note_state(self, session: AnySession, state: rpc_pb2.CallState) -> None:
-        """Notes how far a call is, if its own callee says it: on the session by which the call was sent."""
-        call = self._calls.get(state.id)
+    def on_state(
+        self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+    ) -> None:
+        """A callee says how far a call is. Its own callee has the session by which the call was sent."""
+        call = self._calls.get(message.call_state.id)
         if call is not None and call.session is session:
-            call.state = state, time.monotonic()
+            call.state = message.call_state, time.monotonic()
 
     def by_age(self) -> Iterator[PendingCall]:
         """The calls, the oldest first; on the I/O loop, where another thread may end it early by changing the table."""

@@ -434,12 +434,6 @@ class Caller:
             payload.autograd = call.autograd
         call.reply_sink.replied(failure, payload, jobs)
 
-    def on_state(
-        self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
-    ) -> None:
-        """A callee says how far a call is."""
-        self.calls.note_state(session, message.call_state)
-
 
 def _num_bytes(message: CallMessage, large: Sequence[LargeBuffer]) -> int:
     """The bytes of a call with its large buffers, for its share of the memory in flight."""
