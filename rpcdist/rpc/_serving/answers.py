@@ -25,7 +25,6 @@ from rpcdist.rpc._values.exceptions import described
 from rpcdist.rpc._values.failures import exception_of
 from rpcdist.rpc._values.function_names import function_name
 from rpcdist.time_limits import LOG_PERIOD_S
-from rpcdist.transport._framing.outgoing import UNCOUNTED_BYTES
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.wire_messages import ReplyMessage
 
@@ -147,7 +146,7 @@ class Answers:
         self, active: ActiveCall, reply: ReplyMessage, large: Sequence[LargeBuffer], forks: Sequence[Share]
     ) -> None:
         try:
-            if (large or not reply.is_compact or len(reply.body) > UNCOUNTED_BYTES) and not active.entry:
+            if (large or not reply.is_small) and not active.entry:
                 self._marshal.check_room(active.session, reply.size_bytes, large, forks)
             active.is_answered = True
             self._marshal.send(active.session, reply, large, forks)

@@ -6,8 +6,10 @@ from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.transport.wire_messages import CallMessage, Loan, NamedReference, ReplyMessage, WireMessage, set_large
 
 
-def in_protobuf(message: CallMessage | ReplyMessage) -> rpc_pb2.Message:
-    """The protobuf message that says the same."""
+def in_protobuf(message: rpc_pb2.Message | CallMessage | ReplyMessage) -> rpc_pb2.Message:
+    """The protobuf message that says the same as a call or a reply; another message itself."""
+    if isinstance(message, rpc_pb2.Message):
+        return message
     found = rpc_pb2.Message()
     if message.large:
         found.transfer = message.transfer

@@ -130,7 +130,7 @@ def frame(message: WireMessage) -> bytes:
         return pass_frame(message)
     if isinstance(message, ReplyMessage) and message.is_compact:
         return reply_frame(message)
-    body = (message if isinstance(message, rpc_pb2.Message) else in_protobuf(message)).SerializeToString()
+    body = in_protobuf(message).SerializeToString()
     return _pack(len(body), _MESSAGE, 0, 0, 0, 0, 0) + body
 
 

@@ -37,7 +37,15 @@ from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.memory_copies import OutgoingBuffer
 from rpcdist.transport.shared_memory import Segment
 from rpcdist.transport.striping import Striping
-from rpcdist.transport.wire_messages import CallMessage, CompactPass, ReplyMessage, WireMessage, set_large, stream_of
+from rpcdist.transport.wire_messages import (
+    UNCOUNTED_BYTES,
+    CallMessage,
+    CompactPass,
+    ReplyMessage,
+    WireMessage,
+    set_large,
+    stream_of,
+)
 
 Parts = tuple[bytes, memoryview | None]
 """An envelope: all of its bytes, or its first bytes and the sender's own memory with the others."""
@@ -90,10 +98,7 @@ class _OutgoingTransfer:
 _Entry = tuple[bytes | bytearray, "_OutgoingTransfer | Segment | None", int, int]
 """A frame, its buffers or the segment that it offers, its stream (0 for none), and its part of the peer's account."""
 
-NUM_UNCOUNTED: Final = 32
-UNCOUNTED_BYTES: Final = 4096
-"""A message with a small body that finds fewer frames in the queue counts in no account, which saves it four locks."""
-
+NUM_UNCOUNTED: Final = 32  # frames in the queue: see `UNCOUNTED_BYTES`
 
 _NO_BUFFER: Final = OutgoingBuffer(memoryview(b""))
 
@@ -152,7 +157,7 @@ class Outgoing:
         False if the message needs more steps, or may be changed later (`want_value`).
         """
         if type(message) is ReplyMessage:
-            if len(self._frames) >= NUM_UNCOUNTED or len(message.body) > UNCOUNTED_BYTES or not message.is_compact:
+            if len(self._frames) >= NUM_UNCOUNTED or not message.is_small:
                 return False
             self._frames.append((reply_frame(message), None, 0, 0))
             return True
