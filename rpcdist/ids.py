@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
-from typing import NamedTuple, NewType
+from typing import Final, NamedTuple
 
 from rpcdist.errors import ConfigError
 
-__all__ = ["Identity", "Incarnation", "check_worker_name", "new_incarnation"]
+__all__ = ["Identity", "Process", "UniqueId", "check_worker_name", "new_incarnation", "new_number"]
 
-Incarnation = NewType("Incarnation", int)
-"""The random number that tells a process from its predecessor of the same name and rank."""
-
+_COUNT_BITS: Final = 24
+_MAX_COUNT: Final = (1 << _COUNT_BITS) - 1
 MAX_NAME_LENGTH = 128
 _NAME = re.compile(r"[A-Za-z0-9_:\-]+\Z")
+
+
+class Process(NamedTuple):
+    """A worker process, without its name. A replacement under the same id has another incarnation."""
+
+    worker: int
+    incarnation: int
+
+    def __repr__(self) -> str:
+        return f"w{self.worker}"
 
 
 class Identity(NamedTuple):
@@ -24,10 +34,46 @@ class Identity(NamedTuple):
     id: int
     incarnation: int
 
+    @property
+    def process(self) -> Process:
+        return Process(self.id, self.incarnation)
 
-def new_incarnation() -> Incarnation:
-    """A random 63-bit number; 0 is never returned."""
-    return Incarnation(secrets.randbits(63) | 1)
+
+class UniqueId(NamedTuple):
+    """Unique in a job: the worker process that made it, and a number of that process, from `new_number`.
+
+    The incarnation is part of it: another process may join under the id of a dead worker, while references that the
+    dead one made are still alive elsewhere.
+    """
+
+    created_on: int
+    local_id: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        """Numbered as by torch: 0, 1, 2 of each worker. The secret part of the number stays out of it."""
+        return f"GloballyUniqueId(created_on={self.created_on}, local_id={self.local_id & _MAX_COUNT})"
+
+    def __repr__(self) -> str:
+        return f"{self.created_on}.{self.local_id & _MAX_COUNT}"
+
+    @property
+    def creator(self) -> Process:
+        return Process(self.created_on, self.incarnation)
+
+
+def new_number(count: int) -> int:
+    """A number that cannot be guessed: a worker that names a reference, or a share, was told of it. It is never reused.
+
+    Args:
+        count: how many the process has made before; texts show it.
+    """
+    return int.from_bytes(os.urandom(5)) >> 1 << _COUNT_BITS | count & _MAX_COUNT
+
+
+def new_incarnation() -> int:
+    """A random 63-bit number that tells a process from its predecessor of the same name; 0 is never returned."""
+    return secrets.randbits(63) | 1
 
 
 def check_worker_name(name: str) -> str:

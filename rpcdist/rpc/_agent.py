@@ -61,7 +61,7 @@ from rpcdist.rpc._peers.directory import Directory, Event, PeerEvents, Roster
 from rpcdist.rpc._peers.network import Demultiplexer, Lifetime, Network
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import Handle
-from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._rref.shell import RRefShell
 from rpcdist.rpc._serving.active_calls import Callables
 from rpcdist.rpc._serving.dispatcher import Dispatcher, GilWait, describe_job
 from rpcdist.rpc.options import RpcOptions
@@ -169,7 +169,7 @@ class Agent:
         self._leases = LeaseWatch(options.peer_timeout, self._connections.sessions, events)
 
         self.actors = ActorTable(self.pool, self.user_loop)
-        self.rrefs = RRefManager(
+        self.rrefs = RRefShell(
             self.directory,
             self.router.send_control,
             self.router.flush,

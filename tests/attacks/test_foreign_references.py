@@ -16,9 +16,10 @@ from peer_timeouts import CALM_S, LIMIT_S
 from rpcdist import rpc
 from rpcdist._proto import rpc_pb2, rref_pb2, value_pb2
 from rpcdist.errors import ProtocolViolation, RRefError
+from rpcdist.ids import UniqueId, new_number
 from rpcdist.rpc._marshal.arrived_value import ArrivedValue
 from rpcdist.rpc._rref import proxied
-from rpcdist.rpc._rref.messages import ReferenceShare, UniqueId, id_to_pb, new_number
+from rpcdist.rpc._rref.messages import ReferenceShare, id_to_pb
 from rpcdist.rpc._rref.owner import OwnerEntry
 from rpcdist.rpc._values.plain import FREE_BYTES, REFERENCE_BYTES
 from rpcdist.testing import InProcessCluster, eventually
@@ -269,29 +270,29 @@ def test_references_that_weigh_too_little_are_refused_before_there_is_anything_o
 ) -> None:
     """A message of 255 KB with 5,000 of them took 14.5 MB, for as long as its sender liked."""
     with cluster.use("user") as agent:
-        manager, sender = agent.rrefs, cluster._agents["attacker"].identity
+        shell, sender = agent.rrefs, cluster._agents["attacker"].identity
         for weight in (0, 2_000_000):
             value = of_a_third_worker(5000)
             value.weight = bytes(weight)
             with pytest.raises(ProtocolViolation, match=r"5000 remote references arrived from worker 'attacker'"):
-                ArrivedValue(value, (), manager, sender, plain_only=True)
-        assert not manager.states
+                ArrivedValue(value, (), shell, sender, plain_only=True)
+        assert not shell.states
 
 
 def test_a_reference_takes_no_more_than_it_is_counted_for(cluster: InProcessCluster) -> None:
     count = FREE_BYTES // REFERENCE_BYTES
     with cluster.use("user") as agent:
-        manager, sender = agent.rrefs, cluster._agents["attacker"].identity
+        shell, sender = agent.rrefs, cluster._agents["attacker"].identity
         value = of_a_third_worker(count)
         gc.collect()
         tracemalloc.start()
         try:
-            arrived = ArrivedValue(value, (), manager, sender, plain_only=True)
+            arrived = ArrivedValue(value, (), shell, sender, plain_only=True)
             kept = [arrived._claim(index) for index in range(count)]
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        assert len(manager.states) == len(kept) == count
+        assert len(shell.states) == len(kept) == count
         assert peak <= (REFERENCE_BYTES - 300) * count  # protobuf's own is not traced
 
 

@@ -28,8 +28,8 @@ def hold_remote(owner: str, count: int = 1) -> None:
 
 def leave_while_the_last_release_is_late() -> None:
     """What others say of this worker's values is read only when it has begun to look for leaks."""
-    manager = rpc.api._get_current_rpc_agent().rrefs
-    on_message, check_leaks = manager.on_message, manager.check_leaks
+    shell = rpc.api._get_current_rpc_agent().rrefs
+    on_message, check_leaks = shell.on_message, shell.check_leaks
     unread: list[tuple[Any, ...]] = []
 
     def read() -> None:
@@ -42,8 +42,8 @@ def leave_while_the_last_release_is_late() -> None:
         check_leaks()
 
     with (
-        mock.patch.object(manager, "on_message", lambda *message: unread.append(message)),
-        mock.patch.object(manager, "check_leaks", check_leaks_first),
+        mock.patch.object(shell, "on_message", lambda *message: unread.append(message)),
+        mock.patch.object(shell, "check_leaks", check_leaks_first),
         mock.patch.object(rpc.api, "_delete_all_user_and_unforked_owner_rrefs", lambda: None),
         mock.patch.object(rpc.api, "_ignore_rref_leak", False),
     ):
@@ -51,8 +51,8 @@ def leave_while_the_last_release_is_late() -> None:
 
 
 def leave_without_waiting_for_owners() -> None:
-    manager = rpc.api._get_current_rpc_agent().rrefs
-    give_back = partial(manager.delete_all_user_and_unforked_owner_rrefs, 0.0)
+    shell = rpc.api._get_current_rpc_agent().rrefs
+    give_back = partial(shell.delete_all_user_and_unforked_owner_rrefs, 0.0)
     with mock.patch.object(rpc.api, "_delete_all_user_and_unforked_owner_rrefs", give_back):
         rpc.shutdown()
 

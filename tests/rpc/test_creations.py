@@ -10,11 +10,12 @@ import pytest
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.errors import Cancelled, DeadlineExceeded, RemoteError
+from rpcdist.ids import UniqueId
 from rpcdist.rpc._calling.call_table import PendingCall
 from rpcdist.rpc._calling.creations import WITHHELD, Creation, ValueSink
 from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedFailure
-from rpcdist.rpc._rref.manager import RRefManager
-from rpcdist.rpc._rref.messages import ReferenceShare, UniqueId
+from rpcdist.rpc._rref.messages import ReferenceShare
+from rpcdist.rpc._rref.shell import RRefShell
 
 SHARE = ReferenceShare(UniqueId(1, 2, 3), UniqueId(1, 4, 3))
 
@@ -25,7 +26,7 @@ class Told:
     def __init__(self) -> None:
         self.heard: list[Any] = []
         self.jobs: list[tuple[Callable[..., object], tuple[object, ...]]] = []
-        self.creation = Creation(SHARE, cast(RRefManager, self), self.submit)
+        self.creation = Creation(SHARE, cast(RRefShell, self), self.submit)
 
     def on_created(self, share: ReferenceShare) -> None:
         self.heard.append(share)

@@ -18,10 +18,11 @@ from rref_world import (
     SettleHandle,
 )
 
-from rpcdist.rpc._rref.messages import Incarnation, Message, MessageKind, Reason, UniqueId, remember
+from rpcdist.ids import Process, UniqueId
+from rpcdist.rpc._rref.messages import Message, MessageKind, Reason, remember
 from rpcdist.rpc._rref.protocol import RRefProtocol
 
-ME, A, B = Incarnation(0, 100), Incarnation(1, 101), Incarnation(2, 102)
+ME, A, B = Process(0, 100), Process(1, 101), Process(2, 102)
 MINE = UniqueId(0, 0, 100)  # a reference, and forks, made by this worker
 F, C = UniqueId(0, 1, 100), UniqueId(0, 2, 100)
 THEIRS = UniqueId(1, 0, 101)  # the same, made by A

@@ -20,7 +20,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, TypeGuard
 
 from rpcdist.errors import ActorNameTaken, CallRefused, Overloaded, RpcdistError, UnknownActor
-from rpcdist.ids import Identity
+from rpcdist.ids import Identity, Process
 from rpcdist.inspection import ActorFacts
 from rpcdist.rpc._actors.serial_actor import SerialActor, Turn, running_actor
 from rpcdist.rpc._actors.turn_queue import CallNumber
@@ -30,7 +30,7 @@ from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import calling_worker, check_speaks_for
-from rpcdist.rpc._rref.messages import Incarnation, RRefId
+from rpcdist.rpc._rref.messages import RRefId
 from rpcdist.rpc._rref.proxied import CHECKPOINTED_METHOD
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.time_limits import ATTEMPT_LIMIT_S
@@ -121,7 +121,7 @@ class ActorTable:
         with self._lock:
             actors = list(self._by_rref.values())
         if actors:
-            self._pool.submit(_gone, actors, Incarnation(identity.id, identity.incarnation))
+            self._pool.submit(_gone, actors, identity.process)
 
     # ------------------------------------------------------------ calls
 
@@ -154,9 +154,9 @@ class ActorTable:
         if actor is None:
             return None
         number = None if order is None else CallNumber.checked(order)
-        return Turn(actor, value, (Incarnation(who.id, who.incarnation), rref), number, method, args, kwargs)
+        return Turn(actor, value, (who.process, rref), number, method, args, kwargs)
 
-    def over(self, rref: RRefId, value: object, who: Incarnation, stream: int, numbers: tuple[int, ...]) -> None:
+    def over(self, rref: RRefId, value: object, who: Process, stream: int, numbers: tuple[int, ...]) -> None:
         """Calls of a caller have ended for it, and may never come."""
         actor = self._actor(rref, value)
         if actor is not None:
@@ -181,7 +181,7 @@ class ActorTable:
         return None if entry is None else entry[1]
 
 
-def _gone(actors: list[SerialActor], who: Incarnation) -> None:
+def _gone(actors: list[SerialActor], who: Process) -> None:
     for actor in actors:
         actor.gone(who)
 

@@ -20,18 +20,19 @@ import torch
 
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import DeadlineExceeded, Overloaded
+from rpcdist.ids import Process
 from rpcdist.inspection import ActorFacts
 from rpcdist.rpc._actors.turn_queue import CallNumber, TurnQueue
 from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._executors.lane import Lane
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
-from rpcdist.rpc._rref.messages import Incarnation, RRefId
+from rpcdist.rpc._rref.messages import RRefId
 from rpcdist.rpc._serving.producers import is_generator
 from rpcdist.rpc.functions import is_async_execution
 from rpcdist.rpc.future import Future
 
-ActorCaller = tuple[Incarnation, RRefId]
+ActorCaller = tuple[Process, RRefId]
 """A process, and the reference through which it calls: the calls of each have an order."""
 
 
@@ -178,7 +179,7 @@ class SerialActor:
         if first is not None:
             self._submit(first)
 
-    def gone(self, who: Incarnation) -> None:
+    def gone(self, who: Process) -> None:
         """A process is dead."""
         with self._lock:
             for caller in self._queue.callers:

@@ -20,8 +20,8 @@ from rpcdist.rpc._calling.retries import Retries
 from rpcdist.rpc._futures.waiting import note_started
 from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import Handle
-from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._rref.messages import RRefId
+from rpcdist.rpc._rref.shell import RRefShell
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 
@@ -89,7 +89,7 @@ class CallOrder:
 class SerialCalls:
     """One per agent; any thread may use it."""
 
-    def __init__(self, rrefs: RRefManager, caller: Caller, retries: Retries) -> None:
+    def __init__(self, rrefs: RRefShell, caller: Caller, retries: Retries) -> None:
         self._rrefs = rrefs
         self._caller = caller
         self._retries = retries

@@ -30,8 +30,8 @@ from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import AnySession, Lifetime, PoolJob
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import Handle
-from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._rref.messages import ReferenceShare
+from rpcdist.rpc._rref.shell import RRefShell
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, takes_long
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
@@ -227,7 +227,7 @@ class Caller:
         args: Any,
         kwargs: Any,
         timeout_s: float,
-        listener: RRefManager,
+        listener: RRefShell,
         on: Handle | None = None,
         is_serial: bool = False,
         device_map: DeviceMap | None = None,

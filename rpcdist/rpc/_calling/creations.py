@@ -13,8 +13,8 @@ from rpcdist.rpc._calling.call_table import PendingCall, Submit
 from rpcdist.rpc._calling.new_calls import SyncReplySink
 from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedFailure
 from rpcdist.rpc._peers.network import PoolJob
-from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._rref.messages import ReferenceShare
+from rpcdist.rpc._rref.shell import RRefShell
 from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
 
@@ -30,7 +30,7 @@ class Creation:
     """
 
     _share: ReferenceShare
-    _listener: RRefManager
+    _listener: RRefShell
     _submit: Submit
     _lock: LockType = field(default_factory=threading.Lock)  # around all below
     _call: PendingCall | None = None  # None when it has ended

@@ -26,8 +26,8 @@ from rpcdist.rpc._peers.network import AnySession, Lifetime, calling_worker
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import Handle, HandleState
-from rpcdist.rpc._rref.manager import RRefManager
-from rpcdist.rpc._rref.messages import Incarnation, ReferenceShare
+from rpcdist.rpc._rref.messages import ReferenceShare
+from rpcdist.rpc._rref.shell import RRefShell
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.transport.fork import check_not_forked
@@ -42,7 +42,7 @@ class RRefCalls:
 
     def __init__(
         self,
-        rrefs: RRefManager,
+        rrefs: RRefShell,
         caller: Caller,
         serial: SerialCalls,
         actors: ActorTable,
@@ -143,7 +143,7 @@ class RRefCalls:
         state, caller = rref._handle.state, calling_worker.get()
         if caller is None or state.owned is None:
             raise CallRefused("only the worker that made calls of an actor may tell their end, to the actor's owner")
-        who, over = Incarnation(caller.id, caller.incarnation), self._actors.over
+        who, over = caller.process, self._actors.over
 
         def is_there(value: Future[Any]) -> None:
             if value.exception() is None:

@@ -51,7 +51,7 @@ from rpcdist.rpc._membership.shutdown import ShutdownRounds
 from rpcdist.rpc._peers.connections import Connections
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import Network
-from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._rref.shell import RRefShell
 from rpcdist.rpc._serving.active_calls import ActiveCall, ActiveCalls
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.time_limits import LONG_WAIT_S, LOOK_LIMIT_S, SLOW_CHECK_INTERVAL_S, TICK_S
@@ -92,7 +92,7 @@ class Inspector:
     pool: ThreadPool
     user_loop: UserLoop
     streams: StreamTable
-    rrefs: RRefManager
+    rrefs: RRefShell
     autograd: AutogradHooks
     actors: ActorTable
     gatherings: Gatherings

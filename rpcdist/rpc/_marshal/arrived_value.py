@@ -16,7 +16,7 @@ from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._devices.gpu_sharing import ValueOnGpus
 from rpcdist.rpc._devices.handler_streams import ArrivedTensors
 from rpcdist.rpc._rref.handles import Handle
-from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._rref.shell import RRefShell
 from rpcdist.rpc._values import ReceiveBuffer, decode
 from rpcdist.rpc._values.compact import read_compact
 from rpcdist.rpc._values.failures import exception_of
@@ -98,9 +98,9 @@ class ArrivedValue(Arrived):
     __slots__ = (
         "_buffers",
         "_gpus",
-        "_manager",
         "_on_gpus",
         "_references",
+        "_rrefs",
         "_sender",
         "_value",
         "keeps_tensors",
@@ -111,7 +111,7 @@ class ArrivedValue(Arrived):
         self,
         value: value_pb2.Value,
         buffers: Sequence[ReceiveBuffer],
-        manager: RRefManager,
+        rrefs: RRefShell,
         sender: Identity,
         plain_only: bool = False,
         autograd: CallContext | None = None,
@@ -122,7 +122,7 @@ class ArrivedValue(Arrived):
         self.keeps_tensors = False
         self._value = value
         self._buffers = buffers
-        self._manager = manager
+        self._rrefs = rrefs
         self._sender = sender.id
         self.plain_only = plain_only
         self.autograd = autograd
@@ -134,7 +134,7 @@ class ArrivedValue(Arrived):
                     f"{len(value.rrefs)} remote references arrived from worker {sender.name!r} in {weight_bytes} "
                     f"bytes, and each takes {REFERENCE_BYTES} bytes of memory: send fewer at once"
                 )
-            self._references = [manager.receive(fork, sender.id, sender.incarnation) for fork in value.rrefs]
+            self._references = [rrefs.receive(fork, sender.id, sender.incarnation) for fork in value.rrefs]
 
     @property
     def is_simple(self) -> bool:
@@ -142,7 +142,7 @@ class ArrivedValue(Arrived):
         return value.encoding == value_pb2.Value.PLAIN and not (value.rrefs or value.gpus or len(value.buffers))
 
     def confirmation(self) -> Future[None] | None:
-        return self._manager.confirmation(self._references) if self._references else None
+        return self._rrefs.confirmation(self._references) if self._references else None
 
     @property
     def is_on_gpus(self) -> bool:
@@ -187,7 +187,7 @@ class ArrivedValue(Arrived):
         """The remote reference of an entry of the value."""
         if self._references is None or index >= len(self._references):
             raise SerializationError(f"the value refers to remote reference {index} of {len(self._references or ())}")
-        return self._manager.wrap(self._references[index])
+        return self._rrefs.wrap(self._references[index])
 
     def _look(self, tensors: list[torch.Tensor]) -> None:
         if self.keeps_tensors:
@@ -269,7 +269,7 @@ class OutgoingRRefs:
         forks: the shares, in the order in which they belong into the value.
     """
 
-    _manager: RRefManager
+    _rrefs: RRefShell
     _type: type
     _to: int
     _incarnation: int | None = None
@@ -279,5 +279,5 @@ class OutgoingRRefs:
         return isinstance(obj, self._type)
 
     def externalize(self, obj: object) -> int:
-        self.forks.append(self._manager.share(obj, self._to, self._incarnation))
+        self.forks.append(self._rrefs.share(obj, self._to, self._incarnation))
         return len(self.forks) - 1

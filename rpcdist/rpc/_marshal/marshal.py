@@ -21,7 +21,7 @@ from rpcdist.rpc._devices.gpu_sharing import GpuSharing
 from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedCompact, ArrivedFailure, ArrivedValue, OutgoingRRefs
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.network import AnySession
-from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._rref.shell import RRefShell
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc._values.codec import add_weight, fill_pickled, fill_value, unpicklable_part, write_plain
 from rpcdist.rpc._values.compact import compact_value
@@ -75,7 +75,7 @@ class Marshal:
 
     def __init__(
         self,
-        rrefs: RRefManager,
+        rrefs: RRefShell,
         rref_type: type,
         gpus: GpuSharing,
         worker_name: str,

@@ -38,7 +38,7 @@ from rpcdist.rpc._membership.roster_news import MembershipWatch
 from rpcdist.rpc._peers.connections import Connections
 from rpcdist.rpc._peers.directory import Directory, MemberEvent
 from rpcdist.rpc._peers.network import Lifetime, Network, check_speaks_for
-from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._rref.shell import RRefShell
 from rpcdist.rpc._serving.active_calls import ActiveCalls
 from rpcdist.time_limits import (
     ANSWER_LIMIT_S,
@@ -220,7 +220,7 @@ class Leaving:
     caller: Caller
     retries: Retries
     active_calls: ActiveCalls
-    rrefs: RRefManager
+    rrefs: RRefShell
     streams: StreamTable
     gatherings: Gatherings
     rounds: ShutdownRounds
@@ -240,7 +240,7 @@ class Leaving:
         Args:
             timeout_s: limit of the whole, in seconds; infinity waits as long as the others live.
             delete_references: gives back the references that this worker holds, in a static world, when all
-                leave; by default `RRefManager.delete_all_user_and_unforked_owner_rrefs`.
+                leave; by default `RRefShell.delete_all_user_and_unforked_owner_rrefs`.
 
         Returns:
             The workers that are lost and were not waited for, and why, by name.

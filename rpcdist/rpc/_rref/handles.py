@@ -1,7 +1,7 @@
-"""Handles, which Python `RRef` objects hold, the state that the manager keeps for each, and the errors of their use.
+"""Handles, which Python `RRef` objects hold, the state that the shell keeps for each, and the errors of their use.
 
-A *handle* lives as long as Python objects hold it; its end is noted in a queue. Its *state* stays in the manager's
-tables until the manager has read that. A value of this worker is a `Future`, of which only the first outcome counts.
+A *handle* lives as long as Python objects hold it; its end is noted in a queue. Its *state* stays in the shell's
+tables until the shell has read that. A value of this worker is a `Future`, of which only the first outcome counts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, cast
 
 from rpcdist.at_exit import AtEnd
 from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, LeaseExpired, OwnerLost, RRefError, WorkerLost
-from rpcdist.rpc._rref.messages import Incarnation, Reason, RRefId, UniqueId
+from rpcdist.ids import Process, UniqueId
+from rpcdist.rpc._rref.messages import Reason, RRefId
 from rpcdist.rpc._rref.owner import MAX_HELD
 from rpcdist.rpc._values.exceptions import copied, text_of
 from rpcdist.rpc.future import Future
@@ -68,13 +69,11 @@ def failed_future(error: Exception) -> Future[Any]:
 
 
 class HandleState:
-    """One fork or local handle. Guarded by the manager's lock, except that readers may look at single fields."""
+    """One fork or local handle. Guarded by the shell's lock, except that readers may look at single fields."""
 
     __slots__ = ("_waiters", "confirmed", "deleted", "error", "id", "is_serial", "owned", "owner", "owner_name", "rref")
 
-    def __init__(
-        self, rref: RRefId, id: UniqueId, owner: Incarnation, owner_name: str, owned: Future[Any] | None
-    ) -> None:
+    def __init__(self, rref: RRefId, id: UniqueId, owner: Process, owner_name: str, owned: Future[Any] | None) -> None:
         self.rref = rref
         self.id = id
         self.owner = owner
@@ -91,7 +90,7 @@ class HandleState:
         return self.confirmed or self.error is not None
 
     def when_settled(self, callback: Callable[[], object]) -> bool:
-        """Has `callback` returned by `take_waiters` later; False if the handle is settled. With the manager's lock."""
+        """Has `callback` returned by `take_waiters` later; False if the handle is settled. With the shell's lock."""
         if self.settled:
             return False
         self._waiters.append(callback)

@@ -7,7 +7,6 @@ wire, and the functions at the end translate.
 from __future__ import annotations
 
 import enum
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -16,52 +15,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.errors import ProtocolViolation
-
-_COUNT_BITS: Final = 24
-_MAX_COUNT: Final = (1 << _COUNT_BITS) - 1
-
-
-class UniqueId(NamedTuple):
-    """Unique in a job: the worker process that made it, and a number of that process, from `new_number`.
-
-    The incarnation is part of it: another process may join under the id of a dead worker, while references that the
-    dead one made are still alive elsewhere.
-    """
-
-    created_on: int
-    local_id: int
-    incarnation: int
-
-    def __str__(self) -> str:
-        """Numbered as by torch: 0, 1, 2 of each worker. The secret part of the number stays out of it."""
-        return f"GloballyUniqueId(created_on={self.created_on}, local_id={self.local_id & _MAX_COUNT})"
-
-    def __repr__(self) -> str:
-        return f"{self.created_on}.{self.local_id & _MAX_COUNT}"
-
-    @property
-    def creator(self) -> Incarnation:
-        return Incarnation(self.created_on, self.incarnation)
-
-
-def new_number(count: int) -> int:
-    """A number that cannot be guessed: a worker that names a reference, or a share, was told of it. It is never reused.
-
-    Args:
-        count: how many the process has made before; texts show it.
-    """
-    return int.from_bytes(os.urandom(5)) >> 1 << _COUNT_BITS | count & _MAX_COUNT
-
-
-class Incarnation(NamedTuple):
-    """A worker process. A replacement under the same id is another node."""
-
-    worker: int
-    incarnation: int
-
-    def __repr__(self) -> str:
-        return f"w{self.worker}"
-
+from rpcdist.ids import Process, UniqueId
 
 RRefId = UniqueId  # the referenced value
 ForkId = UniqueId  # one holder's share of it
@@ -135,7 +89,7 @@ class Actions(ABC):
     """The shell, as the protocol sees it: called in the middle of a decision, when it must not call the protocol."""
 
     @abstractmethod
-    def send(self, to: Incarnation, message: Message) -> None:
+    def send(self, to: Process, message: Message) -> None:
         """Hands a control message to the reliable channel. One to this worker itself arrives after the decision."""
 
     @abstractmethod
@@ -143,7 +97,7 @@ class Actions(ABC):
         """The owner counts this handle; or it failed: every use of it raises, and the protocol has forgotten it."""
 
     @abstractmethod
-    def answer_fetch(self, rref: RRefId, fork: ForkId, sender: Incarnation, refused: Reason | None = None) -> None:
+    def answer_fetch(self, rref: RRefId, fork: ForkId, sender: Process, refused: Reason | None = None) -> None:
         """Answers the sender's fetches of this fork with the value, as soon as it is there, or with an error."""
 
     @abstractmethod

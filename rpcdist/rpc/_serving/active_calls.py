@@ -12,6 +12,7 @@ from rpcdist._counters import OK
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import NEVER, Deadline
 from rpcdist.errors import CallRefused, ProtocolViolation, RpcdistError, SerializationError
+from rpcdist.ids import UniqueId
 from rpcdist.rpc._actors.serial_actor import Turn
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._executors.user_loop import UserCall
@@ -20,7 +21,7 @@ from rpcdist.rpc._inspection.call_records import CallRecorder, EndedCalls
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.network import AnySession
-from rpcdist.rpc._rref.messages import ReferenceShare, RRefId, UniqueId
+from rpcdist.rpc._rref.messages import ReferenceShare, RRefId
 from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, ValueAtOwner
 from rpcdist.rpc._serving.producers import AsyncProducer, SyncProducer
 from rpcdist.rpc._values.exceptions import copied

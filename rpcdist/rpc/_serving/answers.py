@@ -15,9 +15,9 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._marshal.marshal import Marshal, Share
 from rpcdist.rpc._peers.network import AnySession, Lifetime
-from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._rref.messages import RRefId
 from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS
+from rpcdist.rpc._rref.shell import RRefShell
 from rpcdist.rpc._serving.active_calls import ActiveCall, ActiveCalls
 from rpcdist.rpc._serving.producers import is_generator
 from rpcdist.rpc._values import LargeBuffer, takes_long
@@ -49,7 +49,7 @@ class Answers:
     def __init__(
         self,
         marshal: Marshal,
-        rrefs: RRefManager,
+        rrefs: RRefShell,
         calls: ActiveCalls,
         produce: Callable[[ActiveCall, Generator[Any, Any, Any] | AsyncGenerator[Any, Any]], None],
         on_born: Callable[[RRefId, object], None],

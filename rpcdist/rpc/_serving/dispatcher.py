@@ -44,9 +44,9 @@ from rpcdist.rpc._inspection.call_records import CallRecorder
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.device_maps import inverse_of
 from rpcdist.rpc._peers.network import AnySession, Lifetime, PoolJob, calling_session, calling_worker, line_of
-from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._rref.messages import ReferenceShare
 from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, MAX_METHOD_CHARS, _invoke_in_turn, called_method, method_of
+from rpcdist.rpc._rref.shell import RRefShell
 from rpcdist.rpc._serving.active_calls import ActiveCall, ActiveCalls, Callables, decoded_call
 from rpcdist.rpc._serving.answers import Answers
 from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer
@@ -105,7 +105,7 @@ class Dispatcher:
         user_loop: UserLoop,
         new_context: Callable[[], Context],
         marshal: Marshal,
-        rrefs: RRefManager,
+        rrefs: RRefShell,
         actors: ActorTable,
         callables: Callables,
         admit_context: Callable[[int, Identity], CallContext | None],

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.errors import NotInitialized, ProtocolViolation, RRefError, WorkerLost
-from rpcdist.ids import Identity
+from rpcdist.ids import Identity, Process, UniqueId, new_number
 from rpcdist.inspection import ReferenceFacts
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.router import REPLACED
@@ -39,18 +39,15 @@ from rpcdist.rpc._rref.handles import (
 from rpcdist.rpc._rref.messages import (
     Actions,
     ForkId,
-    Incarnation,
     Message,
     MessageKind,
     Reason,
     ReferenceShare,
     RRefId,
-    UniqueId,
     decode_messages,
     encode_messages,
     id_from_pb,
     id_to_pb,
-    new_number,
 )
 from rpcdist.rpc._rref.protocol import RRefProtocol, counts, is_held, leaks, reference_facts
 from rpcdist.rpc._values.exceptions import copied
@@ -65,7 +62,7 @@ MOST_AT_ONCE: Final = 64
 """So many references end in one step, and in one message: the lock is not held longer by a hundred thousand of them."""
 
 
-class RRefManager(Actions):
+class RRefShell(Actions):
     """All remote references of one worker: handles, values, waiting fetches, and what the protocol knows of them.
 
     The lock is held while tables change, and never while messages are handed to the agent, futures are completed or
@@ -101,7 +98,7 @@ class RRefManager(Actions):
         self._flush = flush
         self.wrap = wrap
         self._on_released = on_released
-        self.me = Incarnation(directory.me.id, directory.me.incarnation)
+        self.me = directory.me.process
         self.my_name = directory.me.name
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # around everything below
@@ -109,14 +106,14 @@ class RRefManager(Actions):
         self._num_waiting = 0  # threads
         self.protocol = RRefProtocol(self.me, self)
         self._effects: list[Callable[[], object]] = []  # of the decision that is being made; run without the lock
-        self._deleted: dict[Incarnation, list[Message]] = {}  # by owner, the ends of forks in this decision
+        self._deleted: dict[Process, list[Message]] = {}  # by owner, the ends of forks in this decision
         self._to_myself: list[Message] = []  # they arrive when the decision is made
         self.states: dict[UniqueId, HandleState] = {}
         self.values: dict[RRefId, Future[Any]] = {}
-        self.fetches: dict[tuple[ReferenceShare, Incarnation], list[WhenThere]] = {}
-        self.losses: dict[Incarnation, WorkerLost] = {}
+        self.fetches: dict[tuple[ReferenceShare, Process], list[WhenThere]] = {}
+        self.losses: dict[Process, WorkerLost] = {}
         # Processes of unknown workers that messages were sent to, by id, until one of them is found or lost.
-        self._strangers: dict[int, set[Incarnation]] = {}
+        self._strangers: dict[int, set[Process]] = {}
         self.dropped: Dropped = deque()
         self._is_closed = False  # after shutdown: the protocol is told nothing more
 
@@ -202,7 +199,7 @@ class RRefManager(Actions):
         """The future with which `when_there` would call `then` at once, found with less work; None if it would not."""
         check_not_forked()
         with self._lock:
-            if self._is_closed or not self.protocol.owners.serves_at_once(*share, Incarnation(requester, incarnation)):
+            if self._is_closed or not self.protocol.owners.serves_at_once(*share, Process(requester, incarnation)):
                 return None
             future = self.values[share.rref]
         return future if future.done() else None
@@ -275,7 +272,7 @@ class RRefManager(Actions):
         rref, id = id_from_pb(fork.rref), id_from_pb(fork.fork)
         if id in self.states:
             raise ProtocolViolation(f"share {id} of {rref} arrived, which this worker has already")
-        owner = Incarnation(fork.owner, fork.owner_incarnation)
+        owner = Process(fork.owner, fork.owner_incarnation)
         parent = id_from_pb(fork.parent) if fork.HasField("parent") else None
         arrive = partial(self.protocol.received, rref, id, parent, owner, self._node(sender, incarnation))
         handle = self._feed_new(arrive, rref, id, owner, fork.owner_name)
@@ -309,12 +306,12 @@ class RRefManager(Actions):
 
     def on_message(self, sender: int, incarnation: int, message: rref_pb2.RRefMessage) -> None:
         """A control message arrived."""
-        node = Incarnation(sender, incarnation)
+        node = Process(sender, incarnation)
         arrived = decode_messages(message, self.protocol.owners.counts)
         for at in range(0, len(arrived), MOST_AT_ONCE):
             self._feed(partial(self._arrive, node, arrived[at : at + MOST_AT_ONCE]))
 
-    def _arrive(self, sender: Incarnation, messages: Sequence[Message]) -> None:
+    def _arrive(self, sender: Process, messages: Sequence[Message]) -> None:
         for message in messages:
             self.protocol.message_arrived(sender, message)
 
@@ -322,7 +319,7 @@ class RRefManager(Actions):
 
     def on_lost(self, worker: Identity, exc: WorkerLost) -> None:
         """A worker is declared dead: its values are gone."""
-        self._lose(Incarnation(worker.id, worker.incarnation), exc)
+        self._lose(worker.process, exc)
         for stranger in self._take_strangers(worker.id):  # nobody knows which process a message meant
             self._lose(stranger, exc)
             self._forget(stranger)
@@ -333,11 +330,11 @@ class RRefManager(Actions):
 
     def on_lease_ended(self, worker: Identity) -> None:
         """Nothing was heard of a worker for the length of a lease: its references are dropped."""
-        self._feed(partial(self.protocol.lease_ended, Incarnation(worker.id, worker.incarnation)))
+        self._feed(partial(self.protocol.lease_ended, worker.process))
 
     def on_found(self, worker: Identity) -> None:
         """A worker is connected. If it was declared dead, its new values can be referred to again."""
-        node = Incarnation(worker.id, worker.incarnation)
+        node = worker.process
         with self._lock:
             self.losses.pop(node, None)
         self._take_strangers(worker.id)
@@ -345,23 +342,23 @@ class RRefManager(Actions):
 
     def forget(self, worker: Identity) -> None:
         """The lease of a process that was never a worker has ended."""
-        self._forget(Incarnation(worker.id, worker.incarnation))
+        self._forget(worker.process)
 
     def is_lost(self, worker_id: int) -> bool:
         return self._node(worker_id, None) in self.protocol.lost
 
-    def _lose(self, node: Incarnation, exc: WorkerLost) -> None:
+    def _lose(self, node: Process, exc: WorkerLost) -> None:
         """A process is declared dead, because of `exc`."""
         with self._lock:
             self.losses.setdefault(node, exc)
         self._feed(partial(self.protocol.holder_lost, node))
 
-    def _take_strangers(self, worker_id: int) -> Iterable[Incarnation]:
+    def _take_strangers(self, worker_id: int) -> Iterable[Process]:
         """The processes of an unknown worker that messages were sent to, each once."""
         with self._lock:
             return self._strangers.pop(worker_id, ())
 
-    def _forget(self, node: Incarnation) -> None:
+    def _forget(self, node: Process) -> None:
         """Keeps nothing of a process that was never a worker: peers may make up any number of them."""
         with self._lock:
             self.losses.pop(node, None)
@@ -493,7 +490,7 @@ class RRefManager(Actions):
     # ------------------------------------------------------------ the doorway
 
     def _feed_new(
-        self, decide: Callable[[], object], rref: RRefId, id: UniqueId, owner: Incarnation, owner_name: str
+        self, decide: Callable[[], object], rref: RRefId, id: UniqueId, owner: Process, owner_name: str
     ) -> Handle:
         """`_feed` for what makes a handle. Handle and value are in the tables before the protocol speaks of them."""
         state = HandleState(rref, id, owner, owner_name, quiet_future() if owner == self.me else None)
@@ -538,7 +535,7 @@ class RRefManager(Actions):
         if rref not in self.protocol.owners.entries:
             self.release_value(rref)
 
-    def _send_now(self, to: Incarnation, messages: Sequence[Message]) -> None:
+    def _send_now(self, to: Process, messages: Sequence[Message]) -> None:
         if not self._is_replaced(to):
             if not self._directory.incarnation_of(to.worker):
                 with self._lock:
@@ -551,7 +548,7 @@ class RRefManager(Actions):
 
     # ------------------------------------------------------------ actions of the protocol, under the lock
 
-    def send(self, to: Incarnation, message: Message) -> None:
+    def send(self, to: Process, message: Message) -> None:
         if to == self.me:
             self._to_myself.append(message)
         elif message.kind is MessageKind.USER_DELETED:
@@ -569,7 +566,7 @@ class RRefManager(Actions):
             state.confirmed = True
             self._effects += state.take_waiters()
 
-    def answer_fetch(self, rref: RRefId, fork: ForkId, sender: Incarnation, refused: Reason | None = None) -> None:
+    def answer_fetch(self, rref: RRefId, fork: ForkId, sender: Process, refused: Reason | None = None) -> None:
         if refused is None:
             future = self.values[rref]
         else:
@@ -594,21 +591,21 @@ class RRefManager(Actions):
             state.error = copied(error)
         return state.take_waiters()
 
-    def _error(self, reason: Reason, what: str, owner: Incarnation) -> Exception:
+    def _error(self, reason: Reason, what: str, owner: Process) -> Exception:
         """The error that a user sees for a reason that the protocol gave; `what` names the reference."""
         if reason is Reason.OWNER_LOST and owner in self.losses:
             return owner_lost(self.losses[owner], f"use of {what}")
         return describe(reason, what, self._name(owner))
 
-    def _node(self, worker_id: int, incarnation: int | None) -> Incarnation:
+    def _node(self, worker_id: int, incarnation: int | None) -> Process:
         """A process of a worker; None for the one that has the id now."""
-        return Incarnation(worker_id, self._directory.incarnation_of(worker_id) if incarnation is None else incarnation)
+        return Process(worker_id, self._directory.incarnation_of(worker_id) if incarnation is None else incarnation)
 
-    def _name(self, node: Incarnation) -> str:
+    def _name(self, node: Process) -> str:
         """A worker's name, or a text with its id."""
         return self._directory.name_of(node.worker)
 
-    def _is_replaced(self, node: Incarnation) -> bool:
+    def _is_replaced(self, node: Process) -> bool:
         """Whether another process has its id now."""
         return self._directory.incarnation_of(node.worker) not in (0, node.incarnation)
 

@@ -1,4 +1,4 @@
-"""The shell of the reference counting: three managers over connections in memory, and real `RRef` objects."""
+"""The shell of the reference counting: three shells over connections in memory, and real `RRef` objects."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 
 from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.errors import DeadlineExceeded, LeaseExpired, OwnerLost, RRefError, WorkerLost
-from rpcdist.ids import Identity
+from rpcdist.ids import Identity, new_number
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._rref.handles import HandleState, copy_outcome
-from rpcdist.rpc._rref.manager import MOST_AT_ONCE, RRefManager
-from rpcdist.rpc._rref.messages import Message, MessageKind, ReferenceShare, encode_messages, new_number
+from rpcdist.rpc._rref.messages import Message, MessageKind, ReferenceShare, encode_messages
+from rpcdist.rpc._rref.shell import MOST_AT_ONCE, RRefShell
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.rref import RRef
 
@@ -29,7 +29,7 @@ class Host:
     def __init__(self, cluster: Cluster, worker_id: int) -> None:
         self.me = Identity(f"w{worker_id}", worker_id, 100 + worker_id)
         self.cluster = cluster
-        self.manager = RRefManager(
+        self.shell = RRefShell(
             cast(Directory, self), self.send_control, self.flush, lambda handle: RRef._of(self.calls, handle)
         )
         self.calls: Any = Calls(self)
@@ -51,7 +51,7 @@ class Host:
 
     def own(self, value: object) -> RRef[Any]:
         rref: RRef[Any] = RRef.__new__(RRef)
-        rref._set(self.calls, self.manager.own(value))
+        rref._set(self.calls, self.shell.own(value))
         return rref
 
 
@@ -59,10 +59,10 @@ class Calls:
     """What references need of that agent: of `RRefCalls`, the calls that these tests make."""
 
     def __init__(self, host: Host) -> None:
-        self.me = host.manager.me
+        self.me = host.shell.me
         self.my_name = host.me.name
-        self.check_sharable = host.manager.check_sharable
-        self.fetch_error = host.manager.fetch_error
+        self.check_sharable = host.shell.check_sharable
+        self.fetch_error = host.shell.fetch_error
         self.host = host
 
     def fetch(self, state: HandleState, timeout_s: float, creation: object = None) -> Any:
@@ -71,10 +71,10 @@ class Calls:
     def start_fetch(self, state: HandleState, timeout_s: float) -> Future[Any]:
         result: Future[Any] = Future()
         result.is_quiet = True
-        owner = self.host.cluster.hosts[self.host.manager.owner_of(state)]
+        owner = self.host.cluster.hosts[self.host.shell.owner_of(state)]
         value: Future[Any] = Future()
         share = ReferenceShare(state.rref, state.id)
-        owner.manager.when_there(share, lambda done: copy_outcome(done, value), self.host.me.id)
+        owner.shell.when_there(share, lambda done: copy_outcome(done, value), self.host.me.id)
         value.add_done_callback(lambda done: copy_outcome(done, result))
         return result
 
@@ -90,40 +90,40 @@ class Cluster:
         gc.collect()
         while True:
             for host in self.hosts:
-                host.manager.drain()
+                host.shell.drain()
             if not self.queue:
                 return
             sender, to, message = self.queue.pop(0)
-            self.hosts[to].manager.on_message(sender.me.id, sender.me.incarnation, message)
+            self.hosts[to].shell.on_message(sender.me.id, sender.me.incarnation, message)
 
     def send(self, rref: RRef[Any], sender: int, to: int) -> RRef[Any]:
-        fork = self.hosts[sender].manager.share(rref, to)
+        fork = self.hosts[sender].shell.share(rref, to)
         fork = value_pb2.RRefFork.FromString(fork.SerializeToString())
-        manager = self.hosts[to].manager
-        claimed: RRef[Any] = manager.wrap(manager.receive(fork, sender))
+        shell = self.hosts[to].shell
+        claimed: RRef[Any] = shell.wrap(shell.receive(fork, sender))
         return claimed
 
     def remote(self, creator: int, owner: int, value: object = None) -> tuple[RRef[Any], Callable[[], None]]:
         """A reference, and what delivers the call, runs it, and delivers the reply."""
-        manager, owners = self.hosts[creator].manager, self.hosts[owner].manager
-        rref, fork = manager.create_remote(owner)
+        shell, owners = self.hosts[creator].shell, self.hosts[owner].shell
+        rref, fork = shell.create_remote(owner)
 
         def deliver() -> None:
             owners.accept_creation(fork, creator)
             owners.set_value(fork.rref, value)
-            manager.on_created(fork)
+            shell.on_created(fork)
 
         return rref, deliver
 
     def info(self, worker: int) -> tuple[int, ...]:
-        info = self.hosts[worker].manager.debug_info()
+        info = self.hosts[worker].shell.debug_info()
         return tuple(int(info[f"num_{key}"]) for key in ("owner_rrefs", "forks", "pending_users", "pending_futures"))
 
     def assert_empty(self) -> None:
         self.run()
         for host in self.hosts:
-            assert host.manager.protocol.is_empty, host.manager
-            assert not host.manager.values and not host.manager.fetches and not host.manager.states
+            assert host.shell.protocol.is_empty, host.shell
+            assert not host.shell.values and not host.shell.fetches and not host.shell.states
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def cluster() -> Iterator[Cluster]:
     cluster = Cluster()
     yield cluster
     for host in cluster.hosts:
-        host.manager.close()
+        host.shell.close()
 
 
 def test_numbers_of_references_cannot_be_guessed() -> None:
@@ -172,7 +172,7 @@ def test_remote_is_usable_before_its_call_arrived(cluster: Cluster) -> None:
     assert fetched.value() == rref.to_here() == at_2.to_here() == at_1.local_value() == 35
     assert rref.confirmed_by_owner() and at_2.confirmed_by_owner() and at_1.is_owner()
     assert cluster.info(1) == (1, 2, 0, 0)
-    live = [str(live) for host in cluster.hosts for live in host.manager.debug_rrefs()]
+    live = [str(live) for host in cluster.hosts for live in host.shell.debug_rrefs()]
     assert "0.0 at w1: ready, held by w0, w1, w2" in live
     del rref, at_1, at_2
     cluster.assert_empty()
@@ -200,8 +200,8 @@ def test_dropping_frees_the_value(cluster: Cluster) -> None:
 
 def test_references_that_nobody_unpickles_are_given_back(cluster: Cluster) -> None:
     rref = cluster.hosts[1].own(1)
-    manager = cluster.hosts[0].manager
-    handle = manager.receive(cluster.hosts[1].manager.share(rref, 0), 1)
+    shell = cluster.hosts[0].shell
+    handle = shell.receive(cluster.hosts[1].shell.share(rref, 0), 1)
     assert cluster.info(1)[0] == 1
     del handle, rref
     cluster.assert_empty()
@@ -209,21 +209,21 @@ def test_references_that_nobody_unpickles_are_given_back(cluster: Cluster) -> No
 
 def test_confirmation(cluster: Cluster) -> None:
     rref, deliver = cluster.remote(0, 1)
-    manager = cluster.hosts[2].manager
-    token = manager.receive(cluster.hosts[0].manager.share(rref, 2), 0)
-    confirmation = manager.confirmation([token])
+    shell = cluster.hosts[2].shell
+    token = shell.receive(cluster.hosts[0].shell.share(rref, 2), 0)
+    confirmation = shell.confirmation([token])
     assert confirmation is not None and not confirmation.done()
     deliver()
     cluster.run()
-    assert confirmation.done() and manager.confirmation([token]) is None
+    assert confirmation.done() and shell.confirmation([token]) is None
 
 
 def test_errors_of_the_remote_function(cluster: Cluster) -> None:
-    owners = cluster.hosts[1].manager
-    rref, fork = cluster.hosts[0].manager.create_remote(1)
+    owners = cluster.hosts[1].shell
+    rref, fork = cluster.hosts[0].shell.create_remote(1)
     owners.accept_creation(fork, 0)
     owners.set_error(fork.rref, ValueError("boom"))
-    cluster.hosts[0].manager.on_created(fork)
+    cluster.hosts[0].shell.on_created(fork)
     at_2 = cluster.send(rref, 0, 2)
     cluster.run()
     for user in (rref, at_2):
@@ -235,17 +235,17 @@ def test_errors_of_the_remote_function(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("arrives", [False, True])
 def test_creation_that_timed_out(cluster: Cluster, arrives: bool) -> None:
-    owners, manager = cluster.hosts[1].manager, cluster.hosts[0].manager
-    rref, fork = manager.create_remote(1)
+    owners, shell = cluster.hosts[1].shell, cluster.hosts[0].shell
+    rref, fork = shell.create_remote(1)
     at_2 = cluster.send(rref, 0, 2)
     if arrives:
         owners.accept_creation(fork, 0)
-    manager.on_creation_failed(fork, DeadlineExceeded("RPC ran for more than set timeout (10 ms)"))
+    shell.on_creation_failed(fork, DeadlineExceeded("RPC ran for more than set timeout (10 ms)"))
     cluster.run()
     with pytest.raises(RRefError, match=r"RRef creation .*timed out"):
         rref.to_here()
     with pytest.raises(RRefError, match="RRef creation"):
-        manager.share(rref, 2)
+        shell.share(rref, 2)
     if arrives:
         assert cluster.info(1) == (1, 2, 0, 0)  # both are held until they are dropped
         owners.set_value(fork.rref, 7)
@@ -272,16 +272,16 @@ def test_remote_to_oneself(cluster: Cluster) -> None:
 
 def test_lost_share(cluster: Cluster) -> None:
     rref = cluster.hosts[1].own(1)
-    manager = cluster.hosts[1].manager
-    lost, arrived = manager.share(rref, 0), manager.share(rref, 0)
-    token = cluster.hosts[0].manager.receive(arrived, 1)
-    manager.connection_broken(0)
+    shell = cluster.hosts[1].shell
+    lost, arrived = shell.share(rref, 0), shell.share(rref, 0)
+    token = cluster.hosts[0].shell.receive(arrived, 1)
+    shell.connection_broken(0)
     cluster.run()
     assert cluster.info(1) == (1, 1, 0, 0)
-    late = cluster.hosts[0].manager.wrap(cluster.hosts[0].manager.receive(lost, 1))
+    late = cluster.hosts[0].shell.wrap(cluster.hosts[0].shell.receive(lost, 1))
     with pytest.raises(RRefError, match="gave up the message"):
         late.to_here()
-    assert cluster.hosts[0].manager.wrap(token).to_here() == 1
+    assert cluster.hosts[0].shell.wrap(token).to_here() == 1
     del rref, late, token
     cluster.assert_empty()
 
@@ -289,7 +289,7 @@ def test_lost_share(cluster: Cluster) -> None:
 def test_lease(cluster: Cluster) -> None:
     rref = cluster.hosts[1].own(1)
     first, second = cluster.send(rref, 1, 0), cluster.send(rref, 1, 0)
-    cluster.hosts[1].manager.on_lease_ended(cluster.hosts[0].me)
+    cluster.hosts[1].shell.on_lease_ended(cluster.hosts[0].me)
     assert cluster.info(1) == (0, 0, 0, 0)
     with pytest.raises(RRefError, match="dropped its references"):
         first.to_here()
@@ -297,7 +297,7 @@ def test_lease(cluster: Cluster) -> None:
     with pytest.raises(LeaseExpired):
         second.to_here()
     with pytest.raises(LeaseExpired):
-        cluster.hosts[0].manager.share(first, 2)
+        cluster.hosts[0].shell.share(first, 2)
     del rref, first, second
     cluster.assert_empty()
 
@@ -306,7 +306,7 @@ def test_lost_owner(cluster: Cluster) -> None:
     rref = cluster.hosts[1].own(1)
     at_0 = cluster.send(rref, 1, 0)
     pending, _ = cluster.remote(0, 1)
-    cluster.hosts[0].manager.on_lost(cluster.hosts[1].me, WorkerLost("w1", "a connection", 3.0, "it was killed"))
+    cluster.hosts[0].shell.on_lost(cluster.hosts[1].me, WorkerLost("w1", "a connection", 3.0, "it was killed"))
     for user in (at_0, pending):
         with pytest.raises(OwnerLost, match=r"'w1' .*it was killed"):
             user.to_here()
@@ -320,18 +320,18 @@ def test_an_owner_that_is_lost_while_its_reference_is_shared(cluster: Cluster, m
     """The reference had passed the check of `share`, and the protocol has forgotten it since."""
     rref = cluster.hosts[1].own(1)
     at_0 = cluster.send(rref, 1, 0)
-    manager = cluster.hosts[0].manager
+    shell = cluster.hosts[0].shell
 
     def lose_and_check(rref: Any) -> HandleState:
         state = check(rref)
-        manager.on_lost(cluster.hosts[1].me, WorkerLost("w1", "a connection", 3.0, "it was killed"))
+        shell.on_lost(cluster.hosts[1].me, WorkerLost("w1", "a connection", 3.0, "it was killed"))
         return state
 
-    check = manager.check_sharable
-    monkeypatch.setattr(manager, "check_sharable", lose_and_check)
+    check = shell.check_sharable
+    monkeypatch.setattr(shell, "check_sharable", lose_and_check)
     with pytest.raises(OwnerLost, match=r"'w1' .*it was killed"):
-        manager.share(at_0, 2)
-    assert not manager.protocol.owners.entries, "the value is that of another worker"
+        shell.share(at_0, 2)
+    assert not shell.protocol.owners.entries, "the value is that of another worker"
     del rref, at_0
     cluster.assert_empty()
 
@@ -342,7 +342,7 @@ def test_replaced_owner(cluster: Cluster) -> None:
     cluster.incarnations[1] = 999
     with pytest.raises(OwnerLost, match="took its place"):
         at_0.to_here()
-    at_2 = cluster.hosts[2].manager.wrap(cluster.hosts[2].manager.receive(cluster.hosts[1].manager.share(rref, 2), 1))
+    at_2 = cluster.hosts[2].shell.wrap(cluster.hosts[2].shell.receive(cluster.hosts[1].shell.share(rref, 2), 1))
     with pytest.raises(OwnerLost):
         at_2.to_here()
 
@@ -372,28 +372,28 @@ def test_shutdown(cluster: Cluster) -> None:
     rref = cluster.hosts[1].own(1)
     user = cluster.send(rref, 1, 0)
     with pytest.raises(RuntimeError, match="Leaking RRef GloballyUniqueId"):
-        cluster.hosts[1].manager.check_leaks()
-    assert cluster.hosts[0].manager.delete_all_user_and_unforked_owner_rrefs(1.0)
+        cluster.hosts[1].shell.check_leaks()
+    assert cluster.hosts[0].shell.delete_all_user_and_unforked_owner_rrefs(1.0)
     cluster.run()
-    cluster.hosts[1].manager.check_leaks()
+    cluster.hosts[1].shell.check_leaks()
     with pytest.raises(RuntimeError, match=r"Cannot call to_here\(\) on it after deletion."):
         user.to_here()
     with pytest.raises(RuntimeError, match=r"Cannot call fork an UserRRef after deletion."):
         user._serialize()
     for host in cluster.hosts:
-        host.manager.close()
-        host.manager.close()
+        host.shell.close()
+        host.shell.close()
     assert rref.to_here() == 1
 
 
 def test_shutdown_does_not_wait_for_what_lost_workers_hold(cluster: Cluster) -> None:
     """Their references end with their leases, which last longer than anybody waits."""
-    manager = cluster.hosts[1].manager
+    shell = cluster.hosts[1].shell
     cluster.send(cluster.hosts[1].own(1), 1, 0)
-    assert not manager.delete_all_user_and_unforked_owner_rrefs(0.0)
-    manager.on_lost(cluster.hosts[0].me, WorkerLost("w0", "a connection", 3.0, "it was killed"))
-    assert manager.delete_all_user_and_unforked_owner_rrefs(0.0)
-    manager.check_leaks()
+    assert not shell.delete_all_user_and_unforked_owner_rrefs(0.0)
+    shell.on_lost(cluster.hosts[0].me, WorkerLost("w0", "a connection", 3.0, "it was killed"))
+    assert shell.delete_all_user_and_unforked_owner_rrefs(0.0)
+    shell.check_leaks()
 
 
 async def test_await(cluster: Cluster) -> None:
@@ -403,7 +403,7 @@ async def test_await(cluster: Cluster) -> None:
     deliver_here()
     assert await rref == 3 and await here == 4
     lost = cluster.send(cluster.hosts[1].own(1), 1, 0)
-    cluster.hosts[0].manager.on_lost(cluster.hosts[1].me, WorkerLost("w1", "a connection", 3.0, "it was killed"))
+    cluster.hosts[0].shell.on_lost(cluster.hosts[1].me, WorkerLost("w1", "a connection", 3.0, "it was killed"))
     with pytest.raises(OwnerLost):
         await lost
 
@@ -440,10 +440,10 @@ def test_a_drop_that_another_thread_notices_meanwhile_is_no_error(cluster: Clust
         def __bool__(self) -> bool:
             return True
 
-    manager = cluster.hosts[0].manager
-    manager.dropped = TakenMeanwhile()
-    manager.drain()
-    assert manager.debug_info()["num_pending_users"] == "0"
+    shell = cluster.hosts[0].shell
+    shell.dropped = TakenMeanwhile()
+    shell.drain()
+    assert shell.debug_info()["num_pending_users"] == "0"
 
 
 def test_references_that_end_together_are_told_in_one_message(cluster: Cluster) -> None:
@@ -455,7 +455,7 @@ def test_references_that_end_together_are_told_in_one_message(cluster: Cluster) 
     assert cluster.info(1)[0] == cluster.info(2)[0] == number
     del made, deliver, _
     gc.collect()
-    cluster.hosts[0].manager.drain()
+    cluster.hosts[0].shell.drain()
     told = [(to, len(message.users_deleted.ids) // 48 or 1) for _, to, message in cluster.queue]
     assert len(told) <= 6 and sum(count for to, count in told if to == 1) == number
     cluster.assert_empty()
@@ -471,7 +471,7 @@ def test_a_deletion_ends_no_reference_of_another_worker(cluster: Cluster) -> Non
     shares = [(rref._handle.state.rref, rref._handle.state.id) for rref in (first, second)]
     deletions = encode_messages([Message(MessageKind.USER_DELETED, rref, fork) for rref, fork in shares])
     assert deletions.WhichOneof("body") == "users_deleted"
-    cluster.hosts[1].manager.on_message(2, 102, deletions)
+    cluster.hosts[1].shell.on_message(2, 102, deletions)
     assert cluster.info(1)[0] == 1 and first.to_here() == "of 0"
     del first, second
     cluster.assert_empty()
