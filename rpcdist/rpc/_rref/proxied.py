@@ -1,7 +1,7 @@
 """Calls through a reference, such as `rref.rpc_sync().method(...)`: functions at the owner, and proxies at the caller.
 
-Calls find the functions by name. Their first argument is the reference at its owner, or the `ValueAtOwner` that stands
-for it.
+Calls find the functions by name. Their first argument is the reference at its owner; where the call only names a
+reference, it is the future of the value, which is done when the call runs.
 """
 
 from __future__ import annotations
@@ -10,35 +10,25 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar, cast
 
-
-class ValueAtOwner:
-    """The value of a reference that a call only named. It is there when the call runs."""
-
-    __slots__ = ("_value",)
-
-    def __init__(self, value: object) -> None:
-        self._value = value
-
-    def local_value(self) -> Any:
-        return self._value
+from rpcdist.rpc.future import Future
 
 
-def _rref_typeof_on_owner(rref: Any) -> type:
-    return type(rref.local_value())
+def _rref_typeof_on_owner(target: Future[Any]) -> type:
+    return type(target.value())
 
 
 def _backward(rref: Any, context_id: int, retain_graph: bool) -> None:
     rref.backward(context_id, retain_graph)
 
 
-def _local_invoke(rref: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _local_invoke(target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Names a call of a method. The dispatcher runs `method_of` instead: whether a method runs in a thread, as a
     coroutine, or in the turn of an actor depends on the value, which only the owner knows.
     """
     raise AssertionError("the dispatcher runs methods")
 
 
-def _invoke_in_turn(rref: Any, order: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _invoke_in_turn(target: Any, order: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same, with a number that the caller gave the call: the value is, or may be, an actor."""
     raise AssertionError("the dispatcher runs methods")
 

@@ -22,7 +22,7 @@ from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._rref.messages import ReferenceShare, RRefId
-from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, ValueAtOwner
+from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS
 from rpcdist.rpc._serving.producers import AsyncProducer, SyncProducer
 from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc._values.function_names import decode_function, function_name, loaded_function, names_itself
@@ -416,7 +416,8 @@ def decoded_call(
         args, kwargs = ((), {}) if active.arguments is None else _parts(active, 2)
     args = tuple(args)
     if active.target is not None:
-        args = (ValueAtOwner(active.target_value()), *args)
+        active.target_value()  # raises its error
+        args = (active.target, *args)
     return function, args, kwargs
 
 

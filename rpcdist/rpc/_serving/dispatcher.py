@@ -360,9 +360,11 @@ class Dispatcher:
         function, args, kwargs = decoded_call(active, self._callables)
         name = active.function
         if function in CALLS_OF_METHODS:  # what the value and its method are decides how it runs
-            rref, *order, method, args, kwargs = args
-            value = rref.local_value()
-            named = rref._handle.state.rref if active.value is None else active.value.rref
+            target, *order, method, args, kwargs = args
+            if active.value is not None:
+                named, value = active.value.rref, target.value()
+            else:  # the owner's own call
+                named, value = target._handle.state.rref, target.local_value()
             number = order[0] if order else None
             kind = described("the name of the type", lambda: type(value).__name__)
             active.method = f"{kind[:MAX_METHOD_CHARS]}.{called_method((method, args, kwargs))}"
@@ -370,7 +372,7 @@ class Dispatcher:
             if turn is not None:
                 # The object of an actor ends on its own thread: this one must not be the last that has it.
                 active.target = None
-                del rref, value
+                del target, value
                 if streams is not None:  # the method may run on another thread
                     streams.leave()
                 return self._chain(active, turn)
