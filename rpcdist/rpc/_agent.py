@@ -414,7 +414,7 @@ class Agent:
         self._control.on_lease_ended(identity, is_member)
         if not is_member:
             self._leases.forget(identity)
-            self.rrefs.forget(identity)
+            self.rrefs.forget(identity.process)
 
     # ------------------------------------------------------------ beginning and end
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
+from rref_world import is_empty
 
 from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.errors import DeadlineExceeded, LeaseExpired, OwnerLost, RRefError, WorkerLost
@@ -122,7 +123,7 @@ class Cluster:
     def assert_empty(self) -> None:
         self.run()
         for host in self.hosts:
-            assert host.shell.protocol.is_empty, host.shell
+            assert is_empty(host.shell.protocol), host.shell
             assert not host.shell.values and not host.shell.fetches and not host.shell.states
 
 

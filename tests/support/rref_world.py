@@ -410,7 +410,7 @@ class World:
         assert not self.under_way
         for worker, protocol in self.protocols.items():
             if worker not in self.dead:
-                assert protocol.is_empty, (
+                assert is_empty(protocol), (
                     f"leak at {worker}: {list(protocol.owners)} {list(protocol.users)} {protocol.users.parked}"
                 )
 
@@ -432,6 +432,11 @@ class World:
             (self.duplicates, self.losses, self.doubts, self.suspicions, self.suspected),
             tuple(protocol_key(protocol) for worker, protocol in self.protocols.items() if worker not in self.dead),
         )
+
+
+def is_empty(protocol: RRefProtocol) -> bool:
+    """Whether no reference is held, owned or waited for."""
+    return not (protocol.owners.entries or protocol.users.forks or protocol.users.parked or protocol.users.creating)
 
 
 def protocol_key(protocol: RRefProtocol) -> object:

@@ -71,7 +71,7 @@ def failed_future(error: Exception) -> Future[Any]:
 class HandleState:
     """One fork or local handle. Guarded by the shell's lock, except that readers may look at single fields."""
 
-    __slots__ = ("_waiters", "confirmed", "deleted", "error", "id", "is_serial", "owned", "owner", "owner_name", "rref")
+    __slots__ = ("confirmed", "deleted", "error", "id", "is_serial", "owned", "owner", "owner_name", "rref", "waiters")
 
     def __init__(self, rref: RRefId, id: UniqueId, owner: Process, owner_name: str, owned: Future[Any] | None) -> None:
         self.rref = rref
@@ -83,21 +83,10 @@ class HandleState:
         self.error: Exception | None = None
         self.deleted = False
         self.is_serial = False  # the methods of the value run one call at a time
-        self._waiters: list[Callable[[], object]] = []
-
-    @property
-    def settled(self) -> bool:
-        return self.confirmed or self.error is not None
-
-    def when_settled(self, callback: Callable[[], object]) -> bool:
-        """Has `callback` returned by `take_waiters` later; False if the handle is settled. With the shell's lock."""
-        if self.settled:
-            return False
-        self._waiters.append(callback)
-        return True
+        self.waiters: list[Callable[[], object]] = []  # run when it is confirmed, or has failed
 
     def take_waiters(self) -> list[Callable[[], object]]:
-        waiters, self._waiters = self._waiters, []
+        waiters, self.waiters = self.waiters, []
         return waiters
 
     def check(self, use: str) -> None:

@@ -56,11 +56,6 @@ class RRefProtocol:
         self.lost: set[Process] = set()  # declared dead, and not heard of since
         self.refused_shares: dict[ForkId, None] = {}  # bounded; asked about before they came; refused if they come
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no reference is held, owned or waited for."""
-        return not (self.owners.entries or self.users.forks or self.users.parked or self.users.creating)
-
     def _is_gone(self, node: Process) -> bool:
         return node in self.lost or node in self.owners.ended
 
@@ -109,9 +104,6 @@ class RRefProtocol:
 
     def share_failed(self, rref: RRefId, child: ForkId) -> None:
         """The message that carried `child` is lost, or may be."""
-        self._ask_for_share(rref, child)
-
-    def _ask_for_share(self, rref: RRefId, child: ForkId) -> None:
         self.users.share_failed(rref, child, self._is_gone)
         self.owners.share_failed(rref, child)
 
@@ -122,7 +114,7 @@ class RRefProtocol:
         """
         for rref, child in (*self.users.shared_with(node), *self.owners.shared_with(node)):
             if child not in on_the_way:
-                self._ask_for_share(rref, child)
+                self.share_failed(rref, child)
 
     def received(self, rref: RRefId, fork: ForkId, parent: ForkId | None, owner: Process, sender: Process) -> None:
         """A message of `sender` carried `fork`. `parent` is the sender's own fork; None if the sender is the owner."""

@@ -77,7 +77,7 @@ class RRefShell(Actions):
             only item: the value ends with the list, or when the list is emptied; any thread.
 
     Attributes:
-        protocol: decides; `_feed` and `_forget` tell it what happens.
+        protocol: decides; `_feed` and `forget` tell it what happens.
         states: of the handles of this worker, by fork.
         values: that this worker owns.
         fetches: by share, and the worker that names it: the functions to call when the value is there.
@@ -248,7 +248,15 @@ class RRefShell(Actions):
             self.protocol.share(state.rref, state.id, child, receiver)
 
         self._feed(count)
-        return self._fork_pb(state, child, None if state.owned is not None else state.id)
+        return value_pb2.RRefFork(
+            rref=id_to_pb(state.rref),
+            fork=id_to_pb(child),
+            parent=None if state.owned is not None else id_to_pb(state.id),
+            owner=state.owner.worker,
+            owner_incarnation=state.owner.incarnation,
+            owner_name=state.owner_name,
+            is_serial=state.is_serial,
+        )
 
     def check_sharable(self, rref: Any) -> HandleState:
         """Raises `RRefError` if the reference cannot be shared."""
@@ -282,18 +290,22 @@ class RRefShell(Actions):
     def confirmation(self, handles: Iterable[Handle]) -> Future[None] | None:
         """A future that is done when the owners have counted (or refused) these forks; None if they have already."""
         done: Future[None] = Future()
+        num_left = 0
+
+        def settled() -> None:
+            nonlocal num_left
+            with self._lock:
+                num_left -= 1
+                is_last = num_left == 0
+            if is_last:
+                done._complete(None)
+
         with self._lock:
-            remaining = [0]
-
-            def settled() -> None:
-                with self._lock:
-                    remaining[0] -= 1
-                    last = remaining[0] == 0
-                if last:
-                    done._complete(None)
-
-            remaining[0] = sum(handle.state.when_settled(settled) for handle in handles)
-            return done if remaining[0] else None
+            for state in (handle.state for handle in handles):
+                if not state.confirmed and state.error is None:
+                    state.waiters.append(settled)
+                    num_left += 1
+            return done if num_left else None
 
     def share_failed(self, fork: value_pb2.RRefFork) -> None:
         """The message with this fork is lost, or may be."""
@@ -322,7 +334,7 @@ class RRefShell(Actions):
         self._lose(worker.process, exc)
         for stranger in self._take_strangers(worker.id):  # nobody knows which process a message meant
             self._lose(stranger, exc)
-            self._forget(stranger)
+            self.forget(stranger)
 
     def on_replaced(self, worker: Identity) -> None:
         """Another process has the place of a worker, which may never have been connected."""
@@ -340,9 +352,11 @@ class RRefShell(Actions):
         self._take_strangers(worker.id)
         self._feed(partial(self.protocol.holder_found, node))
 
-    def forget(self, worker: Identity) -> None:
-        """The lease of a process that was never a worker has ended."""
-        self._forget(worker.process)
+    def forget(self, node: Process) -> None:
+        """Keeps nothing of a process that was never a worker: peers may make up any number of them."""
+        with self._lock:
+            self.losses.pop(node, None)
+            self.protocol.forget(node)
 
     def is_lost(self, worker_id: int) -> bool:
         return self._node(worker_id, None) in self.protocol.lost
@@ -357,12 +371,6 @@ class RRefShell(Actions):
         """The processes of an unknown worker that messages were sent to, each once."""
         with self._lock:
             return self._strangers.pop(worker_id, ())
-
-    def _forget(self, node: Process) -> None:
-        """Keeps nothing of a process that was never a worker: peers may make up any number of them."""
-        with self._lock:
-            self.losses.pop(node, None)
-            self.protocol.forget(node)
 
     # ------------------------------------------------------------ use by a user
 
@@ -544,7 +552,7 @@ class RRefShell(Actions):
         elif to not in self.losses:
             self._lose(to, replaced(self._name(to)))
             if not self._directory.was_worker(to.worker, to.incarnation):  # a peer made it up
-                self._forget(to)
+                self.forget(to)
 
     # ------------------------------------------------------------ actions of the protocol, under the lock
 
@@ -611,14 +619,3 @@ class RRefShell(Actions):
 
     def _new_id(self) -> UniqueId:
         return UniqueId(self.me.worker, new_number(next(self._numbers)), self.me.incarnation)
-
-    def _fork_pb(self, state: HandleState, fork: ForkId, parent: ForkId | None) -> value_pb2.RRefFork:
-        return value_pb2.RRefFork(
-            rref=id_to_pb(state.rref),
-            fork=id_to_pb(fork),
-            parent=None if parent is None else id_to_pb(parent),
-            owner=state.owner.worker,
-            owner_incarnation=state.owner.incarnation,
-            owner_name=state.owner_name,
-            is_serial=state.is_serial,
-        )

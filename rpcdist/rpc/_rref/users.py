@@ -28,11 +28,6 @@ class UserFork:
     creating: bool = field(kw_only=True)
     parent_worker: Process | None = field(kw_only=True)
 
-    def __repr__(self) -> str:
-        state = "confirmed" if self.confirmed else "creating" if self.creating else "pending"
-        dropped = ", dropped" if self.dropped else ""
-        return f"<UserFork {self.fork!r} of {self.rref!r}: {state}{dropped}, parked for {len(self.children)}>"
-
 
 class UserTable:
     """All forks of one worker."""
@@ -93,9 +88,8 @@ class UserTable:
             self._settle(user)
 
     def drop_all(self) -> None:
-        for user in list(self):
-            user.dropped = True
-            self._settle(user)
+        for fork in list(self.forks):
+            self.drop(fork)
 
     # Messages of others.
 
