@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from rpcdist.errors import ConfigError
 
-__all__ = ["Identity", "Process", "UniqueId", "check_worker_name", "new_incarnation", "new_number"]
+__all__ = ["Identity", "ProcessId", "UniqueId", "check_worker_name", "new_incarnation", "new_number"]
 
 _COUNT_BITS: Final = 24
 _MAX_COUNT: Final = (1 << _COUNT_BITS) - 1
@@ -17,8 +17,8 @@ MAX_NAME_LENGTH = 128
 _NAME = re.compile(r"[A-Za-z0-9_:\-]+\Z")
 
 
-class Process(NamedTuple):
-    """A worker process, without its name. A replacement under the same id has another incarnation."""
+class ProcessId(NamedTuple):
+    """A worker process: its id in the job, not that of the system. A replacement has another incarnation."""
 
     worker: int
     incarnation: int
@@ -35,8 +35,9 @@ class Identity(NamedTuple):
     incarnation: int
 
     @property
-    def process(self) -> Process:
-        return Process(self.id, self.incarnation)
+    def process(self) -> ProcessId:
+        """The process, without its name."""
+        return ProcessId(self.id, self.incarnation)
 
 
 class UniqueId(NamedTuple):
@@ -58,8 +59,9 @@ class UniqueId(NamedTuple):
         return f"{self.created_on}.{self.local_id & _MAX_COUNT}"
 
     @property
-    def creator(self) -> Process:
-        return Process(self.created_on, self.incarnation)
+    def creator(self) -> ProcessId:
+        """The process that made it."""
+        return ProcessId(self.created_on, self.incarnation)
 
 
 def new_number(count: int) -> int:

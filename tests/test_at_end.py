@@ -15,7 +15,7 @@ import pytest
 from full_sets import num_examples
 
 from rpcdist.at_exit import AtEnd
-from rpcdist.ids import Process, UniqueId
+from rpcdist.ids import ProcessId, UniqueId
 from rpcdist.rpc._rref.handles import Dropped, Handle, HandleState
 from rpcdist.rpc._rref.messages import RRefId
 
@@ -56,7 +56,7 @@ def test_it_cannot_be_done_twice() -> None:
 
 def test_no_signal_is_lost_in_the_end_of_a_reference() -> None:
     """A `__del__` swallowed four of ten, each a Ctrl-C that nobody heard of, and three of ten references leaked."""
-    state, dropped = HandleState(RRefId(0, 1, 1), UniqueId(0, 2, 1), Process(0, 1), "owner", None), Dropped()
+    state, dropped = HandleState(RRefId(0, 1, 1), UniqueId(0, 2, 1), ProcessId(0, 1), "owner", None), Dropped()
     num_made = num_caught = 0
     num_strikes = num_examples(100, 300)  # the kernel looks at the time every 4 ms at best
     chance = random.Random(3)

@@ -20,7 +20,7 @@ from rpcdist.autograd import _context
 from rpcdist.autograd._context import ContextTable, make_id
 from rpcdist.collectives._group.flight_records import FlightRecorder
 from rpcdist.errors import CallRefused, UnknownWorker
-from rpcdist.ids import Process, UniqueId
+from rpcdist.ids import ProcessId, UniqueId
 from rpcdist.private_files import FOLDER_VARIABLE
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._membership.barrier import CONTRIBUTE
@@ -138,10 +138,10 @@ def test_a_failure_is_written_into_no_folder_of_others(tmp_path: Path, monkeypat
 def test_references_that_nobody_will_make_are_bounded_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each that a peer named, made by a process that does not exist, took 900 bytes for ever."""
     monkeypatch.setattr(owner, "MAX_WAITING", 3)
-    me, asker, other, maker = (Process(number, 100 + number) for number in (0, 1, 2, 66))
+    me, asker, other, maker = (ProcessId(number, 100 + number) for number in (0, 1, 2, 66))
     protocol = NotedProtocol(me)
 
-    def ask(sender: Process, number: int, fork: int) -> list[Action]:
+    def ask(sender: ProcessId, number: int, fork: int) -> list[Action]:
         rref = UniqueId(maker.worker, number, maker.incarnation)
         request = Message(MessageKind.FORK_REQUEST, rref, UniqueId(sender.worker, fork, 5))
         return [
@@ -167,12 +167,12 @@ def test_references_that_nobody_will_make_are_bounded_and_leave_nothing(monkeypa
 def test_forks_of_a_value_that_is_there_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each that a peer asked for, of one reference that it did hold, took 400 bytes until its end."""
     monkeypatch.setattr(owner, "MAX_HELD", 3)
-    me, holder, other = (Process(number, 100 + number) for number in (0, 1, 2))
+    me, holder, other = (ProcessId(number, 100 + number) for number in (0, 1, 2))
     protocol = NotedProtocol(me)
     rref = UniqueId(holder.worker, 1, holder.incarnation)
     forks = [UniqueId(holder.worker, number, holder.incarnation) for number in range(2, 9)]
 
-    def ask(sender: Process, fork: UniqueId) -> list[Action]:
+    def ask(sender: ProcessId, fork: UniqueId) -> list[Action]:
         return protocol.step(NotedProtocol.message_arrived, sender, Message(MessageKind.FORK_REQUEST, rref, fork))
 
     protocol.creation_accepted(rref, forks[0], holder)

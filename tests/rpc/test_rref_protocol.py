@@ -18,11 +18,11 @@ from rref_world import (
     SettleHandle,
 )
 
-from rpcdist.ids import Process, UniqueId
+from rpcdist.ids import ProcessId, UniqueId
 from rpcdist.rpc._rref.messages import Message, MessageKind, Reason, remember
 from rpcdist.rpc._rref.protocol import RRefProtocol
 
-ME, A, B = Process(0, 100), Process(1, 101), Process(2, 102)
+ME, A, B = ProcessId(0, 100), ProcessId(1, 101), ProcessId(2, 102)
 MINE = UniqueId(0, 0, 100)  # a reference, and forks, made by this worker
 F, C = UniqueId(0, 1, 100), UniqueId(0, 2, 100)
 THEIRS = UniqueId(1, 0, 101)  # the same, made by A

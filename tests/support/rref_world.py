@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec
 
-from rpcdist.ids import Process, UniqueId
+from rpcdist.ids import ProcessId, UniqueId
 from rpcdist.rpc._rref.messages import Actions, ForkId, Message, MessageKind, Reason, RRefId
 from rpcdist.rpc._rref.owner import OwnerEntry, State
 from rpcdist.rpc._rref.protocol import RRefProtocol
@@ -25,7 +25,7 @@ Move = tuple[object, ...]
 
 @dataclass(frozen=True)
 class Send:
-    to: Process
+    to: ProcessId
     message: Message
 
 
@@ -39,7 +39,7 @@ class SettleHandle:
 class AnswerFetch:
     rref: RRefId
     fork: ForkId
-    sender: Process
+    sender: ProcessId
     refused: Reason | None = None
 
 
@@ -67,7 +67,7 @@ Action = Send | SettleHandle | AnswerFetch | FailValue | ReleaseValue | RefuseCr
 class NotedProtocol(RRefProtocol, Actions):
     """A protocol that is its own shell, and notes the actions."""
 
-    def __init__(self, me: Process) -> None:
+    def __init__(self, me: ProcessId) -> None:
         super().__init__(me, self)
         self.noted: list[Action] = []
         self.to_myself: list[Message] = []
@@ -82,7 +82,7 @@ class NotedProtocol(RRefProtocol, Actions):
         noted, self.noted = self.noted, []
         return noted if refused is None else [*noted, RefuseCreation(refused)]
 
-    def send(self, to: Process, message: Message) -> None:
+    def send(self, to: ProcessId, message: Message) -> None:
         if to == self.me:
             self.to_myself.append(message)
         else:
@@ -91,7 +91,7 @@ class NotedProtocol(RRefProtocol, Actions):
     def settle_handle(self, handle: UniqueId, failed: Reason | None = None) -> None:
         self.noted.append(SettleHandle(handle, failed))
 
-    def answer_fetch(self, rref: RRefId, fork: ForkId, sender: Process, refused: Reason | None = None) -> None:
+    def answer_fetch(self, rref: RRefId, fork: ForkId, sender: ProcessId, refused: Reason | None = None) -> None:
         self.noted.append(AnswerFetch(rref, fork, sender, refused))
 
     def fail_value(self, rref: RRefId, reason: Reason) -> None:
@@ -101,8 +101,8 @@ class NotedProtocol(RRefProtocol, Actions):
         self.noted.append(ReleaseValue(rref))
 
 
-def node(worker: int) -> Process:
-    return Process(worker, 100 + worker)
+def node(worker: int) -> ProcessId:
+    return ProcessId(worker, 100 + worker)
 
 
 @dataclass

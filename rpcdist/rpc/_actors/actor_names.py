@@ -20,7 +20,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, TypeGuard
 
 from rpcdist.errors import ActorNameTaken, CallRefused, Overloaded, RpcdistError, UnknownActor
-from rpcdist.ids import Identity, Process
+from rpcdist.ids import Identity, ProcessId
 from rpcdist.inspection import ActorFacts
 from rpcdist.rpc._actors.serial_actor import SerialActor, Turn, running_actor
 from rpcdist.rpc._actors.turn_queue import CallNumber
@@ -156,7 +156,7 @@ class ActorTable:
         number = None if order is None else CallNumber.checked(order)
         return Turn(actor, value, (who.process, rref), number, method, args, kwargs)
 
-    def over(self, rref: RRefId, value: object, who: Process, stream: int, numbers: tuple[int, ...]) -> None:
+    def over(self, rref: RRefId, value: object, who: ProcessId, stream: int, numbers: tuple[int, ...]) -> None:
         """Calls of a caller have ended for it, and may never come."""
         actor = self._actor(rref, value)
         if actor is not None:
@@ -181,7 +181,7 @@ class ActorTable:
         return None if entry is None else entry[1]
 
 
-def _gone(actors: list[SerialActor], who: Process) -> None:
+def _gone(actors: list[SerialActor], who: ProcessId) -> None:
     for actor in actors:
         actor.gone(who)
 

@@ -20,7 +20,7 @@ import torch
 
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import DeadlineExceeded, Overloaded
-from rpcdist.ids import Process
+from rpcdist.ids import ProcessId
 from rpcdist.inspection import ActorFacts
 from rpcdist.rpc._actors.turn_queue import CallNumber, TurnQueue
 from rpcdist.rpc._executors.deferred_replies import DeferredReply
@@ -32,7 +32,7 @@ from rpcdist.rpc._serving.producers import is_generator
 from rpcdist.rpc.functions import is_async_execution
 from rpcdist.rpc.future import Future
 
-ActorCaller = tuple[Process, RRefId]
+ActorCaller = tuple[ProcessId, RRefId]
 """A process, and the reference through which it calls: the calls of each have an order."""
 
 
@@ -179,7 +179,7 @@ class SerialActor:
         if first is not None:
             self._submit(first)
 
-    def gone(self, who: Process) -> None:
+    def gone(self, who: ProcessId) -> None:
         """A process is dead."""
         with self._lock:
             for caller in self._queue.callers:

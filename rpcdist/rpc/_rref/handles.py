@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from rpcdist.at_exit import AtEnd
 from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, LeaseExpired, OwnerLost, RRefError, WorkerLost
-from rpcdist.ids import Process, UniqueId
+from rpcdist.ids import ProcessId, UniqueId
 from rpcdist.rpc._rref.messages import Reason, RRefId
 from rpcdist.rpc._rref.owner import MAX_HELD
 from rpcdist.rpc._values.exceptions import copied, text_of
@@ -73,7 +73,9 @@ class HandleState:
 
     __slots__ = ("confirmed", "deleted", "error", "id", "is_serial", "owned", "owner", "owner_name", "rref", "waiters")
 
-    def __init__(self, rref: RRefId, id: UniqueId, owner: Process, owner_name: str, owned: Future[Any] | None) -> None:
+    def __init__(
+        self, rref: RRefId, id: UniqueId, owner: ProcessId, owner_name: str, owned: Future[Any] | None
+    ) -> None:
         self.rref = rref
         self.id = id
         self.owner = owner

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.errors import ProtocolViolation
-from rpcdist.ids import Process, UniqueId
+from rpcdist.ids import ProcessId, UniqueId
 
 RRefId = UniqueId  # the referenced value
 ForkId = UniqueId  # one holder's share of it
@@ -89,7 +89,7 @@ class Actions(ABC):
     """The shell, as the protocol sees it: called in the middle of a decision, when it must not call the protocol."""
 
     @abstractmethod
-    def send(self, to: Process, message: Message) -> None:
+    def send(self, to: ProcessId, message: Message) -> None:
         """Hands a control message to the reliable channel. One to this worker itself arrives after the decision."""
 
     @abstractmethod
@@ -97,7 +97,7 @@ class Actions(ABC):
         """The owner counts this handle; or it failed: every use of it raises, and the protocol has forgotten it."""
 
     @abstractmethod
-    def answer_fetch(self, rref: RRefId, fork: ForkId, sender: Process, refused: Reason | None = None) -> None:
+    def answer_fetch(self, rref: RRefId, fork: ForkId, sender: ProcessId, refused: Reason | None = None) -> None:
         """Answers the sender's fetches of this fork with the value, as soon as it is there, or with an error."""
 
     @abstractmethod

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from rpcdist.ids import Process, UniqueId
+from rpcdist.ids import ProcessId, UniqueId
 from rpcdist.rpc._rref.messages import Actions, ForkId, Message, MessageKind, Reason, RRefId, remember
 
 MAX_WAITING: Final = 1 << 16
@@ -37,10 +37,10 @@ class OwnerEntry:
 
     rref: RRefId
     state: State
-    forks: dict[ForkId, Process] = field(default_factory=dict)
+    forks: dict[ForkId, ProcessId] = field(default_factory=dict)
     local: dict[UniqueId, None] = field(default_factory=dict)
-    askers: dict[ForkId, Process] = field(default_factory=dict)
-    fetchers: dict[ForkId, Process] = field(default_factory=dict)
+    askers: dict[ForkId, ProcessId] = field(default_factory=dict)
+    fetchers: dict[ForkId, ProcessId] = field(default_factory=dict)
 
 
 class OwnerTable:
@@ -53,18 +53,18 @@ class OwnerTable:
         held: by process, how many of its forks count.
     """
 
-    def __init__(self, me: Process, shell: Actions) -> None:
+    def __init__(self, me: ProcessId, shell: Actions) -> None:
         self._me = me
         self._shell = shell
         self.entries: dict[RRefId, OwnerEntry] = {}
         self.now = 0.0
         self.since: dict[ForkId, float] = {}
-        self.waiting: Counter[Process] = Counter()
-        self.held: Counter[Process] = Counter()
-        self.ended: set[Process] = set()  # whose lease is over: the processes that died during ours, or are silent
+        self.waiting: Counter[ProcessId] = Counter()
+        self.held: Counter[ProcessId] = Counter()
+        self.ended: set[ProcessId] = set()  # whose lease is over: the processes that died during ours, or are silent
         # The two below are bounded: what such processes held, said to those that come back, and creations that their
         # creator gave up before they came.
-        self.expired: dict[tuple[Process, RRefId, ForkId], None] = {}
+        self.expired: dict[tuple[ProcessId, RRefId, ForkId], None] = {}
         self.refused: dict[RRefId, None] = {}
 
     def __iter__(self) -> Iterator[OwnerEntry]:
@@ -77,7 +77,7 @@ class OwnerTable:
         entry = self.entries[rref] = OwnerEntry(rref, State.EXPECTED)
         entry.local[fork] = None
 
-    def accept(self, rref: RRefId, fork: ForkId, creator: Process) -> Reason | None:
+    def accept(self, rref: RRefId, fork: ForkId, creator: ProcessId) -> Reason | None:
         entry = self.entries.get(rref)
         if rref.creator != creator or fork.creator != creator:
             return Reason.NOT_HELD
@@ -109,7 +109,7 @@ class OwnerTable:
         if entry is not None and entry.state is State.EXPECTED and rref.creator == self._me:
             self.creation_over(rref, Reason.CREATION_FAILED)
 
-    def answer_creation_query(self, rref: RRefId, fork: ForkId, sender: Process) -> None:
+    def answer_creation_query(self, rref: RRefId, fork: ForkId, sender: ProcessId) -> None:
         """The creator does not know whether its call came. If it did not, it is refused from now on."""
         if rref.creator != sender:
             return
@@ -134,7 +134,7 @@ class OwnerTable:
 
     # Forks.
 
-    def request(self, rref: RRefId, fork: ForkId, sender: Process, creator_is_gone: bool) -> None:
+    def request(self, rref: RRefId, fork: ForkId, sender: ProcessId, creator_is_gone: bool) -> None:
         entry = self._entry_or_expect(rref, creator_is_gone)
         if entry is None:
             self._shell.send(sender, Message(MessageKind.FORK_REFUSED, rref, fork, Reason.UNKNOWN))
@@ -149,7 +149,7 @@ class OwnerTable:
             self._shell.send(sender, Message(MessageKind.FORK_REFUSED, rref, fork, Reason.UNKNOWN))
             self._settle(entry)
 
-    def delete(self, rref: RRefId, fork: ForkId, sender: Process) -> None:
+    def delete(self, rref: RRefId, fork: ForkId, sender: ProcessId) -> None:
         entry = self.entries.get(rref)
         if entry is None:
             return
@@ -164,7 +164,7 @@ class OwnerTable:
         entry = self.entries.get(rref)  # type: ignore[call-overload]  # a tuple is equal to the id with its fields
         return entry is not None and (fork in entry.forks or fork in entry.askers)
 
-    def share(self, rref: RRefId, holder: UniqueId, child: ForkId, to: Process) -> None:
+    def share(self, rref: RRefId, holder: UniqueId, child: ForkId, to: ProcessId) -> None:
         """The child is counted from now on, so that its receiver needs no confirmation."""
         entry = self.entries.get(rref)
         if entry is None:  # a value of ours that nobody else knew until now
@@ -184,14 +184,14 @@ class OwnerTable:
         else:
             self._shell.send(to, Message(MessageKind.SHARE_QUERY, rref, child))
 
-    def shared_with(self, node: Process) -> list[tuple[RRefId, ForkId]]:
+    def shared_with(self, node: ProcessId) -> list[tuple[RRefId, ForkId]]:
         """Forks that this worker handed to the node itself: counted since then, perhaps never received."""
         return [
             (entry.rref, fork) for entry in self for fork in _forks_of(entry.forks, node) if fork.creator == self._me
         ]
 
     def receive(
-        self, rref: RRefId, fork: ForkId, parent: ForkId | None, sender: Process, creator_is_gone: bool
+        self, rref: RRefId, fork: ForkId, parent: ForkId | None, sender: ProcessId, creator_is_gone: bool
     ) -> None:
         """A fork came back to the owner: it becomes a local handle, and its sender need not wait."""
         if parent is not None:
@@ -221,7 +221,7 @@ class OwnerTable:
             entry.local.clear()
             self._settle(entry)
 
-    def fetch(self, rref: RRefId, fork: ForkId, sender: Process, creator_is_gone: bool) -> None:
+    def fetch(self, rref: RRefId, fork: ForkId, sender: ProcessId, creator_is_gone: bool) -> None:
         if sender in self.ended or (sender, rref, fork) in self.expired:
             self._shell.answer_fetch(rref, fork, sender, Reason.LEASE_EXPIRED)
             self._shell.send(sender, Message(MessageKind.FORK_REFUSED, rref, fork, Reason.LEASE_EXPIRED))
@@ -244,7 +244,7 @@ class OwnerTable:
         else:
             self._shell.answer_fetch(rref, fork, sender, Reason.NOT_HELD)
 
-    def serves_at_once(self, rref: RRefId, fork: ForkId, sender: Process) -> bool:
+    def serves_at_once(self, rref: RRefId, fork: ForkId, sender: ProcessId) -> bool:
         """Whether `fetch` would do nothing but serve."""
         entry = self.entries.get(rref)
         return (
@@ -257,14 +257,14 @@ class OwnerTable:
 
     # The death of others.
 
-    def lease_ended(self, node: Process) -> None:
+    def lease_ended(self, node: ProcessId) -> None:
         """Everything that the node held is dropped, for good. Until it is found again, nothing of it counts (G4)."""
         self.ended.add(node)
         for entry in list(self):
             self._drop_holder(entry, node)
         self.creator_gone(node)
 
-    def holder_found(self, node: Process) -> None:
+    def holder_found(self, node: ProcessId) -> None:
         """It has a lease again, for new forks. It does not know which of its old ones are gone."""
         if node not in self.ended:
             return
@@ -273,7 +273,7 @@ class OwnerTable:
             if holder == node:
                 self._shell.send(node, Message(MessageKind.FORK_REFUSED, rref, fork, Reason.LEASE_EXPIRED))
 
-    def creator_gone(self, node: Process) -> None:
+    def creator_gone(self, node: ProcessId) -> None:
         """Values that a dead worker announced and never created will not come."""
         for entry in list(self):
             if entry.rref.creator == node:
@@ -281,7 +281,7 @@ class OwnerTable:
 
     # Inside.
 
-    def _count(self, entry: OwnerEntry, fork: ForkId, holder: Process) -> None:
+    def _count(self, entry: OwnerEntry, fork: ForkId, holder: ProcessId) -> None:
         if fork not in entry.forks:
             self.held[holder] += 1
         entry.forks[fork] = holder
@@ -291,7 +291,7 @@ class OwnerTable:
         self.since.pop(fork, None)
         _take_out(self.held, entry.forks.pop(fork))
 
-    def _drop_holder(self, entry: OwnerEntry, node: Process) -> None:
+    def _drop_holder(self, entry: OwnerEntry, node: ProcessId) -> None:
         """If the node lives after all, it must not wait for an answer that will not come."""
         for fork in _forks_of(entry.forks, node):
             self._uncount(entry, fork)
@@ -304,11 +304,11 @@ class OwnerTable:
             self._shell.answer_fetch(entry.rref, fork, node, Reason.LEASE_EXPIRED)
         self._settle(entry)
 
-    def _is_held(self, entry: OwnerEntry, fork: ForkId, sender: Process) -> bool:
+    def _is_held(self, entry: OwnerEntry, fork: ForkId, sender: ProcessId) -> bool:
         """Whether the value may go to the worker that names this fork."""
         return entry.forks.get(fork) == sender or (sender == self._me and fork in entry.local)
 
-    def _may_hold(self, entry: OwnerEntry, fork: ForkId, sender: Process) -> bool:
+    def _may_hold(self, entry: OwnerEntry, fork: ForkId, sender: ProcessId) -> bool:
         """Whether the worker that names this fork may turn out to hold it when the call of `remote()` comes."""
         is_creator = sender == entry.rref.creator and fork not in entry.forks and fork not in entry.askers
         return is_creator or entry.askers.get(fork) == sender or self._is_held(entry, fork, sender)
@@ -342,7 +342,7 @@ class OwnerTable:
             self._shell.answer_fetch(entry.rref, fork, sender, reason)
         self._end_waits(entry)
 
-    def _wait(self, table: dict[ForkId, Process], fork: ForkId, sender: Process) -> bool:
+    def _wait(self, table: dict[ForkId, ProcessId], fork: ForkId, sender: ProcessId) -> bool:
         """Has a fork wait for the creation of its value; False if its process has too many that do."""
         if fork not in table:
             if self.waiting[sender] >= MAX_WAITING:
@@ -351,7 +351,7 @@ class OwnerTable:
         table[fork] = sender
         return True
 
-    def _end_wait(self, table: dict[ForkId, Process], fork: ForkId) -> None:
+    def _end_wait(self, table: dict[ForkId, ProcessId], fork: ForkId) -> None:
         _take_out(self.waiting, table.pop(fork))
 
     def _end_waits(self, entry: OwnerEntry) -> None:
@@ -370,11 +370,11 @@ class OwnerTable:
                 del self.entries[entry.rref]
 
 
-def _forks_of(table: dict[ForkId, Process], node: Process) -> list[ForkId]:
+def _forks_of(table: dict[ForkId, ProcessId], node: ProcessId) -> list[ForkId]:
     return [fork for fork, holder in table.items() if holder == node]
 
 
-def _take_out(counts: Counter[Process], node: Process) -> None:
+def _take_out(counts: Counter[ProcessId], node: ProcessId) -> None:
     counts[node] -= 1
     if not counts[node]:
         del counts[node]

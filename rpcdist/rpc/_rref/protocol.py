@@ -38,7 +38,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from itertools import islice
 
-from rpcdist.ids import Process, UniqueId
+from rpcdist.ids import ProcessId, UniqueId
 from rpcdist.inspection import Holder, ReferenceFacts
 from rpcdist.rpc._rref.messages import Actions, ForkId, Message, MessageKind, Reason, RRefId, remember
 from rpcdist.rpc._rref.owner import OwnerTable, State
@@ -48,25 +48,25 @@ from rpcdist.rpc._rref.users import UserTable
 class RRefProtocol:
     """The tables of one worker. Not thread-safe: the shell holds a lock around each method."""
 
-    def __init__(self, me: Process, shell: Actions) -> None:
+    def __init__(self, me: ProcessId, shell: Actions) -> None:
         self.me = me
         self._shell = shell
         self.owners = OwnerTable(me, shell)
         self.users = UserTable(shell)
-        self.lost: set[Process] = set()  # declared dead, and not heard of since
+        self.lost: set[ProcessId] = set()  # declared dead, and not heard of since
         self.refused_shares: dict[ForkId, None] = {}  # bounded; asked about before they came; refused if they come
 
-    def _is_gone(self, node: Process) -> bool:
+    def _is_gone(self, node: ProcessId) -> bool:
         return node in self.lost or node in self.owners.ended
 
-    def forget(self, node: Process) -> None:
+    def forget(self, node: ProcessId) -> None:
         """The process is neither declared dead nor without a lease any more; the forks that it held are gone."""
         self.lost.discard(node)
         self.owners.ended.discard(node)
 
     # Creations, shares, handles and fetches.
 
-    def create_remote(self, rref: RRefId, fork: ForkId, owner: Process) -> None:
+    def create_remote(self, rref: RRefId, fork: ForkId, owner: ProcessId) -> None:
         """`remote()` begins here: the call that carries `fork` is about to leave for `owner` (perhaps this worker)."""
         if owner == self.me:
             self.owners.create_here(rref, fork)
@@ -86,7 +86,7 @@ class RRefProtocol:
         self.users.creation_failed(fork)
         self.owners.failed_here(rref)
 
-    def creation_accepted(self, rref: RRefId, fork: ForkId, creator: Process) -> Reason | None:
+    def creation_accepted(self, rref: RRefId, fork: ForkId, creator: ProcessId) -> Reason | None:
         """At the owner: the call of a `remote()` arrived. Returns why it must not run, or None."""
         return self.owners.accept(rref, fork, creator)
 
@@ -94,7 +94,7 @@ class RRefProtocol:
         """At the owner: the function of a `remote()` ended, by value or error."""
         self.owners.finished(rref)
 
-    def share(self, rref: RRefId, holder: UniqueId, child: ForkId, to: Process) -> None:
+    def share(self, rref: RRefId, holder: UniqueId, child: ForkId, to: ProcessId) -> None:
         """A message to `to` is about to carry `child`, a new fork of the local handle `holder`."""
         user = self.users.forks.get(holder)
         if user is not None:
@@ -107,7 +107,7 @@ class RRefProtocol:
         self.users.share_failed(rref, child, self._is_gone)
         self.owners.share_failed(rref, child)
 
-    def connection_broken(self, node: Process, on_the_way: Collection[ForkId] = ()) -> None:
+    def connection_broken(self, node: ProcessId, on_the_way: Collection[ForkId] = ()) -> None:
         """Messages to a worker may be lost: every share in them is asked for. A receiver that has it is silent.
 
         `on_the_way` are children whose messages have not been given up.
@@ -116,7 +116,7 @@ class RRefProtocol:
             if child not in on_the_way:
                 self.share_failed(rref, child)
 
-    def received(self, rref: RRefId, fork: ForkId, parent: ForkId | None, owner: Process, sender: Process) -> None:
+    def received(self, rref: RRefId, fork: ForkId, parent: ForkId | None, owner: ProcessId, sender: ProcessId) -> None:
         """A message of `sender` carried `fork`. `parent` is the sender's own fork; None if the sender is the owner."""
         if fork in self.refused_shares:
             self._shell.settle_handle(fork, Reason.SHARE_LOST)
@@ -135,34 +135,34 @@ class RRefProtocol:
         self.users.drop_all()
         self.owners.drop_all()
 
-    def fetch_arrived(self, rref: RRefId, fork: ForkId, sender: Process) -> None:
+    def fetch_arrived(self, rref: RRefId, fork: ForkId, sender: ProcessId) -> None:
         """At the owner: `sender` asks for the value on behalf of its fork."""
         self.owners.fetch(rref, fork, sender, self._is_gone(rref.creator))
 
     # Losses and returns of workers.
 
-    def holder_lost(self, node: Process) -> None:
+    def holder_lost(self, node: ProcessId) -> None:
         """A worker is declared dead. Its forks of our values stay until its lease ends: it may live all the same."""
         self.lost.add(node)
         self.users.owner_lost(node)
         self.users.receiver_lost(node)
         self.owners.creator_gone(node)
 
-    def holder_found(self, node: Process) -> None:
+    def holder_found(self, node: ProcessId) -> None:
         """A worker is connected that may have been declared dead. New references are like any others, in both
         directions. Those of before have failed, for good.
         """
         self.lost.discard(node)
         self.owners.holder_found(node)
 
-    def lease_ended(self, node: Process) -> None:
+    def lease_ended(self, node: ProcessId) -> None:
         """Nothing was heard of a worker for as long as its lease lasts."""
         self.owners.lease_ended(node)
         self.users.receiver_lost(node)
 
     # Control messages.
 
-    def message_arrived(self, sender: Process, message: Message) -> None:
+    def message_arrived(self, sender: ProcessId, message: Message) -> None:
         """A control message."""
         rref, fork = message.rref, message.fork
         match message.kind:
@@ -195,14 +195,14 @@ class RRefProtocol:
                 self.users.release_by(fork, sender)
                 self.owners.delete(rref, fork, sender)
 
-    def _on_fork_confirmed(self, rref: RRefId, fork: ForkId, sender: Process) -> None:
+    def _on_fork_confirmed(self, rref: RRefId, fork: ForkId, sender: ProcessId) -> None:
         user = self.users.forks.get(fork)
         if user is None:
             self._shell.send(sender, Message(MessageKind.USER_DELETED, rref, fork))  # [Note: stale requests]
         elif user.owner == sender:
             self.users.confirm(user)
 
-    def _on_fork_refused(self, rref: RRefId, fork: ForkId, reason: Reason, sender: Process) -> None:
+    def _on_fork_refused(self, rref: RRefId, fork: ForkId, reason: Reason, sender: ProcessId) -> None:
         user = self.users.forks.get(fork)
         if user is not None and user.owner != sender:
             return
@@ -214,7 +214,7 @@ class RRefProtocol:
         if rref.creator == self.me:  # a probe for what was dropped may have come while we were silent
             self._shell.send(sender, Message(MessageKind.CREATION_OVER, rref))
 
-    def _on_share_query(self, rref: RRefId, fork: ForkId, sender: Process) -> None:
+    def _on_share_query(self, rref: RRefId, fork: ForkId, sender: ProcessId) -> None:
         """Silence means yes: our verdict on the fork is under way, or will be."""
         if fork.creator != sender or fork in self.users.forks or self.owners.holds(rref, fork):
             return
@@ -224,7 +224,7 @@ class RRefProtocol:
 
 def reference_facts(
     protocol: RRefProtocol,
-    name_of: Callable[[Process], str],
+    name_of: Callable[[ProcessId], str],
     value_of: Callable[[RRefId], str],
     now: float,
     most: int,

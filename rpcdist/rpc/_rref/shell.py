@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.errors import NotInitialized, ProtocolViolation, RRefError, WorkerLost
-from rpcdist.ids import Identity, Process, UniqueId, new_number
+from rpcdist.ids import Identity, ProcessId, UniqueId, new_number
 from rpcdist.inspection import ReferenceFacts
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.router import REPLACED
@@ -106,14 +106,14 @@ class RRefShell(Actions):
         self._num_waiting = 0  # threads
         self.protocol = RRefProtocol(self.me, self)
         self._effects: list[Callable[[], object]] = []  # of the decision that is being made; run without the lock
-        self._deleted: dict[Process, list[Message]] = {}  # by owner, the ends of forks in this decision
+        self._deleted: dict[ProcessId, list[Message]] = {}  # by owner, the ends of forks in this decision
         self._to_myself: list[Message] = []  # they arrive when the decision is made
         self.states: dict[UniqueId, HandleState] = {}
         self.values: dict[RRefId, Future[Any]] = {}
-        self.fetches: dict[tuple[ReferenceShare, Process], list[WhenThere]] = {}
-        self.losses: dict[Process, WorkerLost] = {}
+        self.fetches: dict[tuple[ReferenceShare, ProcessId], list[WhenThere]] = {}
+        self.losses: dict[ProcessId, WorkerLost] = {}
         # Processes of unknown workers that messages were sent to, by id, until one of them is found or lost.
-        self._strangers: dict[int, set[Process]] = {}
+        self._strangers: dict[int, set[ProcessId]] = {}
         self.dropped: Dropped = deque()
         self._is_closed = False  # after shutdown: the protocol is told nothing more
 
@@ -199,7 +199,7 @@ class RRefShell(Actions):
         """The future with which `when_there` would call `then` at once, found with less work; None if it would not."""
         check_not_forked()
         with self._lock:
-            if self._is_closed or not self.protocol.owners.serves_at_once(*share, Process(requester, incarnation)):
+            if self._is_closed or not self.protocol.owners.serves_at_once(*share, ProcessId(requester, incarnation)):
                 return None
             future = self.values[share.rref]
         return future if future.done() else None
@@ -280,7 +280,7 @@ class RRefShell(Actions):
         rref, id = id_from_pb(fork.rref), id_from_pb(fork.fork)
         if id in self.states:
             raise ProtocolViolation(f"share {id} of {rref} arrived, which this worker has already")
-        owner = Process(fork.owner, fork.owner_incarnation)
+        owner = ProcessId(fork.owner, fork.owner_incarnation)
         parent = id_from_pb(fork.parent) if fork.HasField("parent") else None
         arrive = partial(self.protocol.received, rref, id, parent, owner, self._node(sender, incarnation))
         handle = self._feed_new(arrive, rref, id, owner, fork.owner_name)
@@ -318,12 +318,12 @@ class RRefShell(Actions):
 
     def on_message(self, sender: int, incarnation: int, message: rref_pb2.RRefMessage) -> None:
         """A control message arrived."""
-        node = Process(sender, incarnation)
+        node = ProcessId(sender, incarnation)
         arrived = decode_messages(message, self.protocol.owners.counts)
         for at in range(0, len(arrived), MOST_AT_ONCE):
             self._feed(partial(self._arrive, node, arrived[at : at + MOST_AT_ONCE]))
 
-    def _arrive(self, sender: Process, messages: Sequence[Message]) -> None:
+    def _arrive(self, sender: ProcessId, messages: Sequence[Message]) -> None:
         for message in messages:
             self.protocol.message_arrived(sender, message)
 
@@ -352,7 +352,7 @@ class RRefShell(Actions):
         self._take_strangers(worker.id)
         self._feed(partial(self.protocol.holder_found, node))
 
-    def forget(self, node: Process) -> None:
+    def forget(self, node: ProcessId) -> None:
         """Keeps nothing of a process that was never a worker: peers may make up any number of them."""
         with self._lock:
             self.losses.pop(node, None)
@@ -361,13 +361,13 @@ class RRefShell(Actions):
     def is_lost(self, worker_id: int) -> bool:
         return self._node(worker_id, None) in self.protocol.lost
 
-    def _lose(self, node: Process, exc: WorkerLost) -> None:
+    def _lose(self, node: ProcessId, exc: WorkerLost) -> None:
         """A process is declared dead, because of `exc`."""
         with self._lock:
             self.losses.setdefault(node, exc)
         self._feed(partial(self.protocol.holder_lost, node))
 
-    def _take_strangers(self, worker_id: int) -> Iterable[Process]:
+    def _take_strangers(self, worker_id: int) -> Iterable[ProcessId]:
         """The processes of an unknown worker that messages were sent to, each once."""
         with self._lock:
             return self._strangers.pop(worker_id, ())
@@ -498,7 +498,7 @@ class RRefShell(Actions):
     # ------------------------------------------------------------ the doorway
 
     def _feed_new(
-        self, decide: Callable[[], object], rref: RRefId, id: UniqueId, owner: Process, owner_name: str
+        self, decide: Callable[[], object], rref: RRefId, id: UniqueId, owner: ProcessId, owner_name: str
     ) -> Handle:
         """`_feed` for what makes a handle. Handle and value are in the tables before the protocol speaks of them."""
         state = HandleState(rref, id, owner, owner_name, quiet_future() if owner == self.me else None)
@@ -543,7 +543,7 @@ class RRefShell(Actions):
         if rref not in self.protocol.owners.entries:
             self.release_value(rref)
 
-    def _send_now(self, to: Process, messages: Sequence[Message]) -> None:
+    def _send_now(self, to: ProcessId, messages: Sequence[Message]) -> None:
         if not self._is_replaced(to):
             if not self._directory.incarnation_of(to.worker):
                 with self._lock:
@@ -556,7 +556,7 @@ class RRefShell(Actions):
 
     # ------------------------------------------------------------ actions of the protocol, under the lock
 
-    def send(self, to: Process, message: Message) -> None:
+    def send(self, to: ProcessId, message: Message) -> None:
         if to == self.me:
             self._to_myself.append(message)
         elif message.kind is MessageKind.USER_DELETED:
@@ -574,7 +574,7 @@ class RRefShell(Actions):
             state.confirmed = True
             self._effects += state.take_waiters()
 
-    def answer_fetch(self, rref: RRefId, fork: ForkId, sender: Process, refused: Reason | None = None) -> None:
+    def answer_fetch(self, rref: RRefId, fork: ForkId, sender: ProcessId, refused: Reason | None = None) -> None:
         if refused is None:
             future = self.values[rref]
         else:
@@ -599,21 +599,21 @@ class RRefShell(Actions):
             state.error = copied(error)
         return state.take_waiters()
 
-    def _error(self, reason: Reason, what: str, owner: Process) -> Exception:
+    def _error(self, reason: Reason, what: str, owner: ProcessId) -> Exception:
         """The error that a user sees for a reason that the protocol gave; `what` names the reference."""
         if reason is Reason.OWNER_LOST and owner in self.losses:
             return owner_lost(self.losses[owner], f"use of {what}")
         return describe(reason, what, self._name(owner))
 
-    def _node(self, worker_id: int, incarnation: int | None) -> Process:
+    def _node(self, worker_id: int, incarnation: int | None) -> ProcessId:
         """A process of a worker; None for the one that has the id now."""
-        return Process(worker_id, self._directory.incarnation_of(worker_id) if incarnation is None else incarnation)
+        return ProcessId(worker_id, self._directory.incarnation_of(worker_id) if incarnation is None else incarnation)
 
-    def _name(self, node: Process) -> str:
+    def _name(self, node: ProcessId) -> str:
         """A worker's name, or a text with its id."""
         return self._directory.name_of(node.worker)
 
-    def _is_replaced(self, node: Process) -> bool:
+    def _is_replaced(self, node: ProcessId) -> bool:
         """Whether another process has its id now."""
         return self._directory.incarnation_of(node.worker) not in (0, node.incarnation)
 

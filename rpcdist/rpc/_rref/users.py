@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from rpcdist.ids import Process
+from rpcdist.ids import ProcessId
 from rpcdist.rpc._rref.messages import Actions, ForkId, Message, MessageKind, Reason, RRefId
 
 
@@ -21,12 +21,12 @@ class UserFork:
 
     rref: RRefId
     fork: ForkId
-    owner: Process
+    owner: ProcessId
     confirmed: bool = False
     dropped: bool = False
-    children: dict[ForkId, Process] = field(default_factory=dict)
+    children: dict[ForkId, ProcessId] = field(default_factory=dict)
     creating: bool = field(kw_only=True)
-    parent_worker: Process | None = field(kw_only=True)
+    parent_worker: ProcessId | None = field(kw_only=True)
 
 
 class UserTable:
@@ -43,7 +43,7 @@ class UserTable:
 
     # At this worker:
 
-    def create(self, rref: RRefId, fork: ForkId, owner: Process) -> None:
+    def create(self, rref: RRefId, fork: ForkId, owner: ProcessId) -> None:
         self.forks[fork] = UserFork(rref, fork, owner, creating=True, parent_worker=None)
         self.creating[rref] = fork
 
@@ -53,11 +53,11 @@ class UserTable:
         if user is not None and not user.confirmed:
             self._shell.send(user.owner, Message(MessageKind.CREATION_QUERY, user.rref, fork))
 
-    def share(self, user: UserFork, child: ForkId, to: Process) -> None:
+    def share(self, user: UserFork, child: ForkId, to: ProcessId) -> None:
         user.children[child] = to
         self.parked[child] = user.fork
 
-    def share_failed(self, rref: RRefId, child: ForkId, is_gone: Callable[[Process], bool]) -> None:
+    def share_failed(self, rref: RRefId, child: ForkId, is_gone: Callable[[ProcessId], bool]) -> None:
         """Asks the process that it was sent to, and not one that has the id by now."""
         if child not in self.parked:
             return
@@ -68,7 +68,7 @@ class UserTable:
             self._shell.send(to, Message(MessageKind.SHARE_QUERY, rref, child))
 
     def receive(
-        self, rref: RRefId, fork: ForkId, owner: Process, parent_worker: Process | None, owner_is_lost: bool
+        self, rref: RRefId, fork: ForkId, owner: ProcessId, parent_worker: ProcessId | None, owner_is_lost: bool
     ) -> None:
         if fork in self.forks:  # a share that was dropped before its owner answered; no honest worker sends it again
             self._shell.settle_handle(fork, Reason.UNKNOWN)
@@ -117,7 +117,7 @@ class UserTable:
         del user.children[child]
         self._settle(user)
 
-    def release_by(self, child: ForkId, sender: Process) -> None:
+    def release_by(self, child: ForkId, sender: ProcessId) -> None:
         """`release`, by the word of a worker; it counts if the child was sent there."""
         holder = self.parked.get(child)
         if holder is not None and self.forks[holder].children[child] == sender:
@@ -130,15 +130,15 @@ class UserTable:
             self._abandon(user, Reason.LEASE_EXPIRED)
         return user is not None
 
-    def owner_lost(self, owner: Process) -> None:
+    def owner_lost(self, owner: ProcessId) -> None:
         for user in [user for user in self if user.owner == owner]:
             self._abandon(user, Reason.OWNER_LOST)
 
-    def receiver_lost(self, node: Process) -> None:
+    def receiver_lost(self, node: ProcessId) -> None:
         for _, child in self.shared_with(node):
             self.release(child)
 
-    def shared_with(self, node: Process) -> list[tuple[RRefId, ForkId]]:
+    def shared_with(self, node: ProcessId) -> list[tuple[RRefId, ForkId]]:
         """Unsettled shares."""
         return [(user.rref, child) for user in self for child, to in user.children.items() if to == node]
 
