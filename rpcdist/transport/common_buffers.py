@@ -2,7 +2,8 @@
 
 [Note: common memory] The receivers map the memory privately: a receiver that writes to a page gets a copy of that page,
 and only this process may write to the memory itself. A receiver that returns it gives its own pages up first, and keeps
-the map for the next message. The memory is used again when all receivers have returned it. If a receiver may still read
+the map for the next message. The memory is used again when all receivers have returned it, and for the same receivers
+only: it stays mapped, and others would find in it what was not for them. If a receiver may still read
 it, because its session has ended or it has forked, the memory is not used again, and the last process frees it.
 """
 
@@ -28,12 +29,14 @@ class CommonMemory:
     """Memory that several peers read.
 
     Attributes:
+        readers: the ids of all workers that may have it mapped.
         may_be_read: whether a peer may still read it after its loan; then it is not used again.
     """
 
-    __slots__ = ("mapped", "may_be_read", "segment")
+    __slots__ = ("mapped", "may_be_read", "readers", "segment")
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, readers: frozenset[int]) -> None:
+        self.readers = readers
         self.segment = Segment.create(size_bytes, is_for_readers=True)
         self.mapped = MappedSegment(0, self.segment)
         self.segment.forbid_writing()
@@ -46,8 +49,8 @@ class CommonMemoryPool:
     def __init__(self) -> None:
         self._free: deque[CommonMemory] = deque(maxlen=MAX_FREE_COMMON)
 
-    def take(self, num_bytes: int) -> CommonMemory:
-        """Memory for `num_bytes` that no peer reads. Raises `SegmentError` if the system has none."""
+    def take(self, num_bytes: int, readers: frozenset[int]) -> CommonMemory:
+        """Memory for `num_bytes` that no peer reads now. Raises `SegmentError` if the system has none."""
         size_bytes = size_class(num_bytes)
         for _ in range(len(self._free)):
             try:
@@ -55,8 +58,10 @@ class CommonMemoryPool:
             except IndexError:  # another thread has taken it
                 break
             if memory.mapped.size_bytes == size_bytes and not memory.may_be_read:
-                return memory
-        return CommonMemory(size_bytes)  # memory of other sizes is freed
+                if memory.readers == readers:
+                    return memory
+                self._free.appendleft(memory)
+        return CommonMemory(size_bytes, readers)  # memory of other sizes is freed
 
     def give_back(self, memory: CommonMemory) -> AtEnd:
         """An object that makes the memory available again when it is freed."""
@@ -66,10 +71,11 @@ class CommonMemoryPool:
 class CommonPack:
     """Buffers that share memory which several peers read; see `packs`."""
 
-    __slots__ = ("_at_end", "_lock", "_pack", "_pool", "memory")
+    __slots__ = ("_at_end", "_lock", "_pack", "_pool", "_readers", "memory")
 
-    def __init__(self, pack: Pack, pool: CommonMemoryPool) -> None:
+    def __init__(self, pack: Pack, pool: CommonMemoryPool, readers: frozenset[int]) -> None:
         self._pack = pack
+        self._readers = readers
         self._pool = pool
         self._lock = threading.Lock()
         self._at_end: AtEnd | None = None
@@ -86,7 +92,7 @@ class CommonPack:
             if self.memory is None:
                 starts, num_bytes = offsets(buffer.size for _, buffer in self._pack)
                 try:
-                    memory = self._pool.take(num_bytes)
+                    memory = self._pool.take(num_bytes, self._readers)
                 except SegmentError:
                     return None
                 for start, (_, buffer) in zip(starts, self._pack, strict=True):
@@ -103,10 +109,10 @@ class CommonBuffers(list[B]):
         packs: the packs to lend, by the index of their first buffer.
     """
 
-    def __init__(self, buffers: Iterable[B], pool: CommonMemoryPool) -> None:
+    def __init__(self, buffers: Iterable[B], pool: CommonMemoryPool, readers: frozenset[int]) -> None:
         super().__init__(buffers)
         self.packs = {
-            pack[0][0]: CommonPack(pack, pool)
+            pack[0][0]: CommonPack(pack, pool, readers)
             for pack in (packs(self) if unavailable() is None else ())
             if offsets(buffer.size for _, buffer in pack)[1] <= MAX_COMMON_BYTES
         }

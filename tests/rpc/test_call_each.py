@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -253,3 +254,40 @@ def test_receivers_of_one_host_share_the_memory_and_not_what_they_write(worker_p
     world["d"].kill()  # with what it kept: its memory is not used again, and the others go on
     assert world["a"].run(call_many, ["b", "c"], 5)[4] == [float(4 << 20)] * 2
     assert world["b"].run(sums) == world["c"].run(sums) == [(-1.0, 3.0), (-1.0, 4.0)]
+
+
+SECRET = 1234.5
+
+
+def has_secret() -> bool:
+    """Whether shared memory that this process has mapped holds it."""
+    wanted = struct.pack("<4f", *[SECRET] * 4)
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:" in line]
+    with open("/proc/self/mem", "rb", 0) as memory:
+        for first, last in (line[0].split("-") for line in lines if line[1].startswith("r")):
+            memory.seek(int(first, 16))
+            if wanted in memory.read(int(last, 16) - int(first, 16)):
+                return True
+    return False
+
+
+def hear(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """Whether the secret is in what this worker has mapped, and in what "b" has."""
+    return has_secret(), bool(tensor[0] == SECRET) and rpc.rpc_sync("b", has_secret)
+
+
+def tell_in_groups() -> list[tuple[bool, bool]]:
+    """Returns what the group of the secret has seen; memory of that size is that of other groups before and after."""
+    found = []
+    for _ in range(3):
+        rpc.call_each(["b", "c"], hear, torch.full((1 << 20,), 1.0))
+        found += rpc.call_each(["c", "d"], hear, torch.full((600_000,), SECRET))
+        rpc.call_each(["b", "c", "d"], hear, torch.full((600_000,), 2.0))
+    return found
+
+
+@pytest.mark.multiproc
+def test_memory_for_some_workers_is_never_that_of_others(worker_pool: WorkerPool) -> None:
+    """A worker keeps such memory mapped, and read there what others were sent later."""
+    world = worker_pool.world("a", "b", "c", "d")
+    assert world["a"].run(tell_in_groups) == [(True, False)] * 6

@@ -181,12 +181,13 @@ class Caller:
         """
         futures: list[Future[Any]] = []
         made: NewCall | None = None
-        for to in [self._resolve(worker, timeout_s) for worker in workers]:
+        receivers = [self._resolve(worker, timeout_s) for worker in workers]
+        for to in receivers:
             future = CallFuture()
             again = None if made is None else self._new_calls.for_another(made, to, future)
             made = again or self._new_calls.of_function(to, func, args, kwargs, timeout_s, future)
             if made[2] and again is None and len(workers) > 1 and self._new_calls.is_for_all(made):
-                made = (made[0], made[1], CommonBuffers(made[2], self._common_memory))
+                made = (made[0], made[1], CommonBuffers(made[2], self._common_memory, frozenset(receivers)))
             future.expect(made[0])
             futures.append(future)
             is_short = not made[2] and made[1].value is None and len(made[1].body) < COUNTED_FROM_BYTES
