@@ -311,8 +311,8 @@ class ContextTable:
             if peer is not None:
                 if self._num_brought[peer] >= MAX_CONTEXTS_OF_PEER:
                     raise CallRefused(
-                        f"worker {peer} has brought {MAX_CONTEXTS_OF_PEER} autograd contexts here that are not over. "
-                        "Does each `with autograd.context()` there end?"
+                        f"worker {peer} has {MAX_CONTEXTS_OF_PEER} open autograd contexts on this worker, which is "
+                        "the limit. Does each `with autograd.context()` on that worker end?"
                     )
                 self._num_brought[peer] += 1
             context = self._contexts[id] = Context(id, self._worker_id, self._next_message)

@@ -83,7 +83,8 @@ def analyse(
         if recv.context_id != context_id:
             raise AutogradError(
                 f"the graph of context {context_id} leads to a tensor that was received in another context, "
-                f"{recv.context_id}; detach() what is kept from one context to the next, or keep only parameters"
+                f"{recv.context_id}; detach() tensors that are kept from one context to the next, or keep only "
+                "parameters"
             )
         if recv.id in feeders:
             outputs[recv.id].append(edge)

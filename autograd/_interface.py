@@ -129,7 +129,7 @@ def _checked(context_id: Any, roots: Any) -> tuple[int, Sequence[torch.Tensor]]:
 def _mode(worker: AutogradWorker, mode: str | None) -> str:
     chosen = mode or worker.host.default_mode
     if chosen not in ("smart", "fast"):
-        raise ConfigError(f"mode is 'smart' or 'fast', but got {chosen!r}")
+        raise ConfigError(f"mode must be 'smart' or 'fast', but got {chosen!r}")
     return chosen
 
 

@@ -223,7 +223,7 @@ def _read_value(
         or len(tensors) != num_tensors
         or not all([isinstance(one, torch.Tensor) for one in tensors])
     ):
-        raise SerializationError(f"a backward pass got something else than {num_tensors} gradients")
+        raise SerializationError(f"a backward pass expected {num_tensors} gradients, and got something else")
     return tensors
 
 

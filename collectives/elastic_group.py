@@ -114,7 +114,7 @@ class ElasticGroup:
         self._identity = uuid.uuid4().hex
         self._world = current_world()
         if self._world.default is not None:
-            raise ConfigError("there is a default group already: ElasticGroup takes the place of init_process_group")
+            raise ConfigError("there is a default group already: ElasticGroup replaces init_process_group")
         self._records = ElasticRecords(self._store, self._world.process.records())
         self._sockets: SharedSockets | None = self._world.process.acquire_sockets(bind_host(store))
         self._address = self._sockets.hub.address
@@ -153,7 +153,7 @@ class ElasticGroup:
             self._number = number
             if self._identity in closed.refused:
                 raise RendezvousError(
-                    f"this process is refused: it has {self._description}, the ranks that are there have "
+                    f"this process is refused: it has {self._description}, but the present ranks have "
                     f"{closed.refused[self._identity]}. Start it with the same program and options."
                 )
             rank = closed.rank_of(self._identity)
@@ -198,7 +198,7 @@ class ElasticGroup:
                 return self._records.close_round(number, close(candidates, previous))
             if deadline.expired():
                 raise RendezvousError(
-                    f"only {len(candidates)} processes have come to round {number} within {GROUP_TIMEOUT_S:g} s; "
+                    f"only {len(candidates)} processes have joined round {number} within {GROUP_TIMEOUT_S:g} s; "
                     f"{self._num_ranks} are needed at the start, and {self._min_ranks} later"
                 )
             with suppress(StoreTimeout):
@@ -274,6 +274,6 @@ class ElasticGroup:
                 group.abort()
             reasons = [reason for reason in dict.fromkeys(lost.values()) if reason != LEFT]
             if reasons and group is self._world.default:
-                logger.warning("%s; the others go on without it", "; ".join(reasons))
+                logger.warning("%s; the others continue without it", "; ".join(reasons))
             group.shutdown()
         self._world.end()

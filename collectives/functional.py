@@ -186,7 +186,7 @@ def _scatter(group: ProcessGroup, root: int, tensors: Sequence[torch.Tensor]) ->
     def run(*tensors: torch.Tensor) -> torch.Tensor:
         shapes = {tensor.shape for tensor in tensors}
         if len(tensors) != group.size() or len(shapes) != 1:
-            raise ConfigError(f"scatter wants {group.size()} tensors of one shape on every rank, one for each of them")
+            raise ConfigError(f"scatter needs {group.size()} tensors of one shape on every rank, one for each of them")
         output = torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
         given = list(tensors) if group.rank() == root else None
         operations.scatter(output, given, group=group, group_src=root)

@@ -363,7 +363,7 @@ class NcclBackend(GroupBackend):
 
     def _broken(self, exc: Exception) -> GroupFailure:
         me = self.context.ranks[self.context.rank]
-        reason = f"NCCL failed on rank {me}: {exc} (NCCL_DEBUG=WARN in the environment makes it say more)"
+        reason = f"NCCL failed on rank {me}: {exc} (NCCL_DEBUG=WARN in the environment shows more details)"
         return self._watchdog.fail_everywhere(GroupFailure(FailureKind.ERROR, reason))
 
     # ------------------------------------------------------------ ending

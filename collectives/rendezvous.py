@@ -308,7 +308,7 @@ def _rank_and_size(scheme: str, query: dict[str, str]) -> tuple[int, int]:
 def _check_rank(scheme: str, rank: int, world_size: int) -> None:
     if world_size == 0:
         raise _error(
-            scheme, "the world size is 0, and has to be at least 1. See the argument world_size, or WORLD_SIZE"
+            scheme, "the world size is 0, and must be at least 1. Check the argument world_size, or WORLD_SIZE"
         )
     if world_size >= 0 and not 0 <= rank < world_size:
         raise _error(scheme, f"rank {rank} is not from 0 to {world_size - 1}, though the world size is {world_size}")
@@ -330,7 +330,7 @@ def _number(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError as exc:
-        raise ConfigError(f"{name} has to be a whole number, not {text!r}") from exc
+        raise ConfigError(f"{name} must be a whole number, not {text!r}") from exc
 
 
 def _error(scheme: str, text: str) -> ConfigError:

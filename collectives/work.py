@@ -163,7 +163,7 @@ class Work:
         if not waiter.wait(timeout_s if timeout_s is None or timeout_s > 0 else None):
             waited_s = time.monotonic() - began
             raise CollectiveTimeout(
-                self.title, f"the wait timed out after {waited_s:.3g} s; the operation goes on, wait again"
+                self.title, f"the wait timed out after {waited_s:.3g} s; the operation continues, wait again"
             )
 
     def is_completed(self) -> bool:

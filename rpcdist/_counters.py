@@ -229,7 +229,9 @@ def published_curves() -> tuple[CurveFacts, ...]:
 
 def _new_curve(name: str) -> deque[tuple[float, float]]:
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
-        raise ConfigError(f"the name of a curve is a text of 1 to {MAX_NAME_CHARS} characters, not {name!r:.200}")
+        raise ConfigError(
+            f"the name of a curve must be a string of 1 to {MAX_NAME_CHARS} characters, not {name!r:.200}"
+        )
     with _lock:
         if name not in _curves and len(_curves) >= MAX_CURVES:
             raise ConfigError(f"curve {name!r} is not published: this process has {MAX_CURVES} curves already")

@@ -59,7 +59,9 @@ def worker_names(workers: int | Sequence[str]) -> tuple[str, ...]:
     for name in names:
         check_worker_name(name)
         if names.count(name) > 1:
-            raise ConfigError(f"workers={workers!r}: the name {name!r} is there twice; give every worker its own")
+            raise ConfigError(
+                f"workers={workers!r}: the name {name!r} occurs twice; give every worker a different name"
+            )
     return tuple(names)
 
 
@@ -187,7 +189,8 @@ class LocalCluster(ClusterBlock):
             raise ConfigError(f"options={options!r}: give an rpc.RpcOptions, or nothing")
         if env and not isinstance(env, Mapping) and env[0]:
             raise ConfigError(
-                f"env has {dict(env[0])} for {self.names[0]!r}, which is this process: it has an environment"
+                f"env has {dict(env[0])} for {self.names[0]!r}, which is this process and has started already: leave "
+                "it empty, and set os.environ"
             )
         role = Role("worker", join_cluster, len(self.names), env=env, resources=resources)
         check_can_start("the cluster")
@@ -299,7 +302,7 @@ class LocalCluster(ClusterBlock):
         options = self._options or rpc.RpcOptions()
         if not isinstance(options.tls, bool | None):
             raise ConfigError(
-                "dashboard=True knows no certificates of your own: leave it out, set RPCDIST_TLS "
+                "dashboard=True does not support tls=TlsOptions(...): leave it out, set RPCDIST_TLS "
                 "(docs/security.md), and run python -m rpcdist dashboard"
             )
         variables = {"RPCDIST_JOB": options.job or ""}

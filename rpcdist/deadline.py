@@ -38,10 +38,10 @@ def checked_timeout(timeout_s: Any, name: str = "timeout", none: str = "write 0 
         ConfigError: it is negative, not a number of seconds, or longer than `LONGEST_TIMEOUT_S`.
     """
     if isinstance(timeout_s, bool) or not hasattr(timeout_s, "__float__"):
-        raise TypeError(f"{name} is a number of seconds, such as 5 or 0.5, but got {timeout_s!r}")
+        raise TypeError(f"{name} must be a number of seconds, such as 5 or 0.5, but got {timeout_s!r}")
     seconds = float(timeout_s)
     if math.isnan(seconds):
-        raise ConfigError(f"{name} is a number of seconds, but got nan, which is none; {none}")
+        raise ConfigError(f"{name} must be a number of seconds, but got nan; {none}")
     if seconds < 0:
         raise ConfigError(f"{name} must be non-negative, got {timeout_s} s; {none}")
     if LONGEST_TIMEOUT_S < seconds < math.inf:

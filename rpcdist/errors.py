@@ -119,8 +119,8 @@ def listed(items: Iterable[object], limit: int = 10) -> str:
 def refuse_pickling(value: object, _protocol: object = None) -> NoReturn:
     """The `__reduce_ex__` of what belongs to one process: it cannot be pickled, sent or copied."""
     raise TypeError(
-        f"cannot pickle {type(value).__name__!r} object: it belongs to the process that made it. Send what it is made "
-        "from, and leave it out of the objects that hold it (`__getstate__`)"
+        f"cannot pickle {type(value).__name__!r} object: it belongs to the process that created it. Send the values "
+        "from which it was created, and leave it out of the objects that contain it (`__getstate__`)"
     )
 
 
@@ -168,7 +168,7 @@ class BlockingInLoop(RpcdistError):
         self.instead = instead
 
     def __str__(self) -> str:
-        return f"{self.what} would block the event loop of this thread; write `{self.instead}` there"
+        return f"{self.what} would block the event loop of this thread; write `{self.instead}` instead"
 
 
 class DistError(RpcdistError):
@@ -240,8 +240,8 @@ class CoordinatorLost(WorkerLost):
 
     def __str__(self) -> str:
         return (
-            f"the coordinator {self.worker!r} was lost, and {self.reason}. This worker ends {self.what}. "
-            "Start a process of its rank (0 by default) sooner, or set RpcOptions(orphan_timeout=...)."
+            f"the coordinator {self.worker!r} was lost, and {self.reason}. This worker ends {self.what}. Start its "
+            "replacement (rank 0 by default) sooner, or set RpcOptions(orphan_timeout=...)."
         )
 
 
@@ -302,7 +302,7 @@ class UnknownActor(RpcdistError):
     def __str__(self) -> str:
         near = difflib.get_close_matches(self.wanted, self.known, 1)
         meant = f" Did you mean {near[0]!r}?" if near else ""
-        return f"no actor has the name {self.wanted!r}; rpc.remote(..., name={self.wanted!r}) makes one.{meant}"
+        return f"no actor has the name {self.wanted!r}; rpc.remote(..., name={self.wanted!r}) creates one.{meant}"
 
 
 class DeadlineExceeded(RpcdistError, TimeoutError):

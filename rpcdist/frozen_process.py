@@ -103,7 +103,7 @@ def look_at_process(pid: int) -> FrozenProcess:
         return FrozenProcess("ended", f"process {pid} has ended")
     if state in ("T", "t"):
         by = "a debugger" if state == "t" else "SIGSTOP"
-        advice = "leave the debugger" if state == "t" else f"let it go on with: kill -CONT {pid}"
+        advice = "leave the debugger" if state == "t" else f"resume it with: kill -CONT {pid}"
         return FrozenProcess("stopped", f"process {pid} is stopped by {by}: {advice}")
     runs = _has_running_thread(pid)
     stacks = _stacks_of(pid)
@@ -113,15 +113,15 @@ def look_at_process(pid: int) -> FrozenProcess:
     if runs:
         return FrozenProcess(
             "frozen",
-            f"process {pid} computes, and its other threads do not get the interpreter's lock: one is in code that "
-            "keeps the interpreter's lock, such as C code, or many threads compute in Python",
+            f"process {pid} computes, and its other threads cannot get the interpreter's lock: one thread runs code "
+            "that keeps it, such as C code, or many threads compute in Python",
             stacks,
             runs,
         )
     return FrozenProcess(
         "frozen",
-        f"process {pid} sleeps in code that keeps the interpreter's lock, so none of its Python threads goes on: one "
-        "of its threads has called C code that does not release the lock",
+        f"process {pid} sleeps in code that keeps the interpreter's lock, so none of its Python threads can run: one "
+        "thread has called C code that does not release the lock",
         stacks,
     )
 

@@ -75,7 +75,8 @@ def own_shortage(exc: BaseException | None = None) -> str | None:
     shortage = next(filter(None, map(_said_by, _causes(exc))), None) or _found(looks_at_ports=exc is not None)
     if shortage is not None and _is_due(shortage):
         logger.warning(
-            "%s. Until then, operations that need it fail here, and no worker counts as lost because of that", shortage
+            "%s. Until then, operations that need it fail in this process, but no worker is declared lost for that",
+            shortage,
         )
     return shortage
 

@@ -92,7 +92,7 @@ def flight_recorder_size() -> int:
     """How many operations, or calls, a recorder remembers. Raises `ConfigError`."""
     text = os.environ.get(SIZE_VARIABLE, str(DEFAULT_SIZE))
     if not text.isdigit():
-        raise ConfigError(f"{SIZE_VARIABLE} has to be a whole number of operations, not {text!r}")
+        raise ConfigError(f"{SIZE_VARIABLE} must be a whole number of operations, not {text!r}")
     return int(text)
 
 

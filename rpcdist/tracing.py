@@ -385,7 +385,7 @@ def _end(owner: str) -> bytes:
     """At each worker: ends, and returns the notes."""
     recording, agent = _recordings.get().pop(owner, None), current_agent()
     if recording is None:
-        raise ConfigError(f"worker {agent.worker_name!r} knows nothing of the trace {owner!r}")
+        raise ConfigError(f"worker {agent.worker_name!r} has no trace {owner!r}")
     agent.dispatcher.calls.wait_noted(QUICK_ANSWER_LIMIT_S)  # a call is noted after its answer has left
     return json.dumps(recording.end(), separators=(",", ":")).encode()
 
@@ -418,13 +418,13 @@ def _notes_from(answer: bytes) -> Notes:
     """The notes that a worker has sent; raises `SerializationError`."""
     try:
         if not isinstance(answer, bytes) or len(answer) > MAX_ANSWER_BYTES:
-            raise ValueError("they are too long, or no bytes")
+            raise ValueError("it is too long, or not bytes")
         worker, id, made, served, spans, omitted, _, _, hops = json.loads(answer)
         read_spans = [(str(lane), str(name), _time(begin), _time(end)) for lane, name, begin, end in spans]
         rows = [*map(_row, made)], [*map(_row, served)]
         return Notes(str(worker), int(id), *rows, read_spans, int(omitted), hops=[*map(_hop, hops)])
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise SerializationError(f"the notes of a worker for a trace cannot be read: {error}") from error
+        raise SerializationError(f"the trace of a worker cannot be read: {error}") from error
 
 
 def _row(read: Sequence[Any]) -> Row:

@@ -95,7 +95,7 @@ def init_process_group(
     timeout = timeout_of_group(name, timeout)
     shared, rank, world_size = _open_store(world.kept_store, name, init_method, store, rank, world_size, timeout)
     if world_size < 1:  # a store alone may be opened without a number
-        raise ConfigError(f"the world size is {world_size}, and has to be at least 1: see world_size, or WORLD_SIZE")
+        raise ConfigError(f"the world size is {world_size}, and must be at least 1: check world_size, or WORLD_SIZE")
     timeout_s = timeout.total_seconds()
     described = f"the default group of {world_size} ranks with backend {config}"
     ranks = tuple(range(world_size))
@@ -151,8 +151,8 @@ def _until_all_have_it(own: Store, default: ProcessGroup, timeout_s: float) -> N
     except StoreTimeout as exc:
         missing = [other for other in range(1, world_size) if not own.check([f"set/{other}"])]
         raise StoreTimeout(
-            f"Timed out making the default group: it is not set on {list_ranks(missing)} after {timeout_s:g} s. Look "
-            "at those processes, or pass a longer timeout."
+            f"Timed out making the default group: it is not set on {list_ranks(missing)} after {timeout_s:g} s. "
+            "Check those processes, or pass a longer timeout."
         ) from exc
     own.set("all set", b"1")
 

@@ -44,7 +44,7 @@ class _Invitation:
         values = json.loads(text)
         kinds = {"number": int, "rank": int, "world_size": int, "name": str, "backend": str, "timeout_s": float}
         if not isinstance(values, dict) or {name: type(value) for name, value in values.items()} != kinds:
-            raise ValueError(f"it is not made of {', '.join(kinds)}")
+            raise ValueError(f"it does not consist of {', '.join(kinds)}")
         invitation = cls(**values)
         if not 0 <= invitation.rank < invitation.world_size or not invitation.timeout_s > 0:
             raise ValueError("its rank is not one of the group, or its time limit is none")
@@ -91,7 +91,7 @@ def grow_group(
     if world_size is not None:
         world_size = whole_number(world_size, "world_size")
     if world_size is None or world_size <= old.size():
-        raise ConfigError(f"world_size has to be more than the {old.size()} ranks that are there, not {world_size}")
+        raise ConfigError(f"world_size must be more than the {old.size()} present ranks, not {world_size}")
     limit_s = old.timeout_s if limit is None else limit.total_seconds()
     return _take_in(world, old, desk, world_size, limit_s)
 
@@ -140,18 +140,18 @@ def _enter(
     except StoreTimeout as exc:
         records.set(f"left/{ticket}", "left")
         raise RendezvousError(
-            f"this process was not taken in within {limit_s:.3g} s: the ranks of the job have to call "
-            f"grow_group(store, world_size) with {desk.address}"
+            f"this process could not join within {limit_s:.3g} s: the ranks of the job must call grow_group(store, "
+            f"world_size) with {desk.address}"
         ) from exc
     try:
         invitation = _Invitation.from_json(text)
     except ValueError as exc:
         raise RendezvousError(
-            f"the invitation {desk.full_key(f'ticket/{ticket}')!r} in {desk.address} makes no sense: {exc}. Start all "
+            f"the invitation {desk.full_key(f'ticket/{ticket}')!r} in {desk.address} is invalid: {exc}. Start all "
             "processes with the same version of rpcdist"
         ) from exc
     if world_size not in (None, invitation.world_size):
-        raise RendezvousError(f"the ranks that are there grow to {invitation.world_size} ranks, not to {world_size}")
+        raise RendezvousError(f"the present ranks expect a group of {invitation.world_size} ranks, not of {world_size}")
     own = _agree(invitation, desk, limit_s)
     group = _open(invitation, own, None, device)
     world.begin(group, own)

@@ -108,7 +108,7 @@ def broadcast_object_list(
         return
     root = resolve_root(pg, src, group_src)
     if not object_list:
-        raise ConfigError("object_list is empty; it needs at least one place, and as many on all ranks")
+        raise ConfigError("object_list is empty; it needs at least one place, and the same number on all ranks")
     where = pg.object_device if device is None else device
     if pg.rank() == root:
         sizes, data = _join(object_list, where, weights_only)
@@ -226,7 +226,7 @@ def recv_object_list(
     where = pg.object_device if device is None else device
     peer = None if src is None and group_src is None else resolve_group_rank(pg, src, group_src)
     if use_batch and peer is None:
-        raise ConfigError("with use_batch the sender has to be named: pass src or group_src")
+        raise ConfigError("use_batch needs the sender: pass src or group_src")
     sizes = torch.empty(len(object_list), dtype=torch.int64, device=where)
     sender = _receive(sizes, pg, peer, use_batch)
     data = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=where)

@@ -354,7 +354,7 @@ def _binding(pg: ProcessGroup, first: torch.Tensor, *rest: torch.Tensor) -> Back
     device = first.device
     for tensor in rest:
         if tensor.device != device:
-            raise ConfigError(f"all tensors have to be on one device; found {device} and {tensor.device}")
+            raise ConfigError(f"all tensors must be on one device; found {device} and {tensor.device}")
     return pg.binding(device.type)
 
 

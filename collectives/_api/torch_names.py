@@ -118,7 +118,7 @@ class _NcclNames(type):
 
     def __call__(cls, *_: object, **__: object) -> NoReturn:
         raise ConfigError(
-            f"{cls.__name__} is a class of torch's, of which there are no objects here; make the group by "
+            f"{cls.__name__} is a class of torch that cannot be instantiated here; create the group with "
             "init_process_group('nccl') or new_group(backend='nccl') (docs/nccl.md)"
         )
 

@@ -48,7 +48,7 @@ def exchange_values(context: GroupContext, key: str, value: str, deadline: Deadl
 def not_made(context: GroupContext, missing: Sequence[int]) -> RendezvousError:
     """The error about ranks of the group that did not come in time."""
     return RendezvousError(
-        f"group {context.name!r} could not be made: these ranks did not come within {context.timeout_s:g} s: "
+        f"group {context.name!r} could not be created: these ranks did not join within {context.timeout_s:g} s: "
         f"{listed([context.ranks[rank] for rank in missing])}. Do they run, and do all ranks call the same functions "
         "in the same order?"
     )
@@ -127,9 +127,9 @@ def agree(
                 _disagree(what, wish, other)
             case Displaced():
                 raise RendezvousError(
-                    f"making {what} failed: another process has come as rank {rank} after this one, and takes its "
-                    "place. If both belong to the job, give each a RANK of its own; else this one is left from an "
-                    "earlier start, and can end."
+                    f"making {what} failed: another process joined as rank {rank} after this one, and replaces it. "
+                    "If both belong to the job, give each its own RANK; otherwise this one is left from an earlier "
+                    "start, and should end."
                 ) from None
             case NotAll(missing, twice):
                 raise _missing(missing, twice, len(ranks), what, timeout_s) from None
@@ -177,11 +177,10 @@ def _missing(late: Sequence[int], twice: int | None, size: int, what: str, timeo
     who = f"rank {late[0]} has" if len(late) == 1 else f"ranks {listed(late)} have" if late else "the last ranks have"
     several = "" if twice is None else f" Several processes came as rank {twice}: each needs its own."
     if what == DEFAULT_GROUP:
-        advice = "Look at those processes, and whether all have the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
+        advice = "Check those processes, and that all have the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
     else:
-        advice = "Every rank has to make the same groups in the same order; see what those ranks do"
+        advice = "Every rank must create the same groups in the same order; check what those ranks do"
     return StoreTimeout(
-        f"Timed out making {what}: {who} not come within {timeout_s:g} s (world size of the group: {size}; "
-        f"timeout after {1000 * timeout_s:.0f}ms). "
-        f"{advice}, or pass a longer timeout.{several}"
+        f"Timed out making {what}: {who} not come within {timeout_s:g} s (world size of the group: {size}; timeout "
+        f"after {1000 * timeout_s:.0f}ms). {advice}, or pass a longer timeout.{several}"
     )

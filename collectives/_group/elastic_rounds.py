@@ -111,7 +111,7 @@ class ClosedRound:
         if not isinstance(found, list) or not found:
             raise ValueError("a round is closed with at least one member")
         if not isinstance(refused, dict) or not all(isinstance(each, str) for each in refused.values()):
-            raise ValueError("of those that are refused it says in words what the others train")
+            raise ValueError("the reasons for refused processes must be strings")
         members = tuple(map(Candidate.from_fields, found))
         if len({each.identity for each in members}) < len(members):
             raise ValueError("a process is a member twice")
@@ -231,8 +231,8 @@ class ElasticRecords:
         keys = [f"{number}/candidate/{identity}" for identity in came]
         if own.identity not in came or not self._store.check(keys):  # written before the list
             raise AuthenticationFailed(
-                f"the list {self._store.full_key(f'{number}/came')!r} of who has come, {self._where()}, was changed by "
-                "somebody else. Let only the machines of the job reach the store, and start the job again"
+                f"the list {self._store.full_key(f'{number}/came')!r} of processes, {self._where()}, was changed by "
+                "another program. Let only the machines of the job reach the store, and start the job again"
             )
         found = self._read(keys, _MAX_CANDIDATE_CHARS, Candidate.from_json)
         for identity, candidate in zip(came, found, strict=True):
@@ -274,7 +274,7 @@ class ElasticRecords:
                 found.append(parse(text))
             except (ValueError, RecursionError) as exc:
                 raise RendezvousError(
-                    f"the record {self._store.full_key(key)!r} makes no sense: {exc}. A process of the job wrote it, "
+                    f"the record {self._store.full_key(key)!r} is invalid: {exc}. A process of the job wrote it, "
                     f"{self._where()}: start all of them with the same version of rpcdist"
                 ) from exc
         return found

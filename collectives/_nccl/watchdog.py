@@ -132,11 +132,15 @@ class NcclWork(Work):
         if not self._done and asyncio._get_running_loop() is not None:
             raise BlockingInLoop("Work.wait", "await work")
         if not self._enqueued.wait(limit.wait_s()):
-            raise CollectiveTimeout(self.title, "the wait timed out before it was started; it goes on, wait again")
+            raise CollectiveTimeout(
+                self.title, "the wait timed out before the operation started; it continues, wait again"
+            )
         pause = threading.Event()
         while not self.look():
             if limit.expired():
-                raise CollectiveTimeout(self.title, "the wait timed out; the device goes on, wait again")
+                raise CollectiveTimeout(
+                    self.title, "the wait timed out; the device is still busy with the operation, wait again"
+                )
             pause.wait(NCCL_WORK_POLL_S)
 
     def is_completed(self) -> bool:
@@ -292,7 +296,7 @@ class NcclWatchdog(StateKeeper):
 
     def _reported(self, exc: Exception) -> GroupFailure:
         reason = f"NCCL reported on rank {self._name(self.state.rank)}: {exc}"
-        return GroupFailure(FailureKind.ERROR, f"{reason} (NCCL_DEBUG=WARN in the environment makes it say more)")
+        return GroupFailure(FailureKind.ERROR, f"{reason} (NCCL_DEBUG=WARN in the environment shows more details)")
 
     def _name(self, rank: int) -> int:
         return self.state.world_ranks[rank]

@@ -35,7 +35,7 @@ class PrefixStore(Store):
 
     def __init__(self, prefix: str, store: Store) -> None:
         if not isinstance(prefix, str) or not isinstance(store, Store):
-            raise TypeError(f"PrefixStore takes a text and a store, not {prefix!r} and {store!r}")
+            raise TypeError(f"PrefixStore needs a string and a store, not {prefix!r} and {store!r}")
         self._prefix = prefix
         self._store = store
 

@@ -266,8 +266,8 @@ def seconds(timeout: Timeout) -> float:
 def timed_out(what: str, timeout_s: float, keys: Iterable[str], address: str) -> StoreTimeout:
     """The error for keys that did not come in time."""
     return StoreTimeout(
-        f"{what} timeout after {round(timeout_s * 1000)}ms, keys: {listed(keys)} (missing in the store at {address}). "
-        "The process that sets them has not come, has failed, or uses another store or prefix."
+        f"{what} timeout after {round(timeout_s * 1000)}ms, keys: {listed(keys)} (missing in the store at "
+        f"{address}). The process that sets them has not started, has failed, or uses another store or prefix."
     )
 
 

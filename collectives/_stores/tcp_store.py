@@ -47,7 +47,7 @@ __all__ = ["TCPStore"]
 
 logger = logging.getLogger(__name__)
 
-NOBODY_THERE: Final = "Does rank 0 run there, and have all processes the same MASTER_ADDR and MASTER_PORT?"
+NOBODY_THERE: Final = "Is rank 0 running there, and do all processes have the same MASTER_ADDR and MASTER_PORT?"
 COMPLETE: Final = b"complete"
 JOIN_KEY: Final = "init/"  # counts those who connected, as in torch
 
@@ -95,7 +95,8 @@ class _Remote:
 
     async def _log_waiting(self) -> None:
         logger.warning(
-            "nobody has answered at %s for %g s, where rank 0 should serve the store; it is tried for %g s. %s",
+            "no process has answered at %s for %g s, where rank 0 should serve the store; this process tries for %g "
+            "s. %s",
             self.address, INIT_NOTICE_S, self._timeout_s, NOBODY_THERE,
         )  # fmt: skip
 
@@ -111,7 +112,7 @@ class _Remote:
             async with asyncio.timeout(SIDE_ATTEMPT_LIMIT_S):
                 await asyncio.get_running_loop().getaddrinfo(host, None)
         except socket.gaierror as why:
-            return f"this host does not know the name {host!r} ({why.strerror}). Check MASTER_ADDR or the init_method"
+            return f"this host cannot resolve the name {host!r} ({why.strerror}). Check MASTER_ADDR or the init_method"
         except TimeoutError:
             return f"no name server said within {SIDE_ATTEMPT_LIMIT_S:g} s where {host!r} is. Check MASTER_ADDR"
         if "refused" in exc.reason.lower():
@@ -324,8 +325,7 @@ def _open(host: str, port: int, is_master: bool, share: bool, timeout_s: float) 
 def _timed_out_join(timeout_s: float, came: int, world_size: int, address: str) -> StoreTimeout:
     return StoreTimeout(
         f"Timed out after {timeout_s:g} seconds waiting for clients. {came}/{world_size} clients joined the store at "
-        f"{address}. Look at the processes that are missing, and whether all have the same MASTER_ADDR, MASTER_PORT "
-        "and WORLD_SIZE."
+        f"{address}. Check the missing processes, and that all have the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE."
     )
 
 

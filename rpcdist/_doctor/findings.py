@@ -77,12 +77,12 @@ def _limit_findings(host: HostFacts) -> Iterator[Finding]:
         )
     if host.memfd_error is not None:
         yield Finding(
-            f"this system gives no shared memory without a name (memfd_create: {host.memfd_error})",
+            f"this system has no unnamed shared memory (memfd_create: {host.memfd_error})",
             "allow the system call in the seccomp profile of the container; until then payloads go through sockets",
         )
     if host.abstract_error is not None:
         yield Finding(
-            f"this system gives no abstract Unix sockets ({host.abstract_error})",
+            f"this system has no abstract Unix sockets ({host.abstract_error})",
             "allow them in the security profile of the container; until then workers of one machine use TCP",
         )
     if host.shm_bytes and host.free_shm_bytes is not None and host.free_shm_bytes < MIN_FREE_SHM_BYTES:
@@ -156,7 +156,7 @@ def _no_session(worker: WorkerFact, host: HostFacts) -> Iterator[Finding]:
         yield Finding(f"{_who(worker)} and this process do not accept each other", _clause(worker.session_error))
     elif worker.session_error is not None:
         yield Finding(
-            f"{_who(worker)} takes connections, and no session comes about ({_clause(worker.session_error)})",
+            f"{_who(worker)} accepts connections, but no session can be opened ({_clause(worker.session_error)})",
             "check that a worker of the job listens there and look at its log; where both are in order, packets above "
             "some size may be lost on the way, so try a smaller MTU",
         )
@@ -191,7 +191,7 @@ def _closed_port(worker: WorkerFact) -> Iterator[Finding]:
         yield _silence(worker, port, number)
     elif port.answer is PortAnswer.UNREACHABLE:
         yield Finding(
-            f"no way leads from this machine to {_who(worker)} ({port.detail})",
+            f"there is no route from this machine to {_who(worker)} ({port.detail})",
             "check the address and the routes (`ip route get " + port.host + "`), and whether a firewall rejects it",
         )
     else:
@@ -201,7 +201,7 @@ def _closed_port(worker: WorkerFact) -> Iterator[Finding]:
 def _silence(worker: WorkerFact, port: PortFact, number: int) -> Finding:
     if port.is_host_up:
         return Finding(
-            f"the machine {port.host} answers, and drops connections to port {number} without a word",
+            f"the machine {port.host} answers, but silently drops connections to port {number}",
             f"open TCP port {number} in its firewall; RPCDIST_PORTS=29600-29700 keeps workers to ports that are open",
         )
     return Finding(
@@ -216,9 +216,9 @@ def _certificate_finding(worker: WorkerFact, host: HostFacts) -> Finding | None:
         return None
     if not shown.speaks_tls:
         return Finding(
-            f"the process at {_who(worker)} does not speak TLS, so it is no worker, or has RPCDIST_TLS=off",
-            "correct the port (torchrun's own store listens at MASTER_PORT, and is no worker), or set RPCDIST_TLS to "
-            "the same value in all processes",
+            f"the process at {_who(worker)} does not speak TLS, so it is not a worker, or has RPCDIST_TLS=off",
+            "correct the port (torchrun's own store listens at MASTER_PORT, and is not a worker), or set "
+            "RPCDIST_TLS to the same value in all processes",
         )
     if not shown.is_of_job:
         return None  # certificates of the user's own; the error of the session says what is wrong
@@ -243,7 +243,7 @@ def _strange_server(worker: WorkerFact) -> Finding:
     """TLS failed, and the certificate does not say that the token is to blame."""
     if worker.shown is None:
         return Finding(
-            f"the process at {_who(worker)} takes connections, and TLS with it fails before it shows a certificate",
+            f"the process at {_who(worker)} accepts connections, but TLS with it fails before it shows a certificate",
             "check the address, the port, and whether a proxy stands in between; if a worker listens there, its log "
             "says whether the job tokens differ",
         )
@@ -285,8 +285,8 @@ def _channel_findings(worker: WorkerFact, host: HostFacts) -> Iterator[Finding]:
             )
         else:
             yield Finding(
-                f"calls to {_who(worker)} go over gRPC, which takes about twice as long as TCP, since its "
-                f"TCP channel cannot be had ({_clause(why)})",
+                f"calls to {_who(worker)} go over gRPC, which takes about twice as long as TCP, because its TCP "
+                f"channel is not available ({_clause(why)})",
                 "open that port in the firewall; RPCDIST_PORTS=29600-29700 keeps workers to ports that are open",
             )
 
@@ -299,8 +299,8 @@ def _answer_findings(worker: WorkerFact, host: HostFacts) -> Iterator[Finding]:
         return
     if answer.failure_of_question:
         yield Finding(
-            f"{_who(worker)} opens a session, and then does not answer ({_clause(answer.failure_of_question)})",
-            "look at what holds it up: a debugger, a stopped process, a machine without memory",
+            f"{_who(worker)} opens a session, but then does not answer ({_clause(answer.failure_of_question)})",
+            "check what blocks it: a debugger, a stopped process, a machine without memory",
         )
     here = next((port.own_host for port in worker.ports if not is_loopback(port.own_host)), None)
     if answer.failure and here is not None and is_loopback(split_address(answer.own_address)[0]):
@@ -320,8 +320,8 @@ def _answer_findings(worker: WorkerFact, host: HostFacts) -> Iterator[Finding]:
         mtus = [port.mtu_bytes for port in worker.ports if port.mtu_bytes]
         known = f"; here it is {mtus[0]} bytes" if mtus else ""
         yield Finding(
-            f"small messages come through to {_who(worker)}, and 20 kB do not ({_clause(answer.large_failure)})",
-            "give the network interfaces on both machines the MTU that the way between them carries" + known,
+            f"small messages reach {_who(worker)}, but 20 kB do not ({_clause(answer.large_failure)})",
+            "give the network interfaces on both machines an MTU that the path between them supports" + known,
         )
     yield from _mtu_findings(worker)
     yield from _clock_findings(worker, answer)
@@ -332,7 +332,7 @@ def _mtu_findings(worker: WorkerFact) -> Iterator[Finding]:
     for port in worker.ports:
         if port.mtu_bytes is not None and port.mtu_bytes < _MIN_MTU_BYTES:
             yield Finding(
-                f"the way to {port.host} carries packets of {port.mtu_bytes} bytes only, so large tensors are slow",
+                f"the path to {port.host} supports packets of {port.mtu_bytes} bytes only, so large tensors are slow",
                 "set the MTU of the interface or tunnel to 1400 or more",
             )
 

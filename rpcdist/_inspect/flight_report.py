@@ -281,7 +281,7 @@ def _what_they_did(files: Sequence[FlightFile], absent: Sequence[MemberFacts]) -
 
 def add_report(commands: Commands) -> None:
     """Adds the command."""
-    report = commands.add_parser("report", help="tells the story of a failed job from what its workers have written")
+    report = commands.add_parser("report", help="explains why a job failed, from the files of its workers")
     report.set_defaults(run=_show_report)
     report.add_argument(
         "folder", nargs="?", help="RPCDIST_FLIGHT_RECORDER_DIR of the job; by default that of this user"
@@ -323,7 +323,7 @@ def _failed_operations(folder: Path, workers: dict[int, str]) -> list[Incident]:
 
 def add_stacks(commands: Commands) -> None:
     """Adds the command."""
-    stacks = commands.add_parser("stacks", help="says what every call of a job that takes long waits for")
+    stacks = commands.add_parser("stacks", help="shows what the long-running calls of a job wait for")
     stacks.set_defaults(run=_show_stacks)
     stacks.add_argument(
         "address",

@@ -36,7 +36,7 @@ def add_launch_commands(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="NAME=N:MODULE:FUNCTION",
-        help="instead: the N processes of a role; once for each role, that of rank 0 first",
+        help="instead of a function: the N processes of a role; repeat it for each role, first the role of rank 0",
     )
     add.add_argument(
         "--daemon", action="append", default=[], metavar="NAME", help="the job does not wait for this role"
@@ -46,22 +46,28 @@ def add_launch_commands(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="[NAME=]N",
-        help="starts each rank (of this role) again, so often, whose process is lost",
+        help="restarts a lost rank (of this role), at most this often",
     )
-    add.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of all ranks")
-    add.add_argument("--log-dir", metavar="FOLDER", help="keeps what each rank writes in a file of its own")
-    add.add_argument("--no-prefix", action="store_true", help="no names in front of the lines")
-    add.add_argument("--name", help="of the job, for the commands below; else its address")
-    status = commands.add_parser("status", help="says what the ranks of the jobs do that `launch` runs here")
+    add.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="sets an environment variable for all ranks"
+    )
+    add.add_argument(
+        "--log-dir", metavar="FOLDER", help="writes the output of each rank to a separate file in this folder"
+    )
+    add.add_argument("--no-prefix", action="store_true", help="omits the workers' names before the lines")
+    add.add_argument("--name", help="name of the job for the commands below; by default its address")
+    status = commands.add_parser("status", help="shows the ranks of the jobs that `launch` runs on this machine")
     status.set_defaults(run=told(_status))
-    status.add_argument("job", nargs="?", metavar="ADDRESS|NAME", help="one job; all of this user by default")
-    stop = commands.add_parser("stop", help="ends a job that `launch` runs here")
+    status.add_argument(
+        "job", nargs="?", metavar="ADDRESS|NAME", help="name of a job; by default all jobs of this user"
+    )
+    stop = commands.add_parser("stop", help="ends a job that `launch` runs on this machine")
     stop.set_defaults(run=told(_stop))
     stop.add_argument("job", metavar="ADDRESS|NAME")
-    logs = commands.add_parser("logs", help="shows what the ranks of a job have written, if it has a --log-dir")
+    logs = commands.add_parser("logs", help="shows the output of the ranks of a job that has a --log-dir")
     logs.set_defaults(run=told(_logs))
     logs.add_argument("job", metavar="ADDRESS|NAME")
-    logs.add_argument("worker", nargs="?", help="one worker; all by default")
+    logs.add_argument("worker", nargs="?", help="name of a worker; by default all workers")
 
 
 def told(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -97,7 +103,7 @@ def _launch(arguments: argparse.Namespace) -> int:
         name, rest = _pair("--role", text)
         count, _, function = rest.partition(":")
         if not count.isdecimal():
-            raise ConfigError(f"--role {text}: NAME=N:MODULE:FUNCTION is meant, with a number for N")
+            raise ConfigError(f"--role {text}: write NAME=N:MODULE:FUNCTION, with a number for N")
         num_restarts = restarts.get(name, restarts.get("", 0))
         roles.append(
             Role(name, _function(function), int(count), max_restarts=num_restarts, daemon=name in arguments.daemon)
@@ -112,7 +118,7 @@ def _launch(arguments: argparse.Namespace) -> int:
 def _restarts(text: str) -> tuple[str, int]:
     name, _, number = text.rpartition("=")
     if not number.isdecimal():
-        raise ConfigError(f"--max-restarts {text}: a number is meant, or NAME=NUMBER")
+        raise ConfigError(f"--max-restarts {text}: write a number, or NAME=NUMBER")
     return name, int(number)
 
 
@@ -126,11 +132,11 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 def _function(text: str) -> Callable[..., Any]:
     module, colon, name = text.partition(":")
     if not colon:
-        raise ConfigError(f"{text!r}: MODULE:FUNCTION is meant, with a colon between the two")
+        raise ConfigError(f"{text!r}: write MODULE:FUNCTION, with a colon between the two")
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as exc:
-        raise ConfigError(f"{text}: {exc}; modules are looked for in this folder, too") from exc
+        raise ConfigError(f"{text}: {exc}; modules are also searched in this folder") from exc
     function = getattr(found, name, None)
     if not callable(function):
         raise ConfigError(f"{text}: the module {module} has no function {name!r}")
@@ -154,7 +160,7 @@ def _stop(arguments: argparse.Namespace) -> int:
     with suppress(ProcessLookupError):
         os.kill(job.pid, signal.SIGTERM)
     if not _has_ended(job, JOB_STOP_LIMIT_S):
-        raise ConfigError(f"process {job.pid} was asked to end, and goes on after {JOB_STOP_LIMIT_S:g} s")
+        raise ConfigError(f"process {job.pid} was asked to end, but still runs after {JOB_STOP_LIMIT_S:g} s")
     print(f"{job.name} has ended")
     return 0
 

@@ -160,12 +160,12 @@ def _check(roles: Sequence[Role], common: Variables) -> None:
         if isinstance(role.count, bool) or not isinstance(role.count, int) or role.count < 1:
             raise ConfigError(f"role {role.name!r}: the count of its ranks must be at least 1, not {role.count!r}")
         if role.max_restarts < 0:
-            raise ConfigError(f"role {role.name!r}: max_restarts must not be negative, as {role.max_restarts} is")
+            raise ConfigError(f"role {role.name!r}: max_restarts must not be negative, but is {role.max_restarts}")
         if not callable(role.function):
             raise ConfigError(f"role {role.name!r}: {role.function!r} is not a function")
         if role.env is not None and not isinstance(role.env, Mapping) and len(role.env) != role.count:
             raise ConfigError(
-                f"role {role.name!r}: env has variables for {len(role.env)} ranks, and there are {role.count}"
+                f"role {role.name!r}: env has variables for {len(role.env)} ranks, but the role has {role.count}"
             )
         for index in range(role.count):
             check_environment({**common, **_env_of(role, index)})
@@ -177,7 +177,7 @@ def check_environment(variables: Variables) -> None:
     """Raises `ConfigError` where a variable is no text, or is one that belongs to the launcher."""
     for name, value in variables.items():
         if not isinstance(name, str) or not isinstance(value, str):
-            raise ConfigError(f"env[{name!r}]={value!r}: names and values of environment variables are texts")
+            raise ConfigError(f"env[{name!r}]={value!r}: names and values of environment variables must be strings")
     if clash := sorted(set(variables).intersection(OWN_VARIABLES)):
         raise ConfigError(f"env must not have {', '.join(clash)}: `launch` sets it for each process")
 
@@ -190,7 +190,9 @@ def _check_resources(roles: Sequence[Role], machine: Machine) -> None:
                     f"role {role.name!r} asks for {name!r}: one machine has CPU and GPU; rpcdist.ray has more"
                 )
             if amount < 0 or int(amount) != amount:
-                raise ConfigError(f"role {role.name!r} asks for {amount} {name}: on one machine it is a whole number")
+                raise ConfigError(
+                    f"role {role.name!r} asks for {amount} {name}: on one machine it must be a whole number"
+                )
     wanted = sum(_num_gpus(role) * role.count for role in roles)
     if wanted > len(machine.gpus):
         asked = ", ".join(f"{role.name}: {role.count} x {_num_gpus(role)}" for role in roles if _num_gpus(role))

@@ -166,14 +166,12 @@ def roles_of(
             raise ConfigError(f"workers must be at least 1, not {workers}")
         return [Role("worker", function, workers, args, max_restarts, env, resources)], {}
     if function is not None or workers is not None or args or max_restarts or resources:
-        raise ConfigError(
-            "function, args, workers, max_restarts and resources are those of a Role, where there are roles"
-        )
+        raise ConfigError("with roles, pass function, args, workers, max_restarts and resources to each Role")
     if env is not None and not isinstance(env, Mapping):
-        raise ConfigError("env is a dictionary where there are roles; a list of them belongs to a Role")
+        raise ConfigError("with roles, env must be a dictionary; pass a list with the variables of each rank to a Role")
     for role in roles:
         if not isinstance(role, Role):
-            raise ConfigError(f"roles has {role!r}, which is no rpcdist.Role")
+            raise ConfigError(f"roles has {role!r}, which is not an rpcdist.Role")
     return roles, env or {}
 
 

@@ -162,7 +162,7 @@ def _may_be(rank: int | None, size: int | None, place: EnginePlace) -> bool:
 
 def _contradiction(one: str, other: str) -> ConfigError:
     return ConfigError(
-        f"two launchers say different things about this process: {one}, and {other}. Unset the variables of the one "
+        f"two launchers contradict each other about this process: {one}, and {other}. Unset the variables of the one "
         "that did not start it."
     )
 
@@ -332,7 +332,9 @@ def _indexed_job(environment: Mapping[str, str], own_name: Callable[[], str]) ->
     pod, dot, subdomain = own_name().partition(".")
     job, dash, index = pod.rpartition("-")
     host = f"{job}-0.{subdomain}" if dot and dash and index == str(rank) else None
-    advice = _set_address("a pod has a name for others when its template has a `subdomain`, that of a headless Service")
+    advice = _set_address(
+        "set `subdomain` in the pod's template to a headless Service, so that other pods find it by name"
+    )
     return EnginePlace(says, rank, size, 0, rank, host, TORCH_PORT, advice)
 
 
@@ -347,7 +349,7 @@ def _read(engine: str, environment: Mapping[str, str], names: tuple[str, ...]) -
         numbers = [int(environment[name]) for name in names]
     except (KeyError, ValueError) as exc:
         raise ConfigError(
-            f"{says}: these variables have to be whole numbers. Unset them if {engine} did not start this process"
+            f"{says}: these variables must be whole numbers. Unset them if {engine} did not start this process"
         ) from exc
     if not 0 <= numbers[0] < numbers[1]:
         raise ConfigError(f"{says}: the rank is not from 0 to {numbers[1] - 1}")

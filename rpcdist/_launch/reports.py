@@ -158,7 +158,7 @@ class ProcessEnded:
         if self.reason:
             return f"was lost: {self.reason}"
         if self.returncode is None:
-            return "closed the pipe to the process that started it, and went on"
+            return "closed the pipe to the process that started it, but kept running"
         if self.returncode >= 0:
             return f"ended with exit code {self.returncode} {when} its function returned"
         number = -self.returncode

@@ -50,7 +50,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
     is_ours = path.is_symlink() and _name_pattern(path).fullmatch(os.readlink(path))
     if not is_ours and (path.exists() or path.is_symlink()):
-        raise ConfigError(f"{path} exists, and no checkpoint.save() made it: name a path that is free")
+        raise ConfigError(f"{path} exists, and no checkpoint.save() made it: use an unused path")
     folder = path.with_name(f".{path.name}-{secrets.token_hex(NUM_RANDOM_BYTES)}")
     with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,9 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         with _locked(folder) as is_free:
             if not is_free or not _remove_all_but(path, folder):
-                raise ConfigError(f"another checkpoint.save() to {path} runs: wait for its end, or name another path")
+                raise ConfigError(
+                    f"another checkpoint.save() to {path} is running: wait until it ends, or use another path"
+                )
             yield folder
     finally:
         if _published(path) != folder:
@@ -96,16 +98,16 @@ def writing(folder: Path) -> Iterator[None]:
         if not (isinstance(exc, OSError) or (isinstance(exc, RuntimeError) and _OF_FILES in str(exc))):
             raise CheckpointError(
                 f"a value of the checkpoint at {folder} cannot be turned into bytes ({type(exc).__name__}: "
-                f"{str(exc)[:300]}): leave it out, or save something that stands for it. "
-                "The checkpoint before it is whole"
+                f"{str(exc)[:300]}): leave it out, or save a value from which it can be rebuilt. The previous "
+                "checkpoint is intact"
             ) from exc
         if (shortage := own_shortage(exc)) is not None:
             raise CheckpointError(
-                f"writing the checkpoint into {folder} failed: {shortage}. The checkpoint before it is whole"
+                f"writing the checkpoint into {folder} failed: {shortage}. The previous checkpoint is intact"
             ) from exc
         raise CheckpointError(
             f"writing the checkpoint into {folder} failed ({type(exc).__name__}: {str(exc)[:300]}); its disk has "
-            f"{_free_mib(folder)}. The checkpoint before it is whole. Make room, and save again"
+            f"{_free_mib(folder)}. The previous checkpoint is intact. Make room, and save again"
         ) from exc
 
 

@@ -139,7 +139,7 @@ class Digests:
         where = "" if at is None else f" between bytes {at} and {at + CHUNK_BYTES}"
         return CheckpointError(
             f"the checkpoint at {self._folder} is damaged: {name}{where} is not what was written. Load another "
-            "checkpoint, and look at the disk"
+            "checkpoint, and check the disk"
         )
 
 

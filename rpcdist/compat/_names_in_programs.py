@@ -31,8 +31,8 @@ _STAYS: Final = ("elastic", "launch", "launcher", "run")
 """Submodules of `torch.distributed` that start processes, ours as well as others."""
 
 _CHECKPOINT: Final = (
-    "takes each rank to be alone, as torch's process group is not initialized: save from one rank, or run the program "
-    "by `python -m rpcdist run --compat`, where it finds our groups"
+    "treats each rank as a single process, because torch's process group is not initialized: save from one rank, or "
+    "run the program by `python -m rpcdist run --compat`, where it finds our groups"
 )
 
 

@@ -200,7 +200,7 @@ class _Porting:
     def _change_star_import(self, statement: ast.ImportFrom, module: str) -> None:
         ours = self._meaning(module, statement).ours
         if ours is not None and self._replace_module(statement, module, ours):
-            self._leave(statement, f"from {module} import *", f"now brings the public names of {ours}; compare them")
+            self._leave(statement, f"from {module} import *", f"now imports the public names of {ours}; compare them")
 
     def _replace_module(self, statement: ast.ImportFrom, module: str, ours: str) -> bool:
         start = self._text.start_of(statement)
@@ -254,7 +254,7 @@ class _Porting:
             return
         ours = meaning_of(node.value).ours
         advice = "" if ours is None else f"; ours is {ours}"
-        self._leave(node, f'"{node.value}"', f"is a text, and stays as it is{advice}")
+        self._leave(node, f'"{node.value}"', f"is a string, and stays as it is{advice}")
 
     def _replace(self, node: ast.expr | ast.alias, start: int, end: int, expected: str, new: str) -> bool:
         # Inside of f-strings, Python 3.11 says other positions than those in the text.

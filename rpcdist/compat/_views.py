@@ -146,8 +146,9 @@ def refuse_torch_groups() -> None:
 
     def refuse(*args: object, **named: object) -> None:
         raise ConfigError(
-            "a part of torch asks for torch's own process group, and under rpcdist.compat the program has none: its "
-            "groups are ours. Run it without compat, with torch's `init_process_group('rpcdist')` (docs/clusters.md)"
+            "a part of torch needs torch's own process group, which a program under rpcdist.compat does not have: "
+            "its groups are rpcdist's. Run it without compat, with torch's `init_process_group('rpcdist')` "
+            "(docs/clusters.md)"
         )
 
     module._get_default_group = refuse

@@ -152,7 +152,7 @@ class LocalOptimizer:
         for group, changed in zip(self.optim.param_groups, options, strict=True):
             for name, value in changed.items():
                 if name == "params":
-                    raise RpcdistError("a step would set the parameters of its group, which are no option")
+                    raise RpcdistError("a step would set the parameters of its group, which are not an option")
                 if isinstance(group.get(name), Tensor):  # a capturable optimizer keeps this tensor object
                     group[name].copy_(torch.as_tensor(value))
                 else:
@@ -208,8 +208,8 @@ class OptimizerTable:
         local = self._by_number.get(number)
         if local is None:
             raise RpcdistError(
-                f"optimizer {number} is not here any more: no DistributedOptimizer refers to it, or the lease of the "
-                "last one ended; make a new one"
+                f"optimizer {number} does not exist any more: no DistributedOptimizer refers to it, or the lease of "
+                "the last one ended; make a new one"
             )
         return local
 

@@ -201,7 +201,7 @@ def _error_in(what: str, calls: Sequence[OwnerCall], results: Sequence[Any]) -> 
         lost.__cause__ = error
         error = lost
     finished = [call.owner.name for call, r in zip(calls, results, strict=True) if not isinstance(r, _CallFailed)]
-    add_note(error, f"{what} failed on worker {owner!r}; it was done on: {', '.join(finished) or 'no worker'}")
+    add_note(error, f"{what} failed on worker {owner!r}; it succeeded on: {', '.join(finished) or 'no worker'}")
     for other, other_error in failed[1:]:
-        add_note(error, f"it failed on worker {other!r}, too: {type(other_error).__name__}: {text_of(other_error)}")
+        add_note(error, f"it also failed on worker {other!r}: {type(other_error).__name__}: {text_of(other_error)}")
     return error

@@ -58,7 +58,7 @@ def parse_groups(params: Iterable[Any]) -> tuple[list[Group], bool]:
         ValueError: there are no parameters.
     """
     if isinstance(params, torch.Tensor | RRef):
-        raise TypeError(f"params_rref is a {type(params).__name__}; it has to be a list of RRefs")
+        raise TypeError(f"params_rref is a {type(params).__name__}; it must be a list of RRefs")
     given = list(params)
     is_flat = not given or not isinstance(given[0], Mapping)
     groups = [{"params": given}] if is_flat else [{**group, "params": list(group["params"])} for group in given]
@@ -67,8 +67,8 @@ def parse_groups(params: Iterable[Any]) -> tuple[list[Group], bool]:
     for number, param in enumerate(param for group in groups for param in group["params"]):
         if not isinstance(param, RRef):
             raise TypeError(
-                f"params_rref[{number}] is a {type(param).__name__}, not an RRef; write rpc.RRef(parameter) for one "
-                "that lives here, and take RemoteModule.remote_parameters() for those of a remote module"
+                f"params_rref[{number}] is a {type(param).__name__}, not an RRef; use rpc.RRef(parameter) for a "
+                "parameter of this process, and RemoteModule.remote_parameters() for the parameters of a remote module"
             )
     return groups, is_flat
 

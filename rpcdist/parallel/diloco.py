@@ -113,7 +113,7 @@ class DiLoCoOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported: the outer optimizer has begun with the parameters that there were."""
-        raise ConfigError("DiLoCoOptimizer takes all parameters at the start; make a new one, and load its state")
+        raise ConfigError("DiLoCoOptimizer needs all parameters at construction; make a new one, and load its state")
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state, the outer one's, where the ranks began, and the number of steps.
@@ -134,8 +134,8 @@ class DiLoCoOptimizer(Optimizer):
         outer = state.pop(OUTER, None)
         if outer is None or len(outer["anchors"]) != len(self._anchors):
             raise ConfigError(
-                "this is no state of a DiLoCoOptimizer with the same parameters; a state of the inner optimizer goes "
-                "into `optimizer.optim`"
+                "this is not the state of a DiLoCoOptimizer with the same parameters; a state of the inner "
+                "optimizer goes into `optimizer.optim`"
             )
         self.optim.load_state_dict(state)
         self.param_groups = self.optim.param_groups

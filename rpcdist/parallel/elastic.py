@@ -128,7 +128,7 @@ class ElasticDataParallel(nn.Module):
             if name in ddp_options:
                 raise ConfigError(f"ElasticDataParallel takes no {name!r}: the ranks change while it trains")
         if "nccl" in backend:
-            raise ConfigError("a GPU reports a lost rank too late to take a step back: pass backend='tcp'")
+            raise ConfigError("a GPU reports a lost rank too late to undo a step: pass backend='tcp'")
         self.step = first_step
         self.num_restarts = -1
         self._optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
@@ -173,7 +173,9 @@ class ElasticDataParallel(nn.Module):
             RendezvousError, DistStoreError: see `ElasticGroup.form`.
         """
         if self._started:
-            raise ConfigError("steps() can be called once: a newcomer could not know in which call the others are")
+            raise ConfigError(
+                "steps() can be called only once, because a new process could not know in which call the others are"
+            )
         self._started = True
         finished = False
         try:
@@ -296,7 +298,7 @@ def _check_arguments(module: object, optimizers: Sequence[object], store: object
     for each in optimizers:
         if isinstance(each, type) or not all(hasattr(each, name) for name in ("step", "zero_grad", *_STATE_METHODS)):
             raise ConfigError(
-                f"{each!r} is no optimizer: give one, such as torch.optim.SGD(module.parameters(), lr=0.1)"
+                f"{each!r} is not an optimizer: give one, such as torch.optim.SGD(module.parameters(), lr=0.1)"
             )
     stepped = {id(it) for each in optimizers for group in getattr(each, "param_groups", ()) for it in group["params"]}
     if stepped and stepped.isdisjoint(map(id, module.parameters())):
@@ -304,7 +306,9 @@ def _check_arguments(module: object, optimizers: Sequence[object], store: object
     if isinstance(store, (str, PathLike)):
         raise ConfigError(f"store is {store!r}: give a store, such as rpcdist.collectives.FileStore({str(store)!r})")
     if not isinstance(stateful, Sequence) or not all(hasattr(it, name) for it in stateful for name in _STATE_METHODS):
-        raise ConfigError("stateful is a list of what has state_dict() and load_state_dict(), such as [scheduler]")
+        raise ConfigError(
+            "stateful must be a list of objects with state_dict() and load_state_dict(), such as [scheduler]"
+        )
 
 
 def _description(module: nn.Module, optimizers: Sequence[Optimizer], backend: str, options: dict[str, Any]) -> str:

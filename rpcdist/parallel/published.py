@@ -70,9 +70,11 @@ class Published:
 
     def __init__(self, name: str, *, keep: int = 2, dtype: torch.dtype | None = None) -> None:
         if not isinstance(name, str) or not name:
-            raise ConfigError(f"the name of published tensors is a text, such as 'policy', not {name!r:.100}")
+            raise ConfigError(f"the name of published tensors must be a string, such as 'policy', not {name!r:.100}")
         if isinstance(keep, bool) or not isinstance(keep, int) or not 1 <= keep < MAX_SEGMENTS:
-            raise ConfigError(f"keep is the number of versions to keep, 1 to {MAX_SEGMENTS - 1}, not {keep!r:.100}")
+            raise ConfigError(
+                f"keep must be the number of versions to keep, 1 to {MAX_SEGMENTS - 1}, not {keep!r:.100}"
+            )
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ConfigError(
                 f"dtype={dtype!r:.100} of {name!r}: tensors are pulled in their own dtype, or converted to one of "
@@ -116,7 +118,9 @@ class Published:
         if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < MAX_VERSION:
             raise ConfigError(f"the state of {self.name!r} is {{'version': number}}, not {state!r:.100}")
         if self._origin is not None or self._shards:
-            raise ConfigError(f"{self.name!r} has version {self._version} already; load its state before that")
+            raise ConfigError(
+                f"{self.name!r} has version {self._version} already; load its state before the first version"
+            )
         self._version = version
 
     # ------------------------------------------------------------ publishing
@@ -237,8 +241,9 @@ class Published:
                 origin.start_at(answer.wait())
             except DeadlineExceeded as exc:
                 raise DeadlineExceeded(
-                    f"nothing was published under the name {self.name!r}: worker {worker.name!r} did not say in time "
-                    "which versions it has seen, and the numbers go on. Call publish again when it answers, or is lost"
+                    f"nothing was published under the name {self.name!r}: worker {worker.name!r} did not report in "
+                    "time which versions it has seen, and the next version must have a higher number. Call publish "
+                    "again when it answers, or is lost"
                 ) from exc
             except TransportError:
                 continue  # it is lost; if it comes back, it says when it connects what it has seen
@@ -258,8 +263,8 @@ class Published:
             raise ConfigError(f"{self.name!r} has a publisher that does not answer: {exc}") from taken
         which = "" if shard == 0 else f"shard {shard} "
         raise ConfigError(
-            f"{found.owner_name()!r} publishes {which}under the name {self.name!r} already, and one worker does so "
-            "until it ends: take another name, or call publish there"
+            f"{found.owner_name()!r} publishes {which}under the name {self.name!r} already, and only one worker may "
+            "do so until it ends: use another name, or call publish on that worker"
         ) from taken
 
     # ------------------------------------------------------------ pulling
@@ -527,12 +532,16 @@ class Published:
 
     def _why_none(self, shards: Sequence[ShardConnection], newer_than: int) -> str:
         newer = f"a version of {self.name!r} that is newer than {newer_than}" if newer_than else repr(self.name)
-        text = f"nobody published {newer} in time. Call publish on the worker that has the tensors, and check the name"
+        text = (
+            f"no worker published {newer} in time. Call publish on the worker that has the tensors, and check the name"
+        )
         if problems := [shard.problem for shard in shards if shard.problem]:
             text = f"{current_agent().worker_name!r} could not connect to the publisher of {self.name!r}: {problems[0]}"
         if len(shards) > 1:
             have = listed(f"{shard.shard} ({shard.newest or 'none'})" for shard in shards)
-            text += f". Its shards have these versions: {have}; a version is there when all have published it"
+            text += (
+                f". Its shards have these versions: {have}; a version is available when all shards have published it"
+            )
         return text
 
     def close(self) -> None:
@@ -552,7 +561,8 @@ def _checked_shard(shard: tuple[int, int]) -> tuple[int, int]:
         or not 0 <= shard[0] < shard[1] <= MAX_SHARDS
     ):
         raise ConfigError(
-            f"shard is the number of this publisher and how many there are, such as (0, 2), not {shard!r:.100}"
+            "shard must be the number of this publisher and the number of all publishers, such as (0, 2), not "
+            f"{shard!r:.100}"
         )
     return shard
 

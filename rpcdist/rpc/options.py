@@ -225,7 +225,7 @@ class RpcOptions(RpcBackendOptions):
         self.allow_functions = None if allow_functions is None else tuple(map(_pattern, allow_functions))
         self.allow_pickle = allow_pickle
         if autograd_mode not in ("smart", "fast"):
-            raise ConfigError(f"autograd_mode is 'smart' or 'fast', but got {autograd_mode!r}")
+            raise ConfigError(f"autograd_mode must be 'smart' or 'fast', but got {autograd_mode!r}")
         self.autograd_mode = autograd_mode
         self.share_payloads = share_payloads
         self.max_incoming_bytes = (
@@ -361,7 +361,7 @@ class TensorPipeRpcBackendOptions(RpcOptions):
 
 def _more_than_zero(name: str, seconds: float) -> float:
     if not isinstance(seconds, (int, float)):
-        raise TypeError(f"{name} is a number of seconds, but got {seconds!r}")
+        raise TypeError(f"{name} must be a number of seconds, but got {seconds!r}")
     if not seconds > 0:
         raise ConfigError(f"{name} must be a positive number of seconds, got {seconds}")
     return checked_timeout(seconds, name, "write a shorter one")
@@ -369,7 +369,7 @@ def _more_than_zero(name: str, seconds: float) -> float:
 
 def _at_least_one(name: str, num: int) -> int:
     if not hasattr(num, "__index__"):
-        raise TypeError(f"{name} is an integer, but got {num!r}")
+        raise TypeError(f"{name} must be an integer, but got {num!r}")
     if num < 1:
         raise ConfigError(f"{name} must be positive, got {num}")
     return index(num)
@@ -377,13 +377,13 @@ def _at_least_one(name: str, num: int) -> int:
 
 def _tls(tls: object) -> bool | TlsOptions | None:
     if tls is not None and not isinstance(tls, bool | TlsOptions):
-        raise TypeError(f"tls is True, False, TlsOptions or None, but got {tls!r}")
+        raise TypeError(f"tls must be True, False, TlsOptions or None, but got {tls!r}")
     return tls
 
 
 def _port(port: int) -> int:
     if not hasattr(port, "__index__"):
-        raise TypeError(f"port is an integer, but got {port!r}")
+        raise TypeError(f"port must be an integer, but got {port!r}")
     if not 0 <= port < 2**16:
         raise ConfigError(f"port must be 0 (let the system choose) to 65535, got {port}")
     return index(port)
@@ -391,13 +391,13 @@ def _port(port: int) -> int:
 
 def _ports(ports: str | None) -> str | None:
     if ports is not None and not isinstance(ports, str):
-        raise TypeError(f"ports is a text such as '29600-29700', but got {ports!r}")
+        raise TypeError(f"ports must be a string such as '29600-29700', but got {ports!r}")
     return ports
 
 
 def _job(job: str | None) -> str | None:
     if job is not None and not isinstance(job, str):
-        raise TypeError(f"job is a name (str), but got {job!r}")
+        raise TypeError(f"job must be a name (str), but got {job!r}")
     if job == "":
         raise ConfigError("job must not be empty; leave it out to use RPCDIST_JOB")
     return job
@@ -407,7 +407,7 @@ def _token(token: str | bytes | None) -> bytes | None:
     if token is None:
         return None
     if not isinstance(token, (str, bytes)):
-        raise TypeError(f"token is str or bytes, but got {type(token).__name__}")
+        raise TypeError(f"token must be str or bytes, but got {type(token).__name__}")
     if not token:
         raise ConfigError("token must not be empty; leave it out to use RPCDIST_TOKEN or this user's token file")
     return token.encode() if isinstance(token, str) else token
@@ -457,7 +457,7 @@ def _to_device_list(devices: Iterable[DeviceType]) -> list[torch.device]:
 
 def _role(role: object) -> str:
     if not isinstance(role, str):
-        raise TypeError(f"role is a text, but got {role!r}")
+        raise TypeError(f"role must be a string, but got {role!r}")
     if len(role) > MAX_ROLE_LENGTH:
         raise ConfigError(f"role has {len(role)} characters; the limit is {MAX_ROLE_LENGTH}")
     return role

@@ -107,7 +107,7 @@ class RRef(Generic[T]):
             if name.startswith("_"):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             raise AttributeError(
-                f"a remote reference has no attribute {name!r}; its value may, which lives on {self.owner_name()!r}. "
+                f"a remote reference has no attribute {name!r}; its value on {self.owner_name()!r} may have it. "
                 f"Write rref.rpc_sync().{name}(...) to use it there, or rref.to_here().{name} to use a copy here"
             )
 
@@ -363,7 +363,7 @@ class RRef(Generic[T]):
         return self
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise RRefError("a remote reference cannot be copied deeply; copy its value: rref.to_here()")
+        raise RRefError("a remote reference does not support deepcopy; copy its value: rref.to_here()")
 
 
 PyRRef = RRef

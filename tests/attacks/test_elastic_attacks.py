@@ -92,7 +92,7 @@ def test_names_that_a_stranger_puts_on_the_list_are_waited_for_by_nobody(names: 
             (store.append if is_added else store.set)("elastic/0/came", names)
 
         elastic._records.register = register_and_be_attacked  # type: ignore[method-assign]
-        with pytest.raises(AuthenticationFailed, match="'elastic/0/came' of who has come"):
+        with pytest.raises(AuthenticationFailed, match="'elastic/0/came' of processes"):
             elastic.form(0, is_new=True)
 
 
@@ -146,7 +146,7 @@ def test_a_candidate_that_makes_no_sense_is_named(text: bytes) -> None:
     with elastic_group(store, num_ranks=2) as elastic:
         written_by(records(), store, "0/candidate/somebody", text)
         store.append("elastic/0/came", "somebody ")
-        with pytest.raises(RendezvousError, match="'elastic/0/candidate/somebody' makes no sense"):
+        with pytest.raises(RendezvousError, match="'elastic/0/candidate/somebody' is invalid"):
             elastic.form(0, is_new=True)
 
 
@@ -167,7 +167,7 @@ def test_a_candidate_speaks_for_itself_alone() -> None:
 def test_a_round_that_makes_no_sense_is_named(text: bytes) -> None:
     store = HashStore()
     written_by(records(), store, "0/closed", text)
-    with elastic_group(store) as elastic, pytest.raises(RendezvousError, match="'elastic/0/closed' makes no sense"):
+    with elastic_group(store) as elastic, pytest.raises(RendezvousError, match="'elastic/0/closed' is invalid"):
         elastic.form(0, is_new=True)
 
 
@@ -260,7 +260,7 @@ def with_parameter(name: str, value: object) -> dict[str, Any]:
 
 
 STATES: dict[str, tuple[Callable[[], Any], str]] = {
-    "no state": (lambda: [1, 2], "is not made of step, module and others"),
+    "no state": (lambda: [1, 2], "does not consist of step, module and others"),
     "another step": (lambda: changed(step=STEP + 1), "step 10"),
     "steps that are no number": (lambda: changed(step=float(STEP)), "step 9.0"),
     "another parameter": (lambda: with_parameter("2.weight", torch.ones(1)), "other names"),
@@ -323,7 +323,7 @@ def attacked(send: Callable[[collectives.ProcessGroup], object], message: str) -
         ):
             for _ in model.steps(STEP + 1):
                 raise AssertionError("it trains")
-        assert "what rank 0 sent is not the state of this training" in str(refused.value)
+        assert "the state that rank 0 sent does not fit this training" in str(refused.value)
         assert everything(model) == before
         assert collectives.is_initialized() is False
 

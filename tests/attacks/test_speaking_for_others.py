@@ -139,7 +139,7 @@ def test_names_of_actors_take_a_bounded_part_of_the_memory_of_the_coordinator(mo
     with InProcessCluster("a", "b", "c", peer_timeout=CALM_S, allow_functions=[]) as cluster:
         with cluster.use("b") as agent:
             for name in ("x" * (actor_names.MAX_NAME_CHARS + 1), "", b"bytes", ["a list"], None):
-                with pytest.raises(CallRefused, match="a text of 1 to 1000 characters"):
+                with pytest.raises(CallRefused, match="a string of 1 to 1000 characters"):
                     agent.caller.gather(0, RESERVE, (name, 1, 1), LIMIT_S)
             for number in range(3):
                 agent.caller.gather(0, RESERVE, (f"actor {number}", 1, 1), LIMIT_S)

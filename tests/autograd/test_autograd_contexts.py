@@ -130,7 +130,7 @@ def test_roots_that_cannot_be_used(roots: Any, error: type[Exception], text: str
 
 def test_an_unknown_context_and_mode() -> None:
     assert rpc.RpcOptions(autograd_mode="fast").autograd_mode == "fast"
-    with pytest.raises(ConfigError, match="autograd_mode is 'smart' or 'fast'"):
+    with pytest.raises(ConfigError, match="autograd_mode must be 'smart' or 'fast'"):
         rpc.RpcOptions(autograd_mode="slow")
     loss = (torch.ones(1, requires_grad=True) * 2).sum()
     with pytest.raises(autograd.ContextNotFound, match="id: 100"):

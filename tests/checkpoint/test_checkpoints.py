@@ -228,7 +228,7 @@ def test_wrong_paths_and_keys_are_explained(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no checkpoint at .*nowhere: checkpoint\.save\(\) writes one"):
         checkpoint.load(tmp_path / "nowhere", {"step": 0})
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="name a path that is free"):
+    with pytest.raises(ConfigError, match="use an unused path"):
         checkpoint.save(tmp_path / "file", {"step": 0})
     with pytest.raises(ConfigError, match=r"no checkpoint at .*file"):
         checkpoint.load(tmp_path / "file", {"step": 0})
@@ -277,7 +277,7 @@ def test_a_second_save_at_once_is_refused_and_harms_nothing(tmp_path: Path) -> N
         """Its state is asked for while the first save has its folder."""
 
         def state_dict(self) -> dict[str, Any]:
-            with pytest.raises(ConfigError, match=r"another checkpoint\.save\(\) to .* runs"):
+            with pytest.raises(ConfigError, match=r"another checkpoint\.save\(\) to .* is running"):
                 checkpoint.save(path, {"step": 2})
             return {"step": 1}
 
@@ -292,7 +292,7 @@ def test_a_second_save_at_once_is_refused_and_harms_nothing(tmp_path: Path) -> N
 @pytest.mark.parametrize("target", ["elsewhere", "folder/elsewhere"])
 def test_links_of_others_stay(tmp_path: Path, target: str) -> None:
     (tmp_path / "checkpoint").symlink_to(target)
-    with pytest.raises(ConfigError, match="name a path that is free"):
+    with pytest.raises(ConfigError, match="use an unused path"):
         checkpoint.save(tmp_path / "checkpoint", {"step": 0})
     assert os.readlink(tmp_path / "checkpoint") == target
 

@@ -61,7 +61,7 @@ def test_rank_0_names_those_that_do_not_connect() -> None:
 
 
 def test_a_rank_without_rank_0_says_so() -> None:
-    with pytest.raises(RendezvousError, match=r"these ranks did not come within 0\.2 s: 0\. Do they run"):
+    with pytest.raises(RendezvousError, match=r"these ranks did not join within 0\.2 s: 0\. Do they run"):
         watch(context(1, HashStore()), SHORT_S)
 
 
@@ -108,7 +108,7 @@ def test_the_texts_of_an_exchange_arrive_in_order_and_its_missing_ranks_are_name
             eventually(lambda: watches[0].reporter.missing() == [0, 2], "rank 1 has come")
             late.append(ranks.submit(watches[0].exchange, "here", Deadline.after(SHORT_S)))
             for task in late:
-                with pytest.raises(RendezvousError, match=r"these ranks did not come within 0\.2 s: 2\. Do they run"):
+                with pytest.raises(RendezvousError, match=r"these ranks did not join within 0\.2 s: 2\. Do they run"):
                     task.result(LIMIT_S)
         finally:
             for each in reversed(watches):

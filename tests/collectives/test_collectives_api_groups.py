@@ -255,7 +255,7 @@ def test_two_processes_of_one_rank_are_told_so(shared: int) -> None:
     earlier = [str(error) for error in errors if isinstance(error, RendezvousError)]
     assert len(late) + len(earlier) == len(errors) and len(earlier) <= 1, errors
     assert all(f"rank {1 + shared} has not come" in text for text in late)
-    assert all(f"another process has come as rank {shared} after this one" in text for text in earlier)
+    assert all(f"another process joined as rank {shared} after this one" in text for text in earlier)
     several = [text for text in late if text.endswith(f"Several processes came as rank {shared}: each needs its own.")]
     assert (earlier and several) if not shared else (earlier or several), errors
 

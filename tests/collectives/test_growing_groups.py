@@ -83,7 +83,7 @@ def test_new_processes_get_what_the_others_have(backend: str) -> None:
 def test_who_does_not_come_is_named_and_the_group_stays() -> None:
     store = HashStore(LIMIT_S)
     with pytest.raises(
-        RendezvousError, match=r"not taken in within 0.3 s: the ranks .* grow_group\(store, world_size\)"
+        RendezvousError, match=r"could not join within 0.3 s: the ranks .* grow_group\(store, world_size\)"
     ):
         in_new_process(lambda: c.grow_group(store, timeout=SOON))
     store.add("grow/waiting", 1)  # this one dies while it waits
@@ -108,7 +108,7 @@ def test_sizes_that_differ_are_refused() -> None:
 
     def on_rank(rank: int) -> None:
         for size in (None, 0, 1):
-            with pytest.raises(ConfigError, match=f"more than the 1 ranks that are there, not {size}"):
+            with pytest.raises(ConfigError, match=f"more than the 1 present ranks, not {size}"):
                 c.grow_group(store, size)
         with pytest.raises(TypeError, match="`world_size` is a whole number"):
             c.grow_group(store, 2.0)  # type: ignore[arg-type]
@@ -116,7 +116,7 @@ def test_sizes_that_differ_are_refused() -> None:
             c.grow_group(store, 2, timeout=SOON)
 
     def newcomer() -> None:
-        with pytest.raises(RendezvousError, match="grow to 2 ranks, not to 3"):
+        with pytest.raises(RendezvousError, match="expect a group of 2 ranks, not of 3"):
             c.grow_group(store, 3)
 
     with ThreadPoolExecutor(1) as pool:
@@ -157,7 +157,7 @@ def test_an_invitation_that_makes_no_sense_is_named(change: dict[str, object] | 
         SignedRecords(PrefixStore("grow", store), current_world().process.records()).set("ticket/1", text)
         c.grow_group(store)
 
-    with pytest.raises(RendezvousError, match=r"the invitation .* makes no sense"):
+    with pytest.raises(RendezvousError, match=r"the invitation .* is invalid"):
         in_new_process(newcomer)
 
 

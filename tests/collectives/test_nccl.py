@@ -199,7 +199,7 @@ def test_waiting_makes_the_current_stream_wait_without_blocking_the_host() -> No
         assert work.wait()
         assert rank.runtime.log[-1] == ("main", "waits")
         assert not work.is_completed()
-        with pytest.raises(CollectiveTimeout, match="the wait timed out; the device goes on"):
+        with pytest.raises(CollectiveTimeout, match="the wait timed out; the device is still busy"):
             work.wait(0.01)
         rank.backend.abort("enough")
 
@@ -400,7 +400,7 @@ def test_closing_with_work_under_way_aborts_it() -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     context = GroupContext("g", 0, (4, 7), HashStore(), 0.1)
-    with pytest.raises(RendezvousError, match=r"these ranks did not come within 0.1 s: 7"):
+    with pytest.raises(RendezvousError, match=r"these ranks did not join within 0.1 s: 7"):
         NcclBackend(context, runtime=StandInRuntime(StandInWorld()), reporter=Reporter())
 
 

@@ -93,7 +93,7 @@ def test_what_is_missing_is_said_in_torchs_words(
         (("none://",), "No rendezvous handler for none://"),
         (("tcp://127.0.0.1:1?rank=0", 0, 1), "has node-specific arguments"),
         (("tcp://127.0.0.1:1", 2, 2), "rank 2 is not from 0 to 1"),
-        (("tcp://127.0.0.1:1?rank=a&world_size=1",), "rank has to be a whole number, not 'a'"),
+        (("tcp://127.0.0.1:1?rank=a&world_size=1",), "rank must be a whole number, not 'a'"),
         (("tcp://127.0.0.1:99999", 0, 1), "not a number from 0 to 65535"),
         (("file://relative/path", 0, 1), "three slashes"),
         (("file:///no/such/folder/file", 0, 1), "No such file or directory"),
@@ -170,7 +170,7 @@ def test_a_process_group_needs_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     set_environment(monkeypatch, free_port())
     monkeypatch.setenv("WORLD_SIZE", "-1")
     with use_world(World()):
-        with pytest.raises(ConfigError, match="the world size is -1, and has to be at least 1"):
+        with pytest.raises(ConfigError, match="the world size is -1, and must be at least 1"):
             collectives.init_process_group("gloo")
         collectives.close_stores()
 

@@ -537,7 +537,7 @@ def test_close_is_idempotent(store: Store) -> None:
 
 @pytest.mark.parametrize("arguments", [(HashStore(), "p"), ("p", None), (5, HashStore())])
 def test_a_prefix_is_a_text_before_a_store(arguments: tuple[Any, Any]) -> None:
-    with pytest.raises(TypeError, match="takes a text and a store, not"):
+    with pytest.raises(TypeError, match="needs a string and a store, not"):
         PrefixStore(*arguments)
 
 

@@ -144,11 +144,11 @@ from torch . distributed import rpc
     for line, part in {
         2: "torch.distributed.fsdp.FullyShardedDataParallel: stays torch's, and works on process groups of torch. Give",
         3: "rpcdist.parallel.Pipeline",
-        4: "takes each rank to be alone",
-        5: "now brings the public names of rpcdist.collectives",
+        4: "treats each rank as a single process",
+        5: "now imports the public names of rpcdist.collectives",
         6: "dist.Logger: rpcdist has nothing of this name",
         7: "write torch.distributed.elastic.multiprocessing, and import it",
-        8: '"torch.distributed.rpc.rpc_sync": is a text, and stays as it is; ours is rpcdist.rpc.rpc_sync',
+        8: '"torch.distributed.rpc.rpc_sync": is a string, and stays as it is; ours is rpcdist.rpc.rpc_sync',
         9: "with spaces in it",
     }.items():
         assert part in said.pop(line)

@@ -160,10 +160,10 @@ def test_what_is_wrong_with_a_machine(host: HostFacts, words: str) -> None:
         ),
         (replace(CLOSED, session_error="The server belongs to job 'a'. Use b.", is_refused=True), "job 'a'. Use b."),
         (replace(CLOSED, shown=Shown(speaks_tls=True), session_error="expired", is_refused=True), "expired"),
-        (CLOSED, "no session comes about (no answer)"),
+        (CLOSED, "no session can be opened (no answer)"),
         (replace(CLOSED, shown=Shown(True, True, True, NOW + 90_000, NOW + 99_000)), "25 hours ahead of"),
         (replace(CLOSED, shown=Shown(True, True, True, NOW - 99_000, NOW - 72_000)), "20 hours or more behind"),
-        (replace(CLOSED, shown=Shown(True, True, True, NOW - 100, NOW + 80_000)), "no session comes about"),
+        (replace(CLOSED, shown=Shown(True, True, True, NOW - 100, NOW + 80_000)), "no session can be opened"),
     ],
 )
 def test_why_there_is_no_session(worker: WorkerFact, words: str) -> None:
@@ -183,7 +183,7 @@ def test_why_there_is_no_session(worker: WorkerFact, words: str) -> None:
         ),
         (
             replace(REACHED, session=SessionFact("worker1", "grpc", (("tcp", "port 5: no answer in time"),))),
-            "its TCP channel cannot be had (port 5: no answer in time)",
+            "its TCP channel is not available (port 5: no answer in time)",
         ),
         (
             replace(REACHED, session=SessionFact("worker1", "grpc", (("tcp", "relays it or translates addresses"),))),

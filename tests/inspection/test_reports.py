@@ -118,7 +118,7 @@ def test_a_checkpoint_on_a_full_disk(world: RpcWorld, flight_folder: Path, tmp_p
     first = next(line for line in text.splitlines() if line.startswith("first, at"))
     assert "the program of w1 failed with CheckpointError" in first and "its disk has 0.0 MiB free" in first
     assert "in save_to_full_disk" in text
-    assert "w0 noticed: worker 'w1' said that it fails: CheckpointError" in text
+    assert "w0 noticed: worker 'w1' reported its failure: CheckpointError" in text
     assert "w2: runs hang_functions:wait_released for w0" in text
     world["w2"].run(hangs.release)
     waiting.result()

@@ -368,7 +368,7 @@ def test_notes_that_cannot_be_read_leave_their_worker_out(
         with rpcdist.trace(path):
             rpc.rpc_sync("b", double, (1,))
     assert {event["pid"] for event in events_of(path)} == {0}
-    assert "worker 'b' is not in the trace: the notes of a worker for a trace cannot be read" in caplog.text
+    assert "worker 'b' is not in the trace: the trace of a worker cannot be read" in caplog.text
 
 
 lies: dict[str, Any] = {}

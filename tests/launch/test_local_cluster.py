@@ -257,7 +257,7 @@ def test_wrong_numbers_of_workers_are_explained(workers: Any) -> None:
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        ({"workers": ["a", "b", "a"]}, "the name 'a' is there twice"),
+        ({"workers": ["a", "b", "a"]}, "the name 'a' occurs twice"),
         ({"workers": ["a", "b c"]}, "Worker name must match"),
         ({"workers": [1, 2]}, "Worker name"),
         ({"workers": 2, "options": {"rpc_timeout": 1}}, "give an rpc.RpcOptions, or nothing"),

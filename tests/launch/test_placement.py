@@ -127,7 +127,7 @@ def test_an_indexed_job_finds_rank_0_by_its_own_name() -> None:
         (PET | {"RANK": "0", "WORLD_SIZE": "3"}, "RANK=0 WORLD_SIZE=3, and Kubeflow's Trainer"),
         # what is no place
         (SLURM | {"SLURM_PROCID": "8"}, "SLURM_PROCID=8 SLURM_NTASKS=8 SLURM_LOCALID=1.: the rank is not from 0 to 7"),
-        (SLURM | {"SLURM_PROCID": "x"}, "Slurm .SLURM_PROCID=x .*: these variables have to be whole numbers"),
+        (SLURM | {"SLURM_PROCID": "x"}, "Slurm .SLURM_PROCID=x .*: these variables must be whole numbers"),
         (PET | {"PET_NPROC_PER_NODE": "4"}, "PET_NPROC_PER_NODE=4. Start the program with torchrun"),
         (PET | {"PET_NNODES": "1:4"}, "PET_NNODES=1:4 .*torchrun"),
     ],

@@ -185,14 +185,14 @@ def test_what_a_killed_program_leaves_is_no_job() -> None:
     ("arguments", "message"),
     [
         ([], "give MODULE:FUNCTION and --workers, or --role"),
-        (["--workers", "2", "role_functions"], "'role_functions': MODULE:FUNCTION is meant"),
+        (["--workers", "2", "role_functions"], "'role_functions': write MODULE:FUNCTION"),
         (["--workers", "2", "no_such_module:f"], "No module named 'no_such_module'"),
         (["--workers", "2", "role_functions:nothing"], "the module role_functions has no function 'nothing'"),
         (["--role", "a:role_functions:stay"], "there is no '='"),
         (["--role", "a=x:role_functions:stay"], "with a number for N"),
         (["--role", "a=1:role_functions:stay", "--daemon", "b"], "no --role defines 'b'; there are a"),
         (["--role", "a=1:role_functions:stay", "--max-restarts", "b=2"], "no --role defines 'b'"),
-        (["--role", "a=1:role_functions:stay", "--max-restarts", "many"], "a number is meant, or NAME=NUMBER"),
+        (["--role", "a=1:role_functions:stay", "--max-restarts", "many"], "write a number, or NAME=NUMBER"),
     ],
 )
 def test_wrong_commands_are_explained(

@@ -76,15 +76,15 @@ def test_what_a_machine_has() -> None:
         ([Role("a b", print, 1)], "Worker name"),
         ([Role("a", print, 0)], "role 'a': the count of its ranks must be at least 1, not 0"),
         ([Role("a", print, True)], "at least 1, not True"),
-        ([Role("a", print, 1, max_restarts=-1)], "role 'a': max_restarts must not be negative, as -1 is"),
+        ([Role("a", print, 1, max_restarts=-1)], "role 'a': max_restarts must not be negative, but is -1"),
         ([Role("a", "print", 1)], "role 'a': 'print' is not a function"),  # type: ignore[arg-type]
-        ([Role("a", print, 2, env=[{}])], "role 'a': env has variables for 1 ranks, and there are 2"),
+        ([Role("a", print, 2, env=[{}])], "role 'a': env has variables for 1 ranks, but the role has 2"),
         ([Role("a", print, 1, env={"RANK": "0"})], "env must not have RANK"),
         ([Role("a", print, 1, daemon=True)], r"all roles \(a\) are daemons"),
         ([Role("a", print, 1, resources={"TPU": 1})], "role 'a' asks for 'TPU': one machine has CPU and GPU"),
         (
             [Role("a", print, 1, resources={"GPU": 0.5})],
-            "role 'a' asks for 0.5 GPU: on one machine it is a whole number",
+            "role 'a' asks for 0.5 GPU: on one machine it must be a whole number",
         ),
         (
             [Role("a", print, 2, resources={"GPU": 2}), Role("b", print, 1)],

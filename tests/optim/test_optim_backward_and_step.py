@@ -106,7 +106,7 @@ def test_an_owner_that_dies(worker_pool: WorkerPool, at: str) -> None:
     if at == "pass":
         assert text.startswith("BackwardError") and "worker1" in text
     else:
-        assert text.startswith("OwnerLost") and "it was done on: worker2" in text, text
+        assert text.startswith("OwnerLost") and "it succeeded on: worker2" in text, text
 
 
 class NoisySGD(torch.optim.SGD):
@@ -384,7 +384,7 @@ def test_an_error_after_the_step_of_the_other_worker_names_it(no_agent: None) ->
 def test_a_step_that_was_not_asked_for_again_says_what_it_raised(no_agent: None) -> None:
     with InProcessCluster("a", "b", peer_timeout=CALM_S) as cluster:
         [note] = between(cluster, torch.ones(2, requires_grad=True) * 3, kind=FailingSGD)
-    assert note.endswith("failed on worker 'b'; it was done on: no worker"), note
+    assert note.endswith("failed on worker 'b'; it succeeded on: no worker"), note
 
 
 class FailingSGD(torch.optim.SGD):

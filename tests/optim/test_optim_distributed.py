@@ -306,7 +306,7 @@ def test_it_travels_in_calls(cluster: Cluster) -> None:
 
 
 def test_an_owner_that_has_no_such_optimizer_says_so(cluster: Cluster) -> None:
-    with pytest.raises(RuntimeError, match="optimizer 0 is not here any more"):
+    with pytest.raises(RuntimeError, match="optimizer 0 does not exist any more"):
         rpc_sync("worker1", call_local_optimizer, (0, "zero_grad", True))
 
 
@@ -396,7 +396,7 @@ def test_errors_of_a_step_name_the_worker(cluster: Cluster) -> None:
             optimizer.step_async(context_id).wait()
     for error in (caught.value, caught_async.value):
         assert error.__notes__[0] == (
-            "step of a distributed PickySGD failed on worker 'worker1'; it was done on: no worker"
+            "step of a distributed PickySGD failed on worker 'worker1'; it succeeded on: no worker"
         )
         assert len(error.__notes__) == 3
 
@@ -417,7 +417,7 @@ def test_what_is_no_parameter_is_refused(cluster: Cluster) -> None:
     number = rpc.remote("worker1", functions.most_running)
     cases: list[tuple[Any, type[Exception], str]] = [
         ([], ValueError, "empty parameter list"),
-        (tensor, TypeError, "params_rref is a Tensor; it has to be a list of RRefs"),
+        (tensor, TypeError, "params_rref is a Tensor; it must be a list of RRefs"),
         ([tensor], TypeError, r"params_rref\[0\] is a Tensor, not an RRef"),
         ([rpc.RRef(tensor), number], TypeError, r"params_rref\[1\] refers to a int on worker 'worker1'"),
     ]
@@ -447,7 +447,7 @@ def test_an_owner_that_dies_in_a_step(worker_pool: WorkerPool) -> None:
     world["b"].kill()
     kind, text, notes, at = pending.result()
     assert kind == "OwnerLost" and "'b'" in text
-    assert notes == ["step of a distributed StuckSGD failed on worker 'b'; it was done on: no worker"]
+    assert notes == ["step of a distributed StuckSGD failed on worker 'b'; it succeeded on: no worker"]
     assert at - killed < PROMPT_S
 
 

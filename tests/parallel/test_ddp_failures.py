@@ -122,12 +122,12 @@ def test_second_gradient_in_a_pass_is_named(rank_pool: RankPool) -> None:
 
 
 def _brings(hook: str, what: str) -> str:
-    wanted = "has to bring a dense tensor like bucket.buffer(), 484 elements of float32 on cpu; its future brings"
+    wanted = "must return a dense tensor like bucket.buffer(), 484 elements of float32 on cpu; its future has"
     return f"ConfigError: the communication hook {hook} {wanted} {what} (bucket 0, with the gradients of 0.weight, "
 
 
 def _returns(what: str) -> str:
-    return f"ConfigError: the communication hook <lambda> has to return a torch.futures.Future, not {what} (bucket 0, "
+    return f"ConfigError: the communication hook <lambda> must return a torch.futures.Future, not {what} (bucket 0, "
 
 
 HOOK_ERRORS = {
@@ -170,9 +170,9 @@ ARGUMENT_ERRORS = {
     "lazy": "parameter 'weight' is not initialized: run a forward pass of the module before wrapping it",
     "two devices": "start one process for each device",
     "cpu device": "device_ids and output_device are for modules on one accelerator; this one is on cpu",
-    "mixed precision": "is a rpcdist.parallel.MixedPrecision of floating-point dtypes",
-    "mesh": "made by init_device_mesh",
-    "cap": "a bucket cap of -1 MiB makes no sense",
+    "mixed precision": "must be an rpcdist.parallel.MixedPrecision of floating-point dtypes",
+    "mesh": "that init_device_mesh made",
+    "cap": "a bucket cap of -1 MiB is invalid",
     "half delayed": "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.",
     "group": "process_group is a builtins.int; make groups with rpcdist.collectives.new_group",
     "optimizer": "_register_fused_optim is not supported; step the optimizer after backward",

@@ -131,11 +131,11 @@ MODULE = torch.nn.Linear(2, 1)
     ("arguments", "message"),
     [
         ({"module": MODULE.parameters()}, "module is a generator: give an nn.Module"),
-        ({"optimizer": torch.optim.SGD}, r"is no optimizer: give one, such as torch\.optim\.SGD\(module"),
+        ({"optimizer": torch.optim.SGD}, r"is not an optimizer: give one, such as torch\.optim\.SGD\(module"),
         ({"optimizer": torch.optim.SGD([torch.ones(1)])}, "has none of the module's parameters"),
         ({"store": "/shared/store"}, r"give a store, such as .*FileStore\('/shared/store'\)"),
-        ({"stateful": torch.optim.SGD([torch.ones(1)])}, r"stateful is a list .* such as \[scheduler\]"),
-        ({"stateful": [3]}, r"stateful is a list .* such as \[scheduler\]"),
+        ({"stateful": torch.optim.SGD([torch.ones(1)])}, r"stateful must be a list .* such as \[scheduler\]"),
+        ({"stateful": [3]}, r"stateful must be a list .* such as \[scheduler\]"),
     ],
 )
 def test_wrong_arguments_are_explained(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:

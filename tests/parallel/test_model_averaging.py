@@ -30,7 +30,7 @@ def test_a_mesh_of_one_dimension_stands_for_a_group(rank_pool: RankPool) -> None
     for errors in rank_pool.run(2, averaging_ranks.on_meshes, rank_pool.new_file()):
         assert [text[:20] for text in errors] == [
             "Only 1D device mesh ",
-            "device_mesh is a mes",
+            "device_mesh must be ",
             "Cannot specify both ",
         ]
 
@@ -73,7 +73,7 @@ def test_what_diloco_refuses(world_of_one: None) -> None:
         (lambda: DiLoCoOptimizer(inner, 0), "at least 1, not 0"),
         (lambda: DiLoCoOptimizer(frozen, 2), "no parameters that require gradients"),
         (lambda: optimizer.load_state_dict(inner.state_dict()), "goes into `optimizer.optim`"),
-        (lambda: optimizer.add_param_group({"params": []}), "takes all parameters at the start"),
+        (lambda: optimizer.add_param_group({"params": []}), "needs all parameters at construction"),
     ):
         with pytest.raises(ConfigError, match=text):
             wrong()

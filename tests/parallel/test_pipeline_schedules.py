@@ -152,7 +152,7 @@ def test_a_shuffled_schedule_runs_or_says_who_waits(numbers: tuple[int, int, int
         (["0F0 0B0 1F0", "1B0"], "1F0 is given to worker 0, but its stage lives on 1"),
         (["0F0 0B0", "1F0 1B0 1F1"], "1F1 is not among 2 stages and 1 micro-batches"),
         (["0B0 0F0", "1F0 1B0"], "worker 0 stops before 0B0, which needs 0F0 and 1B0"),
-        (["0F0 0B0", "1F0 1X0"], "'1X0' is no action"),
+        (["0F0 0B0", "1F0 1X0"], "'1X0' is not an action"),
         (["0F0 0B0"], "2 workers"),
     ],
 )

@@ -219,7 +219,7 @@ def test_wrong_batches_are_explained(cluster: Cluster) -> None:
     with pytest.raises(ConfigError, match="has no loss"):
         pipe.step(inputs, targets)
     for wrong, message in (
-        ((inputs, targets[:3]), "agree about their first dimension"),
+        ((inputs, targets[:3]), "same size in their first dimension"),
         ((1, 2), "at least one tensor"),
         ((inputs[:0],), "is empty"),
     ):

@@ -219,7 +219,7 @@ def test_a_publisher_that_dies_is_replaced_and_the_numbers_go_on(mortal_world: R
     world["trainer"].run(there.publish, 4, version=10)
     assert world["g1"].run(there.pull) == (10, [4.0])
     error = world["trainer"].begin(there.publish, 5, version=10).error(ConfigError)
-    assert "version=10 of 'policy': the next one is 11" in str(error)
+    assert "version=10 of 'policy': the next number is 11" in str(error)
     world.shutdown("trainer", "g1")  # without `close` before it
 
 
@@ -246,7 +246,7 @@ def test_a_publisher_waits_for_workers_that_may_have_seen_more(mortal_world: Rpc
     world["trainer"].run(there.wait_until_nobody_publishes)
     world["g1"].stop()
     error = world["trainer"].begin(there.publish, 3, timeout=0.5).error(DeadlineExceeded)
-    assert "worker 'g1' did not say in time which versions it has seen" in str(error)
+    assert "worker 'g1' did not report in time which versions it has seen" in str(error)
     waiting = world["trainer"].begin(there.publish, 3)
     world["g1"].resume()
     assert waiting.result() == 3
@@ -292,7 +292,7 @@ def test_bad_input_is_an_error_that_names_tensor_shapes_and_workers(cluster: InP
             ({}, "no tensor to publish"),
             ([torch.ones(2)], "are a list: give a module"),
             ({"a": 3}, "'a' of the values of 'policy' is a int"),
-            ({3: torch.ones(2)}, "the name 3, which is no text"),
+            ({3: torch.ones(2)}, "the name 3, which is not a string"),
             ({"a": torch.ones(2).to_sparse()}, "'a' of the values of 'policy' is sparse"),
             ({"a": torch.ones(2, device="meta")}, "'a' of the values of 'policy' is on the meta device"),
         ]:
@@ -311,7 +311,7 @@ def test_bad_input_is_an_error_that_names_tensor_shapes_and_workers(cluster: InP
             with pytest.raises(ConfigError, match=text):
                 weights.publish(further)
         for number in (0, -1, True, "3", 1.5):
-            with pytest.raises(ConfigError, match="the numbers of versions are 1 to"):
+            with pytest.raises(ConfigError, match="version numbers are 1 to"):
                 weights.publish({"a": torch.ones(2, 3), "b": torch.ones(4)}, version=number)  # type: ignore[arg-type]
         for have in (-1, True, "1", None):
             with pytest.raises(
@@ -342,10 +342,10 @@ def test_bad_input_is_an_error_that_names_tensor_shapes_and_workers(cluster: InP
         assert b.eq(2).all()
         with pytest.raises(ConfigError, match=r"'trainer' publishes under the name 'policy' already"):
             mine.publish({"a": torch.ones(1)})
-        with pytest.raises(DeadlineExceeded, match="nobody published 'polcy' in time"):
+        with pytest.raises(DeadlineExceeded, match="no worker published 'polcy' in time"):
             Published("polcy").pull_into({"b": b}, timeout=0.05)
         for keep in (0, 8, True):
-            with pytest.raises(ConfigError, match="keep is the number of versions"):
+            with pytest.raises(ConfigError, match="keep must be the number of versions"):
                 Published("policy", keep=keep)
         with pytest.raises(ConfigError, match="name of published tensors"):
             Published("")

@@ -98,7 +98,7 @@ def test_a_worker_that_serves_ends_by_name_when_nobody_takes_the_place_of_rank_0
             eventually(lambda: agent.directory.knows(2), "b has heard of c")  # a joiner waits, but not for long
         cluster.kill("a")
         for ends in serving:
-            with pytest.raises(CoordinatorLost, match=r"'a' was lost, and no process took .* Start a process of its"):
+            with pytest.raises(CoordinatorLost, match=r"'a' was lost, and no process took .* Start its replacement"):
                 ends.result(LIMIT_S)
         with pytest.raises(CoordinatorLost):  # also who begins to serve now
             cluster.run("b", rpc.serve)

@@ -158,7 +158,11 @@ def test_the_next_call_has_the_map_of_options(arrivals: Arrivals) -> None:
     ("device_map", "error", "text"),
     [
         ({"cuda:0": "cpu", "cpu": "cpu"}, ValueError, "1-to-1 mapping, trying to map cpu and cuda:0 to cpu"),
-        ([("cuda:0", "cuda:1")], TypeError, r"device_map is a dictionary from our devices .* not a list"),
+        (
+            [("cuda:0", "cuda:1")],
+            TypeError,
+            r"device_map must be a dictionary from this worker's devices .* not a list",
+        ),
         ("cuda:0", TypeError, "not a str"),
         ({"gpu of mine": "cpu"}, RuntimeError, "gpu"),
         (

@@ -415,7 +415,7 @@ def test_an_error_that_nobody_looked_at_is_logged(
         look(future)
     del future
     gc.collect()
-    assert ("nobody looked" in caplog.text and "unread" in caplog.text) == is_logged
+    assert ("did not retrieve" in caplog.text and "unread" in caplog.text) == is_logged
 
 
 def test_what_ctrl_c_or_the_end_of_rpc_leaves_unread_is_not_logged(

@@ -251,7 +251,7 @@ def test_init_says_whom_it_waits_for(caplog: pytest.LogCaptureFixture, monkeypat
     assert joining.join(Member(A, "127.0.0.1:1", ""), 4, 2 * UNIT_S).outcome == Outcome.TIMED_OUT
     assert [record.message for record in caplog.records] == [
         f"init_rpc of 'a' (rank 0) still waits after {UNIT_S:g} s for rank 1, 2, 3 of 4; those in the job so far: a"
-        ". 2 connections ended in TLS: do the missing have another job token?"
+        ". 2 connections ended in TLS: do the missing workers have another job token?"
     ]
 
 

@@ -78,7 +78,7 @@ def test_workers_that_do_not_fit_together_are_all_told_why(worker_pool: WorkerPo
 
 
 BAD_ARGUMENTS: list[tuple[Worker, type[Exception], str]] = [
-    (("a", 0, 0), ConfigError, "the world size is 0, and has to be at least 1"),
+    (("a", 0, 0), ConfigError, "the world size is 0, and must be at least 1"),
     (("a", 2, 2), ConfigError, "rank 2 is not from 0 to 1, though the world size is 2"),
     (("a", -1, 2), ConfigError, "rank"),
     (("", 0, 1), ConfigError, "Worker name must be non-empty"),
@@ -306,7 +306,7 @@ def test_a_worker_that_was_replaced_while_it_hung_is_out(worker_pool: WorkerPool
     for name in ("a", "c"):
         assert world[name].run(functions.call_until_it_works, "b") == new.pid
     old.resume()
-    says = "another process took its place; this one is out of the job"
+    says = "another process took its place; this process is out of the job"
     assert old.run(functions.error_saying, says, rpc.rpc_sync, "a", functions.pid) == "WorkerLost"
     for name in ("a", "c"):
         assert world[name].run(rpc.rpc_sync, "b", functions.pid) == new.pid

@@ -51,7 +51,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: TensorPipeRpcBackendOptions(num_worker_threads=0), RuntimeError, "num_worker_threads must be positive"),
     (lambda: TensorPipeRpcBackendOptions(num_worker_threads=as_any("a")), TypeError, "num_worker_threads"),
     (lambda: TensorPipeRpcBackendOptions(rpc_timeout=-5), RuntimeError, "RPC Timeout must be non-negative"),
-    (lambda: RpcOptions(rpc_timeout=float("nan")), RuntimeError, "RPC Timeout is a number of seconds, but got nan"),
+    (lambda: RpcOptions(rpc_timeout=float("nan")), RuntimeError, "Timeout must be a number of seconds, but got nan"),
     (
         lambda: TensorPipeRpcBackendOptions(rpc_timeout=as_any(timedelta(seconds=3))),
         TypeError,
@@ -71,8 +71,8 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: RpcOptions(shutdown_timeout=-1), ConfigError, "shutdown_timeout must be a positive number"),
     (lambda: RpcOptions(port=70000), ConfigError, "port must be 0"),
     (lambda: RpcOptions(token=""), ConfigError, "token must not be empty"),
-    (lambda: RpcOptions(token=as_any(3)), TypeError, "token is str or bytes"),  # type: ignore[arg-type]
-    (lambda: RpcOptions(tls=as_any("off")), TypeError, "tls is True, False, TlsOptions or None"),  # type: ignore[arg-type]
+    (lambda: RpcOptions(token=as_any(3)), TypeError, "token must be str or bytes"),  # type: ignore[arg-type]
+    (lambda: RpcOptions(tls=as_any("off")), TypeError, "tls must be True, False, TlsOptions or None"),  # type: ignore[arg-type]
     (lambda: TlsOptions("a", as_any(None), "b"), TypeError, "key is the path of a PEM file, but got a NoneType"),  # type: ignore[arg-type]
     (lambda: RpcOptions(allow_functions=["torch"]), ConfigError, "module:qualname"),
     (lambda: RpcOptions(allow_functions=[as_any(dict)]), ConfigError, "<class 'dict'>"),  # type: ignore[list-item]

@@ -42,7 +42,7 @@ def test_workers_by_role(worker_pool: WorkerPool) -> None:
 
 
 def test_a_role_is_a_short_text() -> None:
-    with pytest.raises(TypeError, match="role is a text, but got 1"):
+    with pytest.raises(TypeError, match="role must be a string, but got 1"):
         rpc.RpcOptions(role=1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="129 characters; the limit is 128"):
         rpc.RpcOptions(role="x" * 129)

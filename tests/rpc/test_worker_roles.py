@@ -56,7 +56,7 @@ def test_workers_are_found_called_and_waited_for_by_their_role(worker_pool: Work
 
 
 def test_what_is_no_role(no_agent: None) -> None:
-    with pytest.raises(TypeError, match="role is a text, but got 3"):
+    with pytest.raises(TypeError, match="role must be a string, but got 3"):
         rpc.init_rpc("a", rank=0, world_size=1, role=3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="the limit is 128"):
         rpc.RpcOptions().role = "x" * 129

@@ -16,4 +16,4 @@ def refuses(advice: str, function: Callable[..., Any], *args: Any, **kwargs: Any
     """Checks that it raises `BlockingInLoop` with this advice, which is an expression."""
     with pytest.raises(BlockingInLoop) as caught:
         function(*args, **kwargs)
-    assert str(caught.value).endswith(f"would block the event loop of this thread; write `{advice}` there")
+    assert str(caught.value).endswith(f"would block the event loop of this thread; write `{advice}` instead")

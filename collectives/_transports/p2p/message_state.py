@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 _LATE: Final = "Timed out waiting"
 """torch's words, which programs look for in the text of an error."""
-_REFUSED_BEFORE: Final = "An earlier message was refused, and nothing could tell so before."
+_REFUSED_BEFORE: Final = "An earlier message was refused, which could not be reported before."
 
 _Source = int | None  # None for any
 
@@ -193,7 +193,9 @@ class MessageState:
         """Takes a receive that was called."""
         error = None if receive.peer is None else self._refused_before(receive, receive.peer)
         if error is not None:
-            error.add_note(f"{_REFUSED_BEFORE} This receive took no message: the next one gets what was meant for it.")
+            error.add_note(
+                f"{_REFUSED_BEFORE} This receive got no message: the next receive gets the one that was meant for it."
+            )
             self.complete(receive, error)
             return
         self._keep(receive)

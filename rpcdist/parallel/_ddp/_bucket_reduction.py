@@ -84,7 +84,7 @@ class Notices:
             text = json.dumps({**asdict(notice), "missing": list(missing[:MAX_TOLD])})
             group.get_group_store().set(f"{self._key}/{group.rank()}", text)
         except (RpcdistError, RuntimeError, OSError) as exc:
-            logger.debug("no notice could be left for the other ranks: %s", exc)
+            logger.debug("the other ranks could not be notified: %s", exc)
         return notice
 
     def read(self, iteration: int) -> list[Notice]:

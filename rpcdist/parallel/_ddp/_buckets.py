@@ -71,7 +71,7 @@ class BucketCaps:
         """
         for cap in (cap_mb, *(cap_mb_list or ())):
             if cap is not None and not cap >= 0:
-                raise ConfigError(f"a bucket cap of {cap} MiB makes no sense; give 0 or more, or None")
+                raise ConfigError(f"a bucket cap of {cap} MiB is invalid; give 0 or more, or None")
         if cap_mb_list:
             listed = tuple(int(cap * MEBIBYTE) for cap in cap_mb_list)
             return cls(max(listed), max(listed), listed)

@@ -78,7 +78,7 @@ class GradBucket:
         if self._has_parts(buffer):
             if buffer.numel() == count:
                 raise ConfigError(
-                    f"the buffer of bucket {self.index()} is complex; {buffer.dtype} would drop imaginary parts. Take "
+                    f"the buffer of bucket {self.index()} is complex; {buffer.dtype} would drop imaginary parts. Use "
                     "torch.view_as_real(bucket.buffer()).view(-1)"
                 )
             count *= 2
@@ -176,7 +176,7 @@ class RegisteredHook(NamedTuple):
         found: object = self.hook(self.state, bucket)
         if not isinstance(found, torch._C.Future):
             what = "None: its `return` is missing" if found is None else f"a {type(found).__name__}"
-            raise self._error(bucket, f"has to return a torch.futures.Future, not {what}")
+            raise self._error(bucket, f"must return a torch.futures.Future, not {what}")
         return found  # type: ignore[return-value]  # torch's own class, or the base of it that C++ makes
 
     def finish(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor], timeout_s: float) -> torch.Tensor:
@@ -197,7 +197,7 @@ class RegisteredHook(NamedTuple):
         problem = _problem_of_result(result, bucket.buffer())
         if problem:
             wanted = _describe(bucket.buffer())
-            raise self._error(bucket, f"has to bring a dense tensor like bucket.buffer(), {wanted}; {problem}")
+            raise self._error(bucket, f"must return a dense tensor like bucket.buffer(), {wanted}; {problem}")
         flat: torch.Tensor = result.detach().reshape(-1)
         return flat
 
@@ -211,14 +211,14 @@ class RegisteredHook(NamedTuple):
 def _problem_of_result(result: object, buffer: torch.Tensor) -> str:
     """The problem with the result of a hook's future; empty if there is none."""
     if isinstance(result, list | tuple):
-        return f"its future brings {len(result)} values"
+        return f"its future has {len(result)} values"
     if not isinstance(result, torch.Tensor):
-        return f"its future brings a {type(result).__name__}"
+        return f"its future has a {type(result).__name__}"
     is_dense = result.layout is torch.strided and not result.is_nested and not result.is_quantized
     if is_dense and result.numel() == buffer.numel():
         if result.dtype is buffer.dtype and result.device == buffer.device:
             return ""
-    return f"its future brings {_describe(result)}"
+    return f"its future has {_describe(result)}"
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -55,7 +55,8 @@ class MixedPrecision:
         for dtype in dtypes:
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ConfigError(
-                    f"mixed_precision is a rpcdist.parallel.MixedPrecision of floating-point dtypes, not {given!r}"
+                    "mixed_precision must be an rpcdist.parallel.MixedPrecision of floating-point dtypes, not "
+                    f"{given!r}"
                 )
         return cls(*dtypes)
 
@@ -178,8 +179,8 @@ def choose_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | Non
     """Whether buffers are synchronised before each forward pass: the new argument wins over the old one."""
     if broadcast_buffers is not None:
         warnings.warn(
-            "`broadcast_buffers` is deprecated: use `forward_sync_buffers`, which wins where both are given. "
-            "`broadcast_buffers=False` also leaves the buffers out of the first synchronisation.",
+            "`broadcast_buffers` is deprecated: use `forward_sync_buffers`, which takes precedence if both are "
+            "given. `broadcast_buffers=False` also leaves the buffers out of the first synchronisation.",
             FutureWarning,
             stacklevel=3,
         )
@@ -200,7 +201,7 @@ def group_of_mesh(device_mesh: object, process_group: ProcessGroup | None) -> Pr
         raise ConfigError("Cannot specify both process_group and device_mesh arguments.")
     get_group = getattr(device_mesh, "get_group", None)
     if get_group is None:
-        raise ConfigError(f"device_mesh is a mesh, made by init_device_mesh, not {device_mesh!r}")
+        raise ConfigError(f"device_mesh must be a mesh that init_device_mesh made, not {device_mesh!r}")
     if getattr(device_mesh, "ndim", 1) != 1:
         raise ConfigError(f'Only 1D device mesh is supported, but got {device_mesh}; pass one dimension, mesh["name"].')
     return member_group(get_group())

@@ -103,7 +103,7 @@ class FiniteCheck:
         )
         warnings.warn(
             f"the gradients of iteration {iteration} are not finite after the reduction, so all ranks are affected: "
-            f"{told or 'each contribution was finite, so their sum is too large'}. Look at the loss there.",
+            f"{told or 'each contribution was finite, so their sum is too large'}. Check the loss on that rank.",
             NonFiniteGradients,
             stacklevel=2,
         )

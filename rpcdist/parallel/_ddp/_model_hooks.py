@@ -129,8 +129,9 @@ class DelayedReduction:
             work.wait()
         if late:
             raise ConfigError(
-                f"the gradients of {', '.join(late)} came after that of param_to_hook_all_reduce, at which they are "
-                "averaged, so they were not: choose the parameter whose gradient comes last, mostly the model's first"
+                f"the gradients of {', '.join(late)} came after that of param_to_hook_all_reduce, which starts the "
+                "averaging, so they were not averaged. Choose the parameter whose gradient comes last, usually the "
+                "model's first"
             )
         self._bucket.scatter(self._source.deliver)
 

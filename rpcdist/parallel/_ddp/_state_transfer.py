@@ -122,11 +122,11 @@ def take_over(state: Any, module: nn.Module, others: Sequence[HasState], sender:
 def _problem(state: Any, module: nn.Module, num_others: int, step: int) -> str:
     """A description of the fault in a state; empty if there is none."""
     if not isinstance(state, dict) or state.keys() != {"step", "module", "others"}:
-        return "it is not made of step, module and others"
+        return "it does not consist of step, module and others"
     if type(state["step"]) is not int or state["step"] != step:
-        return f"it is of step {state['step']!r}, and its sender had said that {step} steps are done there"
+        return f"it is of step {state['step']!r}, but its sender had announced step {step}"
     if not isinstance(state["others"], list) or len(state["others"]) != num_others:
-        return f"it is not of {num_others} optimizers and what else was given"
+        return f"it is not of {num_others} optimizers and stateful objects"
     ours, theirs = module.state_dict(), state["module"]
     if not isinstance(theirs, dict) or theirs.keys() != ours.keys():
         return "its parameters and buffers have other names than those of this module"
@@ -142,6 +142,6 @@ def _problem(state: Any, module: nn.Module, num_others: int, step: int) -> str:
 def _wrong(sender: int, problem: str) -> CollectiveMismatch:
     return CollectiveMismatch(
         "taking over the state",
-        f"what rank {sender} sent is not the state of this training: {problem}. Nothing was changed here; start all "
-        "processes with the same program and versions",
+        f"the state that rank {sender} sent does not fit this training: {problem}. Nothing was changed on this rank; "
+        "start all processes with the same program and versions",
     )

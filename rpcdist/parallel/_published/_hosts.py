@@ -61,7 +61,7 @@ def check_description(description: Description) -> None:
         or not 1 <= num_shards <= MAX_SHARDS
         or any(type(text) is not str for text in (source_name, *addresses))
     ):
-        raise TransportError(f"the description of published tensors that came makes no sense: {description!r:.200}")
+        raise TransportError(f"an invalid description of published tensors arrived: {description!r:.200}")
 
 
 class Publisher(VersionSource):
@@ -122,10 +122,10 @@ class Publisher(VersionSource):
         with self._publishing:
             number = self._next if version is None else version
             if isinstance(number, bool) or not isinstance(number, int) or not 0 < number < MAX_VERSION:
-                raise ConfigError(f"version={number!r:.100}: the numbers of versions are 1 to {MAX_VERSION - 1}")
+                raise ConfigError(f"version={number!r:.100}: version numbers are 1 to {MAX_VERSION - 1}")
             if number < self._next:
                 raise ConfigError(
-                    f"version={number} of {self.name!r}: the next one is {self._next}, or a higher number"
+                    f"version={number} of {self.name!r}: the next number is {self._next}, or a higher one"
                 )
             segment = self._free_segment() if deadline is None else self._wait_for_segment(deadline)
             if segment is None:
@@ -283,7 +283,7 @@ class Publisher(VersionSource):
             try:
                 found.update(future.wait(deadline.remaining_s() + SLOW_ANSWER_LIMIT_S))
             except TransportError as exc:
-                logger.debug("%r is gone, and holds up nobody: %s", worker_of(source), exc)
+                logger.debug("%r is gone, and delays no other host any more: %s", worker_of(source), exc)
         return found
 
     # ------------------------------------------------------------ called by consumers

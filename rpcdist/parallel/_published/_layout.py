@@ -70,7 +70,9 @@ class VersionLayout(NamedTuple):
     def of(cls, pieces: Pieces, dtype: torch.dtype | None = None) -> VersionLayout:
         """The layout of these tensors; those of floating point are published as `dtype`, if one is given."""
         if dtype is not None and not dtype.is_floating_point:
-            raise ConfigError(f"dtype={dtype}: tensors are published as their own dtype, or as one of floating point")
+            raise ConfigError(
+                f"dtype={dtype}: tensors are published with their own dtype, or with a floating-point dtype"
+            )
         if not pieces.names:
             raise ConfigError("there is no tensor to publish: the module or dictionary is empty")
         values = pieces.tensors
@@ -101,9 +103,9 @@ class VersionLayout(NamedTuple):
                 and all(_is_part(layout.shapes[index], *part) for index, part in layout.parts.items())
             )
         except (TypeError, ValueError, KeyError, IndexError) as exc:
-            raise TransportError(f"the layout of published tensors that came makes no sense: {exc!r}") from exc
+            raise TransportError(f"an invalid layout of published tensors arrived: {exc!r}") from exc
         if not is_consistent:
-            raise TransportError("the layout of published tensors that came makes no sense: its numbers do not fit")
+            raise TransportError("an invalid layout of published tensors arrived: its numbers do not fit")
         return layout
 
     def plain(self) -> PlainLayout:
@@ -254,9 +256,9 @@ class Selection(NamedTuple):
                 common(box, layout.box(index)) == box for index, box in found.boxes
             )
         except (TypeError, ValueError, KeyError, IndexError) as exc:
-            raise TransportError(f"the selection of published tensors that came makes no sense: {exc!r}") from exc
+            raise TransportError(f"an invalid selection of published tensors arrived: {exc!r}") from exc
         if not is_consistent:
-            raise TransportError("the selection of published tensors that came makes no sense: its numbers do not fit")
+            raise TransportError("an invalid selection of published tensors arrived: its numbers do not fit")
         return found
 
 

@@ -148,7 +148,7 @@ def _unusual_pieces(what: Mapping[str, Value], purpose: str) -> Pieces:
     pieces = Pieces([], [], {})
     for name, value in what.items():
         if not isinstance(name, str):
-            raise ConfigError(f"{purpose} have the name {name!r}, which is no text")
+            raise ConfigError(f"{purpose} have the name {name!r}, which is not a string")
         for each in value if type(value) is list and value else (value,):
             tensor, part = _taken_apart(name, each, purpose)
             if problem := _problem_of(tensor):
@@ -167,7 +167,9 @@ def _taken_apart(
     if isinstance(value, TensorPart):
         offsets, whole = tuple(value.offsets), tuple(value.whole)
         if not isinstance(value.tensor, Tensor):
-            raise ConfigError(f"{name!r} of {purpose} is a part that has a {type(value.tensor).__name__}, no tensor")
+            raise ConfigError(
+                f"{name!r} of {purpose} is a part with a {type(value.tensor).__name__} instead of a tensor"
+            )
         sizes = tuple(value.tensor.shape)
         numbers = (*offsets, *whole)
         if (

@@ -114,7 +114,7 @@ class VersionReader:
         segments: list[Segment] = []
         try:
             if len(message) != HELLO.size or not message.startswith(HELLO_MAGIC):
-                raise TransportError(f"a source of published tensors sent something else: {message[:32]!r}")
+                raise TransportError(f"a source of published tensors sent an unexpected message: {message[:32]!r}")
             _, size_bytes, num_segments = HELLO.unpack(message)
             if len(descriptors) != num_segments + 2:
                 raise TransportError(f"a source of published tensors sent {len(descriptors)} descriptors")
@@ -179,7 +179,7 @@ class VersionReader:
                 break
         else:
             own[READING] = 0
-            raise TransportError(f"a source says that {number} is its newest version, and has none of that number")
+            raise TransportError(f"a source announced version {number} as its newest, but does not have it")
         views = self._views.get(segment)
         if views is None:
             views = self._views[segment] = self.layout.views(self._segments[segment])

@@ -100,7 +100,7 @@ def _answer(source_name: str, method: str, args: tuple[object, ...]) -> object:
             return None
         raise TransportError(f"the source {source_name!r} of published tensors has been closed")
     if method not in _CALLED_BY_PEERS:
-        raise CallRefused(f"{method!r} of a source of published tensors is not for other workers")
+        raise CallRefused(f"{method!r} of a source of published tensors cannot be called by other workers")
     return getattr(source, method)(*args)
 
 

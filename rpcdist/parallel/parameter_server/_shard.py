@@ -40,9 +40,11 @@ def check_gradients(parameters: Sequence[Tensor], gradients: Sequence[Gradient])
             rows, values = gradient
             shape = torch.Size((len(rows), *parameter.shape[1:]))
             if rows.dtype != torch.int64 or rows.dim() != 1:
-                raise ConfigError(f"rows are numbers (n,) of int64, but {rows.dtype} of {tuple(rows.shape)} was pushed")
+                raise ConfigError(
+                    f"rows must be numbers (n,) of int64, but {rows.dtype} of {tuple(rows.shape)} was pushed"
+                )
             if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(parameter):
-                raise ConfigError(f"gradients were pushed for rows beside the {len(parameter)} that this server has")
+                raise ConfigError(f"gradients were pushed for rows outside of the {len(parameter)} rows of this server")
         if values.shape != shape or values.dtype != parameter.dtype:
             raise ConfigError(
                 f"a gradient of {values.dtype} {tuple(values.shape)} was pushed, where {parameter.dtype} "

@@ -67,10 +67,10 @@ class ShardedEmbedding(ShardedParameters):
         config = make_config(servers, optimizer_class, defaults, mode, staleness, trainers, device)
         shape = (num_embeddings, embedding_dim)
         if not all(isinstance(size, int) and size > 0 for size in shape):
-            raise ConfigError(f"num_embeddings and embedding_dim are whole numbers from 1, but got {shape}")
+            raise ConfigError(f"num_embeddings and embedding_dim must be whole numbers of at least 1, but got {shape}")
         _check_takes_sparse(optimizer_class, defaults)
         if weight is not None and tuple(weight.shape) != shape:
-            raise ConfigError(f"weight has the shape {tuple(weight.shape)}, but the table shall have {shape}")
+            raise ConfigError(f"weight has the shape {tuple(weight.shape)}, but the table must have {shape}")
         if num_embeddings < len(servers):
             raise ConfigError(f"{num_embeddings} rows are too few for {len(servers)} servers: name fewer servers")
         self.num_embeddings, self.embedding_dim = shape

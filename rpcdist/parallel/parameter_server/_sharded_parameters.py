@@ -101,7 +101,7 @@ def split_state(layouts: Mapping[str, RowLayout], trained: Sequence[str], state:
         ConfigError: the state is of other parameters.
     """
     if not isinstance(state, Mapping) or not {"parameters", "optimizer"} <= state.keys():
-        raise ConfigError("this is no state of parameter servers: load what their state_dict() returned")
+        raise ConfigError("this is not a state of parameter servers: load the result of their state_dict()")
     found = {name: tuple(value.shape) for name, value in state["parameters"].items()}
     expected = {name: layout.shape for name, layout in layouts.items()}
     if found != expected:
@@ -130,8 +130,8 @@ def _join(layout: RowLayout, key: str, parts: Sequence[Any]) -> Any:
         return parts[0]
     if [tuple(part.shape) for part in parts] != [layout.part_shape(index) for index in range(len(parts))]:
         raise ConfigError(
-            f"the optimizer keeps {key!r} in another shape than the parameter, so it cannot be joined from several "
-            "servers; use one server, or an optimizer that works element by element"
+            f"the optimizer keeps {key!r} in another shape than the parameter, so the parts of several servers "
+            "cannot be joined; use one server, or an element-wise optimizer"
         )
     return layout.merge(parts)
 
@@ -228,8 +228,8 @@ class ShardedParameters:
         except DeadlineExceeded as exc:
             if slowest := self._slowest():
                 raise DeadlineExceeded(
-                    f"{me!r} waited for other trainers until the time was over: {slowest}. If one of them has ended, "
-                    "let it call leave() before; if it is only slow, give a longer timeout, or allow more staleness"
+                    f"{me!r} waited for other trainers until the time was over: {slowest}. A trainer must call "
+                    "leave() before it ends; if one is only slow, set a longer timeout, or allow more staleness"
                 ) from exc
             raise
         except Exception:
@@ -287,7 +287,8 @@ def make_config(
         raise ConfigError(f"mode {mode!r}: write 'async' or 'sync'")
     if staleness is not None and (mode == "sync" or not isinstance(staleness, int) or staleness < 0):
         raise ConfigError(
-            f"staleness {staleness} is a number of steps from 0 on, for mode='async'; with 'sync', no trainer is ahead"
+            f"staleness {staleness} must be a number of steps, at least 0, and needs mode='async'; with 'sync', no "
+            "trainer is ahead"
         )
     if isinstance(trainers, str) or len(set(trainers)) < len(trainers):
         raise ConfigError(f"trainers are the names of different workers, such as ['trainer0'], but got {trainers!r}")

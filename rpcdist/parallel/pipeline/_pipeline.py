@@ -308,7 +308,9 @@ def _with_index(device: str | torch.device) -> torch.device:
 
 def _check(workers: Sequence[str], loss_reduction: str, devices: Sequence[object] | None) -> None:
     if len(set(workers)) != len(workers):
-        raise ConfigError(f"a worker occurs twice in {list(workers)}; several stages per worker are placed in turn")
+        raise ConfigError(
+            f"a worker occurs twice in {list(workers)}; name each worker once; it gets several stages in turn"
+        )
     if loss_reduction not in ("mean", "sum"):
         raise ConfigError(f"loss_reduction={loss_reduction!r}: must be 'mean' or 'sum'")
     if devices is not None and len(devices) != len(workers):

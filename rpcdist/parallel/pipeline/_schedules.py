@@ -47,7 +47,7 @@ def parse_action(text: str) -> Action:
     """The action that prints as `text`. Raises `ConfigError`."""
     found = re.fullmatch(r"\s*(\d+)([FB])(\d+)\s*", text)
     if found is None:
-        raise ConfigError(f"{text!r} is no action: write the stage, F or B, and the micro-batch, as in '2F0'")
+        raise ConfigError(f"{text!r} is not an action: write the stage, F or B, and the micro-batch, as in '2F0'")
     return Action(int(found[1]), cast(Kind, found[2]), int(found[3]))
 
 

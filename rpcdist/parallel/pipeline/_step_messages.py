@@ -155,9 +155,9 @@ def batch_size(values: Sequence[object]) -> int:
     sizes = {value.size(0) for value in values if isinstance(value, Tensor) and value.dim() > 0}
     if len(sizes) != 1:
         raise ConfigError(
-            f"the tensors of a batch must agree about their first dimension, its size, but there are {sorted(sizes)}"
+            f"the tensors of a batch must have the same size in their first dimension, but have {sorted(sizes)}"
             if sizes
-            else "a batch needs at least one tensor with a first dimension, which is cut into micro-batches"
+            else "a batch needs at least one tensor with a first dimension, which is split into micro-batches"
         )
     (size,) = sizes
     if size == 0:
@@ -260,7 +260,7 @@ class Mailbox:
         self.check()
         with self._condition:
             if action not in self._arrived:
-                raise DeadlineExceeded("what it needs did not arrive in time")
+                raise DeadlineExceeded("its inputs did not arrive in time")
             values, streams = self._arrived.pop(action), self._streams.pop(action, None)
         if streams is not None:
             streams.join_gpus()

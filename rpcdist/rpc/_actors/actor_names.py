@@ -268,7 +268,7 @@ class ActorNames:
     async def _on_reserve(self, name: str, owner: int, creator: int) -> None:
         check_speaks_for(self._directory.name_of(creator))
         if not _is_name(name):
-            raise CallRefused(f"the name of an actor is a text of 1 to {MAX_NAME_CHARS} characters")
+            raise CallRefused(f"the name of an actor must be a string of 1 to {MAX_NAME_CHARS} characters")
         if len(self._claims) >= MAX_NAMES:
             self._drop_ended()
         claim = await self._known_claim(name)
@@ -278,7 +278,9 @@ class ActorNames:
                 "a reference to it, and another name makes another actor"
             )
         if len(self._claims) >= MAX_NAMES:
-            raise Overloaded(f"{MAX_NAMES} actors of the job have names already; make others without name=")
+            raise Overloaded(
+                f"{MAX_NAMES} actors of the job have names already, which is the limit; create others without name="
+            )
         member = self._directory.member
         self._claims[name] = _Claim(member(owner).identity, member(creator).identity)
 
@@ -338,7 +340,7 @@ class ActorNames:
             try:
                 names = await future
             except RpcdistError as exc:
-                logger.warning("worker %r did not say which actors it has: %s", worker.name, exc)
+                logger.warning("worker %r did not report its actors: %s", worker.name, exc)
                 continue
             self._asked.add(worker)
             self._take_names(worker, names)
@@ -346,7 +348,7 @@ class ActorNames:
     def _take_names(self, worker: Identity, names: object) -> None:
         """Takes the names that a worker answered, except those that another worker has got meanwhile."""
         if not isinstance(names, list):
-            logger.warning("worker %r did not say which actors it has, but %.200r", worker.name, names)
+            logger.warning("worker %r did not report its actors, but %.200r", worker.name, names)
             return
         for name in names:
             if _is_name(name) and self._claim(name) is None and len(self._claims) < MAX_NAMES:
@@ -374,7 +376,9 @@ class ActorNames:
         asked = (name, self._me.id, caller.id)
         await self._caller.start_gathering(self._directory.coordinator, ADMIT, asked, UNSET_RPC_TIMEOUT)
         if len(self._kept) >= MAX_NAMES and name not in self._kept:
-            raise Overloaded(f"{MAX_NAMES} actors of this worker have names already; make others without name=")
+            raise Overloaded(
+                f"{MAX_NAMES} actors of this worker have names already, which is the limit; create others without name="
+            )
         self._kept[name] = rref  # one that is here already was never confirmed, or its claim ended with its coordinator
 
     async def _on_give(self, name: str) -> Awaitable[Any]:

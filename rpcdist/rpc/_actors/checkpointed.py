@@ -40,7 +40,7 @@ class Checkpointed:
         if not agent.options.allows(module, name):
             raise CallRefused(
                 f"worker {agent.worker_name!r} does not allow calls of {module}:{name}; add it to "
-                "RpcOptions(allow_functions=...) there"
+                "RpcOptions(allow_functions=...) of that worker"
             )
         self.num_restarts = int(num_restarts)
         self.object = kind(*args, **kwargs)
@@ -59,7 +59,7 @@ class Checkpointed:
         if isinstance(result, Generator | AsyncGenerator):
             raise TypeError(
                 f"{method}() of the actor {type(self.object).__name__} is a generator function: its items would be "
-                "made while other calls run. Return a list"
+                "produced while other calls run. Return a list"
             )
         if inspect.iscoroutine(result) or isinstance(result, Future):  # and no reference, which can be awaited, too
             return self._finish(method, result, wants_state)
@@ -76,7 +76,7 @@ class Checkpointed:
             raise RRefError(f"{ran}the checkpoint() after it failed: {described_error(exc)}") from exc
         unsendable = current_agent().marshal.why_unpicklable(state, "checkpoint()")
         if unsendable is not None:
-            raise RRefError(f"{ran}{unsendable}. Leave it out of the state, and let restore() make it")
+            raise RRefError(f"{ran}{unsendable}. Leave it out of the state, and create it in restore()")
         try:
             return (copy.deepcopy(state),)  # tensors are sent as they are, perhaps while the next call runs
         except Exception as exc:

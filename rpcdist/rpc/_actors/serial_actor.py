@@ -256,8 +256,8 @@ class SerialActor:
             return False
         if is_generator(result):
             raise TypeError(
-                f"{turn.method}() of {name} is a generator function: its items would be made while other calls "
-                "run. Return a list, or make the actor without serial=True"
+                f"{turn.method}() of {name} is a generator function: its items would be produced while other calls "
+                "run. Return a list, or create the actor without serial=True"
             )
         if self._queue.has_ready:
             # The next call begins now: its method may hold the interpreter's lock, and with it this answer.

@@ -116,7 +116,7 @@ class TurnQueue(Generic[C, T]):
         if len(caller.ready) + len(caller.early) >= MAX_WAITING:
             self.over(who, number.stream, (number.number,))
             raise Overloaded(
-                f"{MAX_WAITING} calls of one caller wait at this actor already; wait for results before making more"
+                f"{MAX_WAITING} calls of one caller wait at this actor already; wait for results before you make more"
             )
         if number.stream < caller.stream or number.number < caller.next or number.number in caller.early:
             caller.ready.append(turn)  # the caller has given it up, so nobody can tell the order

@@ -72,7 +72,9 @@ def named_remote(
 ) -> RRef[Any]:
     """`rpc.remote` with a name: waits until the actor exists, and raises what its creation raised."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
-        raise ConfigError(f"the name of an actor is a text of 1 to {MAX_NAME_CHARS} characters, not {name!r:.100}")
+        raise ConfigError(
+            f"the name of an actor must be a string of 1 to {MAX_NAME_CHARS} characters, not {name!r:.100}"
+        )
     agent = current_agent()
     owner, names = agent.directory.resolve(to), agent.actor_names
     names.reserve(name, owner, timeout)
@@ -497,8 +499,8 @@ def _own_map(to: Destination, device_map: Mapping[DeviceType, DeviceType]) -> De
     """The map of one call, with the checks that `init_rpc` makes of those of options."""
     if not isinstance(device_map, Mapping):
         raise TypeError(
-            f"device_map is a dictionary from our devices to those of the callee, such as {{'cuda:0': 'cuda:1'}}, and "
-            f"not a {type(device_map).__name__}"
+            "device_map must be a dictionary from this worker's devices to the callee's, such as "
+            f"{{'cuda:0': 'cuda:1'}}, and not a {type(device_map).__name__}"
         )
     own_map, directory = to_device_map(device_map), current_agent().directory
     check_own_devices(directory.me.name, directory.name_of(directory.resolve(to)), own_map)

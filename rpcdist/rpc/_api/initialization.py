@@ -81,7 +81,7 @@ def init_rpc(
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
     if role is not None:
         if not isinstance(rpc_backend_options, RpcOptions):
-            raise ConfigError(f"role={role!r}: the backend {backend!r} knows no roles")
+            raise ConfigError(f"role={role!r}: the backend {backend!r} does not support roles")
         rpc_backend_options.role = role
     elif isinstance(rpc_backend_options, RpcOptions) and not rpc_backend_options.role:
         rpc_backend_options.role = os.environ.get(ROLE_VARIABLE, "").rpartition(":")[0]

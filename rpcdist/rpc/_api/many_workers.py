@@ -34,8 +34,8 @@ def chosen_workers(workers: str | Iterable[Destination]) -> list[Destination]:
     if not found:
         there = listed(f"{member.identity.name} ({member.role or 'no role'})" for member in living)
         raise ConfigError(
-            f"no worker has the role {workers!r}; these are there: {there}. Several workers are given as a list of "
-            "names, and a role by init_rpc(..., role=...)"
+            f"no worker has the role {workers!r}; the job has these workers: {there}. Pass several workers as a list "
+            "of names; init_rpc(..., role=...) sets a worker's role"
         )
     return found
 

@@ -97,7 +97,8 @@ class RestartingActor(Generic[T]):
         self._worker = self._agent.directory.name_of(self._agent.directory.resolve(worker))
         if self._worker == self._agent.worker_name:
             raise ConfigError(
-                "max_restarts= is for an actor on another worker: its creator keeps the state, and is lost with itself"
+                "max_restarts= needs an actor on another worker: this process keeps its checkpoint, which would be "
+                "lost together with the actor. Create the actor on another worker"
             )
         self._kind, self._args, self._kwargs, self._timeout = kind, args, kwargs, timeout
         self._max_restarts = max_restarts
@@ -120,8 +121,8 @@ class RestartingActor(Generic[T]):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "an actor with max_restarts= is used by its creator only, which keeps its state; other workers may call a "
-            "function of the creator that uses it"
+            "only its creator, which keeps its state, can use an actor with max_restarts=; from other workers, call "
+            "a function on the creator that uses the actor"
         )
 
     @property
@@ -242,7 +243,7 @@ class RestartingActor(Generic[T]):
 
     def _not_made_again(self, cause: BaseException) -> RRefError:
         error = RRefError(
-            f"the actor {self._kind.__name__} could not be made again on worker {self._worker!r}: its class or its "
+            f"the actor {self._kind.__name__} could not be restarted on worker {self._worker!r}: its class or its "
             f"restore() raised {described_error(cause)}. The last checkpoint is kept. Fix the error above; the next "
             "call retries."
         )
@@ -297,8 +298,8 @@ class RestartingActor(Generic[T]):
         for call in over:
             call.result._fail(
                 DeadlineExceeded(
-                    f"the worker {self._worker!r} of the actor {self._kind.__name__} was lost, and no process of this "
-                    f"name had joined when the time of {call.method}() was over; start one"
+                    f"the worker {self._worker!r} of the actor {self._kind.__name__} was lost, and no process with "
+                    f"its name joined before the deadline of {call.method}(). Start one"
                 )
             )
         return min(deadlines, key=lambda deadline: deadline.at, default=None)
@@ -336,12 +337,12 @@ def _check(kind: object, max_restarts: object, checkpoint_every: object) -> None
     name = kind.__name__
     if hasattr(kind, "checkpoint") != hasattr(kind, "restore"):
         missing = "restore(state)" if hasattr(kind, "checkpoint") else "checkpoint()"
-        raise ConfigError(f"{name} has one of checkpoint() and restore(state); add {missing}")
+        raise ConfigError(f"{name} has only one of checkpoint() and restore(state); add {missing}")
     if inspect.iscoroutinefunction(getattr(kind, "checkpoint", None)):
         raise ConfigError(f"{name}.checkpoint is called at the end of other calls: write it with def, not async def")
     for what, number, least in (("max_restarts", max_restarts, ALWAYS), ("checkpoint_every", checkpoint_every, 1)):
         if not isinstance(number, int) or isinstance(number, bool) or number < least:
-            raise ConfigError(f"{what} is a whole number from {least}, but not {number!r}")
+            raise ConfigError(f"{what} must be a whole number of at least {least}, not {number!r}")
 
 
 def _is_answer(answer: object) -> bool:

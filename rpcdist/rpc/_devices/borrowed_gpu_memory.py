@@ -123,8 +123,8 @@ class BorrowedGpuMemory:
             if lender in self._overdue:
                 raise SerializationError(
                     f"worker {self.name_of(lender)!r} has lent memory of a GPU that it did not write within "
-                    f"{GPU_WAIT_LIMIT_S:g} s, and nothing more is borrowed from it; let it send tensors of the CPU, or "
-                    "start it again"
+                    f"{GPU_WAIT_LIMIT_S:g} s, and nothing more is borrowed from it; let it send CPU tensors, or "
+                    "restart it"
                 )
             try:
                 opened = self._open(loan, home, lender)

@@ -69,7 +69,7 @@ class ValueOnGpus:
         there = ", ".join(f"cuda:{number}" for number in range(count)) or "no GPU"
         raise SerializationError(
             f"a tensor for {message.device} arrived from worker {self._sender.name!r}, and worker {self._me!r} has "
-            f"{there}. Name a device that is there in the device map of the worker that calls"
+            f"{there}. In the caller's device map, name a device that exists on this worker"
         )
 
     def copy_of(self, buffer: Received, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

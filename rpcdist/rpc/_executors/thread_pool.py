@@ -392,9 +392,9 @@ class ThreadPool:
         with self._lending:
             if self.num_reserved >= self.max_threads:
                 raise PoolExhausted(
-                    f"{self.max_threads} threads are lent already: an actor keeps one for its life, and the stream of "
-                    "a plain generator while its consumer makes it wait. Raise the option max_worker_threads, or make "
-                    "the generators `async def`, which need no thread."
+                    f"{self.max_threads} threads are in use already: an actor keeps one for its lifetime, and the "
+                    "stream of a plain generator while it waits for its consumer. Raise the option "
+                    "max_worker_threads, or make the generators `async def`, which need no thread."
                 )
             self.num_reserved += 1
 

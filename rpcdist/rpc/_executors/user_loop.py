@@ -136,7 +136,7 @@ class UserCall(Coroutine[Any, Any, None]):
         if self._timer is not None:
             self._timer.cancel()
         if error is not None and issubclass(type(error), asyncio.CancelledError):
-            error = self._end_reason or Cancelled(f"{self.name} ended with asyncio.CancelledError of its own making")
+            error = self._end_reason or Cancelled(f"{self.name} raised asyncio.CancelledError itself")
         on_done = self._on_done
         self._on_done = self._start = self._coroutine = self._timer = None
         self._host.forget(self)
@@ -205,7 +205,7 @@ class UserLoop:
 
     def __init__(self, kind: LoopKind = "auto", name: str = "rpcdist-user-loop") -> None:
         if kind not in ("auto", "uvloop", "asyncio"):
-            raise ConfigError(f"the kind of the user loop is 'auto', 'uvloop' or 'asyncio', but not {kind!r}")
+            raise ConfigError(f"the kind of the user loop must be 'auto', 'uvloop' or 'asyncio', not {kind!r}")
         self.name = name
         self._kind: LoopKind = kind
         self._starting = threading.Lock()
@@ -450,7 +450,7 @@ def _new_loop(kind: LoopKind) -> asyncio.AbstractEventLoop:
             import uvloop
         except ImportError as error:
             if kind == "uvloop":
-                raise ConfigError("uvloop is not installed; `pip install uvloop`, or take 'asyncio'") from error
+                raise ConfigError("uvloop is not installed; `pip install uvloop`, or use 'asyncio'") from error
         else:
             loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
             return loop

@@ -43,7 +43,7 @@ class Failure:
         if self.seen or sys.is_finalizing():
             return
         frames = "".join(self._frames.format()) if self._frames is not None else ""
-        logger.error("nobody looked at the error of a future:\n%s%s", frames, traceback_of(self._template))
+        logger.error("the program did not retrieve the error of a future:\n%s%s", frames, traceback_of(self._template))
 
 
 def raise_failure(failure: Failure) -> NoReturn:

@@ -145,7 +145,7 @@ class FlightLog:
 
     def on_notice(self, session: AnySession, message: rpc_pb2.Message, buffers: Any, jobs: Any) -> None:
         """A worker says that it fails."""
-        self._heard("heard", f"worker {session.peer.name!r} said that it fails: {message.failure_notice.reason}")
+        self._heard("heard", f"worker {session.peer.name!r} reported its failure: {message.failure_notice.reason}")
 
     def _heard(self, kind: str, text: str) -> None:
         if self._lifetime.is_closed:

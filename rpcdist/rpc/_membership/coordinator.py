@@ -149,7 +149,9 @@ class Coordinator:
         missing = [rank for rank in range(world_size or 0) if rank not in there]
         if missing:
             silent = self._network.strangers.silent if self.service is not None else 0
-            token = f". {silent} connections ended in TLS: do the missing have another job token?" if silent else ""
+            token = (
+                f". {silent} connections ended in TLS: do the missing workers have another job token?" if silent else ""
+            )
             logger.warning(
                 "%s for rank %s of %d; those in the job so far: %s%s",
                 waits, listed(missing), world_size, listed(there.values()), token,
@@ -420,8 +422,8 @@ class CoordinatorSearch:
                     await self._wanted.wait()
         if not self._lifetime.is_closed:
             logger.error(
-                "%s has not found the coordinator for %.0f s, and looks no longer; it goes on with the workers that it "
-                "knows",
+                "%s has not found the coordinator for %.0f s, and stops looking; it continues with the workers that "
+                "it knows",
                 self._directory.me.name,
                 self._orphan_timeout_s,
             )
@@ -464,7 +466,7 @@ class CoordinatorSearch:
         except RpcdistError as exc:
             if peer != self._refused_by:  # each call to the lost one asks again
                 logger.error(
-                    "%s found another coordinator, which did not take it back: %s. It goes on with the workers that it "
+                    "%s found another coordinator, which refused it: %s. It continues with the workers that it "
                     "knows; end it if it belongs to an earlier job",
                     directory.me.name,
                     exc,

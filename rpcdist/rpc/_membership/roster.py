@@ -41,7 +41,7 @@ Outcome = JoinReply.Outcome
 MAX_DEPARTURES = 4096
 """Of those that are remembered for differences; a worker that knows none of them gets the whole list."""
 
-_OTHER_JOB = "; if they belong to two jobs, give each an address of its own (MASTER_PORT)"
+_OTHER_JOB = "; if they belong to two jobs, give each job its own address (MASTER_PORT)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class MembershipTable:
     def timed_out(self) -> Verdict:
         """The answer to a worker that has waited too long; ask for it before the worker is withdrawn."""
         gone = ", ".join(map(str, sorted(self._gave_up)))
-        detail = f"came, but did not wait to the end: rank {gone}" if gone else ""
+        detail = f"joined, but did not wait until the end: rank {gone}" if gone else ""
         return Verdict(Outcome.TIMED_OUT, detail, tuple(self.missing))
 
     def join(self, member: Member, world_size: int) -> Verdict:
@@ -285,8 +285,8 @@ class MembershipTable:
         if identity.incarnation in self._lost:
             return Verdict(
                 Outcome.INCARNATION_GONE,
-                f"worker {identity.name!r} was declared lost, and the others have gone on without this process; start "
-                "a new process to take its place",
+                f"worker {identity.name!r} was declared lost, and the others have continued without this process; "
+                "start a new process to take its place",
             )
         if identity.id < 0 or (world_size and identity.id >= world_size):
             bounds = f"0 to {world_size - 1} for world_size={world_size}" if world_size else "0 or more"

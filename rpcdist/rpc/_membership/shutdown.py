@@ -400,7 +400,7 @@ class Leaving:
         try:
             self.coordinator.leave()
         except RpcdistError as exc:
-            logger.debug("the coordinator did not hear that this worker leaves: %s", exc)
+            logger.debug("the coordinator could not be told that this worker leaves: %s", exc)
 
 
 # Allow-lists of users have these names, which a peer calls; no module has them.

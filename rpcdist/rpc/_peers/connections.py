@@ -64,8 +64,8 @@ class Connections:
         if not self._directory.was_replaced(identity):
             return None
         return (
-            f"worker {identity.name!r} was given up while it did not answer, and {REPLACED}; this one is out of the "
-            "job and can only end: rpc.shutdown(graceful=False)"
+            f"worker {identity.name!r} was declared lost while it did not answer, and {REPLACED}; this process is "
+            "out of the job. End it with rpc.shutdown(graceful=False)"
         )
 
     def on_opened(self, session: Session) -> None:

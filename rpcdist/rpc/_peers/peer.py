@@ -119,9 +119,7 @@ logger = logging.getLogger(__name__)
 
 ROLE = "rpc"
 MAX_SILENT_LOOKS = 3  # peer timeouts without a sign of life after which a worker out of reach is not tried any more
-ONE_WAY = (
-    f", {ALTHOUGH_IT_LIVES}: it has a connection of its own to this worker; look for a firewall or NAT between them"
-)
+ONE_WAY = f", {ALTHOUGH_IT_LIVES}: it has its own connection to this worker; look for a firewall or NAT between them"
 
 
 class PeerState(Enum):
