@@ -1,4 +1,4 @@
-"""`ElasticDataParallel`: data parallel training whose ranks may die and be replaced while the others go on."""
+"""`ElasticDataParallel`: data-parallel training whose ranks may die and be replaced while the others continue."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class ElasticStep:
 
 
 class ElasticDataParallel(nn.Module):
-    """`DistributedDataParallel` for ranks that come and go; it takes the place of `init_process_group`, too.
+    """`DistributedDataParallel` for ranks that join and leave; it also replaces `init_process_group`.
 
         model = ElasticDataParallel(module, optimizer, store, num_ranks=4, min_ranks=2)
         for step in model.steps(1000):
@@ -101,8 +101,8 @@ class ElasticDataParallel(nn.Module):
 
     Attributes:
         module: the module.
-        step: how many steps the state has behind it.
-        num_restarts: how often the group was formed again.
+        step: the number of steps that the state contains.
+        num_restarts: the number of times that the group was formed again.
 
     Raises:
         ConfigError: an argument is wrong, or there is a process group already.
@@ -167,7 +167,7 @@ class ElasticDataParallel(nn.Module):
         It joins the group first, and ends on all ranks together, with the same state.
 
         Raises:
-            ConfigError: it is used again, or a step was not entered by `with`.
+            ConfigError: it was called twice, or a step was not entered by `with`.
             JobEnded: the others have finished already.
             CollectiveTimeout: a step ran out of time several times, and nobody is lost.
             RendezvousError, DistStoreError: see `ElasticGroup.form`.
@@ -286,7 +286,7 @@ class ElasticDataParallel(nn.Module):
     # ------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Leaves the group; if the training has not ended, the others go on. Idempotent, bounded."""
+        """Leaves the group; if the training has not ended, the other ranks continue. Idempotent, bounded."""
         self._group = None
         self._elastic.leave()
 

@@ -1,11 +1,11 @@
-"""Tensors that one worker publishes and any number of workers pull: whole versions, and nobody stops.
+"""Tensors that one worker publishes and any number of workers pull, in complete versions and without waiting.
 
     weights = Published("policy")                           # a name in the job; any worker may hold one
     version = weights.publish(model)                        # the trainer: returns when it may go on changing them
     version = weights.pull_into(model, newer_than=version)  # a generator: the newest version, into its own tensors
 
 On the publisher's host, every consumer reads the publisher's shared memory. On every other host, the first consumer
-fetches each version once, for all consumers there. `docs/weights.md` tells when to take this, and when a broadcast.
+fetches each version once, for all consumers there. `docs/weights.md` says when to use a broadcast instead.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ __all__ = ["Published", "TensorPart"]
 class Published:
     """Tensors under a name: one worker publishes versions of them, and others pull the newest one.
 
-    A consumer gets all tensors of one version, or keeps what it has: also when the publisher dies in the middle, and
-    when it publishes faster than anybody pulls. The numbers of versions grow by one, and go on when another worker
-    takes the place of a publisher that died. Any thread may use it; one call at a time reads or publishes.
+    A consumer gets all tensors of one version or keeps its current ones, even if the publisher dies while it publishes,
+    or publishes faster than consumers pull. Version numbers increase by one, and continue when another worker replaces
+    a dead publisher. Any thread may use it; one call at a time reads or publishes.
 
     Args:
-        name: in the job. The worker that publishes first is its publisher until it ends.
-        keep: how many versions the publisher, and the first consumer of each other host, have in memory at most beside
-            the newest one: older ones that are still read, and the next one while it is written. Memory of those that
-            nobody reads is used again.
-        dtype: to which tensors of floating point are converted for this consumer, once for all consumers of a host that
-            ask for it, and before they travel to another host; by default they keep the dtypes that are published.
+        name: unique in the job. The worker that publishes first is its publisher until it ends.
+        keep: the maximum number of versions in memory, apart from the newest one, at the publisher and at the first
+            consumer of each other host: older ones that are still read, and the next one while it is written. Memory of
+            versions that no consumer reads is reused.
+        dtype: to which floating-point tensors are converted for this consumer, once for all consumers of a host that
+            request it, and before they travel to another host; by default they keep the published dtypes.
 
     Raises:
         ConfigError: the arguments cannot be used.
@@ -163,8 +163,8 @@ class Published:
 
         Raises:
             ConfigError: the tensors are not those of the versions before, or another worker publishes under this name.
-            DeadlineExceeded: consumers did not come within the bound in time, and the text says which, and whether the
-                version is published; or another worker did not say in time what it has seen of the name.
+            DeadlineExceeded: consumers did not come within the bound in time (the text names them, and says whether the
+                version is published); or another worker did not report in time which versions it has seen.
         """
         deadline = Deadline.after(current_agent().caller.timeout_of(timeout))
         if within is not None and (isinstance(within, bool) or not isinstance(within, int) or within < 0):
@@ -280,7 +280,7 @@ class Published:
     ) -> int:
         """Copies the newest version into tensors, if it is newer than what the caller has.
 
-        It waits for the first version, if nobody has published one yet. Otherwise it does not wait: not for the
+        It waits for the first version, if none has been published yet. Otherwise it does not wait: not for the
         publisher, and not for other consumers. The publisher does not notice.
 
         Args:

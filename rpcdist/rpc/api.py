@@ -166,7 +166,7 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout_s: float = RREF_DELETION_LIMIT_S) -> None:
-    """Gives back the references that this worker holds, and waits until the owners know."""
+    """Releases the references that this worker holds, and waits until their owners know."""
     current_agent().rrefs.delete_all_user_and_unforked_owner_rrefs(timeout_s)
 
 
@@ -201,18 +201,18 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     """Leaves the job; this process may call `init_rpc` again afterwards.
 
     Args:
-        graceful: serve until all workers have called it and nobody has work outstanding. A worker that dies is not
-            waited for, but a process that takes its place meanwhile is. Otherwise end at once: calls in flight fail.
-        timeout: limit of the graceful part, in seconds. 0 takes `RpcOptions.shutdown_timeout`; without one it waits as
-            long as the others live.
+        graceful: serve until all workers have called it and no worker has outstanding work. It does not wait for a
+            worker that dies, but for a process that replaces it. Without it, end immediately: calls in flight fail.
+        timeout: limit of the graceful part, in seconds. 0 uses `RpcOptions.shutdown_timeout`; without that it waits as
+            long as the other workers live.
 
     Returns:
-        The workers that were lost and not replaced, and why, by name; empty if all came, and without `graceful`.
+        The reasons for workers that were lost and not replaced, by name; empty if all came, and without `graceful`.
 
     Raises:
         NotInitialized: there is nothing to shut down.
-        DeadlineExceeded: a worker did not come in time; the text names it. The local side is closed all the same.
-        WorkerLost: the worker that leads this lives and cannot be reached. The local side is closed all the same.
+        DeadlineExceeded: a worker did not call it in time; the text names it. The local side is closed nevertheless.
+        WorkerLost: the coordinating worker lives, but cannot be reached. The local side is closed nevertheless.
         BlockingInLoop: called on an event loop; nothing is closed.
     """
     if asyncio._get_running_loop() is not None:

@@ -115,8 +115,8 @@ class FutureObserver:
 class Future(torch.futures.Future[T]):
     """The result of a call that is still running.
 
-    Any thread may call any method. Callbacks run on the thread that completes the future, or at once if it is done;
-    those that are added on an event loop run on that loop.
+    Any thread may call any method. Callbacks run on the thread that completes the future, or immediately if it is done;
+    callbacks that are added on an event loop run on that loop.
 
     Args:
         devices: the accelerators on which tensors of the result may lie, as in torch.
@@ -338,7 +338,7 @@ class Future(torch.futures.Future[T]):
             raise RuntimeError(_COMPLETED_TWICE)
 
     def cancel(self, msg: object = None) -> bool:
-        """Ends the call, here with `Cancelled` and at the callee as soon as it hears of it.
+        """Ends the call: here immediately with `Cancelled`, at the callee when the cancellation arrives.
 
         Args:
             msg: accepted for asyncio's sake.
@@ -358,14 +358,14 @@ class Future(torch.futures.Future[T]):
         return True
 
     def _complete(self, result: T) -> bool:
-        """`set_result` for those that may be too late; may run user callbacks on this thread."""
+        """`set_result`, but returns False if the future is done; may run user callbacks on this thread."""
         if not self._once.acquire(False):
             return False
         self._finish_result(result)
         return True
 
     def _fail(self, error: BaseException) -> bool:
-        """`set_exception` for those that may be too late; may run user callbacks on this thread."""
+        """`set_exception`, but returns False if the future is done; may run user callbacks on this thread."""
         if not self._once.acquire(False):
             return False
         self._finish_error(error)

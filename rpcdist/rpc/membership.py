@@ -78,12 +78,12 @@ def wait_for_workers(role: str, count: int, timeout: float = UNSET_RPC_TIMEOUT) 
 
     Args:
         role: which they gave to `init_rpc`.
-        count: how many have to be there at least.
+        count: the minimum number of workers.
         timeout: limit in seconds; 0 for none; by default the `rpc_timeout` of `init_rpc`.
 
     Raises:
         ConfigError: the count is less than 1.
-        DeadlineExceeded: the time is over; the text names the workers that are there.
+        DeadlineExceeded: the time is over; the text names the present workers.
         BlockingInLoop: called on an event loop.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -136,10 +136,10 @@ def on_membership_change(callback: Callable[[MembershipChange], object]) -> Call
 
 @off_loop("await rpc.serve_async(...)")
 def serve(timeout: float | None = None) -> str | None:
-    """Serves the calls of others until this worker is told to stop, and returns why; call `shutdown` then.
+    """Serves the calls of other workers until this one is stopped, and returns the reason; call `shutdown` then.
 
-    It is told by SIGTERM or Ctrl-C, where this is the main thread (a second one has its usual effect), by
-    `stop_serving` on another worker, or by a `shutdown` on another thread.
+    SIGTERM or Ctrl-C stops it on the main thread (a second one has its usual effect), and so do `stop_serving` on
+    another worker and `shutdown` on another thread.
 
     Args:
         timeout: limit in seconds; None for none. When it is over, the result is None.
@@ -157,7 +157,7 @@ serve_async = async_form(serve)
 
 @off_loop("await rpc.stop_serving_async(...)")
 def stop_serving(to: Destination, timeout: float = UNSET_RPC_TIMEOUT) -> None:
-    """Ends `serve` on another worker, also if it calls that only later. Arguments and errors as for `rpc_sync`."""
+    """Ends `serve` on another worker, even if that calls it later. Arguments and errors as for `rpc_sync`."""
     agent = current_agent()
     limit_s = agent.caller.timeout_of(timeout)
     agent.caller.gather(
