@@ -139,7 +139,7 @@ def make_backend(name: Backend | str, context: GroupContext) -> GroupBackend:
     """Constructs a backend; blocks until all ranks of the group can be reached.
 
     Raises:
-        ConfigError: there is none of this name, or what it needs is not installed.
+        ConfigError: no backend has this name, or its dependencies are not installed.
     """
     plugin = Backend._plugins.get(name.upper())
     if plugin is not None:

@@ -108,7 +108,7 @@ def all_gather(
 
     Args:
         data_or_fn: this rank's value, or a function that returns it. It is pickled.
-        stage_name: has to be the same on all ranks, so that none is a step ahead.
+        stage_name: must be the same on all ranks, so that no rank is a step ahead.
         pg: the group; None for this process alone.
 
     Raises:
@@ -129,7 +129,7 @@ def all_gather(
 
 
 def _outcome(data_or_fn: object, stage: str | None) -> _StageOutcome:
-    """Any error here is told to the other ranks."""
+    """Any error on this rank is sent to the other ranks."""
     try:
         value = data_or_fn() if callable(data_or_fn) else data_or_fn
         return _StageOutcome(stage, pickle.dumps(value, pickle.HIGHEST_PROTOCOL))

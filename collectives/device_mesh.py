@@ -306,7 +306,7 @@ class DeviceMesh:
         mesh_dim_names: Sequence[str],
         backend_override: Mapping[Dimension, str] | None = None,
     ) -> DeviceMesh:
-        """The mesh with several dimensions in the place of one, the last one fastest; all ranks of the world call it.
+        """The mesh with several dimensions instead of one, the last one fastest; all ranks of the world call it.
 
         Args:
             dim: which one, by number or name.
@@ -364,7 +364,7 @@ def init_device_mesh(
     mesh_dim_names: Sequence[str] | None = None,
     backend_override: Mapping[Dimension, str] | None = None,
 ) -> DeviceMesh:
-    """Makes a mesh of ranks 0, 1, 2, ..., the last dimension fastest; calls `init_process_group()` if nobody has.
+    """Makes a mesh of ranks 0, 1, 2, ..., the last dimension fastest; calls `init_process_group()` if necessary.
 
     Args:
         device_type: "cpu" or "cuda", without an index.

@@ -1,7 +1,7 @@
-"""`ElasticGroup`: a default group whose ranks may die and be replaced while the others go on.
+"""`ElasticGroup`: a default group whose ranks may die and be replaced while the others continue.
 
 Each time that a rank is lost, leaves or wants to come in, the processes form the default group again, in numbered
-rounds. All of it happens in a store that has to outlive the ranks: no rank is special, and each may die, also rank 0.
+rounds. It needs only a store that outlives the ranks: no rank is special, and each may die, including rank 0.
 `rpcdist.parallel.ElasticDataParallel` does it for training.
 
 Guarantees:
@@ -70,7 +70,7 @@ __all__ = ["ElasticGroup"]
 logger = logging.getLogger(__name__)
 
 _ATTEMPT_FAILED = (CollectiveError, RendezvousError, DistNetworkError, StoreTimeout, TransportError)
-"""The errors of making a group when one of its ranks goes away meanwhile."""
+"""The errors of creating a group if one of its ranks ends in the meantime."""
 
 
 class ElasticGroup:
@@ -78,12 +78,12 @@ class ElasticGroup:
 
     Args:
         store: outlives the ranks, e.g. a `FileStore`, or a `TCPStore` that the launcher serves. All processes of the
-            job pass the same one, and a part of it that nobody else uses.
-        num_ranks: how many have to come before the first group is formed.
+            job pass the same one, or the same part of one, which nothing else uses.
+        num_ranks: the number of ranks that must join before the first group is formed.
         min_ranks: how many are enough later; with fewer, those that are left wait for others.
-        timeout: of each operation of the group, and how long a rank that lives is waited for when it does not come.
+        timeout: limit of each operation of the group, and of the wait for a living rank that does not join.
         backend: of the group, as in `init_process_group`.
-        description: what the processes do; one that does something else than the others is refused.
+        description: the work of the processes; a process with another description is refused.
 
     Attributes:
         round: the last group's members; None before the first.
@@ -136,10 +136,10 @@ class ElasticGroup:
             is_new: whether this process has not taken over, or given, the state of a group yet.
 
         Raises:
-            JobEnded: the others have finished.
-            RendezvousError: not enough came in time, or the others do something else.
-            AuthenticationFailed: somebody who has not the job's token writes to the store.
-            DistStoreError: the store is gone.
+            JobEnded: the other ranks have finished.
+            RendezvousError: too few ranks joined in time, or the others have another description.
+            AuthenticationFailed: a process without the job's token writes to the store.
+            DistStoreError: the store cannot be reached.
         """
         self._leave_group()
         deadline = Deadline.after(GROUP_TIMEOUT_S)
@@ -254,7 +254,7 @@ class ElasticGroup:
         self._records.end()
 
     def leave(self) -> None:
-        """Leaves the group, if there is one, and the job; the others go on at once. Idempotent, bounded."""
+        """Leaves the group, if there is one, and the job; the other ranks continue immediately. Idempotent, bounded."""
         if self._sockets is None:
             return
         sockets, self._sockets = self._sockets, None

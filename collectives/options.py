@@ -32,12 +32,12 @@ __all__ = [
 ]
 
 UNSET_TIMEOUT: Final = timedelta(milliseconds=-1)
-"""Stands for the group's own timeout, as in torch."""
+"""Means the timeout of the group, as in torch."""
 
 
 @dataclass
 class OperationOptions:
-    """The options of all operations; a `timeout` that is not positive stands for the group's own."""
+    """The options of all operations; a `timeout` that is not positive means the timeout of the group."""
 
     timeout: timedelta = UNSET_TIMEOUT
     asyncOp: bool = True  # torch's spelling

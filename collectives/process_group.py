@@ -287,7 +287,7 @@ class ProcessGroup(LowerCaseOperations):
     def register_post_hook(self, hook_id: int, hook: Callable[[PostHookArgs], object]) -> None:
         """Calls `hook` when an asynchronous operation has started, or a blocking one is done, on the caller's thread.
 
-        An error of it reaches the caller; the operation goes on.
+        Its error reaches the caller; the operation continues.
         """
         self._hooks.post[hook_id] = hook
         self._use_hooks()
@@ -302,7 +302,8 @@ class ProcessGroup(LowerCaseOperations):
             binding.hooks = self._hooks if self._hooks.pre or self._hooks.post else None
 
     def register_abort_hook(self, hook_id: int, hook: Callable[[], object]) -> None:
-        """Calls `hook` once when the group fails or is aborted, before its operations fail: to write down what was so.
+        """Calls `hook` once when the group fails or is aborted, before its operations fail, such as to record its
+        state.
 
         It runs on the thread that finds the failure, perhaps one that watches over the ranks, so it must be short. Its
         errors are logged.
@@ -353,8 +354,8 @@ class ProcessGroup(LowerCaseOperations):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Waits for all ranks; its error names those that did not come, all of them in either case.
 
-        Its text is torch's, which programs parse: on rank 0 it names the first of them, or all with `wait_all_ranks`. A
-        timeout of 0 is over at once, for a group of several ranks.
+        Its text is torch's, which programs parse: on rank 0 it names the first of them, or all with `wait_all_ranks`.
+        For a group of several ranks, a timeout of 0 is over immediately.
         """
         limit_s = self.timeout_s if timeout is None or timeout < timedelta(0) else timeout.total_seconds()
         binding = self.binding(self.object_device)
@@ -383,7 +384,7 @@ class ProcessGroup(LowerCaseOperations):
             backend.abort(reason)
 
     def shutdown(self) -> None:
-        """Waits for what was submitted, up to the group's timeout, and frees everything; idempotent."""
+        """Waits for submitted operations, up to the group's timeout, and frees everything; idempotent."""
         if self._closed:
             return
         self._closed = True

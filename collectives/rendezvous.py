@@ -130,11 +130,11 @@ def create_store(
         rank: rank of this process; 0 serves, and shares the store if this process serves it there already.
         world_size: how many take part; -1 for any number.
         timeout: limit for connecting and for the store's own waits; 30 minutes by default.
-        wait_for_workers: whether rank 0 waits for the others. RPC does not: its list of members does, and can say who
-            is missing.
+        wait_for_workers: whether rank 0 waits for the others. RPC does not: its list of members does, and can name the
+            missing workers.
 
     Raises:
-        ConnectFailed: nobody answered at the address within `timeout`.
+        ConnectFailed: no process answered at the address within `timeout`.
         DistNetworkError: rank 0's port is in use.
     """
     from rpcdist.collectives._stores.tcp_store import TCPStore

@@ -296,9 +296,9 @@ def torch_group(
 ) -> TorchProcessGroup:
     """A group of ours as one of torch's, without `init_process_group`, for libraries that make groups from a store.
 
-    All ranks call it at the same time; it blocks until they have. torch's default group need not exist, and nobody but
-    the caller knows the group: end it with its `shutdown()`, or with `abort()` where ranks may hang. A group to which
-    no Python code refers any more ends as by `shutdown()`, on a thread of its own: libraries drop torch's like that.
+    All ranks call it at the same time; it blocks until they have. torch's default group need not exist, and only the
+    caller knows the group: end it with its `shutdown()`, or with `abort()` if ranks may hang. A group to which no
+    Python code refers any more ends as by `shutdown()`, on a thread of its own: libraries drop torch's like that.
 
     Args:
         store: torch's, for this group alone: a group that takes its place needs a `PrefixStore` with another prefix.

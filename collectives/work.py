@@ -111,7 +111,7 @@ class Work:
                 waiter.set()
 
     def when_done(self, callback: Callable[[Work], object]) -> None:
-        """Calls back once, on the thread that finishes it, or at once; the callback must not block or raise."""
+        """Calls back once, on the thread that finishes it, or immediately; the callback must not block or raise."""
         with self._lock:
             if not self._done:
                 self._callbacks.append(callback)
@@ -128,7 +128,7 @@ class Work:
 
         Args:
             timeout: seconds or a `timedelta`; without one, the operation's own limit ends it. An operation whose wait
-                timed out goes on.
+                timed out continues.
 
         Returns:
             True.
@@ -197,7 +197,7 @@ class Work:
         self.wait()
 
     def source_rank(self) -> int:
-        """The group's rank that sent what was received; -1 for anything but a receive that is done."""
+        """The sender of a finished receive, as a rank in the group; -1 for everything else."""
         return self._source
 
     def _source_rank(self) -> int:

@@ -246,7 +246,7 @@ class CoordinatorLost(WorkerLost):
 
 
 class OwnerLost(WorkerLost):
-    """The owner of a remote reference died, and the value with it."""
+    """The owner of a remote reference died, so the value is lost."""
 
     def __str__(self) -> str:
         return (
@@ -399,7 +399,7 @@ class RRefError(RpcdistError):
 
 
 class LeaseExpired(RRefError):
-    """The owner has not heard of this process for too long, and dropped its references."""
+    """The owner received nothing from this process for too long, and dropped its references."""
 
 
 class DistBackendError(DistError):

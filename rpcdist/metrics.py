@@ -269,7 +269,7 @@ def serve(address: str) -> str:
         address: "9464", "0.0.0.0:9464", or a range for the workers of one host, such as "9464-9471".
 
     Returns:
-        host:port as bound. A second call returns what the first one did.
+        host:port as bound. A second call returns the result of the first.
 
     Raises:
         ConfigError: the address is malformed, or the package is missing.

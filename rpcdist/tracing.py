@@ -131,7 +131,7 @@ def trace(path: str | os.PathLike[str], max_calls: int = MAX_CALLS, timeout: flo
 
 
 def export_to_opentelemetry(tracer_provider: Any = None) -> None:
-    """Has what a trace shows of this process go to OpenTelemetry; needs `pip install 'rpcdist[otel]'` and an SDK.
+    """Exports the spans of this process to OpenTelemetry; needs `pip install 'rpcdist[otel]'` and an SDK.
 
     A call that a worker makes is a span of kind CLIENT, and one that it serves a span of kind SERVER. Where both ends
     export, the second is a child of the first, by the W3C's trace context, and calls that a function makes are children

@@ -217,7 +217,7 @@ MAX_DETAIL_LINES: Final = 60
 
 
 def describe(explanation: Explanation, most_chains: int = 20) -> str:
-    """The text: what everybody waits for first, and then each chain with its stacks."""
+    """The text: first the ends of all waits, and then each chain with its stacks."""
     if not explanation.chains:
         return "nothing waits: no call, collective or backward pass is older than the limit"
     lines = [f"DEADLOCK: {sentence}" for sentence in explanation.deadlocks]

@@ -505,7 +505,7 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class SilentWorker:
-    """A worker that did not say what it does, and what can be seen of its process from outside.
+    """A worker that did not answer, and the state of its process as seen from outside.
 
     Attributes:
         state: "stopped", "ended", "in the kernel", "frozen" (no Python thread of it goes on), "lost", or "unknown".

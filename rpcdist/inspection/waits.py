@@ -1,8 +1,8 @@
 """Explains which worker waits for which: follows calls over all workers, from the threads that wait to the end.
 
 Pure: facts in, an explanation out. A node is something that waits or is waited for; `_WaitGraph.after` says what a node
-waits for. A chain begins at what nobody waits for, and ends at a node that waits for nothing that is known, or at one
-that it has passed: then it is a circle, and those on it wait for ever.
+waits for. A chain begins at a node for which no other node waits. It ends at a node that waits for no known node, or at
+a node that it has passed: the latter is a deadlock.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a job does not go on.
+    """The reasons why a job does not continue.
 
     Attributes:
         chains: one for each waiter, the one with the most links first.
@@ -91,7 +91,7 @@ class Explanation:
 def explain(
     workers: Sequence[WorkerFacts], silent: Sequence[SilentWorker] = (), older_than_s: float = LONG_WAIT_S
 ) -> Explanation:
-    """Explains what the workers of a job wait for.
+    """Explains the waits of the workers of a job.
 
     Args:
         workers: those that have answered.
@@ -322,7 +322,7 @@ class _WaitGraph:
                 yield node
 
     def _missing(self, leader: str, kind: str, caller: str) -> Iterator[WaitNode]:
-        """The main threads of those that have not come to a gathering."""
+        """The main threads of the workers that have not joined a gathering."""
         for gathering in self._facts[leader].gatherings:
             if gathering.kind == kind and caller in gathering.came:
                 yield from (main for name in gathering.missing if (main := self._main(name)) is not None)

@@ -104,14 +104,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Args:
             context_id: of `autograd.context()`, after `backward`.
-            hogwild: let the backward passes of other trainers, which have used the parameters before this step and
-                saved them, go on with the new values. Without it they fail: torch sees that a saved tensor changed.
+            hogwild: let the backward passes of other trainers that have saved the parameters before this step continue
+                with the new values. Without it they fail: torch sees that a saved tensor changed.
 
         Raises:
-            ContextNotFound: the context is over.
+            ContextNotFound: the context has ended.
             OwnerLost: an owner died.
             BlockingInLoop: called on an event loop; write `await optimizer.step_async(...)`.
-            Exception: what a local optimizer raised; the notes of the error say where the step was made and where not.
+            Exception: the error of a local optimizer; its notes list the owners that stepped and those that did not.
         """
         if (
             is_watched(self) and type(self).step is DistributedOptimizer.step
@@ -218,7 +218,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Args:
             context_id: of `autograd.context()`, after `backward`.
-            max_norm: what the norm may be.
+            max_norm: the largest norm.
             norm_type: the p of the p-norm; infinity for the greatest absolute value.
             error_if_nonfinite: raise if the norm is infinite or not a number, and change nothing.
 

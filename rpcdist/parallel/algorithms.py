@@ -117,8 +117,8 @@ class Joinable(ABC):
 class Join:
     """A context for loops that are not equally long on all ranks. All ranks enter it.
 
-    In each iteration the ranks count who is still training (one small all_reduce). Inside, and until all have joined,
-    communicate through the joinables only.
+    In each iteration the ranks count the ranks that still train (one small all_reduce). Inside, and until all have
+    joined, communicate through the joinables only.
 
     Args:
         joinables: in the same order on all ranks; all of one group.

@@ -202,7 +202,7 @@ _EQUAL_BITS = (allreduce_hook, fp16_compress_hook, bf16_compress_hook)
 
 
 def builtin_hook(kind: BuiltinCommHookType) -> GroupHook:
-    """The function of that type. Raises TypeError for what is no type of a hook, ours or torch's."""
+    """The function of that type. Raises TypeError for anything that is not a hook type of rpcdist or torch."""
     hook = _BY_NAME.get(getattr(kind, "name", ""))
     if hook is None:
         raise TypeError(f"expected a member of BuiltinCommHookType, {' or '.join(_BY_NAME)}, not {kind!r}")

@@ -1,4 +1,4 @@
-"""DiLoCo: each rank trains by itself for many steps, then the ranks exchange how far they have come.
+"""DiLoCo: each rank trains separately for many steps, then the ranks exchange their parameter changes.
 
     inner = torch.optim.AdamW(model.parameters(), lr=4e-4)
     optimizer = DiLoCoOptimizer(inner, period=100)
@@ -42,8 +42,8 @@ class DiLoCoOptimizer(Optimizer):
 
     The model is not wrapped in `DistributedDataParallel`. All ranks make the optimizer, with the same parameters in the
     same order, and step equally often. They get rank 0's parameters when it is made; after an outer step the parameters
-    are the same on all ranks, and between two outer steps each has its own. Beside the inner optimizer it keeps two
-    copies of the parameters.
+    are the same on all ranks, and between two outer steps each has its own. In addition to the inner optimizer it keeps
+    two copies of the parameters.
 
     Args:
         optim: steps the parameters of this rank, e.g. `AdamW`. Its state stays on this rank.

@@ -85,7 +85,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             `param_to_hook_all_reduce` is ready, outside of the buckets. One that comes later is a `ConfigError`.
         param_to_hook_all_reduce: see `delay_all_reduce_named_params`.
         mixed_precision: `MixedPrecision`, or torch's `_MixedPrecision`: dtypes of the forward pass, the reductions and
-            the buffers. It takes the place of a communication hook.
+            the buffers. It replaces a communication hook.
         device_mesh: a mesh of one dimension, whose ranks are the group; instead of `process_group`.
         skip_all_reduce_unused_params: with `find_unused_parameters`: buckets without used parameters are not reduced;
             the same parameters must be unused on all ranks.
@@ -325,7 +325,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
     def no_sync(self, enabled: bool = True) -> Iterator[None]:
         """Inside, gradients are only added up on each rank; the next backward pass outside averages their sum.
 
-        The forward pass has to be inside, too.
+        The forward pass must also be inside.
 
         Args:
             enabled: False leaves everything as it is, e.g. `no_sync(enabled=step % 4 != 3)`.

@@ -87,7 +87,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: ProcessGroup | None = None) -> nn.Module:
         """Replaces all `nn.BatchNorm*` layers of a module, in place; returns it, or the new layer if it is one itself.
 
-        Parameters, buffers and training mode stay what they are. torch's `nn.SyncBatchNorm` layers are replaced, too.
+        Parameters, buffers and training mode do not change. torch's `nn.SyncBatchNorm` layers are replaced, too.
 
         Args:
             module: the model; do it before wrapping it and before making an optimizer.

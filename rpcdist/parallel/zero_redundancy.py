@@ -35,8 +35,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """Shards any optimizer of `torch.optim` over the ranks of a group.
 
     All ranks pass the same parameters in the same order, and call `step` equally often; with uneven inputs, under
-    `Join([model, optimizer])`. `param_groups` holds all parameters, so schedulers and `zero_grad` work as ever; `optim`
-    is the optimizer of this rank's part.
+    `Join([model, optimizer])`. `param_groups` holds all parameters, so schedulers and `zero_grad` work as usual;
+    `optim` is the optimizer of this rank's part.
 
     Args:
         params: parameters, or groups of them; dense.

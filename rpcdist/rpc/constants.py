@@ -25,9 +25,9 @@ DEFAULT_RPC_TIMEOUT_SEC: float = RPC_TIMEOUT_S
 DEFAULT_INIT_METHOD: str = "env://"
 """The place where the workers find each other: the environment variables of the launcher."""
 DEFAULT_INIT_TIMEOUT_SEC: float = RPC_INIT_TIMEOUT_S
-"""How long `init_rpc` waits for the others, in seconds."""
+"""The time for which `init_rpc` waits for other workers, in seconds."""
 DEFAULT_ORPHAN_TIMEOUT_SEC: float = ORPHAN_TIMEOUT_S
-"""How long workers look for another rank 0 after theirs was lost, in seconds."""
+"""The time for which workers look for a new rank 0 after the loss of the old one, in seconds."""
 DEFAULT_SHUTDOWN_TIMEOUT: float = 0
 """The `timeout` of `shutdown` when none is given. As in torch, 0 means "none was given"; the bound that then applies is
 `RpcOptions.shutdown_timeout`."""

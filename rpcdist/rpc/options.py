@@ -85,7 +85,7 @@ class RpcBackendOptions:
 
     @property
     def startup_limit_s(self) -> float | None:
-        """How long `init_rpc` waits for the other workers, in seconds; None for no limit."""
+        """The time for which `init_rpc` waits for other workers, in seconds; None for no limit."""
         return self._rpc_timeout or None
 
     @property
@@ -125,10 +125,10 @@ class RpcOptions(RpcBackendOptions):
         init_timeout: seconds that `init_rpc` waits for the other workers; by default 60, or `rpc_timeout` where that is
             longer (or 0, no limit).
         peer_timeout: seconds without a sign of life after which a peer is declared lost.
-        shutdown_timeout: seconds that `shutdown` waits for the others when it is given no timeout; None waits as long
-            as they live, since a server calls it at once and its trainers hours later.
-        orphan_timeout: seconds that a worker looks for the process that takes the place of a lost rank 0; then `serve`
-            raises `CoordinatorLost`. By default 600; 0 means no limit.
+        shutdown_timeout: seconds that `shutdown` waits for the other workers if it has no timeout argument; None waits
+            as long as they live, because a server calls it immediately and its trainers hours later.
+        orphan_timeout: seconds that a worker looks for the replacement of a lost rank 0; then `serve` raises
+            `CoordinatorLost`. By default 600; 0 means no limit.
         host: the address to bind; by default loopback, or the interface that reaches the coordinator.
         port: the port to bind; 0 lets the system choose, and the choice is published to the peers.
         ports: where this process may listen otherwise, for raw connections and where `port` is 0, such as
@@ -150,7 +150,7 @@ class RpcOptions(RpcBackendOptions):
             through: None, bool, numbers, str, bytes, tensors, and lists, tuples and dicts of them; and what arrives
             through shared memory is copied, since the peer could change it while it is read. Where there is no
             `allow_functions` either, only functions of modules that are loaded are found.
-        role: what this worker is for, in a word of your choice such as "ps"; `rpc.workers("ps")` finds it by that.
+        role: a name of your choice for the purpose of this worker, such as "ps"; `rpc.workers("ps")` finds it by that.
         share_payloads: whether tensors of 64 KiB and more travel through shared memory between processes of one host.
             A received one then behaves as after `share_memory_()`: a forked child sees the same memory, and it cannot
             be resized to more bytes.

@@ -5,7 +5,7 @@
     rref.rpc_sync().sum()                                   # a method, run where the value is
     rpc.rpc_sync("worker2", use, args=(rref,))              # worker2 holds it now, too
 
-The value lives until nobody holds it; `docs/rref.md` says how that is known.
+The value lives until no reference is left; `docs/rref.md` explains how references are counted.
 """
 
 from __future__ import annotations
@@ -137,12 +137,12 @@ class RRef(Generic[T]):
 
         Args:
             timeout: limit in seconds for creation and transfer together; -1: the default of `init_rpc`, 0: none. At the
-                owner, where nothing travels, the default is to wait as long as the call that is being handled may.
+                owner, the default is the time that is left for the call that is being handled.
 
         Raises:
             DeadlineExceeded: the time is over.
             OwnerLost: the owner died.
-            LeaseExpired: the owner has not heard of this process for too long.
+            LeaseExpired: the owner received nothing from this process for too long.
             BlockingInLoop: called on an event loop's thread; write `await rref`.
             Exception: the one that the function of `remote` raised.
         """
@@ -236,7 +236,7 @@ class RRef(Generic[T]):
         return future
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """The type of the value: asked of the owner once. With `blocking=False` a future of it."""
+        """The type of the value, which is fetched from the owner once. With `blocking=False` a future of it."""
         future = self._type_future
         if future is None or (future.done() and future.exception() is not None):
             future = self._type_future = self._ask_type(timeout)
@@ -265,7 +265,7 @@ class RRef(Generic[T]):
         """Ends the creation of the value, where `rpc.remote` or `rref.remote()` on this worker began it.
 
         The reference fails with an `RRefError` that says so. A coroutine is cancelled at the owner; a plain function
-        goes on there, and its result is dropped. An actor that exists ends with its last reference.
+        continues there, and its result is dropped. An actor that exists ends with its last reference.
 
         Returns:
             False if the value existed already, or another worker created it: then nothing has changed.
@@ -295,7 +295,7 @@ class RRef(Generic[T]):
             retain_graph: keep the graph for another backward.
 
         Raises:
-            RRefError: the value is no tensor, or this is not the owner and no context is named. Otherwise as
+            RRefError: the value is not a tensor, or this is not the owner and no context is given. Otherwise as
                 `rpcdist.autograd.backward`.
         """
         if not self.is_owner():

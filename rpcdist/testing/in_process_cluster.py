@@ -100,16 +100,16 @@ class InProcessCluster:
         return self._in_thread(self.run, name, function, *args, **kwargs)
 
     def join(self, name: str, rank: int) -> None:
-        """One more worker joins, or one in the place of another that died."""
+        """Adds a worker, or replaces one that died."""
         self._ranks[name] = rank
         self._in_threads(self._start, (name,))  # an agent that starts on the main thread would take Ctrl-C for itself
 
     def restart(self, name: str) -> None:
-        """A new worker takes the place of one that was killed."""
+        """A new worker replaces a killed one."""
         self.join(name, self._ranks[name])
 
     def kill(self, name: str) -> None:
-        """A worker dies without a word: to the others its connections break, and nobody listens at its address."""
+        """A worker dies silently: the others see that its connections break, and that its address does not answer."""
         agent = self._agent(name)
         del self._agents[name]
         self.network.kill(self._nodes.pop(name))
@@ -125,7 +125,8 @@ class InProcessCluster:
         self._in_threads(leave, names or self.names)
 
     def close(self) -> None:
-        """Ends everything at once; idempotent. Calls that `begin` began and that still run get a limited time to end.
+        """Ends everything immediately; idempotent. Calls that `begin` began and that still run get a limited time to
+        end.
 
         Raises:
             AssertionError: such a call did not end. Its thread goes on, and Python waits for it when it exits.
@@ -158,7 +159,8 @@ class InProcessCluster:
         )
 
     def _in_threads(self, function: Callable[[str], None], names: Iterable[str]) -> None:
-        """Calls it for all names at once: joining and leaving wait for the others. Raises the first error."""
+        """Calls it for all names at the same time, because joining and leaving wait for the others. Raises the first
+        error."""
         calls = {name: self._in_thread(function, name) for name in names}
         _, running = wait(calls.values(), LIMIT_S)
         assert not running, f"{[name for name in calls if calls[name] in running]} did not finish within {LIMIT_S} s"

@@ -2,8 +2,8 @@
 
 The limits are multiples of one unit, which `RPCDIST_TEST_SCALE` stretches on slow machines.
 
-A limit decides only how long a test that fails takes to do so; a test that passes never waits for one. Limits that a
-test is *about* (a lease that ends, a peer that is silent) are small multiples of `UNIT_S`.
+A limit only affects the duration of a failing test; a passing test never waits for one. Limits that a test is *about*
+(a lease that ends, a peer that is silent) are small multiples of `UNIT_S`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def eventually(condition: Callable[[], T], what: str = "the condition", within_s
 
 
 async def eventually_async(condition: Callable[[], T], what: str = "the condition", within_s: float = LIMIT_S) -> T:
-    """As `eventually`, in a coroutine; its loop goes on in the meantime."""
+    """As `eventually`, in a coroutine, without blocking its loop."""
     for value in _looks(condition, what, within_s):
         if value:
             return value
@@ -85,7 +85,7 @@ def _looks(condition: Callable[[], T], what: str, within_s: float) -> Iterator[T
 
 
 def wait_until_asleep(thread: threading.Thread | int, within_s: float = LIMIT_S) -> None:
-    """Waits until a thread sleeps in the kernel: it has come to the point where it waits for others.
+    """Waits until a thread sleeps in the kernel, which means that it waits for others.
 
     Args:
         thread: a thread of this process, or a process id, for the main thread of that process.

@@ -1,6 +1,6 @@
 """A Python program in an interpreter of its own, whose output a test reads line by line.
 
-For what a `Worker` cannot show: how a program starts and ends, what it prints, and which status it ends with.
+For tests of the start and the end of a program, its output and its exit status, which a `Worker` cannot show.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Program:
 
 
 def free_port() -> int:
-    """A TCP port of this host on which nobody listens at the moment.
+    """A TCP port of this host that is currently free.
 
     It is below those that the system chooses from, so that no connection and no other server gets it before it is used.
 

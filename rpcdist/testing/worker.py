@@ -71,7 +71,7 @@ T = TypeVar("T")
 
 
 class WorkerEnded(Exception):
-    """The process ended before it had done what it was told."""
+    """The process ended before it had finished a request."""
 
 
 class WorkerTimeout(AssertionError):

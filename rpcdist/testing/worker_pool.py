@@ -131,7 +131,7 @@ class WorkerPool:
         worker.end()
 
     def new_file(self) -> str:
-        """A path that nobody has used before: for a file store, or for a function to say that it runs."""
+        """An unused path, for a file store, or for a function to signal that it runs."""
         self._num_files += 1
         return str(self.folder / f"file{self._num_files}")
 
@@ -140,7 +140,7 @@ class WorkerPool:
         return f"file://{self.new_file()}"
 
     def new_world(self, size: int | None, url: str | None = None, **options: Any) -> RpcWorld:
-        """An RPC job that nobody has joined yet.
+        """An RPC job that no worker has joined yet.
 
         Args:
             size: its `world_size`; None for workers that come and go.
@@ -209,7 +209,7 @@ class RankPool:
         return self.workers[rank]
 
     def new_file(self) -> str:
-        """A path that nobody has used before, for a file store."""
+        """An unused path, for a file store."""
         return self._pool.new_file()
 
     def new_url(self) -> str:
