@@ -201,8 +201,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     """Leaves the job; this process may call `init_rpc` again afterwards.
 
     Args:
-        graceful: serve until all workers have called it and no worker has outstanding work. It does not wait for a
-            worker that dies, but for a process that replaces it. Without it, end immediately: calls in flight fail.
+        graceful: serve until all workers have called it and no worker has outstanding work. It waits for a process that
+            replaces a dead worker, not for the dead worker. Without it, end immediately: calls in flight fail.
         timeout: limit of the graceful part, in seconds. 0 uses `RpcOptions.shutdown_timeout`; without that it waits as
             long as the other workers live.
 
