@@ -35,7 +35,7 @@ from rpcdist.ids import Identity
 from rpcdist.private_files import flight_recorder_size
 from rpcdist.rpc._actors.actor_names import ActorNames, ActorTable
 from rpcdist.rpc._actors.serial_calls import SerialCalls
-from rpcdist.rpc._calling.autograd_links import AutogradLinks, MakeAutograd, autograd_handler, tell_autograd
+from rpcdist.rpc._calling.autograd_links import AutogradLinks, MakeAutograd, tell_autograd
 from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._calling.retries import Retries
@@ -348,7 +348,7 @@ class Agent:
         handle("stream_end", self.streams.on_end)
         handle("stream_credit", self.dispatcher.on_credit)
         handle("rref", self._control.on_message)
-        handle("autograd", autograd_handler(self.autograd, self._control))
+        handle("autograd", self._control.on_message)
         handle("membership", self._control.on_message)
         handle("ack", self.router.on_acknowledgement)
         handle("device_map", self._device_maps.on_message)

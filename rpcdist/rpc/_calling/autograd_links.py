@@ -6,18 +6,15 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from rpcdist._proto import rpc_pb2
 from rpcdist.errors import WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import AutogradHooks
 from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._devices.gpu_sharing import GpuSharing
 from rpcdist.rpc._executors.thread_pool import ThreadPool
-from rpcdist.rpc._peers.control import ControlReceiver
 from rpcdist.rpc._peers.directory import Directory, PeerEvents
-from rpcdist.rpc._peers.network import AnySession, Handler, Lifetime, PoolJob
+from rpcdist.rpc._peers.network import AnySession, Lifetime
 from rpcdist.rpc._peers.router import Router
-from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.transport.io_loop import IoLoop, Timer
 
@@ -73,20 +70,6 @@ class AutogradLinks:
 
 MakeAutograd = Callable[[AutogradLinks], AutogradHooks]
 """Makes distributed autograd for an agent; `rpcdist._upper_layers` knows it as "autograd"."""
-
-
-def autograd_handler(hooks: AutogradHooks, control: ControlReceiver) -> Handler:
-    """Takes the messages of distributed autograd that arrive on sessions: numbered ones are applied once, in order."""
-
-    def on_message(
-        session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
-    ) -> None:
-        if message.control_seq:
-            control.on_message(session, message, buffers, jobs)
-        else:
-            hooks.on_message(session.peer, message.autograd, buffers)
-
-    return on_message
 
 
 def tell_autograd(
