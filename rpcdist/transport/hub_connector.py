@@ -184,8 +184,13 @@ class WaitingRoom:
             self._arrived.wait(min(CHECK_INTERVAL_S, deadline.remaining_s()) if checked else deadline.wait_s())
         return self._pop(purpose) if self._waiting.get(purpose) else None
 
-    def announce(self, prefix: str, taker: Taker | None) -> None:
-        """See `SocketHub.announce`."""
+    def announce(self, prefix: str, taker: Taker | None = None) -> None:
+        """Expects connections whose purpose begins with `prefix`, so that they may wait without limit.
+
+        Args:
+            taker: called with purpose and socket instead of `expect`, on the I/O loop; it must not block. It gets
+                connections that already wait at once, on the caller's thread.
+        """
         with self._arrived:
             self._announced[prefix] = taker
             purposes = [purpose for purpose in self._waiting if purpose.startswith(prefix)] if taker else []
@@ -195,7 +200,7 @@ class WaitingRoom:
                 taker(purpose, connection)
 
     def withdraw(self, prefix: str) -> None:
-        """See `SocketHub.withdraw`."""
+        """Ends `announce`, and closes connections that still wait for such a purpose."""
         with self._arrived:
             self._announced.pop(prefix, None)
             purposes = [purpose for purpose in self._waiting if purpose.startswith(prefix)]

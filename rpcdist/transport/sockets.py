@@ -42,7 +42,6 @@ MAX_WAITING: Final = 4096
 MAX_PURPOSE_BYTES: Final = 512
 
 Check = Callable[[], None]
-Taker = Callable[[str, StreamSocket], None]
 
 
 class SocketHub:
@@ -58,6 +57,8 @@ class SocketHub:
         self._name = secrets.token_hex(8)
         self._address: HubAddress | None = None
         self._room = WaitingRoom(node.io, MAX_WAITING, ROLE_LIMIT_S)
+        self.announce = self._room.announce
+        self.withdraw = self._room.withdraw
         self._closed = False
         self._lock = threading.Lock()  # held by `open` and `close`
 
@@ -139,19 +140,6 @@ class SocketHub:
             TransportError: the hub was closed.
         """
         return self._room.take(_check_purpose(purpose), Deadline.after(timeout_s), check)
-
-    def announce(self, prefix: str, taker: Taker | None = None) -> None:
-        """Expects connections whose purpose begins with `prefix`, so that they may wait without limit.
-
-        Args:
-            taker: called with purpose and socket instead of `expect`, on the I/O loop; it must not block. It gets
-                connections that already wait at once, on the caller's thread.
-        """
-        self._room.announce(prefix, taker)
-
-    def withdraw(self, prefix: str) -> None:
-        """Ends `announce`, and closes connections that still wait for such a purpose."""
-        self._room.withdraw(prefix)
 
     async def open_connection(
         self, address: str, purpose: str, timeout_s: float, unix: bool | None = None

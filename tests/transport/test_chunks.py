@@ -56,7 +56,7 @@ def test_a_chunk_comes_back(transfer: int, buffer: int, offset: int, data: bytes
     encoded = chunk_envelope(transfer, buffer, offset, memoryview(data))
     assert parse(encoded, []) == [Chunk(transfer, buffer, offset, memoryview(data))]
     head = parse_chunk_head(encoded[:CHUNK_HEAD_BYTES], len(encoded))
-    assert head == (transfer, buffer, offset, len(data), CHUNK_HEAD_BYTES)
+    assert head == (transfer, buffer, offset, len(data))
 
 
 # ---------------------------------------------------------------- incoming

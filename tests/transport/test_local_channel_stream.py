@@ -19,7 +19,7 @@ from rpcdist.testing import eventually_async
 from rpcdist.transport._channels import socket_channel
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._channels.socket_pipe import SocketPipe
-from rpcdist.transport._framing.frames import CHUNK_BYTES, ChunkHead, chunk_head, parse_chunk_head
+from rpcdist.transport._framing.frames import CHUNK_BYTES, CHUNK_HEAD_BYTES, ChunkHead, chunk_head, parse_chunk_head
 from rpcdist.transport.handshake_side import MAX_HANDSHAKE_BYTES
 from rpcdist.transport.unix_sockets import names_senders
 
@@ -55,7 +55,7 @@ class Receiver:
         return memoryview(self.buffer)[head.offset : head.offset + head.size]
 
     def placed(self, head: ChunkHead, num_bytes: int) -> None:
-        assert num_bytes == head.head_size + head.size
+        assert num_bytes == CHUNK_HEAD_BYTES + head.size
         self.placed_sizes.append(head.size)
         self._arrived.set()
 
@@ -137,7 +137,7 @@ async def test_frames_arrive_however_they_are_cut(ends: Any, seed: int) -> None:
 def test_the_head_of_a_chunk_is_read_alone() -> None:
     head = chunk_head(1 << 40, 3, 5 << 30, CHUNK_BYTES)
     size = len(head) + CHUNK_BYTES
-    assert parse_chunk_head(head, size) == (1 << 40, 3, 5 << 30, CHUNK_BYTES, len(head))
+    assert parse_chunk_head(head, size) == (1 << 40, 3, 5 << 30, CHUNK_BYTES)
     for damaged in (b"", head[:-1], b"\x0a" + head[1:], head[:2], b"\x7a" + b"\xff" * 70):
         assert parse_chunk_head(damaged, size) is None
     assert parse_chunk_head(head, size + 1) is None

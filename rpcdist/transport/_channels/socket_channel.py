@@ -366,7 +366,7 @@ class SocketChannel:
             target = memoryview(self._plain)
         else:
             self._chunk = head, size
-            target, have = place, have[head.head_size :]
+            target, have = place, have[CHUNK_HEAD_BYTES:]
         target[: len(have)] = have
         self._target, self._num_target = target, len(have)
 

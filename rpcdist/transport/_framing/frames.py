@@ -112,13 +112,12 @@ class ReturnedSegments(NamedTuple):
 
 
 class ChunkHead(NamedTuple):
-    """The head of an envelope that carries one chunk: `size` is that of the chunk, `head_size` that of the head."""
+    """The head of an envelope that carries one chunk: `size` is that of the chunk, without the head."""
 
     transfer: int
     buffer: int
     offset: int
     size: int
-    head_size: int
 
 
 # ---------------------------------------------------------------- writing
@@ -299,7 +298,7 @@ def parse_chunk_head(data: bytes | bytearray | memoryview, size: int) -> ChunkHe
     chunk_size, kind, _, _, buffer, transfer, offset = _unpack(data)
     if kind != _CHUNK or _HEAD_BYTES + chunk_size != size:
         return None
-    return ChunkHead(transfer, buffer, offset, chunk_size, _HEAD_BYTES)
+    return ChunkHead(transfer, buffer, offset, chunk_size)
 
 
 def _read_reply_flags(reply: ReplyMessage, flags: int, data: bytes | bytearray, at: int, end: int) -> int:
