@@ -114,7 +114,7 @@ def test_the_last_one_that_came_back_is_used_first(pair: Pair) -> None:
 
 
 def test_common_memory_stays_mapped_without_what_the_borrower_changed(pair: Pair) -> None:
-    memory = CommonMemory(SIZE)
+    memory = CommonMemory(SIZE, frozenset())
     for value in (b"1", b"2", b"3"):
         ctypes.memset(memory.mapped.address, ord(value), SIZE)
         assert pair.lend_common(memory) == 1
@@ -131,7 +131,7 @@ def test_common_memory_stays_mapped_without_what_the_borrower_changed(pair: Pair
 
 
 def test_few_free_segments_of_common_memory_stay(pair: Pair) -> None:
-    memories = [CommonMemory(SIZE) for _ in range(MAX_FREE_COMMON + 1)]
+    memories = [CommonMemory(SIZE, frozenset()) for _ in range(MAX_FREE_COMMON + 1)]
     for number, memory in enumerate(memories, start=1):
         assert pair.lend_common(memory) == number
         pair.borrower.borrow(number, SIZE)
@@ -150,7 +150,7 @@ def test_few_free_segments_of_common_memory_stay(pair: Pair) -> None:
 
 def test_free_common_memory_makes_room_for_other_segments() -> None:
     pair = Pair(max_bytes=2 * SIZE)
-    assert pair.lend_common(CommonMemory(SIZE)) == 1
+    assert pair.lend_common(CommonMemory(SIZE, frozenset())) == 1
     pair.borrower.borrow(1, SIZE)
     pair.pass_back()
     assert pair.offer() == 2
@@ -160,7 +160,7 @@ def test_free_common_memory_makes_room_for_other_segments() -> None:
 
 
 def test_common_memory_whose_changes_stay_is_not_used_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = CommonMemory(SIZE)
+    memory = CommonMemory(SIZE, frozenset())
     assert pair.lend_common(memory) == 1
     monkeypatch.setattr(MappedSegment, "forget_changes", lambda mapped: False)  # as with locked memory
     pair.borrower.borrow(1, SIZE)
